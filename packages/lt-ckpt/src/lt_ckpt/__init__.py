@@ -1,0 +1,1 @@
+"""Checkpoints that are committed, verified, resharded and exported."""

@@ -1,0 +1,1 @@
+"""Text to token stores, packs and a deterministic stream of training rows."""

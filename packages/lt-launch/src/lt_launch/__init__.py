@@ -1,0 +1,1 @@
+"""The lt command, which finds the commands of every installed lt package."""

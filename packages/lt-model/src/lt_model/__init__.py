@@ -1,0 +1,1 @@
+"""Llama as data (shape, parameters, costs) and, with [torch], as a module."""

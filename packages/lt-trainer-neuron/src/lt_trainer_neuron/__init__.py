@@ -1,0 +1,1 @@
+"""The AWS Trainium (neuronx-distributed) engine of lt."""

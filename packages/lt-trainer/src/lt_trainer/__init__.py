@@ -1,0 +1,1 @@
+"""What every lt training run shares: recipe, loop, metrics, signals, run directory."""
