@@ -1,1 +1,73 @@
-"""Llama as data (shape, parameters, costs) and, with [torch], as a module."""
+"""Llama as data (shape, parameters, costs) and, with [torch], as a module.
+
+Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
+of `llama`, `attention`, `rope`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt_model.config import LlamaConfig, RopeScaling
+    from lt_model.costs import Memory, flops_per_token, memory, n_parameters
+    from lt_model.errors import ModelError
+    from lt_model.generation import generate
+    from lt_model.init import init_model, init_slice
+    from lt_model.llama import Llama, LlamaBlock
+    from lt_model.loss import IGNORE, cross_entropy_sum
+    from lt_model.params import Parameter, parameters
+    from lt_model.presets import PRESETS, preset
+
+_MODULES = {
+    "LlamaConfig": "config",
+    "RopeScaling": "config",
+    "Memory": "costs",
+    "flops_per_token": "costs",
+    "memory": "costs",
+    "n_parameters": "costs",
+    "ModelError": "errors",
+    "generate": "generation",
+    "init_model": "init",
+    "init_slice": "init",
+    "Llama": "llama",
+    "LlamaBlock": "llama",
+    "IGNORE": "loss",
+    "cross_entropy_sum": "loss",
+    "Parameter": "params",
+    "parameters": "params",
+    "PRESETS": "presets",
+    "preset": "presets",
+}
+
+__all__ = [
+    "IGNORE",
+    "PRESETS",
+    "Llama",
+    "LlamaBlock",
+    "LlamaConfig",
+    "Memory",
+    "ModelError",
+    "Parameter",
+    "RopeScaling",
+    "cross_entropy_sum",
+    "flops_per_token",
+    "generate",
+    "init_model",
+    "init_slice",
+    "memory",
+    "n_parameters",
+    "parameters",
+    "preset",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'lt_model' has no attribute {name!r}")
+    value = getattr(import_module(f"lt_model.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

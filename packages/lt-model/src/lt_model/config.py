@@ -1,0 +1,180 @@
+"""The shape of a Llama: one frozen dataclass, checked when it is made.
+
+`LlamaConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json of
+`transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes). Cost: nothing is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from lt_model.errors import ModelError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """The "llama3" rule that stretches low rotary frequencies (Llama 3.1; see `rope.py` for the formula).
+
+    Attributes:
+        factor: by how much wavelengths beyond the low-frequency limit are stretched, > 0.
+        low_freq_factor: wavelengths longer than original / low_freq_factor are stretched fully.
+        high_freq_factor: wavelengths shorter than original / high_freq_factor are kept; > low_freq_factor.
+        original_max_position_embeddings: the context length (tokens) before stretching.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor"):
+            object.__setattr__(self, name, _positive_float(f"rope_scaling.{name}", getattr(self, name)))
+        _positive_int("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ModelError(
+                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than "
+                f"rope_scaling.low_freq_factor = {self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """The architecture of one Llama.
+
+    Attributes:
+        vocab_size: number of token ids; has no default because the data decides it.
+        hidden_size: width of the residual stream.
+        intermediate_size: width of the gated feed-forward layer.
+        n_heads: query heads; `hidden_size` is divided among them.
+        n_kv_heads: key/value heads; divides `n_heads` (equal: multi-head, 1: multi-query attention).
+        n_layers: transformer blocks.
+        max_position_embeddings: longest context (tokens) the model claims to know.
+        rope_theta: base of the rotary wavelengths.
+        rope_scaling: the llama3 stretching rule, or None.
+        norm_eps: epsilon inside the RMSNorm's square root.
+        tie_word_embeddings: True when the output head is the input embedding.
+
+    Raises:
+        ModelError: a field of the wrong type or sign, or sizes that do not divide.
+    """
+
+    vocab_size: int
+    hidden_size: int = 768
+    intermediate_size: int = 2072
+    n_heads: int = 12
+    n_kv_heads: int = 12
+    n_layers: int = 12
+    max_position_embeddings: int = 4096
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        for name in _INT_FIELDS:
+            _positive_int(name, getattr(self, name))
+        for name in ("rope_theta", "norm_eps"):
+            object.__setattr__(self, name, _positive_float(name, getattr(self, name)))
+        if not isinstance(self.tie_word_embeddings, bool):
+            raise ModelError(f"tie_word_embeddings = {self.tie_word_embeddings!r} must be true or false")
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ModelError(f"rope_scaling = {self.rope_scaling!r} must be a RopeScaling or None")
+        if self.hidden_size % self.n_heads:
+            raise ModelError(
+                f"hidden_size = {self.hidden_size} is not a multiple of n_heads = {self.n_heads}: "
+                "every head needs the same width; change one of them"
+            )
+        if self.head_dim % 2:
+            raise ModelError(
+                f"hidden_size / n_heads = {self.head_dim} is odd: rotary embeddings turn pairs of numbers, "
+                "so the head width must be even"
+            )
+        if self.n_heads % self.n_kv_heads:
+            raise ModelError(
+                f"n_heads = {self.n_heads} is not a multiple of n_kv_heads = {self.n_kv_heads}: "
+                "every key/value head serves the same number of query heads"
+            )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.n_heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values under our own field names (JSON-ready); `from_dict` reads them back."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], source: str = "model config") -> LlamaConfig:
+        """Build a config from our own field names.
+
+        Args:
+            values: field name to value; `rope_scaling` may be a mapping.
+            source: where the values come from, for the message of an error.
+
+        Raises:
+            ModelError: an unknown or missing field, or a value that `LlamaConfig` refuses.
+        """
+        known = dict(_checked_keys(cls, values, source))
+        try:
+            scaling = known.get("rope_scaling")
+            if isinstance(scaling, Mapping):
+                known["rope_scaling"] = RopeScaling(**_checked_keys(RopeScaling, scaling, f"{source}: rope_scaling"))
+            return cls(**known)
+        except ModelError as error:
+            raise ModelError(f"{source}: {error}") from error
+
+    def to_hf(
+        self, *, bos_token_id: int | None = None, eos_token_id: int | list[int] | None = None, dtype: str = "float32"
+    ) -> dict[str, Any]:
+        """Return the config.json of the equivalent `LlamaForCausalLM` (see `hf.to_hf`)."""
+        from lt_model.hf import to_hf
+
+        return to_hf(self, bos_token_id=bos_token_id, eos_token_id=eos_token_id, dtype=dtype)
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], source: str = "") -> LlamaConfig:
+        """Read a config.json of `LlamaForCausalLM` (see `hf.from_hf`)."""
+        from lt_model.hf import from_hf
+
+        return from_hf(values, source)
+
+
+_INT_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "n_heads",
+    "n_kv_heads",
+    "n_layers",
+    "max_position_embeddings",
+)
+
+
+def _positive_int(name: str, value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ModelError(f"{name} = {value!r} must be a whole number of at least 1")
+    return value
+
+
+def _positive_float(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
+        raise ModelError(f"{name} = {value!r} must be a finite number greater than 0")
+    return float(value)
+
+
+def _checked_keys(cls: type, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return `values` when its keys are exactly fields of the dataclass `cls`, all required ones among them."""
+    from dataclasses import MISSING
+
+    names = {field.name for field in fields(cls)}
+    required = {field.name for field in fields(cls) if field.default is MISSING}
+    if unknown := sorted(set(values) - names):
+        raise ModelError(f"{source}: unknown field {unknown[0]!r}; the fields are {', '.join(sorted(names))}")
+    if missing := sorted(required - set(values)):
+        raise ModelError(f"{source}: field {missing[0]!r} is missing")
+    return values

@@ -1,0 +1,103 @@
+"""Text generation with a key/value cache, one sequence at a time.
+
+The prompt goes through the model once; every further token goes through alone and attends to the cached keys and values, so
+a token costs one forward pass of one position. Greedy output equals that of the uncached forward pass. Sampling happens on
+the CPU with a generator of its own, so it neither depends on nor disturbs torch's global random state.
+
+Cost: memory 2 * n_layers * (prompt + new tokens) * n_kv_heads * head_dim numbers for the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from lt_model.errors import ModelError
+from lt_model.llama import KVCache, Llama
+
+
+def generate(
+    model: Llama,
+    prompt_ids: Sequence[int],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_ids: Collection[int] = (),
+) -> list[int]:
+    """Continue a prompt.
+
+    Args:
+        model: a materialised, unsharded model.
+        prompt_ids: at least one token id.
+        max_new_tokens: how many tokens to add at most.
+        temperature: divides the logits before sampling; 0 takes the likeliest token (the first of equals).
+        top_k: sample among the k likeliest tokens; 0 means all.
+        top_p: sample among the fewest tokens whose probabilities reach top_p; 1 means all.
+        seed: of the sampler.
+        stop_ids: generation ends after any of these ids.
+
+    Returns:
+        The new ids, without the prompt; a stop id, when one was drawn, is the last.
+
+    Raises:
+        ModelError: an empty prompt, an id outside the vocabulary, more positions than the model has, or an option outside
+            its range.
+    """
+    _check(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    device = model.model.embed_tokens.weight.device
+    sampler = torch.Generator().manual_seed(seed)
+    length = len(prompt_ids) + max_new_tokens
+    new_ids: list[int] = []
+    with torch.inference_mode():
+        caches = [KVCache(length) for _ in model.model.layers]
+        pending = torch.tensor([list(prompt_ids)], device=device)
+        while len(new_ids) < max_new_tokens:
+            last_1D = model.hidden_states(pending, caches=caches)[:, -1]
+            logits_V = model.lm_head(last_1D)[0].to("cpu", torch.float64)
+            new_ids.append(_draw(logits_V, temperature, top_k, top_p, sampler))
+            if new_ids[-1] in stop_ids:
+                break
+            pending = torch.tensor([new_ids[-1:]], device=device)
+    return new_ids
+
+
+def _draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, sampler: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits_V.argmax())
+    # Stable, so that equal logits keep the order of their ids on every machine.
+    ordered, ids = logits_V.sort(descending=True, stable=True)
+    ordered = ordered[: top_k or None] / temperature
+    probabilities = ordered.softmax(dim=0)
+    before = probabilities.cumsum(dim=0) - probabilities
+    # The likeliest token always stays: `before` is 0 there.
+    probabilities = probabilities.masked_fill(before >= top_p, 0.0)
+    return int(ids[torch.multinomial(probabilities, 1, generator=sampler)])
+
+
+def _check(
+    model: Llama, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float
+) -> None:
+    config = model.config
+    if not prompt_ids:
+        raise ModelError("the prompt is empty: give at least one token, such as the beginning-of-text id")
+    for token_id in prompt_ids:
+        if not 0 <= token_id < config.vocab_size:
+            raise ModelError(f"prompt id {token_id} is outside the vocabulary of {config.vocab_size} ids")
+    if max_new_tokens < 0:
+        raise ModelError(f"max_new_tokens = {max_new_tokens} must not be negative")
+    if len(prompt_ids) + max_new_tokens > config.max_position_embeddings:
+        raise ModelError(
+            f"{len(prompt_ids)} prompt tokens and max_new_tokens = {max_new_tokens} exceed max_position_embeddings = "
+            f"{config.max_position_embeddings}: ask for fewer tokens or shorten the prompt"
+        )
+    if not 0 <= temperature < float("inf"):
+        raise ModelError(f"temperature = {temperature} must be a finite number of at least 0")
+    if top_k < 0:
+        raise ModelError(f"top_k = {top_k} must not be negative (0 means all)")
+    if not 0 < top_p <= 1:
+        raise ModelError(f"top_p = {top_p} must be greater than 0 and at most 1")

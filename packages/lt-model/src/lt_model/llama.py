@@ -1,0 +1,202 @@
+"""The Llama decoder as plain torch modules; parameter names are those of transformers' LlamaForCausalLM.
+
+Pre-norm blocks (RMSNorm, rotary grouped-query attention, SwiGLU) between an embedding and a head. Only architecture stands
+here: parallelism, precision policy and recomputation are applied from outside. RMSNorm, rotary angles and the loss are
+computed in fp32, or in float64 when the weights are float64.
+
+Cost: `lt_model.costs` counts FLOPs and bytes.
+
+Shapes: B batch, T tokens, D hidden_size, H query heads, G key/value heads, K head_dim, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lt_model.attention import Attention, attention_backend, document_mask
+from lt_model.config import LlamaConfig
+from lt_model.loss import cross_entropy_sum
+from lt_model.rope import apply_rope, rope_tables
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight, the division in fp32 or wider (arXiv:1910.07467)."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the normalised x, same shape and dtype."""
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
+        return self.weight * normed.to(x.dtype)
+
+
+class KVCache:
+    """Keys and values of one layer so far, for generation: room for `length` tokens, taken at the first update."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.filled = 0
+        self.k_BSGK = self.v_BSGK = torch.empty(0)
+
+    def update(self, k_BTGK: Tensor, v_BTGK: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the keys and values of T more tokens and return views of all so far."""
+        if not self.filled:
+            batch, _, heads, width = k_BTGK.shape
+            self.k_BSGK = k_BTGK.new_empty(batch, self.length, heads, width)
+            self.v_BSGK = torch.empty_like(self.k_BSGK)
+        end = self.filled + k_BTGK.shape[1]
+        assert end <= self.length, f"{end} tokens in a cache for {self.length}"
+        self.k_BSGK[:, self.filled : end] = k_BTGK
+        self.v_BSGK[:, self.filled : end] = v_BTGK
+        self.filled = end
+        return self.k_BSGK[:, :end], self.v_BSGK[:, :end]
+
+
+class LlamaAttention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig, attend: Attention) -> None:
+        super().__init__()
+        kv_width = config.n_kv_heads * config.head_dim
+        self.head_dim = config.head_dim
+        self.attend = attend
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], allowed: Tensor | None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
+        heads = (*x_BTD.shape[:2], -1, self.head_dim)
+        q_BTHK = apply_rope(self.q_proj(x_BTD).view(heads), rope)
+        k_BTGK = apply_rope(self.k_proj(x_BTD).view(heads), rope)
+        v_BTGK = self.v_proj(x_BTD).view(heads)
+        if cache is not None:
+            k_BTGK, v_BTGK = cache.update(k_BTGK, v_BTGK)
+        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, allowed).flatten(2))
+
+
+class LlamaMLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)) (arXiv:2002.05202)."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        """Return the feed-forward output [B, T, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+
+
+class LlamaBlock(nn.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: LlamaConfig, attend: Attention) -> None:
+        super().__init__()
+        self.self_attn = LlamaAttention(config, attend)
+        self.mlp = LlamaMLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+
+    def forward(
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], allowed: Tensor | None, cache: KVCache | None = None
+    ) -> Tensor:
+        """Return the residual stream after this layer, [B, T, D]."""
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, allowed, cache)
+        return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
+
+
+class LlamaModel(nn.Module):
+    """The decoder without its head: embedding, blocks, last norm."""
+
+    def __init__(self, config: LlamaConfig, attend: Attention) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(LlamaBlock(config, attend) for _ in range(config.n_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+
+
+class Llama(nn.Module):
+    """A Llama language model. Weights are torch's defaults until `init_model` or a checkpoint sets them.
+
+    Args:
+        config: the shape.
+        attention: name of the attention backend (`attention.BACKENDS`).
+
+    Attributes:
+        config: the shape it was made with.
+        model: embedding, `layers` (an `nn.ModuleList` of `LlamaBlock`) and last norm.
+        lm_head: the output head; tied to the embedding when the config says so.
+    """
+
+    def __init__(self, config: LlamaConfig, *, attention: str = "sdpa") -> None:
+        super().__init__()
+        self.config = config
+        self.model = LlamaModel(config, attention_backend(attention))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def forward(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        position_ids_BT: Tensor | None = None,
+        doc_ids_BT: Tensor | None = None,
+        labels_BT: Tensor | None = None,
+    ) -> Tensor:
+        """Compute logits, or the summed loss when labels are given.
+
+        Args:
+            input_ids_BT: token ids, integers.
+            position_ids_BT: rotary position of each token; 0..T-1 when absent.
+            doc_ids_BT: document number of each token: it sees earlier tokens with the same number only; all one document
+                when absent.
+            labels_BT: the token that follows each position (already shifted), -100 where none is to be learnt.
+
+        Returns:
+            Logits [B, T, V] in the weights' dtype; or the sum of cross-entropy over labels != -100 in nats, a scalar in
+            fp32 (float64 for float64 weights).
+        """
+        hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, doc_ids_BT=doc_ids_BT)
+        logits_BTV = self.lm_head(hidden_BTD)
+        return logits_BTV if labels_BT is None else cross_entropy_sum(logits_BTV, labels_BT)
+
+    def hidden_states(
+        self,
+        input_ids_BT: Tensor,
+        *,
+        position_ids_BT: Tensor | None = None,
+        doc_ids_BT: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        """Return the last norm's output [B, T, D], which the head turns into logits.
+
+        Args:
+            input_ids_BT: as in `forward`, like the next two.
+            position_ids_BT: when absent, positions go on after the cached ones.
+            doc_ids_BT: not to be given together with caches.
+            caches: one `KVCache` per layer; the tokens attend to all cached ones and are appended.
+        """
+        assert caches is None or doc_ids_BT is None, "a cache holds one document"
+        x_BTD = self.model.embed_tokens(input_ids_BT)
+        if position_ids_BT is None:
+            first = caches[0].filled if caches else 0
+            position_ids_BT = torch.arange(first, first + input_ids_BT.shape[1], device=input_ids_BT.device)
+        rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
+        allowed = document_mask(doc_ids_BT)
+        for index, layer in enumerate(self.model.layers):
+            x_BTD = layer(x_BTD, rope, allowed, caches[index]) if caches else layer(x_BTD, rope, allowed)
+        return self.model.norm(x_BTD)

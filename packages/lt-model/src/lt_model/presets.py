@@ -1,0 +1,102 @@
+"""Known model shapes by name. Parameter counts are exact and tested.
+
+litespark-default is what the Litespark marketplace listing trains when no size is given (vocabulary of Llama 2). The tiny
+shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the embedding is tied, so that most
+of the parameters stand in the blocks.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from lt_model.config import LlamaConfig, RopeScaling
+from lt_model.errors import ModelError
+
+PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
+    {
+        "tiny-2m": LlamaConfig(  # 1,967,808 parameters
+            vocab_size=2048,
+            hidden_size=192,
+            intermediate_size=512,
+            n_heads=6,
+            n_kv_heads=2,
+            n_layers=4,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        ),
+        "tiny-5m": LlamaConfig(  # 4,951,296 parameters
+            vocab_size=2048,
+            hidden_size=256,
+            intermediate_size=704,
+            n_heads=8,
+            n_kv_heads=4,
+            n_layers=6,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        ),
+        "litespark-default": LlamaConfig(vocab_size=32000),  # 134,769,408
+        "llama2-7b": LlamaConfig(  # 6,738,415,616
+            vocab_size=32000, hidden_size=4096, intermediate_size=11008, n_heads=32, n_kv_heads=32, n_layers=32
+        ),
+        "llama2-13b": LlamaConfig(  # 13,015,864,320
+            vocab_size=32000, hidden_size=5120, intermediate_size=13824, n_heads=40, n_kv_heads=40, n_layers=40
+        ),
+        "llama2-70b": LlamaConfig(  # 68,976,648,192
+            vocab_size=32000, hidden_size=8192, intermediate_size=28672, n_heads=64, n_kv_heads=8, n_layers=80
+        ),
+        "llama3-8b": LlamaConfig(  # 8,030,261,248
+            vocab_size=128256,
+            hidden_size=4096,
+            intermediate_size=14336,
+            n_heads=32,
+            n_kv_heads=8,
+            n_layers=32,
+            max_position_embeddings=8192,
+            rope_theta=500000.0,
+        ),
+        "llama3-70b": LlamaConfig(  # 70,553,706,496
+            vocab_size=128256,
+            hidden_size=8192,
+            intermediate_size=28672,
+            n_heads=64,
+            n_kv_heads=8,
+            n_layers=80,
+            max_position_embeddings=8192,
+            rope_theta=500000.0,
+        ),
+        "llama3.2-1b": LlamaConfig(  # 1,235,814,400
+            vocab_size=128256,
+            hidden_size=2048,
+            intermediate_size=8192,
+            n_heads=32,
+            n_kv_heads=8,
+            n_layers=16,
+            max_position_embeddings=131072,
+            rope_theta=500000.0,
+            rope_scaling=RopeScaling(
+                factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+            ),
+            tie_word_embeddings=True,
+        ),
+    }
+)
+
+
+def preset(name: str, **overrides: Any) -> LlamaConfig:
+    """Return the preset `name`, with any fields of `LlamaConfig` replaced by `overrides`.
+
+    Raises:
+        ModelError: an unknown preset or field, or a shape that does not fit together.
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ModelError(f"preset {name!r} is unknown; {hint}The presets are {', '.join(PRESETS)}")
+    config = PRESETS[name]
+    if unknown := sorted(set(overrides) - set(config.to_dict())):
+        raise ModelError(f"preset {name!r}: unknown field {unknown[0]!r}")
+    return replace(config, **overrides)
