@@ -1,1 +1,6 @@
 """The torch-native engine of lt: FSDP2 on CUDA and, with the same code, on the CPU."""
+
+from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.spec import SPEC, GpuSpec
+
+__all__ = ["SPEC", "GpuOptions", "GpuSpec"]

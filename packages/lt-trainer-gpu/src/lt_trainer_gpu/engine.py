@@ -1,0 +1,223 @@
+"""The torch-native engine: one rank's model, optimizer and device behind `lt_trainer.engine.Engine`.
+
+A step runs every micro-batch forward and backward, with the loss divided by the valid tokens of the global batch, so
+gradients are right under accumulation and data parallelism alike; then one exact global norm, clipping, fused AdamW.
+The host never waits for the device in `step`; `read` does, once for as many steps as the caller has gathered.
+
+Shapes: M micro-batches, B rows, T positions.
+"""
+
+from __future__ import annotations
+
+import datetime
+import resource
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from lt_ckpt import Checkpoint, Shard
+from lt_model import LlamaConfig
+from lt_model.llama import Llama
+from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.recipe import Recipe
+from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, require_names, to_device
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
+from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.parallelize import parallelize
+from lt_trainer_gpu.peak import peak_flops
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that the device may still be working on: this rank's part of the loss, and the global gradient norm."""
+
+    loss: Tensor
+    grad_norm: Tensor
+
+
+class GpuEngine:
+    """See the module's text."""
+
+    def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
+        options: GpuOptions = recipe.engine["gpu"]
+        self._config, self._grad_clip = config, recipe.optimizer.grad_clip
+        self._torch_device = _take_device(options, world)
+        self._dtype = _compute_dtype(options, self._torch_device)
+        master = torch.float64 if self._dtype == torch.float64 else torch.float32
+        if options.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
+        _init_process_group(self._torch_device, world, options.timeout_s)
+        self.control: Control = GlooControl(options.timeout_s) if world.size > 1 else SoloControl()
+        mesh = init_device_mesh(self._torch_device.type, (world.size,), mesh_dim_names=("dp_shard",))
+
+        with torch.device("meta"):
+            model = Llama(config, attention=options.attention).to(master)
+        parallelize(model, mesh=mesh, compute_dtype=self._dtype, master_dtype=master)
+        self._model = model.to_empty(device=self._torch_device)
+        initialise(self._model, config, recipe.run.seed)
+        self._parameters = dict(self._model.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            parameter_groups(self._model, config, recipe.optimizer.weight_decay),
+            lr=recipe.optimizer.lr,
+            betas=(recipe.optimizer.beta1, recipe.optimizer.beta2),
+            eps=recipe.optimizer.eps,
+            fused=True,
+        )
+        self._set_optimizer_step(0)
+        peak, source = peak_flops(self._torch_device, self._dtype)
+        name = torch.cuda.get_device_name(self._torch_device) if self._torch_device.type == "cuda" else "cpu"
+        self.device = Device(name=name, kind=self._torch_device.type, count=world.size, peak_flops=peak, peak_source=source)
+
+    def step(self, batch: StepBatch, lr: float) -> Pending:
+        """Forward and backward of all micro-batches, clip, update; returns without waiting for the device."""
+        self._model.train()
+        n_micro = batch.input_ids.shape[0]
+        loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
+        for i, loss in enumerate(self._losses(batch)):
+            if isinstance(self._model, FSDPModule):
+                self._model.set_requires_gradient_sync(i == n_micro - 1)
+            (loss / batch.valid_tokens).backward()
+            loss_sum += loss.detach()
+        grad_norm = self._clip()
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return Pending(loss_sum / batch.valid_tokens, grad_norm)
+
+    def _losses(self, batch: StepBatch) -> Iterable[Tensor]:
+        """Summed cross-entropy of one micro-batch after the other."""
+        arrays = (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
+        for ids, positions, docs, labels in zip(*(to_device(array, self._torch_device) for array in arrays), strict=True):
+            yield self._model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels)
+
+    def _clip(self) -> Tensor:
+        """The norm over all gradients of all ranks; gradients above `grad_clip` are scaled down to it (0: left alone)."""
+        grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if hasattr(norm, "full_tensor"):
+            norm = norm.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
+        if self._grad_clip > 0:
+            torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._grad_clip, norm)
+        return norm
+
+    def read(self, pendings: Sequence[Pending]) -> list[StepMetrics]:
+        """The numbers of the steps behind `pendings`; the only place where the host waits for the device."""
+        if not pendings:
+            return []
+        losses = torch.stack([pending.loss for pending in pendings])
+        if self.topology.world > 1:
+            dist.all_reduce(losses)
+        norms = torch.stack([pending.grad_norm for pending in pendings])
+        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True)]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+        """Sum of the loss in nats and of valid tokens, over every rank's batches."""
+        self._model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self._torch_device)
+        for batch in batches:
+            for loss in self._losses(batch):
+                totals[0] += loss
+            totals[1] += batch.valid_tokens
+        if self.topology.world > 1:
+            dist.all_reduce(totals)
+        loss_sum, tokens = totals.tolist()
+        return loss_sum, int(tokens)
+
+    def memory_bytes(self) -> int:
+        """Peak allocated bytes of the GPU since it was last asked, or the peak resident size of this process so far."""
+        if self._torch_device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._torch_device)
+            torch.cuda.reset_peak_memory_stats(self._torch_device)
+            return peak
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def state(self) -> Snapshot:
+        """This rank's slices of the weights and of both moments, and the optimizer's step count."""
+
+        def shards() -> Iterable[Shard]:
+            for group, tensors in self._groups().items():
+                for name, tensor in tensors.items():
+                    shard = as_shard(group, name, tensor)
+                    if shard is not None:
+                        yield shard
+
+        return Snapshot(shards=shards(), small={"optimizer_step": self._optimizer_step})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over weights, moments and step count, from whatever mesh they were saved on."""
+        for group, tensors in self._groups().items():
+            require_names(checkpoint, group, tensors)
+            for name, tensor in tensors.items():
+                fill_from(checkpoint, group, name, tensor)
+        self._set_optimizer_step(int(checkpoint.manifest.small["optimizer_step"]))
+
+    def _groups(self) -> dict[str, dict[str, Tensor]]:
+        state = self._optimizer.state
+        return {
+            "weights": {name: parameter.data for name, parameter in self._parameters.items()},
+            **{moment: {name: state[parameter][moment] for name, parameter in self._parameters.items()} for moment in MOMENTS},
+        }
+
+    @property
+    def _optimizer_step(self) -> int:
+        first = next(iter(self._parameters.values()))
+        return int(self._optimizer.state[first]["step"].item())
+
+    def _set_optimizer_step(self, step: int) -> None:
+        """Set AdamW's step count, making its state first: torch makes it at the first step only, too late to fill it."""
+        for parameter in self._parameters.values():
+            state = self._optimizer.state[parameter]
+            for moment in MOMENTS:
+                if moment not in state:
+                    state[moment] = torch.zeros_like(parameter)
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device=self._torch_device)
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def _take_device(options: GpuOptions, world: World) -> torch.device:
+    kind = options.device
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise DeviceError("engine.gpu.device = 'cuda', but torch finds no CUDA device; set it to 'cpu' or 'auto', or mend the driver")
+    if world.local_rank >= torch.cuda.device_count():
+        raise DeviceError(f"local rank {world.local_rank} has no GPU: torch finds {torch.cuda.device_count()}; start at most that many ranks on this node")
+    torch.cuda.set_device(world.local_rank)
+    return torch.device("cuda", world.local_rank)
+
+
+def _compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
+    if options.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[options.dtype]
+
+
+def _init_process_group(device: torch.device, world: World, timeout_s: float) -> None:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if world.size == 1:
+        # One process needs no rendezvous, and so no port and no network; FSDP2 still wants a group for its casts.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
+
+
+class DeviceError(ValueError):
+    """The machine does not have the device that the recipe asks for."""
+
+    exit_code = 64

@@ -1,0 +1,52 @@
+"""The peak that MFU is measured against: the datasheet where the device is known, else a matmul timed here.
+
+A datasheet peak makes numbers comparable between machines; a measured one is the only honest choice for a CPU. The
+measurement costs about a quarter of a second; its size and dtype stand in the source text.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+DATASHEET_BF16 = {
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "GH200": 989e12,
+    "B200": 2250e12,
+    "GB200": 2500e12,
+}
+"""Dense bfloat16 FLOP/s from NVIDIA's datasheets, by a part of the device's name; the longest match counts."""
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
+    """Peak FLOP/s of one device at `dtype`, and where the number comes from."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        name = torch.cuda.get_device_name(device)
+        matches = [key for key in DATASHEET_BF16 if key in name]
+        if matches:
+            key = max(matches, key=len)
+            return DATASHEET_BF16[key], f"datasheet of {key}, dense bfloat16"
+    return measured_matmul(device, dtype)
+
+
+def measured_matmul(device: torch.device, dtype: torch.dtype, size: int = 1024) -> tuple[float, str]:
+    """Best of several `size`^3 matrix products on `device` with the threads torch has, in FLOP/s."""
+    a = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
+    b = torch.randn(size, size, dtype=torch.float32).to(device, dtype)
+    out = torch.empty_like(a)
+    best = float("inf")
+    end = time.perf_counter() + 0.25
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    threads = f", {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return 2 * size**3 / best, f"measured, best {size}^3 matrix product in {str(dtype).removeprefix('torch.')}{threads}"

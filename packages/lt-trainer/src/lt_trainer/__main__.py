@@ -1,0 +1,38 @@
+"""`lt-train` and `python -m lt_trainer`: what a rank runs, with the exit codes that a scheduler acts on.
+
+0 done, 75 stopped and saved (start me again), 64 a mistake the person can mend, 70 a mistake of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+
+EXIT_INTERNAL = 70
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    try:
+        from lt_trainer.cli import app
+    except ModuleNotFoundError as exc:
+        if exc.name != "typer":
+            raise
+        print("lt-train: the command needs typer: pip install 'lt-trainer[cli]'", file=sys.stderr)  # noqa: T201
+        return 64
+    try:
+        app()
+    except KeyboardInterrupt:
+        return 130
+    except ValueError as exc:
+        code = getattr(exc, "exit_code", None)
+        if code is None:
+            traceback.print_exc()
+            return EXIT_INTERNAL
+        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

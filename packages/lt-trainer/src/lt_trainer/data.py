@@ -1,0 +1,133 @@
+"""From the recipe's data section to step batches: open store and packs, check them against the recipe, cut into micro-batches.
+
+Costs nothing at start: the store and the pack are memory-mapped, no index is built.
+
+Shapes: M micro-batches, B rows per micro-batch, T positions per row; a stream's rows come as [M * B, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from lt_data import RowReader, Rows, Stream, StreamState, TokenStore, open_pack
+
+from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lt_data import StreamBatch
+
+    from lt_trainer.recipe import Recipe
+
+IGNORE = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """What a run reads: rows to train on, rows to validate on (or None), and the vocabulary that both were made with."""
+
+    train: RowReader
+    validation: RowReader | None
+    vocab_size: int
+    tokenizer_files: dict[str, bytes]
+
+
+def open_data(recipe: Recipe, *, tokenizer_given: bool) -> TrainingData:
+    """Open and check the stores that a recipe names.
+
+    Args:
+        recipe: the resolved recipe.
+        tokenizer_given: whether data.tokenizer was set by the user; a default is not compared with the store.
+
+    Raises:
+        RecipeError: the vocabulary, the tokenizer or the two stores do not agree.
+        DataError: a store or a pack is missing or damaged.
+    """
+    data = recipe.data
+    store = TokenStore.open(data.store)
+    given, found = recipe.model.vocab_size, store.vocab_size
+    if given and given != found:
+        raise RecipeError(
+            f"does not fit the tokenizer of {data.store}, which has {found} ids",
+            values={"model.vocab_size": given},
+            remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the tokenizer that you mean",
+        )
+    tokenizer = store.manifest.tokenizer
+    if tokenizer_given and data.tokenizer not in (tokenizer.name, tokenizer.sha256):
+        raise RecipeError(
+            f"{data.store} was made with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
+            values={"data.tokenizer": data.tokenizer},
+            remedy="leave data.tokenizer (TOKENIZER) out, since the store carries its own, or prepare the data with the tokenizer that you mean",
+        )
+    train = RowReader(store, open_pack(store, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
+    validation = None
+    if data.validation:
+        other = TokenStore.open(data.validation)
+        if other.manifest.tokenizer.sha256 != tokenizer.sha256:
+            raise RecipeError(
+                f"was made with another tokenizer than data.store = {data.store!r}",
+                values={"data.validation": data.validation},
+                remedy="prepare both with the same tokenizer",
+            )
+        validation = RowReader(other, open_pack(other, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
+    return TrainingData(train=train, validation=validation, vocab_size=found, tokenizer_files=dict(store.tokenizer().files))
+
+
+def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
+    """The deterministic stream of this rank's rows, from the start or from a checkpoint's state."""
+    return Stream(
+        data.train,
+        global_batch=recipe.batch.global_batch,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        state=state,
+    )
+
+
+def micro_batches(rows: Rows, micro_batch: int, valid_tokens: int) -> StepBatch:
+    """View rows [M * B, T] as a step batch [M, B, T]."""
+    n, seq_len = rows.input_ids.shape
+    assert n % micro_batch == 0, (n, micro_batch)
+    shape = (n // micro_batch, micro_batch, seq_len)
+    return StepBatch(
+        input_ids=rows.input_ids.reshape(shape),
+        labels=rows.labels.reshape(shape),
+        position_ids=rows.position_ids.reshape(shape),
+        doc_ids=rows.doc_ids.reshape(shape),
+        valid_tokens=valid_tokens,
+    )
+
+
+def step_batch(batch: StreamBatch, micro_batch: int) -> StepBatch:
+    """This rank's rows of one step as a step batch."""
+    return micro_batches(batch.rows, micro_batch, batch.valid_tokens)
+
+
+def validation_batches(reader: RowReader, topology: Topology, micro_batch: int) -> Iterator[StepBatch]:
+    """Every row of `reader` exactly once over all ranks, as batches [1, B, T], the same number on every rank.
+
+    Row r belongs to rank r % dp_size. Where rows run out, a batch is filled with rows without any label: they cost time
+    and add nothing, but no rank is left waiting in a collective for one that has finished.
+    """
+    per_round = micro_batch * topology.dp_size
+    for start in range(0, reader.n_rows, per_round):
+        mine = np.arange(start + topology.dp_rank, min(start + per_round, reader.n_rows), topology.dp_size, dtype=np.int64)
+        rows = reader.gather(mine)
+        short = micro_batch - len(mine)
+        if short:
+            rows = Rows(
+                input_ids=_pad(rows.input_ids, short, 0),
+                labels=_pad(rows.labels, short, IGNORE),
+                position_ids=_pad(rows.position_ids, short, 0),
+                doc_ids=_pad(rows.doc_ids, short, -1),
+            )
+        yield micro_batches(rows, micro_batch, int((rows.labels != IGNORE).sum()))
+
+
+def _pad(array: np.ndarray, rows: int, value: int) -> np.ndarray:
+    return np.concatenate([array, np.full((rows, array.shape[1]), value, array.dtype)])

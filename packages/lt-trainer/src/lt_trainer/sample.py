@@ -1,0 +1,90 @@
+"""Text from a trained model: a checkpoint, a run directory (its newest valid checkpoint) or an exported Hugging Face folder.
+
+Needs torch (`lt-trainer[torch]`) and one copy of the weights in memory; no engine, no process group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from lt_ckpt import Checkpoint, CheckpointError, HFFolder, latest_valid
+from lt_data import Tokenizer
+from lt_model import LlamaConfig
+from lt_model.generate import generate
+from lt_model.llama import Llama
+
+from lt_trainer.torch import DTYPE_CODES
+
+TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A model on the CPU in float32 with its tokenizer, and where both came from."""
+
+    model: Llama
+    tokenizer: Tokenizer
+    source: Path
+
+
+def load(path: Path) -> LoadedModel:
+    """Load a model for inference.
+
+    Raises:
+        CheckpointError: nothing that can be loaded lies at `path`, or what lies there is damaged.
+    """
+    if (path / "config.json").is_file():
+        folder = HFFolder.open(path)
+        config = LlamaConfig.from_hf(folder.config, source=str(path / "config.json"))
+        tensors = {name: _tensor(folder.read(name), folder.dtype(name), folder.shape(name)) for name in folder.names()}
+        return LoadedModel(model=_build(config, tensors), tokenizer=Tokenizer.load(path), source=path)
+    checkpoint = open_checkpoint(path)
+    config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
+    tensors = {
+        name: _tensor(checkpoint.read("weights", name), checkpoint.dtype("weights", name), checkpoint.global_shape("weights", name))
+        for name in checkpoint.names("weights")
+    }
+    return LoadedModel(model=_build(config, tensors), tokenizer=Tokenizer.load(checkpoint.path / "tokenizer"), source=checkpoint.path)
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """The checkpoint at `path`, or the newest valid one of the run directory or folder of checkpoints at `path`."""
+    if (path / "manifest.json").is_file():
+        return Checkpoint.open(path)
+    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found, rejected = latest_valid(root)
+    if found is None:
+        reasons = "; ".join(f"{bad.path.name}: {bad.reason}" for bad in rejected) or "it holds none"
+        raise CheckpointError(f"{path}: no checkpoint, run directory or exported model can be loaded from here ({reasons})")
+    return found
+
+
+def _tensor(raw, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN001
+    return torch.from_numpy(raw).view(TORCH_DTYPES[dtype]).view(shape).to(torch.float32)
+
+
+def _build(config: LlamaConfig, tensors: dict[str, torch.Tensor]) -> Llama:
+    with torch.device("meta"):
+        model = Llama(config)
+    model.load_state_dict(tensors, assign=True, strict=True)
+    return model.eval()
+
+
+def sample(loaded: LoadedModel, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> str:
+    """Continue `prompt`; stops at the end-of-text id or at the model's context length.
+
+    Returns:
+        The continuation without the prompt.
+    """
+    tokenizer = loaded.tokenizer
+    ids = [int(i) for i in tokenizer.encode_batch([prompt])[0]]
+    if tokenizer.bos_id is not None:
+        ids = [tokenizer.bos_id, *ids]
+    if not ids:
+        raise CheckpointError("the prompt is empty and the tokenizer has no beginning-of-text id to start from; give a prompt")
+    stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
+    with torch.no_grad():
+        new = generate(loaded.model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=stops)
+    return tokenizer.decode([i for i in new if i not in stops])

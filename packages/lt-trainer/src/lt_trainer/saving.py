@@ -1,0 +1,120 @@
+"""Checkpoints of a run: how ranks save together, and how a later process finds where to go on.
+
+A save costs two short exchanges on the control group (the folder's name out, "done or failed" back); all bytes are
+written by the rank that holds them, and rank 0 commits when every part is there. A rank that fails tells the others,
+so that none of them waits for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, latest_valid, prune, write_part
+from lt_data import StreamState
+
+from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+
+    from lt_trainer.engine import Control, Engine
+    from lt_trainer.recipe import Recipe
+
+
+@dataclass(kw_only=True)
+class Checkpoints:
+    """The checkpoints of one run directory."""
+
+    root: Path
+    recipe: Recipe
+    model: LlamaConfig
+    tokenizer_files: Mapping[str, bytes]
+    recipe_values: Mapping[str, Any]
+    say: Callable[[str], None]
+    saved_steps: list[int] = field(default_factory=list)
+
+    def save(self, engine: Engine, stream: StreamState) -> Path:
+        """Save `engine` and the stream's position as step `stream.step`; returns the committed folder on every rank.
+
+        Raises:
+            CheckpointError: some rank could not write its part (disk full, folder gone); every rank raises.
+        """
+        topology, control = engine.topology, engine.control
+        tmp = Path(_together(control, topology.rank == 0, lambda: str(begin(self.root, step=stream.step, world=topology.world))))
+        snapshot = engine.state()
+        failure = _attempt(lambda: write_part(tmp, rank=topology.rank, shards=snapshot.shards))
+        if control.all_max(int(failure is not None)):
+            raise failure or CheckpointError(f"{tmp}: another rank could not write its part of step {stream.step}; its message names the cause")
+        meta = Meta(
+            step=stream.step,
+            recipe=dict(self.recipe_values),
+            model=self.model.to_dict(),
+            small=dict(snapshot.small),
+            data=stream.to_json(),
+            tokenizer_files=self.tokenizer_files,
+            layout={"world": topology.world, "dp_size": topology.dp_size},
+            created_at=time.time(),
+        )
+        path = Path(_together(control, topology.rank == 0, lambda: str(commit(tmp, world=topology.world, meta=meta))))
+        self.saved_steps.append(stream.step)
+        keep = self.recipe.checkpoint
+        if topology.rank == 0:
+            prune(self.root, last=keep.keep_last, every=keep.keep_every)
+        return path
+
+    def find(self, control: Control, rank: int) -> Checkpoint | None:
+        """The newest checkpoint that verifies, the same on every rank; damaged newer ones are reported and left alone."""
+
+        def newest() -> str:
+            found, rejected = latest_valid(self.root)
+            for bad in rejected:
+                self.say(f"checkpoint {bad.path} is not used: {bad.reason}")
+            return str(found.path) if found else ""
+
+        path = _together(control, rank == 0, newest)
+        return Checkpoint.open(path) if path else None
+
+    def stream_state(self, checkpoint: Checkpoint) -> StreamState:
+        """The data position of `checkpoint`, after checking that it is a checkpoint of this run's model.
+
+        Raises:
+            RecipeError: the checkpoint holds another model.
+        """
+        saved, here = dict(checkpoint.manifest.model), self.model.to_dict()
+        differs = [f"{key}: {saved.get(key)!r} there, {here.get(key)!r} here" for key in sorted(saved | here) if saved.get(key) != here.get(key)]
+        if differs:
+            raise RecipeError(
+                f"{checkpoint.path} is a checkpoint of another model ({'; '.join(differs)}); give run.out a new folder, "
+                "or set the [model] section back to what this run was started with"
+            )
+        assert checkpoint.manifest.data is not None, "a training checkpoint always holds its data position"
+        return StreamState.from_json(checkpoint.manifest.data)
+
+
+def _attempt(action: Callable[[], None]) -> CheckpointError | None:
+    try:
+        action()
+    except CheckpointError as exc:
+        return exc
+    return None
+
+
+def _together(control: Control, mine: bool, action: Callable[[], str]) -> str:
+    """Run `action` on one rank and give its result to all; a CheckpointError there is raised on every rank."""
+    answer: dict[str, str] = {}
+    failure: CheckpointError | None = None
+    if mine:
+        try:
+            answer = {"value": action()}
+        except CheckpointError as exc:
+            failure, answer = exc, {"error": str(exc)}
+    answer = control.broadcast(answer)
+    if failure is not None:
+        raise failure
+    if "error" in answer:
+        raise CheckpointError(answer["error"])
+    return answer["value"]

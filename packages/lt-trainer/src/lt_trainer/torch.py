@@ -1,0 +1,143 @@
+"""What both torch engines share, and the only module of lt-trainer that imports torch (with `sample`, which runs a model).
+
+Ranks talk over a gloo group on the CPU (`GlooControl`), weights start from the counter-based init slice by slice, and
+tensors become `lt_ckpt.Shard`s as views of their bytes: nothing is copied until it is written.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from lt_ckpt import Checkpoint, CheckpointError, Shard
+from lt_model import LlamaConfig, Parameter, parameters
+from torch import Tensor, nn
+
+DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+"""Torch dtypes and their safetensors codes, for what an optimizer state may hold."""
+
+
+class GlooControl:
+    """Control over a gloo group of all ranks; one small exchange costs well under a millisecond on one node."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+
+    def all_max(self, value: int) -> int:
+        """The largest `value` of all ranks."""
+        tensor = torch.tensor([value], dtype=torch.int64)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        return int(tensor.item())
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value on every rank."""
+        text = json.dumps(value).encode()
+        size = torch.tensor([len(text)], dtype=torch.int64)
+        dist.broadcast(size, src=0, group=self._group)
+        box = torch.zeros(int(size.item()), dtype=torch.uint8)
+        if dist.get_rank() == 0:
+            box = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+        dist.broadcast(box, src=0, group=self._group)
+        return json.loads(box.numpy().tobytes())
+
+    def barrier(self, timeout_s: float) -> None:
+        """Wait for every rank; after `timeout_s` an error names the ranks that did not come."""
+        dist.monitored_barrier(group=self._group, timeout=datetime.timedelta(seconds=timeout_s), wait_all_ranks=True)
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's slice of a tensor (a DTensor or a plain one) and where it starts in the whole."""
+    if hasattr(tensor, "placements"):
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        assert isinstance(tensor, DTensor)
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return tensor.to_local(), tuple(offset)
+    return tensor, (0,) * tensor.ndim
+
+
+def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
+    """A tensor's local slice as a shard whose data views the tensor's memory (a CPU copy if it lives elsewhere); None where it is empty."""
+    local, offset = local_part(tensor)
+    if local.numel() == 0 and tensor.numel() != 0:
+        return None
+    flat = local.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return Shard(
+        group=group,
+        name=name,
+        dtype=DTYPE_CODES[tensor.dtype],
+        global_shape=tuple(tensor.shape),
+        offset=offset,
+        shape=tuple(local.shape),
+        data=flat.numpy(),
+    )
+
+
+def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> None:
+    """Copy a checkpoint's tensor, or this rank's slice of it, into `tensor`.
+
+    Raises:
+        CheckpointError: the shape or the dtype differs; nothing is cast silently.
+    """
+    shape, dtype = tuple(checkpoint.global_shape(group, name)), checkpoint.dtype(group, name)
+    if shape != tuple(tensor.shape) or dtype != DTYPE_CODES[tensor.dtype]:
+        raise CheckpointError(
+            f"{checkpoint.path}: {group} {name} is {dtype} {list(shape)}, this run needs {DTYPE_CODES[tensor.dtype]} {list(tensor.shape)}; "
+            "resume with the model and the dtype that the run was started with"
+        )
+    local, offset = local_part(tensor)
+    if local.numel() == 0:
+        return
+    raw = checkpoint.read(group, name, offset=offset, shape=tuple(local.shape))
+    values = torch.from_numpy(np.ascontiguousarray(raw)).view(tensor.dtype).view(local.shape)
+    with torch.no_grad():
+        local.copy_(values)
+
+
+def require_names(checkpoint: Checkpoint, group: str, expected: Mapping[str, Tensor]) -> None:
+    """Refuse a checkpoint that lacks a tensor or has one too many.
+
+    Raises:
+        CheckpointError: naming the first few of both kinds.
+    """
+    found = set(checkpoint.names(group))
+    missing, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
+    if missing or extra:
+        raise CheckpointError(f"{checkpoint.path}: group {group} lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} too many; it belongs to another model")
+
+
+def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
+    """Give every parameter its initial value; each rank computes only the slices that it holds, equal on every mesh."""
+    from lt_model.init import init_slice
+
+    named = dict(model.named_parameters())
+    table = {parameter.name: parameter for parameter in parameters(config)}
+    assert named.keys() == table.keys(), named.keys() ^ table.keys()
+    with torch.no_grad():
+        for name, tensor in named.items():
+            local, offset = local_part(tensor)
+            local.copy_(init_slice(table[name], seed, offset=offset, shape=tuple(local.shape), dtype=local.dtype, device=local.device))
+
+
+def parameter_groups(model: nn.Module, config: LlamaConfig, weight_decay: float) -> list[dict[str, Any]]:
+    """Optimizer groups by the parameter table: matrices decay, norms and embeddings do not."""
+    decays: dict[str, Parameter] = {parameter.name: parameter for parameter in parameters(config) if parameter.decay}
+    decayed = [tensor for name, tensor in model.named_parameters() if name in decays]
+    kept = [tensor for name, tensor in model.named_parameters() if name not in decays]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
+    """Micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`, widened there."""
+    whole = torch.from_numpy(array)
+    if device.type == "cuda":
+        whole = whole.pin_memory().to(device, non_blocking=True)
+    for micro in whole:
+        yield micro.to(torch.int64)

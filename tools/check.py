@@ -1,0 +1,39 @@
+"""Everything that must hold for a commit: lint, format, types, layers, tests. Run as `uv run python tools/check.py`.
+
+Each stage is a command that can be run alone; its wall time is printed. The first failure ends the run with its code.
+Arguments are passed on to pytest, so `tools/check.py packages/lt-data` narrows only the tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+STAGES: dict[str, list[str]] = {
+    "lint": [sys.executable, "-m", "ruff", "check", "."],
+    "format": [sys.executable, "-m", "ruff", "format", "--check", "."],
+    "types": [sys.executable, "-m", "basedpyright", "--level", "error"],
+    "layers": ["lint-imports", "--no-cache"],
+    "tests": [sys.executable, "-m", "pytest", "-q", "-m", "not slow"],
+}
+
+
+def main(pytest_arguments: list[str]) -> int:
+    """Run every stage; returns the exit code of the first that fails."""
+    for name, command in STAGES.items():
+        if name == "tests":
+            command = [*command, *pytest_arguments]
+        print(f"--- {name}: {' '.join(command[1:] if command[0] == sys.executable else command)}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        print(f"--- {name}: {'ok' if code == 0 else f'failed with {code}'} in {time.monotonic() - start:.0f} s", flush=True)
+        if code:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
