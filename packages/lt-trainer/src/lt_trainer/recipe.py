@@ -1,0 +1,292 @@
+"""The recipe: everything that decides a training run, as one frozen value, and where each part of it came from.
+
+`load` lays sources over each other, later ones winning, field by field:
+
+    defaults < preset < base < run TOML < upper-case hyperparameters < --set a.b=c
+
+and returns a `Resolved`: the recipe, the origin of every field, and the names of engine sections that could not be
+checked because the engine's package is not installed here. A preset fills the model fields that no source gives.
+Unknown keys, wrong types and values that contradict each other are `RecipeError`s that name field, value, source and
+remedy.
+
+Paths in a recipe (`data.store`, `data.validation`, `run.out`) are relative to the current directory, not to the file.
+
+Cost: milliseconds; neither numpy nor torch is imported, and of the engines only the specs of those that are named.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lt_trainer.errors import RecipeError
+from lt_trainer.fields import build, flatten, leaves, suggest, values_of
+from lt_trainer.resolve import DEFAULT, Given, engine_tables, from_set, from_toml, nested, typed
+from lt_trainer.sections import (
+    BatchOptions,
+    CheckpointOptions,
+    DataOptions,
+    MetricsOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    RopeScalingOptions,
+    RunOptions,
+    ScheduleOptions,
+)
+from lt_trainer.toml import dump
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+
+__all__ = [
+    "BatchOptions",
+    "CheckpointOptions",
+    "DataOptions",
+    "MetricsOptions",
+    "ModelOptions",
+    "OptimizerOptions",
+    "ParallelOptions",
+    "Recipe",
+    "Resolved",
+    "RopeScalingOptions",
+    "RunOptions",
+    "ScheduleOptions",
+    "engine_options",
+    "from_dict",
+    "llama_config",
+    "load",
+    "to_dict",
+    "to_toml",
+]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One training run. Made by `load`, or in Python from its sections."""
+
+    run: RunOptions = field(default_factory=RunOptions)
+    model: ModelOptions = field(default_factory=ModelOptions)
+    data: DataOptions = field(default_factory=DataOptions)
+    batch: BatchOptions = field(default_factory=BatchOptions)
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Options by engine name: that engine's options dataclass, or a raw table where its package is not installed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine", dict(self.engine))
+        if self.schedule.kind != "constant" and self.schedule.min_lr > self.optimizer.lr:
+            raise RecipeError(
+                "the final learning rate is above the highest one",
+                values={"schedule.min_lr": self.schedule.min_lr, "optimizer.lr": self.optimizer.lr},
+                remedy=f"set schedule.min_lr (MIN_LR) to at most {self.optimizer.lr!r}; a tenth of it is usual",
+            )
+        if self.metrics.eval_interval and not self.data.validation:
+            raise RecipeError(
+                "there is nothing to evaluate on",
+                values={"metrics.eval_interval": self.metrics.eval_interval, "data.validation": self.data.validation},
+                remedy="set data.validation to a token store, or leave metrics.eval_interval out",
+            )
+        longest = self.model.max_position_embeddings
+        if longest and longest < self.data.seq_len:
+            raise RecipeError(
+                "rows are longer than the longest context of the model",
+                values={"data.seq_len": self.data.seq_len, "model.max_position_embeddings": longest},
+                remedy=f"set data.seq_len (SEQ_LEN) to at most {longest}, or model.max_position_embeddings to 0",
+            )
+
+    def accumulation(self, world: int) -> int:
+        """Micro-batches that one rank runs for each update when there are `world` ranks.
+
+        Raises:
+            RecipeError: the degrees do not make up `world`, or the batch does not divide.
+        """
+        ranks = self.parallel.data_parallel(world)
+        rows = self.batch.micro_batch * ranks
+        if self.batch.global_batch % rows:
+            raise RecipeError(
+                f"{ranks} data parallel ranks take {rows} rows at a time, which does not divide the global batch",
+                values={"batch.global_batch": self.batch.global_batch, "batch.micro_batch": self.batch.micro_batch},
+                remedy=f"set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of {rows}, or micro_batch lower",
+            )
+        return self.batch.global_batch // rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resolved:
+    """A recipe and where each of its fields came from."""
+
+    recipe: Recipe
+    origins: Mapping[str, str]
+    """By dotted name: "default", "preset tiny-2m", "run.toml:12", "hyperparameter LEARNING_RATE" or "--set"."""
+    unchecked: tuple[str, ...] = ()
+    """Engine sections ("engine.neuron") left raw, because the package that knows their options is not installed."""
+
+    def given(self, name: str) -> bool:
+        """Whether some source gave this field, rather than a default or a preset."""
+        origin = self.origins[name]
+        return origin != DEFAULT and not origin.startswith("preset ")
+
+
+def load(
+    path: str | Path | None = None,
+    *,
+    hyperparameters: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    base: Mapping[str, Any] | None = None,
+    base_name: str = "base",
+) -> Resolved:
+    """Resolve a recipe from its sources.
+
+    Args:
+        path: Run TOML, or None.
+        hyperparameters: Upper-case names and their values, usually strings (see `lt_trainer.hyperparameters.read`).
+        sets: Overrides such as "optimizer.lr=1e-3".
+        base: Nested tables under the file, for programs that start from a recipe of their own.
+        base_name: How errors and origins call `base`.
+
+    Raises:
+        RecipeError: unreadable file, unknown key, wrong type, contradiction, or no data.store.
+    """
+    from lt_trainer.hyperparameters import named
+
+    merged = {name: Given(value, base_name) for name, value in flatten(base or {}).items()}
+    if path is not None:
+        merged |= from_toml(Path(path))
+    merged |= {name: Given(value, source, True) for name, (value, source) in named(hyperparameters or {}).items()}
+    merged |= dict(from_set(text) for text in sets)
+    resolved = _resolve(merged)
+    if not resolved.recipe.data.store:
+        raise RecipeError(
+            "a run needs data",
+            values={"data.store": ""},
+            origins=resolved.origins,
+            remedy="set data.store to a token store (make one: lt data prepare SOURCE... --tokenizer PATH --out STORE)",
+        )
+    return resolved
+
+
+def _resolve(merged: Mapping[str, Given]) -> Resolved:
+    """Check the winning assignments against the schema and make the recipe."""
+    core = {name: given for name, given in merged.items() if name.partition(".")[0] != "engine"}
+    schema = leaves(Recipe)
+    values = typed(core, schema)
+    origins = {name: core[name].source if name in core else DEFAULT for name in schema}
+    _fill_from_preset(values, origins)
+    of_engines = {name: given for name, given in merged.items() if name not in core}
+    engines = engine_tables(of_engines, values.get("run.engine", RunOptions.engine), origins["run.engine"])
+    origins |= engines.origins
+    try:
+        recipe = build(Recipe, values, engine=engines.made)
+    except RecipeError as exc:
+        raise exc.located(origins) from None
+    return Resolved(recipe=recipe, origins=origins, unchecked=engines.unchecked)
+
+
+def _fill_from_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Give the model fields that no source gave the values of the preset; the vocabulary stays the data's."""
+    name = values.get("model.preset", "")
+    if not name:
+        return
+    from lt_model import PRESETS
+
+    if name not in PRESETS:
+        near = suggest(name, PRESETS)
+        hint = f"did you mean {near}? " if near else ""
+        raise RecipeError(
+            "unknown preset",
+            values={"model.preset": name},
+            origins=origins,
+            remedy=f"{hint}the presets are {', '.join(PRESETS)}",
+        )
+    config = PRESETS[name]
+    names = [leaf for leaf in leaves(ModelOptions) if "." not in leaf and leaf not in ("preset", "vocab_size")]
+    found = {f"model.{leaf}": getattr(config, leaf) for leaf in names}
+    if config.rope_scaling is not None:
+        found |= {
+            f"model.rope_scaling.{leaf}": getattr(config.rope_scaling, leaf) for leaf in leaves(RopeScalingOptions)
+        }
+    for dotted, value in found.items():
+        if dotted not in values:
+            values[dotted] = value
+            origins[dotted] = f"preset {name}"
+
+
+def engine_options(recipe: Recipe, name: str, options: type[T]) -> T:
+    """The options of engine `name` as its own class, also for a recipe that was made where the class was unknown.
+
+    Raises:
+        RecipeError: the recipe holds a raw table that does not fit the class.
+    """
+    given = recipe.engine.get(name, {})
+    if isinstance(given, options):
+        return given
+    assert isinstance(given, Mapping), given
+    prefix = f"engine.{name}."
+    assignments = {dotted: Given(value, "recipe") for dotted, value in flatten(given, prefix).items()}
+    return build(options, typed(assignments, leaves(options, prefix)), prefix)
+
+
+def _values(recipe: Recipe) -> dict[str, Any]:
+    """Every value of the recipe by dotted name, engine options included."""
+    values = values_of(recipe)
+    for name, options in recipe.engine.items():
+        prefix = f"engine.{name}."
+        values |= flatten(options, prefix) if isinstance(options, Mapping) else values_of(options, prefix)
+    return values
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as nested tables of plain values, for JSON."""
+    return nested({name: list(value) if isinstance(value, tuple) else value for name, value in _values(recipe).items()})
+
+
+def from_dict(table: Mapping[str, Any], *, source: str = "recipe") -> Recipe:
+    """The recipe from nested tables, as `to_dict` makes them; missing fields take their defaults.
+
+    Raises:
+        RecipeError: unknown key, wrong type or contradiction, naming `source`.
+    """
+    return _resolve({name: Given(value, source) for name, value in flatten(table).items()}).recipe
+
+
+def to_toml(recipe: Recipe, origins: Mapping[str, str] | None = None) -> str:
+    """The whole recipe as TOML, which `load` reads back to an equal recipe; `origins` are written as comments."""
+    return dump(_values(recipe), origins)
+
+
+def llama_config(recipe: Recipe, vocab_size: int) -> "LlamaConfig":
+    """The model that a recipe describes, for data with `vocab_size` token ids.
+
+    Raises:
+        RecipeError: the recipe gives another vocabulary size than the data has.
+    """
+    from lt_model import LlamaConfig, RopeScaling
+
+    model = recipe.model
+    if model.vocab_size not in (0, vocab_size):
+        raise RecipeError(
+            f"the tokenizer of the data has {vocab_size} ids",
+            values={"model.vocab_size": model.vocab_size},
+            remedy=f"leave model.vocab_size (VOCAB_SIZE) out or set it to {vocab_size}, or prepare the data anew",
+        )
+    scaling = model.rope_scaling
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        n_heads=model.n_heads,
+        n_kv_heads=model.n_kv_heads,
+        n_layers=model.n_layers,
+        max_position_embeddings=model.max_position_embeddings or recipe.data.seq_len,
+        rope_theta=model.rope_theta,
+        rope_scaling=None if scaling.factor == 1 else RopeScaling(**values_of(scaling)),
+        norm_eps=model.norm_eps,
+        tie_word_embeddings=model.tie_word_embeddings,
+    )

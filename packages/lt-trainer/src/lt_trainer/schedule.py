@@ -1,0 +1,69 @@
+"""Learning rate as a pure function of the step.
+
+`step` counts the updates already done, so update number t = step + 1 uses `lr(step, ...)`. With W warm-up steps, N
+steps in all, peak learning rate `peak` and final learning rate `min_lr`:
+
+    t <= W:   peak * t / W                                          (the first update uses peak / W, update W the peak)
+    t >  W:   p = min(1, (t - W) / (N - W)), then
+              cosine:    min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2
+              linear:    peak + (min_lr - peak) * p
+              constant:  peak
+
+so the last update, t = N, uses exactly min_lr (cosine, linear), and any update after it too. Nothing is kept between
+calls: a resumed run asks for the same numbers.
+"""
+
+import math
+from collections.abc import Callable
+
+from lt_trainer.sections import ScheduleOptions
+
+__all__ = ["DECAYS", "lr"]
+
+
+def _cosine(progress: float, peak: float, floor: float) -> float:
+    if progress == 1.0:
+        return floor
+    return floor + (peak - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+def _linear(progress: float, peak: float, floor: float) -> float:
+    if progress == 1.0:
+        return floor
+    return peak + (floor - peak) * progress
+
+
+def _constant(progress: float, peak: float, floor: float) -> float:
+    return peak
+
+
+DECAYS: dict[str, Callable[[float, float, float], float]] = {
+    "cosine": _cosine,
+    "linear": _linear,
+    "constant": _constant,
+}
+
+
+def lr(step: int, schedule: ScheduleOptions, peak: float) -> float:
+    """The learning rate of the update that follows `step` finished updates.
+
+    Args:
+        step: Updates already done, from 0.
+        schedule: Kind, warm-up steps, steps in all and final learning rate.
+        peak: The highest learning rate, `optimizer.lr`.
+
+    Returns:
+        The learning rate of update number `step + 1`.
+
+    Example:
+        >>> schedule = ScheduleOptions(kind="cosine", max_steps=10, warmup_steps=4, min_lr=0.1)
+        >>> [round(lr(step, schedule, 1.0), 3) for step in range(10)]
+        [0.25, 0.5, 0.75, 1.0, 0.94, 0.775, 0.55, 0.325, 0.16, 0.1]
+    """
+    assert step >= 0, step
+    update = step + 1
+    if update <= schedule.warmup_steps:
+        return peak * update / schedule.warmup_steps
+    decay_steps = schedule.max_steps - schedule.warmup_steps
+    progress = min(1.0, (update - schedule.warmup_steps) / decay_steps) if decay_steps else 1.0
+    return DECAYS[schedule.kind](progress, peak, schedule.min_lr)
