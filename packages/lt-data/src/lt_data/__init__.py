@@ -1,1 +1,80 @@
-"""Text to token stores, packs and a deterministic stream of training rows."""
+"""Text to token stores, packs and a deterministic stream of training rows.
+
+The names below are imported when they are first used, so that importing the package costs next to nothing.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt_data.documents import Document, DocumentReader, read_documents
+    from lt_data.errors import DataError
+    from lt_data.manifest import Manifest
+    from lt_data.packing import PackIndex, open_pack, pack
+    from lt_data.permutation import KeyedPermutation
+    from lt_data.preparation import prepare, prepare_documents
+    from lt_data.progress import Progress
+    from lt_data.rows import IGNORE, RowReader, Rows
+    from lt_data.store import TokenStore
+    from lt_data.stream import Stream, StreamBatch, StreamState
+    from lt_data.tokenizer import Tokenizer, train_bpe
+
+_MODULES = {
+    "IGNORE": "rows",
+    "DataError": "errors",
+    "Document": "documents",
+    "DocumentReader": "documents",
+    "KeyedPermutation": "permutation",
+    "Manifest": "manifest",
+    "PackIndex": "packing",
+    "Progress": "progress",
+    "RowReader": "rows",
+    "Rows": "rows",
+    "Stream": "stream",
+    "StreamBatch": "stream",
+    "StreamState": "stream",
+    "TokenStore": "store",
+    "Tokenizer": "tokenizer",
+    "open_pack": "packing",
+    "pack": "packing",
+    "prepare": "preparation",
+    "prepare_documents": "preparation",
+    "read_documents": "documents",
+    "train_bpe": "tokenizer",
+}
+
+__all__ = [
+    "IGNORE",
+    "DataError",
+    "Document",
+    "DocumentReader",
+    "KeyedPermutation",
+    "Manifest",
+    "PackIndex",
+    "Progress",
+    "RowReader",
+    "Rows",
+    "Stream",
+    "StreamBatch",
+    "StreamState",
+    "TokenStore",
+    "Tokenizer",
+    "open_pack",
+    "pack",
+    "prepare",
+    "prepare_documents",
+    "read_documents",
+    "train_bpe",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

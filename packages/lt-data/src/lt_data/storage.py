@@ -1,0 +1,110 @@
+"""Writing that survives a crash: a folder is built beside its place, synced, and moved there in one rename.
+
+A reader sees the old state or the whole new one, never a part: every file is written and synced, then every folder is
+synced, then the finished folder is renamed to its name and the parent is synced. If anything fails, the unfinished
+folder (ours, made under a fresh name) is removed and what stood there before is as it was. Cost: one fsync per file.
+"""
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from lt_data.errors import DataError
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space or write to another disk",
+    errno.EDQUOT: "the disk quota is used up: free some space or write to another disk",
+    errno.EACCES: "check the permissions",
+    errno.EPERM: "check the permissions",
+    errno.EROFS: "the file system is read-only: choose another place",
+    errno.ENOENT: "check the path",
+    errno.EIO: "the disk reports an error: check it, or use another one",
+}
+
+
+@contextmanager
+def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` of the block into a `DataError` that names the action, the path and a remedy."""
+    try:
+        yield
+    except OSError as exc:
+        reason = exc.strerror or str(exc) or type(exc).__name__
+        remedy = _REMEDIES.get(exc.errno or 0, "check the path and the disk")
+        raise DataError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from exc
+
+
+def fsync(descriptor: int) -> None:
+    """Ask the disk to keep what was written. The only way by which this package syncs, so that a test can watch it."""
+    os.fsync(descriptor)
+
+
+def fsync_folder(path: Path) -> None:
+    """Sync the entries of a folder: a rename or a new file is only safe after that."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write one new file and sync it.
+
+    Raises:
+        DataError: the file system refuses; the path and the reason are named.
+    """
+    with os_errors("write", path), path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        fsync(file.fileno())
+
+
+@contextmanager
+def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Build a folder and move it to `target` in one step when the block ends without an exception.
+
+    Args:
+        target: where the folder is to stand. An empty folder there is replaced.
+        replace: move a non-empty `target` aside first and remove it when the new one stands. The caller has made sure
+            that it is ours to remove.
+
+    Yields:
+        The folder to write into, `<target>.tmp-<random>`, on the same file system.
+
+    Raises:
+        DataError: the file system refuses, or `target` came into being meanwhile.
+    """
+    building = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    with os_errors("create", building):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        building.mkdir()
+    try:
+        yield building
+        with os_errors("write", building):
+            for folder, _, _ in os.walk(building, topdown=False):
+                fsync_folder(Path(folder))
+        _move(building, target, replace=replace)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def _move(building: Path, target: Path, *, replace: bool) -> None:
+    aside = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
+    with os_errors("move the finished folder to", target):
+        replaced = replace and target.exists()
+        if replaced:
+            target.rename(aside)
+        try:
+            building.rename(target)
+        except OSError:
+            if replaced:
+                aside.rename(target)
+            raise
+        fsync_folder(target.parent)
+        if replaced:
+            shutil.rmtree(aside)

@@ -1,0 +1,190 @@
+"""The token store: every document's ids, one after the other, in memory-mapped shards.
+
+    manifest.json            what is in it, with hashes (lt_data.manifest)
+    tokenizer/               the files of the tokenizer that made the ids
+    shards/00000.bin         ids as little-endian uint16 or uint32, no header
+    shards/00000.idx         a Megatron index: the pair is an IndexedDataset (lt_data.megatron)
+    packs/<name>/            indexes over the store (lt_data.packing)
+
+A document never crosses shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read; the
+lengths of the documents are read when first asked for (4 bytes each, offsets 8). `verify` reads everything.
+"""
+
+import hashlib
+from functools import cached_property, lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from lt_data.errors import DataError
+from lt_data.manifest import Manifest, Shard, read_manifest
+from lt_data.megatron import decode_index, index_size
+from lt_data.progress import Progress, silent
+from lt_data.storage import os_errors
+from lt_data.tokenizer import Tokenizer
+
+TOKENIZER_FOLDER = "tokenizer"
+SHARD_FOLDER = "shards"
+PACK_FOLDER = "packs"
+_OPEN_SHARDS = 256  # each open map holds a file descriptor
+
+
+class TokenStore:
+    """A token store on disk, open for reading.
+
+    Attributes:
+        path: its folder.
+        manifest: its description.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path = path
+        self.manifest = manifest
+        self._token_borders = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
+        self._document_borders = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
+        self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TokenStore":
+        """Open the store in a folder.
+
+        Raises:
+            DataError: no store, another version, or a shard is missing or has another size than the manifest says.
+        """
+        path = Path(path)
+        store = cls(path, read_manifest(path))
+        for shard in store.manifest.shards:
+            store._check_size(store._bin(shard), shard.tokens * store.dtype.itemsize)
+            store._check_size(store._idx(shard), index_size(shard.documents))
+        return store
+
+    @property
+    def n_documents(self) -> int:
+        """Documents in the store."""
+        return int(self._document_borders[-1])
+
+    @property
+    def n_tokens(self) -> int:
+        """Ids in the store."""
+        return int(self._token_borders[-1])
+
+    @property
+    def vocab_size(self) -> int:
+        """1 + the highest id of the tokenizer."""
+        return self.manifest.tokenizer.vocab_size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the ids on disk."""
+        return np.dtype(self.manifest.dtype).newbyteorder("<")
+
+    @property
+    def shard_borders(self) -> np.ndarray:
+        """Global token offset at which each shard begins, and the end of the last (int64 [shards + 1])."""
+        return self._token_borders
+
+    @cached_property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each document, in order (int32 [n_documents])."""
+        return np.concatenate([self._shard_lengths(shard) for shard in self.manifest.shards])
+
+    @cached_property
+    def offsets(self) -> np.ndarray:
+        """Global token offset of each document, and the end of the last (int64 [n_documents + 1])."""
+        offsets = np.zeros(self.n_documents + 1, np.int64)
+        np.cumsum(self.lengths, out=offsets[1:])
+        return offsets
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that made the ids, from the files in the store.
+
+        Raises:
+            DataError: its files are not those that the manifest names.
+        """
+        files = {name: self._read(self.path / TOKENIZER_FOLDER / name) for name in self.manifest.tokenizer.files}
+        tokenizer = Tokenizer.from_bytes(files, name=self.manifest.tokenizer.name)
+        if tokenizer.sha256 != self.manifest.tokenizer.sha256:
+            raise DataError(
+                f"{self.path / TOKENIZER_FOLDER}: not the tokenizer that made this store; restore its files"
+            )
+        return tokenizer
+
+    def document(self, index: int) -> np.ndarray:
+        """The ids of one document (a view of the mapped file)."""
+        if not 0 <= index < self.n_documents:
+            raise IndexError(f"document {index} of {self.n_documents}")
+        return self.tokens(int(self.offsets[index]), int(self.lengths[index]))
+
+    def tokens(self, start: int, length: int) -> np.ndarray:
+        """The ids [start, start + length) of the whole store: a view, or a copy where they lie in several shards."""
+        if not (0 <= start and 0 <= length and start + length <= self.n_tokens):
+            raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
+        parts: list[np.ndarray] = []
+        number = int(np.searchsorted(self._token_borders, start, side="right")) - 1
+        while length > 0:
+            begin = start - int(self._token_borders[number])
+            parts.append(self.shard(number)[begin : begin + length])
+            start, length, number = start + parts[-1].size, length - parts[-1].size, number + 1
+        if not parts:
+            return np.zeros(0, self.dtype)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+    def shard(self, number: int) -> np.ndarray:
+        """All ids of one shard (a view of the mapped file)."""
+        return self._shard(number)
+
+    def verify(self, progress: Progress = silent) -> None:
+        """Read every file and compare its hash with the manifest.
+
+        Raises:
+            DataError: a file differs; it is named.
+        """
+        total = self.n_tokens * self.dtype.itemsize
+        done = 0
+        tokenizer = self.manifest.tokenizer
+        for name, sha256 in tokenizer.files.items():
+            self._check_hash(self.path / TOKENIZER_FOLDER / name, sha256)
+        self.tokenizer()
+        for shard in self.manifest.shards:
+            self._check_hash(self._idx(shard), shard.idx_sha256)
+            lengths = self._shard_lengths(shard)
+            if int(lengths.sum(dtype=np.int64)) != shard.tokens:
+                raise DataError(f"{self._idx(shard)}: its lengths do not add up to {shard.tokens} tokens")
+            self._check_hash(self._bin(shard), shard.sha256)
+            done += shard.tokens * self.dtype.itemsize
+            progress(done, total, "bytes")
+
+    def _bin(self, shard: Shard) -> Path:
+        return self.path / SHARD_FOLDER / f"{shard.name}.bin"
+
+    def _idx(self, shard: Shard) -> Path:
+        return self.path / SHARD_FOLDER / f"{shard.name}.idx"
+
+    def _open_shard(self, number: int) -> np.ndarray:
+        path = self._bin(self.manifest.shards[number])
+        with os_errors("open", path):
+            # A plain array over the map: slicing np.memmap itself is several times slower.
+            return np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
+
+    def _shard_lengths(self, shard: Shard) -> np.ndarray:
+        path = self._idx(shard)
+        lengths, dtype = decode_index(self._read(path), str(path))
+        if lengths.size != shard.documents or dtype != self.manifest.dtype:
+            raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
+        return lengths
+
+    def _read(self, path: Path) -> bytes:
+        with os_errors("read", path):
+            return path.read_bytes()
+
+    def _check_size(self, path: Path, expected: int) -> None:
+        with os_errors("open the shard", path):
+            size = path.stat().st_size
+        if size != expected:
+            raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare again")
+
+    def _check_hash(self, path: Path, expected: str) -> None:
+        with os_errors("read", path), path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != expected:
+            raise DataError(f"{path}: its SHA-256 is not the one in the manifest: copy it again or prepare again")

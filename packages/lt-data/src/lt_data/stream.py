@@ -1,0 +1,193 @@
+"""The endless sequence of training rows, and any data-parallel rank's part of it, from a state of one number.
+
+The global sequence has one row per position p = 0, 1, 2, ...: epoch p // n_rows in the order of that epoch's own keyed
+permutation, `perm(seed, epoch)(p % n_rows)`. Step after step takes the next `global_batch` rows; of these, rank r of R
+takes the r-th of R equal parts. The sequence depends on neither R nor the batch size, so a run that stops at position p
+goes on at p with any of them, and sees each row exactly once per epoch. The state is p, and a fingerprint so that it
+never goes on over other data. Cost: nothing is held or scanned; a batch costs its rows.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from lt_data.errors import DataError
+from lt_data.permutation import KeyedPermutation
+from lt_data.rows import RowReader, Rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamState:
+    """Where a stream stands.
+
+    Attributes:
+        step: batches given so far.
+        row: position in the global sequence of the next row.
+        seed: of the shuffle.
+        fingerprint: what the sequence is made of, in words.
+        skipped: ranges [start, end) of positions that were jumped over.
+    """
+
+    step: int
+    row: int
+    seed: int
+    fingerprint: str
+    skipped: tuple[tuple[int, int], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """The state as JSON values."""
+        return {**asdict(self), "skipped": [list(part) for part in self.skipped]}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "StreamState":
+        """Read what `to_json` gave.
+
+        Raises:
+            DataError: a field is missing, unknown or of another type.
+        """
+        try:
+            state = cls(**{**values, "skipped": tuple((start, end) for start, end in values.get("skipped", ()))})
+        except (TypeError, ValueError) as exc:
+            raise DataError(f"not the state of a stream ({exc}): {dict(values)!r}") from exc
+        numbers = (state.step, state.row, state.seed, *(n for part in state.skipped for n in part))
+        if not all(type(n) is int for n in numbers) or min(state.step, state.row) < 0:
+            raise DataError(f"not the state of a stream: {dict(values)!r}")
+        return state
+
+
+@dataclass(frozen=True, eq=False)
+class StreamBatch:
+    """One rank's part of a global batch.
+
+    Attributes:
+        rows: this rank's rows, [global_batch / dp_size, seq_len].
+        valid_tokens: positions with a label in the *global* batch.
+        row_ids: numbers in the pack of this rank's rows (int64).
+        step: number of the batch, from 0.
+        state: of the stream after this batch.
+    """
+
+    rows: Rows
+    valid_tokens: int
+    row_ids: np.ndarray
+    step: int
+    state: StreamState
+
+
+class Stream:
+    """Batches of one data-parallel rank. Tensor, pipeline and context-parallel peers use the same rank.
+
+    Args:
+        reader: the rows.
+        global_batch: rows per step over all ranks.
+        dp_rank: this rank.
+        dp_size: ranks that share the batch.
+        seed: of the shuffle.
+        shuffle: False: the order of the pack, in every epoch.
+        state: where to go on; its batch size and ranks may have been others.
+
+    Attributes:
+        state: before the next batch.
+
+    Raises:
+        DataError: the batch cannot be divided, or the state belongs to another sequence; what differs is named.
+    """
+
+    def __init__(
+        self,
+        reader: RowReader,
+        *,
+        global_batch: int,
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        state: StreamState | None = None,
+    ) -> None:
+        if global_batch < 1 or dp_size < 1 or global_batch % dp_size:
+            raise DataError(
+                f"global_batch={global_batch} over dp_size={dp_size} ranks: give a multiple of the ranks, so that all "
+                "have the same number of rows"
+            )
+        if not 0 <= dp_rank < dp_size:
+            raise DataError(f"dp_rank={dp_rank}: from 0 to dp_size - 1 = {dp_size - 1}")
+        if not reader.n_rows:
+            raise DataError("the pack has no rows")
+        self.reader = reader
+        self.global_batch = global_batch
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.seed = seed
+        self.shuffle = shuffle
+        fingerprint = f"{reader.fingerprint} order:{'shuffled-1' if shuffle else 'pack'}"
+        self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
+        _check_same(self.state, seed, fingerprint)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole global batches in the rows of the pack; `epoch_remainder` rows are left over."""
+        return self.reader.n_rows // self.global_batch
+
+    @property
+    def epoch_remainder(self) -> int:
+        """Rows left over by `steps_per_epoch` batches. They are not dropped: the next batch goes on in the next epoch."""
+        return self.reader.n_rows % self.global_batch
+
+    def next(self) -> StreamBatch:
+        """The next batch of this rank."""
+        state = self.state
+        rows = self.global_rows(state, self.global_batch)
+        part = self.global_batch // self.dp_size
+        own = rows[self.dp_rank * part : (self.dp_rank + 1) * part]
+        after = replace(state, step=state.step + 1, row=state.row + self.global_batch)
+        batch = StreamBatch(
+            rows=self.reader.gather(own),
+            valid_tokens=int(self.reader.valid[rows].sum(dtype=np.int64)),
+            row_ids=own,
+            step=state.step,
+            state=after,
+        )
+        self.state = after
+        return batch
+
+    def skip(self, n_rows: int) -> None:
+        """Jump over the next rows of the global sequence, on all ranks alike, and note it in the state."""
+        if n_rows < 0:
+            raise DataError(f"skip n_rows={n_rows}: at least 0")
+        begin, end = self.state.row, self.state.row + n_rows
+        skipped = self.state.skipped
+        if skipped and skipped[-1][1] == begin:
+            begin, skipped = skipped[-1][0], skipped[:-1]
+        if n_rows:
+            self.state = replace(self.state, row=end, skipped=(*skipped, (begin, end)))
+
+    def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
+        """Numbers in the pack of the next `n_rows` rows of the global sequence (int64). Changes nothing."""
+        parts: list[np.ndarray] = []
+        position, end = state.row, state.row + n_rows
+        while position < end:
+            epoch, first = divmod(position, self.reader.n_rows)
+            count = min(end - position, self.reader.n_rows - first)
+            rows = np.arange(first, first + count)
+            parts.append(self._permutation(epoch)(rows) if self.shuffle else rows)
+            position += count
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+    def _permutation(self, epoch: int) -> KeyedPermutation:
+        return KeyedPermutation(self.reader.n_rows, f"{self.seed}/{epoch}".encode())
+
+
+def _check_same(state: StreamState, seed: int, fingerprint: str) -> None:
+    changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
+    before = dict(part.partition(":")[::2] for part in state.fingerprint.split())
+    now = dict(part.partition(":")[::2] for part in fingerprint.split())
+    changed += [
+        f"{key}: {before.get(key)} before, {value} now" for key, value in now.items() if before.get(key) != value
+    ]
+    if changed or state.fingerprint != fingerprint:
+        raise DataError(
+            f"the data state belongs to another sequence of rows ({'; '.join(changed) or state.fingerprint}): go on with "
+            "the data and the seed it was saved with, or start without it"
+        )
