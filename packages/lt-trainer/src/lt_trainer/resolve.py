@@ -97,7 +97,7 @@ def _unknown(name: str, schema: Mapping[str, Leaf], sections: Iterable[str]) -> 
         return "this is a section, not a value", f"set one of its fields: {', '.join(inside(name))}"
     if parent in schema:
         return f"{parent} takes a value, not a table", f"write {parent} = ..."
-    by_last = {leaf.rpartition(".")[2]: leaf for leaf in reversed(schema)}
+    by_last = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(schema))}
     near = suggest(name, schema) or by_last.get(suggest(last, by_last), "")
     if near:
         return "unknown field", f"did you mean {near}?"
