@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lt_data.documents import Document, DocumentReader, read_documents
     from lt_data.errors import DataError
     from lt_data.manifest import Manifest
+    from lt_data.ngram import NgramCounts
     from lt_data.packing import PackIndex, open_pack, pack
     from lt_data.permutation import KeyedPermutation
     from lt_data.preparation import prepare, prepare_documents
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lt_data.rows import IGNORE, RowReader, Rows
     from lt_data.store import TokenStore
     from lt_data.stream import Stream, StreamBatch, StreamState
+    from lt_data.summary import Stats, stats
     from lt_data.tokenizer import Tokenizer, train_bpe
 
 _MODULES = {
@@ -26,10 +28,12 @@ _MODULES = {
     "DocumentReader": "documents",
     "KeyedPermutation": "permutation",
     "Manifest": "manifest",
+    "NgramCounts": "ngram",
     "PackIndex": "packing",
     "Progress": "progress",
     "RowReader": "rows",
     "Rows": "rows",
+    "Stats": "summary",
     "Stream": "stream",
     "StreamBatch": "stream",
     "StreamState": "stream",
@@ -40,6 +44,7 @@ _MODULES = {
     "prepare": "preparation",
     "prepare_documents": "preparation",
     "read_documents": "documents",
+    "stats": "summary",
     "train_bpe": "tokenizer",
 }
 
@@ -50,10 +55,12 @@ __all__ = [
     "DocumentReader",
     "KeyedPermutation",
     "Manifest",
+    "NgramCounts",
     "PackIndex",
     "Progress",
     "RowReader",
     "Rows",
+    "Stats",
     "Stream",
     "StreamBatch",
     "StreamState",
@@ -64,6 +71,7 @@ __all__ = [
     "prepare",
     "prepare_documents",
     "read_documents",
+    "stats",
     "train_bpe",
 ]
 

@@ -1,19 +1,18 @@
 """Documents to ids in batches, here or in worker processes, always in the order of the documents.
 
-Each batch is encoded on its own and holds whole documents, so the ids do not depend on how many workers there are or
-where a batch ends. A worker is a spawned process that holds the tokenizer and uses one thread; at most a few batches per
-worker are in flight, so memory stays flat. It ends with its parent, also when that is killed.
+Each batch holds whole documents and is encoded on its own, so the ids depend neither on the number of workers nor on
+where a batch ends. A worker is a spawned process that holds the tokenizer and uses one thread; at most a few batches
+per worker are in flight, so memory stays flat. It ends with its parent, also when that is killed.
 """
 
 import os
 import signal
 import threading
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import connection, get_context, parent_process
-from os.path import commonprefix
 from typing import Literal
 
 import numpy as np
@@ -87,7 +86,7 @@ class Encoder:
         self._suffix = np.array([tokenizer.eos_id] if eos else [], np.uint32)
         self._special = tokenizer.special_strings
         # Most text has none of them: one search for what they all begin with spares the others.
-        self._special_prefix = commonprefix(self._special)
+        self._special_prefix = _common_prefix(self._special)
 
     def encode(self, texts: list[str]) -> Encoded:
         """Encode some documents."""
@@ -112,7 +111,7 @@ class Encoder:
         return counts
 
 
-def encode_all(documents: Iterable[Document], encoder: Encoder, workers: int) -> Iterator[tuple[Batch, Encoded]]:
+def encode_all(documents: Iterable[Document], encoder: Encoder, workers: int) -> Generator[tuple[Batch, Encoded]]:
     """Encode documents in order, with `workers` processes when there are several.
 
     Raises:
@@ -141,6 +140,12 @@ def encode_all(documents: Iterable[Document], encoder: Encoder, workers: int) ->
             yield done, future.result()
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
+
+
+def _common_prefix(strings: Sequence[str]) -> str:
+    first, last = min(strings, default=""), max(strings, default="")
+    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
+    return first[:shared]
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:

@@ -107,7 +107,7 @@ class Manifest:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) over the format, the tokenizer, the BOS/EOS policy, the dtype and the shards with their hashes."""
+        """SHA-256 (hex) over format, tokenizer, BOS/EOS policy, dtype and the shards with their hashes."""
         identity = {
             "format": FORMAT,
             "version": VERSION,

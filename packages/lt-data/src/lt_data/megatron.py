@@ -1,8 +1,8 @@
-"""The `.idx` file of a Megatron IndexedDataset: where each document of a `.bin` file begins and how long it is.
+r"""The `.idx` file of a Megatron IndexedDataset: where each document of a `.bin` file begins and how long it is.
 
 Layout, little-endian, without padding (n sequences; here each sequence is one document):
 
-    9 bytes   b"MMIDIDX\\0\\0"
+    9 bytes   b"MMIDIDX\0\0"
     u64       version, 1
     u8        dtype of the .bin file: 4 = int32, 8 = uint16
     u64       n

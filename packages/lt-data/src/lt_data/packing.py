@@ -96,7 +96,7 @@ class PackIndex:
         """
         folder = Path(folder)
         header = _read_header(folder / FILE_NAME)
-        arrays: dict[str, np.ndarray] = {}
+        arrays: dict[str, Any] = {}
         for name in _ARRAYS:
             path = folder / f"{name}.npy"
             try:
@@ -109,9 +109,14 @@ class PackIndex:
             stated = header["arrays"][name]
             if [*arrays[name].shape] != stated["shape"] or arrays[name].dtype.str != stated["dtype"]:
                 raise DataError(f"{path}: not the array that {FILE_NAME} describes; make the pack again")
-        own = {name: header[name] for name in ("seq_len", "mode", "store_fingerprint", "fingerprint")}
-        # Plain arrays over the maps: slicing np.memmap itself is several times slower.
-        return cls(**own, **{name: np.asarray(array) for name, array in arrays.items()})
+        return cls(
+            seq_len=header["seq_len"],
+            mode=header["mode"],
+            store_fingerprint=header["store_fingerprint"],
+            fingerprint=header["fingerprint"],
+            # Plain arrays over the maps: slicing np.memmap itself is several times slower.
+            **{name: np.asarray(array) for name, array in arrays.items()},
+        )
 
     def verify(self) -> None:
         """Compute the fingerprint again from the arrays.
@@ -201,6 +206,19 @@ def _command(store: TokenStore, seq_len: int, mode: Mode) -> str:
     return f"lt data pack {store.path} --seq-len {seq_len} --mode {mode}"
 
 
+def verify_packs(store: TokenStore) -> int:
+    """Check the arrays of every pack in a store, and that it belongs to it; gives back how many there are.
+
+    Raises:
+        DataError: one differs.
+    """
+    folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{FILE_NAME}"))
+    for folder in folders:
+        index = PackIndex.load(folder)
+        _open(folder, store, index.seq_len, index.mode).verify()
+    return len(folders)
+
+
 def build_index(lengths: np.ndarray, *, seq_len: int, mode: Mode, store_fingerprint: str = "") -> PackIndex:
     """Compute a pack from the lengths of the documents (integers [n], all positive) alone."""
     offsets = np.zeros(lengths.size + 1, np.int64)
@@ -261,7 +279,7 @@ def _fingerprint(seq_len: int, mode: Mode, store_fingerprint: str, arrays: dict[
     for name in _ARRAYS:
         array = np.ascontiguousarray(arrays[name])
         digest.update(f"{name} {array.dtype.str} {array.size}\n".encode())
-        digest.update(array.view(np.uint8))
+        digest.update(array.data)
     return digest.hexdigest()
 
 

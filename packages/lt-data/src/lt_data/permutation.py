@@ -7,6 +7,7 @@ splitmix64 on (half + round key). Cost: O(1) memory, about 0.2 microseconds per 
 """
 
 import hashlib
+from collections.abc import Callable
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class KeyedPermutation:
         """The elements whose images these are."""
         return self._walk(images, self._backward)
 
-    def _walk(self, elements: np.ndarray, step) -> np.ndarray:
+    def _walk(self, elements: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
         elements = np.asarray(elements, np.int64)
         if elements.size and not (elements.min() >= 0 and elements.max() < self.n):
             raise IndexError(f"elements outside 0..{self.n - 1}")

@@ -1,9 +1,8 @@
 """Documents to a token store, in their order, by one or several processes, with the same bytes for any number of them.
 
-The parent reads the documents and sends them in batches of about one megabyte to the workers; these encode, add BOS and
-EOS and give back one flat array of ids per batch, which the parent appends to the shards in order, hashing on the way. At
-most a few batches per worker are in flight, so memory does not grow with the corpus. The store is built beside its place
-and moved there complete. Cost: the tokenizer's time and a few per cent.
+The documents are read here, encoded in batches of about one megabyte (lt_data.encode) and appended to the shards in
+order (lt_data.shards). Everything is checked before the first byte is written; the store is built beside its place and
+moved there complete. Cost: the tokenizer's time and a few per cent; memory does not grow with the corpus.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """Writing shards: a flat run of ids and document lengths in, pairs of `.bin` and `.idx` files out.
 
 Documents are appended whole and in order; a shard is closed before the document that would take it over its size. Each
-byte is hashed as it is written and each file is synced when it is closed. Cost: O(1) memory per id, 8 bytes per document.
+byte is hashed as it is written, each file is synced when it is closed. Memory: 8 bytes per document of the open shard.
 """
 
 import hashlib
@@ -80,7 +80,7 @@ class ShardWriter:
         with os_errors("write", self._path):
             if self._file is None:
                 self._file = self._path.open("xb")
-            content = memoryview(np.ascontiguousarray(tokens)).cast("B")
+            content = np.ascontiguousarray(tokens).view(np.uint8).data
             self._file.write(content)
         self._digest.update(content)
         self._lengths.append(lengths)

@@ -117,7 +117,7 @@ class TokenStore:
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """The ids [start, start + length) of the whole store: a view, or a copy where they lie in several shards."""
-        if not (0 <= start and 0 <= length and start + length <= self.n_tokens):
+        if not (0 <= start <= start + length <= self.n_tokens):
             raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
         parts: list[np.ndarray] = []
         number = int(np.searchsorted(self._token_borders, start, side="right")) - 1

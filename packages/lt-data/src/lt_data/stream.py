@@ -132,7 +132,7 @@ class Stream:
 
     @property
     def epoch_remainder(self) -> int:
-        """Rows left over by `steps_per_epoch` batches. They are not dropped: the next batch goes on in the next epoch."""
+        """Rows left over by `steps_per_epoch` batches; not dropped: the next batch takes them first."""
         return self.reader.n_rows % self.global_batch
 
     def next(self) -> StreamBatch:
@@ -181,13 +181,17 @@ class Stream:
 
 def _check_same(state: StreamState, seed: int, fingerprint: str) -> None:
     changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
-    before = dict(part.partition(":")[::2] for part in state.fingerprint.split())
-    now = dict(part.partition(":")[::2] for part in fingerprint.split())
+    before, now = _parts(state.fingerprint), _parts(fingerprint)
     changed += [
         f"{key}: {before.get(key)} before, {value} now" for key, value in now.items() if before.get(key) != value
     ]
     if changed or state.fingerprint != fingerprint:
         raise DataError(
-            f"the data state belongs to another sequence of rows ({'; '.join(changed) or state.fingerprint}): go on with "
-            "the data and the seed it was saved with, or start without it"
+            f"the data state belongs to another sequence of rows ({'; '.join(changed) or state.fingerprint}): go on "
+            "with the data and the seed it was saved with, or start without it"
         )
+
+
+def _parts(fingerprint: str) -> dict[str, str]:
+    named = (part.partition(":") for part in fingerprint.split())
+    return {key: value for key, _, value in named}

@@ -115,11 +115,17 @@ class Tokenizer:
             DataError: the folder holds something, or the file system refuses.
         """
         folder = Path(folder)
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"{folder} exists and is not an empty folder: choose another place for the tokenizer")
+        check_new_folder(folder)
         with new_folder(folder) as building:
             for name, content in self.files.items():
                 write_file(building / name, content)
+
+
+def check_new_folder(folder: Path) -> None:
+    """Raise `DataError` when something stands where a tokenizer is to be saved."""
+    with os_errors("read", folder):
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise DataError(f"{folder} exists and is not an empty folder: choose another place for the tokenizer")
 
 
 def train_bpe(

@@ -1,0 +1,82 @@
+"""Progress on the terminal: a bar with rate and time left, or a plain line now and then where there is no terminal."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lt_data.progress import Progress
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+@contextmanager
+def progress_bar(label: str) -> Iterator[Progress]:
+    """A progress function for one piece of work, drawn on stderr."""
+    with _bar(label) if sys.stderr.isatty() else _lines(label) as report:
+        yield report
+
+
+@contextmanager
+def _bar(label: str) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    began = time.monotonic()
+    with Bars(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(label, total=None, amount="")
+
+        def report(done: int, total: int, unit: str) -> None:
+            amount = _amount(done, total, unit, time.monotonic() - began)
+            bars.update(task, completed=done, total=total or None, amount=amount)
+
+        yield report
+
+
+@contextmanager
+def _lines(label: str) -> Iterator[Progress]:
+    began = time.monotonic()
+    shown = began
+    last = ""
+
+    def report(done: int, total: int, unit: str) -> None:
+        nonlocal shown, last
+        now = time.monotonic()
+        last = _amount(done, total, unit, now - began) + _left(done, total, now - began)
+        if now - shown >= _SECONDS_BETWEEN_LINES:
+            shown = now
+            sys.stderr.write(f"{label}: {last}\n")
+
+    yield report
+    if last:
+        sys.stderr.write(f"{label}: {last}\n")
+
+
+def _amount(done: int, total: int, unit: str, seconds: float) -> str:
+    """Such as `12.3 of 40.0 M bytes, 3.1 M bytes/s`."""
+    rate = done / seconds if seconds > 0 else 0.0
+    of = f" of {scaled(total)}" if total else ""
+    return f"{scaled(done)}{of} {unit}, {scaled(rate)} {unit}/s"
+
+
+def _left(done: int, total: int, seconds: float) -> str:
+    if not 0 < done < total:
+        return f", {seconds:.0f} s"
+    return f", about {seconds * (total - done) / done:.0f} s left"
+
+
+def scaled(value: float) -> str:
+    """A number with at most four digits and a decimal prefix: 999, 12.3 k, 4.56 M."""
+    for factor, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
+        if value >= factor:
+            return f"{value / factor:.3g}{prefix}" if value < 999.5 * factor else f"{value / factor:.0f}{prefix}"
+    return f"{value:.0f}"
