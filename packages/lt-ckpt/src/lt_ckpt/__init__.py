@@ -1,1 +1,103 @@
-"""Checkpoints that are committed, verified, resharded and exported."""
+"""Checkpoints that are committed, verified, resharded and exported.
+
+Saving (no collectives; see `lt_ckpt.save` for the protocol): `begin`, `write_part`, `commit`. Reading: `Checkpoint`,
+`latest_valid`. Care: `verify`, `prune`. Hugging Face: `export_hf`, `HFFolder`. Importing this package loads nothing
+heavy; each name loads its module when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lt_ckpt.checkpoint import Checkpoint as Checkpoint
+    from lt_ckpt.checkpoint import Want as Want
+    from lt_ckpt.checkpoint import differences as differences
+    from lt_ckpt.discover import Rejected as Rejected
+    from lt_ckpt.discover import latest_valid as latest_valid
+    from lt_ckpt.discover import list_steps as list_steps
+    from lt_ckpt.discover import prune as prune
+    from lt_ckpt.discover import resolve as resolve
+    from lt_ckpt.errors import AlreadySavedError as AlreadySavedError
+    from lt_ckpt.errors import CheckpointError as CheckpointError
+    from lt_ckpt.expectation import expected as expected
+    from lt_ckpt.export import export_hf as export_hf
+    from lt_ckpt.hf_folder import HFFolder as HFFolder
+    from lt_ckpt.integrity import Report as Report
+    from lt_ckpt.integrity import verify as verify
+    from lt_ckpt.manifest import Manifest as Manifest
+    from lt_ckpt.manifest import Meta as Meta
+    from lt_ckpt.save import begin as begin
+    from lt_ckpt.save import commit as commit
+    from lt_ckpt.save import discard as discard
+    from lt_ckpt.save import write_part as write_part
+    from lt_ckpt.shards import Shard as Shard
+    from lt_ckpt.summary import Summary as Summary
+    from lt_ckpt.summary import summarize as summarize
+    from lt_ckpt.tensorfile import TensorSpec as TensorSpec
+
+_OWNERS = {
+    "AlreadySavedError": "errors",
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "HFFolder": "hf_folder",
+    "Manifest": "manifest",
+    "Meta": "manifest",
+    "Rejected": "discover",
+    "Report": "integrity",
+    "Shard": "shards",
+    "Summary": "summary",
+    "TensorSpec": "tensorfile",
+    "Want": "checkpoint",
+    "begin": "save",
+    "commit": "save",
+    "differences": "checkpoint",
+    "discard": "save",
+    "expected": "expectation",
+    "export_hf": "export",
+    "latest_valid": "discover",
+    "list_steps": "discover",
+    "prune": "discover",
+    "resolve": "discover",
+    "summarize": "summary",
+    "verify": "integrity",
+    "write_part": "save",
+}
+"""Public name → module. No module may have a public function's name, or it would hide the function once imported."""
+
+__all__ = [
+    "AlreadySavedError",
+    "Checkpoint",
+    "CheckpointError",
+    "HFFolder",
+    "Manifest",
+    "Meta",
+    "Rejected",
+    "Report",
+    "Shard",
+    "Summary",
+    "TensorSpec",
+    "Want",
+    "begin",
+    "commit",
+    "differences",
+    "discard",
+    "expected",
+    "export_hf",
+    "latest_valid",
+    "list_steps",
+    "prune",
+    "resolve",
+    "summarize",
+    "verify",
+    "write_part",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _OWNERS:
+        raise AttributeError(f"module 'lt_ckpt' has no attribute {name!r}")
+    return getattr(import_module(f"lt_ckpt.{_OWNERS[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

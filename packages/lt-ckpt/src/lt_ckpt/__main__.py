@@ -1,0 +1,37 @@
+"""`python -m lt_ckpt` and the console script `lt-ckpt`.
+
+Exit codes: 0 done, 64 something the user can put right (one line on stderr), 70 a bug of ours (traceback),
+130 interrupted; 2 for a wrong command line.
+"""
+
+import sys
+import traceback
+
+
+def main() -> int:
+    """Runs the command and returns its exit code."""
+    try:
+        from lt_ckpt.cli import app
+    except ModuleNotFoundError as exc:
+        if exc.name != "typer":
+            raise
+        sys.stderr.write("lt-ckpt: the command needs typer: pip install 'lt-ckpt[cli]'\n")
+        return 64
+    try:
+        app()
+    except SystemExit as exc:
+        return exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 64
+    except KeyboardInterrupt:
+        return 130
+    except Exception as exc:  # noqa: BLE001 - the outermost edge: what is no user's error is a bug and says so
+        code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
+        if code is None:
+            traceback.print_exc()
+            return 70
+        sys.stderr.write(f"error: {exc}\n")
+        return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The names of the folders under a checkpoint root, who owns them, and how ours are removed.
+
+    step-00001000                          a checkpoint
+    step-00001000.aside-<token>            one that had to make room for another of the same step
+    .tmp-step-00001000-<token>             a save under way, or what a killed one left
+    .trash-<token>                         a folder of ours that is being removed
+
+Every folder that a save makes carries `save.json`: the token, the step, the world and which process began it. Only
+a folder with that mark, holding nothing but names that we write, is ever removed, and it is renamed to `.trash-` first,
+so that a half-removed checkpoint never has a checkpoint's name.
+"""
+
+import os
+import re
+import secrets
+import socket
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from lt_ckpt import files, strict_json
+from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.records import PART_FILE, TENSOR_FILE, TOKENIZER_FILE
+
+MARK = "save.json"
+MANIFEST, COMMIT, TOKENIZER = "manifest.json", "COMMIT", "tokenizer"
+STEP_FOLDER = re.compile(r"step-(\d{8,12})(\.aside-[0-9a-f]{16})?")
+TMP_FOLDER = re.compile(r"\.tmp-step-\d{8,12}-[0-9a-f]{16}")
+TRASH_FOLDER = re.compile(r"\.trash-[0-9a-f]{16}")
+FAILED_FILE = re.compile(r"failed-\d{5,9}")
+FOREIGN_OWNER_SECONDS = 24 * 3600
+"""A save begun on another machine counts as left behind when nothing in it has changed for this long."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """The content of save.json: which save a folder belongs to, and which process began it."""
+
+    token: str
+    step: int
+    world: int
+    machine: str
+    process: str
+
+    def to_bytes(self) -> bytes:
+        """Returns the content of save.json."""
+        return strict_json.dumps({"format": "lt-save", "version": 1, **vars(self)}, MARK)
+
+
+def read_mark(folder: Path) -> Mark:
+    """Reads the mark of a folder; a `CheckpointError` when there is none or it is not ours."""
+    path = folder / MARK
+    with storage("reading", path):
+        obj = strict_json.loads(files.read_small(path, 2**16), str(path))
+    strict_json.check_version(obj, "lt-save", 1, str(path))
+    return Mark(
+        token=strict_json.field(obj, "token", str, str(path)),
+        step=strict_json.count(obj, "step", str(path)),
+        world=strict_json.count(obj, "world", str(path)),
+        machine=strict_json.field(obj, "machine", str, str(path)),
+        process=strict_json.field(obj, "process", str, str(path)),
+    )
+
+
+def new_token() -> str:
+    """Returns 16 random hex digits."""
+    return secrets.token_hex(8)
+
+
+def step_name(step: int) -> str:
+    """Returns the folder name of a step: `step-00001000`."""
+    return f"step-{step:08d}"
+
+
+def machine() -> str:
+    """Returns a name of this machine that tells nothing about it."""
+    return xxhash.xxh3_64_hexdigest(socket.gethostname().encode())
+
+
+def process(pid: int) -> str:
+    """Returns a name of a process that no later process has: boot, pid and start time; empty when it is gone.
+
+    Where the system has no /proc, the pid alone must do.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except FileNotFoundError:
+        if Path("/proc/self/stat").exists():
+            return ""
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return ""
+        except PermissionError:
+            pass  # it lives, under another user
+        return f"{pid}"
+    started = stat.rpartition(")")[2].split()[19]  # field 22; the command before it may hold spaces
+    return f"{pid}-{started}-{xxhash.xxh3_64_hexdigest(boot.encode())}"
+
+
+def _left_behind(folder: Path, now: float) -> bool:
+    """Tells whether the process that began the save in a marked folder is gone."""
+    mark = read_mark(folder)
+    if mark.machine == machine():
+        pid = mark.process.partition("-")[0]
+        return not pid.isdecimal() or process(int(pid)) != mark.process
+    newest = max(entry.stat().st_mtime for entry in [folder, *folder.iterdir()])
+    return now - newest > FOREIGN_OWNER_SECONDS
+
+
+def sweep(root: Path, now: float) -> list[Path]:
+    """Removes what killed saves and removals of ours left in a root.
+
+    Args:
+        root: Folder of checkpoints.
+        now: The present time by the file system's clock, in seconds.
+
+    Returns:
+        The folders that are gone.
+    """
+    gone: list[Path] = []
+    for name in sorted(os.listdir(root)):
+        folder = root / name
+        # A folder can vanish under us when its owner finishes; a folder without our mark is nobody's business.
+        with suppress(CheckpointError, FileNotFoundError):
+            trash = TRASH_FOLDER.fullmatch(name) is not None
+            if (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder, now))) and remove(folder):
+                gone.append(folder)
+    return gone
+
+
+def _known_entries(folder: Path) -> list[str] | None:
+    """Returns the files in a folder, relative to it, the mark last; None when any is not of a name that we write."""
+    found: list[str] = []
+    for entry in os.scandir(folder):
+        if entry.is_dir(follow_symlinks=False) and entry.name == TOKENIZER:
+            found += [f"{TOKENIZER}/{inner.name}" for inner in os.scandir(entry.path)]
+            if not all(inner.is_file(follow_symlinks=False) for inner in os.scandir(entry.path)):
+                return None
+        elif entry.is_file(follow_symlinks=False):
+            found.append(entry.name)
+        else:
+            return None
+    names = {name: name.removesuffix(".tmp") for name in found}
+    patterns = (TENSOR_FILE, PART_FILE, TOKENIZER_FILE, FAILED_FILE)
+    for name in names.values():
+        if name not in (MARK, MANIFEST, COMMIT) and not any(pattern.fullmatch(name) for pattern in patterns):
+            return None
+    return sorted(found, key=lambda name: (name == MARK, name))
+
+
+def remove(folder: Path) -> bool:
+    """Removes a folder of ours.
+
+    Returns:
+        False, and nothing is touched, when the folder lacks our mark or holds anything that we did not write.
+
+    Raises:
+        CheckpointError: The system refuses.
+    """
+    with storage("removing", folder):
+        if folder.is_symlink() or not (folder / MARK).is_file():
+            return False
+        read_mark(folder)
+        known = _known_entries(folder)
+        if known is None:
+            return False
+        if not TRASH_FOLDER.fullmatch(folder.name):
+            trash = folder.with_name(f".trash-{new_token()}")
+            files.rename(folder, trash)
+            files.fsync_folder(folder.parent)
+            folder = trash
+        if (folder / TOKENIZER).is_dir():
+            for name in known:
+                if name.startswith(f"{TOKENIZER}/"):
+                    os.unlink(folder / name)
+            os.rmdir(folder / TOKENIZER)
+        for name in known:
+            if "/" not in name:
+                os.unlink(folder / name)
+        os.rmdir(folder)
+        files.fsync_folder(folder.parent)
+    return True

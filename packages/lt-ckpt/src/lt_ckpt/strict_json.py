@@ -1,0 +1,90 @@
+"""JSON that is either exactly what was meant or an error.
+
+Reading refuses what the standard reader lets pass: duplicate keys, NaN and Infinity, nesting without end, a field of
+another type (`true` is not an integer here). Every message names the file and the field.
+"""
+
+import json
+from typing import Any, TypeVar
+
+from lt_ckpt.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def dumps(value: object, what: str, *, indent: int | None = None) -> bytes:
+    """Returns UTF-8 JSON with a line feed, compact unless indented; `what` names the value should it not be JSON."""
+    separators = (",", ":") if indent is None else (",", ": ")
+    try:
+        text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
+    except (TypeError, ValueError) as exc:
+        raise CheckpointError(f"{what} cannot be written as JSON: {exc}") from exc
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"the key {twice!r} stands there twice")
+    return made
+
+
+def _no_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not JSON")
+
+
+def loads(raw: bytes, source: str) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Args:
+        raw: UTF-8 text.
+        source: The file, for messages.
+
+    Raises:
+        CheckpointError: Not UTF-8, not JSON, not an object, or a key twice.
+    """
+    try:
+        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as exc:
+        raise CheckpointError(f"{source}: not readable as JSON ({exc}); the file is damaged or not ours") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source}: must hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def field(obj: dict[str, Any], key: str, kind: type[T], source: str) -> T:
+    """Returns a field of exactly this type."""
+    value = obj.get(key)
+    if type(value) is not kind:
+        found = "missing" if key not in obj else f"{type(value).__name__}"
+        raise CheckpointError(f"{source}: field {key!r} must be {kind.__name__}, is {found}; the file is damaged")
+    return value
+
+
+def count(obj: dict[str, Any], key: str, source: str) -> int:
+    """Returns a field that must be a non-negative integer."""
+    value = field(obj, key, int, source)
+    if value < 0:
+        raise CheckpointError(f"{source}: field {key!r} must not be negative, is {value}; the file is damaged")
+    return value
+
+
+def counts(obj: dict[str, Any], key: str, source: str) -> tuple[int, ...]:
+    """Returns a field that must be a list of non-negative integers, at most 64 of them."""
+    value = field(obj, key, list, source)
+    if len(value) > 64 or not all(type(item) is int and 0 <= item < 2**63 for item in value):
+        raise CheckpointError(f"{source}: field {key!r} must be a list of non-negative integers; the file is damaged")
+    return tuple(value)
+
+
+def check_version(obj: dict[str, Any], name: str, version: int, source: str) -> None:
+    """Checks the fields `format` and `version` that every file of ours begins with."""
+    if obj.get("format") != name:
+        raise CheckpointError(f"{source}: format is {obj.get('format')!r}, not {name!r}; the file is not ours")
+    found = field(obj, "version", int, source)
+    if found != version:
+        raise CheckpointError(
+            f"{source}: {name} version {found}, this lt-ckpt knows version {version}; install a newer lt-ckpt"
+        )

@@ -1,0 +1,123 @@
+"""A checkpoint in a few lines: what `lt-ckpt inspect` shows. Reads the manifest only."""
+
+from collections import Counter
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from math import prod
+from typing import Any
+
+from lt_ckpt.checkpoint import Checkpoint
+from lt_ckpt.folders import TOKENIZER
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSummary:
+    """A group of tensors: how many, their elements and bytes, and the elements of each dtype."""
+
+    tensors: int
+    elements: int
+    n_bytes: int
+    dtypes: dict[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What a checkpoint holds.
+
+    Attributes:
+        path: Its folder.
+        step: Optimizer steps taken.
+        created_at: ISO time in UTC.
+        world: Ranks that wrote it.
+        n_files: Listed files.
+        n_bytes: Their bytes.
+        groups: Group → summary.
+        tokenizer: Names of the tokenizer's files.
+        model: The model's configuration.
+        layout: How the ranks held the tensors.
+        small: Small typed state.
+        data: Position in the data stream, or None.
+        recipe: The run's recipe.
+    """
+
+    path: str
+    step: int
+    created_at: str
+    world: int
+    n_files: int
+    n_bytes: int
+    groups: dict[str, GroupSummary]
+    tokenizer: list[str]
+    model: dict[str, Any]
+    layout: dict[str, Any]
+    small: dict[str, Any]
+    data: dict[str, Any] | None
+    recipe: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Returns the text form, a line each."""
+        made = [
+            f"{self.path}",
+            f"step        {self.step}",
+            f"saved       {self.created_at} by {self.world} rank{'' if self.world == 1 else 's'}",
+            f"size        {size(self.n_bytes)} in {self.n_files} files",
+        ]
+        for name, group in self.groups.items():
+            kinds = ", ".join(group.dtypes)
+            made.append(
+                f"{name:<11} {group.tensors} tensors, {group.elements:,} elements, {kinds}, {size(group.n_bytes)}"
+            )
+        if self.tokenizer:
+            made.append(f"tokenizer   {', '.join(self.tokenizer)}")
+        for title, values in (("model", self.model), ("layout", self.layout), ("small", self.small)):
+            if values:
+                made.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
+        if self.data is not None:
+            made.append(f"{'data':<11} {' '.join(f'{key}={value}' for key, value in self.data.items())}")
+        return made
+
+
+def size(n_bytes: int) -> str:
+    """Returns bytes as a person reads them, in powers of ten: `4.2 GB`."""
+    value, unit = float(n_bytes), "bytes"
+    for larger in ("kB", "MB", "GB", "TB", "PB"):
+        if value < 1000:
+            break
+        value, unit = value / 1000, larger
+    return f"{n_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
+
+
+def summarize(checkpoint: Checkpoint) -> Summary:
+    """Returns what a checkpoint holds."""
+    manifest = checkpoint.manifest
+    groups: dict[str, GroupSummary] = {}
+    for group in checkpoint.groups:
+        specs = checkpoint.specs(group).values()
+        dtypes: Counter[str] = Counter()
+        for spec in specs:
+            dtypes[spec.dtype] += prod(spec.shape)
+        groups[group] = GroupSummary(
+            tensors=len(specs),
+            elements=dtypes.total(),
+            n_bytes=sum(spec.n_bytes for spec in specs),
+            dtypes=dict(dtypes),
+        )
+    return Summary(
+        path=str(checkpoint.path),
+        step=manifest.step,
+        created_at=datetime.fromtimestamp(manifest.created_at, UTC).isoformat(timespec="seconds"),
+        world=manifest.world,
+        n_files=len(manifest.files) + 2,
+        n_bytes=manifest.n_bytes,
+        groups=groups,
+        tokenizer=[name.split("/", 1)[1] for name in manifest.files if name.startswith(f"{TOKENIZER}/")],
+        model=manifest.model,
+        layout=manifest.layout,
+        small=manifest.small,
+        data=manifest.data,
+        recipe=manifest.recipe,
+    )

@@ -1,0 +1,237 @@
+"""The safetensors format: a streaming writer and a strict header reader.
+
+A file is 8 bytes (the header's length, little-endian), the header (a JSON object of name → dtype, shape, data_offsets,
+padded with spaces) and the tensors' bytes without gaps. The writer lays out the header from shapes alone and then
+takes the bytes in blocks, hashing them (xxh3, 128 bits) on their way; wide elements come first so that every tensor is
+aligned.
+The reader believes nothing: length limits, no key twice, sizes that match shape and dtype, and tensors that tile the
+data exactly, without overlap or gap.
+
+Cost: one pass over the bytes; memory: the caller's blocks.
+"""
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import xxhash
+
+from lt_ckpt import files, strict_json
+from lt_ckpt.dtypes import ITEM_BYTES, item_bytes
+from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.shards import Ints
+
+MAX_HEADER_BYTES = 100_000_000
+"""The limit that the safetensors library sets too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor's element type (safetensors code) and shape."""
+
+    dtype: str
+    shape: Ints
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file: its type and shape, and where its bytes begin in the file."""
+
+    dtype: str
+    shape: Ints
+    begin: int
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the tensor."""
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorFile:
+    """What a file's header says.
+
+    Attributes:
+        path: The file.
+        n_bytes: Size of the file.
+        header_bytes: Bytes before the first tensor (the length field and the padded header).
+        header_hash: xxh3_128 of those bytes, as hex.
+        tensors: Name → type, shape, position; in file order.
+        metadata: The text fields under `__metadata__`.
+    """
+
+    path: Path
+    n_bytes: int
+    header_bytes: int
+    header_hash: str
+    tensors: dict[str, StoredTensor]
+    metadata: dict[str, str]
+
+
+def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
+    """Returns the names in the order in which a file holds them: wide elements first, else as given."""
+    return tuple(sorted(entries, key=lambda name: -item_bytes(entries[name].dtype)))
+
+
+def make_header(
+    entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, StoredTensor]]:
+    """Lays out a file.
+
+    Returns:
+        The bytes before the first tensor, and where each tensor comes to lie.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    for name in file_order(entries):
+        spec = entries[name]
+        end = position + spec.n_bytes
+        header[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [position, end]}
+        position = end
+    text = strict_json.dumps(header, "the header").rstrip()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(f"a header of {len(text)} bytes is more than the {MAX_HEADER_BYTES} that readers accept")
+    raw = len(text).to_bytes(8, "little") + text
+    placed = {
+        name: StoredTensor(entries[name].dtype, entries[name].shape, len(raw) + header[name]["data_offsets"][0])
+        for name in file_order(entries)
+    }
+    return raw, placed
+
+
+class TensorWriter:
+    """Writes one new safetensors file, tensor after tensor, and puts it on the disk when closed.
+
+    Use as a context manager; leaving it by an exception closes the descriptor and leaves an unfinished file behind, so
+    it belongs into a folder that is renamed only after success.
+
+    Attributes:
+        file: What the header says; set from the start.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
+        raw, placed = make_header(entries, metadata)
+        self._waiting = list(reversed(file_order(entries)))
+        self.file = TensorFile(
+            path=path,
+            n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
+            header_bytes=len(raw),
+            header_hash=xxhash.xxh3_128_hexdigest(raw),
+            tensors=placed,
+            metadata=dict(metadata),
+        )
+        self._descriptor = files.create(path)
+        try:
+            files.write_all(self._descriptor, raw)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def write(self, name: str, blocks: Iterable[np.ndarray]) -> str:
+        """Writes the next tensor.
+
+        Args:
+            name: The tensor whose turn it is (`file_order`).
+            blocks: Its bytes in order, each block one-dimensional uint8.
+
+        Returns:
+            xxh3_128 of the bytes, as hex.
+        """
+        assert self._waiting[-1:] == [name], (name, self._waiting[-1:])
+        digest, left = xxhash.xxh3_128(), self.file.tensors[name].n_bytes
+        for block in blocks:
+            view = block.data
+            left -= len(view)
+            assert left >= 0, name
+            for start in range(0, len(view), files.BLOCK_BYTES):
+                part = view[start : start + files.BLOCK_BYTES]  # small enough to be in the cache for both passes
+                digest.update(part)
+                files.write_all(self._descriptor, part)
+        assert left == 0, name
+        self._waiting.pop()
+        return digest.hexdigest()
+
+    def __exit__(self, kind: object, value: object, trace: object) -> None:
+        try:
+            if kind is None:
+                assert not self._waiting, self._waiting
+                files.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def read_header(path: Path) -> TensorFile:
+    """Reads and checks the header of a safetensors file.
+
+    Raises:
+        CheckpointError: The file cannot be read, or is not exactly what the format asks for.
+    """
+    with storage("reading", path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            n_bytes = os.fstat(descriptor).st_size
+            if n_bytes < 10:
+                raise CheckpointError(f"{path}: {n_bytes} bytes are no safetensors file; it is truncated or not ours")
+            length = bytearray(8)
+            files.read_exactly(descriptor, 0, memoryview(length), path)
+            header_bytes = 8 + int.from_bytes(length, "little")
+            if header_bytes > min(n_bytes, MAX_HEADER_BYTES + 8):
+                raise CheckpointError(f"{path}: a header of {header_bytes - 8} bytes cannot be; the file is damaged")
+            raw = bytearray(header_bytes)
+            files.read_exactly(descriptor, 0, memoryview(raw), path)
+        finally:
+            os.close(descriptor)
+    header = strict_json.loads(bytes(raw[8:]), str(path))
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+        raise CheckpointError(f"{path}: __metadata__ must map names to text; the file is damaged")
+    return TensorFile(
+        path=path,
+        n_bytes=n_bytes,
+        header_bytes=header_bytes,
+        header_hash=xxhash.xxh3_128_hexdigest(bytes(raw)),
+        tensors=_placed(header, header_bytes, n_bytes, str(path)),
+        metadata=metadata,
+    )
+
+
+def _placed(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredTensor]:
+    """Checks the entries of a header and returns them in file order."""
+    found: list[tuple[int, int, str, StoredTensor]] = []
+    for name, entry in header.items():
+        where = f"{source}: tensor {name!r}"
+        if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+            raise CheckpointError(f"{where}: must have dtype, shape and data_offsets; the file is damaged")
+        dtype, shape = strict_json.field(entry, "dtype", str, where), strict_json.counts(entry, "shape", where)
+        offsets = strict_json.counts(entry, "data_offsets", where)
+        if dtype not in ITEM_BYTES:
+            raise CheckpointError(f"{where}: dtype {dtype!r} is not known")
+        if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
+            raise CheckpointError(f"{where}: data_offsets {list(offsets)} do not fit {dtype} {list(shape)}")
+        found.append((offsets[0], offsets[1], name, StoredTensor(dtype, shape, header_bytes + offsets[0])))
+    found.sort(key=lambda item: item[:2])
+    position = 0
+    for begin, end, name, _ in found:
+        if begin != position:
+            trouble = "overlaps the one before" if begin < position else f"leaves a gap of {begin - position} bytes"
+            raise CheckpointError(f"{source}: tensor {name!r} at {begin} {trouble}; the file is damaged")
+        position = end
+    if header_bytes + position != n_bytes:
+        raise CheckpointError(
+            f"{source}: has {n_bytes} bytes, its header speaks of {header_bytes + position}; "
+            "the file is truncated or has a foreign tail"
+        )
+    return {name: tensor for _, _, name, tensor in found}
