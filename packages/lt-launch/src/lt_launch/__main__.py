@@ -1,0 +1,78 @@
+"""`lt` and `python -m lt_launch`: run a command and turn how it ended into an exit code.
+
+0 done, 64 a mistake the person can mend (also an unknown option), 70 a mistake of ours (with its traceback),
+75 a training run that stopped and saved (start it again), 130 interrupted.
+"""
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+EXIT_USER, EXIT_OURS, EXIT_INTERRUPTED = 64, 70, 130
+TYPER_USAGE_ERROR = 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        arguments: What follows `lt`; by default this process's arguments.
+
+    Returns:
+        The exit code.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        import typer
+
+        from lt_launch.command import app
+
+        typer.main.get_command(app).main(args=given, prog_name="lt")
+    except SystemExit as exc:
+        return _exit_code(exc)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except ModuleNotFoundError as exc:
+        return _missing_module(exc, given)
+    except Exception as exc:  # noqa: BLE001 - the outermost frame: everything is shown, nothing goes on
+        code = getattr(exc, "exit_code", None)
+        if isinstance(exc, ValueError) and isinstance(code, int):
+            return _say(f"error: {exc}", code)
+        traceback.print_exc()
+        return EXIT_OURS
+    return 0
+
+
+def _say(text: str, code: int) -> int:
+    sys.stderr.write(text + "\n")
+    return code
+
+
+def _exit_code(exc: SystemExit) -> int:
+    if exc.code is None:
+        return 0
+    if not isinstance(exc.code, int):
+        return _say(str(exc.code), EXIT_USER)
+    return EXIT_USER if exc.code == TYPER_USAGE_ERROR else exc.code
+
+
+def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
+    """Name the extra that brings a missing module; a module that no extra brings is our mistake."""
+    from lt_launch.catalog import extra_for, installed_commands, package_of
+
+    missing = exc.name or ""
+    if missing == "typer":
+        return _say("lt: the command needs typer: pip install lt-launch", EXIT_USER)
+    name = next((word for word in given if not word.startswith("-")), "")
+    entry = installed_commands().get(name)
+    extra = extra_for(package_of(entry), missing) if entry is not None else ""
+    if not extra:
+        traceback.print_exception(exc)
+        return EXIT_OURS
+    return _say(f"lt {name}: the command needs {missing}: pip install '{extra}'", EXIT_USER)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
