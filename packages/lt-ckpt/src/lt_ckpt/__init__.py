@@ -96,7 +96,9 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _OWNERS:
         raise AttributeError(f"module 'lt_ckpt' has no attribute {name!r}")
-    return getattr(import_module(f"lt_ckpt.{_OWNERS[name]}"), name)
+    value = getattr(import_module(f"lt_ckpt.{_OWNERS[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

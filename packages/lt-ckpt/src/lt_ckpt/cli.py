@@ -82,16 +82,16 @@ def inspect(
 
 @app.command()
 def verify(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints: all of them.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints or a run: all of them.")],
 ) -> None:
     """Check every byte against the hashes taken when it was written."""
-    from lt_ckpt.discover import list_steps
+    from lt_ckpt.discover import checkpoint_root, list_steps
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.integrity import verify as verify_checkpoint
     from lt_ckpt.summary import size
 
     bad = 0
-    paths = [found for _, found in list_steps(path)] or [path]
+    paths = [found for _, found in list_steps(checkpoint_root(path))] or [path]
     for folder in paths:
         with _progress(f"verifying {folder.name}") as progress:
             report = verify_checkpoint(folder, progress=progress)

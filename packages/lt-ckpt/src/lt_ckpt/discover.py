@@ -45,14 +45,14 @@ def list_steps(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
     return sorted(found, key=lambda item: (-item[0], item[1].name))
 
 
-def _rejection(path: Path, *, verify: bool, progress: files.Progress | None) -> str:
-    """Returns why a folder is no valid checkpoint, or the empty string when it is one."""
+def _examine(path: Path, *, verify: bool, progress: files.Progress | None = None) -> tuple[Checkpoint | None, str]:
+    """Returns the checkpoint when it is valid, else None and the reason."""
     try:
-        Checkpoint.open(path)
+        checkpoint = Checkpoint.open(path)
     except CheckpointError as exc:
-        return str(exc)
+        return None, str(exc)
     report = verify_checkpoint(path, progress=progress) if verify else None
-    return "" if report is None or report.loadable else "; ".join(report.problems)
+    return (checkpoint, "") if report is None or report.loadable else (None, "; ".join(report.problems))
 
 
 def latest_valid(
@@ -73,11 +73,18 @@ def latest_valid(
     """
     rejected: list[Rejected] = []
     for _, path in list_steps(root):
-        reason = _rejection(path, verify=verify, progress=progress)
-        if not reason:
-            return Checkpoint.open(path), rejected
+        checkpoint, reason = _examine(path, verify=verify, progress=progress)
+        if checkpoint is not None:
+            return checkpoint, rejected
         rejected.append(Rejected(path=path, reason=reason))
     return None, rejected
+
+
+def checkpoint_root(path: str | os.PathLike[str]) -> Path:
+    """Returns the folder of checkpoints that a path means: itself, or the `checkpoints` folder of a run."""
+    folder = Path(path)
+    run = not list_steps(folder) and (folder / "checkpoints").is_dir()
+    return folder / "checkpoints" if run else folder
 
 
 def resolve(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[Rejected]]:
@@ -89,12 +96,11 @@ def resolve(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[Rejected]]:
     folder = Path(path)
     if (folder / COMMIT).exists() or STEP_FOLDER.fullmatch(folder.name):
         return Checkpoint.open(folder), []
-    if not list_steps(folder) and (folder / "checkpoints").is_dir():
-        folder /= "checkpoints"
-    found, rejected = latest_valid(folder)
+    root = checkpoint_root(folder)
+    found, rejected = latest_valid(root)
     if found is None:
         why = "; ".join(item.reason for item in rejected) or "no folder named step-... in it"
-        raise CheckpointError(f"{folder}: no valid checkpoint: {why}")
+        raise CheckpointError(f"{root}: no valid checkpoint: {why}")
     return found, rejected
 
 
@@ -134,7 +140,7 @@ def prune(
     broken: list[Path] = []
     n_valid = 0
     for step, path in list_steps(root):
-        if _rejection(path, verify=False, progress=None):
+        if _examine(path, verify=False)[0] is None:
             if n_valid >= last:
                 broken.append(path)
             continue

@@ -80,16 +80,11 @@ def machine() -> str:
 
 
 def process(pid: int) -> str:
-    """Returns a name of a process that no later process has: boot, pid and start time; empty when it is gone.
+    """Returns a name of a process that no later process has: pid, start time and boot; empty when it is gone.
 
     Where the system has no /proc, the pid alone must do.
     """
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except FileNotFoundError:
-        if Path("/proc/self/stat").exists():
-            return ""
+    if not Path("/proc/self/stat").exists():
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
@@ -97,8 +92,15 @@ def process(pid: int) -> str:
         except PermissionError:
             pass  # it lives, under another user
         return f"{pid}"
-    started = stat.rpartition(")")[2].split()[19]  # field 22; the command before it may hold spaces
-    return f"{pid}-{started}-{xxhash.xxh3_64_hexdigest(boot.encode())}"
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    fields = stat.rpartition(")")[2].split()  # the command before it may hold spaces; fields[0] is field 3 of proc(5)
+    boot_id = Path("/proc/sys/kernel/random/boot_id")
+    boot = boot_id.read_text() if boot_id.exists() else ""
+    gone = fields[0] in "ZX"  # dead, but its parent has not looked yet
+    return "" if gone else f"{pid}-{fields[19]}-{xxhash.xxh3_64_hexdigest(boot.encode())}"
 
 
 def _left_behind(folder: Path, now: float) -> bool:
@@ -124,7 +126,8 @@ def sweep(root: Path, now: float) -> list[Path]:
     gone: list[Path] = []
     for name in sorted(os.listdir(root)):
         folder = root / name
-        # A folder can vanish under us when its owner finishes; a folder without our mark is nobody's business.
+        # A folder can vanish under us when its owner finishes; one without our mark is nobody's business; and one that
+        # cannot be removed must not stop a save.
         with suppress(CheckpointError, FileNotFoundError):
             trash = TRASH_FOLDER.fullmatch(name) is not None
             if (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder, now))) and remove(folder):
@@ -135,11 +138,12 @@ def sweep(root: Path, now: float) -> list[Path]:
 def _known_entries(folder: Path) -> list[str] | None:
     """Returns the files in a folder, relative to it, the mark last; None when any is not of a name that we write."""
     found: list[str] = []
-    for entry in os.scandir(folder):
+    for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False) and entry.name == TOKENIZER:
-            found += [f"{TOKENIZER}/{inner.name}" for inner in os.scandir(entry.path)]
-            if not all(inner.is_file(follow_symlinks=False) for inner in os.scandir(entry.path)):
+            inside = list(os.scandir(entry.path))
+            if not all(inner.is_file(follow_symlinks=False) for inner in inside):
                 return None
+            found += [f"{TOKENIZER}/{inner.name}" for inner in inside]
         elif entry.is_file(follow_symlinks=False):
             found.append(entry.name)
         else:

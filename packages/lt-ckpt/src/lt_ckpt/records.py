@@ -2,8 +2,8 @@
 
 A tensor is a dtype, a global shape and slices; a slice is a box, the file that holds it, the byte at which it begins
 and the hash of its bytes. A file is a size and the hash of its leading bytes: of the header for a tensor file (the
-slices' hashes answer for the rest), of everything for any other file. `check` makes sure that every byte of every file is
-answered for by exactly one hash and that the slices of each tensor hold each element exactly once.
+slices' hashes answer for the rest), of everything for any other file. `check` makes sure that every byte of every file
+is answered for by exactly one hash and that the slices of each tensor hold each element exactly once.
 
 Cost: a hundred to two hundred bytes of JSON per slice.
 """
