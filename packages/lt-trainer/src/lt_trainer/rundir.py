@@ -141,8 +141,8 @@ def _claim(path: Path) -> None:
             raise RunDirError(f"run.out = {str(path)!r}: {marker} is damaged; set run.out to a new folder")
         if found.get("version") != VERSION:
             raise RunDirError(
-                f"run.out = {str(path)!r}: the run directory has version {found.get('version')!r}, this lt-trainer knows "
-                f"version {VERSION}; use the lt-trainer that made it, or set run.out to a new folder"
+                f"run.out = {str(path)!r}: the run directory has version {found.get('version')!r}, this lt-trainer "
+                f"knows version {VERSION}; use the lt-trainer that made it, or set run.out to a new folder"
             )
     elif any(not item.name.startswith(OURS) for item in path.iterdir()):
         raise RunDirError(
@@ -173,11 +173,8 @@ def _take_lock(path: Path) -> int:
 
 
 def _unusable(path: Path, exc: OSError) -> RunDirError:
-    remedy = (
-        "free space on the disk"
-        if exc.errno in (errno.ENOSPC, errno.EDQUOT)
-        else "set run.out to a folder you can write"
-    )
+    full = exc.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedy = "free space on its disk" if full else "set run.out to a folder that you can write"
     where = exc.filename or path
     return RunDirError(f"run.out = {str(path)!r}: cannot use {where}: {exc.strerror}; {remedy}")
 

@@ -1,0 +1,57 @@
+"""The engine's own knobs, as they stand in `[engine.neuron]`.
+
+They carry the names and defaults of the Llama recipes for neuronx-distributed (NxD): the Llama-2-7B recipes use plain
+projections, the Llama-3 ones `qkv_linear` with a kv replicator of 4.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from lt_trainer.errors import RecipeError
+from lt_trainer.fields import check_types, option
+from lt_trainer.sections import at_least, wrong
+
+__all__ = ["SECTION", "NeuronOptions"]
+
+SECTION = "engine.neuron"
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeuronOptions:
+    """Options of the Trainium engine; the parallel degrees stand in `[parallel]`."""
+
+    num_neuroncores: int = option(32, "NeuronCores of one node, one rank each (trn1.32xlarge has 32, trn1.2xlarge 2)")
+    qkv_linear: bool = option(False, "one sharded layer for q, k and v, which can replicate key/value heads")
+    kv_replicator: int = option(1, "copies of each key/value head; with qkv_linear, n_kv_heads * kv_replicator = tp")
+    fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix")
+    zero1: bool = option(True, "shard the optimizer state over data parallel ranks")
+    precision: Literal["bf16_sr", "downcast", "fp32_master"] = option(
+        "bf16_sr",
+        "bf16_sr: bf16 with stochastic rounding; downcast: fp32 weights computed in bf16; "
+        "fp32_master: bf16 with fp32 master weights, as on GPUs",
+    )
+    selective_checkpointing: bool = option(True, "recompute core attention in the backward pass")
+    flash_attention: bool = option(False, "the NKI flash attention kernel")
+    save_xser: bool = option(True, "NxD checkpoints with one file per tensor")
+    compile_cache: str = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
+    cc_flags: str = option("--model-type=transformer", "flags of the compiler, NEURON_CC_FLAGS")
+    max_inflight: int = option(3, "requests in flight to a core; the 70B recipe uses 7")
+    malloc_arenas: int = option(64, "MALLOC_ARENA_MAX; the 70B recipe uses 128")
+
+    def __post_init__(self) -> None:
+        check_types(self, SECTION)
+        at_least(self, SECTION, 1, "num_neuroncores", "kv_replicator", "max_inflight", "malloc_arenas")
+        if self.kv_replicator != 1 and not self.qkv_linear:
+            problem = "key/value heads are only replicated by qkv_linear"
+            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.kv_replicator to 1"
+            raise wrong(self, SECTION, "kv_replicator qkv_linear", problem, remedy)
+        if self.fuse_qkv and not self.qkv_linear:
+            problem = "there is nothing to fuse without qkv_linear"
+            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.fuse_qkv to false"
+            raise wrong(self, SECTION, "fuse_qkv qkv_linear", problem, remedy)
+        if "--cache_dir" in self.cc_flags:
+            raise RecipeError(
+                "the compiler's cache has an option of its own",
+                values={f"{SECTION}.cc_flags": self.cc_flags},
+                remedy="take --cache_dir out and set engine.neuron.compile_cache",
+            )

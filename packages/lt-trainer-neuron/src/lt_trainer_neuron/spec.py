@@ -1,0 +1,56 @@
+"""What lt-trainer knows about this engine through the entry point `lt.engines`; imports no torch, nothing of Neuron."""
+
+from typing import TYPE_CHECKING, NoReturn
+
+from lt_trainer.recipe import Recipe
+
+from lt_trainer_neuron.checks import check, check_model
+from lt_trainer_neuron.environment import neuron_env
+from lt_trainer_neuron.options import NeuronOptions
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+    from lt_trainer.engine import World
+
+__all__ = ["SPEC", "NeuronSpec", "NotYetError"]
+
+
+class NotYetError(ValueError):
+    """Something that this version cannot do."""
+
+    exit_code: int = 64
+
+
+class NeuronSpec:
+    """The Trainium engine before it is opened: options, checks and environment."""
+
+    name: str = "neuron"
+    options: type = NeuronOptions
+    capabilities: frozenset[str] = frozenset()
+    """Empty as long as the engine cannot train."""
+
+    def check(self, recipe: Recipe, world: "World") -> None:
+        """Refuse a recipe that the engine could not run on `world` (RecipeError)."""
+        check(recipe, world)
+
+    def env(self, recipe: Recipe) -> dict[str, str]:
+        """The variables of the Neuron runtime and compiler for this recipe."""
+        return neuron_env(recipe)
+
+    def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> NoReturn:
+        """Check once more, with the model's vocabulary, and say that training comes later.
+
+        Raises:
+            RecipeError: the recipe would not run.
+            NotYetError: always, otherwise.
+        """
+        check(recipe, world)
+        check_model(recipe, model)
+        raise NotYetError(
+            "run.engine = 'neuron': this version of lt-trainer-neuron checks a recipe for Trainium and makes its "
+            "environment, and this recipe passes; training on Trainium arrives in a later version. "
+            "To train on this machine, set run.engine to 'gpu' (pip install lt-trainer-gpu)"
+        )
+
+
+SPEC = NeuronSpec()
