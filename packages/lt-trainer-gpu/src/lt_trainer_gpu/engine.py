@@ -62,6 +62,8 @@ class GpuEngine:
             model = Llama(config, attention=options.attention).to(master)
         parallelize(model, mesh=mesh, compute_dtype=self._dtype, master_dtype=master)
         self._model = model.to_empty(device=self._torch_device)
+        if config.tie_word_embeddings:  # to_empty gives every module memory of its own
+            self._model.lm_head.weight = self._model.model.embed_tokens.weight
         initialise(self._model, config, recipe.run.seed)
         self._parameters = dict(self._model.named_parameters())
         self._optimizer = torch.optim.AdamW(

@@ -24,8 +24,8 @@ def main() -> int:
         app()
     except KeyboardInterrupt:
         return 130
-    except ValueError as exc:
-        code = getattr(exc, "exit_code", None)
+    except Exception as exc:  # noqa: BLE001 - the process's edge: a person's mistake becomes a message, ours a traceback
+        code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             traceback.print_exc()
             return EXIT_INTERNAL

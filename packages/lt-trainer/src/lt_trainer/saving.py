@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lt_trainer.recipe import Recipe
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Checkpoints:
     """The checkpoints of one run directory."""
 
@@ -34,8 +34,6 @@ class Checkpoints:
     model: LlamaConfig
     tokenizer_files: Mapping[str, bytes]
     recipe_values: Mapping[str, Any]
-    say: Callable[[str], None]
-    saved_steps: list[int] = field(default_factory=list)
 
     def save(self, engine: Engine, stream: StreamState) -> Path:
         """Save `engine` and the stream's position as step `stream.step`; returns the committed folder on every rank.
@@ -60,19 +58,18 @@ class Checkpoints:
             created_at=time.time(),
         )
         path = Path(_together(control, topology.rank == 0, lambda: str(commit(tmp, world=topology.world, meta=meta))))
-        self.saved_steps.append(stream.step)
         keep = self.recipe.checkpoint
         if topology.rank == 0:
             prune(self.root, last=keep.keep_last, every=keep.keep_every)
         return path
 
-    def find(self, control: Control, rank: int) -> Checkpoint | None:
-        """The newest checkpoint that verifies, the same on every rank; damaged newer ones are reported and left alone."""
+    def find(self, control: Control, rank: int, say: Callable[[str], None]) -> Checkpoint | None:
+        """The newest checkpoint that verifies, the same on every rank; damaged newer ones are said and left alone."""
 
         def newest() -> str:
             found, rejected = latest_valid(self.root)
             for bad in rejected:
-                self.say(f"checkpoint {bad.path} is not used: {bad.reason}")
+                say(f"checkpoint {bad.path} is not used: {bad.reason}")
             return str(found.path) if found else ""
 
         path = _together(control, rank == 0, newest)

@@ -1,0 +1,139 @@
+"""What rank 0 tells while a run goes on: lines on standard output, metrics.jsonl and events.jsonl in the run directory.
+
+A logging step's record holds the loss and the gradient norm of exactly that step (no average over the window), so
+that two runs can be compared digit by digit; rates look back over the last records.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lt_trainer.engine import Device
+from lt_trainer.loop import StepRecord
+from lt_trainer.metrics import JsonlSink, MetricsRecord, Sink, StdoutSink, Throughput, ValidationRecord, as_dict
+from lt_trainer.rundir import RunDir
+
+GIB = 2**30
+SHADOW = "shadow.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What one update of the whole run costs, for the rates."""
+
+    micro_batches: int
+    rows: int
+    seq_len: int
+    flops_per_token: float
+    flops_convention: str
+
+
+class SilentJournal:
+    """The journal of every rank but 0."""
+
+    def say(self, text: str) -> None:
+        """Nothing is told."""
+
+    def event(self, kind: str, **values: object) -> None:
+        """Nothing is told."""
+
+    def steps(self, records: list[StepRecord], memory_bytes: int) -> None:
+        """Nothing is told."""
+
+    def validation(self, step: int, loss_sum: float, tokens: int) -> None:
+        """Nothing is told."""
+
+    def saved(self, step: int, path: Path) -> None:
+        """Nothing is told."""
+
+    def shadow(self, record: StepRecord) -> None:
+        """Nothing is told."""
+
+    def pause(self) -> None:
+        """Nothing is measured."""
+
+    def proceed(self) -> None:
+        """Nothing is measured."""
+
+
+class RunJournal:
+    """The journal of rank 0; closes its files with the context."""
+
+    def __init__(self, run_dir: RunDir, device: Device, work: Work, *, stdout: Sink | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._run_dir, self._device, self._work, self._clock = run_dir, device, work, clock
+        self._stdout = stdout or StdoutSink()
+        self._metrics = JsonlSink(run_dir.metrics)
+        self._throughput = Throughput(devices=device.count, peak_flops=device.peak_flops, clock=clock)
+        self._start = clock()
+
+    def say(self, text: str) -> None:
+        """A sentence for the person who watches, also noted as an event."""
+        print(f"# {text}", flush=True)  # noqa: T201
+        self._run_dir.event("note", text=text)
+
+    def event(self, kind: str, **values: object) -> None:
+        """Note something that happened."""
+        self._run_dir.event(kind, **values)
+
+    def steps(self, records: list[StepRecord], memory_bytes: int) -> None:
+        """Write the record of the last of these steps; all of them count for the rates."""
+        if not records:
+            return
+        work, n = self._work, len(records)
+        tokens = n * work.rows * work.seq_len
+        self._throughput.update(batches=n * work.micro_batches, samples=n * work.rows, tokens=tokens, flops=tokens * work.flops_per_token)
+        rates, last = self._throughput.rates(), records[-1]
+        self._write(
+            MetricsRecord(
+                step=last.step,
+                loss=last.loss,
+                learning_rate=last.learning_rate,
+                grad_norm=last.grad_norm,
+                batches_per_sec=rates.batches_per_sec,
+                samples_per_sec=rates.samples_per_sec,
+                tokens_per_sec=rates.tokens_per_sec,
+                flops_per_sec=rates.flops_per_sec,
+                mfu=rates.mfu,
+                memory_gib=memory_bytes / GIB,
+                valid_tokens=last.valid_tokens,
+                elapsed_s=self._clock() - self._start,
+            )
+        )
+
+    def validation(self, step: int, loss_sum: float, tokens: int) -> None:
+        """Write the validation loss in nats per token with a label."""
+        self._write(ValidationRecord(step=step, val_loss=loss_sum / tokens, val_tokens=tokens, elapsed_s=self._clock() - self._start))
+
+    def saved(self, step: int, path: Path) -> None:
+        """Note a committed checkpoint."""
+        self._run_dir.event("checkpoint", step=step, path=str(path))
+
+    def shadow(self, record: StepRecord) -> None:
+        """Append a shadow step's numbers to a file of their own: they are no part of the run."""
+        with JsonlSink(self._run_dir.path / SHADOW) as sink:
+            sink.write(record)
+
+    def pause(self) -> None:
+        """Time from here on is not training."""
+        self._throughput.pause()
+
+    def proceed(self) -> None:
+        """Training goes on."""
+        self._throughput.proceed()
+
+    def _write(self, record: MetricsRecord | ValidationRecord) -> None:
+        self._stdout.write(record)
+        self._metrics.write(as_dict(record))
+
+    def close(self) -> None:
+        """Close the metrics file."""
+        self._metrics.close()
+
+    def __enter__(self) -> RunJournal:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
