@@ -1,7 +1,7 @@
 """Llama as data (shape, parameters, costs) and, with [torch], as a module.
 
 Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
-of `llama`, `attention`, `rope`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
+of `llama`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lt_model.generation import generate
     from lt_model.init import init_model, init_slice
     from lt_model.llama import Llama, LlamaBlock
-    from lt_model.loss import IGNORE, cross_entropy_sum
+    from lt_model.loss import IGNORE, cross_entropy_sum, linear_cross_entropy_sum
     from lt_model.params import Parameter, parameters
     from lt_model.presets import PRESETS, preset
 
@@ -33,6 +33,7 @@ _MODULES = {
     "LlamaBlock": "llama",
     "IGNORE": "loss",
     "cross_entropy_sum": "loss",
+    "linear_cross_entropy_sum": "loss",
     "Parameter": "params",
     "parameters": "params",
     "PRESETS": "presets",
@@ -54,6 +55,7 @@ __all__ = [
     "generate",
     "init_model",
     "init_slice",
+    "linear_cross_entropy_sum",
     "memory",
     "n_parameters",
     "parameters",

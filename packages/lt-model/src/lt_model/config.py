@@ -1,7 +1,7 @@
 """The shape of a Llama: one frozen dataclass, checked when it is made.
 
-`LlamaConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json of
-`transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes). Cost: nothing is computed here.
+`LlamaConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json
+of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes). Cost: nothing is computed here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """What a Llama costs: parameters, FLOPs per token in two named conventions, bytes by part. Closed forms of the shape.
 
-A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward, hence
-6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T per token with
-D = n_heads * head_dim and T = seq_len ("full": PaLM, appendix B, arXiv:2204.02311; also nanoGPT, Megatron), or half of it
-when only the causal triangle is counted ("causal"). Recomputation is never counted, so these are model FLOPs, as in MFU.
+A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward,
+hence 6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T
+per token with D = n_heads * head_dim and T = seq_len ("full": PaLM, appendix B, arXiv:2204.02311; also nanoGPT,
+Megatron), or half of it when only the causal triangle is counted ("causal"). Recomputation is never counted, so these
+are model FLOPs, as in MFU.
 """
 
 from __future__ import annotations

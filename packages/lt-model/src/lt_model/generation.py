@@ -1,8 +1,9 @@
 """Text generation with a key/value cache, one sequence at a time.
 
-The prompt goes through the model once; every further token goes through alone and attends to the cached keys and values, so
-a token costs one forward pass of one position. Greedy output equals that of the uncached forward pass. Sampling happens on
-the CPU with a generator of its own, so it neither depends on nor disturbs torch's global random state.
+The prompt goes through the model once; every further token goes through alone and attends to the cached keys and
+values, so a token costs one forward pass of one position. Greedy output equals that of the uncached forward pass.
+Sampling happens on the CPU with a generator of its own, so it neither depends on nor disturbs torch's global random
+state.
 
 Cost: memory 2 * n_layers * (prompt + new tokens) * n_kv_heads * head_dim numbers for the cache.
 """
@@ -45,8 +46,8 @@ def generate(
         The new ids, without the prompt; a stop id, when one was drawn, is the last.
 
     Raises:
-        ModelError: an empty prompt, an id outside the vocabulary, more positions than the model has, or an option outside
-            its range.
+        ModelError: an empty prompt, an id outside the vocabulary, more positions than the model has, or an option
+            outside its range.
     """
     _check(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
     device = model.model.embed_tokens.weight.device

@@ -1,9 +1,10 @@
 """`LlamaConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
 
 Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling`; from 5.0 on, in one `rope_parameters`.
-`to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model; `from_hf` reads either
-and refuses a file in which they disagree. Everything that would change the numbers and that our Llama does not do (biases,
-dropout, other rotary rules, quantised weights, ...) is an error: a model is never loaded as almost itself.
+`to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model; `from_hf` reads
+either and refuses a file in which they disagree. Everything that would change the numbers and that our Llama does not
+do (biases, dropout, other rotary rules, quantised weights, ...) is an error: a model is never loaded as almost
+itself.
 """
 
 from __future__ import annotations

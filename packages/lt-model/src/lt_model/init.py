@@ -1,14 +1,15 @@
 """Initial weights from a counter: element i of a parameter is a function of (seed, name, i) alone.
 
-So any slice of any parameter can be computed by itself, on any device and for any way of sharding, and all agree bit by bit.
+So any slice of any parameter can be computed by itself, on any device and for any way of sharding, and all agree bit
+by bit.
 
 Algorithm. key = first 8 bytes, little-endian, of BLAKE2b(digest 8 bytes) over the seed as 8 bytes little-endian (two's
 complement) followed by the name in UTF-8. Element i takes outputs 2i and 2i+1 of SplitMix64 (Steele, Lea, Flood, OOPSLA
-2014) seeded with the key: mix(key + (2i+1) * gamma) and mix(key + (2i+2) * gamma) modulo 2^64. The eight 16-bit lanes of the
-two outputs are summed: the sum of eight uniform numbers is close to normal (Irwin-Hall; kurtosis 2.85, cut at 4.9 standard
-deviations), with mean 8 * 65535 / 2 and variance 8 * (2^32 - 1) / 12 exactly. All of this is integer arithmetic. The value is
-(sum - mean) * (std / sqrt(variance)): one IEEE multiplication in float64, then rounded to fp32, and from there to a narrower
-dtype when asked. `tests/` holds the same in plain Python integers.
+2014) seeded with the key: mix(key + (2i+1) * gamma) and mix(key + (2i+2) * gamma) modulo 2^64. The eight 16-bit lanes
+of the two outputs are summed: the sum of eight uniform numbers is close to normal (Irwin-Hall; kurtosis 2.85, cut at
+4.9 standard deviations), with mean 8 * 65535 / 2 and variance 8 * (2^32 - 1) / 12 exactly. All of this is integer
+arithmetic. The value is (sum - mean) * (std / sqrt(variance)): one IEEE multiplication in float64, then rounded to
+fp32, and from there to a narrower dtype when asked. `tests/` holds the same in plain Python integers.
 
 Cost: about 40 integer operations per element and 40 MiB of scratch whatever the size.
 """

@@ -1,8 +1,8 @@
 """The Llama decoder as plain torch modules; parameter names are those of transformers' LlamaForCausalLM.
 
-Pre-norm blocks (RMSNorm, rotary grouped-query attention, SwiGLU) between an embedding and a head. Only architecture stands
-here: parallelism, precision policy and recomputation are applied from outside. RMSNorm, rotary angles and the loss are
-computed in fp32, or in float64 when the weights are float64.
+Pre-norm blocks (RMSNorm, rotary grouped-query attention, SwiGLU) between an embedding and a head. Only architecture
+stands here: parallelism, precision policy and recomputation are applied from outside. RMSNorm, rotary angles and the
+loss are computed in fp32, or in float64 when the weights are float64.
 
 Cost: `lt_model.costs` counts FLOPs and bytes.
 
@@ -17,25 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lt_model.attention import Attention, attention_backend, document_mask
+from lt_model.attention import Attention, attention_backend, document_bias
 from lt_model.config import LlamaConfig
-from lt_model.loss import cross_entropy_sum
+from lt_model.loss import linear_cross_entropy_sum
+from lt_model.norm import RMSNorm
 from lt_model.rope import apply_rope, rope_tables
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight, the division in fp32 or wider (arXiv:1910.07467)."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x, same shape and dtype."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(x.dtype)
 
 
 class KVCache:
@@ -74,7 +60,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], allowed: Tensor | None, cache: KVCache | None = None
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None, cache: KVCache | None = None
     ) -> Tensor:
         """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
@@ -83,7 +69,7 @@ class LlamaAttention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).view(heads)
         if cache is not None:
             k_BTGK, v_BTGK = cache.update(k_BTGK, v_BTGK)
-        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, allowed).flatten(2))
+        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, bias).flatten(2))
 
 
 class LlamaMLP(nn.Module):
@@ -111,10 +97,10 @@ class LlamaBlock(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
     def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], allowed: Tensor | None, cache: KVCache | None = None
+        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None, cache: KVCache | None = None
     ) -> Tensor:
         """Return the residual stream after this layer, [B, T, D]."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, allowed, cache)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, bias, cache)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -162,8 +148,8 @@ class Llama(nn.Module):
         Args:
             input_ids_BT: token ids, integers.
             position_ids_BT: rotary position of each token; 0..T-1 when absent.
-            doc_ids_BT: document number of each token: it sees earlier tokens with the same number only; all one document
-                when absent.
+            doc_ids_BT: document number of each token: it sees earlier tokens with the same number only; all one
+                document when absent.
             labels_BT: the token that follows each position (already shifted), -100 where none is to be learnt.
 
         Returns:
@@ -171,8 +157,9 @@ class Llama(nn.Module):
             fp32 (float64 for float64 weights).
         """
         hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, doc_ids_BT=doc_ids_BT)
-        logits_BTV = self.lm_head(hidden_BTD)
-        return logits_BTV if labels_BT is None else cross_entropy_sum(logits_BTV, labels_BT)
+        if labels_BT is None:
+            return self.lm_head(hidden_BTD)
+        return linear_cross_entropy_sum(hidden_BTD, self.lm_head.weight, labels_BT)
 
     def hidden_states(
         self,
@@ -196,7 +183,7 @@ class Llama(nn.Module):
             first = caches[0].filled if caches else 0
             position_ids_BT = torch.arange(first, first + input_ids_BT.shape[1], device=input_ids_BT.device)
         rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
-        allowed = document_mask(doc_ids_BT)
+        bias = document_bias(doc_ids_BT, x_BTD.dtype)
         for index, layer in enumerate(self.model.layers):
-            x_BTD = layer(x_BTD, rope, allowed, caches[index]) if caches else layer(x_BTD, rope, allowed)
+            x_BTD = layer(x_BTD, rope, bias, caches[index]) if caches else layer(x_BTD, rope, bias)
         return self.model.norm(x_BTD)

@@ -1,11 +1,13 @@
 """The parameter table: every tensor of a Llama as data, in model order, without torch.
 
-Sharding, optimizers, initialisation and checkpoint conversion read this table in place of code of their own. Names are those
-of `transformers`' `LlamaForCausalLM.state_dict()`, and equal `Llama.named_parameters()` in name, shape and order.
+Sharding, optimizers, initialisation and checkpoint conversion read this table in place of code of their own. Names
+are those of `transformers`' `LlamaForCausalLM.state_dict()`, and equal `Llama.named_parameters()` in name, shape and
+order.
 Cost: 9 small objects per layer.
 
-Initial weights follow GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * n_layers) for the two projections that
-write into the residual stream (o_proj, down_proj), so that its variance does not grow with depth. Norm weights are ones.
+Initial weights follow GPT-2: normal with standard deviation 0.02, and 0.02 / sqrt(2 * n_layers) for the two
+projections that write into the residual stream (o_proj, down_proj), so that its variance does not grow with depth.
+Norm weights are ones.
 """
 
 from __future__ import annotations
@@ -30,10 +32,10 @@ class Parameter:
         shape: its whole (unsharded) shape; linear weights are [out, in].
         layer: index of its block, or None outside the blocks.
         role: "embed" (input embedding), "block", or "final" (last norm and head): what a pipeline stage holds.
-        kind: what it is within its role: "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
-            "down_proj", "norm", "lm_head".
-        tp_dim: the dimension that tensor parallelism cuts: 0 (vocabulary rows or output features), 1 (input features), or
-            None when every rank holds all of it.
+        kind: what it is within its role: "embed_tokens", "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj",
+            "up_proj", "down_proj", "norm", "lm_head".
+        tp_dim: the dimension that tensor parallelism cuts: 0 (vocabulary rows or output features), 1 (input
+            features), or None when every rank holds all of it.
         decay: whether weight decay applies (not to norms and the input embedding).
         init_std: standard deviation of the initial values; 0 means that it starts as ones.
     """

@@ -1,8 +1,8 @@
 """Known model shapes by name. Parameter counts are exact and tested.
 
-litespark-default is what the Litespark marketplace listing trains when no size is given (vocabulary of Llama 2). The tiny
-shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the embedding is tied, so that most
-of the parameters stand in the blocks.
+litespark-default is what the Litespark marketplace listing trains when no size is given (vocabulary of Llama 2). The
+tiny shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the embedding is tied, so
+that most of the parameters stand in the blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Rotary position embeddings: angles from positions, and their use on queries and keys.
 
-Pair i of a head (numbers i and i + head_dim/2, the layout of transformers) turns by position * theta^(-2i/head_dim) (RoFormer,
-arXiv:2104.09864). The "llama3" rule divides the frequencies of wavelengths beyond original/low_freq_factor by `factor`, keeps
-those below original/high_freq_factor, and goes linearly from one to the other between (Llama 3.1, arXiv:2407.21783).
-Angles are computed in fp32 with the operations that transformers uses, in its order, or in float64 when asked.
+Pair i of a head (numbers i and i + head_dim/2, the layout of transformers) turns by position * theta^(-2i/head_dim)
+(RoFormer, arXiv:2104.09864). The "llama3" rule divides the frequencies of wavelengths beyond original/low_freq_factor
+by `factor`, keeps those below original/high_freq_factor, and goes linearly from one to the other between (Llama 3.1,
+arXiv:2407.21783). Angles are computed in fp32 with the operations that transformers uses, in its order, or in float64
+when asked.
 
 Shapes: B batch, T tokens, H heads, K head_dim, P = K/2 pairs.
 """
@@ -40,8 +41,8 @@ def rope_tables(config: LlamaConfig, position_ids: Tensor, dtype: torch.dtype) -
     They are computed in fp32 (float64 when `dtype` is float64) and rounded to `dtype`.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    # The frequencies are made on the CPU so that every device turns by the same angles; a copy this small does not wait for
-    # the device.
+    # The frequencies are made on the CPU so that every device turns by the same angles; a copy this small does not
+    # wait for the device.
     frequencies = inverse_frequencies(config, wide).to(position_ids.device, non_blocking=True)
     angles = (position_ids.to(wide)[..., None] * frequencies)[..., None, :]
     return angles.cos().to(dtype), angles.sin().to(dtype)
