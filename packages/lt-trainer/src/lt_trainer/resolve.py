@@ -97,8 +97,9 @@ def _unknown(name: str, schema: Mapping[str, Leaf], sections: Iterable[str]) -> 
         return "this is a section, not a value", f"set one of its fields: {', '.join(inside(name))}"
     if parent in schema:
         return f"{parent} takes a value, not a table", f"write {parent} = ..."
-    by_last = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(schema))}
-    near = suggest(name, schema) or by_last.get(suggest(last, by_last), "")
+    beside = {leaf.rpartition(".")[2]: leaf for leaf in inside(parent)}
+    anywhere = {leaf.rpartition(".")[2]: leaf for leaf in reversed(list(schema))}
+    near = anywhere.get(last) or beside.get(suggest(last, beside)) or anywhere.get(suggest(last, anywhere))
     if near:
         return "unknown field", f"did you mean {near}?"
     if inside(parent):

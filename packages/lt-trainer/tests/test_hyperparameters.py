@@ -1,0 +1,171 @@
+"""The twenty names of the Litespark algorithm, with its defaults; and how a hyperparameters.json is read."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lt_trainer.errors import RecipeError
+from lt_trainer.hyperparameters import markdown, named, read, table
+from lt_trainer.recipe import Recipe, load, to_dict
+
+LITESPARK = {
+    "GLOBAL_BATCH_SIZE": ("batch.global_batch", 256),
+    "MICRO_BATCH_SIZE": ("batch.micro_batch", 4),
+    "NUM_NODES": ("parallel.n_nodes", 1),
+    "HIDDEN_SIZE": ("model.hidden_size", 768),
+    "INTERMEDIATE_SIZE": ("model.intermediate_size", 2072),
+    "N_HEADS": ("model.n_heads", 12),
+    "N_KV_HEADS": ("model.n_kv_heads", 12),
+    "N_LAYERS": ("model.n_layers", 12),
+    "SEQ_LEN": ("data.seq_len", 4096),
+    "VOCAB_SIZE": ("model.vocab_size", 0),
+    "TOKENIZER": ("data.tokenizer", "mindbeam-ai/Litespark"),
+    "LEARNING_RATE": ("optimizer.lr", 1.6e-3),
+    "MAX_STEPS": ("schedule.max_steps", 10000),
+    "WARMUP_STEPS": ("schedule.warmup_steps", 500),
+    "WEIGHT_DECAY": ("optimizer.weight_decay", 0.01),
+    "BETA1": ("optimizer.beta1", 0.9),
+    "BETA2": ("optimizer.beta2", 0.95),
+    "GRAD_CLIP": ("optimizer.grad_clip", 1.0),
+    "MIN_LR": ("schedule.min_lr", 4e-4),
+    "CHECKPOINT_INTERVAL": ("checkpoint.interval", 1000),
+}
+
+
+def test_exactly_the_twenty_names_and_defaults() -> None:
+    found = {name: (leaf.name, leaf.default) for name, leaf in table().items()}
+    assert len(LITESPARK) == 20
+    assert found == LITESPARK
+    assert {name: type(value[1]) for name, value in found.items()} == {n: type(v[1]) for n, v in LITESPARK.items()}
+
+
+def test_the_defaults_are_what_an_empty_recipe_holds() -> None:
+    values = to_dict(Recipe())
+    for name, default in LITESPARK.values():
+        section, field = name.split(".")
+        assert values[section][field] == default
+
+
+def test_the_table_for_people_has_a_row_for_each() -> None:
+    rows = markdown().splitlines()
+    assert rows[:2] == ["| hyperparameter | recipe field | default | meaning |", "|---|---|---|---|"]
+    assert len(rows) == 22
+    assert "| `LEARNING_RATE` | `optimizer.lr` | `0.0016` | highest learning rate |" in rows
+    assert any(row.startswith("| `VOCAB_SIZE` | `model.vocab_size` | from the data |") for row in rows)
+
+
+def test_every_one_of_them_sets_its_field_from_text() -> None:
+    given = {
+        "GLOBAL_BATCH_SIZE": "512",
+        "MICRO_BATCH_SIZE": "8",
+        "NUM_NODES": "2",
+        "HIDDEN_SIZE": "1024",
+        "INTERMEDIATE_SIZE": "2816",
+        "N_HEADS": "16",
+        "N_KV_HEADS": "4",
+        "N_LAYERS": "24",
+        "SEQ_LEN": "2048",
+        "VOCAB_SIZE": "32000",
+        "TOKENIZER": '"org/model"',
+        "LEARNING_RATE": "1e-3",
+        "MAX_STEPS": "1_000",
+        "WARMUP_STEPS": "100",
+        "WEIGHT_DECAY": ".1",
+        "BETA1": "0.8",
+        "BETA2": "0.99",
+        "GRAD_CLIP": "0.5",
+        "MIN_LR": "1e-4",
+        "CHECKPOINT_INTERVAL": "50",
+    }
+    assert given.keys() == LITESPARK.keys()
+    resolved = load(base={"data": {"store": "s"}}, hyperparameters=given)
+    values = to_dict(resolved.recipe)
+    got = {hp: values[name.split(".")[0]][name.split(".")[1]] for hp, (name, _) in LITESPARK.items()}
+    assert got == {
+        "GLOBAL_BATCH_SIZE": 512,
+        "MICRO_BATCH_SIZE": 8,
+        "NUM_NODES": 2,
+        "HIDDEN_SIZE": 1024,
+        "INTERMEDIATE_SIZE": 2816,
+        "N_HEADS": 16,
+        "N_KV_HEADS": 4,
+        "N_LAYERS": 24,
+        "SEQ_LEN": 2048,
+        "VOCAB_SIZE": 32000,
+        "TOKENIZER": "org/model",
+        "LEARNING_RATE": 0.001,
+        "MAX_STEPS": 1000,
+        "WARMUP_STEPS": 100,
+        "WEIGHT_DECAY": 0.1,
+        "BETA1": 0.8,
+        "BETA2": 0.99,
+        "GRAD_CLIP": 0.5,
+        "MIN_LR": 0.0001,
+        "CHECKPOINT_INTERVAL": 50,
+    }
+    for hp, (name, _) in LITESPARK.items():
+        assert resolved.origins[name] == f"hyperparameter {hp}"
+
+
+def test_reserved_keys_of_sagemaker_are_dropped() -> None:
+    given = {"sagemaker_program": '"train.py"', "sagemaker_region": "x", "BETA1": "0.8"}
+    assert named(given) == {"optimizer.beta1": ("0.8", "hyperparameter BETA1")}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "HIDEN_SIZE",
+            "HIDEN_SIZE = '512' (hyperparameters): unknown hyperparameter; did you mean HIDDEN_SIZE?",
+        ),
+        (
+            "hidden_size",
+            "hidden_size = '512' (hyperparameters): unknown hyperparameter; did you mean HIDDEN_SIZE?",
+        ),
+        (
+            "ZZZ",
+            "ZZZ = '512' (hyperparameters): unknown hyperparameter; the hyperparameters are " + ", ".join(table()),
+        ),
+    ],
+)
+def test_unknown_names(name: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        named({name: "512"})
+    assert str(caught.value) == message
+
+
+def test_reading_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "hyperparameters.json"
+    path.write_text(json.dumps({"BETA1": "0.8", "sagemaker_program": "x"}))
+    assert read(path) == {"BETA1": "0.8", "sagemaker_program": "x"}
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "hyperparameters.json"
+    with pytest.raises(RecipeError, match=r"cannot read the hyperparameters .*No such file.*; give the path of a read"):
+        read(path)
+    path.write_text("{")
+    with pytest.raises(RecipeError, match=r"are not valid JSON: .*; write one object of strings"):
+        read(path)
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match=r"are not valid JSON"):
+        read(path)
+    path.write_text("[1]")
+    with pytest.raises(RecipeError, match=r"are not a JSON object; write one object of strings"):
+        read(path)
+    path.write_text('{"BETA1": [1]}')
+    with pytest.raises(RecipeError) as caught:
+        read(path)
+    assert str(caught.value) == (
+        f'BETA1 = [1] ({path}): expected a string; write one object of strings, {{"LEARNING_RATE": "1e-3"}}'
+    )
+
+
+def test_a_wrong_value_names_the_hyperparameter() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load(base={"data": {"store": "s"}}, hyperparameters={"N_LAYERS": "1.5"})
+    assert str(caught.value) == (
+        "model.n_layers = '1.5' (hyperparameter N_LAYERS): expected a whole number; "
+        "write it in digits, without a decimal point"
+    )

@@ -1,0 +1,55 @@
+"""Learning rates, to the last digit where the formula gives one."""
+
+import doctest
+import math
+
+import pytest
+from lt_trainer import schedule as module
+from lt_trainer.schedule import lr
+from lt_trainer.sections import ScheduleOptions
+
+
+def plan(
+    kind: str = "cosine", max_steps: int = 10000, warmup_steps: int = 500, min_lr: float = 4e-4
+) -> ScheduleOptions:
+    return ScheduleOptions(kind=kind, max_steps=max_steps, warmup_steps=warmup_steps, min_lr=min_lr)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_defaults_of_the_recipe() -> None:
+    schedule, peak = ScheduleOptions(), 1.6e-3
+    assert lr(0, schedule, peak) == peak / 500
+    assert lr(249, schedule, peak) == peak / 2
+    assert lr(499, schedule, peak) == peak
+    assert lr(500, schedule, peak) < peak
+    assert lr(500 + 4750 - 1, schedule, peak) == pytest.approx((peak + 4e-4) / 2, rel=1e-15)
+    assert lr(9998, schedule, peak) > 4e-4
+    assert lr(9999, schedule, peak) == 4e-4
+    assert lr(20000, schedule, peak) == 4e-4
+
+
+@pytest.mark.parametrize("step", [500, 501, 3000, 9000, 9998])
+def test_cosine_is_the_stated_formula(step: int) -> None:
+    progress = (step + 1 - 500) / (10000 - 500)
+    wanted = 4e-4 + (1.6e-3 - 4e-4) * (1 + math.cos(math.pi * progress)) / 2
+    assert lr(step, plan(), 1.6e-3) == wanted
+
+
+def test_linear_falls_by_equal_steps_to_min_lr() -> None:
+    schedule = plan("linear", max_steps=10, warmup_steps=2, min_lr=0.25)
+    got = [lr(step, schedule, 1.25) for step in range(12)]
+    assert got == [0.625, 1.25, 1.125, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.25, 0.25]
+
+
+def test_constant_stays_at_the_peak() -> None:
+    schedule = plan("constant", max_steps=6, warmup_steps=4)
+    assert [lr(step, schedule, 1.0) for step in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def test_no_warmup_starts_in_the_decay_and_only_warmup_ends_at_the_peak() -> None:
+    assert [lr(step, plan("linear", 4, 0, 0.0), 1.0) for step in range(4)] == [0.75, 0.5, 0.25, 0.0]
+    assert [lr(step, plan("cosine", 4, 4, 0.0), 1.0) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_doctest() -> None:
+    result = doctest.testmod(module)
+    assert (result.attempted, result.failed) == (2, 0)
