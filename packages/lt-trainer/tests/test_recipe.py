@@ -2,37 +2,24 @@
 
 import dataclasses
 import json
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from lt_model import PRESETS, LlamaConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import leaves, option
 from lt_trainer.recipe import (
-    BatchOptions,
-    CheckpointOptions,
-    DataOptions,
-    MetricsOptions,
     ModelOptions,
     OptimizerOptions,
-    ParallelOptions,
     Recipe,
-    RopeScalingOptions,
-    RunOptions,
-    ScheduleOptions,
     engine_options,
     from_dict,
     llama_config,
     load,
     to_dict,
-    to_toml,
 )
 
 STORE = {"data": {"store": "stores/train"}}
@@ -62,9 +49,6 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
         call(*args, **kwargs)
     assert caught.value.exit_code == 64
     return str(caught.value)
-
-
-# ---- sources ----------------------------------------------------------------------------------------------------------
 
 
 def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> None:
@@ -199,142 +183,6 @@ def test_a_set_value_may_hold_equals_signs() -> None:
     assert load(sets=["data.store=s3://b/k?v=1"]).recipe.data.store == "s3://b/k?v=1"
 
 
-# ---- checks -----------------------------------------------------------------------------------------------------------
-
-CHECKS = [
-    (RunOptions, {"out": ""}, "run.out = '': a run needs a directory; set run.out to one, such as runs/run"),
-    (RunOptions, {"seed": -1}, "run.seed = -1: must lie in [0, 2**63); use a small whole number such as 0"),
-    (ModelOptions, {"vocab_size": -1}, "model.vocab_size = -1: must be at least 0; use 0 or more"),
-    (ModelOptions, {"n_layers": 0}, "model.n_layers = 0: must be at least 1; use 1 or more"),
-    (ModelOptions, {"norm_eps": 0}, "model.norm_eps = 0.0: must be greater than 0; the default is 1e-05"),
-    (
-        ModelOptions,
-        {"n_heads": 7, "n_kv_heads": 7},
-        "model.hidden_size = 768, model.n_heads = 7: every head needs an even share of the hidden size; "
-        "use a hidden size that is a multiple of 14, or another number of heads",
-    ),
-    (
-        ModelOptions,
-        {"n_kv_heads": 5},
-        "model.n_heads = 12, model.n_kv_heads = 5: every key/value head must serve equally many attention heads; "
-        "set model.n_kv_heads (N_KV_HEADS) to a divisor of 12",
-    ),
-    (
-        RopeScalingOptions,
-        {"factor": 8, "low_freq_factor": 4},
-        "model.rope_scaling.low_freq_factor = 4.0, model.rope_scaling.high_freq_factor = 4.0: "
-        "must hold 0 < low_freq_factor < high_freq_factor; Llama 3.1 uses 1 and 4",
-    ),
-    (
-        RopeScalingOptions,
-        {"high_freq_factor": 5},
-        "model.rope_scaling.high_freq_factor = 5.0: has no effect when model.rope_scaling.factor is 1; "
-        "set model.rope_scaling.factor (Llama 3.1 uses 8) or leave the section out",
-    ),
-    (DataOptions, {"seq_len": 1}, "data.seq_len = 1: must be at least 2; use 2 or more"),
-    (
-        DataOptions,
-        {"tokenizer": ""},
-        "data.tokenizer = '': the name is empty; leave it out to use the store's tokenizer",
-    ),
-    (
-        BatchOptions,
-        {"global_batch": 256, "micro_batch": 6},
-        "batch.global_batch = 256, batch.micro_batch = 6: the global batch must be a whole number of micro-batches; "
-        "set batch.micro_batch (MICRO_BATCH_SIZE) to a divisor of 256 such as 4",
-    ),
-    (
-        BatchOptions,
-        {"global_batch": 2, "micro_batch": 4},
-        "batch.global_batch = 2, batch.micro_batch = 4: the global batch must be a whole number of micro-batches; "
-        "set batch.micro_batch (MICRO_BATCH_SIZE) to a divisor of 2 such as 2",
-    ),
-    (OptimizerOptions, {"lr": 0}, "optimizer.lr = 0.0: must be greater than 0; the default is 0.0016"),
-    (OptimizerOptions, {"beta1": 1}, "optimizer.beta1 = 1.0: must lie in [0, 1); the default is 0.9"),
-    (OptimizerOptions, {"beta2": -0.1}, "optimizer.beta2 = -0.1: must lie in [0, 1); the default is 0.95"),
-    (OptimizerOptions, {"grad_clip": -1}, "optimizer.grad_clip = -1.0: must be at least 0; use 0 or more"),
-    (
-        ScheduleOptions,
-        {"max_steps": 100},
-        "schedule.warmup_steps = 500, schedule.max_steps = 100: the warm-up is longer than the run; "
-        "set schedule.warmup_steps (WARMUP_STEPS) to at most 100",
-    ),
-    (
-        ScheduleOptions,
-        {"kind": "constant", "min_lr": 0},
-        "schedule.min_lr = 0.0, schedule.kind = 'constant': a constant schedule has no final learning rate; "
-        "leave schedule.min_lr (MIN_LR) out, or set schedule.kind to cosine or linear",
-    ),
-    (
-        ParallelOptions,
-        {"sequence_parallel": True},
-        "parallel.sequence_parallel = True, parallel.tp = 1: sequence parallelism has no effect without tensor "
-        "parallelism; set parallel.tp above 1 or parallel.sequence_parallel to false",
-    ),
-    (CheckpointOptions, {"keep_last": 0}, "checkpoint.keep_last = 0: must be at least 1; use 1 or more"),
-    (MetricsOptions, {"log_interval": 0}, "metrics.log_interval = 0: must be at least 1; use 1 or more"),
-    (
-        Recipe,
-        {"optimizer": OptimizerOptions(lr=1e-4)},
-        "schedule.min_lr = 0.0004, optimizer.lr = 0.0001: the final learning rate is above the highest one; "
-        "set schedule.min_lr (MIN_LR) to at most 0.0001; a tenth of it is usual",
-    ),
-    (
-        Recipe,
-        {"metrics": MetricsOptions(eval_interval=5)},
-        "metrics.eval_interval = 5, data.validation = '': there is nothing to evaluate on; "
-        "set data.validation to a token store, or leave metrics.eval_interval out",
-    ),
-    (
-        Recipe,
-        {"model": ModelOptions(max_position_embeddings=2048)},
-        "data.seq_len = 4096, model.max_position_embeddings = 2048: rows are longer than the longest context of the "
-        "model; set data.seq_len (SEQ_LEN) to at most 2048, or model.max_position_embeddings to 0",
-    ),
-]
-
-
-@pytest.mark.parametrize(("cls", "values", "message"), CHECKS)
-def test_contradictions_name_fields_values_and_remedy(cls: type, values: dict[str, Any], message: str) -> None:
-    assert message_of(cls, **values) == message
-
-
-def test_load_adds_the_sources_to_the_same_messages() -> None:
-    assert message_of(load, base=STORE, hyperparameters={"GLOBAL_BATCH_SIZE": "6"}) == (
-        "batch.global_batch = 6 (hyperparameter GLOBAL_BATCH_SIZE), batch.micro_batch = 4 (default): "
-        "the global batch must be a whole number of micro-batches; "
-        "set batch.micro_batch (MICRO_BATCH_SIZE) to a divisor of 6 such as 3"
-    )
-    assert message_of(load, base=STORE, sets=["optimizer.lr=1e-4"]).startswith(
-        "schedule.min_lr = 0.0004 (default), optimizer.lr = 0.0001 (--set): the final learning rate"
-    )
-
-
-def test_a_constant_schedule_ignores_the_default_min_lr() -> None:
-    resolved = load(base=STORE, sets=["schedule.kind=constant", "optimizer.lr=1e-4"])
-    assert resolved.recipe.schedule.min_lr == 4e-4
-
-
-def test_data_parallel_and_accumulation() -> None:
-    parallel = ParallelOptions(tp=2, pp=2, cp=2, dp_replicate=2)
-    assert parallel.data_parallel(64) == 8
-    assert Recipe(parallel=parallel).accumulation(64) == 256 // (4 * 8)
-    assert ParallelOptions(dp_shard=4, dp_replicate=2).data_parallel(8) == 8
-    assert message_of(parallel.data_parallel, 24) == (
-        "parallel.tp = 2, parallel.pp = 2, parallel.cp = 2, parallel.dp_replicate = 2, parallel.dp_shard = 0: these "
-        "degrees need a multiple of 16 ranks, and the run has 24; start a multiple of 16 ranks, or change the degrees "
-        "(dp_shard = 0 takes what remains)"
-    )
-    assert "these degrees need 4 ranks, and the run has 8" in message_of(ParallelOptions(dp_shard=4).data_parallel, 8)
-    assert message_of(Recipe().accumulation, 48) == (
-        "batch.global_batch = 256, batch.micro_batch = 4: 48 data parallel ranks take 192 rows at a time, which does "
-        "not divide the global batch; set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of 192, or micro_batch lower"
-    )
-
-
-# ---- presets and the model --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_fills_what_is_not_given(name: str) -> None:
     resolved = load(base=STORE, sets=[f"model.preset={name}", "data.seq_len=128"])
@@ -383,9 +231,6 @@ def test_a_vocabulary_that_does_not_agree() -> None:
         "model.vocab_size = 32000: the tokenizer of the data has 1000 ids; "
         "leave model.vocab_size (VOCAB_SIZE) out or set it to 1000, or prepare the data anew"
     )
-
-
-# ---- engines ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("only_fake")
@@ -447,129 +292,3 @@ def test_engine_options_turns_a_raw_table_into_the_class() -> None:
     assert message_of(engine_options, wrong, "fake", FakeOptions) == (
         "engine.fake.depht = 4 (recipe): unknown field; did you mean engine.fake.depth?"
     )
-
-
-# ---- writing ----------------------------------------------------------------------------------------------------------
-
-word = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-positive = st.floats(1e-12, 1e6)
-
-
-@st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
-    """Valid recipes, in every field."""
-    kv, group, half = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 64))
-    heads = kv * group
-    seq_len = draw(st.integers(2, 10**6))
-    kind = draw(st.sampled_from(["cosine", "linear", "constant"]))
-    max_steps = draw(st.integers(1, 10**7))
-    lr = draw(positive)
-    micro = draw(st.integers(1, 64))
-    tp = draw(st.integers(1, 64))
-    validation = draw(st.just("") | word)
-    scaling = draw(
-        st.just(RopeScalingOptions())
-        | st.builds(
-            RopeScalingOptions, factor=st.floats(1.5, 64), original_max_position_embeddings=st.integers(1, 10**6)
-        )
-    )
-    return Recipe(
-        run=RunOptions(out=draw(word), seed=draw(st.integers(0, 2**63 - 1))),
-        model=ModelOptions(
-            vocab_size=draw(st.integers(0, 10**6)),
-            hidden_size=2 * half * heads,
-            intermediate_size=draw(st.integers(1, 10**5)),
-            n_heads=heads,
-            n_kv_heads=kv,
-            n_layers=draw(st.integers(1, 200)),
-            max_position_embeddings=draw(st.just(0) | st.integers(seq_len, 2 * 10**6)),
-            rope_theta=draw(positive),
-            norm_eps=draw(positive),
-            tie_word_embeddings=draw(st.booleans()),
-            rope_scaling=scaling,
-        ),
-        data=DataOptions(
-            store=draw(word),
-            validation=validation,
-            seq_len=seq_len,
-            pack=draw(st.sampled_from(["bfd", "concat"])),
-            document_mask=draw(st.booleans()),
-            shuffle=draw(st.booleans()),
-            tokenizer=draw(word),
-        ),
-        batch=BatchOptions(global_batch=micro * draw(st.integers(1, 64)), micro_batch=micro),
-        optimizer=OptimizerOptions(
-            lr=lr,
-            weight_decay=draw(st.floats(0, 10)),
-            beta1=draw(st.floats(0, 1, exclude_max=True)),
-            beta2=draw(st.floats(0, 1, exclude_max=True)),
-            eps=draw(positive),
-            grad_clip=draw(st.floats(0, 100)),
-        ),
-        schedule=ScheduleOptions(
-            kind=kind,
-            max_steps=max_steps,
-            warmup_steps=draw(st.integers(0, max_steps)),
-            **({} if kind == "constant" else {"min_lr": draw(st.floats(0, lr))}),
-        ),
-        parallel=ParallelOptions(
-            n_nodes=draw(st.integers(1, 64)), tp=tp, sequence_parallel=draw(st.booleans()) and tp > 1
-        ),
-        checkpoint=CheckpointOptions(interval=draw(st.integers(0, 10**6)), resume=draw(st.booleans())),
-        metrics=MetricsOptions(eval_interval=draw(st.integers(1, 9)) if validation else 0),
-        engine={
-            "fake": FakeOptions(
-                depth=draw(st.integers(-9, 9)), label=draw(st.text(st.characters(exclude_categories=["Cs"])))
-            )
-        },
-    )
-
-
-@given(recipe=recipes())
-@settings(max_examples=60, deadline=None)
-def test_recipe_to_toml_and_back(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> None:
-    path = tmp_path_factory.mktemp("toml") / "recipe.toml"
-    recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, engine="fake"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_module, "engine_names", lambda: ["fake"])
-        patch.setattr(engine_module, "engine_spec", {"fake": FakeSpec}.__getitem__)
-        path.write_text(to_toml(recipe), encoding="utf-8", newline="")
-        assert load(path).recipe == recipe
-        assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
-
-
-def test_a_preset_survives_writing() -> None:
-    recipe = load(base=STORE, sets=["model.preset=tiny-2m", "data.seq_len=64"]).recipe
-    assert from_dict(to_dict(recipe)) == recipe
-
-
-def test_toml_with_origins_is_readable() -> None:
-    resolved = load(base=STORE, sets=["optimizer.lr=5e-3"])
-    lines = to_toml(resolved.recipe, resolved.origins).splitlines()
-    assert "lr = 0.005  # --set" in lines
-    assert 'store = "stores/train"  # base' in lines
-    assert "beta1 = 0.9  # default" in lines
-
-
-def test_missing_fields_of_an_older_recipe_take_their_defaults_and_unknown_ones_are_refused() -> None:
-    assert from_dict({"data": {"store": "x"}}) == load(base={"data": {"store": "x"}}).recipe
-    assert message_of(from_dict, {"run": {"sede": 1}}, source="the checkpoint's manifest") == (
-        "run.sede = 1 (the checkpoint's manifest): unknown field; did you mean run.seed?"
-    )
-
-
-def test_a_recipe_does_not_change_with_the_mapping_it_was_made_from() -> None:
-    table: dict[str, Any] = {"fake": {"depth": 1}}
-    recipe = Recipe(engine=table)
-    table["other"] = {}
-    assert recipe.engine == {"fake": {"depth": 1}}
-
-
-def test_importing_and_resolving_a_recipe_loads_nothing_heavy() -> None:
-    program = (
-        "import sys; from lt_trainer.recipe import load, to_toml;"
-        "to_toml(load(base={'data': {'store': 'x'}}, sets=['model.preset=tiny-2m', 'data.seq_len=64']).recipe);"
-        "print([m for m in ('torch', 'numpy', 'typer', 'rich', 'tokenizers', 'fsspec') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"

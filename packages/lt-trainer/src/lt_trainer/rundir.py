@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,10 @@ OURS = (MARKER, f".{MARKER}")
 class RunDir:
     """An open run directory, locked by this process; close it, or use it as a context."""
 
-    def __init__(self, path: Path, lock: int) -> None:
+    def __init__(self, path: Path, events: JsonlSink) -> None:
         self.path = path
-        self._lock: int | None = lock
-        self._events = JsonlSink(path / "events.jsonl")
+        self._events = events
+        self._held = ExitStack()
         self.changes: dict[str, tuple[Any, Any]] = {}
         """Recipe fields whose value differs from the run's last start: (then, now) by dotted name."""
 
@@ -62,20 +63,15 @@ class RunDir:
             RunDirError: not our folder, in use by another process, of a later version, or not writable.
         """
         path = Path(out)
-        try:
-            _claim(path)
-            lock = _take_lock(path)
-        except OSError as exc:
-            raise _unusable(path, exc) from exc
-        try:
-            run_dir = cls(path, lock)
-            run_dir._describe(resolved, extra or {})
-        except OSError as exc:
-            os.close(lock)
-            raise _unusable(path, exc) from exc
-        except BaseException:
-            os.close(lock)
-            raise
+        with ExitStack() as held:  # let go of what was taken when the rest fails
+            try:
+                _claim(path)
+                held.callback(os.close, _take_lock(path))
+                run_dir = cls(path, held.enter_context(JsonlSink(path / "events.jsonl")))
+                run_dir._describe(resolved, extra or {})
+            except OSError as exc:
+                raise _unusable(path, exc) from exc
+            run_dir._held = held.pop_all()
         return run_dir
 
     def _describe(self, resolved: Resolved | None, extra: Mapping[str, Any]) -> None:
@@ -115,11 +111,8 @@ class RunDir:
         self._events.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **values})
 
     def close(self) -> None:
-        """Close the files and let other processes in."""
-        if self._lock is not None:
-            self._events.close()
-            os.close(self._lock)
-            self._lock = None
+        """Close the files and let other processes in; closing twice is fine."""
+        self._held.close()
 
     def __enter__(self) -> "RunDir":
         return self
@@ -199,11 +192,15 @@ def _json(value: Any) -> str:
 def _write(path: Path, text: str) -> None:
     """Write a small file so that it is there in full or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,0 +1,170 @@
+"""Recipe to TOML and JSON and back, for random valid recipes and for a few chosen ones."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lt_trainer import engine as engine_module
+from lt_trainer.errors import RecipeError
+from lt_trainer.fields import option
+from lt_trainer.recipe import (
+    BatchOptions,
+    CheckpointOptions,
+    DataOptions,
+    MetricsOptions,
+    ModelOptions,
+    OptimizerOptions,
+    ParallelOptions,
+    Recipe,
+    RopeScalingOptions,
+    RunOptions,
+    ScheduleOptions,
+    from_dict,
+    load,
+    to_dict,
+    to_toml,
+)
+
+STORE = {"data": {"store": "stores/train"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeOptions:
+    depth: int = option(2, "how deep")
+    label: str = option("x", "a name")
+
+
+class FakeSpec:
+    name = "fake"
+    options = FakeOptions
+    capabilities: ClassVar[frozenset[str]] = frozenset()
+
+
+word = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+positive = st.floats(1e-12, 1e6)
+
+
+@st.composite
+def recipes(draw: st.DrawFn) -> Recipe:
+    """Valid recipes, in every field."""
+    kv, group, half = draw(st.integers(1, 8)), draw(st.integers(1, 4)), draw(st.integers(1, 64))
+    heads = kv * group
+    seq_len = draw(st.integers(2, 10**6))
+    kind = draw(st.sampled_from(["cosine", "linear", "constant"]))
+    max_steps = draw(st.integers(1, 10**7))
+    lr = draw(positive)
+    micro = draw(st.integers(1, 64))
+    tp = draw(st.integers(1, 64))
+    validation = draw(st.just("") | word)
+    scaling = draw(
+        st.just(RopeScalingOptions())
+        | st.builds(
+            RopeScalingOptions, factor=st.floats(1.5, 64), original_max_position_embeddings=st.integers(1, 10**6)
+        )
+    )
+    return Recipe(
+        run=RunOptions(out=draw(word), seed=draw(st.integers(0, 2**63 - 1))),
+        model=ModelOptions(
+            vocab_size=draw(st.integers(0, 10**6)),
+            hidden_size=2 * half * heads,
+            intermediate_size=draw(st.integers(1, 10**5)),
+            n_heads=heads,
+            n_kv_heads=kv,
+            n_layers=draw(st.integers(1, 200)),
+            max_position_embeddings=draw(st.just(0) | st.integers(seq_len, 2 * 10**6)),
+            rope_theta=draw(positive),
+            norm_eps=draw(positive),
+            tie_word_embeddings=draw(st.booleans()),
+            rope_scaling=scaling,
+        ),
+        data=DataOptions(
+            store=draw(word),
+            validation=validation,
+            seq_len=seq_len,
+            pack=draw(st.sampled_from(["bfd", "concat"])),
+            document_mask=draw(st.booleans()),
+            shuffle=draw(st.booleans()),
+            tokenizer=draw(word),
+        ),
+        batch=BatchOptions(global_batch=micro * draw(st.integers(1, 64)), micro_batch=micro),
+        optimizer=OptimizerOptions(
+            lr=lr,
+            weight_decay=draw(st.floats(0, 10)),
+            beta1=draw(st.floats(0, 1, exclude_max=True)),
+            beta2=draw(st.floats(0, 1, exclude_max=True)),
+            eps=draw(positive),
+            grad_clip=draw(st.floats(0, 100)),
+        ),
+        schedule=ScheduleOptions(
+            kind=kind,
+            max_steps=max_steps,
+            warmup_steps=draw(st.integers(0, max_steps)),
+            **({} if kind == "constant" else {"min_lr": draw(st.floats(0, lr))}),
+        ),
+        parallel=ParallelOptions(
+            n_nodes=draw(st.integers(1, 64)), tp=tp, sequence_parallel=draw(st.booleans()) and tp > 1
+        ),
+        checkpoint=CheckpointOptions(interval=draw(st.integers(0, 10**6)), resume=draw(st.booleans())),
+        metrics=MetricsOptions(eval_interval=draw(st.integers(1, 9)) if validation else 0),
+        engine={
+            "fake": FakeOptions(
+                depth=draw(st.integers(-9, 9)), label=draw(st.text(st.characters(exclude_categories=["Cs"])))
+            )
+        },
+    )
+
+
+@given(recipe=recipes())
+@settings(max_examples=60, deadline=None)
+def test_recipe_to_toml_and_back(recipe: Recipe, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("toml") / "recipe.toml"
+    recipe = dataclasses.replace(recipe, run=dataclasses.replace(recipe.run, engine="fake"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_module, "engine_names", lambda: ["fake"])
+        patch.setattr(engine_module, "engine_spec", {"fake": FakeSpec}.__getitem__)
+        path.write_text(to_toml(recipe), encoding="utf-8", newline="")
+        assert load(path).recipe == recipe
+        assert from_dict(json.loads(json.dumps(to_dict(recipe)))) == recipe
+
+
+def test_a_preset_survives_writing() -> None:
+    recipe = load(base=STORE, sets=["model.preset=tiny-2m", "data.seq_len=64"]).recipe
+    assert from_dict(to_dict(recipe)) == recipe
+
+
+def test_toml_with_origins_is_readable() -> None:
+    resolved = load(base=STORE, sets=["optimizer.lr=5e-3"])
+    lines = to_toml(resolved.recipe, resolved.origins).splitlines()
+    assert "lr = 0.005  # --set" in lines
+    assert 'store = "stores/train"  # base' in lines
+    assert "beta1 = 0.9  # default" in lines
+
+
+def test_missing_fields_of_an_older_recipe_take_their_defaults_and_unknown_ones_are_refused() -> None:
+    assert from_dict({"data": {"store": "x"}}) == load(base={"data": {"store": "x"}}).recipe
+    with pytest.raises(RecipeError) as caught:
+        from_dict({"run": {"sede": 1}}, source="the manifest")
+    assert str(caught.value) == "run.sede = 1 (the manifest): unknown field; did you mean run.seed?"
+
+
+def test_a_recipe_does_not_change_with_the_mapping_it_was_made_from() -> None:
+    table: dict[str, Any] = {"fake": {"depth": 1}}
+    recipe = Recipe(engine=table)
+    table["other"] = {}
+    assert recipe.engine == {"fake": {"depth": 1}}
+
+
+def test_importing_and_resolving_a_recipe_loads_nothing_heavy() -> None:
+    program = (
+        "import sys; from lt_trainer.recipe import load, to_toml;"
+        "to_toml(load(base={'data': {'store': 'x'}}, sets=['model.preset=tiny-2m', 'data.seq_len=64']).recipe);"
+        "print([m for m in ('torch', 'numpy', 'typer', 'rich', 'tokenizers', 'fsspec') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
