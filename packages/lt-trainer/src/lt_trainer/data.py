@@ -16,6 +16,7 @@ from lt_data import RowReader, Rows, Stream, StreamState, TokenStore, open_pack
 
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
+from lt_trainer.sections import DataOptions
 
 if TYPE_CHECKING:
     from lt_data import StreamBatch
@@ -35,12 +36,8 @@ class TrainingData:
     tokenizer_files: dict[str, bytes]
 
 
-def open_data(recipe: Recipe, *, tokenizer_given: bool) -> TrainingData:
+def open_data(recipe: Recipe) -> TrainingData:
     """Open and check the stores that a recipe names.
-
-    Args:
-        recipe: the resolved recipe.
-        tokenizer_given: whether data.tokenizer was set by the user; a default is not compared with the store.
 
     Raises:
         RecipeError: the vocabulary, the tokenizer or the two stores do not agree.
@@ -56,7 +53,8 @@ def open_data(recipe: Recipe, *, tokenizer_given: bool) -> TrainingData:
             remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the tokenizer that you mean",
         )
     tokenizer = store.manifest.tokenizer
-    if tokenizer_given and data.tokenizer not in (tokenizer.name, tokenizer.sha256):
+    # The default name asks for nothing: a recipe written out with all its values must load again.
+    if data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
         raise RecipeError(
             f"{data.store} was made with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
             values={"data.tokenizer": data.tokenizer},

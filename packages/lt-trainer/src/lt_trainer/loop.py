@@ -104,7 +104,7 @@ class Loop:
 
         Args:
             stop_at_step: raise SIGTERM in this process after that step, 0 for never.
-            shadow_steps: steps to run after the save of a stop; their numbers go to the journal, their weights nowhere.
+            shadow_steps: steps to run after the save of that stop; their numbers go to the journal, their weights nowhere.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite; nothing of that step is saved.
@@ -132,8 +132,9 @@ class Loop:
                     self.journal.saved(step, self.save(self.batches.state))
                 self.journal.proceed()
             if stopped_by and not last:
-                for shadow in range(step, min(step + shadow_steps, max_steps)):
-                    self.journal.shadow(self._finish(*self._step(shadow)))
+                if step == stop_at_step:
+                    for shadow in range(step, min(step + shadow_steps, max_steps)):
+                        self.journal.shadow(self._finish(*self._step(shadow)))
                 return Outcome(step=step, stopped_by=stopped_by)
         return Outcome(step=step, stopped_by=0)
 

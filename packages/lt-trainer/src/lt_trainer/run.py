@@ -55,7 +55,7 @@ def run(resolved: Resolved, *, environ: Mapping[str, str] | None = None, stop_at
     spec = engine_spec(recipe.run.engine)
     try:
         spec.check(recipe, world)
-        data = open_data(recipe, tokenizer_given=resolved.given("data.tokenizer"))
+        data = open_data(recipe)
     except RecipeError as exc:
         raise exc.located(resolved.origins) from exc
     model = llama_config(recipe, data.vocab_size)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
-from lt_ckpt import Checkpoint, CheckpointError, HFFolder, latest_valid
+from lt_ckpt import CheckpointError, HFFolder, resolve
 from lt_data import Tokenizer
 from lt_model import LlamaConfig
-from lt_model.generate import generate
+from lt_model import generate
 from lt_model.llama import Llama
 
 from lt_trainer.torch import DTYPE_CODES
@@ -37,37 +38,32 @@ def load(path: Path) -> LoadedModel:
     """
     if (path / "config.json").is_file():
         folder = HFFolder.open(path)
-        config = LlamaConfig.from_hf(folder.config, source=str(path / "config.json"))
         tensors = {name: _tensor(folder.read(name), folder.dtype(name), folder.shape(name)) for name in folder.names()}
-        return LoadedModel(model=_build(config, tensors), tokenizer=Tokenizer.load(path), source=path)
-    checkpoint = open_checkpoint(path)
+        return LoadedModel(model=_build(folder.llama_config(), tensors), tokenizer=_tokenizer(path, folder.tokenizer_files()), source=path)
+    checkpoint, _ = resolve(path)
     config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
     tensors = {
         name: _tensor(checkpoint.read("weights", name), checkpoint.dtype("weights", name), checkpoint.global_shape("weights", name))
         for name in checkpoint.names("weights")
     }
-    return LoadedModel(model=_build(config, tensors), tokenizer=Tokenizer.load(checkpoint.path / "tokenizer"), source=checkpoint.path)
+    return LoadedModel(model=_build(config, tensors), tokenizer=_tokenizer(checkpoint.path, checkpoint.tokenizer_files()), source=checkpoint.path)
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the newest valid one of the run directory or folder of checkpoints at `path`."""
-    if (path / "manifest.json").is_file():
-        return Checkpoint.open(path)
-    root = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found, rejected = latest_valid(root)
-    if found is None:
-        reasons = "; ".join(f"{bad.path.name}: {bad.reason}" for bad in rejected) or "it holds none"
-        raise CheckpointError(f"{path}: no checkpoint, run directory or exported model can be loaded from here ({reasons})")
-    return found
+def _tokenizer(path: Path, files: dict[str, bytes]) -> Tokenizer:
+    if not files:
+        raise CheckpointError(f"{path} carries no tokenizer files, so there is no text to make; copy tokenizer.json and tokenizer_config.json into it")
+    return Tokenizer.from_bytes(files)
 
 
-def _tensor(raw, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:  # noqa: ANN001
+def _tensor(raw: np.ndarray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(raw).view(TORCH_DTYPES[dtype]).view(shape).to(torch.float32)
 
 
 def _build(config: LlamaConfig, tensors: dict[str, torch.Tensor]) -> Llama:
     with torch.device("meta"):
         model = Llama(config)
+    if config.tie_word_embeddings:  # one matrix, saved once
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     model.load_state_dict(tensors, assign=True, strict=True)
     return model.eval()
 

@@ -21,8 +21,8 @@ from lt_trainer.quickstart.settings import Folder, QuickstartError
 
 VALIDATION_SHARE = 20
 """One document in this many is for validation."""
-LEFT_OUT = frozenset({"__pycache__", "config", "dist-packages", "idlelib", "lib2to3", "site-packages", "test", "tests"})
-"""Folders of the standard library that not every distribution ships, or that are no part of it."""
+LEFT_OUT = frozenset({"__pycache__", "config", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"})
+"""Folders that not every distribution ships, that are no part of the library, or that hold generated tables (encodings)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from lt_trainer.errors import TrainerError
 
 MARKER = ".lt-quickstart"
 VERSION = 1
-PARTS = ("corpus", "tokenizer", "train", "validation", "run.toml", "run", "model", "summary.json")
+PARTS = ("corpus", "tokenizer", "train", "validation", "run.toml", "run", "training.log", "model", "summary.json")
 """Everything that a quickstart makes in its folder."""
 
 
@@ -89,6 +89,11 @@ class Folder:
     def run(self) -> Path:
         """The run directory."""
         return self.out / "run"
+
+    @property
+    def log(self) -> Path:
+        """What the training processes print."""
+        return self.out / "training.log"
 
     @property
     def model(self) -> Path:
