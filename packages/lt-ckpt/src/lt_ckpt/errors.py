@@ -19,6 +19,7 @@ _REMEDIES = {
     errno.EROFS: "the file system is mounted read-only: remount it or choose another path",
     errno.ENOENT: "check that the path is right and that every machine sees the same shared folder",
     errno.ENOTDIR: "a file stands where a folder is needed: choose another path",
+    errno.EEXIST: "a file of that name is there already: choose another path",
     errno.EIO: "the disk or its server failed: look at the system log before anything else is written there",
     errno.EMFILE: "too many open files: raise the limit with ulimit -n",
     errno.ESTALE: "the network file system lost that folder: remount it",

@@ -1,0 +1,150 @@
+"""Fixtures: a small state to save, a fast folder, and the file system calls of a save under control."""
+
+import errno
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, write_part
+
+DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
+
+
+def toy_state(seed: int) -> dict[tuple[str, str], tuple[str, np.ndarray]]:
+    """(group, name) → (dtype code, array): matrices, a vector, a 0-dim tensor, an empty one, integers and bf16."""
+    rng = np.random.default_rng(seed)
+    return {
+        ("weights", "a.weight"): ("F32", rng.standard_normal((6, 5)).astype("<f4")),
+        ("weights", "b.weight"): ("BF16", rng.integers(0, 2**16, (4, 7), dtype=np.uint16)),
+        ("weights", "norm"): ("F32", rng.standard_normal(3).astype("<f4")),
+        ("exp_avg", "a.weight"): ("F64", rng.standard_normal((6, 5))),
+        ("other", "scale"): ("F32", rng.standard_normal(()).astype("<f4").reshape(())),
+        ("other", "counter"): ("I64", np.array(2**40 + seed, "<i8")),
+        ("other", "empty"): ("F32", np.zeros((0, 3), "<f4")),
+        ("rng", "bytes"): ("U8", rng.integers(0, 256, 11, dtype=np.uint8)),
+    }
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def toy_shards(state: Mapping[tuple[str, str], tuple[str, np.ndarray]], rank: int, world: int) -> list[Shard]:
+    """Rows dealt out evenly and unevenly over the ranks; what has no rows belongs to rank 0."""
+    shards: list[Shard] = []
+    for (group, name), (dtype, array) in state.items():
+        if array.ndim == 0:
+            if rank == 0:
+                shards.append(
+                    Shard(
+                        group=group, name=name, dtype=dtype, global_shape=(), offset=(), shape=(), data=as_bytes(array)
+                    )
+                )
+            continue
+        rows = np.array_split(np.arange(array.shape[0]), world)[rank]
+        start = int(rows[0]) if len(rows) else 0
+        part = array[start : start + len(rows)]
+        shards.append(
+            Shard(
+                group=group,
+                name=name,
+                dtype=dtype,
+                global_shape=array.shape,
+                offset=(start, *(0,) * (array.ndim - 1)),
+                shape=part.shape,
+                data=as_bytes(part),
+            )
+        )
+    return shards
+
+
+def toy_save(root: Path, step: int, *, world: int = 2, seed: int | None = None, **more: object) -> Path:
+    state = toy_state(step if seed is None else seed)
+    tmp = begin(root, step=step, world=world)
+    for rank in range(world):
+        write_part(tmp, rank=rank, shards=toy_shards(state, rank, world))
+    meta = Meta(step=step, small={"lr": 0.1}, tokenizer_files={"tokenizer.json": b"{}"}, data={"row": step * 8})
+    return commit(tmp, world=world, meta=meta, **more)  # pyright: ignore[reportArgumentType]
+
+
+def toy_check(checkpoint: Checkpoint, seed: int | None = None) -> None:
+    """Every tensor equals what was saved, bit for bit."""
+    state = toy_state(checkpoint.step if seed is None else seed)
+    assert {(group, name) for group in checkpoint.groups for name in checkpoint.names(group)} == set(state)
+    for (group, name), (dtype, array) in state.items():
+        assert checkpoint.dtype(group, name) == dtype
+        assert checkpoint.global_shape(group, name) == array.shape
+        assert checkpoint.read(group, name).tobytes() == array.tobytes()
+
+
+@pytest.fixture
+def toy() -> SimpleNamespace:
+    return SimpleNamespace(state=toy_state, shards=toy_shards, save=toy_save, check=toy_check, as_bytes=as_bytes)
+
+
+@pytest.fixture(scope="session")
+def memory() -> Iterator[Path]:
+    """A folder in memory where there is one, for tests that save hundreds of times."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="lt-ckpt-", dir=shared if os.access(shared, os.W_OK) else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def fast_path(memory: Path) -> Path:
+    return Path(tempfile.mkdtemp(dir=memory))
+
+
+class FileSystemCalls:
+    """Every os call that a save makes: recorded in order, and one of them failing if asked for."""
+
+    NAMES = ("open", "write", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir")
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, str]] = []
+        self.fail_at = -1
+        self.error = errno.ENOSPC
+        self.short_writes = False
+        self.after: Callable[[], None] | None = None
+        self._paths: dict[int, str] = {}
+        self._real = {name: getattr(os, name) for name in self.NAMES}
+
+    def _call(self, name: str, *args: object, **kwargs: object) -> object:
+        first = args[0]
+        what = self._paths.get(first, "?") if isinstance(first, int) else os.fspath(first)  # type: ignore[call-overload]
+        index = len(self.log)
+        self.log.append((name, what))
+        if index == self.fail_at:
+            if name == "close":
+                self._real["close"](first)  # a failing close frees the descriptor all the same
+            raise OSError(self.error, os.strerror(self.error))
+        if name == "write" and self.short_writes and len(args[1]) > 1:  # type: ignore[arg-type]
+            args = (first, memoryview(args[1])[: len(args[1]) // 2])  # type: ignore[arg-type]
+        result = self._real[name](*args, **kwargs)
+        if name == "open":
+            self._paths[result] = what
+        if self.after is not None:
+            self.after()
+        return result
+
+    @contextmanager
+    def recording(self, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator["FileSystemCalls"]:
+        self.log = []
+        for key, value in settings.items():
+            setattr(self, key, value)
+        with monkeypatch.context() as patch:
+            for name in self.NAMES:
+                patch.setattr(os, name, lambda *args, _name=name, **kwargs: self._call(_name, *args, **kwargs))
+            yield self
+
+
+@pytest.fixture
+def calls() -> FileSystemCalls:
+    return FileSystemCalls()

@@ -1,0 +1,205 @@
+"""A save that fails or is cut off at every single call leaves the old checkpoint or the new one, never a mix."""
+
+import errno
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, write_part
+
+
+def save(root, toy, step, opened=None):
+    """Two ranks save one step; keeps the temporary folder's path so that a test can look at it."""
+    tmp = begin(root, step=step, world=2)
+    if opened is not None:
+        opened.append(tmp)
+    for rank in range(2):
+        write_part(tmp, rank=rank, shards=toy.shards(toy.state(step), rank, 2))
+    return commit(tmp, world=2, meta=Meta(step=step, tokenizer_files={"tokenizer.json": b"{}"}))
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, calls, monkeypatch, error):
+    save(fast_path / "dry", toy, 1)
+    with calls.recording(monkeypatch):
+        save(fast_path / "dry", toy, 2)
+    names = [name for name, _ in calls.log]
+    n_calls = len(names)
+    assert names.count("fsync") >= 20
+    assert names.count("rename") == 7
+    messages: list[str] = []
+    for index in range(n_calls):
+        root = fast_path / f"{index}"
+        save(root, toy, 1)
+        opened: list[Path] = []
+        try:
+            with calls.recording(monkeypatch, fail_at=index, error=error):
+                save(root, toy, 2, opened)
+        except CheckpointError as exc:
+            messages.append(str(exc))
+        found, rejected = latest_valid(root)
+        assert found is not None
+        assert rejected == []
+        toy.check(found)
+        committed = (root / "step-00000002").exists()
+        assert found.step == (2 if committed else 1), calls.log[index]
+        calls.fail_at = -1
+        for tmp in opened:
+            if tmp.exists():
+                discard(tmp)
+        if not committed:
+            save(root, toy, 2)
+        toy.check(Checkpoint.open(root / "step-00000002"))
+        assert [name for name in os.listdir(root) if name.startswith(".tmp") and opened] == []
+    # All are reported but the three calls by which the sweep in `begin` reads a mark: what it cannot read it leaves.
+    assert len(messages) == n_calls - 3, "an error was swallowed"
+    assert all(os.strerror(error) in message for message in messages)
+
+
+def test_a_read_only_folder_is_said_and_the_checkpoints_stay_readable(fast_path, toy, calls, monkeypatch):
+    save(fast_path, toy, 1)
+    real = os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda *args, **more: (_ for _ in ()).throw(OSError(errno.EROFS, "Read-only")))
+    with pytest.raises(CheckpointError, match="read-only: remount it"):
+        save(fast_path, toy, 2)
+    monkeypatch.setattr(os, "mkdir", real)
+    found, _ = latest_valid(fast_path)
+    assert found is not None
+    toy.check(found)
+
+
+def test_the_order_of_a_save(fast_path, toy, calls, monkeypatch):
+    with calls.recording(monkeypatch):
+        save(fast_path, toy, 3)
+    log = [(name, Path(what).name) for name, what in calls.log]
+    tmp = next(name for call, name in log if call == "mkdir" and name.startswith(".tmp"))
+    last_write: dict[str, int] = {}
+    for i, (name, what) in enumerate(log):
+        if name == "write":
+            last_write[what] = i
+    for what, i in last_write.items():  # every file: its last write, then its fsync, then a fsync of its folder
+        synced = next(j for j in range(i, len(log)) if log[j] == ("fsync", what))
+        folder = "tokenizer" if what == "tokenizer.json.tmp" else tmp
+        assert ("fsync", folder) in log[synced:], what
+    renames = [what for name, what in log if name == "rename"]
+    assert renames == [
+        "save.json.tmp",
+        "part-00000.json.tmp",
+        "part-00001.json.tmp",
+        "tokenizer.json.tmp",
+        "manifest.json.tmp",
+        "COMMIT.tmp",
+        tmp,
+    ]
+    publish = log.index(("rename", tmp))
+    # Before the folder gets its name nothing in it waits for the disk; after it only the root does.
+    assert ("fsync", tmp) in log[log.index(("rename", "COMMIT.tmp")) : publish]
+    assert [entry for entry in log[publish + 1 :] if entry[0] != "close"] == [
+        ("open", fast_path.name),
+        ("fsync", fast_path.name),
+    ]
+    for rank in range(2):  # the tensor files' entries are on the disk before the part list can be seen
+        listed = log.index(("rename", f"part-{rank:05d}.json.tmp"))
+        written = max(i for i, entry in enumerate(log) if entry == ("fsync", f"rng-{rank:05d}.safetensors"))
+        assert ("fsync", tmp) in log[written:listed]
+
+
+class Disk:
+    """A model of what a power cut leaves: entries of folders that were fsynced, bytes of files that were fsynced.
+
+    It follows the os calls of a process. `leave` builds, in another folder, the least that a file system may keep.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.top = SimpleNamespace(entries={}, kept={})
+        self.opened: dict[int, SimpleNamespace] = {}
+
+    def node(self, path: str) -> SimpleNamespace:
+        found = self.top
+        for part in Path(path).relative_to(self.root).parts:
+            found = found.entries[part]
+        return found
+
+    def wrap(self, monkeypatch: pytest.MonkeyPatch, after) -> None:
+        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
+
+        def follow(name):
+            def call(*args, **kwargs):
+                result = real[name](*args, **kwargs)
+                ours = args[0] in self.opened if isinstance(args[0], int) else Path(args[0]).is_relative_to(self.root)
+                if not ours:
+                    return result
+                getattr(self, name)(result, *args)
+                after()
+                return result
+
+            return call
+
+        for name in real:
+            monkeypatch.setattr(os, name, follow(name))
+
+    def open(self, descriptor, path, flags, *_):
+        parent = self.node(str(Path(path).parent)) if Path(path) != self.root else None
+        if flags & os.O_CREAT:
+            assert parent is not None
+            parent.entries[Path(path).name] = SimpleNamespace(data=b"", kept=b"", entries=None)
+        self.opened[descriptor] = self.node(str(path))
+
+    def write(self, n_bytes, descriptor, data):
+        self.opened[descriptor].data += bytes(data[:n_bytes])
+
+    def fsync(self, _, descriptor):
+        node = self.opened[descriptor]
+        node.kept = node.data if node.entries is None else dict(node.entries)
+
+    def rename(self, _, source, target):
+        node = self.node(str(Path(source).parent)).entries.pop(Path(source).name)
+        self.node(str(Path(target).parent)).entries[Path(target).name] = node
+
+    def mkdir(self, _, path, *__):
+        self.node(str(Path(path).parent)).entries[Path(path).name] = SimpleNamespace(entries={}, kept={})
+
+    def unlink(self, _, path):
+        del self.node(str(Path(path).parent)).entries[Path(path).name]
+
+    rmdir = unlink
+
+    def leave(self, folder: Path, node: SimpleNamespace | None = None) -> None:
+        node = node or self.top
+        folder.mkdir()
+        for name, child in node.kept.items():
+            if child.entries is None:
+                (folder / name).write_bytes(child.kept)
+            else:
+                self.leave(folder / name, child)
+
+
+def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, monkeypatch):
+    """Everything that was not fsynced is lost, at every point of two saves in turn."""
+    live, cut = fast_path / "live", fast_path / "cut"
+    live.mkdir()
+    disk, seen, done = Disk(live), [], [0]
+
+    def after():
+        folder = cut / f"{len(seen)}"
+        disk.leave(folder)
+        found, rejected = latest_valid(folder / "ck")
+        assert rejected == []
+        if found is not None:
+            toy.check(found)
+        step = found.step if found else 0
+        seen.append(step)
+        assert step >= done[0], "a checkpoint that commit had returned is gone"
+
+    cut.mkdir()
+    with monkeypatch.context() as patch:
+        disk.wrap(patch, after)
+        for step in (1, 2):
+            save(live / "ck", toy, step)
+            done[0] = step
+            after()
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2}
+    assert len(seen) > 150

@@ -1,0 +1,315 @@
+import errno
+import json
+import os
+import threading
+import time
+
+import numpy as np
+import pytest
+from lt_ckpt import (
+    AlreadySavedError,
+    Checkpoint,
+    CheckpointError,
+    Meta,
+    Shard,
+    TensorSpec,
+    begin,
+    commit,
+    discard,
+    latest_valid,
+    verify,
+    write_part,
+)
+from safetensors import safe_open
+
+
+def test_a_save_holds_what_was_given(tmp_path, toy):
+    path = toy.save(tmp_path, 1000, world=3)
+    assert path == tmp_path / "step-00001000"
+    checkpoint = Checkpoint.open(path)
+    toy.check(checkpoint)
+    assert checkpoint.step == 1000
+    assert checkpoint.manifest.data == {"row": 8000}
+    assert checkpoint.tokenizer_files() == {"tokenizer.json": b"{}"}
+    assert checkpoint.manifest.world == 3
+    assert checkpoint.groups == ("weights", "exp_avg", "other", "rng")
+    assert checkpoint.names("weights") == ("a.weight", "norm", "b.weight")
+    assert sorted(os.listdir(tmp_path)) == ["step-00001000"]
+    assert sorted(os.listdir(path)) == sorted(
+        [
+            "COMMIT",
+            "manifest.json",
+            "save.json",
+            "tokenizer",
+            *(f"part-{rank:05d}.json" for rank in range(3)),
+            *(f"{group}-{rank:05d}.safetensors" for group in checkpoint.groups for rank in range(3)),
+        ]
+    )
+    with safe_open(path / "weights-00001.safetensors", "np") as opened:
+        assert (opened.get_tensor("norm") == toy.state(1000)["weights", "norm"][1][1:2]).all()
+
+
+def test_small_state_keeps_its_types(tmp_path):
+    small = {"i": 2**70, "f": 1.0, "s": "ä", "b": True, "inf": float("inf"), "low": -float("inf"), "tiny": 5e-324}
+    tmp = begin(tmp_path, step=0, world=1)
+    write_part(tmp, rank=0, shards=[])
+    meta = Meta(step=0, small={**small, "nan": float("nan")}, recipe={"a": {"b": [1, None]}}, layout={"tp": 2})
+    found = Checkpoint.open(commit(tmp, world=1, meta=meta)).manifest
+    assert found.small.pop("nan") != found.small.get("nan")
+    assert found.small == small
+    assert {name: type(value) for name, value in found.small.items()} == {k: type(v) for k, v in small.items()}
+    assert found.recipe == {"a": {"b": [1, None]}}
+    assert found.layout == {"tp": 2}
+    assert found.data is None
+    assert abs(found.created_at - time.time()) < 60
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": -1},
+        {"step": True},
+        {"small": {"x": None}},
+        {"small": {"x": np.float32(1)}},
+        {"tokenizer_files": {"../x": b""}},
+        {"tokenizer_files": {".hidden": b""}},
+        {"tokenizer_files": {"a/b": b""}},
+    ],
+)
+def test_meta_is_checked_when_it_is_made(changes):
+    with pytest.raises(CheckpointError, match="meta"):
+        Meta(**{"step": 1, **changes})
+
+
+def test_meta_that_is_not_json_is_refused_and_nothing_committed(tmp_path):
+    tmp = begin(tmp_path, step=1, world=1)
+    write_part(tmp, rank=0, shards=[])
+    for recipe in ({"x": object()}, {"x": float("nan")}):
+        with pytest.raises(CheckpointError, match="cannot be written as JSON"):
+            commit(tmp, world=1, meta=Meta(step=1, recipe=recipe))
+    assert latest_valid(tmp_path) == (None, [])
+
+
+def test_parts_come_in_any_order_and_commit_waits_for_them(tmp_path, toy):
+    tmp = begin(tmp_path, step=5, world=2)
+    state = toy.state(5)
+    made = []
+    thread = threading.Thread(target=lambda: made.append(commit(tmp, world=2, meta=Meta(step=5))))
+    write_part(tmp, rank=1, shards=toy.shards(state, 1, 2))
+    thread.start()
+    time.sleep(0.1)
+    assert latest_valid(tmp_path) == (None, [])
+    write_part(tmp, rank=0, shards=toy.shards(state, 0, 2))
+    thread.join()
+    toy.check(Checkpoint.open(made[0]))
+
+
+def test_a_missing_part_is_named(tmp_path, toy):
+    tmp = begin(tmp_path, step=5, world=3)
+    write_part(tmp, rank=1, shards=[])
+    with pytest.raises(CheckpointError, match=r"after 0\.05 s the part of rank 0, 2 is missing"):
+        commit(tmp, world=3, meta=Meta(step=5), timeout_s=0.05)
+    assert latest_valid(tmp_path)[0] is None
+
+
+def test_a_failed_rank_ends_the_wait_at_once(tmp_path, toy, calls, monkeypatch):
+    tmp = begin(tmp_path, step=5, world=2)
+    with calls.recording(monkeypatch, fail_at=4), pytest.raises(CheckpointError, match="part of rank 1"):
+        write_part(tmp, rank=1, shards=toy.shards(toy.state(5), 1, 2))
+    with pytest.raises(CheckpointError, match="rank 1 failed to write its part"):
+        commit(tmp, world=2, meta=Meta(step=5), timeout_s=60)
+
+
+def test_an_error_of_the_caller_is_passed_on_and_reported_to_rank_0(tmp_path):
+    tmp = begin(tmp_path, step=5, world=1)
+
+    def shards():
+        raise RuntimeError("device lost")
+        yield
+
+    with pytest.raises(RuntimeError, match="device lost"):
+        write_part(tmp, rank=0, shards=shards())
+    with pytest.raises(CheckpointError, match="rank 0 failed"):
+        commit(tmp, world=1, meta=Meta(step=5))
+
+
+def one(offset=0, n=4, global_n=4, dtype="U8", name="a", group="weights", fill=1):
+    data = np.full(n, fill, np.uint8)
+    return Shard(group=group, name=name, dtype=dtype, global_shape=(global_n,), offset=(offset,), shape=(n,), data=data)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([[one(0, 3)]], "weights/a of shape .4.: the slices hold 3 of 4 elements"),
+        ([[one(0, 4)], [one(0, 4)]], "weights/a of shape .4.: two slices overlap"),
+        ([[one(0, 3)], [one(2, 2)]], "two slices overlap"),
+        ([[one(0, 2, 4)], [one(2, 2, 5)]], "rank 1 says U8 .5., a rank before it U8 .4."),
+        ([[one(0, 2)], [one(2, 2, dtype="I8")]], "rank 1 says I8"),
+        ([[one(0, 2), one(2, 2, dtype="I8")]], "two shards differ"),
+    ],
+)
+def test_slices_must_hold_each_element_exactly_once(tmp_path, ranks, message):
+    tmp = begin(tmp_path, step=1, world=len(ranks))
+
+    def save():
+        for rank, shards in enumerate(ranks):
+            write_part(tmp, rank=rank, shards=shards)
+        commit(tmp, world=len(ranks), meta=Meta(step=1))
+
+    with pytest.raises(CheckpointError, match=message):
+        save()
+    assert latest_valid(tmp_path)[0] is None
+
+
+def test_a_rank_may_hold_several_slices_of_a_tensor(tmp_path):
+    tmp = begin(tmp_path, step=1, world=2)
+    write_part(tmp, rank=0, shards=[one(0, 1, fill=1), one(2, 1, fill=3)])
+    write_part(tmp, rank=1, shards=[one(3, 1, fill=4), one(1, 1, fill=2)])
+    path = commit(tmp, world=2, meta=Meta(step=1))
+    assert Checkpoint.open(path).read("weights", "a").tolist() == [1, 2, 3, 4]
+    assert verify(path).ok
+    with safe_open(path / "weights-00000.safetensors", "np") as opened:
+        assert set(opened.keys()) == {"a", "a#1"}
+
+
+def test_empty_slices_are_left_out(tmp_path):
+    tmp = begin(tmp_path, step=1, world=2)
+    write_part(tmp, rank=0, shards=[one(0, 4), one(0, 0, 0, name="none")])
+    write_part(tmp, rank=1, shards=[one(4, 0), one(0, 0, 0, name="none")])
+    checkpoint = Checkpoint.open(commit(tmp, world=2, meta=Meta(step=1)))
+    assert len(checkpoint.manifest.tensors["weights"]["a"].slices) == 1
+    assert checkpoint.read("weights", "none").size == 0
+
+
+def test_what_was_expected_must_be_there(tmp_path, toy):
+    specs = {"weights": {"a.weight": TensorSpec("F32", (6, 5)), "norm": TensorSpec("F32", (3,))}}
+    message = r"not wanted: weights/b\.weight$"
+    with pytest.raises(CheckpointError, match=message):
+        toy.save(tmp_path, 1, expect=specs)
+    specs["weights"]["b.weight"] = TensorSpec("F32", (4, 7))
+    specs["weights"]["c"] = TensorSpec("F32", ())
+    with pytest.raises(CheckpointError, match=r"missing: weights/c; different: weights/b\.weight is BF16 .* F32"):
+        toy.save(tmp_path, 1, expect=specs)
+    assert latest_valid(tmp_path)[0] is None
+    del specs["weights"]["c"]
+    specs["weights"]["b.weight"] = TensorSpec("BF16", (4, 7))
+    toy.check(Checkpoint.open(toy.save(tmp_path, 1, expect=specs)))
+
+
+def test_the_save_must_be_the_one_that_was_begun(tmp_path):
+    tmp = begin(tmp_path, step=5, world=2)
+    with pytest.raises(CheckpointError, match="rank 2 is not one of the 2"):
+        write_part(tmp, rank=2, shards=[])
+    with pytest.raises(CheckpointError, match="begun for step 5 and 2 ranks, not step 6 and 2"):
+        commit(tmp, world=2, meta=Meta(step=6))
+    with pytest.raises(CheckpointError, match="not step 5 and 3 ranks"):
+        commit(tmp, world=3, meta=Meta(step=5))
+    (tmp_path / "other").mkdir()
+    with pytest.raises(CheckpointError, match="reading failed"):
+        write_part(tmp_path / "other", rank=0, shards=[])
+    with pytest.raises(CheckpointError, match="step must be"):
+        begin(tmp_path, step=-1, world=1)
+
+
+def test_a_part_is_written_once(tmp_path):
+    tmp = begin(tmp_path, step=5, world=1)
+    write_part(tmp, rank=0, shards=[one()])
+    with pytest.raises(CheckpointError, match="File exists"):
+        write_part(tmp, rank=0, shards=[one(fill=9)])
+
+
+def test_a_part_of_another_save_or_a_folder_not_shared_is_noticed(tmp_path):
+    one_save, other = begin(tmp_path, step=5, world=1), begin(tmp_path, step=5, world=1)
+    write_part(one_save, rank=0, shards=[one()])
+    for name in ("part-00000.json", "weights-00000.safetensors"):
+        (other / name).write_bytes((one_save / name).read_bytes())
+    with pytest.raises(CheckpointError, match="not to this save"):
+        commit(other, world=1, meta=Meta(step=5))
+    (one_save / "weights-00000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="every machine sees the same shared folder"):
+        commit(one_save, world=1, meta=Meta(step=5))
+
+
+def test_the_same_step_is_never_written_over(tmp_path, toy):
+    path = toy.save(tmp_path, 7, seed=1)
+    with pytest.raises(AlreadySavedError, match="is there already") as caught:
+        toy.save(tmp_path, 7, seed=2)
+    assert caught.value.path == path
+    toy.check(Checkpoint.open(path), seed=1)
+    assert toy.save(tmp_path, 7, seed=2, replace=True) == path
+    toy.check(Checkpoint.open(path), seed=2)
+    assert [name for name in os.listdir(tmp_path) if not name.startswith(".tmp")] == ["step-00000007"]
+
+
+def test_a_broken_checkpoint_gives_way_and_is_kept_aside(tmp_path, toy):
+    path = toy.save(tmp_path, 7, seed=1)
+    file = path / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    assert toy.save(tmp_path, 7, seed=2) == path
+    toy.check(Checkpoint.open(path), seed=2)
+    aside = [name for name in os.listdir(tmp_path) if ".aside-" in name]
+    assert len(aside) == 1
+    assert (tmp_path / aside[0] / "weights-00000.safetensors").exists()
+    found, rejected = latest_valid(tmp_path)
+    assert found is not None
+    assert (found.path, rejected) == (path, [])
+
+
+def test_discard_removes_a_failed_save_only(tmp_path, toy):
+    kept = toy.save(tmp_path, 1)
+    tmp = begin(tmp_path, step=2, world=2)
+    write_part(tmp, rank=0, shards=toy.shards(toy.state(2), 0, 2))
+    discard(tmp)
+    assert os.listdir(tmp_path) == [kept.name]
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="reading failed"):
+        discard(tmp_path / "mine")
+    tmp = begin(tmp_path, step=3, world=1)
+    (tmp / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointError, match="not removed"):
+        discard(tmp)
+    assert (tmp / "notes.txt").read_text() == "mine"
+
+
+def test_too_little_space_is_said_before_a_byte_is_written(tmp_path):
+    with pytest.raises(CheckpointError, match=r"needs 10{18} bytes, \d+ are free; free some space"):
+        begin(tmp_path / "ck", step=0, world=1, need_bytes=10**18)
+    assert os.listdir(tmp_path / "ck") == []
+    begin(tmp_path / "ck", step=0, world=1, need_bytes=1)
+
+
+def test_a_path_that_cannot_be_written_is_said(tmp_path, calls, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="a file of that name is there already"):
+        begin(tmp_path / "file" / "ck", step=0, world=1)
+    with (
+        calls.recording(monkeypatch, fail_at=0, error=errno.EROFS),
+        pytest.raises(CheckpointError, match=r"beginning a save failed: .*; the file system is mounted read-only"),
+    ):
+        begin(tmp_path / "ck", step=0, world=1)
+
+
+def test_tensors_from_functions_are_asked_for_one_at_a_time(tmp_path):
+    asked = []
+
+    def lazy(i):
+        def data():
+            asked.append(i)
+            return np.full(4, i, np.uint8)
+
+        return Shard(group="weights", name=f"t{i}", dtype="U8", global_shape=(4,), offset=(0,), shape=(4,), data=data)
+
+    tmp = begin(tmp_path, step=0, world=1)
+    write_part(tmp, rank=0, shards=[lazy(i) for i in range(3)])
+    assert asked == [0, 1, 2]
+    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=0)))
+    assert [checkpoint.read("weights", f"t{i}")[0] for i in range(3)] == [0, 1, 2]
+
+
+def test_the_manifest_is_plain_json_with_a_version(tmp_path, toy):
+    path = toy.save(tmp_path, 1)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert (manifest["format"], manifest["version"]) == ("lt-checkpoint", 1)
+    assert set(manifest["tensors"]["other"]["scale"]["slices"][0]) == {"file", "begin", "offset", "shape", "xxh3_128"}

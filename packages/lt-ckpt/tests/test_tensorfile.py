@@ -1,0 +1,174 @@
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lt_ckpt import CheckpointError, TensorSpec
+from lt_ckpt.tensorfile import TensorWriter, file_order, make_header, read_header
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+ENTRIES = {
+    "bytes": TensorSpec("U8", (3,)),
+    "half": TensorSpec("BF16", (2, 3)),
+    "wide": TensorSpec("F64", (2,)),
+    "scalar": TensorSpec("F32", ()),
+    "count": TensorSpec("I64", ()),
+    "empty": TensorSpec("F32", (0, 4)),
+    "flag": TensorSpec("BOOL", (2,)),
+}
+TORCH = {
+    "U8": torch.uint8,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+
+
+def content(spec, seed):
+    data = np.random.default_rng(seed).integers(0, 256, spec.n_bytes, dtype=np.uint8)
+    return data & 1 if spec.dtype == "BOOL" else data
+
+
+def write(path, entries=ENTRIES, metadata=None):
+    with TensorWriter(path, entries, metadata or {}) as writer:
+        for i, name in enumerate(file_order(entries)):
+            data = content(entries[name], i)
+            writer.write(name, [data[:1], data[1:]])
+    return writer.file
+
+
+def test_the_library_reads_what_we_write(tmp_path):
+    path = tmp_path / "x.safetensors"
+    file = write(path, metadata={"format": "pt", "note": "ä"})
+    tensors = load_file(path)
+    assert set(tensors) == set(ENTRIES)
+    for i, name in enumerate(file_order(ENTRIES)):
+        tensor, spec = tensors[name], ENTRIES[name]
+        assert tensor.dtype == TORCH[spec.dtype]
+        assert tuple(tensor.shape) == spec.shape
+        assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == content(spec, i).tobytes()
+        assert file.tensors[name].begin % max(1, spec.n_bytes and tensor.element_size()) == 0
+    with safe_open(path, "pt") as opened:
+        assert opened.metadata() == {"format": "pt", "note": "ä"}
+    assert read_header(path) == file
+    assert path.stat().st_size == file.n_bytes
+
+
+def test_we_read_what_the_library_writes(tmp_path):
+    path = tmp_path / "x.safetensors"
+    tensors = {"a": torch.arange(6.0).reshape(2, 3), "b": torch.tensor(7, dtype=torch.int64)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    file = read_header(path)
+    assert {name: (t.dtype, t.shape) for name, t in file.tensors.items()} == {"a": ("F32", (2, 3)), "b": ("I64", ())}
+    raw = path.read_bytes()
+    assert raw[file.tensors["b"].begin :][:8] == (7).to_bytes(8, "little")
+
+
+def test_an_empty_file_is_valid(tmp_path):
+    write(tmp_path / "x.safetensors", {})
+    assert load_file(tmp_path / "x.safetensors") == {}
+    assert read_header(tmp_path / "x.safetensors").tensors == {}
+
+
+def test_order_and_lengths_are_ours_to_keep(tmp_path):
+    with pytest.raises(AssertionError), TensorWriter(tmp_path / "a", ENTRIES, {}) as writer:
+        writer.write("bytes", [content(ENTRIES["bytes"], 0)])
+    for n_bytes in (15, 17):
+        with pytest.raises(AssertionError), TensorWriter(tmp_path / f"b{n_bytes}", ENTRIES, {}) as writer:
+            writer.write("wide", [np.zeros(n_bytes, np.uint8)])
+    with pytest.raises(AssertionError), TensorWriter(tmp_path / "c", ENTRIES, {}):
+        pass
+
+
+def craft(path, header, data=b"", length=None):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes((len(text) if length is None else length).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(begin, end, dtype="U8", shape=None):
+    return {"dtype": dtype, "shape": [end - begin] if shape is None else shape, "data_offsets": [begin, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "data", "message"),
+    [
+        ({"a": entry(0, 4), "b": entry(2, 6)}, b"123456", "overlaps"),
+        ({"a": entry(0, 2), "b": entry(4, 6)}, b"123456", "gap of 2 bytes"),
+        ({"a": entry(1, 3)}, b"123", "gap of 1 bytes"),
+        ({"a": entry(0, 8)}, b"1234", "truncated"),
+        ({"a": entry(0, 2)}, b"1234", "foreign tail"),
+        ({"a": entry(0, 4, "F32", [2])}, b"1234", "do not fit"),
+        ({"a": entry(0, 4, "U8", [-4])}, b"1234", "non-negative"),
+        ({"a": entry(0, 4, "U8", [True, 4])}, b"1234", "non-negative"),
+        ({"a": entry(4, 0, "U8", [4])}, b"1234", "do not fit"),
+        ({"a": entry(0, 4, "X9")}, b"1234", "not known"),
+        ({"a": {"dtype": "U8", "shape": [4]}}, b"1234", "must have dtype"),
+        ({"a": [1]}, b"", "must have dtype"),
+        ({"a": {**entry(0, 4), "more": 1}}, b"1234", "must have dtype"),
+        ({"a": {**entry(0, 4), "data_offsets": [0, 4, 4]}}, b"1234", "do not fit"),
+        ({"a": {**entry(0, 4), "data_offsets": [0, 4.0]}}, b"1234", "non-negative"),
+        ({"__metadata__": {"a": 1}}, b"", "must map names to text"),
+        ({"__metadata__": []}, b"", "must map names to text"),
+        (b'{"a":{},"a":{}}', b"", "twice"),
+        (b'{"a":NaN}', b"", "NaN"),
+        (b"[1]", b"1234567", "object"),
+        (b"{nonsense", b"1234567", "not readable"),
+        (b"\xff\xfe{}", b"1234567", "not readable"),
+        (b"[" * 100_000, b"", "not readable"),
+    ],
+)
+def test_a_hostile_header_is_refused(tmp_path, header, data, message):
+    with pytest.raises(CheckpointError, match=message):
+        read_header(craft(tmp_path / "x.safetensors", header, data))
+
+
+def test_a_hostile_length_is_refused_without_allocating_it(tmp_path):
+    for length in (2**63, 2**64 - 1, 100, 100_000_001):
+        with pytest.raises(CheckpointError, match="cannot be"):
+            read_header(craft(tmp_path / "x.safetensors", b"{}" + b" " * 20, length=length))
+    big = tmp_path / "big.safetensors"
+    with big.open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(200_000_000)
+    with pytest.raises(CheckpointError, match="cannot be"):
+        read_header(big)
+    (tmp_path / "short").write_bytes(b"123")
+    with pytest.raises(CheckpointError, match="no safetensors file"):
+        read_header(tmp_path / "short")
+    with pytest.raises(CheckpointError, match="check that the path is right"):
+        read_header(tmp_path / "none")
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.randoms(use_true_random=False))
+def test_a_damaged_file_is_refused_or_still_consistent(memory, rng: random.Random):
+    path = memory / "fuzz.safetensors"
+    path.unlink(missing_ok=True)
+    file = write(path)
+    raw = bytearray(path.read_bytes())
+    for _ in range(rng.randint(1, 4)):
+        raw[rng.randrange(file.header_bytes)] = rng.randrange(256)
+    path.write_bytes(raw[: rng.choice([len(raw), rng.randrange(len(raw))])])
+    try:
+        found = read_header(path)
+    except CheckpointError:
+        return
+    position = found.header_bytes
+    for tensor in found.tensors.values():
+        assert tensor.begin == position
+        position += tensor.n_bytes
+    assert position == path.stat().st_size
+
+
+def test_a_header_is_padded_to_eight_bytes():
+    for n in range(1, 20):
+        raw, _ = make_header({"x" * n: TensorSpec("F64", (1,))}, {})
+        assert len(raw) % 8 == 0
+        assert int.from_bytes(raw[:8], "little") == len(raw) - 8
