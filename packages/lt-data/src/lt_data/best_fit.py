@@ -89,5 +89,5 @@ class _Groups:
             at_most -= part.size
         if not waiting:
             del self._bins[space]
-            self._spaces.remove(space)
+            del self._spaces[bisect_left(self._spaces, space)]
         return np.concatenate(parts)

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="data",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     help="Text to token stores, packs and a deterministic stream of training rows.",
 )

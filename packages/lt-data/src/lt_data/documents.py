@@ -55,7 +55,7 @@ def read_documents(
 
 
 class DocumentReader:
-    """An iterable of the documents of some sources, to be walked once, that keeps count of what it read.
+    """The documents of some sources as an iterable that keeps count of what it read.
 
     Attributes:
         total_bytes: size of all files when they were listed.
@@ -103,7 +103,8 @@ class DocumentReader:
         )
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in order."""
+        """Yield the documents in order; the counts begin again with each walk."""
+        self._read, self._files_read, self.read_bytes, self._digest = [], 0, 0, hashlib.sha256()
         for listed in self._files:
             digest = hashlib.sha256()
             before = self.read_bytes

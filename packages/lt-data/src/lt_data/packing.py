@@ -225,7 +225,8 @@ def build_index(lengths: np.ndarray, *, seq_len: int, mode: Mode, store_fingerpr
     np.cumsum(lengths, out=offsets[1:])
     document, start, length, labels, row = _FILL[mode](offsets, seq_len)
     n_rows = int(row[-1]) + 1 if row.size else 0
-    row_offsets = np.searchsorted(row, np.arange(n_rows + 1)).astype(np.int64)
+    row_offsets = np.zeros(n_rows + 1, np.int64)
+    np.cumsum(np.bincount(row, minlength=n_rows), out=row_offsets[1:])
     arrays = {
         "row_offsets": row_offsets,
         "document": document.astype(np.uint32 if lengths.size <= 2**32 else np.int64),
@@ -250,7 +251,7 @@ def _fill_best_fit(offsets: np.ndarray, seq_len: int) -> _Slices:
     lengths = np.diff(offsets)
     n_pieces = -(-lengths // seq_len)
     document = np.repeat(np.arange(lengths.size), n_pieces)
-    piece = np.arange(document.size) - np.repeat(np.cumsum(n_pieces) - n_pieces, n_pieces)
+    piece = counted(n_pieces)
     length = np.minimum(lengths[document] - piece * seq_len, seq_len)
     order, bins = best_fit(length, seq_len)
     by_row = np.argsort(bins, kind="stable")
@@ -261,14 +262,21 @@ def _fill_best_fit(offsets: np.ndarray, seq_len: int) -> _Slices:
 
 
 def _fill_concat(offsets: np.ndarray, seq_len: int) -> _Slices:
-    n_tokens = int(offsets[-1])
-    cuts = np.union1d(offsets, np.arange(0, n_tokens, seq_len))
-    start = cuts[:-1]
-    length = np.diff(cuts)
-    document = np.searchsorted(offsets, start, side="right") - 1
+    begin, end = offsets[:-1], offsets[1:]
+    first_row = begin // seq_len
+    n_slices = (end - 1) // seq_len - first_row + 1
+    document = np.repeat(np.arange(begin.size), n_slices)
+    row = np.repeat(first_row, n_slices) + counted(n_slices)
+    start = np.maximum(begin[document], row * seq_len)
+    length = np.minimum(end[document], (row + 1) * seq_len) - start
     labels = length.copy()
     labels[-1:] -= 1  # nothing follows the last token of the store
-    return document, start, length, labels, start // seq_len
+    return document, start, length, labels, row
+
+
+def counted(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ..., counts[0] - 1, then 0, 1, ..., counts[1] - 1, and so on (int64)."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 _FILL = {"bfd": _fill_best_fit, "concat": _fill_concat}

@@ -15,7 +15,7 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.manifest import Shard
 from lt_data.megatron import encode_index
-from lt_data.storage import fsync, os_errors, write_file
+from lt_data.storage import fsync, os_errors, write, write_file
 
 
 class ShardWriter:
@@ -59,7 +59,7 @@ class ShardWriter:
         begin = 0  # token
         while first < lengths.size:
             last = int(np.searchsorted(ends, begin + self._shard_tokens - self._tokens, side="right"))
-            if last == first and self._tokens:
+            if last <= first and self._tokens:
                 self._close()
                 continue
             last = max(last, first + 1)  # a document longer than a shard has one to itself
@@ -81,7 +81,7 @@ class ShardWriter:
             if self._file is None:
                 self._file = self._path.open("xb")
             content = np.ascontiguousarray(tokens).view(np.uint8).data
-            self._file.write(content)
+            write(self._file, content)
         self._digest.update(content)
         self._lengths.append(lengths)
         self._tokens += tokens.size

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from lt_data.errors import DataError
 
@@ -22,6 +23,8 @@ _REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "the file system is read-only: choose another place",
     errno.ENOENT: "check the path",
+    errno.ENOTEMPTY: "something was written there meanwhile: choose another place",
+    errno.EEXIST: "something was written there meanwhile: choose another place",
     errno.EIO: "the disk reports an error: check it, or use another one",
 }
 
@@ -35,6 +38,11 @@ def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         reason = exc.strerror or str(exc) or type(exc).__name__
         remedy = _REMEDIES.get(exc.errno or 0, "check the path and the disk")
         raise DataError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from exc
+
+
+def write(file: BinaryIO, content: bytes | memoryview) -> None:
+    """Append bytes to an open file. The only way by which this package writes, so that a test can make it fail."""
+    file.write(content)
 
 
 def fsync(descriptor: int) -> None:
@@ -58,7 +66,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
         DataError: the file system refuses; the path and the reason are named.
     """
     with os_errors("write", path), path.open("xb") as file:
-        file.write(content)
+        write(file, content)
         file.flush()
         fsync(file.fileno())
 
@@ -78,6 +86,7 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     Raises:
         DataError: the file system refuses, or `target` came into being meanwhile.
     """
+    target = Path(os.path.abspath(target))
     building = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     with os_errors("create", building):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,12 +108,16 @@ def _move(building: Path, target: Path, *, replace: bool) -> None:
         replaced = replace and target.exists()
         if replaced:
             target.rename(aside)
+        moved = False
         try:
             building.rename(target)
+            moved = True
+            fsync_folder(target.parent)
         except OSError:
+            if moved:
+                target.rename(building)
             if replaced:
                 aside.rename(target)
             raise
-        fsync_folder(target.parent)
         if replaced:
             shutil.rmtree(aside)

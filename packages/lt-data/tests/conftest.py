@@ -1,0 +1,96 @@
+"""Small corpora, a tokenizer and stores whose every token tells where it stands."""
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
+from lt_data.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.megatron import encode_index
+
+settings.register_profile("lt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("lt")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+WORDS = ["the", "quick", "brown fox", "a", "1234567", "naïve", "東京", "🦊", "\n\tdef f(x):", "x**2\r\n", "don't"]
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """Sixty texts of various lengths, one empty and one of a single character."""
+    rng = np.random.default_rng(7)
+    made = [" ".join(rng.choice(WORDS, size=rng.integers(1, 400))) for _ in range(58)]
+    return [*made[:20], "", *made[20:], "x"]
+
+
+@pytest.fixture(scope="session")
+def tokenizer(texts: list[str]) -> Tokenizer:
+    return train_bpe(texts, vocab_size=300)
+
+
+@pytest.fixture(scope="session")
+def documents(texts: list[str]) -> list[Document]:
+    return [Document(text=text, source=f"text {i}") for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def store(tmp_path: Path, documents: list[Document], tokenizer: Tokenizer) -> TokenStore:
+    """The texts as a store of several shards."""
+    prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=2000)
+    return TokenStore.open(tmp_path / "store")
+
+
+@pytest.fixture(scope="session")
+def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., TokenStore]:
+    """Makes a store of documents of given lengths in which the token at global offset t is t + 1."""
+
+    def make(lengths: Sequence[int], shard_documents: int = 3) -> TokenStore:
+        folder = tmp_path_factory.mktemp("store")
+        (folder / "shards").mkdir()
+        shards: list[Shard] = []
+        token = 1
+        for number, first in enumerate(range(0, len(lengths), shard_documents)):
+            part = np.array(lengths[first : first + shard_documents], np.int64)
+            content = np.arange(token, token + part.sum(), dtype="<u4").tobytes()
+            token += int(part.sum())
+            index = encode_index(part, "uint32")
+            (folder / "shards" / f"{number:05d}.bin").write_bytes(content)
+            (folder / "shards" / f"{number:05d}.idx").write_bytes(index)
+            shards.append(
+                Shard(
+                    name=f"{number:05d}",
+                    tokens=int(part.sum()),
+                    documents=part.size,
+                    sha256=hashlib.sha256(content).hexdigest(),
+                    idx_sha256=hashlib.sha256(index).hexdigest(),
+                )
+            )
+        manifest = Manifest(
+            tokenizer=TokenizerInfo(sha256="", vocab_size=2**31, files={}, name="counting"),
+            bos=False,
+            eos=False,
+            dtype="uint32",
+            shards=tuple(shards),
+            text_bytes=4 * (token - 1),
+        )
+        return TokenStore(folder, manifest)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def wait_for() -> Callable[[Callable[[], bool]], None]:
+    """Waits until a condition holds, at most a minute."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+
+    return wait

@@ -1,0 +1,153 @@
+"""A disk that fails at any moment: one clear error, and what stood there before is whole."""
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents
+from lt_data import storage as storage_module
+from lt_data.storage import new_folder, write_file
+
+
+class FailingDisk:
+    """Counts writes, syncs and renames, and fails at the one of a given number."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        self.fail_at = -1
+        for owner, name in ((storage_module, "write"), (os, "fsync"), (Path, "rename")):
+            monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), name))
+        monkeypatch.setattr("lt_data.shards.write", storage_module.write)
+
+    def _wrapped(self, original: Callable[..., object], kind: str) -> Callable[..., object]:
+        def call(*arguments: object) -> object:
+            number = len(self.calls)
+            self.calls.append(kind)
+            if number == self.fail_at:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return original(*arguments)
+
+        return call
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    return FailingDisk(monkeypatch)
+
+
+def test_full_disk_at_every_write_sync_and_rename(
+    tmp_path: Path, tokenizer: Tokenizer, documents: list[Document], disk: FailingDisk
+) -> None:
+    out = tmp_path / "store"
+    before = prepare_documents(documents[:3], tokenizer=tokenizer, out=out)
+    disk.calls.clear()
+    prepare_documents(documents[:20], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1000)
+    first_calls = disk.calls.copy()
+    assert {"write", "fsync", "rename"} == set(first_calls)
+    disk.calls.clear()
+    prepare_documents(documents[:20], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1000, overwrite=True)
+    calls = len(disk.calls)
+    assert calls == len(first_calls) + 1  # the old store is moved aside
+    for number in range(calls):
+        disk.calls.clear()
+        disk.fail_at = number
+        with pytest.raises(DataError, match=r"No space left on device; free some space") as error:
+            prepare_documents(documents[:20], tokenizer=tokenizer, out=out, shard_tokens=1000, overwrite=True)
+        disk.fail_at = -1
+        assert str(out) in str(error.value)
+        assert error.value.__cause__ is not None
+        store = TokenStore.open(out)
+        store.verify()
+        assert store.manifest == before
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["store", "trial"]
+
+
+def test_full_disk_while_packing(tmp_path: Path, store: TokenStore, disk: FailingDisk) -> None:
+    first = pack(store, seq_len=64)
+    disk.calls.clear()
+    pack(store, seq_len=64, overwrite=True)
+    for number in range(len(disk.calls)):
+        disk.calls.clear()
+        disk.fail_at = number
+        with pytest.raises(DataError, match="No space left on device"):
+            pack(store, seq_len=64, overwrite=True)
+        disk.fail_at = -1
+        assert pack(store, seq_len=64).fingerprint == first.fingerprint
+        assert [path.name for path in (store.path / "packs").iterdir()] == ["bfd-64"]
+
+
+def test_everything_is_synced_before_the_rename_and_the_parent_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def note_fsync(descriptor: int) -> None:
+        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+        fsync(descriptor)
+
+    def note_rename(self: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(self, target)
+
+    if not Path("/proc/self/fd").exists():
+        pytest.skip("needs /proc to name what is synced")
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(Path, "rename", note_rename)
+    with new_folder(tmp_path / "made") as building:
+        (building / "sub").mkdir()
+        write_file(building / "sub" / "file", b"x")
+    name = building.name
+    assert events == [f"sync {name}/sub/file", f"sync {name}/sub", f"sync {name}", "rename", "sync ."]
+    assert (tmp_path / "made/sub/file").read_bytes() == b"x"
+
+
+def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted() -> None:
+        with new_folder(tmp_path / "made") as building:
+            (building / "file").write_text("x")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
+    def overtaken() -> None:
+        with new_folder(tmp_path / "made"):
+            (tmp_path / "made").mkdir()
+            (tmp_path / "made/theirs").write_text("x")
+
+    with pytest.raises(DataError, match="written there meanwhile"):
+        overtaken()
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    assert (tmp_path / "made/theirs").read_text() == "x"
+
+
+def test_write_file_never_replaces(tmp_path: Path) -> None:
+    write_file(tmp_path / "a", b"1")
+    with pytest.raises(DataError, match="cannot write"):
+        write_file(tmp_path / "a", b"2")
+    assert (tmp_path / "a").read_bytes() == b"1"
+
+
+def test_a_real_limit_of_the_file_system(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """RLIMIT_FSIZE makes the kernel itself refuse a write in the middle of a file."""
+    tokenizer.save(tmp_path / "tok")
+    (tmp_path / "in.txt").write_text("some words " * 20_000)
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
+        "sys.argv = ['lt-data', 'prepare', 'in.txt', '--tokenizer', 'tok', '--out', 'out']; "
+        "from lt_data.__main__ import main; sys.exit(main())"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert run.returncode == 64, run.stderr
+    assert "error: cannot write" in run.stderr
+    assert "File too large" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "tok"]
