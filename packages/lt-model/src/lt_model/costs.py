@@ -58,7 +58,8 @@ class Memory:
         params: the weights.
         grads: their gradients.
         moments: AdamW's two moments.
-        logits: the output of the head for one micro-batch, and its gradient, in fp32.
+        logits: the output of the head for one micro-batch and its gradient, in fp32, where both are held whole (the
+            loss of `Llama.forward` holds a chunk of them only).
     """
 
     params: int
@@ -90,7 +91,12 @@ def memory(
         param_bytes: bytes per weight (4: fp32; 2 + 4 = 6: bf16 with an fp32 master copy).
         grad_bytes: bytes per gradient element.
         moment_bytes: bytes per element of each of the two moments.
+
+    Raises:
+        ModelError: `micro_batch` or `seq_len` below 1.
     """
+    if seq_len < 1 or micro_batch < 1:
+        raise ModelError(f"micro_batch = {micro_batch} and seq_len = {seq_len} must both be at least 1")
     n = n_parameters(config)
     logits = micro_batch * seq_len * config.vocab_size * 4
     return Memory(params=n * param_bytes, grads=n * grad_bytes, moments=2 * n * moment_bytes, logits=2 * logits)

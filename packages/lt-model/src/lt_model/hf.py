@@ -9,7 +9,9 @@ itself.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lt_model.config import LlamaConfig, RopeScaling
@@ -131,6 +133,25 @@ def from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
             f"{config.head_dim})"
         )
     return config
+
+
+def read_config(path: str | Path) -> LlamaConfig:
+    """Read a config.json, given as the file or as the folder of a Hugging Face model.
+
+    Raises:
+        ModelError: a file that is missing, unreadable, no JSON object, or not a Llama that we can compute.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise ModelError(f"{file}: cannot be read: {exc.strerror}") from exc
+    except ValueError as exc:  # broken JSON, or bytes that are not UTF-8
+        raise ModelError(f"{file}: not a JSON file: {exc}") from exc
+    if not isinstance(values, Mapping):
+        raise ModelError(f"{file}: a JSON object was expected, not {type(values).__name__}")
+    return from_hf(values, str(file))
 
 
 _SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

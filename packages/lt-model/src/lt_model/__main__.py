@@ -1,0 +1,42 @@
+"""`lt-model` and `python -m lt_model`: runs the commands of `cli.py` and turns how they ended into an exit code.
+
+0 done, 64 a mistake the person can mend, 70 a mistake of ours (with its traceback), 130 interrupted.
+"""
+
+import sys
+import traceback
+
+EXIT_USER = 64
+EXIT_OURS = 70
+EXIT_INTERRUPTED = 130
+_TYPER_USAGE_ERROR = 2
+
+
+def main() -> int:
+    """Run the command line of this process; returns the exit code."""
+    try:
+        from lt_model.cli import app
+    except ModuleNotFoundError as exc:
+        if exc.name != "typer":
+            raise
+        sys.stderr.write("lt-model: the command needs typer: pip install 'lt-model[cli]'\n")
+        return EXIT_USER
+    try:
+        app(prog_name="lt-model")
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else EXIT_USER if exc.code else 0
+        return EXIT_USER if code == _TYPER_USAGE_ERROR else code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except Exception as exc:  # noqa: BLE001 - the process's edge: a person's mistake becomes a line, ours a traceback
+        code = getattr(exc, "exit_code", None)
+        if isinstance(exc, ValueError) and isinstance(code, int):
+            sys.stderr.write(f"error: {exc}\n")
+            return code
+        traceback.print_exc()
+        return EXIT_OURS
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

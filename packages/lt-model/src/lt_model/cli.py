@@ -1,0 +1,62 @@
+"""The commands of `lt model`: show a model's shape and costs, list the presets. No torch, no numpy."""
+
+import json
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="model",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Llama shapes: sizes, parameters, FLOPs per token, memory.",
+)
+
+_LONGEST_DEFAULT = 4096
+
+
+@app.command()
+def show(
+    model: Annotated[str, typer.Argument(metavar="PRESET|CONFIG", help="A preset, a config.json, or its folder.")],
+    seq_len: Annotated[int, typer.Option(help="Tokens per row. 0: the model's length, at most 4096.")] = 0,
+    micro_batch: Annotated[int, typer.Option(help="Rows per forward pass.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show a model's shape, parameters, FLOPs per token in both conventions, and memory by part."""
+    from pathlib import Path
+
+    from lt_model.describe import describe, describe_text
+    from lt_model.hf import read_config
+    from lt_model.presets import PRESETS, preset
+
+    # What is not a file is taken for a preset, so that a misspelt one gets the list of presets.
+    config = read_config(model) if model not in PRESETS and Path(model).exists() else preset(model)
+    seq_len = seq_len or min(config.max_position_embeddings, _LONGEST_DEFAULT)
+    if as_json:
+        typer.echo(json.dumps(describe(config, seq_len=seq_len, micro_batch=micro_batch), indent=2))
+    else:
+        typer.echo(describe_text(config, seq_len=seq_len, micro_batch=micro_batch))
+
+
+@app.command("list")
+def list_presets() -> None:
+    """List the presets with their sizes."""
+    from lt_model.costs import n_parameters
+    from lt_model.presets import PRESETS
+
+    row = "{:<18} {:>15} {:>6} {:>6} {:>12} {:>5} {:>8} {:>7} {:>8}"
+    typer.echo(
+        row.format("preset", "parameters", "layers", "hidden", "intermediate", "heads", "kv heads", "vocab", "context")
+    )
+    for name, config in PRESETS.items():
+        sizes = (
+            config.n_layers,
+            config.hidden_size,
+            config.intermediate_size,
+            config.n_heads,
+            config.n_kv_heads,
+            config.vocab_size,
+            config.max_position_embeddings,
+        )
+        typer.echo(row.format(name, f"{n_parameters(config):,}", *sizes))

@@ -1,0 +1,102 @@
+"""A model's shape and costs as text or plain values: what `lt-model show` prints. Pure; cost: the parameter table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from lt_model.config import LlamaConfig
+from lt_model.costs import flops_per_token, memory, n_compute_parameters, n_parameters
+from lt_model.params import Parameter, parameters
+
+ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on tensor cores and on AMX
+
+
+def alignment_warnings(config: LlamaConfig) -> list[str]:
+    """Return one line for each matrix size that is not a multiple of `ALIGNMENT`, with the nearest sizes that are."""
+    sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
+    return [
+        f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
+        f"({_nearest(size)} would be aligned)"
+        for name, size in sizes.items()
+        if size % ALIGNMENT
+    ]
+
+
+def describe(config: LlamaConfig, *, seq_len: int, micro_batch: int = 1) -> dict[str, Any]:
+    """Return shape, parameters, costs and warnings as plain values (JSON-ready).
+
+    Args:
+        config: the model.
+        seq_len: tokens per row, for FLOPs and memory.
+        micro_batch: rows per forward pass, for memory.
+
+    Raises:
+        ModelError: `seq_len` or `micro_batch` below 1.
+    """
+    held = memory(config, micro_batch=micro_batch, seq_len=seq_len)
+    return {
+        "config": config.to_dict(),
+        "head_dim": config.head_dim,
+        "parameters": n_parameters(config),
+        "compute_parameters": n_compute_parameters(config),
+        "seq_len": seq_len,
+        "micro_batch": micro_batch,
+        "flops_per_token": {
+            "full": flops_per_token(config, seq_len, "full"),
+            "causal": flops_per_token(config, seq_len, "causal"),
+        },
+        "memory_bytes": {**asdict(held), "total": held.total},
+        "warnings": alignment_warnings(config),
+    }
+
+
+def describe_text(config: LlamaConfig, *, seq_len: int, micro_batch: int = 1) -> str:
+    """Return what `describe` returns, and the shapes of all tensors, as lines for a person."""
+    return "\n".join(_lines(config, describe(config, seq_len=seq_len, micro_batch=micro_batch)))
+
+
+def _lines(config: LlamaConfig, facts: dict[str, Any]) -> Iterator[str]:
+    for name, value in facts["config"].items():
+        yield f"{name:<24} {value}"
+    yield f"{'head_dim':<24} {config.head_dim}"
+    yield ""
+    yield from _shape_lines(parameters(config), config.n_layers)
+    yield ""
+    yield f"parameters               {facts['parameters']:,}"
+    yield f"  multiplied per token   {facts['compute_parameters']:,} (without the input embedding, with the head)"
+    for convention, note in (("full", "whole attention square"), ("causal", "half of it")):
+        flops = facts["flops_per_token"][convention]
+        title = f"FLOPs/token, {convention}"
+        yield f"{title:<24} {flops:,} (training, seq_len {facts['seq_len']}, {note})"
+    yield f"memory, fp32 AdamW       {_size(facts['memory_bytes']['total'])} without activations of the blocks:"
+    for part, n_bytes in facts["memory_bytes"].items():
+        if part != "total":
+            note = f" (micro_batch {facts['micro_batch']}, if held whole)" if part == "logits" else ""
+            yield f"  {part:<22} {_size(n_bytes)}{note}"
+    for warning in facts["warnings"]:
+        yield f"warning: {warning}"
+
+
+def _shape_lines(table: tuple[Parameter, ...], n_layers: int) -> Iterator[str]:
+    """List each tensor once; those of the blocks stand for all layers."""
+    for parameter in table:
+        if parameter.layer not in (None, 0):
+            continue
+        name, times = parameter.name, ""
+        if parameter.layer == 0:
+            name, times = name.replace("layers.0.", "layers.*."), f" x {n_layers}"
+        yield f"{name:<48} {list(parameter.shape)!s:<16}{times}".rstrip()
+
+
+def _nearest(size: int) -> str:
+    below = size - size % ALIGNMENT
+    return f"{below} or {below + ALIGNMENT}" if below else str(ALIGNMENT)
+
+
+def _size(n_bytes: int) -> str:
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if n_bytes >= factor:
+            return f"{n_bytes / factor:.2f} {unit}"
+    return f"{n_bytes} B"

@@ -1,0 +1,119 @@
+"""The command, what importing costs, and the README's example."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import lt_model
+import pytest
+
+PACKAGE = Path(__file__).parents[1]
+HEAVY = ("torch", "numpy", "typer", "rich")
+
+
+def _run(*arguments, check=True, cwd=None):
+    done = subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, check=False, encoding="utf-8"
+    )
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def _loaded_after(code):
+    done = _run("-c", f"{code}\nimport sys, json; print(json.dumps(sorted(sys.modules)))")
+    return set(json.loads(done.stdout.splitlines()[-1]))
+
+
+def test_importing_loads_nothing_heavy_and_nothing_of_ours():
+    loaded = _loaded_after("import lt_model")
+    assert loaded.isdisjoint(HEAVY)
+    assert {name for name in loaded if name.startswith("lt_model")} == {"lt_model"}
+    assert _loaded_after("from lt_model import preset, parameters, flops_per_token, LlamaConfig").isdisjoint(HEAVY)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["list"], ["show", "tiny-2m"], ["show", "--help"]])
+def test_the_command_loads_neither_torch_nor_numpy(arguments):
+    code = f"import sys; sys.argv = ['lt-model', *{arguments}]\nfrom lt_model.__main__ import main; assert main() == 0"
+    assert _loaded_after(code).isdisjoint(("torch", "numpy"))
+
+
+def test_every_exported_name_is_there():
+    pytest.importorskip("torch")
+    # The table that loads names lazily, the list of names, and what type checkers see must agree.
+    assert set(lt_model._MODULES) == set(lt_model.__all__) <= set(dir(lt_model))
+    source = (PACKAGE / "src/lt_model/__init__.py").read_text()
+    for name, module in lt_model._MODULES.items():
+        assert getattr(lt_model, name) is not None
+        assert re.search(rf"from lt_model\.{module} import .*\b{name}\b", source), name
+    with pytest.raises(AttributeError, match="no attribute 'Lama'"):
+        lt_model.Lama  # noqa: B018
+
+
+def test_list_shows_each_preset_with_its_size():
+    lines = _run("-m", "lt_model", "list").stdout.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == list(lt_model.PRESETS)
+    assert "8,030,261,248" in next(line for line in lines if line.startswith("llama3-8b"))
+
+
+def test_show_prints_shapes_costs_and_the_warning():
+    text = _run("-m", "lt_model", "show", "litespark-default", "--seq-len", "1024").stdout
+    assert re.search(r"^model\.layers\.\*\.mlp\.down_proj\.weight +\[768, 2072\] +x 12$", text, re.MULTILINE)
+    assert re.search(r"^parameters +134,769,408$", text, re.MULTILINE)
+    full, causal = (lt_model.flops_per_token(lt_model.preset("litespark-default"), 1024, c) for c in ("full", "causal"))
+    assert re.search(rf"^FLOPs/token, full +{full:,} ", text, re.MULTILINE)
+    assert re.search(rf"^FLOPs/token, causal +{causal:,} ", text, re.MULTILINE)
+    assert "warning: intermediate_size = 2072" in text
+
+
+def test_show_reads_a_config_json(tmp_path):
+    config = lt_model.preset("tiny-5m")
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    for argument in (tmp_path, tmp_path / "config.json"):
+        facts = json.loads(_run("-m", "lt_model", "show", str(argument), "--json").stdout)
+        assert facts["parameters"] == 4_951_296
+        assert facts["seq_len"] == config.max_position_embeddings
+        assert lt_model.LlamaConfig.from_dict(facts["config"]) == config
+
+
+def test_mistakes_are_one_line_and_exit_code_64(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    for arguments, message in (
+        (["show", "lama3-8b"], "error: preset 'lama3-8b' is unknown; did you mean 'llama3-8b'"),
+        (["show", str(tmp_path)], "config.json: model_type = 'gpt2'; only 'llama' can be read"),
+        (["show", "tiny-2m", "--seq-len", "-1"], "seq_len = -1"),
+    ):
+        done = _run("-m", "lt_model", *arguments, check=False)
+        assert done.returncode == 64
+        assert message in done.stderr
+        assert done.stderr.count("\n") == 1
+    assert _run("-m", "lt_model", "show", "--nonsense", check=False).returncode == 64
+
+
+def test_without_typer_the_command_names_the_extra():
+    code = "import sys; sys.modules['typer'] = None\nfrom lt_model.__main__ import main; sys.exit(main())"
+    done = _run("-c", code, check=False)
+    assert done.returncode == 64
+    assert done.stderr == "lt-model: the command needs typer: pip install 'lt-model[cli]'\n"
+
+
+def test_our_own_mistakes_show_a_traceback_and_exit_code_70(monkeypatch, capsys):
+    from lt_model import __main__, cli
+
+    def broken(**_):
+        raise KeyError("ours")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert __main__.main() == 70
+    assert "KeyError: 'ours'" in capsys.readouterr().err
+
+
+def test_the_readme_example_runs_without_torch(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", (PACKAGE / "README.md").read_text(), re.DOTALL)
+    done = _run("-c", f"import sys; sys.modules['torch'] = None\n{example}", cwd=tmp_path)
+    assert done.stdout.splitlines() == [
+        "8030261248",
+        "model.layers.0.self_attn.q_proj.weight (4096, 4096)",
+        "51.5 GFLOPs",
+    ]

@@ -1,0 +1,162 @@
+import dataclasses
+import json
+
+import pytest
+from lt_model import LlamaConfig, ModelError, RopeScaling
+from lt_model.hf import read_config
+
+SCALING = {
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# meta-llama/Llama-3.2-1B, as written by transformers 4.45, and the same model as 5.x writes it.
+LLAMA_32_1B_V4 = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 16,
+    "num_key_value_heads": 8,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {"rope_type": "llama3", **SCALING},
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.45.0.dev0",
+    "use_cache": True,
+    "vocab_size": 128256,
+}
+LLAMA_32_1B_V5 = {
+    **{name: value for name, value in LLAMA_32_1B_V4.items() if not name.startswith("rope_")},
+    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, **SCALING},
+}
+# meta-llama/Llama-2-7b-hf, first upload: no n_kv_heads, head_dim or rope_theta.
+LLAMA_2_7B_OLD = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 4096,
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+    "vocab_size": 32000,
+}
+
+
+def test_files_of_transformers_4_and_5_give_the_preset():
+    from lt_model import preset
+
+    assert LlamaConfig.from_hf(LLAMA_32_1B_V4) == preset("llama3.2-1b")
+    assert LlamaConfig.from_hf(LLAMA_32_1B_V5) == preset("llama3.2-1b")
+    assert LlamaConfig.from_hf(LLAMA_2_7B_OLD) == preset("llama2-7b")
+
+
+def test_round_trip(config):
+    values = json.loads(json.dumps(config.to_hf(bos_token_id=1, eos_token_id=[2, 3], dtype="bfloat16")))
+    assert LlamaConfig.from_hf(values) == config
+    assert (values["bos_token_id"], values["eos_token_id"], values["torch_dtype"]) == (1, [2, 3], "bfloat16")
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+def test_either_spelling_of_rope_is_enough(config, spelling):
+    values = config.to_hf()
+    if spelling == "rope_parameters":
+        del values["rope_theta"], values["rope_scaling"]
+    else:
+        del values["rope_parameters"]
+    assert LlamaConfig.from_hf(values) == config
+
+
+def test_transformers_reads_what_we_write(config):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaConfig.from_dict(config.to_hf(bos_token_id=1, eos_token_id=2))
+    assert theirs.num_key_value_heads == config.n_kv_heads
+    assert theirs.intermediate_size == config.intermediate_size
+    assert theirs.rms_norm_eps == config.norm_eps
+    assert theirs.tie_word_embeddings is config.tie_word_embeddings
+    assert theirs.rope_parameters["rope_theta"] == config.rope_theta
+    scaling = config.rope_scaling
+    assert theirs.rope_parameters["rope_type"] == ("llama3" if scaling else "default")
+    if scaling:
+        assert dataclasses.asdict(scaling).items() <= theirs.rope_parameters.items()
+
+
+def test_we_read_what_transformers_writes(config, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig.from_dict(config.to_hf()).save_pretrained(tmp_path)
+    assert read_config(tmp_path) == config
+    assert read_config(tmp_path / "config.json") == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "mistral"}, "model_type = 'mistral'"),
+        ({"model_type": None}, "model_type = None"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"mlp_bias": True}, "mlp_bias = True"),
+        ({"attention_dropout": 0.1}, "attention_dropout"),
+        ({"head_dim": 128}, "head_dim = 128 is not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"vocab_size": "many"}, "vocab_size = 'many'"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling: rope_type = 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4.0}}, "rope_scaling: rope_type = 'linear'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "rope_scaling: low_freq_factor is missing"),
+        ({"rope_scaling": [8.0]}, "rope_scaling = .* must be a table"),
+        ({"rope_scaling": {**SCALING, "rope_type": "llama3", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}, "disagree"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 10000.0, **SCALING}}, "disagree"),
+    ],
+)
+def test_what_we_do_not_compute_is_refused_with_the_source(changes, message):
+    with pytest.raises(ModelError, match=rf"^dir/config\.json: .*{message}|^dir/config\.json: {message}"):
+        LlamaConfig.from_hf({**LLAMA_32_1B_V4, **changes}, "dir/config.json")
+
+
+def test_older_names_and_missing_lengths_are_read_as_transformers_reads_them():
+    scaling = {"type": "llama3", **{k: v for k, v in SCALING.items() if k != "original_max_position_embeddings"}}
+    config = LlamaConfig.from_hf({**LLAMA_32_1B_V4, "rope_scaling": scaling})
+    assert config.rope_scaling == RopeScaling(**{**SCALING, "original_max_position_embeddings": 131072})
+    assert LlamaConfig.from_hf({**LLAMA_2_7B_OLD, "rms_norm_eps": None}).norm_eps == 1e-6
+
+
+def test_token_ids_and_dtype_are_checked(gqa_config):
+    with pytest.raises(ModelError, match="bos_token_id = 101 is outside the vocabulary of 101"):
+        gqa_config.to_hf(bos_token_id=101)
+    with pytest.raises(ModelError, match="eos_token_id = -1"):
+        gqa_config.to_hf(eos_token_id=[3, -1])
+    with pytest.raises(ModelError, match="dtype = 'bf16'"):
+        gqa_config.to_hf(dtype="bf16")
+
+
+def test_files_that_cannot_be_read_name_the_file(tmp_path):
+    with pytest.raises(ModelError, match=r"none\.json: cannot be read: No such file"):
+        read_config(tmp_path / "none.json")
+    for content in (b"{", b"\xff\xfe\x00"):
+        (tmp_path / "config.json").write_bytes(content)
+        with pytest.raises(ModelError, match=r"config\.json: not a JSON file"):
+            read_config(tmp_path)
+    (tmp_path / "config.json").write_text("[1]")
+    with pytest.raises(ModelError, match="a JSON object was expected"):
+        read_config(tmp_path)

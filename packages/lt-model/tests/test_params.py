@@ -1,0 +1,123 @@
+import dataclasses
+import math
+
+import pytest
+from lt_model import PRESETS, LlamaConfig, ModelError, flops_per_token, memory, n_parameters, parameters, preset
+from lt_model.describe import alignment_warnings
+
+# Published or computed from the published shapes by transformers (sum over state_dict of a model on the meta device).
+COUNTS = {
+    "tiny-2m": 1_967_808,
+    "tiny-5m": 4_951_296,
+    "litespark-default": 134_769_408,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.2-1b": 1_235_814_400,
+}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_counts_are_exact(name):
+    assert n_parameters(PRESETS[name]) == COUNTS[name]
+
+
+@pytest.mark.parametrize("name", ["litespark-default", "llama3-8b", "llama3.2-1b"])
+def test_table_has_the_names_and_shapes_of_transformers(name):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(PRESETS[name].to_hf()))
+    shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
+    assert {parameter.name: parameter.shape for parameter in parameters(PRESETS[name])} == shapes
+
+
+def test_whole_table_of_a_small_model():
+    config = LlamaConfig(vocab_size=10, hidden_size=8, intermediate_size=12, n_heads=4, n_kv_heads=2, n_layers=2)
+    residual = 0.02 / math.sqrt(4)
+    block = [
+        ("self_attn.q_proj", (8, 8), "q_proj", 0, True, 0.02),
+        ("self_attn.k_proj", (4, 8), "k_proj", 0, True, 0.02),
+        ("self_attn.v_proj", (4, 8), "v_proj", 0, True, 0.02),
+        ("self_attn.o_proj", (8, 8), "o_proj", 1, True, residual),
+        ("mlp.gate_proj", (12, 8), "gate_proj", 0, True, 0.02),
+        ("mlp.up_proj", (12, 8), "up_proj", 0, True, 0.02),
+        ("mlp.down_proj", (8, 12), "down_proj", 1, True, residual),
+        ("input_layernorm", (8,), "norm", None, False, 0.0),
+        ("post_attention_layernorm", (8,), "norm", None, False, 0.0),
+    ]
+    expected = [
+        ("model.embed_tokens.weight", (10, 8), None, "embed", "embed_tokens", 0, False, 0.02),
+        *(
+            (f"model.layers.{layer}.{name}.weight", shape, layer, "block", *rest)
+            for layer in (0, 1)
+            for name, shape, *rest in block
+        ),
+        ("model.norm.weight", (8,), None, "final", "norm", None, False, 0.0),
+        ("lm_head.weight", (10, 8), None, "final", "lm_head", 0, True, 0.02),
+    ]
+    assert [dataclasses.astuple(parameter) for parameter in parameters(config)] == expected
+    tied = dataclasses.replace(config, tie_word_embeddings=True)
+    assert parameters(tied) == parameters(config)[:-1]
+
+
+def test_presets_take_overrides_and_name_near_misses():
+    assert preset("llama3-8b", n_layers=4).n_layers == 4
+    assert preset("llama3-8b") == PRESETS["llama3-8b"]
+    with pytest.raises(ModelError, match="preset 'lama3-8b' is unknown; did you mean 'llama3-8b'"):
+        preset("lama3-8b")
+    with pytest.raises(ModelError, match="preset 'tiny-2m': unknown field 'layers'"):
+        preset("tiny-2m", layers=3)
+    with pytest.raises(ModelError, match="n_kv_heads = 4"):
+        preset("tiny-2m", n_kv_heads=4)
+
+
+def test_flops_are_six_per_multiplied_weight_plus_attention():
+    config = PRESETS["llama3-8b"]
+    weights = COUNTS["llama3-8b"] - 128256 * 4096
+    assert flops_per_token(config, 8192, "full") == 6 * weights + 12 * 32 * 4096 * 8192
+    assert flops_per_token(config, 8192, "causal") == 6 * weights + 6 * 32 * 4096 * 8192
+    tied = PRESETS["llama3.2-1b"]  # the tied embedding is multiplied as the head
+    assert flops_per_token(tied, 1, "full") == 6 * COUNTS["llama3.2-1b"] + 12 * 16 * 2048
+
+
+def test_flops_match_what_torch_counts():
+    torch = pytest.importorskip("torch")
+    from lt_model import Llama, cross_entropy_sum
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = preset("tiny-2m")
+    n_rows, seq_len = 2, 96
+    model = Llama(config, attention="reference")
+    ids = torch.zeros(n_rows, seq_len, dtype=torch.long)
+    with FlopCounterMode(display=False) as counter:
+        cross_entropy_sum(model(ids), ids).backward()
+    norms = sum(parameter.size for parameter in parameters(config) if parameter.kind == "norm")
+    counted = counter.get_total_flops() / (n_rows * seq_len)
+    by_formula = flops_per_token(config, seq_len, "full") - 6 * norms
+    assert counted == by_formula
+
+
+def test_cost_arguments_are_checked():
+    with pytest.raises(ModelError, match="seq_len = 0"):
+        flops_per_token(PRESETS["tiny-2m"], 0)
+    with pytest.raises(ModelError, match="convention = 'half'"):
+        flops_per_token(PRESETS["tiny-2m"], 8, "half")  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="micro_batch = 0"):
+        memory(PRESETS["tiny-2m"], micro_batch=0, seq_len=8)
+
+
+def test_memory_by_part():
+    held = memory(PRESETS["tiny-2m"], micro_batch=3, seq_len=100, param_bytes=2, grad_bytes=2, moment_bytes=4)
+    n = COUNTS["tiny-2m"]
+    assert dataclasses.asdict(held) == {"params": 2 * n, "grads": 2 * n, "moments": 8 * n, "logits": 4915200}
+    assert held.total == 12 * n + 4915200
+
+
+def test_sizes_that_are_no_multiple_of_64_are_named():
+    (warning,) = alignment_warnings(PRESETS["litespark-default"])
+    assert warning.startswith("intermediate_size = 2072 is not a multiple of 64")
+    assert "2048 or 2112" in warning
+    assert alignment_warnings(PRESETS["tiny-5m"]) == alignment_warnings(PRESETS["llama3-8b"]) == []
