@@ -83,7 +83,7 @@ def toy_check(checkpoint: Checkpoint, seed: int | None = None) -> None:
         assert checkpoint.read(group, name).tobytes() == array.tobytes()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy() -> SimpleNamespace:
     return SimpleNamespace(state=toy_state, shards=toy_shards, save=toy_save, check=toy_check, as_bytes=as_bytes)
 

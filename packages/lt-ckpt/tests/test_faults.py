@@ -29,7 +29,9 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
     assert names.count("fsync") >= 20
     assert names.count("rename") == 7
     messages: list[str] = []
-    for index in range(n_calls):
+    # EIO is met at every seventh call only: what follows an error does not depend on its number.
+    points = range(0, n_calls, 1 if error == errno.ENOSPC else 7)
+    for index in points:
         root = fast_path / f"{index}"
         save(root, toy, 1)
         opened: list[Path] = []
@@ -53,7 +55,9 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
         toy.check(Checkpoint.open(root / "step-00000002"))
         assert [name for name in os.listdir(root) if name.startswith(".tmp") and opened] == []
     # All are reported but the three calls by which the sweep in `begin` reads a mark: what it cannot read it leaves.
-    assert len(messages) == n_calls - 3, "an error was swallowed"
+    reads_a_mark = names.index("preadv")
+    spared = {reads_a_mark - 1, reads_a_mark, reads_a_mark + 1}
+    assert len(messages) == len(set(points) - spared), "an error was swallowed"
     assert all(os.strerror(error) in message for message in messages)
 
 

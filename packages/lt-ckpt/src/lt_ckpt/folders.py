@@ -64,6 +64,15 @@ def read_mark(folder: Path) -> Mark:
     )
 
 
+def _is_marked(folder: Path) -> bool:
+    """Tells whether a folder carries a mark of ours that can be read."""
+    try:
+        read_mark(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
 def new_token() -> str:
     """Returns 16 random hex digits."""
     return secrets.token_hex(8)
@@ -166,9 +175,8 @@ def remove(folder: Path) -> bool:
         CheckpointError: The system refuses.
     """
     with storage("removing", folder):
-        if folder.is_symlink() or not (folder / MARK).is_file():
+        if folder.is_symlink() or not _is_marked(folder):
             return False
-        read_mark(folder)
         known = _known_entries(folder)
         if known is None:
             return False

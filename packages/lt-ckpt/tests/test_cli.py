@@ -1,0 +1,162 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*args, env=None):
+    done = subprocess.run(
+        [sys.executable, "-m", "lt_ckpt", *map(str, args)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **(env or {})},
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.fixture
+def main(capsys, monkeypatch):
+    from lt_ckpt.__main__ import main
+
+    def call(*args):
+        monkeypatch.setattr(sys, "argv", ["lt-ckpt", *map(str, args)])
+        code = main()
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return call
+
+
+def test_inspect(tmp_path, toy, main):
+    path = toy.save(tmp_path, 3)
+    code, out, _ = main("inspect", tmp_path)
+    assert code == 0
+    assert f"{path}\nstep        3\n" in out
+    assert "weights     3 tensors, 61 elements, F32, BF16, 188 bytes" in out
+    assert "tokenizer   tokenizer.json" in out
+    assert "data        row=24" in out
+    code, out, _ = main("inspect", "--json", path)
+    shown = json.loads(out)
+    assert (shown["step"], shown["world"], shown["small"]) == (3, 2, {"lr": 0.1})
+    assert shown["groups"]["weights"]["dtypes"] == {"F32": 33, "BF16": 28}
+
+
+def test_verify(tmp_path, toy, main):
+    one, two = toy.save(tmp_path, 1), toy.save(tmp_path, 2)
+    code, out, err = main("verify", tmp_path)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"ok: {two}: 14 files, ")
+    assert f"ok: {one}: " in out
+    file = two / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    (one / "notes").write_text("")
+    code, out, err = main("verify", tmp_path)
+    assert code == 64
+    assert "broken: " in out
+    assert "the bytes of tensor b.weight have changed" in out
+    assert f"extra: {one}/notes is not part of the checkpoint" in out
+    assert err == "error: 2 of 2 checkpoints did not verify\n"
+    code, out, err = main("inspect", tmp_path)
+    assert code == 0
+    assert f"passed over {two}" in err
+    assert "step        1" in out
+
+
+def test_errors_are_one_line_and_64(tmp_path, main):
+    code, out, err = main("inspect", tmp_path / "none")
+    assert (code, out) == (64, "")
+    assert err == f"error: {tmp_path / 'none'}: no valid checkpoint: no folder named step-... in it\n"
+    assert main("export", tmp_path, "--out", tmp_path / "x")[0] == 64
+    assert main("nonsense")[0] == 2
+
+
+def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkeypatch):
+    import lt_ckpt.discover
+
+    def broken(path):
+        raise RuntimeError("bug")
+
+    def interrupted(path):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(lt_ckpt.discover, "resolve", broken)
+    code, _, err = main("inspect", tmp_path)
+    assert code == 70
+    assert "Traceback" in err
+    monkeypatch.setattr(lt_ckpt.discover, "resolve", interrupted)
+    assert main("inspect", tmp_path)[0] == 130
+
+
+def test_export(tmp_path, main):
+    sys.path.insert(0, str(Path(__file__).parent))
+    from test_export import config, save_model  # pyright: ignore[reportMissingImports]
+
+    sys.path.pop(0)
+    save_model(tmp_path / "run" / "checkpoints", config())
+    code, out, err = main("export", tmp_path / "run", "--out", tmp_path / "hf", "--dtype", "bf16")
+    assert (code, err) == (0, "")
+    assert out == f"exported step 7 to {tmp_path / 'hf'}\n"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
+    code, _, err = main("export", tmp_path / "run", "--out", tmp_path / "hf")
+    assert code == 64
+    assert "not an empty folder" in err
+    code, _, err = main("export", tmp_path / "run", "--out", tmp_path / "x", "--dtype", "int4")
+    assert (code, err) == (
+        64,
+        "error: dtype 'int4' is not a floating type that can be cast to; use f64, f32, f16 or bf16\n",
+    )
+
+
+def test_the_module_runs_as_a_command(tmp_path, toy):
+    toy.save(tmp_path, 3)
+    code, out, err = run("verify", tmp_path)
+    assert (code, err) == (0, "")
+    assert out.startswith("ok: ")
+
+
+def test_without_typer_the_install_line_is_printed(tmp_path):
+    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    code, out, err = run("--help", env={"PYTHONPATH": str(tmp_path)})
+    assert (code, out) == (64, "")
+    assert err == "lt-ckpt: the command needs typer: pip install 'lt-ckpt[cli]'\n"
+
+
+HEAVY = ("numpy", "safetensors", "torch", "transformers", "xxhash", "rich", "lt_model.config")
+
+
+def loaded_by(code):
+    code += f"\nimport sys; print([name for name in {HEAVY} if name in sys.modules])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[
+        -1
+    ]
+
+
+def test_importing_loads_nothing_heavy():
+    assert loaded_by("import lt_ckpt; dir(lt_ckpt); lt_ckpt.__all__; lt_ckpt.CheckpointError") == "[]"
+    cli = "import sys; sys.argv = ['lt-ckpt', '--help']\nfrom lt_ckpt.__main__ import main; assert main() == 0"
+    assert set(eval(loaded_by(cli))) <= {"rich"}  # noqa: S307 - typer itself prints its help with rich
+    sub = cli.replace("'--help'", "'export', '--help'")
+    assert set(eval(loaded_by(sub))) <= {"rich"}  # noqa: S307
+    assert "numpy" in loaded_by("import lt_ckpt; lt_ckpt.Shard")
+    assert "torch" not in loaded_by("import lt_ckpt\nfor name in lt_ckpt.__all__: getattr(lt_ckpt, name)")
+
+
+def test_public_names_are_what_they_say():
+    import importlib
+    import pkgutil
+
+    import lt_ckpt
+
+    modules = {found.name for found in pkgutil.iter_modules(lt_ckpt.__path__)}
+    for name in modules - {"__main__"}:
+        importlib.import_module(f"lt_ckpt.{name}")
+    assert not modules & set(lt_ckpt.__all__), "a module would hide the function of the same name"
+    for name in lt_ckpt.__all__:
+        assert getattr(lt_ckpt, name).__name__ == name
+    assert sorted(lt_ckpt._OWNERS) == sorted(lt_ckpt.__all__) == sorted(dir(lt_ckpt))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = lt_ckpt.nothing

@@ -1,0 +1,182 @@
+import os
+import shutil
+
+import pytest
+from lt_ckpt import CheckpointError, begin, latest_valid, list_steps, prune, resolve, write_part
+from lt_ckpt.folders import FOREIGN_OWNER_SECONDS, sweep
+
+
+def damage(path):
+    file = path / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+
+
+def test_an_empty_or_missing_root_has_none(tmp_path):
+    assert latest_valid(tmp_path) == (None, [])
+    assert latest_valid(tmp_path / "none") == (None, [])
+
+
+def test_a_root_that_cannot_be_read_is_an_error_and_not_empty(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="looking for checkpoints failed"):
+        latest_valid(tmp_path / "file")
+
+
+def test_the_newest_step_is_found_by_number(tmp_path, toy):
+    for step in (9, 10, 123_456_789, 1):
+        toy.save(tmp_path, step)
+    for name in ("step-1", "step-00000011x", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "step-00000099").write_text("a file")
+    assert [step for step, _ in list_steps(tmp_path)] == [123_456_789, 10, 9, 1]
+    found, rejected = latest_valid(tmp_path)
+    assert found is not None
+    assert (found.step, rejected) == (123_456_789, [])
+
+
+def test_a_broken_newest_one_is_passed_over_with_the_reason(tmp_path, toy):
+    paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4)}
+    damage(paths[4])
+    (paths[3] / "COMMIT").unlink()
+    found, rejected = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 2
+    toy.check(found)
+    assert [item.path for item in rejected] == [paths[4], paths[3]]
+    assert "b.weight have changed" in rejected[0].reason
+    assert "no COMMIT in it" in rejected[1].reason
+    unchecked, _ = latest_valid(tmp_path, verify=False)
+    assert unchecked is not None
+    assert unchecked.step == 4
+
+
+def test_resolve_takes_a_checkpoint_a_folder_of_them_or_a_run(tmp_path, toy):
+    root = tmp_path / "run" / "checkpoints"
+    one, two = toy.save(root, 1), toy.save(root, 2)
+    assert resolve(one)[0].path == one
+    assert resolve(root)[0].path == two
+    assert resolve(tmp_path / "run")[0].path == two
+    moved = shutil.copytree(one, tmp_path / "renamed")
+    assert resolve(moved)[0].step == 1
+    damage(two)
+    found, rejected = resolve(tmp_path / "run")
+    assert (found.path, [item.path for item in rejected]) == (one, [two])
+    with pytest.raises(CheckpointError, match="no valid checkpoint: no folder named step-"):
+        resolve(tmp_path)
+    (one / "COMMIT").unlink()
+    with pytest.raises(CheckpointError, match="not a checkpoint: no COMMIT"):
+        resolve(one)
+    with pytest.raises(CheckpointError, match=r"no valid checkpoint: .*have changed.*no COMMIT"):
+        resolve(root)
+
+
+def left(root):
+    return [step for step, path in reversed(list_steps(root)) if path.name == f"step-{step:08d}"]
+
+
+def test_prune_keeps_the_last_the_multiples_and_the_protected(tmp_path, toy):
+    for step in range(10):
+        toy.save(tmp_path, step)
+    gone = prune(tmp_path, last=2, every=4, protect=[tmp_path / "step-00000001"])
+    assert left(tmp_path) == [1, 4, 8, 9]
+    assert sorted(path.name for path in gone) == [f"step-{step:08d}" for step in (0, 2, 3, 5, 6, 7)]
+    assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (1, 4, 8, 9)]
+    assert prune(tmp_path, last=2, every=4, protect=[tmp_path / "step-00000001"]) == []
+    assert prune(tmp_path / "none", last=1) == []
+    for bad in ({"last": 0}, {"last": 1, "every": -1}):
+        with pytest.raises(CheckpointError, match="last must be"):
+            prune(tmp_path, **bad)
+
+
+def test_crashed_and_broken_saves_never_push_out_a_good_one(tmp_path, toy):
+    paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4, 5)}
+    for step in (3, 4, 5):
+        (paths[step] / "COMMIT").unlink()
+    assert prune(tmp_path, last=2) == []
+    assert left(tmp_path) == [1, 2, 3, 4, 5]
+    toy.save(tmp_path, 6)
+    assert prune(tmp_path, last=2) == [paths[1]]
+    toy.save(tmp_path, 7)  # now two good ones are newer than the broken ones
+    assert sorted(path.name[-1] for path in prune(tmp_path, last=2)) == ["2", "3", "4", "5"]
+    assert left(tmp_path) == [6, 7]
+
+
+def test_the_last_good_one_is_not_removed_for_damaged_ones(tmp_path, toy):
+    paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4)}
+    damage(paths[3])
+    damage(paths[4])
+    assert prune(tmp_path, last=2) == [paths[1]]
+    found, _ = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_a_folder_that_is_not_ours_stays(tmp_path, toy):
+    for step in (1, 2, 3, 4, 5):
+        toy.save(tmp_path, step)
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000002" / "save.json").write_text("{}")
+    (tmp_path / "step-00000003" / "tokenizer" / "link").symlink_to(tmp_path)
+    (tmp_path / "step-00000000").mkdir()
+    (tmp_path / "step-00000000" / "weights-00000.safetensors").write_text("theirs")
+    os.rename(tmp_path / "step-00000004", tmp_path / "elsewhere")
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere")
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    assert prune(tmp_path, last=1) == []
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_that_was_moved_aside_still_counts_when_nothing_better_is_there(tmp_path, toy):
+    path = toy.save(tmp_path, 5, seed=1)
+    aside = tmp_path / "step-00000005.aside-0123456789abcdef"
+    os.rename(path, aside)
+    found, _ = latest_valid(tmp_path)
+    assert found is not None
+    toy.check(found, seed=1)
+    assert prune(tmp_path, last=1) == []
+    toy.save(tmp_path, 5, seed=2)
+    found, _ = latest_valid(tmp_path)
+    assert found is not None
+    toy.check(found, seed=2)
+    assert prune(tmp_path, last=1) == [aside]
+
+
+def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, monkeypatch):
+    toy.save(tmp_path, 1)
+    toy.save(tmp_path, 2)
+    real, seen = os.unlink, []
+
+    def unlink(path, **more):
+        seen.append(path)
+        if len(seen) == 3:
+            raise PermissionError(13, "Permission denied")
+        real(path, **more)
+
+    monkeypatch.setattr(os, "unlink", unlink)
+    with pytest.raises(CheckpointError, match="removing failed"):
+        prune(tmp_path, last=1)
+    monkeypatch.setattr(os, "unlink", real)
+    assert left(tmp_path) == [2]
+    assert any(name.startswith(".trash-") for name in os.listdir(tmp_path))
+    toy.save(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
+
+
+def test_saves_of_other_machines_are_swept_only_when_long_untouched(tmp_path, monkeypatch):
+    tmp = begin(tmp_path, step=1, world=1)
+    monkeypatch.setattr("lt_ckpt.folders.machine", lambda: "another")
+    write_part(tmp, rank=0, shards=[])
+    now = tmp.stat().st_mtime
+    assert sweep(tmp_path, now + FOREIGN_OWNER_SECONDS - 60) == []
+    assert tmp.exists()
+    assert sweep(tmp_path, now + FOREIGN_OWNER_SECONDS + 60) == [tmp]
+    assert os.listdir(tmp_path) == []
+
+
+def test_nothing_without_our_mark_is_swept(tmp_path):
+    names = [".tmp-step-00000001-0123456789abcdef", ".trash-0123456789abcdef", ".tmp-other", ".trash-x"]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights-00000.safetensors").write_text("theirs")
+    assert sweep(tmp_path, 2e10) == []
+    assert sorted(os.listdir(tmp_path)) == sorted(names)

@@ -1,0 +1,287 @@
+import json
+import os
+import stat
+
+import numpy as np
+import pytest
+import torch
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    HFFolder,
+    Meta,
+    Shard,
+    TensorSpec,
+    begin,
+    commit,
+    expected,
+    export_hf,
+    write_part,
+)
+from lt_ckpt import export as export_module
+from lt_model import LlamaConfig, parameters
+from safetensors.torch import load_file
+
+TOKENIZER = {
+    "tokenizer.json": json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": [
+                {
+                    "id": 60,
+                    "content": "<|bos|>",
+                    "special": True,
+                    "single_word": False,
+                    "lstrip": False,
+                    "rstrip": False,
+                    "normalized": False,
+                },
+            ],
+            "model": {"type": "BPE", "vocab": {"<|eos|>": 61, "a": 0}, "merges": []},
+        }
+    ).encode(),
+    "tokenizer_config.json": json.dumps(
+        {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}}
+    ).encode(),
+}
+
+
+def config(**changes):
+    fields = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 2,
+    }
+    return LlamaConfig(**{**fields, **changes})
+
+
+def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_out=()):
+    """Random weights; matrices cut by rows or columns as tensor parallelism does."""
+    rng = np.random.default_rng(3)
+    weights = {}
+    ranks = [[] for _ in range(world)]
+    for parameter in parameters(model):
+        value = (rng.standard_normal(parameter.shape) * 0.1).astype("<f4")
+        if dtype == "BF16":
+            value = (value.view("<u4") >> 16).astype("<u2")
+        weights[parameter.name] = value
+        if parameter.name in leave_out:
+            continue
+        dim = parameter.tp_dim
+        pieces = [value] if dim is None else np.split(value, world, dim)
+        for rank, piece in enumerate(pieces):
+            offset = [0] * value.ndim
+            if dim is not None:
+                offset[dim] = rank * piece.shape[dim]
+            ranks[rank].append(
+                Shard(
+                    group="weights",
+                    name=parameter.name,
+                    dtype=dtype,
+                    global_shape=value.shape,
+                    offset=tuple(offset),
+                    shape=piece.shape,
+                    data=np.ascontiguousarray(piece).reshape(-1).view(np.uint8),
+                )
+            )
+    tmp = begin(root, step=7, world=world)
+    for rank, shards in enumerate(ranks):
+        write_part(tmp, rank=rank, shards=shards)
+    meta = Meta(step=7, model=model.to_dict(), tokenizer_files=tokenizer)
+    return Checkpoint.open(commit(tmp, world=world, meta=meta)), weights
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_shard_bytes", [5 * 10**9, 20_000, 1])
+def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes, monkeypatch):
+    from transformers import LlamaForCausalLM
+
+    monkeypatch.setattr(export_module, "BLOCK_ELEMENTS", 100)
+    checkpoint, weights = save_model(tmp_path / "ck", config(tie_word_embeddings=tied))
+    seen = []
+    out = export_hf(
+        checkpoint,
+        tmp_path / "hf",
+        max_shard_bytes=max_shard_bytes,
+        progress=lambda done, total, unit: seen.append((done, total, unit)),
+    )
+    model, info = LlamaForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    loaded = model.state_dict()
+    assert ("lm_head.weight" in weights) == (not tied)
+    for name, value in weights.items():
+        assert loaded[name].dtype == torch.float32
+        assert (loaded[name].numpy() == value).all()
+    assert model.config.tie_word_embeddings == tied
+    assert (model.generation_config.bos_token_id, model.generation_config.eos_token_id) == (60, 61)
+    total = sum(value.nbytes for value in weights.values())
+    assert seen[-1] == (total, total, "bytes")
+    assert (out / "tokenizer.json").read_bytes() == TOKENIZER["tokenizer.json"]
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    if max_shard_bytes == 5 * 10**9:
+        assert files == ["model.safetensors"]
+        assert not (out / "model.safetensors.index.json").exists()
+    else:
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert index["metadata"]["total_size"] == total
+        assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
+        assert len(files) == (len(weights) if max_shard_bytes == 1 else len(files))
+        for file in files:
+            held = load_file(out / file)
+            assert {name for name, where in index["weight_map"].items() if where == file} == set(held)
+            assert len(held) == 1 or sum(tensor.nbytes for tensor in held.values()) <= max_shard_bytes
+
+
+def test_a_cast_is_torchs_and_is_written_down(tmp_path):
+    checkpoint, weights = save_model(tmp_path / "ck", config())
+    out = export_hf(checkpoint, tmp_path / "hf", dtype="BF16")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, torch.from_numpy(weights[name]).to(torch.bfloat16))
+    written = json.loads((out / "config.json").read_text())
+    assert written.get("dtype", written.get("torch_dtype")) == "bfloat16"
+
+
+def test_bf16_weights_stay_bit_for_bit(tmp_path):
+    checkpoint, weights = save_model(tmp_path / "ck", config(), dtype="BF16")
+    folder = HFFolder.open(export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=9000))
+    assert set(folder.names()) == set(weights)
+    for name, value in weights.items():
+        assert folder.dtype(name) == "BF16"
+        assert folder.shape(name) == value.shape
+        assert folder.read(name).tobytes() == value.tobytes()
+    part = folder.read("lm_head.weight", offset=(3, 4), shape=(5, 6)).view("<u2").reshape(5, 6)
+    assert (part == weights["lm_head.weight"][3:8, 4:10]).all()
+    assert folder.llama_config() == config()
+    assert folder.tokenizer_files() == TOKENIZER
+
+
+@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+def test_exported_files_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
+    checkpoint, _ = save_model(tmp_path / "ck", config())
+    old = os.umask(umask)
+    try:
+        out = export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=20_000)
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(out.stat().st_mode) == folder_mode
+    assert {stat.S_IMODE(path.stat().st_mode) for path in out.iterdir()} == {file_mode}
+
+
+def test_the_output_must_be_new_or_empty(tmp_path):
+    checkpoint, _ = save_model(tmp_path / "ck", config())
+    (tmp_path / "empty").mkdir()
+    export_hf(checkpoint, tmp_path / "empty")
+    assert (tmp_path / "empty" / "config.json").exists()
+    before = sorted(os.listdir(tmp_path))
+    (tmp_path / "file").write_text("mine")
+    for name in ("empty", "file", "ck"):
+        with pytest.raises(CheckpointError, match="is there already and not an empty folder"):
+            export_hf(checkpoint, tmp_path / name)
+    assert sorted(os.listdir(tmp_path)) == sorted([*before, "file"])
+
+
+def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
+    missing, _ = save_model(tmp_path / "a", config(), leave_out=["model.norm.weight"])
+    with pytest.raises(CheckpointError, match=r"missing: weights/model\.norm\.weight"):
+        export_hf(missing, tmp_path / "hf")
+    good, _ = save_model(tmp_path / "b", config())
+    for dtype, message in (("I64", "cannot cast F32 to I64"), ("bf16", "cannot cast F32 to bf16|not known")):
+        with pytest.raises(CheckpointError, match=message):
+            export_hf(good, tmp_path / "hf", dtype=dtype)
+    with pytest.raises(CheckpointError, match="max_shard_bytes must be at least 1"):
+        export_hf(good, tmp_path / "hf", max_shard_bytes=0)
+    lost = {**TOKENIZER, "tokenizer_config.json": b'{"bos_token": "<nowhere>"}'}
+    odd, _ = save_model(tmp_path / "c", config(), tokenizer=lost)
+    with pytest.raises(CheckpointError, match="bos_token is '<nowhere>', but its vocabulary has no such token"):
+        export_hf(odd, tmp_path / "hf")
+    tmp = begin(tmp_path / "d", step=0, world=1)
+    write_part(tmp, rank=0, shards=[])
+    with pytest.raises(CheckpointError, match="names no model"):
+        export_hf(Checkpoint.open(commit(tmp, world=1, meta=Meta(step=0))), tmp_path / "hf")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d"]
+
+
+def test_a_failure_at_any_call_leaves_nothing_behind(fast_path, calls, monkeypatch):
+    checkpoint, _ = save_model(fast_path / "ck", config(n_layers=1))
+    with calls.recording(monkeypatch):
+        export_hf(checkpoint, fast_path / "dry", max_shard_bytes=20_000)
+    kinds = {"write", "fsync", "rename", "mkdir"}
+    points = [i for i, (name, _) in enumerate(calls.log) if name in kinds]
+    renamed = max(i for i, (name, _) in enumerate(calls.log) if name == "rename")
+    assert calls.log[renamed - 2][0] == "fsync"
+    for index in points:
+        out = fast_path / f"{index}"
+        with calls.recording(monkeypatch, fail_at=index), pytest.raises(CheckpointError, match="No space left"):
+            export_hf(checkpoint, out, max_shard_bytes=20_000)
+        if index <= renamed:
+            assert sorted(os.listdir(fast_path)) == ["ck", "dry"]
+        else:
+            HFFolder.open(out)
+
+
+def test_expected_is_the_parameter_table(tmp_path):
+    specs = expected(config(tie_word_embeddings=True), dtype="BF16", groups=["weights"])
+    assert list(specs) == ["weights"]
+    assert specs["weights"]["model.layers.1.mlp.down_proj.weight"] == TensorSpec("BF16", (32, 48))
+    assert "lm_head.weight" not in specs["weights"]
+    assert set(expected(config())) == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def hf_folder(tmp_path):
+    checkpoint, _ = save_model(tmp_path / "ck", config())
+    return export_hf(checkpoint, tmp_path / "hf", max_shard_bytes=20_000)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda m: m.update({"model.norm.weight": "../../etc/passwd.safetensors"}),
+            "no safetensors file of this folder",
+        ),
+        (lambda m: m.update({"model.norm.weight": "/etc/passwd"}), "no safetensors file of this folder"),
+        (lambda m: m.update({"model.norm.weight": 7}), "no safetensors file of this folder"),
+        (lambda m: m.update({"more": m["model.norm.weight"]}), "disagree about tensor 'more'"),
+        (lambda m: m.pop("model.norm.weight"), r"disagree about tensor 'model\.norm\.weight'"),
+        (lambda m: m.update({"more": "model-9.safetensors"}), "reading failed: No such file"),
+    ],
+)
+def test_an_index_that_lies_is_refused(tmp_path, change, message):
+    out = hf_folder(tmp_path)
+    path = out / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        HFFolder.open(out)
+
+
+def test_a_folder_that_transformers_wrote_is_read(tmp_path):
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        TheirConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1)
+    )
+    for max_shard_size in ("5GB", "3KB"):
+        path = tmp_path / max_shard_size
+        model.save_pretrained(path, max_shard_size=max_shard_size)
+        folder = HFFolder.open(path)
+        state = model.state_dict()
+        assert set(folder.names()) == set(state)
+        for name, tensor in state.items():
+            assert folder.read(name).tobytes() == tensor.numpy().tobytes()
+        assert folder.llama_config().hidden_size == 16
+    with pytest.raises(CheckpointError, match="no tensor 'x'"):
+        folder.read("x")
+    with pytest.raises(CheckpointError, match="does not lie in it"):
+        folder.read("model.norm.weight", offset=(17,))
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
+        HFFolder.open(tmp_path / "bare")

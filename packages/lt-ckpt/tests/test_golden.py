@@ -1,0 +1,31 @@
+"""Version 1 of the format, as committed: every later version reads it, with the same values."""
+
+import json
+from pathlib import Path
+
+from lt_ckpt import Checkpoint, latest_valid, verify
+
+GOLDEN = Path(__file__).parent / "data" / "v1"
+
+
+def test_version_1_is_read(toy):
+    found, rejected = latest_valid(GOLDEN)
+    assert found is not None
+    assert rejected == []
+    assert verify(found.path).ok
+    toy.check(found, seed=42)
+    assert found.manifest.small == {"lr": 0.1}
+    assert found.manifest.data == {"row": 336}
+    assert found.tokenizer_files() == {"tokenizer.json": b"{}"}
+
+
+def test_version_1_is_what_is_written(tmp_path, toy):
+    """Apart from the time, the owner and the token, a save of the same state is the same, byte for byte."""
+    here, there = toy.save(tmp_path, 42), GOLDEN / "step-00000042"
+    assert sorted(path.name for path in here.iterdir()) == sorted(path.name for path in there.iterdir())
+    for path in there.glob("*.safetensors"):
+        assert (here / path.name).read_bytes() == path.read_bytes()
+    ours, theirs = (json.loads((folder / "manifest.json").read_bytes()) for folder in (here, there))
+    assert ours["tensors"] == theirs["tensors"]
+    assert list(ours) == list(theirs)
+    assert Checkpoint.open(here).manifest.tensors == Checkpoint.open(there).manifest.tensors

@@ -1,0 +1,178 @@
+import os
+import random
+import shutil
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lt_ckpt import Checkpoint, CheckpointError, latest_valid, verify
+
+
+def flip(path, bit):
+    raw = bytearray(path.read_bytes())
+    raw[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(raw)
+
+
+def files_of(path):
+    return sorted(found for found in path.rglob("*") if found.is_file())
+
+
+@pytest.fixture(scope="module")
+def saved(memory, toy):
+    return toy.save(memory / "verify", 4)
+
+
+@pytest.fixture
+def copy(saved, fast_path):
+    return shutil.copytree(saved, fast_path / "step-00000004")
+
+
+def test_a_good_checkpoint_verifies_with_progress(copy, toy):
+    seen = []
+    report = verify(copy, progress=lambda done, total, unit: seen.append((done, total, unit)))
+    assert report.ok
+    assert report.loadable
+    assert (report.problems, report.extra) == ((), ())
+    assert report.n_files == len(files_of(copy))
+    total = sum(path.stat().st_size for path in files_of(copy) if path.name not in ("COMMIT", "manifest.json"))
+    assert report.n_bytes == total
+    assert seen[-1] == (total, total, "bytes")
+    assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
+
+
+def test_every_flipped_byte_is_found(saved, memory):
+    """A random bit of every third byte of the tensor files and of every ninth of the others, one at a time."""
+    rng = random.Random(0)
+    folder = shutil.copytree(saved, memory / "flips")
+    n_flips = 0
+    for path in files_of(folder):
+        raw = path.read_bytes()
+        step = 3 if path.suffix == ".safetensors" else 9
+        for position in range(rng.randrange(step), len(raw), step):
+            bit = 8 * position + rng.randrange(8)
+            flip(path, bit)
+            report = verify(folder)
+            assert report.problems, (path, bit)
+            n_flips += 1
+            path.write_bytes(raw)
+    assert verify(folder).ok
+    assert n_flips > 1000
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_truncated_swapped_and_missing_files_are_found(saved, memory, data):
+    folder = memory / "damage"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(saved, folder)
+    path = data.draw(st.sampled_from(files_of(folder)))
+    kind = data.draw(st.sampled_from(["truncate", "grow", "remove", "swap", "empty"]))
+    raw = path.read_bytes()
+    if kind == "truncate":
+        path.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
+    elif kind == "grow":
+        path.write_bytes(raw + b"\0")
+    elif kind == "remove":
+        path.unlink()
+    elif kind == "empty":
+        path.write_bytes(b"")
+    else:
+        other = data.draw(st.sampled_from([found for found in files_of(folder) if found != path]))
+        theirs = other.read_bytes()
+        path.write_bytes(theirs)
+        other.write_bytes(raw)
+    report = verify(folder)
+    assert report.problems
+    assert not report.loadable
+    if kind in ("truncate", "grow", "remove", "empty"):
+        with pytest.raises(CheckpointError):
+            Checkpoint.open(folder)
+
+
+def test_all_problems_are_named(copy):
+    flip(copy / "weights-00000.safetensors", 8 * ((copy / "weights-00000.safetensors").stat().st_size - 1))
+    (copy / "rng-00001.safetensors").unlink()
+    flip(copy / "tokenizer" / "tokenizer.json", 0)
+    flip(copy / "exp_avg-00000.safetensors", 8 * 12)
+    problems = "\n".join(verify(copy).problems)
+    assert "weights-00000.safetensors: the bytes of tensor b.weight have changed" in problems
+    assert "rng-00001.safetensors: verifying failed: No such file" in problems
+    assert "tokenizer.json: its bytes have changed" in problems
+    assert "exp_avg-00000.safetensors: its header has changed" in problems
+    assert len(verify(copy).problems) == 4
+
+
+def test_extra_files_are_said_but_do_no_harm(copy, toy):
+    (copy / "weights-00007.safetensors").write_bytes((copy / "weights-00000.safetensors").read_bytes())
+    (copy / "tokenizer" / "notes.txt").write_text("x")
+    report = verify(copy)
+    assert report.extra == ("tokenizer/notes.txt", "weights-00007.safetensors")
+    assert report.loadable
+    assert not report.ok
+    found, rejected = latest_valid(copy.parent)
+    assert found is not None
+    assert rejected == []
+    toy.check(found)
+
+
+def test_a_folder_that_is_none_does_not_verify(tmp_path):
+    assert "no such folder" in verify(tmp_path / "none").problems[0]
+    assert "no COMMIT" in verify(tmp_path).problems[0]
+
+
+def replace_in(path, old, new):
+    raw = path.read_bytes()
+    assert old in raw
+    path.write_bytes(raw.replace(old, new, 1))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b'"file":"weights-00000.safetensors"', b'"file":"../weights-00000.safetensors"', "is not listed"),
+        (b'"weights-00000.safetensors":{', b'"/etc/passwd":{', "not a name that a checkpoint's file can have"),
+        (b'"version":1', b'"version":2', "install a newer lt-ckpt"),
+        (b'"offset":[0,0]', b'"offset":[3,0]', "overlap|does not lie"),
+        (b'"begin":', b'"begin":8', "do not add up"),
+        (b'"step":4,', b'"step":5,', "says step 4, the manifest step 5"),
+        (b'"dtype":"F32"', b'"dtype":"F31"', "not known"),
+    ],
+)
+def test_a_forged_manifest_is_refused_though_its_commit_matches(copy, old, new, message):
+    from lt_ckpt.manifest import commit_bytes
+
+    replace_in(copy / "manifest.json", old, new)
+    (copy / "COMMIT").write_bytes(commit_bytes((copy / "manifest.json").read_bytes(), 4))
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint.open(copy)
+    assert verify(copy).problems
+
+
+def test_a_file_cut_after_opening_is_an_error_and_not_zeros(copy):
+    checkpoint = Checkpoint.open(copy)
+    path = copy / "weights-00000.safetensors"
+    os.truncate(path, path.stat().st_size - 5)
+    with pytest.raises(CheckpointError, match="truncated"):
+        checkpoint.read("weights", "b.weight")
+    with pytest.raises(CheckpointError, match="no tensor 'x'"):
+        checkpoint.read("weights", "x")
+    with pytest.raises(CheckpointError, match="no group 'y'"):
+        checkpoint.names("y")
+
+
+def test_loading_is_strict(copy):
+    from lt_ckpt import TensorSpec
+
+    checkpoint = Checkpoint.open(copy)
+    specs = {"weights": checkpoint.specs("weights")}
+    checkpoint.require(specs)
+    for name, spec in (("norm", TensorSpec("BF16", (3,))), ("norm", TensorSpec("F32", (4,)))):
+        with pytest.raises(CheckpointError, match=r"different: weights/norm is F32 \[3\] instead of"):
+            checkpoint.require({"weights": {**specs["weights"], name: spec}})
+    with pytest.raises(CheckpointError, match="missing: weights/more"):
+        checkpoint.require({"weights": {**specs["weights"], "more": TensorSpec("F32", ())}})
+    with pytest.raises(CheckpointError, match=r"not wanted: weights/a\.weight, weights/b\.weight"):
+        checkpoint.require({"weights": {"norm": specs["weights"]["norm"]}})
+    with pytest.raises(CheckpointError, match="missing: none/x"):
+        checkpoint.require({"none": {"x": TensorSpec("F32", ())}})
