@@ -121,17 +121,3 @@ def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPat
     opened = TokenStore.open(store.path)
     assert opened.n_documents == store.n_documents
     assert opened.tokens(0, 1).tolist() == [0]
-
-
-def test_golden_store_of_version_1() -> None:
-    """What version 1 wrote is read for ever."""
-    golden = TokenStore.open(Path(__file__).parent / "data" / "store-v1")
-    golden.verify()
-    tokenizer = golden.tokenizer()
-    texts = [tokenizer.decode(golden.document(i), skip_special=True) for i in range(golden.n_documents)]
-    assert texts == GOLDEN_TEXTS
-    assert golden.manifest.fingerprint == GOLDEN_FINGERPRINT
-
-
-GOLDEN_TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "x", "A literal <|eos|> is text. " * 3]
-GOLDEN_FINGERPRINT = "?"

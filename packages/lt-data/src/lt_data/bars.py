@@ -55,6 +55,7 @@ def _lines(label: str) -> Iterator[Progress]:
         if now - shown >= _SECONDS_BETWEEN_LINES:
             shown = now
             sys.stderr.write(f"{label}: {last}\n")
+            last = ""
 
     yield report
     if last:
@@ -75,8 +76,8 @@ def _left(done: int, total: int, seconds: float) -> str:
 
 
 def scaled(value: float) -> str:
-    """A number with at most four digits and a decimal prefix: 999, 12.3 k, 4.56 M."""
+    """A number with at most three digits and a decimal prefix: 999, 12.3 k, 4.56 M."""
     for factor, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
-        if value >= factor:
-            return f"{value / factor:.3g}{prefix}" if value < 999.5 * factor else f"{value / factor:.0f}{prefix}"
+        if value >= 0.9995 * factor:  # what would be rounded to 1000 of the smaller prefix
+            return f"{value / factor:.3g}{prefix}"
     return f"{value:.0f}"

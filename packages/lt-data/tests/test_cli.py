@@ -1,0 +1,185 @@
+"""The commands, run through the same `main` as the installed program."""
+
+import builtins
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from lt_data import TokenStore, open_pack
+from lt_data.__main__ import main
+from lt_data.bars import progress_bar, scaled
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lt-data", *map(str, arguments)])
+        code = main()
+        assert code is None or isinstance(code, int)
+        return code or 0, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def corpus(tmp_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus").mkdir()
+    for i, text in enumerate(texts):
+        (tmp_path / "corpus" / f"{i:02d}.txt").write_bytes(text.encode())
+    return tmp_path
+
+
+def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
+    code, out, err = run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
+    assert (code, out) == (0, "tokenizer of 300 ids in tok\n")
+    assert "read: " in err
+    code, out, err = run("prepare", "corpus", "--tokenizer", "tok", "--out", "store", "--no-bos", "--shard-tokens", 999)
+    assert code == 0
+    store = TokenStore.open("store")
+    assert out.startswith(f"59 documents, {store.n_tokens} tokens of {store.manifest.text_bytes} bytes in store\n")
+    assert "1 empty documents left out" in out
+    assert err.startswith("prepare: ")
+    assert err.endswith(" s\n")
+    assert (store.manifest.bos, store.manifest.eos) == (False, True)
+    assert run("pack", "store", "--seq-len", 128)[0] == 0
+    code, out, _ = run("pack", "store", "--seq-len", 128, "--mode", "concat")
+    rows = open_pack(store, seq_len=128, mode="concat").n_rows
+    assert (code, out.split(",")[0]) == (0, f"{rows} rows of 128 tokens (concat)")
+    code, out, _ = run("stats", "store")
+    assert code == 0
+    assert "bytes per token" in out
+    assert "bfd-128" in out
+    code, out, _ = run("stats", "store", "--json")
+    assert json.loads(out)["documents"] == 59 == len(texts) - 1
+    code, out, _ = run("verify", "store")
+    assert (code, out) == (0, f"store: 59 documents, {store.n_tokens} tokens, 2 packs: all as written\n")
+
+
+def test_user_errors_exit_with_64_and_one_line(corpus: Path, run: Run) -> None:
+    for arguments in (
+        ("stats", "nowhere"),
+        ("train-tokenizer", "corpus", "--vocab-size", 3, "--out", "tok"),
+        ("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "corpus"),
+        ("prepare", "nowhere", "--tokenizer", "corpus", "--out", "store"),
+    ):
+        code, out, err = run(*arguments)
+        assert (code, out) == (64, "")
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("arguments", [("pack",), ("nonsense",), ("pack", "store", "--seq-len", "many")])
+def test_bad_usage_exits_with_64(run: Run, arguments: tuple[str, ...]) -> None:
+    code, _, err = run(*arguments)
+    assert code == 64
+    assert "Usage" in err
+
+
+def test_help_and_no_arguments(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify"):
+        assert command in out
+
+
+def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    monkeypatch.setattr(TokenStore, "open", broken)
+    code, _, err = run("stats", "store")
+    assert code == 70
+    assert "Traceback" in err
+    assert "a defect" in err
+
+    def plain_value_error(_: object) -> None:
+        raise ValueError("not meant for users")
+
+    monkeypatch.setattr(TokenStore, "open", plain_value_error)
+    assert run("stats", "store")[0] == 70
+
+
+def test_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(TokenStore, "open", interrupted)
+    assert run("stats", "store")[0] == 130
+
+
+def test_without_typer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_import = builtins.__import__
+
+    def without_typer(name: str, *arguments: object, **options: object) -> ModuleType:
+        if name == "typer":
+            raise ModuleNotFoundError("No module named 'typer'", name="typer")
+        return real_import(name, *arguments, **options)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.delitem(sys.modules, "lt_data.cli", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_typer)
+    code, out, err = run("--help")
+    monkeypatch.undo()
+    assert (code, out) == (64, "")
+    assert err == "lt-data: the command needs typer: pip install 'lt-data[cli]'\n"
+
+
+def test_as_a_module_with_workers(corpus: Path, run: Run) -> None:
+    """Spawned workers import the main module again; that must not run the command again."""
+    run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
+    command = [sys.executable, "-W", "error", "-m", "lt_data", "prepare", "corpus", "--tokenizer", "tok"]
+    done = subprocess.run(
+        [*command, "--out", "store", "--workers", "2"], capture_output=True, text=True, check=False, cwd=corpus
+    )
+    assert done.returncode == 0, done.stderr
+    assert run("prepare", "corpus", "--tokenizer", "tok", "--out", "other")[0] == 0
+    assert TokenStore.open("store").manifest == TokenStore.open("other").manifest
+
+
+def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "120")
+    with progress_bar("work") as report:
+        report(5_000_000, 10_000_000, "bytes")
+        report(10_000_000, 10_000_000, "bytes")
+    err = capsys.readouterr().err
+    assert "work" in err
+    assert "10 M of 10 M bytes" in err
+    assert "bytes/s" in err
+
+
+def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    now = [100.0]
+    monkeypatch.setattr("lt_data.bars.time.monotonic", lambda: now[0])
+    with progress_bar("work") as report:
+        for second in range(1, 31):
+            now[0] = 100.0 + second
+            report(second * 1000, 30_000, "bytes")
+    assert capsys.readouterr().err.splitlines() == [
+        "work: 10 k of 30 k bytes, 1 k bytes/s, about 20 s left",
+        "work: 20 k of 30 k bytes, 1 k bytes/s, about 10 s left",
+        "work: 30 k of 30 k bytes, 1 k bytes/s, 30 s",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1 k"),
+        (12_345, "12.3 k"),
+        (999_900, "1 M"),
+        (999_400, "999 k"),
+        (4_560_000, "4.56 M"),
+        (2e12, "2 T"),
+    ],
+)
+def test_scaled(value: float, text: str) -> None:
+    assert scaled(value) == text

@@ -1,0 +1,50 @@
+"""A store that version 1 wrote, kept in tests/data: every version reads it, and the same text gives the same bytes."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lt_data import Document, RowReader, Stream, TokenStore, open_pack, pack, prepare_documents
+from lt_data.packing import verify_packs
+
+GOLDEN = Path(__file__).parent / "data" / "store-v1"
+TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "", "x", "A literal <|eos|> is text. " * 3]
+
+
+@pytest.fixture
+def golden() -> TokenStore:
+    return TokenStore.open(GOLDEN)
+
+
+def test_is_whole(golden: TokenStore) -> None:
+    golden.verify()
+    assert verify_packs(golden) == 2
+    assert golden.manifest.fingerprint == "0f39bb6e7dabdbfbe684c8841d45af2c5c1e2ad6d9319c576fd2abf7ff5a6f48"
+    assert golden.manifest.special_strings == {"<|eos|>": 3}
+
+
+def test_holds_the_texts(golden: TokenStore) -> None:
+    tokenizer = golden.tokenizer()
+    found = [tokenizer.decode(golden.document(i), skip_special=True) for i in range(golden.n_documents)]
+    assert found == [text for text in TEXTS if text]
+    assert golden.lengths.tolist() == [14, 27, 3, 27]
+
+
+def test_the_same_text_gives_the_same_bytes(golden: TokenStore, tmp_path: Path) -> None:
+    documents = [Document(text=text, source=str(i)) for i, text in enumerate(TEXTS)]
+    prepare_documents(documents, tokenizer=golden.tokenizer(), out=tmp_path / "store", shard_tokens=30)
+    for mode in ("bfd", "concat"):
+        pack(TokenStore.open(tmp_path / "store"), seq_len=16, mode=mode)
+    written = {path.relative_to(tmp_path / "store") for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert written == {path.relative_to(GOLDEN) for path in GOLDEN.rglob("*") if path.is_file()}
+    for path in sorted(written):
+        assert (tmp_path / "store" / path).read_bytes() == (GOLDEN / path).read_bytes(), path
+
+
+def test_gives_the_same_rows(golden: TokenStore) -> None:
+    reader = RowReader(golden, open_pack(golden, seq_len=16))
+    assert reader.fingerprint == "store:0f39bb6e7dabdbfb pack:bfd-16:eb4ffec6a581f06b document_mask:on"
+    batch = Stream(reader, global_batch=4, seed=5).next()
+    assert batch.row_ids.tolist() == [0, 3, 1, 2]
+    assert batch.valid_tokens == 57
+    assert np.array_equal(batch.rows.input_ids[0, :16], golden.document(1)[:16])
