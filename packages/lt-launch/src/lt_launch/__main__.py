@@ -25,11 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        import typer
+        from lt_launch.command import run
 
-        from lt_launch.command import app
-
-        typer.main.get_command(app).main(args=given, prog_name="lt")
+        run(given)
     except SystemExit as exc:
         return _exit_code(exc)
     except KeyboardInterrupt:
@@ -63,9 +61,7 @@ def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
     from lt_launch.catalog import extra_for, installed_commands, package_of
 
     missing = exc.name or ""
-    if missing == "typer":
-        return _say("lt: the command needs typer: pip install lt-launch", EXIT_USER)
-    name = next((word for word in given if not word.startswith("-")), "")
+    name = given[0] if given else ""
     entry = installed_commands().get(name)
     extra = extra_for(package_of(entry), missing) if entry is not None else ""
     if not extra:

@@ -1,0 +1,73 @@
+"""What help costs: CPU seconds beside `import typer`, and which modules it loads."""
+
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+from lt_launch import installed_commands
+from lt_launch.catalog import COMMANDS
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "boto3",
+    "fsspec",
+    "matplotlib",
+    "rich",
+    "tokenizers",
+    "safetensors",
+    "transformers",
+    "pydantic",
+)
+
+MODULES = """
+import json, sys
+from lt_launch import main
+code = main(sys.argv[1:])
+sys.stderr.write(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+def loaded(*arguments: str) -> set[str]:
+    done = subprocess.run([sys.executable, "-c", MODULES, *arguments], capture_output=True, text=True, check=True)
+    code, modules = json.loads(done.stderr)
+    assert code == 0, done.stderr
+    return {module.partition(".")[0] for module in modules}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"]])
+def test_lt_alone_loads_no_other_package_of_ours(arguments: list[str]) -> None:
+    modules = loaded(*arguments)
+    assert sorted(modules & set(HEAVY)) == []
+    assert sorted(module for module in modules if module.startswith("lt_")) == ["lt_launch"]
+
+
+@pytest.mark.parametrize("name", sorted(COMMANDS.keys() & installed_commands().keys()))
+def test_help_of_one_command_loads_its_own_package_and_nothing_heavy(name: str) -> None:
+    modules = loaded(name, "--help")
+    assert sorted(modules & set(HEAVY)) == []
+    own = COMMANDS[name].install.partition("[")[0].replace("-", "_")
+    assert sorted(module for module in modules if module.startswith("lt_")) == sorted({"lt_launch", own})
+
+
+def test_importing_the_package_loads_nothing() -> None:
+    program = "import sys; import lt_launch; print([m for m in sys.modules if m.startswith(('lt_', 'typer'))])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['lt_launch']"
+
+
+def cpu_seconds(*command: str) -> float:
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *command], capture_output=True, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["data", "--help"]])
+def test_help_costs_at_most_a_fifth_of_a_second_more_than_typer(arguments: list[str]) -> None:
+    if arguments[0] != "--help" and arguments[0] not in installed_commands():
+        pytest.skip(f"lt {arguments[0]} is not installed")
+    runs = [(cpu_seconds("-c", "import typer"), cpu_seconds("-m", "lt_launch", *arguments)) for _ in range(5)]
+    assert min(run[1] for run in runs) <= min(run[0] for run in runs) + 0.2
