@@ -76,7 +76,9 @@ class GpuEngine:
         self._set_optimizer_step(0)
         peak, source = peak_flops(self._torch_device, self._dtype)
         name = torch.cuda.get_device_name(self._torch_device) if self._torch_device.type == "cuda" else "cpu"
-        self.device = Device(name=name, kind=self._torch_device.type, count=world.size, peak_flops=peak, peak_source=source)
+        self.device = Device(
+            name=name, kind=self._torch_device.type, count=world.size, peak_flops=peak, peak_source=source
+        )
 
     def step(self, batch: StepBatch, lr: float) -> Pending:
         """Forward and backward of all micro-batches, clip, update; returns without waiting for the device."""
@@ -98,11 +100,16 @@ class GpuEngine:
     def _losses(self, batch: StepBatch) -> Iterable[Tensor]:
         """Summed cross-entropy of one micro-batch after the other."""
         arrays = (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
-        for ids, positions, docs, labels in zip(*(to_device(array, self._torch_device) for array in arrays), strict=True):
+        for ids, positions, docs, labels in zip(
+            *(to_device(array, self._torch_device) for array in arrays), strict=True
+        ):
             yield self._model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels)
 
     def _clip(self) -> Tensor:
-        """The norm over all gradients of all ranks; gradients above `grad_clip` are scaled down to it (0: left alone)."""
+        """The norm over all gradients of all ranks.
+
+        Gradients above `grad_clip` are scaled down to it (0: left alone).
+        """
         grads = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
         if hasattr(norm, "full_tensor"):
@@ -119,7 +126,9 @@ class GpuEngine:
         if self.topology.world > 1:
             dist.all_reduce(losses)
         norms = torch.stack([pending.grad_norm for pending in pendings])
-        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True)]
+        return [
+            StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True)
+        ]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
@@ -167,7 +176,10 @@ class GpuEngine:
         state = self._optimizer.state
         return {
             "weights": {name: parameter.data for name, parameter in self._parameters.items()},
-            **{moment: {name: state[parameter][moment] for name, parameter in self._parameters.items()} for moment in MOMENTS},
+            **{
+                moment: {name: state[parameter][moment] for name, parameter in self._parameters.items()}
+                for moment in MOMENTS
+            },
         }
 
     @property
@@ -176,7 +188,10 @@ class GpuEngine:
         return int(self._optimizer.state[first]["step"].item())
 
     def _set_optimizer_step(self, step: int) -> None:
-        """Set AdamW's step count, making its state first: torch makes it at the first step only, too late to fill it."""
+        """Set AdamW's step count, making its state first.
+
+        Torch makes it at the first step only, too late to fill it.
+        """
         for parameter in self._parameters.values():
             state = self._optimizer.state[parameter]
             for moment in MOMENTS:
@@ -196,9 +211,14 @@ def _take_device(options: GpuOptions, world: World) -> torch.device:
     if kind == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise DeviceError("engine.gpu.device = 'cuda', but torch finds no CUDA device; set it to 'cpu' or 'auto', or mend the driver")
+        raise DeviceError(
+            "engine.gpu.device = 'cuda', but torch finds no CUDA device; set it to 'cpu' or 'auto', or mend the driver"
+        )
     if world.local_rank >= torch.cuda.device_count():
-        raise DeviceError(f"local rank {world.local_rank} has no GPU: torch finds {torch.cuda.device_count()}; start at most that many ranks on this node")
+        raise DeviceError(
+            f"local rank {world.local_rank} has no GPU: torch finds {torch.cuda.device_count()}; start at most that "
+            "many ranks on this node"
+        )
     torch.cuda.set_device(world.local_rank)
     return torch.device("cuda", world.local_rank)
 
@@ -214,7 +234,8 @@ def _init_process_group(device: torch.device, world: World, timeout_s: float) ->
     timeout = datetime.timedelta(seconds=timeout_s)
     if world.size == 1:
         # One process needs no rendezvous, and so no port and no network; FSDP2 still wants a group for its casts.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented as torch.distributed.HashStore
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, device_id=device if device.type == "cuda" else None)
 

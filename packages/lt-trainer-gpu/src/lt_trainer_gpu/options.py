@@ -11,16 +11,25 @@ from lt_trainer.fields import check_types, option
 class GpuOptions:
     """Options of the torch-native engine."""
 
-    device: Literal["auto", "cuda", "cpu"] = option("auto", "device type; auto takes cuda where there is one, else the CPU")
+    device: Literal["auto", "cuda", "cpu"] = option(
+        "auto", "device type; auto takes cuda where there is one, else the CPU"
+    )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = option(
         "auto",
-        "dtype of forward and backward; auto is bfloat16 on cuda and float32 on a CPU; weights and moments are float32 (float64 with float64)",
+        "dtype of forward and backward; auto is bfloat16 on cuda and float32 on a CPU; weights and moments are "
+        "float32 (float64 with float64)",
     )
     attention: Literal["sdpa", "reference"] = option("sdpa", "attention backend of lt-model")
-    deterministic: bool = option(False, "deterministic kernels only, slower on cuda; without it a resume on cuda is close, not bit-equal")
+    deterministic: bool = option(
+        False, "deterministic kernels only, slower on cuda; without it a resume on cuda is close, not bit-equal"
+    )
     timeout_s: float = option(600.0, "how long a rank waits for the others before it gives up", unit="s")
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
         if self.timeout_s <= 0:
-            raise RecipeError("must be greater than 0", values={"engine.gpu.timeout_s": self.timeout_s}, remedy="leave it out to wait 600 s")
+            raise RecipeError(
+                "must be greater than 0",
+                values={"engine.gpu.timeout_s": self.timeout_s},
+                remedy="leave it out to wait 600 s",
+            )

@@ -1,4 +1,7 @@
-"""What every lt training run shares: recipe, loop, metrics, signals, run directory. Importing this loads nothing heavy."""
+"""What every lt training run shares.
+
+Recipe, loop, metrics, signals, run directory. Importing this loads nothing heavy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,19 @@ _EXPORTS = {
     "run": "run",
 }
 
-__all__ = ["Engine", "EngineSpec", "Recipe", "RecipeError", "Resolved", "StepBatch", "TrainerError", "World", "engine_spec", "load", "run"]
+__all__ = [
+    "Engine",
+    "EngineSpec",
+    "Recipe",
+    "RecipeError",
+    "Resolved",
+    "StepBatch",
+    "TrainerError",
+    "World",
+    "engine_spec",
+    "load",
+    "run",
+]
 
 
 def __getattr__(name: str) -> Any:

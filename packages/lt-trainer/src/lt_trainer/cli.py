@@ -1,4 +1,7 @@
-"""`lt train`: run a recipe, show it resolved, or sample from what was trained. Heavy imports happen inside the commands."""
+"""`lt train`.
+
+Run a recipe, show it resolved, or sample from what was trained. Heavy imports happen inside the commands.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,22 @@ import typer
 if TYPE_CHECKING:
     from lt_trainer.recipe import Resolved
 
-app = typer.Typer(name="train", no_args_is_help=True, pretty_exceptions_enable=False, help="Train a recipe, show it, or sample from a trained model.")
+app = typer.Typer(
+    name="train",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Train a recipe, show it, or sample from a trained model.",
+)
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The recipe.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one field of the recipe; may be given several times.")]
-Hyperparameters = Annotated[Path | None, typer.Option(help="A flat JSON object of upper-case hyperparameters (SageMaker's hyperparameters.json).")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override one field of the recipe; may be given several times."),
+]
+Hyperparameters = Annotated[
+    Path | None,
+    typer.Option(help="A flat JSON object of upper-case hyperparameters (SageMaker's hyperparameters.json)."),
+]
 
 
 def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> Resolved:
@@ -31,12 +45,23 @@ def run(
     recipe: RecipeFile,
     sets: Sets = None,
     hyperparameters: Hyperparameters = None,
-    stop_at_step: Annotated[int, typer.Option(help="Stop after this step exactly as SIGTERM would, saved and with exit code 75; 0 for never.", min=0)] = 0,
-    shadow_steps: Annotated[int, typer.Option(help="Steps to run after a stop's save, written to shadow.jsonl, to compare with the resumed run.", min=0)] = 0,
+    stop_at_step: Annotated[
+        int,
+        typer.Option(
+            help="Stop after this step exactly as SIGTERM would, saved and with exit code 75; 0 for never.", min=0
+        ),
+    ] = 0,
+    shadow_steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps to run after a stop's save, written to shadow.jsonl, to compare with the resumed run.", min=0
+        ),
+    ] = 0,
 ) -> None:
     """Train, alone or as one rank under torchrun; goes on from the newest valid checkpoint of the run directory.
 
-    Exit codes: 0 all steps done, 75 stopped and saved (start it again), 64 something to mend in what was given, 70 our mistake.
+    Exit codes: 0 all steps done, 75 stopped and saved (start it again), 64 something to mend in what was given, 70 our
+    mistake.
     """
     from lt_trainer.run import run as train
 
@@ -55,7 +80,16 @@ def show(
 
     resolved = _load(recipe, sets, hyperparameters)
     if as_json:
-        typer.echo(json.dumps({"recipe": to_dict(resolved.recipe), "origins": dict(resolved.origins), "unchecked": list(resolved.unchecked)}, indent=1))
+        typer.echo(
+            json.dumps(
+                {
+                    "recipe": to_dict(resolved.recipe),
+                    "origins": dict(resolved.origins),
+                    "unchecked": list(resolved.unchecked),
+                },
+                indent=1,
+            )
+        )
         return
     typer.echo(to_toml(resolved.recipe, resolved.origins), nl=False)
     for section in resolved.unchecked:
@@ -64,12 +98,21 @@ def show(
 
 @app.command()
 def sample(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CKPT", help="A checkpoint, a run directory (its newest checkpoint) or an exported Hugging Face folder.")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT",
+            help="A checkpoint, a run directory (its newest checkpoint) or an exported Hugging Face folder.",
+        ),
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.", min=1)] = 100,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token each time.", min=0.0)] = 0.8,
     top_k: Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 for all.", min=0)] = 50,
-    top_p: Annotated[float, typer.Option(help="Choose among the likeliest tokens that together have this probability.", min=0.0, max=1.0)] = 1.0,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Choose among the likeliest tokens that together have this probability.", min=0.0, max=1.0),
+    ] = 1.0,
     seed: Annotated[int, typer.Option(help="Seed of the choice.")] = 0,
     samples: Annotated[int, typer.Option(help="How many continuations.", min=1)] = 1,
 ) -> None:
@@ -84,5 +127,13 @@ def sample(
         raise typer.Exit(64) from exc
     loaded = load(checkpoint)
     for i in range(samples):
-        text = continuation(loaded, prompt, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed + i)
+        text = continuation(
+            loaded,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed + i,
+        )
         typer.echo(prompt + text)

@@ -1,4 +1,6 @@
-"""From the recipe's data section to step batches: open store and packs, check them against the recipe, cut into micro-batches.
+"""From the recipe's data section to step batches.
+
+Opens stores and packs, checks them against the recipe, and cuts a stream's rows into micro-batches.
 
 Costs nothing at start: the store and the pack are memory-mapped, no index is built.
 
@@ -28,7 +30,10 @@ IGNORE = -100
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingData:
-    """What a run reads: rows to train on, rows to validate on (or None), and the vocabulary that both were made with."""
+    """What a run reads.
+
+    Rows to train on, rows to validate on (or None), and the vocabulary that both were made with.
+    """
 
     train: RowReader
     validation: RowReader | None
@@ -50,7 +55,8 @@ def open_data(recipe: Recipe) -> TrainingData:
         raise RecipeError(
             f"does not fit the tokenizer of {data.store}, which has {found} ids",
             values={"model.vocab_size": given},
-            remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the tokenizer that you mean",
+            remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the "
+            "tokenizer that you mean",
         )
     tokenizer = store.manifest.tokenizer
     # The default name asks for nothing: a recipe written out with all its values must load again.
@@ -58,7 +64,8 @@ def open_data(recipe: Recipe) -> TrainingData:
         raise RecipeError(
             f"{data.store} was made with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
             values={"data.tokenizer": data.tokenizer},
-            remedy="leave data.tokenizer (TOKENIZER) out, since the store carries its own, or prepare the data with the tokenizer that you mean",
+            remedy="leave data.tokenizer (TOKENIZER) out, since the store carries its own, or prepare the data "
+            "with the tokenizer that you mean",
         )
     train = RowReader(store, open_pack(store, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
     validation = None
@@ -70,8 +77,12 @@ def open_data(recipe: Recipe) -> TrainingData:
                 values={"data.validation": data.validation},
                 remedy="prepare both with the same tokenizer",
             )
-        validation = RowReader(other, open_pack(other, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
-    return TrainingData(train=train, validation=validation, vocab_size=found, tokenizer_files=dict(store.tokenizer().files))
+        validation = RowReader(
+            other, open_pack(other, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask
+        )
+    return TrainingData(
+        train=train, validation=validation, vocab_size=found, tokenizer_files=dict(store.tokenizer().files)
+    )
 
 
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
@@ -114,7 +125,9 @@ def validation_batches(reader: RowReader, topology: Topology, micro_batch: int) 
     """
     per_round = micro_batch * topology.dp_size
     for start in range(0, reader.n_rows, per_round):
-        mine = np.arange(start + topology.dp_rank, min(start + per_round, reader.n_rows), topology.dp_size, dtype=np.int64)
+        mine = np.arange(
+            start + topology.dp_rank, min(start + per_round, reader.n_rows), topology.dp_size, dtype=np.int64
+        )
         rows = reader.gather(mine)
         short = micro_batch - len(mine)
         if short:

@@ -1,8 +1,9 @@
 """What a training engine is, seen from the loop: a handful of values and two protocols, without torch.
 
-An `EngineSpec` is found through the entry-point group `lt.engines` and is cheap to import: it knows the engine's options
-and checks a recipe. `open` makes the `Engine`, which owns devices, model and optimizer. The loop only ever sees numpy
-arrays going in (`StepBatch`) and floats coming out (`read`), so a fake engine of thirty lines can test all of it.
+An `EngineSpec` is found through the entry-point group `lt.engines` and is cheap to import: it knows the engine's
+options and checks a recipe. `open` makes the `Engine`, which owns devices, model and optimizer. The loop only ever
+sees numpy arrays going in (`StepBatch`) and floats coming out (`read`), so a fake engine of thirty lines can test all
+of it.
 
 Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 """
@@ -61,7 +62,10 @@ class World:
         except ValueError as exc:
             raise RecipeError(f"the environment's {', '.join(names)} must be whole numbers: {exc}") from exc
         if not (0 <= rank < size and 0 <= local_rank < local_size and size % local_size == 0):
-            raise RecipeError(f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} do not fit together")
+            raise RecipeError(
+                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} do not fit "
+                "together"
+            )
         return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
 
@@ -221,6 +225,7 @@ def engine_spec(name: str) -> EngineSpec:
         if entry.name == name:
             return entry.load()
     raise RecipeError(
-        f"run.engine = {name!r}: no installed package offers that engine (installed: {', '.join(engine_names()) or 'none'}); "
+        f"run.engine = {name!r}: no installed package offers that engine (installed: "
+        f"{', '.join(engine_names()) or 'none'}); "
         f"pip install lt-trainer-{name}"
     )

@@ -62,7 +62,15 @@ class SilentJournal:
 class RunJournal:
     """The journal of rank 0; closes its files with the context."""
 
-    def __init__(self, run_dir: RunDir, device: Device, work: Work, *, stdout: Sink | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        run_dir: RunDir,
+        device: Device,
+        work: Work,
+        *,
+        stdout: Sink | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self._run_dir, self._device, self._work, self._clock = run_dir, device, work, clock
         self._stdout = stdout or StdoutSink()
         self._metrics = JsonlSink(run_dir.metrics)
@@ -84,7 +92,9 @@ class RunJournal:
             return
         work, n = self._work, len(records)
         tokens = n * work.rows * work.seq_len
-        self._throughput.update(batches=n * work.micro_batches, samples=n * work.rows, tokens=tokens, flops=tokens * work.flops_per_token)
+        self._throughput.update(
+            batches=n * work.micro_batches, samples=n * work.rows, tokens=tokens, flops=tokens * work.flops_per_token
+        )
         rates, last = self._throughput.rates(), records[-1]
         self._write(
             MetricsRecord(
@@ -105,7 +115,11 @@ class RunJournal:
 
     def validation(self, step: int, loss_sum: float, tokens: int) -> None:
         """Write the validation loss in nats per token with a label."""
-        self._write(ValidationRecord(step=step, val_loss=loss_sum / tokens, val_tokens=tokens, elapsed_s=self._clock() - self._start))
+        self._write(
+            ValidationRecord(
+                step=step, val_loss=loss_sum / tokens, val_tokens=tokens, elapsed_s=self._clock() - self._start
+            )
+        )
 
     def saved(self, step: int, path: Path) -> None:
         """Note a committed checkpoint."""

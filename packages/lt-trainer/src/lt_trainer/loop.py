@@ -2,7 +2,8 @@
 
 At each step boundary, in this order: take the next batch, step the engine, agree with all ranks whether to stop, then,
 where due, read the numbers, validate, save. Numbers are read only at logging steps, so a device runs ahead of the host
-in between. A stop is always a save; a save is always preceded by reading, so weights that are not finite are never saved.
+in between. A stop is always a save; a save is always preceded by reading, so weights that are not finite are never
+saved.
 """
 
 from __future__ import annotations
@@ -104,7 +105,8 @@ class Loop:
 
         Args:
             stop_at_step: raise SIGTERM in this process after that step, 0 for never.
-            shadow_steps: steps to run after the save of that stop; their numbers go to the journal, their weights nowhere.
+            shadow_steps: steps to run after the save of that stop; their numbers go to the journal, their weights
+            nowhere.
 
         Raises:
             TrainingError: the loss or the gradient norm is not finite; nothing of that step is saved.
@@ -143,7 +145,9 @@ class Loop:
         batch = self.batches.next_batch()
         lr = learning_rate(step, self.recipe.schedule, self.recipe.optimizer.lr)
         pending = self.engine.step(batch, lr)
-        return StepRecord(step=step + 1, loss=math.nan, grad_norm=math.nan, learning_rate=lr, valid_tokens=batch.valid_tokens), pending
+        return StepRecord(
+            step=step + 1, loss=math.nan, grad_norm=math.nan, learning_rate=lr, valid_tokens=batch.valid_tokens
+        ), pending
 
     def _read(self, waiting: list[tuple[StepRecord, object]]) -> None:
         numbers = self.engine.read([pending for _, pending in waiting])
@@ -166,13 +170,20 @@ def _due(step: int, interval: int) -> bool:
 
 
 def _with(record: StepRecord, loss: float, grad_norm: float) -> StepRecord:
-    return StepRecord(step=record.step, loss=loss, grad_norm=grad_norm, learning_rate=record.learning_rate, valid_tokens=record.valid_tokens)
+    return StepRecord(
+        step=record.step,
+        loss=loss,
+        grad_norm=grad_norm,
+        learning_rate=record.learning_rate,
+        valid_tokens=record.valid_tokens,
+    )
 
 
 def _require_finite(record: StepRecord) -> None:
     for name, value in (("loss", record.loss), ("grad_norm", record.grad_norm)):
         if not math.isfinite(value):
             raise TrainingError(
-                f"{name} = {value} at step {record.step}: training has diverged and nothing of it was saved; the newest checkpoint is from before. "
+                f"{name} = {value} at step {record.step}: training has diverged and nothing of it was saved; the "
+                "newest checkpoint is from before. "
                 "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the rows of that step"
             )

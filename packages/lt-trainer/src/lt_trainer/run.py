@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,10 +17,10 @@ from typing import TYPE_CHECKING
 from lt_data import Stream, StreamState
 
 from lt_trainer.data import TrainingData, open_data, open_stream, step_batch, validation_batches
-from lt_trainer.engine import Engine, EngineSpec, StepBatch, World, engine_spec
+from lt_trainer.engine import Engine, StepBatch, World, engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.journal import RunJournal, SilentJournal, Work
-from lt_trainer.loop import Journal, Loop, Outcome
+from lt_trainer.loop import Loop, Outcome
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
 from lt_trainer.rundir import RunDir
 from lt_trainer.saving import Checkpoints
@@ -36,14 +35,17 @@ FLOPS_CONVENTION = "full"
 """6 FLOPs per parameter and token plus attention counted in full, as torchtitan and NeMo count."""
 
 
-def run(resolved: Resolved, *, environ: Mapping[str, str] | None = None, stop_at_step: int = 0, shadow_steps: int = 0) -> int:
+def run(
+    resolved: Resolved, *, environ: Mapping[str, str] | None = None, stop_at_step: int = 0, shadow_steps: int = 0
+) -> int:
     """Train as the recipe says, in this process as one rank of the world that the environment describes.
 
     Args:
         resolved: the recipe with its origins.
         environ: the environment to read the world from; by default this process's.
         stop_at_step: stop after that step the way SIGTERM does; 0 for never.
-        shadow_steps: steps to run after a stop's save, noted in the run directory's shadow.jsonl to prove a resume exact.
+        shadow_steps: steps to run after a stop's save, noted in the run directory's shadow.jsonl to prove a resume
+        exact.
 
     Returns:
         0 when all steps are done, 75 when it stopped early and saved.
@@ -69,7 +71,13 @@ def run(resolved: Resolved, *, environ: Mapping[str, str] | None = None, stop_at
         if run_dir is not None:
             journal = stack.enter_context(RunJournal(run_dir, engine.device, work(recipe, model, engine)))
             _announce(journal, recipe, engine, run_dir)
-        checkpoints = Checkpoints(root=Path(recipe.run.out) / "checkpoints", recipe=recipe, model=model, tokenizer_files=data.tokenizer_files, recipe_values=to_dict(recipe))
+        checkpoints = Checkpoints(
+            root=Path(recipe.run.out) / "checkpoints",
+            recipe=recipe,
+            model=model,
+            tokenizer_files=data.tokenizer_files,
+            recipe_values=to_dict(recipe),
+        )
         stream = open_stream(recipe, data, engine.topology, _resume(recipe, engine, checkpoints, journal))
         outcome = Loop(
             recipe=recipe,
@@ -114,14 +122,29 @@ def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
 
 def _announce(journal: RunJournal, recipe: Recipe, engine: Engine, run_dir: RunDir) -> None:
     device, topology = engine.device, engine.topology
-    journal.event("start", pid=os.getpid(), world=topology.world, device=device.name, peak_flops=device.peak_flops, peak_source=device.peak_source)
-    journal.say(f"{recipe.run.engine} engine on {device.count} x {device.name}, {topology.dp_size} data-parallel rank(s); run directory {run_dir.path}")
-    journal.say(f"mfu: FLOPs counted in full (6 per parameter and token without the input embedding, plus 12 x layers x width x seq_len); peak {device.peak_flops:.4g} FLOP/s per device ({device.peak_source})")
+    journal.event(
+        "start",
+        pid=os.getpid(),
+        world=topology.world,
+        device=device.name,
+        peak_flops=device.peak_flops,
+        peak_source=device.peak_source,
+    )
+    journal.say(
+        f"{recipe.run.engine} engine on {device.count} x {device.name}, {topology.dp_size} data-parallel rank(s); "
+        f"run directory {run_dir.path}"
+    )
+    journal.say(
+        "mfu: FLOPs counted in full (6 per parameter and token without the input embedding, plus 12 x layers x "
+        f"width x seq_len); peak {device.peak_flops:.4g} FLOP/s per device ({device.peak_source})"
+    )
     for name, (before, now) in sorted(run_dir.changes.items()):
         journal.say(f"the recipe has changed since this run was last started: {name} was {before!r}, is {now!r}")
 
 
-def _resume(recipe: Recipe, engine: Engine, checkpoints: Checkpoints, journal: RunJournal | SilentJournal) -> StreamState | None:
+def _resume(
+    recipe: Recipe, engine: Engine, checkpoints: Checkpoints, journal: RunJournal | SilentJournal
+) -> StreamState | None:
     """Restore the newest valid checkpoint into the engine and return its data position; None to start from nothing."""
     said: list[str] = []
     checkpoint = checkpoints.find(engine.control, engine.topology.rank, said.append)
@@ -142,7 +165,7 @@ def _resume(recipe: Recipe, engine: Engine, checkpoints: Checkpoints, journal: R
     return state
 
 
-def _validation(data: TrainingData, engine: Engine, recipe: Recipe):  # noqa: ANN202
+def _validation(data: TrainingData, engine: Engine, recipe: Recipe):
     if data.validation is None:
         return None
     return partial(validation_batches, data.validation, engine.topology, recipe.batch.micro_batch)

@@ -1,4 +1,4 @@
-"""Text from a trained model: a checkpoint, a run directory (its newest valid checkpoint) or an exported Hugging Face folder.
+"""Text from a trained model: a checkpoint, a run directory (its newest valid one) or an exported Hugging Face folder.
 
 Needs torch (`lt-trainer[torch]`) and one copy of the weights in memory; no engine, no process group.
 """
@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from lt_ckpt import CheckpointError, HFFolder, resolve
 from lt_data import Tokenizer
-from lt_model import LlamaConfig
-from lt_model import generate
+from lt_model import LlamaConfig, generate
 from lt_model.llama import Llama
 
 from lt_trainer.torch import DTYPE_CODES
@@ -39,19 +38,34 @@ def load(path: Path) -> LoadedModel:
     if (path / "config.json").is_file():
         folder = HFFolder.open(path)
         tensors = {name: _tensor(folder.read(name), folder.dtype(name), folder.shape(name)) for name in folder.names()}
-        return LoadedModel(model=_build(folder.llama_config(), tensors), tokenizer=_tokenizer(path, folder.tokenizer_files()), source=path)
+        return LoadedModel(
+            model=_build(folder.llama_config(), tensors),
+            tokenizer=_tokenizer(path, folder.tokenizer_files()),
+            source=path,
+        )
     checkpoint, _ = resolve(path)
     config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
     tensors = {
-        name: _tensor(checkpoint.read("weights", name), checkpoint.dtype("weights", name), checkpoint.global_shape("weights", name))
+        name: _tensor(
+            checkpoint.read("weights", name),
+            checkpoint.dtype("weights", name),
+            checkpoint.global_shape("weights", name),
+        )
         for name in checkpoint.names("weights")
     }
-    return LoadedModel(model=_build(config, tensors), tokenizer=_tokenizer(checkpoint.path, checkpoint.tokenizer_files()), source=checkpoint.path)
+    return LoadedModel(
+        model=_build(config, tensors),
+        tokenizer=_tokenizer(checkpoint.path, checkpoint.tokenizer_files()),
+        source=checkpoint.path,
+    )
 
 
 def _tokenizer(path: Path, files: dict[str, bytes]) -> Tokenizer:
     if not files:
-        raise CheckpointError(f"{path} carries no tokenizer files, so there is no text to make; copy tokenizer.json and tokenizer_config.json into it")
+        raise CheckpointError(
+            f"{path} carries no tokenizer files, so there is no text to make; copy tokenizer.json and "
+            "tokenizer_config.json into it"
+        )
     return Tokenizer.from_bytes(files)
 
 
@@ -68,7 +82,9 @@ def _build(config: LlamaConfig, tensors: dict[str, torch.Tensor]) -> Llama:
     return model.eval()
 
 
-def sample(loaded: LoadedModel, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int) -> str:
+def sample(
+    loaded: LoadedModel, prompt: str, *, max_new_tokens: int, temperature: float, top_k: int, top_p: float, seed: int
+) -> str:
     """Continue `prompt`; stops at the end-of-text id or at the model's context length.
 
     Returns:
@@ -79,8 +95,19 @@ def sample(loaded: LoadedModel, prompt: str, *, max_new_tokens: int, temperature
     if tokenizer.bos_id is not None:
         ids = [tokenizer.bos_id, *ids]
     if not ids:
-        raise CheckpointError("the prompt is empty and the tokenizer has no beginning-of-text id to start from; give a prompt")
+        raise CheckpointError(
+            "the prompt is empty and the tokenizer has no beginning-of-text id to start from; give a prompt"
+        )
     stops = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
     with torch.no_grad():
-        new = generate(loaded.model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, stop_ids=stops)
+        new = generate(
+            loaded.model,
+            ids,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_ids=stops,
+        )
     return tokenizer.decode([i for i in new if i not in stops])

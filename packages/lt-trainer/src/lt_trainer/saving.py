@@ -7,13 +7,12 @@ so that none of them waits for it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, latest_valid, prune, write_part
+from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, prune, write_part
 from lt_data import StreamState
 
 from lt_trainer.errors import RecipeError
@@ -42,20 +41,27 @@ class Checkpoints:
             CheckpointError: some rank could not write its part (disk full, folder gone); every rank raises.
         """
         topology, control = engine.topology, engine.control
-        tmp = Path(_together(control, topology.rank == 0, lambda: str(begin(self.root, step=stream.step, world=topology.world))))
+        tmp = Path(
+            _together(
+                control, topology.rank == 0, lambda: str(begin(self.root, step=stream.step, world=topology.world))
+            )
+        )
         snapshot = engine.state()
         failure = _attempt(lambda: write_part(tmp, rank=topology.rank, shards=snapshot.shards))
         if control.all_max(int(failure is not None)):
-            raise failure or CheckpointError(f"{tmp}: another rank could not write its part of step {stream.step}; its message names the cause")
+            if topology.rank == 0:
+                discard(tmp)
+            raise failure or CheckpointError(
+                f"{tmp}: another rank could not write its part of step {stream.step}; its message names the cause"
+            )
         meta = Meta(
             step=stream.step,
-            recipe=dict(self.recipe_values),
+            recipe=self.recipe_values,
             model=self.model.to_dict(),
-            small=dict(snapshot.small),
+            small=snapshot.small,
             data=stream.to_json(),
             tokenizer_files=self.tokenizer_files,
             layout={"world": topology.world, "dp_size": topology.dp_size},
-            created_at=time.time(),
         )
         path = Path(_together(control, topology.rank == 0, lambda: str(commit(tmp, world=topology.world, meta=meta))))
         keep = self.recipe.checkpoint
@@ -82,10 +88,15 @@ class Checkpoints:
             RecipeError: the checkpoint holds another model.
         """
         saved, here = dict(checkpoint.manifest.model), self.model.to_dict()
-        differs = [f"{key}: {saved.get(key)!r} there, {here.get(key)!r} here" for key in sorted(saved | here) if saved.get(key) != here.get(key)]
+        differs = [
+            f"{key}: {saved.get(key)!r} there, {here.get(key)!r} here"
+            for key in sorted(saved | here)
+            if saved.get(key) != here.get(key)
+        ]
         if differs:
             raise RecipeError(
-                f"{checkpoint.path} is a checkpoint of another model ({'; '.join(differs)}); give run.out a new folder, "
+                f"{checkpoint.path} is a checkpoint of another model ({'; '.join(differs)}); give run.out a new "
+                "folder, "
                 "or set the [model] section back to what this run was started with"
             )
         assert checkpoint.manifest.data is not None, "a training checkpoint always holds its data position"

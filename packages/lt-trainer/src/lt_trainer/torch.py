@@ -1,4 +1,4 @@
-"""What both torch engines share, and the only module of lt-trainer that imports torch (with `sample`, which runs a model).
+"""What both torch engines share; besides `sample`, which runs a model, the only module of lt-trainer with torch.
 
 Ranks talk over a gloo group on the CPU (`GlooControl`), weights start from the counter-based init slice by slice, and
 tensors become `lt_ckpt.Shard`s as views of their bytes: nothing is copied until it is written.
@@ -26,7 +26,9 @@ class GlooControl:
     """Control over a gloo group of all ranks; one small exchange costs well under a millisecond on one node."""
 
     def __init__(self, timeout_s: float) -> None:
-        self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "this rank is in the group of all ranks"
+        self._group = group
 
     def all_max(self, value: int) -> int:
         """The largest `value` of all ranks."""
@@ -63,7 +65,10 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
-    """A tensor's local slice as a shard whose data views the tensor's memory (a CPU copy if it lives elsewhere); None where it is empty."""
+    """A tensor's local slice as a shard whose data views the tensor's memory (a CPU copy if it lives elsewhere).
+
+    None where it is empty.
+    """
     local, offset = local_part(tensor)
     if local.numel() == 0 and tensor.numel() != 0:
         return None
@@ -88,7 +93,8 @@ def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> 
     shape, dtype = tuple(checkpoint.global_shape(group, name)), checkpoint.dtype(group, name)
     if shape != tuple(tensor.shape) or dtype != DTYPE_CODES[tensor.dtype]:
         raise CheckpointError(
-            f"{checkpoint.path}: {group} {name} is {dtype} {list(shape)}, this run needs {DTYPE_CODES[tensor.dtype]} {list(tensor.shape)}; "
+            f"{checkpoint.path}: {group} {name} is {dtype} {list(shape)}, this run needs "
+            f"{DTYPE_CODES[tensor.dtype]} {list(tensor.shape)}; "
             "resume with the model and the dtype that the run was started with"
         )
     local, offset = local_part(tensor)
@@ -109,7 +115,10 @@ def require_names(checkpoint: Checkpoint, group: str, expected: Mapping[str, Ten
     found = set(checkpoint.names(group))
     missing, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
     if missing or extra:
-        raise CheckpointError(f"{checkpoint.path}: group {group} lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} too many; it belongs to another model")
+        raise CheckpointError(
+            f"{checkpoint.path}: group {group} lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} "
+            "too many; it belongs to another model"
+        )
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
@@ -122,7 +131,11 @@ def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in named.items():
             local, offset = local_part(tensor)
-            local.copy_(init_slice(table[name], seed, offset=offset, shape=tuple(local.shape), dtype=local.dtype, device=local.device))
+            local.copy_(
+                init_slice(
+                    table[name], seed, offset=offset, shape=tuple(local.shape), dtype=local.dtype, device=local.device
+                )
+            )
 
 
 def parameter_groups(model: nn.Module, config: LlamaConfig, weight_decay: float) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """How good the model is beside what counting alone reaches: validation loss against unigrams and bigrams.
 
 The fair opponents have counted exactly the positions that the model was trained on; the strong ones have counted all
-training data. Add-k smoothing with the best k of a small grid, chosen on the validation set, which favours the opponent.
-Bits per byte divide the loss over the whole validation text by its bytes, so they compare across tokenizers.
+training data. Add-k smoothing with the best k of a small grid, chosen on the validation set, which favours the
+opponent. Bits per byte divide the loss over the whole validation text by its bytes, so they compare across tokenizers.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from lt_data import NgramCounts, RowReader, Rows, Stream
+from lt_data.ngram import Order
 
 from lt_trainer.quickstart.settings import Settings
 from lt_trainer.quickstart.stages import Packed
@@ -57,7 +58,9 @@ def seen_rows(rows: RowReader, settings: Settings, seed: int) -> np.ndarray:
     return stream.global_rows(stream.state, settings.steps * settings.global_batch)
 
 
-def compare(train: Packed, validation: Packed, settings: Settings, *, seed: int, val_loss: float, val_tokens: int) -> Comparison:
+def compare(
+    train: Packed, validation: Packed, settings: Settings, *, seed: int, val_loss: float, val_tokens: int
+) -> Comparison:
     """Count, and put the model's validation loss beside it."""
     evaluation = list(_blocks(validation.rows, np.arange(validation.rows.n_rows)))
     counted = sum(int((rows.labels != -100).sum()) for rows in evaluation)
@@ -68,9 +71,10 @@ def compare(train: Packed, validation: Packed, settings: Settings, *, seed: int,
         seen.add(rows)
     for rows in _blocks(train.rows, np.arange(train.rows.n_rows)):
         everything.add(rows)
+    orders: dict[str, Order] = {"unigram": 1, "bigram": 2}
     scores = []
     for name, counts in (("seen tokens", seen), ("all training data", everything)):
-        for order, kind in ((1, "unigram"), (2, "bigram")):
+        for kind, order in orders.items():
             k, nats = counts.best(evaluation, order)
             scores.append(Score(name=f"{kind}, {name}", nats_per_token=nats, bits_per_byte=nats * bits_per_byte, k=k))
     model = Score(name="model", nats_per_token=val_loss, bits_per_byte=val_loss * bits_per_byte)

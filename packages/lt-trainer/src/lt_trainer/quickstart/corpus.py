@@ -21,8 +21,10 @@ from lt_trainer.quickstart.settings import Folder, QuickstartError
 
 VALIDATION_SHARE = 20
 """One document in this many is for validation."""
-LEFT_OUT = frozenset({"__pycache__", "config", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"})
-"""Folders that not every distribution ships, that are no part of the library, or that hold generated tables (encodings)."""
+LEFT_OUT = frozenset(
+    {"__pycache__", "config", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"}
+)
+"""Folders that not every distribution ships, that are no part of the library, or that hold generated tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +61,15 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
         QuickstartError: fewer than two documents with text, or the disk is full.
         DataError: the source cannot be read.
     """
-    ranked = sorted((hashlib.sha256(document.source.encode()).hexdigest(), i) for i, document in enumerate(documents(source)) if document.text.strip())
+    ranked = sorted(
+        (hashlib.sha256(document.source.encode()).hexdigest(), i)
+        for i, document in enumerate(documents(source))
+        if document.text.strip()
+    )
     if len(ranked) < 2:
         raise QuickstartError(
-            f"--source {source or 'standard library'}: {len(ranked)} document(s) with text; at least two are needed, one to train on and one to validate on. "
+            f"--source {source or 'standard library'}: {len(ranked)} document(s) with text; at least two are "
+            "needed, one to train on and one to validate on. "
             "A text file is one document, a line of a .jsonl file is one"
         )
     validation = {i for _, i in ranked[: max(1, len(ranked) // VALIDATION_SHARE)]}
@@ -71,15 +78,27 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
     temporary = {True: folder.corpus_validation.with_suffix(".tmp"), False: folder.corpus_train.with_suffix(".tmp")}
     try:
         folder.corpus_train.parent.mkdir(exist_ok=True)
-        with open(temporary[True], "w", encoding="utf-8") as kept, open(temporary[False], "w", encoding="utf-8") as train:
+        with (
+            open(temporary[True], "w", encoding="utf-8") as kept,
+            open(temporary[False], "w", encoding="utf-8") as train,
+        ):
             for i, document in enumerate(documents(source)):
                 if i in used:
                     count = counts[i in validation]
                     count[0] += 1
                     count[1] += len(document.text.encode())
-                    (kept if i in validation else train).write(json.dumps({"text": document.text, "source": document.source}) + "\n")
+                    (kept if i in validation else train).write(
+                        json.dumps({"text": document.text, "source": document.source}) + "\n"
+                    )
         os.replace(temporary[False], folder.corpus_train)
         os.replace(temporary[True], folder.corpus_validation)
     except OSError as exc:
-        raise QuickstartError(f"cannot write the corpus to {folder.out}: {exc.strerror}; free space or name another folder with --out") from exc
-    return CorpusCounts(train_documents=counts[False][0], train_bytes=counts[False][1], validation_documents=counts[True][0], validation_bytes=counts[True][1])
+        raise QuickstartError(
+            f"cannot write the corpus to {folder.out}: {exc.strerror}; free space or name another folder with --out"
+        ) from exc
+    return CorpusCounts(
+        train_documents=counts[False][0],
+        train_bytes=counts[False][1],
+        validation_documents=counts[True][0],
+        validation_bytes=counts[True][1],
+    )

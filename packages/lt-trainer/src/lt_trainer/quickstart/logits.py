@@ -1,7 +1,8 @@
 """The exported model in `transformers` against our own forward pass of the checkpoint: the logits must be the same.
 
-Both run in float32 on the CPU; sums are taken in another order, so they differ in the last digits. The largest difference
-is held against the largest logit: a swapped head or a wrong rotary angle is off by far more than the tolerance.
+Both run in float32 on the CPU; sums are taken in another order, so they differ in the last digits. The largest
+difference is held against the largest logit: a swapped head or a wrong rotary angle is off by far more than the
+tolerance.
 """
 
 from __future__ import annotations
@@ -28,11 +29,13 @@ class LogitCheck:
     scale: float
     """The largest absolute logit."""
     tokens: int
+    tolerance: float = TOLERANCE
+    """The largest difference allowed, as a share of the largest logit."""
 
     @property
     def equal(self) -> bool:
         """Whether the difference is within the tolerance."""
-        return self.max_difference <= TOLERANCE * self.scale
+        return self.max_difference <= self.tolerance * self.scale
 
 
 def check_logits(folder: Folder, validation: Packed) -> LogitCheck:
@@ -46,7 +49,9 @@ def check_logits(folder: Folder, validation: Packed) -> LogitCheck:
     ids = torch.tensor(np.stack([store.document(int(i))[:length] for i in longest]).astype(np.int64))
     text = ours.tokenizer.decode(ids[0].tolist(), skip_special=True)
     ours_ids = ours.tokenizer.encode_batch([text])[0].tolist()
-    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours_ids, "the exported tokenizer encodes otherwise"
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == ours_ids, (
+        "the exported tokenizer encodes otherwise"
+    )
     with torch.no_grad():
         a, b = ours.model(ids), theirs(input_ids=ids).logits
     return LogitCheck(max_difference=float((a - b).abs().max()), scale=float(a.abs().max()), tokens=ids.numel())

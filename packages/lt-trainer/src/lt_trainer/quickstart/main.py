@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lt_data import TokenStore
 from lt_data.bars import progress_bar
@@ -19,6 +20,9 @@ from lt_trainer.quickstart.corpus import write_corpus
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
 from lt_trainer.quickstart.stages import Packed, export, make_pack, make_store, make_tokenizer, write_recipe
 from lt_trainer.quickstart.training import Resume, last_metrics, losses, train, validation_loss
+
+if TYPE_CHECKING:
+    pass
 
 PROMPTS = ("def ", "class ", "import ", "    return ")
 
@@ -47,7 +51,9 @@ def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> Non
     settings = _settings(source, preset, steps)
     folder = Folder(out)
     if folder.claim(settings, fresh=fresh):
-        console.print(f"{out} holds a quickstart with these settings; going on with what is there (--fresh starts over)")
+        console.print(
+            f"{out} holds a quickstart with these settings; going on with what is there (--fresh starts over)"
+        )
     train_packed, validation_packed = _data(console, clock, folder, settings)
     resume = _training(console, clock, folder, settings, train_packed)
     comparison, logits = _checks(console, clock, folder, settings, train_packed, validation_packed)
@@ -55,7 +61,15 @@ def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> Non
         report.show_samples(console, _samples(folder))
     numbers = _numbers(settings, train_packed, comparison, folder)
     report.summary(console, folder, numbers, clock.seconds)
-    report.write_summary(folder.summary, settings=settings, resume=resume, logits=logits, comparison=comparison, numbers=numbers, seconds=clock.seconds)
+    report.write_summary(
+        folder.summary,
+        settings=settings,
+        resume=resume,
+        logits=logits,
+        comparison=comparison,
+        numbers=numbers,
+        seconds=clock.seconds,
+    )
     report.show_commands(console, folder, settings)
     _require(resume, logits.equal, comparison)
 
@@ -89,7 +103,10 @@ def _data(console: Console, clock: Clock, folder: Folder, settings: Settings) ->
         train_packed, validation_packed = (make_pack(store, settings) for store in stores)
     for name, packed in (("train", train_packed), ("validation", validation_packed)):
         store, rows = packed.store, packed.rows
-        console.print(f"{name}: {store.n_documents:,} documents, {store.n_tokens:,} tokens of {store.vocab_size:,} kinds, {rows.n_rows:,} rows of {rows.seq_len}")
+        console.print(
+            f"{name}: {store.n_documents:,} documents, {store.n_tokens:,} tokens of {store.vocab_size:,} kinds, "
+            f"{rows.n_rows:,} rows of {rows.seq_len}"
+        )
     return train_packed, validation_packed
 
 
@@ -103,7 +120,9 @@ def _training(console: Console, clock: Clock, folder: Folder, settings: Settings
     return resume
 
 
-def _checks(console: Console, clock: Clock, folder: Folder, settings: Settings, train_packed: Packed, validation_packed: Packed):  # noqa: ANN202
+def _checks(
+    console: Console, clock: Clock, folder: Folder, settings: Settings, train_packed: Packed, validation_packed: Packed
+):
     """Stages 6 and 7: export and logits, baselines."""
     from lt_trainer.quickstart.logits import check_logits
 
@@ -114,7 +133,9 @@ def _checks(console: Console, clock: Clock, folder: Folder, settings: Settings, 
     report.show_logits(console, logits)
     val_loss, val_tokens = validation_loss(folder)
     with clock.stage("baselines"):
-        comparison = compare(train_packed, validation_packed, settings, seed=0, val_loss=val_loss, val_tokens=val_tokens)
+        comparison = compare(
+            train_packed, validation_packed, settings, seed=0, val_loss=val_loss, val_tokens=val_tokens
+        )
     report.show_comparison(console, comparison)
     return comparison, logits
 
@@ -123,7 +144,10 @@ def _samples(folder: Folder) -> list[tuple[str, str]]:
     from lt_trainer.sample import load, sample
 
     loaded = load(folder.model)
-    return [(prompt, sample(loaded, prompt, max_new_tokens=60, temperature=0.7, top_k=40, top_p=1.0, seed=i)) for i, prompt in enumerate(PROMPTS)]
+    return [
+        (prompt, sample(loaded, prompt, max_new_tokens=60, temperature=0.7, top_k=40, top_p=1.0, seed=i))
+        for i, prompt in enumerate(PROMPTS)
+    ]
 
 
 def _numbers(settings: Settings, data: Packed, comparison: Comparison, folder: Folder) -> dict[str, str | int | float]:
@@ -154,7 +178,8 @@ def _require(resume: Resume, logits_equal: bool, comparison: Comparison) -> None
         problems.append("transformers computes other logits from the exported model")
     if not comparison.beaten:
         problems.append(
-            f"the model ({comparison.model.nats_per_token:.4f} nats/token) does not beat a bigram that has seen the same tokens "
+            f"the model ({comparison.model.nats_per_token:.4f} nats/token) does not beat a bigram that has seen the "
+            "same tokens "
             f"({comparison.opponent.nats_per_token:.4f}); more --steps help"
         )
     if problems:

@@ -7,15 +7,17 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from lt_trainer.quickstart.baselines import Comparison
-from lt_trainer.quickstart.logits import TOLERANCE, LogitCheck
 from lt_trainer.quickstart.settings import Folder, Settings
 from lt_trainer.quickstart.training import Resume
+
+if TYPE_CHECKING:
+    from lt_trainer.quickstart.logits import LogitCheck
 
 
 def show_resume(console: Console, resume: Resume, seconds: float) -> None:
@@ -32,20 +34,31 @@ def show_resume(console: Console, resume: Resume, seconds: float) -> None:
 def show_logits(console: Console, check: LogitCheck) -> None:
     """The one line that the logit check comes to."""
     console.print(
-        f"exported model in transformers, float32, {check.tokens} tokens: largest logit difference {check.max_difference:.3g} "
-        f"= {check.max_difference / check.scale:.2g} of the largest logit {check.scale:.3g} (allowed: {TOLERANCE:g})"
+        f"exported model in transformers, float32, {check.tokens} tokens: largest logit difference "
+        f"{check.max_difference:.3g} "
+        f"= {check.max_difference / check.scale:.2g} of the largest logit {check.scale:.3g} "
+        f"(allowed: {check.tolerance:g})"
     )
 
 
 def show_comparison(console: Console, comparison: Comparison) -> None:
     """The model among the baselines, best first."""
-    table = Table(title=f"Validation loss over {comparison.validation_tokens:,} tokens; the model was trained on {comparison.seen_tokens:,}")
+    table = Table(
+        title=f"Validation loss over {comparison.validation_tokens:,} tokens; "
+        f"the model was trained on {comparison.seen_tokens:,}"
+    )
     table.add_column("predictor")
     for heading in ("nats/token", "bits/byte", "add-k"):
         table.add_column(heading, justify="right")
     for score in sorted((comparison.model, *comparison.baselines), key=lambda score: score.nats_per_token):
         style = "bold" if score is comparison.model else None
-        table.add_row(score.name, f"{score.nats_per_token:.4f}", f"{score.bits_per_byte:.4f}", f"{score.k:g}" if score.k is not None else "", style=style)
+        table.add_row(
+            score.name,
+            f"{score.nats_per_token:.4f}",
+            f"{score.bits_per_byte:.4f}",
+            f"{score.k:g}" if score.k is not None else "",
+            style=style,
+        )
     console.print(table)
 
 
@@ -64,7 +77,9 @@ def summary(console: Console, folder: Folder, numbers: Mapping[str, Any], second
     table.add_column("what")
     table.add_column("value", justify="right")
     for name, value in numbers.items():
-        table.add_row(name, value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}")
+        table.add_row(
+            name, value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+        )
     for name, value in seconds.items():
         table.add_row(f"time: {name}", f"{value:.1f} s")
     console.print(table)
@@ -82,8 +97,20 @@ def commands(folder: Folder, settings: Settings) -> list[list[str]]:
     size = str(settings.seq_len)
     stores = ((folder.corpus_train, folder.train), (folder.corpus_validation, folder.validation))
     return [
-        ["lt", "data", "train-tokenizer", str(folder.corpus_train), "--vocab-size", str(settings.vocab_size), "--out", str(folder.tokenizer)],
-        *(["lt", "data", "prepare", str(corpus), "--tokenizer", str(folder.tokenizer), "--out", str(store)] for corpus, store in stores),
+        [
+            "lt",
+            "data",
+            "train-tokenizer",
+            str(folder.corpus_train),
+            "--vocab-size",
+            str(settings.vocab_size),
+            "--out",
+            str(folder.tokenizer),
+        ],
+        *(
+            ["lt", "data", "prepare", str(corpus), "--tokenizer", str(folder.tokenizer), "--out", str(store)]
+            for corpus, store in stores
+        ),
         *(["lt", "data", "pack", str(store), "--seq-len", size, "--mode", "bfd"] for _, store in stores),
         ["lt", "data", "stats", str(folder.train)],
         ["lt", "model", "show", settings.preset, "--seq-len", size],
@@ -95,12 +122,21 @@ def commands(folder: Folder, settings: Settings) -> list[list[str]]:
     ]
 
 
-def write_summary(path: Path, *, settings: Settings, resume: Resume, logits: LogitCheck, comparison: Comparison, numbers: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+def write_summary(
+    path: Path,
+    *,
+    settings: Settings,
+    resume: Resume,
+    logits: LogitCheck,
+    comparison: Comparison,
+    numbers: Mapping[str, Any],
+    seconds: Mapping[str, float],
+) -> None:
     """All numbers as JSON."""
     content = {
         "settings": asdict(settings),
         "resume": asdict(resume) | {"equal": resume.equal},
-        "logits": asdict(logits) | {"tolerance": TOLERANCE, "equal": logits.equal},
+        "logits": asdict(logits) | {"equal": logits.equal},
         "comparison": asdict(comparison) | {"beaten": comparison.beaten},
         "numbers": dict(numbers),
         "seconds": dict(seconds),

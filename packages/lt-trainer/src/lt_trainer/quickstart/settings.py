@@ -125,12 +125,21 @@ class Folder:
                 if fresh:
                     self._remove_parts()
                 elif found != asdict(settings):
-                    differs = ", ".join(f"{name} was {found.get(name)!r}, is {value!r}" for name, value in asdict(settings).items() if found.get(name) != value)
-                    raise QuickstartError(f"{self.out} holds a quickstart with other settings ({differs}); add --fresh to start over here, or name another folder with --out")
+                    differs = ", ".join(
+                        f"{name} was {found.get(name)!r}, is {value!r}"
+                        for name, value in asdict(settings).items()
+                        if found.get(name) != value
+                    )
+                    raise QuickstartError(
+                        f"{self.out} holds a quickstart with other settings ({differs}); add --fresh to start over "
+                        "here, or name another folder with --out"
+                    )
                 else:
                     return True
             elif self.out.exists() and any(self.out.iterdir()):
-                raise QuickstartError(f"{self.out} is not empty and was not made by a quickstart; name a new folder with --out")
+                raise QuickstartError(
+                    f"{self.out} is not empty and was not made by a quickstart; name a new folder with --out"
+                )
             self.out.mkdir(parents=True, exist_ok=True)
             marker.write_text(json.dumps({"version": VERSION, "settings": asdict(settings)}, indent=1) + "\n")
         except OSError as exc:

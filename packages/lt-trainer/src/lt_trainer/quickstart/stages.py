@@ -53,7 +53,10 @@ def write_recipe(folder: Folder, settings: Settings, rows: RowReader) -> Path:
         RecipeError: the preset is unknown or does not fit.
     """
     if rows.n_rows < settings.global_batch:
-        raise QuickstartError(f"the corpus gives {rows.n_rows} row(s) of {settings.seq_len} tokens and one batch takes {settings.global_batch}; give more text with --source")
+        raise QuickstartError(
+            f"the corpus gives {rows.n_rows} row(s) of {settings.seq_len} tokens and one batch takes "
+            f"{settings.global_batch}; give more text with --source"
+        )
     warmup = max(1, settings.steps // 20)
     base = {
         "run": {"out": str(folder.run)},
@@ -72,7 +75,9 @@ def write_recipe(folder: Folder, settings: Settings, rows: RowReader) -> Path:
         temporary.write_text(to_toml(resolved.recipe, resolved.origins))
         os.replace(temporary, folder.recipe)
     except OSError as exc:
-        raise QuickstartError(f"cannot write {folder.recipe}: {exc.strerror}; free space or name another folder with --out") from exc
+        raise QuickstartError(
+            f"cannot write {folder.recipe}: {exc.strerror}; free space or name another folder with --out"
+        ) from exc
     return folder.recipe
 
 

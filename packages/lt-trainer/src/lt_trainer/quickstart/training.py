@@ -1,8 +1,8 @@
 """The training of a quickstart: two processes, one after the other, watched through the run directory.
 
-The first stops halfway exactly as SIGTERM would make it: it saves and exits with 75. Before it exits it runs some shadow
-steps on, which are written apart and saved nowhere. The second process resumes from the checkpoint; its first losses must
-equal the shadow's bit for bit, which shows that nothing was lost between them.
+The first stops halfway exactly as SIGTERM would make it: it saves and exits with 75. Before it exits it runs some
+shadow steps on, which are written apart and saved nowhere. The second process resumes from the checkpoint; its first
+losses must equal the shadow's bit for bit, which shows that nothing was lost between them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lt_data import Progress
 
@@ -40,13 +41,15 @@ class Resume:
 
 def losses(folder: Folder) -> dict[int, float]:
     """Training loss by step; where a step was run twice, the later run counts."""
-    return {record["step"]: record["loss"] for record in _records(folder.run / "metrics.jsonl") if "loss" in record}
+    return {
+        int(record["step"]): record["loss"] for record in _records(folder.run / "metrics.jsonl") if "loss" in record
+    }
 
 
 def validation_loss(folder: Folder) -> tuple[float, int]:
     """The last validation loss in nats per token, and the tokens it is over."""
     record = [record for record in _records(folder.run / "metrics.jsonl") if "val_loss" in record][-1]
-    return record["val_loss"], record["val_tokens"]
+    return record["val_loss"], int(record["val_tokens"])
 
 
 def last_metrics(folder: Folder) -> dict[str, float]:
@@ -54,7 +57,7 @@ def last_metrics(folder: Folder) -> dict[str, float]:
     return [record for record in _records(folder.run / "metrics.jsonl") if "loss" in record][-1]
 
 
-def _records(path: Path) -> list[dict[str, float]]:
+def _records(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path) if path.exists() else []
 
 
@@ -70,11 +73,22 @@ def train(folder: Folder, settings: Settings, progress: Progress) -> Resume:
         QuickstartError: a training process failed; its message is passed on.
     """
     if not shadow_losses(folder) and not is_done(folder):
-        _process(folder, settings, progress, "--stop-at-step", str(settings.halfway), "--shadow-steps", str(settings.shadow_steps))
+        _process(
+            folder,
+            settings,
+            progress,
+            "--stop-at-step",
+            str(settings.halfway),
+            "--shadow-steps",
+            str(settings.shadow_steps),
+        )
     if not is_done(folder):
         _process(folder, settings, progress)
     if not is_done(folder):
-        raise QuickstartError(f"training was stopped after step {max(losses(folder), default=0)} and saved; run the same command again to go on")
+        raise QuickstartError(
+            f"training was stopped after step {max(losses(folder), default=0)} and saved; run the same command "
+            "again to go on"
+        )
     shadow, resumed = shadow_losses(folder), losses(folder)
     return Resume(step=settings.halfway, shadow=tuple(shadow.values()), resumed=tuple(resumed[step] for step in shadow))
 
@@ -99,4 +113,6 @@ def _process(folder: Folder, settings: Settings, progress: Progress, *options: s
         with open(folder.log, encoding="utf-8") as log:
             log.seek(start)
             tail = "".join(log.readlines()[-12:])
-        raise QuickstartError(f"training ended with exit code {process.returncode}; its last lines (all are in {folder.log}):\n{tail}")
+        raise QuickstartError(
+            f"training ended with exit code {process.returncode}; its last lines (all are in {folder.log}):\n{tail}"
+        )

@@ -1,0 +1,179 @@
+"""One process: a step against plain torch in float64, state out and in, and what the engine refuses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, write_part
+from lt_model import LlamaConfig, parameters
+from lt_model.init import init_model
+from lt_model.llama import Llama
+from lt_trainer.engine import StepBatch, World
+from lt_trainer.errors import RecipeError
+from lt_trainer.recipe import Recipe, load
+from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.spec import SPEC
+
+
+def recipe(*sets: str) -> Recipe:
+    base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
+    return load(base=base, sets=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
+
+
+@pytest.fixture
+def open_engine() -> Iterator:
+    opened: list[GpuEngine] = []
+
+    def open_one(config: LlamaConfig, *sets: str) -> GpuEngine:
+        close()
+        opened.append(GpuEngine(recipe(*sets), config, World()))
+        return opened[-1]
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
+
+    yield open_one
+    close()
+
+
+def plain_torch(config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """The same steps with one backward over all rows at once and torch's own clip and AdamW."""
+    model = Llama(config, attention="reference").to(torch.float64)
+    init_model(model, seed=0)
+    decays = {parameter.name for parameter in parameters(config) if parameter.decay}
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if n in decays], "weight_decay": 0.01},
+        {"params": [p for n, p in model.named_parameters() if n not in decays], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    losses, norms = [], []
+    for batch in batches:
+        arrays = (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
+        ids, positions, docs, labels = (torch.from_numpy(a).long().flatten(0, 1) for a in arrays)
+        loss = model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels) / batch.valid_tokens
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def weights(engine: GpuEngine) -> dict[str, np.ndarray]:
+    return {s.name: s.data.view(np.float64).copy() for s in engine.state().shards if s.group == "weights"}
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+@pytest.mark.parametrize(("n_micro", "micro_batch"), [(1, 4), (4, 1), (2, 2)])
+def test_steps_equal_plain_torch_with_and_without_accumulation(open_engine, config, batches, n_micro, micro_batch) -> None:
+    """A mean per micro-batch, a decayed norm or an unclipped gradient would all show here."""
+    steps = batches(5, n_micro=n_micro, micro_batch=micro_batch)
+    losses, norms, wanted = plain_torch(config, steps, lr=1e-2, clip=0.5)
+    assert max(norms) > 0.5 > 0, "clipping must be at work"
+    engine = open_engine(config, "optimizer.grad_clip=0.5")
+    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps])
+    assert [n.loss for n in numbers] == pytest.approx(losses, rel=1e-12)
+    assert [n.grad_norm for n in numbers] == pytest.approx(norms, rel=1e-10)
+    found = weights(engine)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert relative(found[name], tensor.numpy().ravel()) < 1e-10, name
+
+
+def test_grad_clip_0_leaves_gradients_alone(open_engine, config, batches) -> None:
+    steps = batches(2, n_micro=1, micro_batch=2)
+    losses, _, _ = plain_torch(config, steps, lr=1e-2, clip=float("inf"))
+    engine = open_engine(config, "optimizer.grad_clip=0")
+    assert [n.loss for n in engine.read([engine.step(b, 1e-2) for b in steps])] == pytest.approx(losses, rel=1e-12)
+
+
+def test_initial_weights_follow_the_seed_alone(open_engine, config) -> None:
+    first = weights(open_engine(config))
+    again = weights(open_engine(config))
+    other = weights(open_engine(config, "run.seed=1"))
+    assert all((first[name] == again[name]).all() for name in first)
+    assert any((first[name] != other[name]).any() for name in first)
+
+
+def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_path: Path) -> None:
+    steps = batches(6, n_micro=2, micro_batch=2)
+    engine = open_engine(config)
+    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[:3]])
+    snapshot = engine.state()
+    tmp = begin(tmp_path, step=3, world=1)
+    write_part(tmp, rank=0, shards=snapshot.shards)
+    path = commit(tmp, world=1, meta=Meta(step=3, small=snapshot.small, model=config.to_dict()))
+    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[3:]])
+
+    resumed = open_engine(config, "run.seed=7")  # another seed: everything must come from the checkpoint
+    resumed.restore(Checkpoint.open(path))
+    assert resumed.read([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
+
+
+def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tmp_path: Path) -> None:
+    engine = open_engine(config)
+    tmp = begin(tmp_path, step=0, world=1)
+    write_part(tmp, rank=0, shards=engine.state().shards)
+    path = commit(tmp, world=1, meta=Meta(step=0, small={"optimizer_step": 0}))
+    with pytest.raises(CheckpointError, match=r"is F64 .*, this run needs F32"):
+        open_engine(config, "engine.gpu.dtype=float32").restore(Checkpoint.open(path))
+    deeper = LlamaConfig(**{**config.to_dict(), "n_layers": 3})
+    with pytest.raises(CheckpointError, match=r"lacks \['model.layers.2"):
+        open_engine(deeper).restore(Checkpoint.open(path))
+
+
+def test_evaluate_sums_over_batches_and_changes_nothing(open_engine, config, batches) -> None:
+    engine = open_engine(config)
+    before = weights(engine)
+    rounds = batches(3, n_micro=1, micro_batch=2)
+    loss_sum, tokens = engine.evaluate(rounds)
+    assert tokens == sum(batch.valid_tokens for batch in rounds)
+    each = [engine.evaluate([batch])[0] for batch in rounds]
+    assert loss_sum == pytest.approx(sum(each), rel=1e-12)
+    assert all((before[name] == after).all() for name, after in weights(engine).items())
+    training = engine.read([engine.step(rounds[0], 0.0)])[0]
+    assert training.loss == pytest.approx(each[0] / rounds[0].valid_tokens, rel=1e-12)
+
+
+def test_bfloat16_compute_keeps_float32_masters(open_engine, config, batches) -> None:
+    engine = open_engine(config, "engine.gpu.dtype=bfloat16")
+    steps = batches(3, n_micro=2, micro_batch=2)
+    losses, _, _ = plain_torch(config, steps, lr=1e-3, clip=1.0)
+    numbers = engine.read([engine.step(batch, 1e-3) for batch in steps])
+    assert [n.loss for n in numbers] == pytest.approx(losses, rel=2e-2)
+    assert {shard.dtype for shard in engine.state().shards} == {"F32"}
+
+
+def test_device_says_what_its_peak_is(open_engine, config) -> None:
+    device = open_engine(config).device
+    assert device.kind == "cpu"
+    assert device.peak_flops > 1e6
+    assert "measured" in device.peak_source
+    assert "float64" in device.peak_source
+
+
+@pytest.mark.parametrize(
+    ("sets", "world", "message"),
+    [
+        (["parallel.tp=2"], World(size=2, local_size=2), r"parallel.tp = 2.*set parallel.tp to 1"),
+        (["parallel.n_nodes=2"], World(), r"parallel.n_nodes = 2: the ranks were started on 1 node"),
+        (["parallel.dp_shard=2"], World(), r"parallel.dp_shard = 2.*need 2 ranks"),
+        (["batch.global_batch=6", "batch.micro_batch=2"], World(size=2, local_size=2), r"does not divide the global batch"),
+    ],
+)
+def test_check_refuses_with_field_value_and_remedy(sets, world, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        SPEC.check(recipe(*sets), world)
+
+
+def test_cuda_that_is_not_there_is_refused(open_engine, config) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a CUDA device")
+    with pytest.raises(ValueError, match="finds no CUDA device; set it to 'cpu'"):
+        open_engine(config, "engine.gpu.device=cuda")

@@ -1,0 +1,132 @@
+"""A run in miniature without torch: a little store, and an engine of numpy whose weights depend on every row it saw."""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lt_ckpt import Checkpoint, Shard
+from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
+from lt_model import LlamaConfig
+from lt_trainer import engine as engine_module
+from lt_trainer.engine import Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.recipe import Recipe
+
+WIDTH = 16
+
+
+class FakeEngine:
+    """Exact arithmetic on hashes of rows: any row lost, repeated or swapped changes every later loss."""
+
+    def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
+        self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
+        self.control = SoloControl()
+        self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
+        self.weights = np.arange(WIDTH, dtype=np.float64)
+        self.steps = 0
+        self.reads: list[int] = []
+        self.rows: list[bytes] = []
+        self.closed = False
+        self.on_step: Callable[[int], None] = lambda step: None
+
+    def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
+        assert batch.input_ids.dtype == np.int32
+        self.rows.extend(row.tobytes() for row in batch.input_ids.reshape(-1, batch.input_ids.shape[-1]))
+        gradient = np.bincount(batch.input_ids.ravel() % WIDTH, minlength=WIDTH) / batch.valid_tokens
+        self.weights = self.weights - lr * gradient + 1e-3 * np.sin(self.weights)
+        self.steps += 1
+        self.on_step(self.steps)
+        return float(np.abs(self.weights).sum()), float(np.sqrt((gradient**2).sum()))
+
+    def read(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
+        self.reads.append(len(pendings))
+        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in pendings]
+
+    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+        tokens = sum(batch.valid_tokens for batch in batches)
+        return float(self.weights[0]) * tokens, tokens
+
+    def memory_bytes(self) -> int:
+        return 3 * 2**30
+
+    def state(self) -> Snapshot:
+        data = self.weights.view(np.uint8)
+        shape = self.weights.shape
+        shard = Shard(group="weights", name="w", dtype="F64", global_shape=shape, offset=(0,), shape=shape, data=data)
+        return Snapshot(shards=[shard], small={"optimizer_step": self.steps})
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        self.weights = checkpoint.read("weights", "w").view(np.float64).copy()
+        self.steps = int(checkpoint.manifest.small["optimizer_step"])
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSpec:
+    """The spec of the fake engine; every engine that it opened is kept in `opened`."""
+
+    name = "fake"
+    capabilities = frozenset({"document_mask"})
+
+    def __init__(self, options: type) -> None:
+        self.options = options
+        self.opened: list[FakeEngine] = []
+        self.on_step: Callable[[int], None] = lambda step: None
+
+    def check(self, recipe: Recipe, world: World) -> None:
+        recipe.accumulation(world.size)
+
+    def env(self, recipe: Recipe) -> dict[str, str]:
+        return {}
+
+    def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> FakeEngine:
+        engine = FakeEngine(recipe, model, world)
+        engine.on_step = self.on_step
+        self.opened.append(engine)
+        return engine
+
+
+@pytest.fixture
+def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
+    """The fake engine, installed beside the real ones as entry points are."""
+    from dataclasses import make_dataclass
+
+    spec = FakeSpec(make_dataclass("FakeOptions", [], frozen=True, kw_only=True))
+    installed = list(engine_module.entry_points(group=engine_module.ENGINES))
+    entry = SimpleNamespace(name="fake", load=lambda: spec)
+    monkeypatch.setattr(engine_module, "entry_points", lambda group: [*installed, entry])
+    return spec
+
+
+@pytest.fixture(scope="session")
+def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the token stores `train` and `validation`, packed in rows of 32, vocabulary 300."""
+    root = tmp_path_factory.mktemp("little")
+    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".split()
+    for half, documents in (("train", 40), ("validation", 5)):
+        folder = root / f"text-{half}"
+        folder.mkdir()
+        for i in range(documents):
+            picked = [words[(i * 7 + j * j) % len(words)] for j in range(5 + 11 * i % 90)]
+            (folder / f"{i:03}.txt").write_text(f"{half} {i}: " + " ".join(picked))
+    tokenizer = train_bpe((d.text for d in read_documents([root / "text-train"])), vocab_size=300)
+    for half in ("train", "validation"):
+        prepare([root / f"text-{half}"], tokenizer=tokenizer, out=root / half)
+        pack(TokenStore.open(root / half), seq_len=32)
+    return root
+
+
+@pytest.fixture
+def recipe_base(little_data: Path, tmp_path: Path) -> dict[str, dict[str, object]]:
+    """The tables of a small recipe over the little data."""
+    return {
+        "run": {"out": str(tmp_path / "run")},
+        "model": {"hidden_size": 32, "intermediate_size": 64, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
+        "data": {"store": str(little_data / "train"), "validation": str(little_data / "validation"), "seq_len": 32},
+        "batch": {"global_batch": 8, "micro_batch": 4},
+        "schedule": {"max_steps": 20, "warmup_steps": 2},
+        "checkpoint": {"interval": 6},
+        "metrics": {"log_interval": 1},
+    }
