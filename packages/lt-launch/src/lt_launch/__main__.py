@@ -60,7 +60,7 @@ def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
     """Name the extra that brings a missing module; a module that no extra brings is our mistake."""
     from lt_launch.catalog import extra_for, installed_commands, package_of
 
-    missing = exc.name or ""
+    missing = (exc.name or "").partition(".")[0]
     name = given[0] if given else ""
     entry = installed_commands().get(name)
     extra = extra_for(package_of(entry), missing) if entry is not None else ""
