@@ -51,6 +51,12 @@ def test_every_exported_name_is_there():
         lt_model.Lama  # noqa: B018
 
 
+def test_without_torch_a_missing_name_names_the_extra():
+    code = "import sys; sys.modules['torch'] = None\nimport lt_model\ntry: lt_model.Llama\n"
+    done = _run("-c", f"{code}except ModuleNotFoundError as exc: print(exc.name, '|', exc)")
+    assert done.stdout == "torch | lt_model.Llama needs torch: pip install 'lt-model[torch]'\n"
+
+
 def test_list_shows_each_preset_with_its_size():
     lines = _run("-m", "lt_model", "list").stdout.splitlines()
     assert [line.split()[0] for line in lines[1:]] == list(lt_model.PRESETS)

@@ -1,8 +1,8 @@
 """Our Llama against transformers' LlamaForCausalLM in float64: logits, loss, every gradient.
 
 transformers computes norms, rotary angles and the softmax in float32 whatever the weights are, which hides everything
-below 1e-7. Its code runs here under a mode that turns each cast to float32 into one to float64; nothing else about it is
-changed. A second test runs it untouched in fp32.
+below 1e-7. Its code runs here under a mode that turns each cast to float32 into one to float64; nothing else about it
+is changed. A second test runs it untouched in fp32.
 """
 
 import pytest

@@ -66,7 +66,12 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module 'lt_model' has no attribute {name!r}")
-    value = getattr(import_module(f"lt_model.{_MODULES[name]}"), name)
+    try:
+        value = getattr(import_module(f"lt_model.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        raise ModuleNotFoundError(f"lt_model.{name} needs torch: pip install 'lt-model[torch]'", name="torch") from exc
     globals()[name] = value
     return value
 
