@@ -1,0 +1,199 @@
+"""Which recipes the engine takes: the published Llama recipes pass, and each kind of mistake has its message."""
+
+import pytest
+from lt_model import preset
+from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
+from lt_trainer.recipe import Recipe, llama_config, load
+from lt_trainer_neuron import SPEC, NotYetError, check, check_model
+
+ALONE = World()
+
+
+def recipe(*sets: str) -> Recipe:
+    """A recipe of the 7B kind, changed by `sets`."""
+    base = {
+        "run": {"engine": "neuron"},
+        "data": {"store": "stores/train"},
+        "model": {"preset": "llama2-7b"},
+        "batch": {"global_batch": 1024, "micro_batch": 1},
+        "parallel": {"tp": 8},
+    }
+    return load(base=base, sets=sets).recipe
+
+
+PUBLISHED = {
+    "7B on 16 nodes": ("batch.global_batch=2048", "parallel.n_nodes=16", "schedule.max_steps=31800"),
+    "7B on one node": (),
+    "8B with replicated key/value heads": (
+        "model.preset=llama3-8b",
+        "data.seq_len=8192",
+        "parallel.tp=32",
+        "parallel.sequence_parallel=true",
+        "engine.neuron.qkv_linear=true",
+        "engine.neuron.kv_replicator=4",
+        "engine.neuron.flash_attention=true",
+        "engine.neuron.precision=fp32_master",
+        "data.document_mask=false",
+    ),
+    "70B on 16 nodes": (
+        "model.preset=llama3-70b",
+        "data.seq_len=8192",
+        "parallel.tp=32",
+        "parallel.pp=8",
+        "parallel.n_nodes=16",
+        "engine.neuron.qkv_linear=true",
+        "engine.neuron.kv_replicator=4",
+        "engine.neuron.fuse_qkv=true",
+        "engine.neuron.precision=downcast",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_published_recipes_pass(name: str) -> None:
+    made = recipe(*PUBLISHED[name])
+    check(made, ALONE)
+    ranks = 32 * made.parallel.n_nodes
+    SPEC.check(made, World(rank=0, size=ranks, local_rank=0, local_size=32))
+
+
+def test_accumulation_of_the_published_7b_recipe() -> None:
+    assert recipe(*PUBLISHED["7B on 16 nodes"]).accumulation(32 * 16) == 32
+
+
+REFUSED = [
+    (
+        ("parallel.tp=6",),
+        "parallel.tp = 6: the tensor parallel degree must be a power of 2; set parallel.tp to 4 or 8",
+    ),
+    (
+        ("parallel.tp=64", "engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2", "parallel.n_nodes=2"),
+        "parallel.tp = 64, engine.neuron.num_neuroncores = 32: tensor parallel ranks must be on one node; "
+        "set parallel.tp to at most 32",
+    ),
+    (
+        ("parallel.pp=64", "parallel.n_nodes=16"),
+        "parallel.pp = 64, model.n_layers = 32: every pipeline stage needs a layer; set parallel.pp to at most 32",
+    ),
+    (
+        ("model.vocab_size=32001",),
+        "model.vocab_size = 32001, parallel.tp = 8: must be a multiple of the tensor parallel degree; "
+        "set parallel.tp to a power of 2 that divides 32001, or change it",
+    ),
+    (
+        ("model.intermediate_size=11004",),
+        "model.intermediate_size = 11004, parallel.tp = 8: must be a multiple of the tensor parallel degree; "
+        "set parallel.tp to a power of 2 that divides 11004, or change it",
+    ),
+    (
+        ("model.preset=llama3-8b", "data.seq_len=8192", "parallel.tp=32"),
+        "model.n_kv_heads = 8, parallel.tp = 32: the key/value heads do not divide among the tensor parallel ranks; "
+        "set engine.neuron.qkv_linear to true and engine.neuron.kv_replicator to 4, "
+        "or set parallel.tp to a divisor of 8",
+    ),
+    (
+        (
+            "model.preset=llama3-8b",
+            "data.seq_len=8192",
+            "parallel.tp=32",
+            "engine.neuron.qkv_linear=true",
+            "engine.neuron.kv_replicator=8",
+        ),
+        "model.n_kv_heads = 8, parallel.tp = 32, engine.neuron.kv_replicator = 8: with qkv_linear, "
+        "n_kv_heads * kv_replicator must equal tp; set engine.neuron.kv_replicator to 4, "
+        "or set engine.neuron.qkv_linear to false",
+    ),
+    (
+        ("engine.neuron.qkv_linear=true",),
+        "model.n_kv_heads = 32, parallel.tp = 8, engine.neuron.kv_replicator = 1: with qkv_linear, "
+        "n_kv_heads * kv_replicator must equal tp; change parallel.tp, or set engine.neuron.qkv_linear to false",
+    ),
+    (
+        ("batch.global_batch=1022",),
+        "batch.global_batch = 1022, batch.micro_batch = 1: accumulation steps (ACC) = global_batch / "
+        "(micro_batch * DP) = 255.5 is not a whole number, with DP = 4 data parallel ranks; "
+        "set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of 4",
+    ),
+    (
+        ("model.preset=llama3-8b", "parallel.tp=8"),
+        "data.seq_len = 4096, model.max_position_embeddings = 8192: rows must be as long as the model's longest "
+        "context; set data.seq_len (SEQ_LEN) to 8192, or model.max_position_embeddings to 0 (= data.seq_len)",
+    ),
+    (
+        ("data.seq_len=1004", "model.max_position_embeddings=0", "parallel.sequence_parallel=true"),
+        "data.seq_len = 1004, parallel.tp = 8: sequence parallelism cuts rows into tp equal parts; "
+        "set data.seq_len (SEQ_LEN) to a multiple of 8",
+    ),
+    (("parallel.cp=2",), "parallel.cp = 2: this engine has no context parallelism; set parallel.cp to 1"),
+    (
+        ("parallel.dp_replicate=2",),
+        "parallel.dp_replicate = 2, engine.neuron.zero1 = True: this engine shards optimizer state over all data "
+        "parallel ranks or over none; set parallel.dp_replicate to 1, and engine.neuron.zero1 to false for none",
+    ),
+    (
+        ("engine.neuron.flash_attention=true",),
+        "engine.neuron.flash_attention = True, data.document_mask = True: the flash attention kernel knows no document "
+        "mask; set one of them to false",
+    ),
+    (
+        ("parallel.dp_shard=3",),
+        "parallel.tp = 8, parallel.pp = 1, parallel.cp = 1, parallel.dp_replicate = 1, parallel.dp_shard = 3: these "
+        "degrees need 24 ranks, and the run has 32; start 24 ranks, or change the degrees (dp_shard = 0 takes what "
+        "remains)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sets", "message"), REFUSED)
+def test_refused_recipes(sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check(recipe(*sets), ALONE)
+    assert str(caught.value) == message
+    assert caught.value.exit_code == 64
+
+
+@pytest.mark.parametrize(
+    ("world", "counted"),
+    [
+        (World(rank=0, size=16, local_rank=0, local_size=16), "16, 16 per node"),
+        (World(rank=0, size=64, local_rank=0, local_size=32), "64, 32 per node"),
+        (World(rank=0, size=32, local_rank=0, local_size=8), "32, 8 per node"),
+    ],
+)
+def test_ranks_that_are_not_one_per_core(world: World, counted: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        check(recipe(), world)
+    assert str(caught.value) == (
+        "engine.neuron.num_neuroncores = 32, parallel.n_nodes = 1: one rank per NeuronCore makes 32 ranks, "
+        "32 per node; "
+        f"the run has {counted}; start it with torchrun --nnodes 1 --nproc_per_node 32, or set these to what there is"
+    )
+
+
+def test_a_vocabulary_is_checked_once_it_is_known() -> None:
+    made = recipe()
+    check_model(made, llama_config(made, 32000))
+    with pytest.raises(RecipeError) as caught:
+        check_model(made, llama_config(made, 32004))
+    assert str(caught.value) == (
+        "model.vocab_size = 32004, parallel.tp = 8: must be a multiple of the tensor parallel degree; "
+        "set parallel.tp to a power of 2 that divides 32004, or prepare a vocabulary of such a size"
+    )
+
+
+def test_opening_says_that_training_comes_later() -> None:
+    with pytest.raises(NotYetError) as caught:
+        SPEC.open(recipe(), preset("llama2-7b"), ALONE)
+    assert caught.value.exit_code == 64
+    message = str(caught.value)
+    assert message.startswith("run.engine = 'neuron': ")
+    assert "training on Trainium arrives in a later version" in message
+    assert message.endswith("set run.engine to 'gpu' (pip install lt-trainer-gpu)")
+
+
+def test_opening_still_checks_first() -> None:
+    with pytest.raises(RecipeError, match="power of 2"):
+        SPEC.open(recipe("parallel.tp=6"), preset("llama2-7b"), ALONE)
+    with pytest.raises(RecipeError, match=r"model\.vocab_size = 32001"):
+        SPEC.open(recipe(), preset("llama2-7b", vocab_size=32001), ALONE)
