@@ -1,7 +1,9 @@
 """Options of the Trainium engine: names, defaults, what they refuse, and how they are found from a recipe."""
 
+import re
 from dataclasses import asdict
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,3 +92,15 @@ def test_an_unknown_option_names_its_source() -> None:
     assert str(caught.value) == (
         "engine.neuron.kv_replicatr = '2' (--set): unknown field; did you mean engine.neuron.kv_replicator?"
     )
+
+
+def test_the_readme_lists_every_option_with_its_default() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", text, flags=re.MULTILINE))
+    shown = {name: value.strip().strip("`") for name, value in rows.items()}
+    defaults = {name: _as_toml(value) for name, value in asdict(NeuronOptions()).items()}
+    assert shown == {**defaults, "compile_cache": "compiler's default"}
+
+
+def _as_toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

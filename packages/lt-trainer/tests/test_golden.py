@@ -1,0 +1,77 @@
+"""Recipes of version 0.1.0, kept as files: whatever changes, these are read to the same values."""
+
+from pathlib import Path
+
+from lt_trainer.fields import leaves, values_of
+from lt_trainer.recipe import Recipe, load, to_toml
+
+DATA = Path(__file__).parent / "data"
+
+EVERY_FIELD = {
+    "run.out": "runs/golden",
+    "run.seed": 7,
+    "run.engine": "neuron",
+    "model.preset": "llama3-8b",
+    "model.vocab_size": 1024,
+    "model.hidden_size": 64,
+    "model.intermediate_size": 192,
+    "model.n_heads": 4,
+    "model.n_kv_heads": 2,
+    "model.n_layers": 3,
+    "model.max_position_embeddings": 256,
+    "model.rope_theta": 500000.0,
+    "model.norm_eps": 1e-6,
+    "model.tie_word_embeddings": True,
+    "model.rope_scaling.factor": 8.0,
+    "model.rope_scaling.low_freq_factor": 2.0,
+    "model.rope_scaling.high_freq_factor": 5.0,
+    "model.rope_scaling.original_max_position_embeddings": 4096,
+    "data.store": "stores/train",
+    "data.validation": "stores/validation",
+    "data.seq_len": 256,
+    "data.pack": "concat",
+    "data.document_mask": False,
+    "data.shuffle": False,
+    "data.tokenizer": "org/model",
+    "batch.global_batch": 64,
+    "batch.micro_batch": 8,
+    "optimizer.lr": 0.003,
+    "optimizer.weight_decay": 0.1,
+    "optimizer.beta1": 0.8,
+    "optimizer.beta2": 0.99,
+    "optimizer.eps": 1e-9,
+    "optimizer.grad_clip": 0.5,
+    "schedule.kind": "linear",
+    "schedule.max_steps": 1000,
+    "schedule.warmup_steps": 10,
+    "schedule.min_lr": 0.0,
+    "parallel.n_nodes": 2,
+    "parallel.tp": 2,
+    "parallel.pp": 3,
+    "parallel.cp": 4,
+    "parallel.dp_replicate": 5,
+    "parallel.dp_shard": 6,
+    "parallel.sequence_parallel": True,
+    "checkpoint.interval": 100,
+    "checkpoint.keep_last": 2,
+    "checkpoint.keep_every": 500,
+    "checkpoint.resume": False,
+    "metrics.log_interval": 5,
+    "metrics.eval_interval": 50,
+}
+
+
+def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
+    path = DATA / "recipe-every-field.toml"
+    resolved = load(path)
+    found = values_of(resolved.recipe)
+    assert {name: found[name] for name in EVERY_FIELD} == EVERY_FIELD
+    assert resolved.origins["run.seed"] == f"{path}:2"
+    assert resolved.origins["model.rope_scaling.factor"] == f"{path}:16"
+    assert resolved.origins["metrics.eval_interval"] == f"{path}:65"
+    defaults = {name: leaf.default for name, leaf in leaves(Recipe).items()}
+    assert [name for name, value in EVERY_FIELD.items() if value == defaults[name]] == []
+
+
+def test_the_defaults_are_written_as_ever() -> None:
+    assert to_toml(Recipe()) == (DATA / "recipe-defaults.toml").read_text(encoding="utf-8")
