@@ -133,12 +133,15 @@ def test_a_checkpoint_that_was_moved_aside_still_counts_when_nothing_better_is_t
     found, _ = latest_valid(tmp_path)
     assert found is not None
     toy.check(found, seed=1)
-    assert prune(tmp_path, last=1) == []
+    toy.save(tmp_path, 4)
+    assert prune(tmp_path, last=2) == []
+    assert prune(tmp_path, last=1) == [tmp_path / "step-00000004"]
     toy.save(tmp_path, 5, seed=2)
     found, _ = latest_valid(tmp_path)
     assert found is not None
     toy.check(found, seed=2)
-    assert prune(tmp_path, last=1) == [aside]
+    toy.save(tmp_path, 3)
+    assert prune(tmp_path, last=2) == [aside]
 
 
 def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, monkeypatch):

@@ -149,6 +149,17 @@ def test_a_forged_manifest_is_refused_though_its_commit_matches(copy, old, new, 
     assert verify(copy).problems
 
 
+def test_a_manifest_that_calls_a_tensor_something_else_does_not_verify(copy):
+    from lt_ckpt.manifest import commit_bytes
+
+    replace_in(copy / "manifest.json", b'"dtype":"F32","shape":[3]', b'"dtype":"I32","shape":[3]')
+    (copy / "COMMIT").write_bytes(commit_bytes((copy / "manifest.json").read_bytes(), 4))
+    assert Checkpoint.open(copy).dtype("weights", "norm") == "I32"
+    problems = verify(copy).problems
+    assert len(problems) == 2
+    assert all("its header does not list the tensors that the manifest lists" in problem for problem in problems)
+
+
 def test_a_file_cut_after_opening_is_an_error_and_not_zeros(copy):
     checkpoint = Checkpoint.open(copy)
     path = copy / "weights-00000.safetensors"

@@ -14,7 +14,7 @@ from pathlib import Path
 from lt_ckpt import files
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import COMMIT, STEP_FOLDER, remove, step_name
+from lt_ckpt.folders import COMMIT, STEP_FOLDER, remove
 from lt_ckpt.integrity import verify as verify_checkpoint
 
 
@@ -138,17 +138,16 @@ def prune(
     kept: list[Path] = []
     doomed: list[Path] = []
     broken: list[Path] = []
-    n_valid = 0
+    valid_steps: set[int] = set()
     for step, path in list_steps(root):
         if _examine(path, verify=False)[0] is None:
-            if n_valid >= last:
+            if len(valid_steps) >= last:
                 broken.append(path)
             continue
-        proper = path.name == step_name(step)
-        n_valid += proper
-        keep = (proper and (n_valid <= last or (every and step and step % every == 0))) or (
-            Path(os.path.abspath(path)) in spared
-        )
+        first = step not in valid_steps  # not one that was moved aside for a valid one of the same step
+        valid_steps.add(step)
+        wanted = len(valid_steps) <= last or (every and step and step % every == 0)
+        keep = (first and wanted) or Path(os.path.abspath(path)) in spared
         (kept if keep else doomed).append(path)
     if verify and doomed and not any(verify_checkpoint(path).loadable for path in kept):
         good = next((path for path in doomed if verify_checkpoint(path).loadable), None)
