@@ -80,30 +80,36 @@ def test_full_disk_while_packing(tmp_path: Path, store: TokenStore, disk: Failin
         assert [path.name for path in (store.path / "packs").iterdir()] == ["bfd-64"]
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 def test_everything_is_synced_before_the_rename_and_the_parent_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tokenizer: Tokenizer, documents: list[Document], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    events: list[str] = []
+    events: list[Path] = []
+    sizes: dict[Path, int] = {}
     fsync, rename = os.fsync, Path.rename
 
     def note_fsync(descriptor: int) -> None:
-        events.append(f"sync {Path(os.readlink(f'/proc/self/fd/{descriptor}')).relative_to(tmp_path)}")
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        events.append(path)
+        sizes[path] = path.stat().st_size
         fsync(descriptor)
 
     def note_rename(self: Path, target: Path) -> Path:
-        events.append("rename")
+        events.append(Path("rename"))
         return rename(self, target)
 
-    if not Path("/proc/self/fd").exists():
-        pytest.skip("needs /proc to name what is synced")
     monkeypatch.setattr(os, "fsync", note_fsync)
     monkeypatch.setattr(Path, "rename", note_rename)
-    with new_folder(tmp_path / "made") as building:
-        (building / "sub").mkdir()
-        write_file(building / "sub" / "file", b"x")
-    name = building.name
-    assert events == [f"sync {name}/sub/file", f"sync {name}/sub", f"sync {name}", "rename", "sync ."]
-    assert (tmp_path / "made/sub/file").read_bytes() == b"x"
+    out = tmp_path / "store"
+    prepare_documents(documents, tokenizer=tokenizer, out=out, shard_tokens=5000)
+    assert events[-2:] == [Path("rename"), tmp_path]
+    (building,) = {path for path in events if path.parent == tmp_path}
+    for path in [out, *out.rglob("*")]:
+        synced = building / path.relative_to(out)
+        assert synced in events, path
+        if path.is_file():
+            assert sizes[synced] == path.stat().st_size  # all of it was written by then
+            assert events.index(synced) < events.index(synced.parent) < len(events) - 2
 
 
 def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:

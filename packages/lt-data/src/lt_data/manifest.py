@@ -148,8 +148,8 @@ class Manifest:
             stated = {name: fields.pop(name) for name in ("fingerprint", "documents", "tokens")}
             fields["tokenizer"] = TokenizerInfo(**fields["tokenizer"])
             fields["shards"] = tuple(Shard(**shard) for shard in fields["shards"])
-            listed = tuple(SourceFile(**file) for file in fields["sources"].pop("listed"))
-            fields["sources"] = Sources(**fields["sources"], listed=listed)
+            listed = tuple(SourceFile(**file) for file in fields["sources"]["listed"])
+            fields["sources"] = Sources(**{**fields["sources"], "listed": listed})
             manifest = cls(**fields)
         except (KeyError, TypeError) as exc:
             raise DataError(f"{source}: broken manifest ({exc}); prepare the store again") from exc

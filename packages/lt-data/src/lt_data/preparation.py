@@ -147,13 +147,11 @@ def prepare_documents(
 
 def _check_out(out: Path, *, overwrite: bool) -> bool:
     """Whether there is a store to replace at `out`; an error when what is there is not ours to touch."""
-    if not out.exists():
-        return False
     with os_errors("read", out):
-        if out.is_dir() and not any(out.iterdir()):
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
             return False
-    if not (out / FILE_NAME).is_file():
-        raise DataError(f"out={out}: exists and is no token store: choose another folder")
+        if not (out / FILE_NAME).is_file():
+            raise DataError(f"out={out}: exists and is no token store: choose another folder")
     read_manifest(out)
     if not overwrite:
         raise DataError(f"out={out}: holds a token store already: choose another folder, or overwrite it (--overwrite)")

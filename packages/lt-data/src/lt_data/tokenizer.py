@@ -76,11 +76,10 @@ class Tokenizer:
             DataError: nothing there, unreadable, or not a tokenizer of this kind.
         """
         path = Path(path)
-        if path.is_file() and path.name != MODEL_FILE:
-            with os_errors("read the tokenizer", path):
-                return cls({MODEL_FILE: path.read_bytes()}, name=path.name)
-        folder = path.parent if path.is_file() else path
         with os_errors("read the tokenizer", path):
+            if path.is_file() and path.name != MODEL_FILE:
+                return cls({MODEL_FILE: path.read_bytes()}, name=path.name)
+            folder = path.parent if path.is_file() else path
             files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
             if not folder.is_dir() or MODEL_FILE not in files:
                 raise DataError(f"no tokenizer at {path}: it needs a folder that holds {MODEL_FILE}")
