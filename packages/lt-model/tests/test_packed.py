@@ -108,3 +108,18 @@ def test_without_document_ids_everything_earlier_is_seen(gqa_config, make_model)
 def test_unknown_backend_is_named(gqa_config):
     with pytest.raises(ModelError, match="attention = 'flash' is unknown; the backends are reference, sdpa"):
         Llama(gqa_config, attention="flash")
+
+
+def test_int32_inputs_give_the_same_bits(gqa_config, make_model):
+    """The stream delivers int32 arrays."""
+    model = make_model(gqa_config)
+    ids, labels, positions, doc_ids, _ = _packed_rows(gqa_config.vocab_size)
+    results = []
+    for dtype in (torch.int64, torch.int32):
+        model.zero_grad()
+        batch = [tensor.to(dtype) for tensor in (ids, positions, doc_ids, labels)]
+        loss = model(batch[0], position_ids_BT=batch[1], doc_ids_BT=batch[2], labels_BT=batch[3])
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)

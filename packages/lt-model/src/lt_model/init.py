@@ -11,7 +11,7 @@ of the two outputs are summed: the sum of eight uniform numbers is close to norm
 arithmetic. The value is (sum - mean) * (std / sqrt(variance)): one IEEE multiplication in float64, then rounded to
 fp32, and from there to a narrower dtype when asked. `tests/` holds the same in plain Python integers.
 
-Cost: about 40 integer operations per element and 40 MiB of scratch whatever the size.
+Cost: about 30 integer operations per element and 10 MiB of scratch whatever the size.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from lt_model.params import Parameter, parameters
 GAMMA = 0x9E3779B97F4A7C15
 MEAN = 8 * 65535 // 2
 VARIANCE = 8 * (2**32 - 1) / 12
-_CHUNK = 1 << 18  # elements at a time: scratch that stays in cache
+_EVEN_LANES = 0x0000FFFF0000FFFF
+_CHUNK = 1 << 17  # elements at a time: scratch that stays in cache
 
 
 def parameter_key(seed: int, name: str) -> int:
@@ -110,12 +111,11 @@ def _lane_sums(key: int, index: Tensor) -> Tensor:
     """Return for each element index the sum of the eight 16-bit lanes of its two hashes (int64, below 2^19)."""
     first = (index * _signed(2 * GAMMA)).add_(_signed(key + GAMMA))
     second = first + _signed(GAMMA)
-    total = torch.zeros_like(index)
-    for state in (first, second):
-        bits = _mix(state)
-        for shift in (0, 16, 32, 48):
-            total.add_((bits >> shift).bitwise_and_(0xFFFF))
-    return total
+    # Two lanes of a word are added at a time, in the two halves of a word; four sums of 16 bits fit a half.
+    first, second = _mix(first), _mix(second)
+    pairs = (first >> 16).bitwise_and_(_EVEN_LANES).add_((second >> 16).bitwise_and_(_EVEN_LANES))
+    pairs.add_(first.bitwise_and_(_EVEN_LANES)).add_(second.bitwise_and_(_EVEN_LANES))
+    return (pairs >> 32).add_(pairs.bitwise_and_(0xFFFFFFFF))
 
 
 def _mix(z: Tensor) -> Tensor:
