@@ -45,18 +45,18 @@ def test_full_disk_at_every_write_sync_and_rename(
     out = tmp_path / "store"
     before = prepare_documents(documents[:3], tokenizer=tokenizer, out=out)
     disk.calls.clear()
-    prepare_documents(documents[:20], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1000)
+    prepare_documents(documents[:9], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1500)
     first_calls = disk.calls.copy()
     assert {"write", "fsync", "rename"} == set(first_calls)
     disk.calls.clear()
-    prepare_documents(documents[:20], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1000, overwrite=True)
+    prepare_documents(documents[:9], tokenizer=tokenizer, out=tmp_path / "trial", shard_tokens=1500, overwrite=True)
     calls = len(disk.calls)
     assert calls == len(first_calls) + 1  # the old store is moved aside
     for number in range(calls):
         disk.calls.clear()
         disk.fail_at = number
         with pytest.raises(DataError, match=r"No space left on device; free some space") as error:
-            prepare_documents(documents[:20], tokenizer=tokenizer, out=out, shard_tokens=1000, overwrite=True)
+            prepare_documents(documents[:9], tokenizer=tokenizer, out=out, shard_tokens=1500, overwrite=True)
         disk.fail_at = -1
         assert str(out) in str(error.value)
         assert error.value.__cause__ is not None
