@@ -313,3 +313,16 @@ def test_the_manifest_is_plain_json_with_a_version(tmp_path, toy):
     manifest = json.loads((path / "manifest.json").read_bytes())
     assert (manifest["format"], manifest["version"]) == ("lt-checkpoint", 1)
     assert set(manifest["tensors"]["other"]["scale"]["slices"][0]) == {"file", "begin", "offset", "shape", "xxh3_128"}
+
+
+def test_a_file_that_is_not_as_its_rank_wrote_it_is_noticed(tmp_path):
+    tmp = begin(tmp_path, step=5, world=1)
+    write_part(tmp, rank=0, shards=[one()])
+    file = tmp / "weights-00000.safetensors"
+    raw = file.read_bytes()
+    for damaged in (raw[:-1], raw + b"\0", raw[:20] + b"!" + raw[21:], b""):
+        file.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is not what rank 0 wrote; is the folder really shared"):
+            commit(tmp, world=1, meta=Meta(step=5))
+    file.write_bytes(raw)
+    assert verify(commit(tmp, world=1, meta=Meta(step=5))).ok

@@ -220,24 +220,30 @@ def merge(parts: Iterable[Part]) -> tuple[Files, Tensors]:
         CheckpointError: Two ranks give a tensor different dtypes or global shapes, or both wrote one file.
     """
     files: Files = {}
-    tensors: Tensors = {}
+    specs: dict[str, dict[str, TensorSpec]] = {}
+    slices: dict[tuple[str, str], list[Slice]] = {}
     for part in parts:
         for name, record in part.files.items():
             if name in files:
                 raise CheckpointError(f"rank {part.rank}: file {name} was also written by another rank")
             files[name] = record
         for group, members in part.tensors.items():
-            known = tensors.setdefault(group, {})
+            known = specs.setdefault(group, {})
             for name, record in members.items():
-                old = known.get(name)
-                if old is not None and old.spec != record.spec:
+                spec = known.setdefault(name, record.spec)
+                if spec != record.spec:
                     raise CheckpointError(
                         f"tensor {group}/{name}: rank {part.rank} says {record.dtype} {list(record.shape)}, "
-                        f"a rank before it {old.dtype} {list(old.shape)}"
+                        f"a rank before it {spec.dtype} {list(spec.shape)}"
                     )
-                slices = (*(old.slices if old else ()), *record.slices)
-                known[name] = TensorRecord(dtype=record.dtype, shape=record.shape, slices=slices)
-    return files, tensors
+                slices.setdefault((group, name), []).extend(record.slices)
+    return files, {
+        group: {
+            name: TensorRecord(dtype=spec.dtype, shape=spec.shape, slices=tuple(slices[group, name]))
+            for name, spec in members.items()
+        }
+        for group, members in specs.items()
+    }
 
 
 def check(files: Files, tensors: Tensors, source: str) -> None:

@@ -41,7 +41,7 @@ from lt_ckpt.integrity import verify
 from lt_ckpt.manifest import Manifest, Meta, commit_bytes
 from lt_ckpt.records import FileRecord, Files, Part, Slice, TensorRecord, Tensors, check, merge
 from lt_ckpt.shards import Shard
-from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order, read_header
+from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
 
 
 def begin(root: str | os.PathLike[str], *, step: int, world: int, need_bytes: int = 0) -> Path:
@@ -188,6 +188,18 @@ def _wait_for_parts(folder: Path, world: int, timeout_s: float) -> None:
         pause = min(2 * pause, 0.5)
 
 
+def _seen(path: Path, hashed_bytes: int) -> FileRecord:
+    """Returns the record of a file as this machine sees it; its leading bytes are the header, whose hash tells all."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(descriptor).st_size
+        head = bytearray(min(hashed_bytes, size))
+        files.read_exactly(descriptor, 0, memoryview(head), path)
+    finally:
+        os.close(descriptor)
+    return FileRecord(n_bytes=size, hashed_bytes=len(head), xxh3_128=xxhash.xxh3_128_hexdigest(bytes(head)))
+
+
 def _read_parts(folder: Path, mark: Mark) -> tuple[list[Part], Files]:
     """Reads the part lists and checks that the files they name are seen here as they were written."""
     parts: list[Part] = []
@@ -199,12 +211,7 @@ def _read_parts(folder: Path, mark: Mark) -> tuple[list[Part], Files]:
         if part.rank != rank or part.token != mark.token:
             raise CheckpointError(f"{path}: belongs to rank {part.rank} of save {part.token}, not to this save")
         for name, record in part.files.items():
-            header = read_header(folder / name)
-            if (header.n_bytes, header.header_bytes, header.header_hash) != (
-                record.n_bytes,
-                record.hashed_bytes,
-                record.xxh3_128,
-            ):
+            if _seen(folder / name, record.hashed_bytes) != record:
                 raise CheckpointError(f"{folder / name}: is not what rank {rank} wrote; is the folder really shared?")
         lists[path.name] = _whole(raw)
         parts.append(part)
