@@ -40,6 +40,12 @@ def test_linear_falls_by_equal_steps_to_min_lr() -> None:
     assert got == [0.625, 1.25, 1.125, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.25, 0.25]
 
 
+@pytest.mark.parametrize("kind", ["cosine", "linear"])
+@pytest.mark.parametrize("floor", [4e-4, 1e-5, 0.1, 0.0])
+def test_the_last_update_uses_exactly_min_lr(kind: str, floor: float) -> None:
+    assert lr(6, plan(kind, max_steps=7, warmup_steps=3, min_lr=floor), 0.3) == floor
+
+
 def test_constant_stays_at_the_peak() -> None:
     schedule = plan("constant", max_steps=6, warmup_steps=4)
     assert [lr(step, schedule, 1.0) for step in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]

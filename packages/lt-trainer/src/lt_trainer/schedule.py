@@ -6,7 +6,7 @@ steps in all, peak learning rate `peak` and final learning rate `min_lr`:
     t <= W:   peak * t / W                                          (the first update uses peak / W, update W the peak)
     t >  W:   p = min(1, (t - W) / (N - W)), then
               cosine:    min_lr + (peak - min_lr) * (1 + cos(pi * p)) / 2
-              linear:    peak + (min_lr - peak) * p
+              linear:    min_lr + (peak - min_lr) * (1 - p)
               constant:  peak
 
 so the last update, t = N, uses exactly min_lr (cosine, linear), and any update after it too. Nothing is kept between
@@ -22,15 +22,11 @@ __all__ = ["DECAYS", "lr"]
 
 
 def _cosine(progress: float, peak: float, floor: float) -> float:
-    if progress == 1.0:
-        return floor
     return floor + (peak - floor) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
 def _linear(progress: float, peak: float, floor: float) -> float:
-    if progress == 1.0:
-        return floor
-    return peak + (floor - peak) * progress
+    return floor + (peak - floor) * (1.0 - progress)
 
 
 def _constant(progress: float, peak: float, floor: float) -> float:
