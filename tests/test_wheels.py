@@ -65,7 +65,11 @@ def test_wheel_and_sdist_carry_the_package_and_nothing_else(wheels: Path, packag
     module = package.replace("-", "_")
     (wheel,) = wheels.glob(f"{module}-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    sources = {str(path.relative_to(ROOT / "packages" / package / "src")) for path in (ROOT / "packages" / package / "src").rglob("*") if path.suffix in (".py", ".typed")}
+    sources = {
+        str(path.relative_to(ROOT / "packages" / package / "src"))
+        for path in (ROOT / "packages" / package / "src").rglob("*")
+        if path.suffix in (".py", ".typed")
+    }
     assert {name for name in names if not name.split("/")[0].endswith(".dist-info")} == sources
     assert f"{module}/py.typed" in names
     assert list(wheels.glob(f"{module}-*.tar.gz"))
@@ -114,17 +118,31 @@ def test_lt_data_alone_prepares_packs_and_streams(install, tmp_path: Path) -> No
     assert run(python, "-W", "error", script, cwd=tmp_path).split() == ["20", "True"]
 
 
-@pytest.mark.parametrize(("requirement", "command"), [("lt-data[cli]", "lt-data"), ("lt-model[cli]", "lt-model"), ("lt-ckpt[cli]", "lt-ckpt"), ("lt-trainer[cli]", "lt-train"), ("lt-launch", "lt")])
+@pytest.mark.parametrize(
+    ("requirement", "command"),
+    [
+        ("lt-data[cli]", "lt-data"),
+        ("lt-model[cli]", "lt-model"),
+        ("lt-ckpt[cli]", "lt-ckpt"),
+        ("lt-trainer[cli]", "lt-train"),
+        ("lt-launch", "lt"),
+    ],
+)
 def test_console_script_alone(install, requirement: str, command: str, tmp_path: Path) -> None:
     python, _ = install(requirement)
     assert "Usage" in run(python.parent / command, "--help", cwd=tmp_path)
 
 
-@pytest.mark.parametrize(("package", "command"), [("lt-data", "lt-data"), ("lt-model", "lt-model"), ("lt-ckpt", "lt-ckpt"), ("lt-trainer", "lt-train")])
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [("lt-data", "lt-data"), ("lt-model", "lt-model"), ("lt-ckpt", "lt-ckpt"), ("lt-trainer", "lt-train")],
+)
 def test_console_script_without_typer_names_the_extra(install, package: str, command: str, tmp_path: Path) -> None:
     python, installed = install(package)
     if any(entry["name"] == "typer" for entry in installed):
         run("uv", "pip", "uninstall", "--quiet", "--python", python, "typer", cwd=tmp_path)
-    done = subprocess.run([python.parent / command, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [python.parent / command, "--help"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 64, done
     assert f"pip install '{package}[cli]'" in done.stderr

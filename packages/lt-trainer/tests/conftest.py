@@ -104,7 +104,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
 def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the token stores `train` and `validation`, packed in rows of 32, vocabulary 300."""
     root = tmp_path_factory.mktemp("little")
-    words = "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu".split()
+    words = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu"]
     for half, documents in (("train", 40), ("validation", 5)):
         folder = root / f"text-{half}"
         folder.mkdir()

@@ -1,0 +1,100 @@
+"""Text, a store and a small recipe for the tests that cross packages, all made through the command line."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ENV = os.environ | {"OMP_NUM_THREADS": "1"}
+"""One thread per process: with several ranks on few cores, more would only wait for each other."""
+
+
+def command(*arguments: str | Path, cwd: Path, code: int = 0) -> str:
+    """Run a command with this interpreter's environment; returns its output after checking the exit code."""
+    done = subprocess.run([str(a) for a in arguments], cwd=cwd, env=ENV, capture_output=True, text=True, check=False)
+    text = done.stdout + done.stderr
+    assert done.returncode == code, f"{' '.join(map(str, arguments))}: exit code {done.returncode}\n{text}"
+    return text
+
+
+@pytest.fixture(scope="session")
+def lt() -> Callable[..., str]:
+    """The `lt` command of this environment."""
+    program = Path(sys.executable).parent / "lt"
+
+    def run(*arguments: str | Path, cwd: Path, code: int = 0) -> str:
+        return command(program, *arguments, cwd=cwd, code=code)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def torchrun() -> Callable[..., str]:
+    """`torchrun` on this machine."""
+
+    def run(ranks: int, *arguments: str | Path, cwd: Path, code: int = 0) -> str:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        return command(*launch, *arguments, cwd=cwd, code=code)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, lt: Callable[..., str]) -> Path:
+    """A folder with text, tokenizer, packed stores and `run.toml`, as a person makes them by hand."""
+    root = tmp_path_factory.mktemp("prepared")
+    words = "the loss of a model falls when its data is read in order and its state is kept".split()
+    for half, documents in (("train", 60), ("validation", 6)):
+        folder = root / "text" / half
+        folder.mkdir(parents=True)
+        for i in range(documents):
+            text = " ".join(words[(i * 5 + j * j + j // 7) % len(words)] for j in range(8 + 13 * i % 170))
+            (folder / f"{i:03}.txt").write_text(f"{half} {i}: {text}.\n")
+    lt("data", "train-tokenizer", "text/train", "--vocab-size", "320", "--out", "tokenizer", cwd=root)
+    for half in ("train", "validation"):
+        lt("data", "prepare", f"text/{half}", "--tokenizer", "tokenizer", "--out", half, cwd=root)
+        lt("data", "pack", half, "--seq-len", "64", "--mode", "bfd", cwd=root)
+    (root / "run.toml").write_text(
+        f"""
+[run]
+out = "run"
+
+[model]
+hidden_size = 64
+intermediate_size = 128
+n_heads = 4
+n_kv_heads = 2
+n_layers = 2
+tie_word_embeddings = true
+
+[data]
+store = "{root}/train"
+validation = "{root}/validation"
+seq_len = 64
+
+[batch]
+global_batch = 8
+micro_batch = 2
+
+[optimizer]
+lr = 3e-3
+
+[schedule]
+max_steps = 20
+warmup_steps = 3
+min_lr = 3e-4
+
+[checkpoint]
+interval = 8
+
+[metrics]
+log_interval = 1
+
+[engine.gpu]
+device = "cpu"
+"""
+    )
+    return root

@@ -1,0 +1,157 @@
+"""Text to 20 steps, stop, resume and export through the commands, on one process and on two ranks."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lt_ckpt import Checkpoint, latest_valid
+from lt_trainer.metrics import read_jsonl
+
+RUN = ("-m", "lt_trainer", "run")
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
+
+
+def newest(run: Path) -> Checkpoint:
+    found, rejected = latest_valid(run / "checkpoints")
+    assert found is not None
+    assert not rejected
+    return found
+
+
+def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
+    numpy_dtypes = {"F32": np.float32, "F64": np.float64}
+    return {
+        (group, name): checkpoint.read(group, name).view(numpy_dtypes[checkpoint.dtype(group, name)])
+        for group in checkpoint.groups
+        for name in checkpoint.names(group)
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(prepared: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing interrupts."""
+    cwd = tmp_path_factory.mktemp("whole")
+    lt("train", "run", prepared / "run.toml", cwd=cwd)
+    return cwd / "run"
+
+
+def test_training_learns(whole: Path) -> None:
+    found = losses(whole)
+    assert sorted(found) == list(range(1, 21))
+    assert found[1] == pytest.approx(np.log(320), abs=0.15)  # a fresh model knows nothing
+    assert found[20] < found[1] - 1
+    assert {path.name for path in whole.iterdir()} >= {
+        "recipe.toml",
+        "recipe.json",
+        "environment.json",
+        "metrics.jsonl",
+        "events.jsonl",
+        "checkpoints",
+        "logs",
+    }
+
+
+def test_stop_and_resume_are_bit_equal(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    lt("train", "run", prepared / "run.toml", "--stop-at-step", "11", "--shadow-steps", "5", cwd=tmp_path, code=75)
+    run = tmp_path / "run"
+    assert newest(run).step == 11
+    lt("train", "run", prepared / "run.toml", cwd=tmp_path)
+    assert losses(run) == losses(whole)
+    shadow = {r["step"]: r["loss"] for r in read_jsonl(run / "shadow.jsonl")}
+    assert shadow == {step: losses(whole)[step] for step in range(12, 17)}
+    expected, found = tensors(newest(whole)), tensors(newest(run))
+    assert found.keys() == expected.keys()
+    assert all((found[key] == expected[key]).all() for key in expected)
+
+
+def test_a_real_sigterm_saves_and_exits_75(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    command = [sys.executable, *RUN, str(prepared / "run.toml"), "--set", "schedule.max_steps=2000"]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        metrics = tmp_path / "run" / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and len(losses(tmp_path / "run")) >= 3):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 75
+    stopped = newest(tmp_path / "run").step
+    assert stopped == max(losses(tmp_path / "run"))
+
+
+def test_kill_9_resumes_from_the_last_checkpoint(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    command = [sys.executable, *RUN, str(prepared / "run.toml")]
+    with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
+        checkpoint = tmp_path / "run" / "checkpoints" / "step-00000008"
+        deadline = time.monotonic() + 120
+        while not checkpoint.exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        process.kill()
+    lt("train", "run", prepared / "run.toml", cwd=tmp_path)
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_two_ranks_train_as_one_and_go_on_as_one(prepared: Path, lt, torchrun, tmp_path: Path) -> None:
+    """In float64: the same losses, the same weights, and a checkpoint of two ranks resumed by one process."""
+    exact = ("--set", "engine.gpu.dtype=float64")
+    lt("train", "run", prepared / "run.toml", *exact, "--set", "run.out=one", cwd=tmp_path)
+    two = (prepared / "run.toml", *exact, "--set", "run.out=two")
+    torchrun(2, *RUN, *two, "--set", "schedule.max_steps=20", "--stop-at-step", "12", cwd=tmp_path, code=1)
+    assert newest(tmp_path / "two").step == 12
+    assert newest(tmp_path / "two").manifest.layout["world"] == 2
+    lt("train", "run", *two, cwd=tmp_path)
+    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    assert sorted(found) == sorted(expected)
+    assert all(found[step] == pytest.approx(expected[step], rel=1e-10) for step in expected)
+    one, other = tensors(newest(tmp_path / "one")), tensors(newest(tmp_path / "two"))
+    for key, tensor in one.items():
+        assert np.abs(other[key] - tensor).max() <= 1e-9 * np.abs(tensor).max(), key
+    validation = [
+        r["val_loss"] for run in ("one", "two") for r in read_jsonl(tmp_path / run / "metrics.jsonl") if "val_loss" in r
+    ]
+    assert validation[1] == pytest.approx(validation[0], rel=1e-9)
+
+
+def test_export_loads_in_transformers_with_the_same_logits(whole: Path, lt, tmp_path: Path) -> None:
+    import torch
+    from lt_trainer.sample import load
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    lt("ckpt", "verify", whole, cwd=tmp_path)
+    lt("ckpt", "export", whole, "--out", "model", cwd=tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
+    ids = torch.tensor([tokenizer("the loss of a model falls")["input_ids"]])
+    for source in (whole, newest(whole).path, tmp_path / "model"):
+        with torch.no_grad():
+            ours = load(source).model(ids)
+            assert (ours - theirs(input_ids=ids).logits).abs().max() <= 1e-5 * ours.abs().max()
+
+
+def test_sample_and_show(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    options = ("--prompt", "the loss", "--max-new-tokens", "8", "--seed", "3")
+    text = lt("train", "sample", whole, *options, cwd=tmp_path)
+    assert text.startswith("the loss")
+    assert lt("train", "sample", whole, *options, cwd=tmp_path) == text
+    shown = lt("train", "show", prepared / "run.toml", "--set", "optimizer.lr=1e-2", cwd=tmp_path)
+    assert "lr = 0.01" in shown
+    assert "--set" in shown
+    as_json = json.loads(lt("train", "show", prepared / "run.toml", "--json", cwd=tmp_path))
+    assert as_json["origins"]["data.seq_len"].endswith("run.toml:16")
+    assert as_json["origins"]["optimizer.beta1"] == "default"
+
+
+def test_the_resolved_recipe_of_a_run_starts_the_same_run(whole: Path, lt, tmp_path: Path) -> None:
+    lt("train", "run", whole / "recipe.toml", "--set", "run.out=again", cwd=tmp_path)
+    assert losses(tmp_path / "again") == losses(whole)
