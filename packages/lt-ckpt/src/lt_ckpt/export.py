@@ -134,6 +134,16 @@ class _Tick:
             self.progress(self.done, self.total, "bytes")
 
 
+def _check_with_reference_reader(path: Path, specs: Mapping[str, TensorSpec]) -> None:
+    """Opens a file that we wrote with the `safetensors` library, which reads its header, and compares what it sees."""
+    from safetensors import safe_open
+
+    with safe_open(path, framework="numpy") as reader:
+        slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - no mapping, has only keys()
+        seen = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+    assert seen == dict(specs), f"{path}: safetensors reads other tensors than were written"
+
+
 def export_hf(
     checkpoint: Checkpoint,
     out: str | os.PathLike[str],
@@ -183,6 +193,7 @@ def export_hf(
                 with TensorWriter(temporary / name, group, {"format": "pt"}) as writer:
                     for key in file_order(group):
                         writer.write(key, _blocks(checkpoint, key, group[key].dtype, tick))
+                _check_with_reference_reader(temporary / name, group)
             files.fsync_folder(temporary)
             files.rename(temporary, target)
             files.fsync_folder(target.parent)
