@@ -46,7 +46,26 @@ def torchrun() -> Callable[..., str]:
 def prepared(tmp_path_factory: pytest.TempPathFactory, lt: Callable[..., str]) -> Path:
     """A folder with text, tokenizer, packed stores and `run.toml`, as a person makes them by hand."""
     root = tmp_path_factory.mktemp("prepared")
-    words = "the loss of a model falls when its data is read in order and its state is kept".split()
+    words = [
+        "the",
+        "loss",
+        "of",
+        "a",
+        "model",
+        "falls",
+        "when",
+        "its",
+        "data",
+        "is",
+        "read",
+        "in",
+        "order",
+        "and",
+        "its",
+        "state",
+        "is",
+        "kept",
+    ]
     for half, documents in (("train", 60), ("validation", 6)):
         folder = root / "text" / half
         folder.mkdir(parents=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from lt_ckpt import Checkpoint, latest_valid
 from lt_trainer.metrics import read_jsonl
 
@@ -125,8 +126,9 @@ def test_two_ranks_train_as_one_and_go_on_as_one(prepared: Path, lt, torchrun, t
 
 def test_export_loads_in_transformers_with_the_same_logits(whole: Path, lt, tmp_path: Path) -> None:
     import torch
-    from lt_trainer.sample import load
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from lt_trainer.sample import load
 
     lt("ckpt", "verify", whole, cwd=tmp_path)
     lt("ckpt", "export", whole, "--out", "model", cwd=tmp_path)

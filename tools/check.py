@@ -29,7 +29,10 @@ def main(pytest_arguments: list[str]) -> int:
         print(f"--- {name}: {' '.join(command[1:] if command[0] == sys.executable else command)}", flush=True)
         start = time.monotonic()
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
-        print(f"--- {name}: {'ok' if code == 0 else f'failed with {code}'} in {time.monotonic() - start:.0f} s", flush=True)
+        print(
+            f"--- {name}: {'ok' if code == 0 else f'failed with {code}'} in {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
         if code:
             return code
     return 0

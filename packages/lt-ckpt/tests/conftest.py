@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, write_part
 
 DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}

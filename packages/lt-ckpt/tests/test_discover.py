@@ -2,6 +2,7 @@ import os
 import shutil
 
 import pytest
+
 from lt_ckpt import CheckpointError, begin, latest_valid, list_steps, prune, resolve, write_part
 from lt_ckpt.folders import FOREIGN_OWNER_SECONDS, sweep
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_ckpt import CheckpointError
 from lt_ckpt.dtypes import ITEM_BYTES, cast, item_bytes, long_name, parse_float
 

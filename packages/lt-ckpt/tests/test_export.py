@@ -6,6 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from lt_ckpt import (
     Checkpoint,
     CheckpointError,
@@ -21,7 +23,6 @@ from lt_ckpt import (
 )
 from lt_ckpt import export as export_module
 from lt_model import LlamaConfig, parameters
-from safetensors.torch import load_file
 
 TOKENIZER = {
     "tokenizer.json": json.dumps(

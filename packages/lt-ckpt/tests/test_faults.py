@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
 from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, write_part
 
 

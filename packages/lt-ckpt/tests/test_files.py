@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from lt_ckpt import CheckpointError, files
 from lt_ckpt.errors import storage
 

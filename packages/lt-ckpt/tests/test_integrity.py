@@ -5,6 +5,7 @@ import shutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lt_ckpt import Checkpoint, CheckpointError, latest_valid, verify
 
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from lt_ckpt import begin, latest_valid
 
 SAVER = """

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, Want, begin, commit, plan, verify, write_part
 from lt_ckpt.dtypes import ITEM_BYTES
 from lt_ckpt.plan import Stored, plan_copies, run_copies

@@ -6,6 +6,8 @@ import time
 
 import numpy as np
 import pytest
+from safetensors import safe_open
+
 from lt_ckpt import (
     AlreadySavedError,
     Checkpoint,
@@ -20,7 +22,6 @@ from lt_ckpt import (
     verify,
     write_part,
 )
-from safetensors import safe_open
 
 
 def test_a_save_holds_what_was_given(tmp_path, toy):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_ckpt import CheckpointError, Shard
 from lt_ckpt.shards import covers, inside, intersect, overlap, row_blocks
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lt_ckpt import CheckpointError, TensorSpec
-from lt_ckpt.tensorfile import TensorWriter, file_order, make_header, read_header
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+
+from lt_ckpt import CheckpointError, TensorSpec
+from lt_ckpt.tensorfile import TensorWriter, file_order, make_header, read_header
 
 ENTRIES = {
     "bytes": TensorSpec("U8", (3,)),

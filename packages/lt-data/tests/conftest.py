@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
 from lt_data.manifest import Manifest, Shard, TokenizerInfo
 from lt_data.megatron import encode_index

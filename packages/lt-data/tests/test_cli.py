@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from lt_data import TokenStore, open_pack
 from lt_data.__main__ import main
 from lt_data.bars import progress_bar, scaled

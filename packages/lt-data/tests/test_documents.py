@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from lt_data import DataError, Document, DocumentReader, read_documents
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from lt_data import Document, RowReader, Stream, TokenStore, open_pack, pack, prepare_documents
 from lt_data.packing import verify_packs
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_data import DataError
 from lt_data.megatron import decode_index, encode_index, index_size
 

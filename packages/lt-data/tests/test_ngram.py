@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_data import IGNORE, NgramCounts, Rows
 
 VOCAB = 5

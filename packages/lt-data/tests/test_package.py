@@ -8,8 +8,9 @@ import sys
 from importlib.metadata import entry_points
 from pathlib import Path
 
-import lt_data
 import pytest
+
+import lt_data
 
 HEAVY = {"numpy", "tokenizers", "fsspec", "rich", "torch", "multiprocessing", "concurrent.futures"}
 ROOT = Path(__file__).parents[1]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, prepare_documents
 from lt_data.packing import build_index, verify_packs
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from lt_data import DataError, Document, Tokenizer, TokenStore, prepare, prepare_documents
 from lt_data.megatron import decode_index
 

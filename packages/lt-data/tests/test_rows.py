@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_data import IGNORE, DataError, RowReader, Rows, TokenStore, pack
 from lt_data.packing import build_index
 

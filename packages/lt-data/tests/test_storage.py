@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents
 from lt_data import storage as storage_module
 from lt_data.storage import new_folder, write_file

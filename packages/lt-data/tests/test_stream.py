@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lt_data import IGNORE, DataError, KeyedPermutation, RowReader, Stream, StreamState, TokenStore
 from lt_data.packing import build_index
 

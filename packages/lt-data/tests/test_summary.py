@@ -2,6 +2,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+
 from lt_data import TokenStore, pack, stats
 
 

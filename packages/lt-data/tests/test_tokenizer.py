@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_data import DataError, Tokenizer, train_bpe
 
 

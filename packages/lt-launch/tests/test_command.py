@@ -6,6 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points, version
 
 import pytest
+
 from lt_launch import catalog, command, installed_commands, installed_packages, main
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

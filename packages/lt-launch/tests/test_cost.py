@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from lt_launch import installed_commands
 from lt_launch.catalog import COMMANDS
 

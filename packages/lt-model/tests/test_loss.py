@@ -97,11 +97,11 @@ def test_rms_norm_gradients_are_right():
 def test_rms_norm_equals_the_function_used_on_other_devices(dtype):
     generator = torch.Generator().manual_seed(0)
     x = (10 * torch.randn(5, 4, 64, generator=generator)).to(dtype).requires_grad_()
-    norm = RMSNorm(64, 1e-5).to(dtype)
+    norm = RMSNorm(64, 1e-2).to(dtype)
     upstream = torch.randn(5, 4, 64, generator=generator).to(dtype)
     with torch.no_grad():
         norm.weight.uniform_(0.5, 1.5, generator=generator)
-    expected_out = torch.nn.functional.rms_norm(x, (64,), norm.weight, 1e-5)
+    expected_out = torch.nn.functional.rms_norm(x, (64,), norm.weight, 1e-2)
     expected = torch.autograd.grad(expected_out, (x, norm.weight), upstream)
     out = norm(x)
     found = torch.autograd.grad(out, (x, norm.weight), upstream)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, write_part
 from lt_model import LlamaConfig, parameters
 from lt_model.init import init_model
@@ -39,7 +40,9 @@ def open_engine() -> Iterator:
     close()
 
 
-def plain_torch(config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+def plain_torch(
+    config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float
+) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The same steps with one backward over all rows at once and torch's own clip and AdamW."""
     model = Llama(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
@@ -71,7 +74,9 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize(("n_micro", "micro_batch"), [(1, 4), (4, 1), (2, 2)])
-def test_steps_equal_plain_torch_with_and_without_accumulation(open_engine, config, batches, n_micro, micro_batch) -> None:
+def test_steps_equal_plain_torch_with_and_without_accumulation(
+    open_engine, config, batches, n_micro, micro_batch
+) -> None:
     """A mean per micro-batch, a decayed norm or an unclipped gradient would all show here."""
     steps = batches(5, n_micro=n_micro, micro_batch=micro_batch)
     losses, norms, wanted = plain_torch(config, steps, lr=1e-2, clip=0.5)
@@ -164,7 +169,11 @@ def test_device_says_what_its_peak_is(open_engine, config) -> None:
         (["parallel.tp=2"], World(size=2, local_size=2), r"parallel.tp = 2.*set parallel.tp to 1"),
         (["parallel.n_nodes=2"], World(), r"parallel.n_nodes = 2: the ranks were started on 1 node"),
         (["parallel.dp_shard=2"], World(), r"parallel.dp_shard = 2.*need 2 ranks"),
-        (["batch.global_batch=6", "batch.micro_batch=2"], World(size=2, local_size=2), r"does not divide the global batch"),
+        (
+            ["batch.global_batch=6", "batch.micro_batch=2"],
+            World(size=2, local_size=2),
+            r"does not divide the global batch",
+        ),
     ],
 )
 def test_check_refuses_with_field_value_and_remedy(sets, world, message) -> None:

@@ -1,6 +1,7 @@
 """Which recipes the engine takes: the published Llama recipes pass, and each kind of mistake has its message."""
 
 import pytest
+
 from lt_model import preset
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError

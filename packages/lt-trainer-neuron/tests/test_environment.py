@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+
 from lt_trainer.recipe import Recipe, load
 from lt_trainer_neuron import SPEC, neuron_env
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import leaves
 from lt_trainer.recipe import from_dict, load, to_dict

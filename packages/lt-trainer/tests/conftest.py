@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+
 from lt_ckpt import Checkpoint, Shard
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import pytest
+
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, check_types, coerce, flatten, leaves, option, section_names, suggest, values_of
 

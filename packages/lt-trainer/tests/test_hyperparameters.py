@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from lt_trainer.errors import RecipeError
 from lt_trainer.hyperparameters import markdown, named, read, table
 from lt_trainer.recipe import Recipe, load, to_dict

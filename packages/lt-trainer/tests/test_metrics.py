@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_trainer import metrics as module
 from lt_trainer.errors import RunDirError
 from lt_trainer.metrics import (

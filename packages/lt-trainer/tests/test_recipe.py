@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+
 from lt_model import PRESETS, LlamaConfig, RopeScaling
 from lt_trainer import engine as engine_module
 from lt_trainer.errors import RecipeError

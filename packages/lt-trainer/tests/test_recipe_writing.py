@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from lt_trainer import engine as engine_module
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import option

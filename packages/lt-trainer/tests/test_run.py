@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from lt_ckpt import Checkpoint, CheckpointError, latest_valid
 from lt_data import DataError
 from lt_trainer.errors import RecipeError, RunDirError

@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+
 from lt_trainer import rundir as module
 from lt_trainer.environment import VARIABLES, environment
 from lt_trainer.errors import RunDirError

@@ -4,6 +4,7 @@ import doctest
 import math
 
 import pytest
+
 from lt_trainer import schedule as module
 from lt_trainer.schedule import lr
 from lt_trainer.sections import ScheduleOptions

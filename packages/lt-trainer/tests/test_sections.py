@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import (
     BatchOptions,

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from lt_trainer.fields import flatten
 from lt_trainer.toml import dump, format_value, line_numbers
 

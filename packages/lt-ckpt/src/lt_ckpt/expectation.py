@@ -2,9 +2,8 @@
 
 from collections.abc import Sequence
 
-from lt_model import LlamaConfig, parameters
-
 from lt_ckpt.tensorfile import TensorSpec
+from lt_model import LlamaConfig, parameters
 
 STATE_GROUPS = ("weights", "exp_avg", "exp_avg_sq")
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lt_model import LlamaConfig, parameters
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import Checkpoint
@@ -25,6 +24,7 @@ from lt_ckpt.folders import new_token
 from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE
 from lt_ckpt.shards import row_blocks
 from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
+from lt_model import LlamaConfig, parameters
 
 GENERATION = "generation_config.json"
 BLOCK_ELEMENTS = 4 * 2**20

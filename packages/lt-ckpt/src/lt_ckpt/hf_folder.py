@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from lt_model import LlamaConfig
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import read_slices
@@ -18,6 +17,7 @@ from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.records import Slice, TensorRecord
 from lt_ckpt.shards import Ints, inside
 from lt_ckpt.tensorfile import TensorFile, TensorSpec, read_header
+from lt_model import LlamaConfig
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 TOKENIZER_NAMES = (

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
 from lt_model.llama import Llama
 from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
 from lt_trainer.recipe import Recipe
 from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, require_names, to_device
-from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.parallelize import parallelize
 from lt_trainer_gpu.peak import peak_flops

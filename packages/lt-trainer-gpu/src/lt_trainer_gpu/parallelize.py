@@ -8,9 +8,10 @@ after. Gradients are summed, never averaged: the loss is already divided by the 
 from __future__ import annotations
 
 import torch
-from lt_model.llama import Llama
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lt_model.llama import Llama
 
 
 def parallelize(model: Llama, *, mesh: DeviceMesh, compute_dtype: torch.dtype, master_dtype: torch.dtype) -> None:

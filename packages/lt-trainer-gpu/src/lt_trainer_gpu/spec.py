@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
-
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Recipe, engine_options
-
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
 if TYPE_CHECKING:

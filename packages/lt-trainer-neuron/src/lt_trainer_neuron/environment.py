@@ -5,7 +5,6 @@ rather than to a recipe (root addresses, network interfaces) are the launcher's.
 """
 
 from lt_trainer.recipe import Recipe, engine_options
-
 from lt_trainer_neuron.options import NeuronOptions
 
 __all__ = ["PRECISION", "neuron_env"]

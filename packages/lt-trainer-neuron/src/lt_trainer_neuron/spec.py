@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, NoReturn
 
 from lt_trainer.recipe import Recipe
-
 from lt_trainer_neuron.checks import check, check_model
 from lt_trainer_neuron.environment import neuron_env
 from lt_trainer_neuron.options import NeuronOptions

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from lt_data import RowReader, Rows, Stream, StreamState, TokenStore, open_pack
 
+from lt_data import RowReader, Rows, Stream, StreamState, TokenStore, open_pack
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
 from lt_trainer.sections import DataOptions
 
 if TYPE_CHECKING:
     from lt_data import StreamBatch
-
     from lt_trainer.recipe import Recipe
 
 IGNORE = -100

@@ -19,9 +19,9 @@ from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     import numpy as np
+
     from lt_ckpt import Checkpoint, Shard
     from lt_model import LlamaConfig
-
     from lt_trainer.recipe import Recipe
 
 ENGINES = "lt.engines"

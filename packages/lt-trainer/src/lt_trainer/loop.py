@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Protocol
 
 from lt_data import StreamState
-
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import TrainerError
 from lt_trainer.recipe import Recipe

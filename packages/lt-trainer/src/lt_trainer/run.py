@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lt_data import Stream, StreamState
-
 from lt_trainer.data import TrainingData, open_data, open_stream, step_batch, validation_batches
 from lt_trainer.engine import Engine, StepBatch, World, engine_spec
 from lt_trainer.errors import RecipeError

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from lt_ckpt import CheckpointError, HFFolder, resolve
 from lt_data import Tokenizer
 from lt_model import LlamaConfig, generate
 from lt_model.llama import Llama
-
 from lt_trainer.torch import DTYPE_CODES
 
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}

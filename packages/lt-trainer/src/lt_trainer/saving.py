@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, prune, write_part
 from lt_data import StreamState
-
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-
     from lt_trainer.engine import Control, Engine
     from lt_trainer.recipe import Recipe
 

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from lt_ckpt import Checkpoint, CheckpointError, Shard
 from lt_model import LlamaConfig, Parameter, parameters
-from torch import Tensor, nn
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Torch dtypes and their safetensors codes, for what an optimizer state may hold."""

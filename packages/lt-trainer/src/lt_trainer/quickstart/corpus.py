@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data import Document, read_documents
-
 from lt_trainer.quickstart.settings import Folder, QuickstartError
 
 VALIDATION_SHARE = 20

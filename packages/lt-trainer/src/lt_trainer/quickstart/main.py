@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+
 from lt_data import TokenStore
 from lt_data.bars import progress_bar
 from lt_model import PRESETS, ModelError, n_parameters, preset
-from rich.console import Console
-
 from lt_trainer.quickstart import report
 from lt_trainer.quickstart.baselines import Comparison, compare
 from lt_trainer.quickstart.corpus import write_corpus

@@ -31,11 +31,11 @@ class Settings:
     interpreter: str = ""
     """Version of the interpreter whose standard library is read; empty with a source of one's own."""
     preset: str = "tiny-2m"
-    steps: int = 400
+    steps: int = 600
     vocab_size: int = 2048
     seq_len: int = 256
-    global_batch: int = 16
-    micro_batch: int = 16
+    global_batch: int = 8
+    micro_batch: int = 8
     lr: float = 4e-3
     shadow_steps: int = 10
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from lt_ckpt import export_hf, resolve
 from lt_data import Progress, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
-
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
 from lt_trainer.recipe import load, to_toml
 

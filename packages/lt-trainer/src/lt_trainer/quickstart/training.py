@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from lt_data import Progress
-
 from lt_trainer.journal import SHADOW
 from lt_trainer.metrics import read_jsonl
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
