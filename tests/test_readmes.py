@@ -41,7 +41,7 @@ def command_lines() -> list[str]:
     found = set()
     for path in READMES:
         for line in re.findall(
-            r"^    (?:uv run )?((?:lt|lt-data|lt-model|lt-ckpt|lt-train) (?!says)[^#\n]*)", path.read_text(), re.M
+            r"^    (?:uv run )?((?:lt|lt-data|lt-model|lt-ckpt|lt-train) [^#\n]*)", path.read_text(), re.M
         ):
             found.add(re.split(r" {3,}", line.strip())[0])
     return sorted(found)

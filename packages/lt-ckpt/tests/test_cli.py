@@ -71,7 +71,7 @@ def test_errors_are_one_line_and_64(tmp_path, main):
     assert (code, out) == (64, "")
     assert err == f"error: {tmp_path / 'none'}: no valid checkpoint: no folder named step-... in it\n"
     assert main("export", tmp_path, "--out", tmp_path / "x")[0] == 64
-    assert main("nonsense")[0] == 2
+    assert main("nonsense")[0] == 64
 
 
 def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkeypatch):

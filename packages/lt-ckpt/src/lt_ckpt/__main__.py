@@ -1,11 +1,13 @@
 """`python -m lt_ckpt` and the console script `lt-ckpt`.
 
-Exit codes: 0 done, 64 something the user can put right (one line on stderr), 70 a bug of ours (traceback),
-130 interrupted; 2 for a wrong command line.
+Exit codes: 0 done, 64 something the user can put right (one line on stderr; a wrong command line too), 70 a bug of
+ours (traceback), 130 interrupted.
 """
 
 import sys
 import traceback
+
+TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
@@ -18,9 +20,10 @@ def main() -> int:
         sys.stderr.write("lt-ckpt: the command needs typer: pip install 'lt-ckpt[cli]'\n")
         return 64
     try:
-        app()
+        app(prog_name="lt-ckpt")
     except SystemExit as exc:
-        return exc.code if isinstance(exc.code, int) else 0 if exc.code is None else 64
+        code = exc.code if isinstance(exc.code, int) else 64 if exc.code else 0
+        return 64 if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return 130
     except Exception as exc:  # noqa: BLE001 - the outermost edge: what is no user's error is a bug and says so

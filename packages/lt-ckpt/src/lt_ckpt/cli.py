@@ -103,7 +103,7 @@ def verify(
         if report.ok:
             typer.echo(f"ok: {folder}: {report.n_files} files, {size(report.n_bytes)}")
     if bad:
-        raise CheckpointError(f"{bad} of {len(paths)} checkpoints did not verify")
+        raise CheckpointError(f"{path}: {bad} of {len(paths)} checkpoints did not verify")
 
 
 @app.command()

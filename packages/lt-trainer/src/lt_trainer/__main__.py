@@ -8,7 +8,10 @@ from __future__ import annotations
 import sys
 import traceback
 
-EXIT_INTERNAL = 70
+EXIT_USER = 64
+EXIT_OURS = 70
+EXIT_INTERRUPTED = 130
+TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
@@ -19,16 +22,19 @@ def main() -> int:
         if exc.name != "typer":
             raise
         print("lt-train: the command needs typer: pip install 'lt-trainer[cli]'", file=sys.stderr)  # noqa: T201
-        return 64
+        return EXIT_USER
     try:
-        app()
+        app(prog_name="lt-train")
+    except SystemExit as exc:
+        code = exc.code if isinstance(exc.code, int) else EXIT_USER if exc.code else 0
+        return EXIT_USER if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
-        return 130
+        return EXIT_INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - the process's edge: a person's mistake becomes a message, ours a traceback
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             traceback.print_exc()
-            return EXIT_INTERNAL
+            return EXIT_OURS
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return code
     return 0

@@ -1,0 +1,142 @@
+"""How long the quickstart takes, stage by stage, and how long a training command takes to its first step.
+
+    uv run python tools/bench/quickstart.py [--out docs/benchmarks/quickstart.md] [--steps N]
+
+Runs one fresh quickstart in a temporary folder and reads its summary.json. Then, five times and interleaved: a process
+that only imports what training imports, and a training process until its first step is printed. The difference of the
+medians is what lt adds between imports and first step; nothing is compiled in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+REPEATS = 5
+IMPORTS = "import lt_trainer.run, lt_trainer_gpu.engine, lt_data.stream, lt_ckpt.save"
+
+
+def seconds(command: list[str], *, until: str = "") -> tuple[float, float]:
+    """Wall seconds until the process prints a line that starts with `until` (or ends), and its CPU seconds in all."""
+    before = os.times()
+    start = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        elapsed = None
+        for line in process.stdout:
+            if until and line.startswith(until) and elapsed is None:
+                elapsed = time.perf_counter() - start
+        code = process.wait()
+    assert code == 0, f"{command} ended with {code}"
+    after = os.times()
+    cpu = after.children_user + after.children_system - before.children_user - before.children_system
+    return time.perf_counter() - start if elapsed is None else elapsed, cpu
+
+
+def first_step(quickstart: Path) -> dict[str, float]:
+    """Medians of imports alone and of a training command to its first step, interleaved."""
+    imports, steps, cpu = [], [], []
+    for i in range(REPEATS):
+        imports.append(seconds([sys.executable, "-c", IMPORTS])[0])
+        command = [sys.executable, "-m", "lt_trainer", "run", str(quickstart / "run.toml")]
+        options = {
+            "run.out": quickstart / f"bench-{i}",
+            "schedule.max_steps": 1,
+            "schedule.warmup_steps": 1,
+            "data.validation": "",
+        }
+        sets = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+        wall, used = seconds([*command, *sets], until="step=1 ")
+        steps.append(wall)
+        cpu.append(used)
+    found = {"imports_s": statistics.median(imports), "command_to_first_step_s": statistics.median(steps)}
+    return found | {
+        "first_step_after_imports_s": found["command_to_first_step_s"] - found["imports_s"],
+        "one_step_command_cpu_s": statistics.median(cpu),
+    }
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured on."""
+    cpu = platform.processor() or platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []:
+        if line.startswith("model name"):
+            cpu = line.partition(":")[2].strip()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "cpu": f"{cpu}, {os.cpu_count()} cores",
+        "load before": f"{os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("torch", "numpy", "tokenizers", "transformers", "lt-trainer")},
+    }
+
+
+def markdown(facts: dict[str, str], summary: dict[str, Any], start: dict[str, float]) -> str:
+    """The page."""
+    stages = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["seconds"].items())
+    start_rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in start.items())
+    comparison = summary["comparison"]
+    rows = [comparison["model"], *comparison["baselines"]]
+    scores = "\n".join(f"| {r['name']} | {r['nats_per_token']:.4f} | {r['bits_per_byte']:.4f} |" for r in rows)
+    numbers = summary["numbers"]
+    training = (
+        f"{numbers['parameters']:,} parameters, {numbers['steps']} steps, {numbers['training tokens seen']:,} tokens, "
+        f"{numbers['tokens/s']:.0f} tokens/s at the end"
+    )
+    return f"""# Quickstart
+
+Made by `uv run python tools/bench/quickstart.py`. Wall seconds of one run; the start is a median of {REPEATS}, interleaved.
+
+{", ".join(f"{name} {value}" for name, value in facts.items())}.
+
+| stage | s |
+|---|---|
+{stages}
+
+Training: {training}.
+
+| start of a training command | s |
+|---|---|
+{start_rows}
+
+| predictor on the validation set | nats/token | bits/byte |
+|---|---|---|
+{scores}
+"""
+
+
+def main() -> None:
+    """Measure and write the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="also write the page here")
+    parser.add_argument("--steps", type=int, default=0, help="training steps of the quickstart; 0 for its default")
+    arguments = parser.parse_args()
+    facts = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        quickstart = Path(folder) / "quickstart"
+        lt = str(Path(sys.executable).parent / "lt")
+        done = subprocess.run(
+            [lt, "quickstart", "--out", str(quickstart), "--steps", str(arguments.steps)], check=False
+        )
+        summary = json.loads((quickstart / "summary.json").read_text())
+        start = first_step(quickstart)
+    page = markdown(facts, summary, start)
+    print(page)
+    if arguments.out:
+        arguments.out.write_text(page)
+    sys.exit(done.returncode)
+
+
+if __name__ == "__main__":
+    main()
