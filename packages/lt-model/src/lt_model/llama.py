@@ -154,7 +154,8 @@ class Llama(nn.Module):
 
         Returns:
             Logits [B, T, V] in the weights' dtype; or the sum of cross-entropy over labels != -100 in nats, a scalar in
-            fp32 (float64 for float64 weights).
+            fp32 (float64 for float64 weights). With labels the head's weight is used a chunk of tokens at a time
+            (`linear_cross_entropy_sum`), so `lm_head` itself is not called and hooks on it do not run.
         """
         hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, doc_ids_BT=doc_ids_BT)
         if labels_BT is None:
