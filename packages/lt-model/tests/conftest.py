@@ -1,6 +1,7 @@
 """Shapes and an oracle shared by the tests."""
 
 import pytest
+
 from lt_model import LlamaConfig, RopeScaling
 
 SHAPE = {"vocab_size": 101, "hidden_size": 48, "intermediate_size": 72, "n_layers": 3, "max_position_embeddings": 64}
@@ -31,6 +32,7 @@ def gqa_config():
 def make_model():
     """Return a function: config -> float64 Llama with large random weights, so that mistakes show in every gradient."""
     import torch
+
     from lt_model import Llama
 
     def make(config, *, attention="sdpa", dtype=torch.float64, seed=0):

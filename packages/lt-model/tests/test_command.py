@@ -6,8 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import lt_model
 import pytest
+
+import lt_model
 
 PACKAGE = Path(__file__).parents[1]
 HEAVY = ("torch", "numpy", "typer", "rich")

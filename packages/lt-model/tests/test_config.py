@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+
 from lt_model import LlamaConfig, ModelError, RopeScaling
 
 SCALING = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)

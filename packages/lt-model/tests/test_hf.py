@@ -2,6 +2,7 @@ import dataclasses
 import json
 
 import pytest
+
 from lt_model import LlamaConfig, ModelError, RopeScaling
 from lt_model.hf import read_config
 

@@ -2,6 +2,7 @@ import dataclasses
 import math
 
 import pytest
+
 from lt_model import PRESETS, LlamaConfig, ModelError, flops_per_token, memory, n_parameters, parameters, preset
 from lt_model.describe import alignment_warnings
 
@@ -85,8 +86,9 @@ def test_flops_are_six_per_multiplied_weight_plus_attention():
 
 def test_flops_match_what_torch_counts():
     torch = pytest.importorskip("torch")
-    from lt_model import Llama, cross_entropy_sum
     from torch.utils.flop_counter import FlopCounterMode
+
+    from lt_model import Llama, cross_entropy_sum
 
     config = preset("tiny-2m")
     n_rows, seq_len = 2, 96

@@ -10,8 +10,9 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from lt_model import Llama, parameters  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
+
+from lt_model import Llama, parameters  # noqa: E402
 
 N_ROWS, N_TOKENS = 3, 40
 TOLERANCE = 1e-10
