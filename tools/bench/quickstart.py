@@ -96,7 +96,7 @@ def markdown(facts: dict[str, str], summary: dict[str, Any], start: dict[str, fl
     )
     return f"""# Quickstart
 
-Made by `uv run python tools/bench/quickstart.py`. Wall seconds of one run; the start is a median of {REPEATS}, interleaved.
+Made by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
 
 {", ".join(f"{name} {value}" for name, value in facts.items())}.
 

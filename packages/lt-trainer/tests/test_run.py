@@ -241,3 +241,17 @@ def test_run_loads_no_torch(recipe_base, tmp_path) -> None:
         """
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+
+
+def test_every_line_is_in_the_ranks_log_and_so_is_the_error(recipe_base, fake_engine, capsys) -> None:
+    def poison(step: int) -> None:
+        if step == 8:
+            fake_engine.opened[-1].weights[:] = math.nan
+
+    fake_engine.on_step = poison
+    with pytest.raises(TrainingError):
+        start(recipe_base)
+    log = (Path(recipe_base["run"]["out"]) / "logs" / "rank00000.log").read_text().splitlines()
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[2] for line in log[: len(printed)]] == printed
+    assert "TrainingError: loss = nan at step 8" in "\n".join(log[len(printed) :])

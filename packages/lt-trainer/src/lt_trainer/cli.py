@@ -7,17 +7,47 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 if TYPE_CHECKING:
     from lt_trainer.recipe import Resolved
 
+ADDED = "lt.commands.train"
+"""Entry points that add commands to `lt train`; each names a typer app with one command."""
+
+
+class TrainGroup(TyperGroup):
+    """`lt train`: the commands below, and those that engines add under the entry point `lt.commands.train`."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Our own commands, then the added ones by name, without importing them."""
+        own = super().list_commands(ctx)
+        return own + sorted(entry.name for entry in entry_points(group=ADDED) if entry.name not in own)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """A command of ours, or an added one, imported now."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        for entry in entry_points(group=ADDED):
+            if entry.name == cmd_name:
+                added = get_command(entry.load())
+                added.name = cmd_name
+                return added
+        return None
+
+
 app = typer.Typer(
+    cls=TrainGroup,
     name="train",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     help="Train a recipe, show it, or sample from a trained model.",
 )

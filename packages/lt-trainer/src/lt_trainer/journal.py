@@ -1,4 +1,6 @@
-"""What rank 0 tells while a run goes on: lines on standard output, metrics.jsonl and events.jsonl in the run directory.
+"""What a run tells while it goes on: lines on standard output and in logs/, metrics.jsonl and events.jsonl.
+
+Rank 0 tells; every rank has a log in the run directory, and leaves the error there that ended it.
 
 A logging step's record holds the loss and the gradient norm of exactly that step (no average over the window), so
 that two runs can be compared digit by digit; rates look back over the last records.
@@ -7,17 +9,59 @@ that two runs can be compared digit by digit; rates look back over the last reco
 from __future__ import annotations
 
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from lt_trainer.engine import Device
+from lt_trainer.errors import RunDirError
 from lt_trainer.loop import StepRecord
-from lt_trainer.metrics import JsonlSink, MetricsRecord, Sink, StdoutSink, Throughput, ValidationRecord, as_dict
+from lt_trainer.metrics import JsonlSink, MetricsRecord, StdoutSink, Throughput, ValidationRecord, as_dict, line
 from lt_trainer.rundir import RunDir
 
 GIB = 2**30
 SHADOW = "shadow.jsonl"
+
+
+class RankLog:
+    """A rank's own log file in the run directory; an error that ends the context goes into it, with its traceback.
+
+    Raises:
+        RunDirError: the file cannot be written.
+    """
+
+    def __init__(self, run: Path, rank: int) -> None:
+        self.path = run / "logs" / f"rank{rank:05}.log"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by __exit__
+        except OSError as exc:
+            raise self._failed(exc) from exc
+
+    def write(self, text: str) -> None:
+        """Append lines, each with the time in UTC."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        try:
+            self._file.writelines(f"{now} {line}\n" for line in text.splitlines())
+        except OSError as exc:
+            raise self._failed(exc) from exc
+
+    def _failed(self, exc: OSError) -> RunDirError:
+        return RunDirError(
+            f"cannot write {self.path}: {exc.strerror}; free space or mend its permissions, then start again"
+        )
+
+    def __enter__(self) -> RankLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            with suppress(RunDirError):  # the error itself goes on and matters more
+                self.write("".join(traceback.format_exception(error)))
+        self._file.close()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,14 +109,14 @@ class RunJournal:
     def __init__(
         self,
         run_dir: RunDir,
+        log: RankLog,
         device: Device,
         work: Work,
         *,
-        stdout: Sink | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._run_dir, self._device, self._work, self._clock = run_dir, device, work, clock
-        self._stdout = stdout or StdoutSink()
+        self._log, self._stdout = log, StdoutSink()
         self._metrics = JsonlSink(run_dir.metrics)
         self._throughput = Throughput(devices=device.count, peak_flops=device.peak_flops, clock=clock)
         self._start = clock()
@@ -80,6 +124,7 @@ class RunJournal:
     def say(self, text: str) -> None:
         """A sentence for the person who watches, also noted as an event."""
         print(f"# {text}", flush=True)  # noqa: T201
+        self._log.write(f"# {text}")
         self._run_dir.event("note", text=text)
 
     def event(self, kind: str, **values: object) -> None:
@@ -140,6 +185,7 @@ class RunJournal:
 
     def _write(self, record: MetricsRecord | ValidationRecord) -> None:
         self._stdout.write(record)
+        self._log.write(line(record))
         self._metrics.write(as_dict(record))
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ from lt_data import Stream, StreamState
 from lt_trainer.data import TrainingData, open_data, open_stream, step_batch, validation_batches
 from lt_trainer.engine import Engine, StepBatch, World, engine_spec
 from lt_trainer.errors import RecipeError
-from lt_trainer.journal import RunJournal, SilentJournal, Work
+from lt_trainer.journal import RankLog, RunJournal, SilentJournal, Work
 from lt_trainer.loop import Loop, Outcome
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
 from lt_trainer.rundir import RunDir
@@ -66,9 +66,10 @@ def run(
         run_dir = stack.enter_context(RunDir.open(recipe.run.out, resolved=resolved)) if world.rank == 0 else None
         engine = spec.open(recipe, model, world)
         stack.callback(engine.close)
+        log = stack.enter_context(RankLog(Path(recipe.run.out), world.rank))
         journal = SilentJournal()
         if run_dir is not None:
-            journal = stack.enter_context(RunJournal(run_dir, engine.device, work(recipe, model, engine)))
+            journal = stack.enter_context(RunJournal(run_dir, log, engine.device, work(recipe, model, engine)))
             _announce(journal, recipe, engine, run_dir)
         checkpoints = Checkpoints(
             root=Path(recipe.run.out) / "checkpoints",

@@ -1,0 +1,68 @@
+"""The command line itself: what it loads, commands that engines add, and exit codes."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from lt_trainer import cli
+from lt_trainer.__main__ import main
+
+
+def test_help_loads_nothing_heavy() -> None:
+    script = (
+        "import sys\nfrom typer.main import get_command\nfrom lt_trainer.cli import app\nget_command(app)\n"
+        "print([m for m in ('torch', 'numpy', 'tokenizers', 'safetensors', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = typer.Typer()
+
+    @added.command()
+    def tune(steps: int = 3) -> None:
+        typer.echo(f"tuned for {steps} steps")
+
+    def broken() -> None:
+        raise AssertionError("a command that is only listed must not be imported")
+
+    entries = [SimpleNamespace(name="tune", load=lambda: added), SimpleNamespace(name="other", load=broken)]
+    monkeypatch.setattr(cli, "entry_points", lambda group: entries if group == "lt.commands.train" else [])
+    done = CliRunner().invoke(cli.app, ["tune", "--steps", "5"])
+    assert done.output == "tuned for 5 steps\n"
+    command = typer.main.get_command(cli.app)
+    assert command.list_commands(None) == ["run", "show", "sample", "other", "tune"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["--help"], 0),
+        (["nonsense"], 64),
+        (["run"], 64),
+        (["run", "x.toml", "--nonsense"], 64),
+        (["show", "x.toml"], 64),
+    ],
+)
+def test_exit_codes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["lt-train", *arguments])
+    assert main() == code
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_mistake_of_ours_is_70_with_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**_: str) -> None:
+        raise ValueError("no exit_code: not addressed to the user")
+
+    monkeypatch.setattr(cli, "app", broken)
+    assert main() == 70
+    assert "Traceback" in capsys.readouterr().err
