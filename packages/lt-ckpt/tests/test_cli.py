@@ -59,7 +59,7 @@ def test_verify(tmp_path, toy, main):
     assert "broken: " in out
     assert "the bytes of tensor b.weight have changed" in out
     assert f"extra: {one}/notes is not part of the checkpoint" in out
-    assert err == "error: 2 of 2 checkpoints did not verify\n"
+    assert err == f"error: {tmp_path}: 2 of 2 checkpoints did not verify\n"
     code, out, err = main("inspect", tmp_path)
     assert code == 0
     assert f"passed over {two}" in err
