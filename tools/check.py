@@ -6,6 +6,7 @@ Arguments are passed on to pytest, so `tools/check.py packages/lt-data` narrows 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -17,8 +18,23 @@ STAGES: dict[str, list[str]] = {
     "format": [sys.executable, "-m", "ruff", "format", "--check", "."],
     "types": [sys.executable, "-m", "basedpyright", "--level", "error"],
     "layers": ["lint-imports", "--no-cache"],
-    "tests": [sys.executable, "-m", "pytest", "-q", "-m", "not slow"],
+    "tests": [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-m",
+        "not slow",
+        "-n",
+        "2",
+        "--dist",
+        "loadfile",
+        "--no-loadscope-reorder",
+    ],
 }
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+"""Tests run side by side; a process that took all cores for itself would only wait for the others."""
 
 
 def main(pytest_arguments: list[str]) -> int:
@@ -28,7 +44,7 @@ def main(pytest_arguments: list[str]) -> int:
             command = [*command, *pytest_arguments]
         print(f"--- {name}: {' '.join(command[1:] if command[0] == sys.executable else command)}", flush=True)
         start = time.monotonic()
-        code = subprocess.run(command, cwd=ROOT, check=False).returncode
+        code = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, check=False).returncode
         print(
             f"--- {name}: {'ok' if code == 0 else f'failed with {code}'} in {time.monotonic() - start:.0f} s",
             flush=True,

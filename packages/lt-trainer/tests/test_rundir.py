@@ -50,7 +50,7 @@ def test_a_new_run_directory(tmp_path: Path) -> None:
     record = json.loads((out / "recipe.json").read_text())
     assert from_dict(record["recipe"]) == resolved("optimizer.lr=5e-3").recipe
     assert record["origins"]["optimizer.lr"] == "--set"
-    assert record["unchecked"] == []
+    assert record["unchecked"] == list(resolved().unchecked)
     assert json.loads((out / "environment.json").read_text())["device"] == "cpu"
     (event,) = read_jsonl(out / "events.jsonl")
     assert (event["event"], event["step"]) == ("start", 0)

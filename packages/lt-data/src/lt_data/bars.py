@@ -80,4 +80,4 @@ def scaled(value: float) -> str:
     for factor, prefix in ((1e12, " T"), (1e9, " G"), (1e6, " M"), (1e3, " k")):
         if value >= 0.9995 * factor:  # what would be rounded to 1000 of the smaller prefix
             return f"{value / factor:.3g}{prefix}"
-    return f"{value:.0f}"
+    return f"{value:.3g}" if value < 100 else f"{value:.0f}"

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
@@ -28,7 +26,6 @@ from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch,
 from lt_trainer.recipe import Recipe
 from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, require_names, to_device
 from lt_trainer_gpu.options import GpuOptions
-from lt_trainer_gpu.parallelize import parallelize
 from lt_trainer_gpu.peak import peak_flops
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -56,11 +53,16 @@ class GpuEngine:
         self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
         _init_process_group(self._torch_device, world, options.timeout_s)
         self.control: Control = GlooControl(options.timeout_s) if world.size > 1 else SoloControl()
-        mesh = init_device_mesh(self._torch_device.type, (world.size,), mesh_dim_names=("dp_shard",))
-
         with torch.device("meta"):
             model = Llama(config, attention=options.attention).to(master)
-        parallelize(model, mesh=mesh, compute_dtype=self._dtype, master_dtype=master)
+        self._sharded = world.size > 1 or self._dtype != master
+        if self._sharded:  # else there is nothing to gather, to reduce or to cast
+            # Imported here because DTensor's import takes seconds, which one process on a CPU need not wait for.
+            from lt_trainer_gpu.parallelize import parallelize
+
+            parallelize(
+                model, device_type=self._torch_device.type, ranks=world.size, compute=self._dtype, master=master
+            )
         self._model = model.to_empty(device=self._torch_device)
         if config.tie_word_embeddings:  # to_empty gives every module memory of its own
             self._model.lm_head.weight = self._model.model.embed_tokens.weight
@@ -86,8 +88,8 @@ class GpuEngine:
         n_micro = batch.input_ids.shape[0]
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
         for i, loss in enumerate(self._losses(batch)):
-            if isinstance(self._model, FSDPModule):
-                self._model.set_requires_gradient_sync(i == n_micro - 1)
+            if self._sharded:
+                self._model.set_requires_gradient_sync(i == n_micro - 1)  # pyright: ignore[reportCallIssue]
             (loss / batch.valid_tokens).backward()
             loss_sum += loss.detach()
         grad_norm = self._clip()

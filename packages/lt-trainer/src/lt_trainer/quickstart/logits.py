@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lt_trainer.quickstart.settings import Folder
@@ -40,6 +41,7 @@ class LogitCheck:
 
 def check_logits(folder: Folder, validation: Packed) -> LogitCheck:
     """Compare logits on the beginning of the longest validation documents, and the tokenizers on one of them."""
+    transformers.utils.logging.disable_progress_bar()
     ours = load(folder.run)
     theirs = AutoModelForCausalLM.from_pretrained(folder.model, dtype=torch.float32, local_files_only=True).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder.model, local_files_only=True)

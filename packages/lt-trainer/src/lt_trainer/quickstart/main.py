@@ -19,10 +19,10 @@ from lt_trainer.quickstart.baselines import Comparison, compare
 from lt_trainer.quickstart.corpus import write_corpus
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
 from lt_trainer.quickstart.stages import Packed, export, make_pack, make_store, make_tokenizer, write_recipe
-from lt_trainer.quickstart.training import Resume, last_metrics, losses, train, validation_loss
+from lt_trainer.quickstart.training import Resume, last_metrics, losses, peak_source, train, validation_loss
 
 if TYPE_CHECKING:
-    pass
+    from lt_trainer.quickstart.logits import LogitCheck
 
 PROMPTS = ("def ", "class ", "import ", "    return ")
 
@@ -71,7 +71,7 @@ def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> Non
         seconds=clock.seconds,
     )
     report.show_commands(console, folder, settings)
-    _require(resume, logits.equal, comparison)
+    require(resume, logits.equal, comparison)
 
 
 def _settings(source: str, name: str, steps: int) -> Settings:
@@ -122,7 +122,7 @@ def _training(console: Console, clock: Clock, folder: Folder, settings: Settings
 
 def _checks(
     console: Console, clock: Clock, folder: Folder, settings: Settings, train_packed: Packed, validation_packed: Packed
-):
+) -> tuple[Comparison, LogitCheck]:
     """Stages 6 and 7: export and logits, baselines."""
     from lt_trainer.quickstart.logits import check_logits
 
@@ -164,13 +164,19 @@ def _numbers(settings: Settings, data: Packed, comparison: Comparison, folder: F
         "validation bits/byte": comparison.model.bits_per_byte,
         "seen-token bigram, nats/token": comparison.opponent.nats_per_token,
         "tokens/s": last["tokens_per_sec"],
-        "MFU (see the log for convention and peak)": last["mfu"],
+        "MFU (attention counted in full)": last["mfu"],
+        "MFU's peak": peak_source(folder),
         "run directory": str(folder.run),
         "Hugging Face model": str(folder.model),
     }
 
 
-def _require(resume: Resume, logits_equal: bool, comparison: Comparison) -> None:
+def require(resume: Resume, logits_equal: bool, comparison: Comparison) -> None:
+    """Refuse a result that is not what the quickstart promises.
+
+    Raises:
+        QuickstartError: naming everything that failed.
+    """
     problems = []
     if not resume.equal:
         problems.append("the losses after the resume are not those of the shadow steps")

@@ -31,7 +31,7 @@ class Settings:
     interpreter: str = ""
     """Version of the interpreter whose standard library is read; empty with a source of one's own."""
     preset: str = "tiny-2m"
-    steps: int = 600
+    steps: int = 500
     vocab_size: int = 2048
     seq_len: int = 256
     global_batch: int = 8

@@ -56,6 +56,11 @@ def last_metrics(folder: Folder) -> dict[str, float]:
     return [record for record in _records(folder.run / "metrics.jsonl") if "loss" in record][-1]
 
 
+def peak_source(folder: Folder) -> str:
+    """Where the peak behind MFU comes from, as the last process said."""
+    return [record for record in _records(folder.run / "events.jsonl") if record["event"] == "start"][-1]["peak_source"]
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     return read_jsonl(path) if path.exists() else []
 

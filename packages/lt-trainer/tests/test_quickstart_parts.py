@@ -1,0 +1,115 @@
+"""The quickstart's parts without training: folder, corpus, verdict."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lt_trainer.quickstart.baselines import Comparison, Score
+from lt_trainer.quickstart.corpus import documents, standard_library, write_corpus
+from lt_trainer.quickstart.main import require
+from lt_trainer.quickstart.settings import MARKER, PARTS, Folder, QuickstartError, Settings
+from lt_trainer.quickstart.training import Resume
+
+
+def test_a_new_folder_is_claimed_and_recognised(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "a" / "b")
+    assert folder.claim(Settings(), fresh=False) is False
+    assert folder.claim(Settings(), fresh=False) is True
+
+
+def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("mine")
+    for fresh in (False, True):
+        with pytest.raises(QuickstartError, match="was not made by a quickstart"):
+            Folder(tmp_path).claim(Settings(), fresh=fresh)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
+    Folder(tmp_path).claim(Settings(), fresh=False)
+    with pytest.raises(QuickstartError, match=r"steps was 500, is 20; |steps was 500, is 20\); add --fresh"):
+        Folder(tmp_path).claim(Settings(steps=20), fresh=False)
+
+
+def test_fresh_removes_what_a_quickstart_made_and_nothing_else(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.claim(Settings(), fresh=False)
+    for name in PARTS:
+        path = tmp_path / name
+        if "." in name:
+            path.write_text("made")
+        else:
+            path.mkdir()
+            (path / "file").write_text("made")
+    (tmp_path / "notes.txt").write_text("mine")
+    assert folder.claim(Settings(steps=20), fresh=True) is False
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([MARKER, "notes.txt"])
+    assert json.loads((tmp_path / MARKER).read_text())["settings"]["steps"] == 20
+
+
+def test_a_link_in_place_of_a_part_is_removed_without_its_target(tmp_path: Path) -> None:
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (target / "precious").write_text("mine")
+    folder = Folder(tmp_path / "quickstart")
+    folder.claim(Settings(), fresh=False)
+    (folder.out / "run").symlink_to(target)
+    folder.claim(Settings(), fresh=True)
+    assert (target / "precious").read_text() == "mine"
+    assert not (folder.out / "run").is_symlink()
+
+
+def test_standard_library_is_the_same_each_time_and_in_order() -> None:
+    first = [document.source for document in standard_library()]
+    assert first == [document.source for document in standard_library()]
+    assert first == sorted(first)
+    assert {"abc.py", "json/decoder.py", "argparse.py"} <= set(first)
+    assert not [name for name in first if name.startswith(("test/", "site-packages/", "encodings/"))]
+
+
+def test_corpus_splits_whole_documents_and_loses_none(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(60):
+        (source / f"{i:02}.txt").write_text(f"text number {i}")
+    (source / "empty.txt").write_text(" \n")
+    folder = Folder(tmp_path / "out")
+    folder.out.mkdir()
+    counts = write_corpus(folder, str(source))
+    halves = [
+        [json.loads(line)["text"] for line in path.read_text().splitlines()]
+        for path in (folder.corpus_train, folder.corpus_validation)
+    ]
+    assert (counts.train_documents, counts.validation_documents) == (57, 3) == tuple(map(len, halves))
+    assert sorted(halves[0] + halves[1]) == sorted(d.text for d in documents(str(source)) if d.text.strip())
+    assert counts.train_bytes == sum(len(text) for text in halves[0])
+
+
+def test_one_document_is_not_enough(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("alone")
+    with pytest.raises(QuickstartError, match=r"1 document\(s\) with text; at least two"):
+        write_corpus(Folder(tmp_path), str(tmp_path / "one.txt"))
+
+
+def verdict(
+    *, model: float = 4.0, bigram: float = 5.0, shadow: tuple[float, ...] = (1.0, 2.0), logits: bool = True
+) -> None:
+    def score(name: str, nats: float) -> Score:
+        return Score(name=name, nats_per_token=nats, bits_per_byte=nats)
+
+    baselines = (score("bigram, seen tokens", bigram), score("bigram, all training data", 1.0))
+    comparison = Comparison(model=score("model", model), baselines=baselines, seen_tokens=9, validation_tokens=9)
+    require(Resume(step=2, shadow=shadow, resumed=(1.0, 2.0)), logits, comparison)
+
+
+def test_the_verdict() -> None:
+    verdict()
+    with pytest.raises(QuickstartError, match=r"the model \(5.0000 nats/token\) does not beat a bigram .* \(5.0000\)"):
+        verdict(model=5.0)
+    with pytest.raises(QuickstartError, match="not those of the shadow steps"):
+        verdict(shadow=(1.0, 2.0 + 1e-15 * 2))
+    with pytest.raises(QuickstartError, match="not those of the shadow steps"):
+        verdict(shadow=())
+    with pytest.raises(QuickstartError, match="transformers computes other logits"):
+        verdict(logits=False)

@@ -1,0 +1,95 @@
+"""The quickstart as a person runs it, on text that a small model learns in a few steps: one passage, over and over."""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from lt_trainer.metrics import read_jsonl
+
+STEPS = 60
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
+
+
+@pytest.fixture(scope="module")
+def passage(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents that each hold one passage of 160 words from another starting point: bigrams alone cannot follow it."""
+    folder = tmp_path_factory.mktemp("passage")
+    rng = random.Random(0)
+    words = ["".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(3, 6))) for _ in range(40)]
+    text = rng.choices(words, k=160) * 4
+    for i in range(120):
+        start = rng.randrange(160)
+        (folder / f"{i:03}.txt").write_text(" ".join(text[start : start + 220]) + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(passage: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A finished quickstart's folder and what it printed."""
+    cwd = tmp_path_factory.mktemp("quickstart")
+    text = lt("quickstart", "--source", passage, "--steps", str(STEPS), cwd=cwd)
+    return cwd / "quickstart", text
+
+
+def test_it_proves_what_it_promises(finished: tuple[Path, str]) -> None:
+    folder, text = finished
+    summary = json.loads((folder / "summary.json").read_text())
+    shadow = read_jsonl(folder / "run" / "shadow.jsonl")
+    assert [r["step"] for r in shadow] == list(range(STEPS // 2 + 1, STEPS // 2 + 11))
+    assert [r["loss"] for r in shadow] == [losses(folder / "run")[r["step"]] for r in shadow]
+    assert summary["resume"]["equal"] is True
+    assert summary["logits"]["max_difference"] <= 1e-4 * summary["logits"]["scale"]
+    scores = {
+        s["name"]: s["nats_per_token"] for s in [summary["comparison"]["model"], *summary["comparison"]["baselines"]]
+    }
+    assert scores["model"] < scores["bigram, seen tokens"] < scores["unigram, seen tokens"]
+    assert "equal" in text
+    assert "DIFFERENT" not in text
+    events = [r["event"] for r in read_jsonl(folder / "run" / "events.jsonl")]
+    assert events.count("start") == 2, "the resume is a process of its own"
+    assert [r["signal"] for r in read_jsonl(folder / "run" / "events.jsonl") if r["event"] == "stop"] == ["SIGTERM"]
+    assert len(list((folder / "model").glob("model-*.safetensors"))) == 2
+
+
+def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished: tuple[Path, str]) -> None:
+    """From the metrics alone: labels counted by the engine, step by step, against what the baselines have counted."""
+    folder, _ = finished
+    trained = sum(r["valid_tokens"] for r in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in r)
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["comparison"]["seen_tokens"] == trained
+
+
+def test_the_commands_by_hand_give_the_same_run(finished: tuple[Path, str], lt, tmp_path: Path) -> None:
+    folder, text = finished
+    commands = [line.strip() for line in text.splitlines() if line.startswith("  lt ")]
+    assert len(commands) == 12
+    hand = tmp_path / "quickstart"
+    shutil.copytree(folder / "corpus", hand / "corpus")
+    shutil.copy(folder / "run.toml", hand / "run.toml")
+    for command in commands:
+        words = [word.strip("'") for word in command.split()[1:]]
+        lt(*[word if word != "def" else "def " for word in words], cwd=tmp_path)
+    assert losses(hand / "run") == losses(folder / "run")
+    assert (hand / "model" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
+
+
+def test_run_again_it_goes_on_with_what_is_there(finished: tuple[Path, str], passage: Path, lt) -> None:
+    folder, _ = finished
+    before = (folder / "run" / "metrics.jsonl").read_bytes()
+    text = lt("quickstart", "--source", passage, "--steps", str(STEPS), cwd=folder.parent)
+    assert "going on with what is there" in text
+    assert (folder / "run" / "metrics.jsonl").read_bytes() == before
+
+
+def test_other_settings_need_to_be_told_to_start_over(finished: tuple[Path, str], passage: Path, lt) -> None:
+    folder, _ = finished
+    text = lt("quickstart", "--source", passage, "--steps", "70", cwd=folder.parent, code=64)
+    assert f"steps was {STEPS}, is 70" in text
+    assert "--fresh" in text
+    assert (folder / "summary.json").exists()
