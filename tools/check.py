@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PYTEST = [sys.executable, "-m", "pytest"]
 STAGES: dict[str, list[str]] = {
     "lint": [sys.executable, "-m", "ruff", "check", "."],
     "format": [sys.executable, "-m", "ruff", "format", "--check", "."],
     "types": [sys.executable, "-m", "basedpyright", "--level", "error"],
-    "layers": ["lint-imports", "--no-cache"],
+    "layers": [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"],
     "tests": [
         sys.executable,
         "-m",
