@@ -51,10 +51,8 @@ def test_the_lock_is_current_and_holds_both_torch_lines() -> None:
 
 def test_neurons_own_packages_stay_out_of_the_lock_and_no_placeholder_is_enough() -> None:
     assert not {p["name"] for p in LOCK["package"]} & set(PLACEHOLDERS)
-    floors = {
-        Requirement(text).name: Requirement(text)
-        for text in PROJECTS["lt-trainer-neuron"]["project"]["optional-dependencies"]["neuron"]
-    }
+    texts = PROJECTS["lt-trainer-neuron"]["project"]["optional-dependencies"]["neuron"]
+    floors = {Requirement(text).name: Requirement(text) for text in texts}
     assert set(floors) <= set(PLACEHOLDERS)
     for name, requirement in floors.items():
         assert not requirement.specifier.contains(PLACEHOLDERS[name]), requirement
@@ -76,10 +74,9 @@ def test_ranges_between_members_admit_what_is_here() -> None:
         for text in [*project["project"]["dependencies"], *(item for extra in extras for item in extra)]:
             requirement = Requirement(text)
             if requirement.name in PROJECTS and requirement.name != name:
+                version = PROJECTS[requirement.name]["project"]["version"]
                 assert requirement.specifier, f"{name}: {text} needs a range"
-                assert requirement.specifier.contains(PROJECTS[requirement.name]["project"]["version"]), (
-                    f"{name}: {text}"
-                )
+                assert requirement.specifier.contains(version), f"{name}: {text}"
 
 
 def test_types_lint_and_layers_cover_every_package() -> None:
