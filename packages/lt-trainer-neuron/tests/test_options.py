@@ -38,7 +38,7 @@ def test_names_and_defaults() -> None:
 def test_the_engine_is_found_by_its_entry_point() -> None:
     (entry,) = entry_points(group="lt.engines", name="neuron")
     assert entry.load() is SPEC
-    assert (SPEC.name, SPEC.options, SPEC.capabilities) == ("neuron", NeuronOptions, frozenset())
+    assert (SPEC.name, SPEC.options, SPEC.capabilities) == ("neuron", NeuronOptions, frozenset({"document_mask"}))
 
 
 def test_a_recipe_gets_typed_options_with_origins() -> None:

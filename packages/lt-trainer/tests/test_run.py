@@ -202,6 +202,13 @@ def test_refuses_another_tokenizer_than_the_stores(recipe_base, fake_engine) -> 
         start(recipe_base, sets=["data.tokenizer=meta/other"])
 
 
+def test_refuses_what_the_engine_cannot_do(recipe_base, fake_engine) -> None:
+    fake_engine.capabilities = frozenset()
+    with pytest.raises(RecipeError, match=r"data.document_mask = True \(default\): the engine fake cannot"):
+        start(recipe_base)
+    assert start(recipe_base, sets=["data.document_mask=false"]) == 0
+
+
 def test_refuses_a_missing_pack_with_the_command_that_makes_it(recipe_base, fake_engine) -> None:
     with pytest.raises(DataError, match="--seq-len 64"):
         start(recipe_base, sets=["data.seq_len=64"])

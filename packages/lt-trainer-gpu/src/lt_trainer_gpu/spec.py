@@ -18,7 +18,7 @@ class GpuSpec:
 
     name = "gpu"
     options = GpuOptions
-    capabilities = frozenset({"document_mask", "dp_shard"})
+    capabilities = frozenset({"document_mask"})
 
     def check(self, recipe: Recipe, world: World) -> None:
         """Refuse what this engine cannot do on `world`.

@@ -25,8 +25,8 @@ class NeuronSpec:
 
     name: str = "neuron"
     options: type = NeuronOptions
-    capabilities: frozenset[str] = frozenset()
-    """Empty as long as the engine cannot train."""
+    capabilities: frozenset[str] = frozenset({"document_mask"})
+    """What a recipe may ask for; `check` knows the exceptions (flash attention takes no document mask)."""
 
     def check(self, recipe: Recipe, world: "World") -> None:
         """Refuse a recipe that the engine could not run on `world` (RecipeError)."""

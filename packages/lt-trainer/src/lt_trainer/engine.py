@@ -196,6 +196,7 @@ class EngineSpec(Protocol):
     name: str
     options: type
     capabilities: frozenset[str]
+    """Of what a recipe may ask for, what the engine can do: "document_mask"."""
 
     def check(self, recipe: Recipe, world: World) -> None:
         """Refuse a recipe that this engine cannot run on `world`, naming field, value and remedy (RecipeError)."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from lt_data import Stream, StreamState
 from lt_trainer.data import TrainingData, open_data, open_stream, step_batch, validation_batches
-from lt_trainer.engine import Engine, StepBatch, World, engine_spec
+from lt_trainer.engine import Engine, EngineSpec, StepBatch, World, engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.journal import RankLog, RunJournal, SilentJournal, Work
 from lt_trainer.loop import Loop, Outcome
@@ -56,6 +56,7 @@ def run(
     spec = engine_spec(recipe.run.engine)
     try:
         spec.check(recipe, world)
+        _require_capabilities(recipe, spec)
         data = open_data(recipe)
     except RecipeError as exc:
         raise exc.located(resolved.origins) from exc
@@ -118,6 +119,15 @@ def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
         flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
         flops_convention=FLOPS_CONVENTION,
     )
+
+
+def _require_capabilities(recipe: Recipe, spec: EngineSpec) -> None:
+    if recipe.data.document_mask and "document_mask" not in spec.capabilities:
+        raise RecipeError(
+            f"the engine {spec.name} cannot keep attention inside documents",
+            values={"data.document_mask": recipe.data.document_mask},
+            remedy="set data.document_mask to false, or choose another engine with run.engine",
+        )
 
 
 def _announce(journal: RunJournal, recipe: Recipe, engine: Engine, run_dir: RunDir) -> None:
