@@ -28,11 +28,13 @@ class FakeEngine:
         self.steps = 0
         self.reads: list[int] = []
         self.rows: list[bytes] = []
+        self.lrs: list[float] = []
         self.closed = False
         self.on_step: Callable[[int], None] = lambda step: None
 
     def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
         assert batch.input_ids.dtype == np.int32
+        self.lrs.append(lr)
         self.rows.extend(row.tobytes() for row in batch.input_ids.reshape(-1, batch.input_ids.shape[-1]))
         gradient = np.bincount(batch.input_ids.ravel() % WIDTH, minlength=WIDTH) / batch.valid_tokens
         self.weights = self.weights - lr * gradient + 1e-3 * np.sin(self.weights)

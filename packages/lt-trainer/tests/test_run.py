@@ -13,11 +13,13 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, latest_valid
 from lt_data import DataError
+from lt_model import LlamaConfig, flops_per_token
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.loop import TrainingError
 from lt_trainer.metrics import read_jsonl
 from lt_trainer.recipe import load
 from lt_trainer.run import run
+from lt_trainer.schedule import lr
 
 
 def start(base, sets=(), **options) -> int:
@@ -89,7 +91,12 @@ def test_metrics_have_the_names_and_values_of_the_run(recipe_base, fake_engine, 
     assert start(recipe_base) == 0
     records = read_jsonl(Path(recipe_base["run"]["out"]) / "metrics.jsonl")
     last = [r for r in records if "loss" in r][-1]
-    assert last["learning_rate"] == 4e-4
+    schedule, peak = load(base=recipe_base).recipe.schedule, 1.6e-3
+    lrs = [lr(step, schedule, peak) for step in range(20)]
+    assert fake_engine.opened[0].lrs == lrs
+    assert [r["learning_rate"] for r in records if "loss" in r] == lrs
+    model = LlamaConfig.from_dict(latest_valid(Path(recipe_base["run"]["out"]) / "checkpoints")[0].manifest.model)
+    assert last["flops_per_sec"] == pytest.approx(last["tokens_per_sec"] * flops_per_token(model, 32, "full"))
     assert last["memory_gib"] == 3
     assert last["samples_per_sec"] == pytest.approx(4 * last["batches_per_sec"])
     assert last["tokens_per_sec"] == pytest.approx(32 * last["samples_per_sec"])

@@ -11,8 +11,10 @@ from pathlib import Path
 
 from lt_ckpt import export_hf, resolve
 from lt_data import Progress, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
+from lt_trainer.fields import flatten
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
-from lt_trainer.recipe import load, to_toml
+from lt_trainer.recipe import load
+from lt_trainer.toml import dump
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +47,7 @@ def make_pack(store: TokenStore, settings: Settings) -> Packed:
 
 
 def write_recipe(folder: Folder, settings: Settings, rows: RowReader) -> Path:
-    """The recipe of the run, checked and written with every value.
+    """The recipe of the run, checked and written: what differs from the defaults.
 
     Raises:
         QuickstartError: the corpus is too small for one batch.
@@ -68,10 +70,10 @@ def write_recipe(folder: Folder, settings: Settings, rows: RowReader) -> Path:
         "metrics": {"log_interval": 1},
         "engine": {"gpu": {"deterministic": True}},
     }
-    resolved = load(base=base, base_name="quickstart")
+    load(base=base, base_name="quickstart")  # refuse what cannot run before it is written
     temporary = folder.recipe.with_suffix(".tmp")
     try:
-        temporary.write_text(to_toml(resolved.recipe, resolved.origins))
+        temporary.write_text(dump(flatten(base)))
         os.replace(temporary, folder.recipe)
     except OSError as exc:
         raise QuickstartError(
