@@ -28,7 +28,7 @@ def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     Folder(tmp_path).claim(Settings(), fresh=False)
-    with pytest.raises(QuickstartError, match=r"steps was 500, is 20; |steps was 500, is 20\); add --fresh"):
+    with pytest.raises(QuickstartError, match=r"steps was 1000, is 20; |steps was 1000, is 20\); add --fresh"):
         Folder(tmp_path).claim(Settings(steps=20), fresh=False)
 
 

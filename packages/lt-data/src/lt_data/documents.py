@@ -191,11 +191,11 @@ class _Listed:
 
 
 def _list_url(url: str, suffixes: tuple[str, ...]) -> Iterator[_Listed]:
-    import fsspec  # here, because it is slow to import and most corpora are local
+    from fsspec.core import url_to_fs  # here, because it is slow to import and most corpora are local
 
     protocol = url.partition("://")[0]
     try:
-        filesystem, root = fsspec.url_to_fs(url)
+        filesystem, root = url_to_fs(url)
     except (ImportError, ValueError) as exc:
         raise DataError(f"cannot read {url}: {exc}; install the fsspec package for {protocol}://") from exc
     with os_errors("read", url):

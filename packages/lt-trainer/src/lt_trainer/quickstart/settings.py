@@ -31,12 +31,12 @@ class Settings:
     interpreter: str = ""
     """Version of the interpreter whose standard library is read; empty with a source of one's own."""
     preset: str = "tiny-2m"
-    steps: int = 500
+    steps: int = 1000
     vocab_size: int = 2048
     seq_len: int = 256
-    global_batch: int = 8
-    micro_batch: int = 8
-    lr: float = 4e-3
+    global_batch: int = 4
+    micro_batch: int = 4
+    lr: float = 3e-3
     shadow_steps: int = 10
 
     def __post_init__(self) -> None:
