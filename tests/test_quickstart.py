@@ -10,7 +10,7 @@ import pytest
 
 from lt_trainer.metrics import read_jsonl
 
-STEPS = 100
+STEPS = 60
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -89,7 +89,7 @@ def test_run_again_it_goes_on_with_what_is_there(finished: tuple[Path, str], pas
 
 def test_other_settings_need_to_be_told_to_start_over(finished: tuple[Path, str], passage: Path, lt) -> None:
     folder, _ = finished
-    text = lt("quickstart", "--source", passage, "--steps", "110", cwd=folder.parent, code=64)
-    assert f"steps was {STEPS}, is 110" in text
+    text = lt("quickstart", "--source", passage, "--steps", "70", cwd=folder.parent, code=64)
+    assert f"steps was {STEPS}, is 70" in text
     assert "--fresh" in text
     assert (folder / "summary.json").exists()

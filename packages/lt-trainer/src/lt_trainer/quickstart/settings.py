@@ -36,7 +36,7 @@ class Settings:
     seq_len: int = 256
     global_batch: int = 4
     micro_batch: int = 4
-    lr: float = 3e-3
+    lr: float = 2e-3
     shadow_steps: int = 10
 
     def __post_init__(self) -> None:
