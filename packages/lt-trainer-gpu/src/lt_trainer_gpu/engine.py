@@ -24,7 +24,7 @@ from lt_model import LlamaConfig
 from lt_model.llama import Llama
 from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
 from lt_trainer.recipe import Recipe
-from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, require_names, to_device
+from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, spec_of, to_device
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.peak import peak_flops
 
@@ -168,8 +168,11 @@ class GpuEngine:
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over weights, moments and step count, from whatever mesh they were saved on."""
-        for group, tensors in self._groups().items():
-            require_names(checkpoint, group, tensors)
+        groups = self._groups()
+        checkpoint.require(
+            {g: {name: spec_of(tensor) for name, tensor in tensors.items()} for g, tensors in groups.items()}
+        )
+        for group, tensors in groups.items():
             for name, tensor in tensors.items():
                 fill_from(checkpoint, group, name, tensor)
         self._set_optimizer_step(int(checkpoint.manifest.small["optimizer_step"]))

@@ -72,7 +72,6 @@ class Work:
     rows: int
     seq_len: int
     flops_per_token: float
-    flops_convention: str
 
 
 class SilentJournal:

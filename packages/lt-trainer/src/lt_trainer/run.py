@@ -117,7 +117,6 @@ def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
         rows=recipe.batch.global_batch,
         seq_len=recipe.data.seq_len,
         flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
-        flops_convention=FLOPS_CONVENTION,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lt_ckpt import Checkpoint, CheckpointError, Shard
+from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, Parameter, parameters
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -85,19 +85,13 @@ def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
     )
 
 
-def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> None:
-    """Copy a checkpoint's tensor, or this rank's slice of it, into `tensor`.
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """The dtype and the global shape of a tensor, as checkpoints know them (`Checkpoint.require`)."""
+    return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
 
-    Raises:
-        CheckpointError: the shape or the dtype differs; nothing is cast silently.
-    """
-    shape, dtype = tuple(checkpoint.global_shape(group, name)), checkpoint.dtype(group, name)
-    if shape != tuple(tensor.shape) or dtype != DTYPE_CODES[tensor.dtype]:
-        raise CheckpointError(
-            f"{checkpoint.path}: {group} {name} is {dtype} {list(shape)}, this run needs "
-            f"{DTYPE_CODES[tensor.dtype]} {list(tensor.shape)}; "
-            "resume with the model and the dtype that the run was started with"
-        )
+
+def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> None:
+    """Copy a checkpoint's tensor of the same dtype and shape, or this rank's slice of it, into `tensor`."""
     local, offset = local_part(tensor)
     if local.numel() == 0:
         return
@@ -105,21 +99,6 @@ def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> 
     values = torch.from_numpy(np.ascontiguousarray(raw)).view(tensor.dtype).view(local.shape)
     with torch.no_grad():
         local.copy_(values)
-
-
-def require_names(checkpoint: Checkpoint, group: str, expected: Mapping[str, Tensor]) -> None:
-    """Refuse a checkpoint that lacks a tensor or has one too many.
-
-    Raises:
-        CheckpointError: naming the first few of both kinds.
-    """
-    found = set(checkpoint.names(group))
-    missing, extra = sorted(expected.keys() - found), sorted(found - expected.keys())
-    if missing or extra:
-        raise CheckpointError(
-            f"{checkpoint.path}: group {group} lacks {missing[:3] or 'nothing'} and has {extra[:3] or 'nothing'} "
-            "too many; it belongs to another model"
-        )
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
