@@ -53,6 +53,9 @@ class FakeEngine:
     def memory_bytes(self) -> int:
         return 3 * 2**30
 
+    def state_bytes(self) -> int:
+        return self.weights.nbytes
+
     def state(self) -> Snapshot:
         data = self.weights.view(np.uint8)
         shape = self.weights.shape

@@ -58,6 +58,10 @@ EVERY_FIELD = {
     "checkpoint.resume": False,
     "metrics.log_interval": 5,
     "metrics.eval_interval": 50,
+    "guard.max_skipped": 3,
+    "guard.max_rewinds": 1,
+    "guard.timeout_s": 45.0,
+    "guard.grace_s": 30.5,
 }
 
 

@@ -119,12 +119,12 @@ def test_store_is_required() -> None:
         ),
         (
             "qqqq = 5\n",
-            "qqqq = 5 (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, metrics, model, "
+            "qqqq = 5 (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, model, "
             "model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "[zzzzzz]\n",
-            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, metrics, model, "
+            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, model, "
             "model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (

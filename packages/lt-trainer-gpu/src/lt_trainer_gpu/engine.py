@@ -24,7 +24,16 @@ from lt_model import LlamaConfig
 from lt_model.llama import Llama
 from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
 from lt_trainer.recipe import Recipe
-from lt_trainer.torch import GlooControl, as_shard, fill_from, initialise, parameter_groups, spec_of, to_device
+from lt_trainer.torch import (
+    GlooControl,
+    as_shard,
+    fill_from,
+    initialise,
+    local_part,
+    parameter_groups,
+    spec_of,
+    to_device,
+)
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.peak import peak_flops
 
@@ -51,8 +60,8 @@ class GpuEngine:
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
         self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
-        _init_process_group(self._torch_device, world, options.timeout_s)
-        self.control: Control = GlooControl(options.timeout_s) if world.size > 1 else SoloControl()
+        _init_process_group(self._torch_device, world, recipe.guard.timeout_s)
+        self.control: Control = GlooControl(recipe.guard.timeout_s) if world.size > 1 else SoloControl()
         with torch.device("meta"):
             model = Llama(config, attention=options.attention).to(master)
         self._sharded = world.size > 1 or self._dtype != master
@@ -153,6 +162,11 @@ class GpuEngine:
             torch.cuda.reset_peak_memory_stats(self._torch_device)
             return peak
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's slices of the weights and of both moments."""
+        tensors = [tensor for group in self._groups().values() for tensor in group.values()]
+        return sum(local_part(tensor)[0].nbytes for tensor in tensors)
 
     def state(self) -> Snapshot:
         """This rank's slices of the weights and of both moments, and the optimizer's step count."""

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_trainer.errors import RecipeError
 from lt_trainer.fields import check_types, option
 
 
@@ -23,13 +22,6 @@ class GpuOptions:
     deterministic: bool = option(
         False, "deterministic kernels only, slower on cuda; without it a resume on cuda is close, not bit-equal"
     )
-    timeout_s: float = option(600.0, "how long a rank waits for the others before it gives up", unit="s")
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
-        if self.timeout_s <= 0:
-            raise RecipeError(
-                "must be greater than 0",
-                values={"engine.gpu.timeout_s": self.timeout_s},
-                remedy="leave it out to wait 600 s",
-            )

@@ -10,6 +10,7 @@ Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -114,6 +115,11 @@ class StepMetrics:
     loss: float
     grad_norm: float
 
+    @property
+    def finite(self) -> bool:
+        """Whether both are; a step in which one is not was skipped."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
@@ -162,7 +168,14 @@ class Engine(Protocol):
     device: Device
 
     def step(self, batch: StepBatch, lr: float) -> Any:
-        """Run all micro-batches of a step and update the weights; returns a handle without waiting for the device."""
+        """Run all micro-batches of a step and update the weights; returns a handle without waiting for the device.
+
+        Where the loss or the gradient norm is not finite, on any rank, the step is skipped on all of them: weights and
+        optimizer stay as they were. That too is decided on the device.
+
+        Raises:
+            PeerError: another rank is gone (also from `read`, `evaluate` and everything in `control`).
+        """
         ...
 
     def read(self, pendings: Sequence[Any]) -> list[StepMetrics]:
@@ -175,6 +188,10 @@ class Engine(Protocol):
 
     def memory_bytes(self) -> int:
         """Peak memory of this rank's device (on a CPU: of the process) since it was last asked, in bytes."""
+        ...
+
+    def state_bytes(self) -> int:
+        """Bytes of this rank's slices in `state`, known without copying anything."""
         ...
 
     def state(self) -> Snapshot:

@@ -6,7 +6,7 @@ values came from; the loader, which knows, adds the sources with `RecipeError.lo
 
 from collections.abc import Mapping
 
-__all__ = ["RecipeError", "RunDirError", "TrainerError"]
+__all__ = ["PeerError", "RecipeError", "RunDirError", "TrainerError"]
 
 
 class TrainerError(ValueError):
@@ -17,6 +17,12 @@ class TrainerError(ValueError):
 
 class RunDirError(TrainerError):
     """A run directory that cannot be used, written or read."""
+
+
+class PeerError(TrainerError):
+    """Another rank is gone or does not answer. Nothing saved is lost, so the run can be started again as it is."""
+
+    exit_code = 75
 
 
 class RecipeError(TrainerError):

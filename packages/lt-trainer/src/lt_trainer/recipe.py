@@ -26,6 +26,7 @@ from lt_trainer.sections import (
     BatchOptions,
     CheckpointOptions,
     DataOptions,
+    GuardOptions,
     MetricsOptions,
     ModelOptions,
     OptimizerOptions,
@@ -43,6 +44,7 @@ __all__ = [
     "BatchOptions",
     "CheckpointOptions",
     "DataOptions",
+    "GuardOptions",
     "MetricsOptions",
     "ModelOptions",
     "OptimizerOptions",
@@ -76,6 +78,7 @@ class Recipe:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    guard: GuardOptions = field(default_factory=GuardOptions)
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options by engine name: that engine's options dataclass, or a raw table where its package is not installed."""
 

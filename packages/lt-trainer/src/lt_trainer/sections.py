@@ -16,6 +16,7 @@ __all__ = [
     "BatchOptions",
     "CheckpointOptions",
     "DataOptions",
+    "GuardOptions",
     "MetricsOptions",
     "ModelOptions",
     "OptimizerOptions",
@@ -287,3 +288,28 @@ class MetricsOptions:
         check_types(self, "metrics")
         at_least(self, "metrics", 1, "log_interval")
         at_least(self, "metrics", 0, "eval_interval")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardOptions:
+    """What the run does when something goes wrong."""
+
+    max_skipped: int = option(
+        10,
+        "updates skipped since the newest checkpoint (their loss or gradient norm was not finite) before the run "
+        "goes back to that checkpoint",
+    )
+    max_rewinds: int = option(
+        3, "times that one start of the run goes back to a checkpoint, past the rows that led there, before it ends"
+    )
+    timeout_s: float = option(
+        600.0, "how long ranks wait for one that hangs or is gone before the run ends with exit code 75", unit="s"
+    )
+    grace_s: float = option(
+        120.0, "how long a stop may take before the ranks are killed: the update under way and a save", unit="s"
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self, "guard")
+        at_least(self, "guard", 0, "max_skipped", "max_rewinds")
+        above_zero(self, "guard", "timeout_s", "grace_s")
