@@ -124,8 +124,8 @@ def test_store_is_required() -> None:
         ),
         (
             "[zzzzzz]\n",
-            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, model, "
-            "model.rope_scaling, optimizer, parallel, run, schedule",
+            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, "
+            "model, model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "batch = 5\n",
