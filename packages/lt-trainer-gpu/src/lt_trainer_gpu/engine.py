@@ -4,6 +4,11 @@ A step runs every micro-batch forward and backward, with the loss divided by the
 gradients are right under accumulation and data parallelism alike; then one exact global norm, clipping, fused AdamW.
 The host never waits for the device in `step`; `read` does, once for as many steps as the caller has gathered.
 
+A loss or a norm that is not finite must not reach the weights, and asking the device about it would make the host wait.
+So both are reduced over all ranks first, and fused AdamW gets "not finite" as `found_inf`, the tensor that torch's
+loss scaling hands it: where it is 1 the kernel writes nothing and the step count stays. Every rank sees the same two
+numbers, so all of them skip or none.
+
 Shapes: M micro-batches, B rows, T positions.
 """
 
@@ -31,6 +36,7 @@ from lt_trainer.torch import (
     initialise,
     local_part,
     parameter_groups,
+    peers,
     spec_of,
     to_device,
 )
@@ -42,7 +48,7 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Pending:
-    """A step that the device may still be working on: this rank's part of the loss, and the global gradient norm."""
+    """A step that the device may still be working on: the loss and the gradient norm, over all ranks."""
 
     loss: Tensor
     grad_norm: Tensor
@@ -92,7 +98,15 @@ class GpuEngine:
         )
 
     def step(self, batch: StepBatch, lr: float) -> Pending:
-        """Forward and backward of all micro-batches, clip, update; returns without waiting for the device."""
+        """Forward and backward of all micro-batches, clip, update; returns without waiting for the device.
+
+        Raises:
+            PeerError: another rank is gone.
+        """
+        with peers():
+            return self._step(batch, lr)
+
+    def _step(self, batch: StepBatch, lr: float) -> Pending:
         self._model.train()
         n_micro = batch.input_ids.shape[0]
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
@@ -101,12 +115,17 @@ class GpuEngine:
                 self._model.set_requires_gradient_sync(i == n_micro - 1)  # pyright: ignore[reportCallIssue]
             (loss / batch.valid_tokens).backward()
             loss_sum += loss.detach()
+        loss = loss_sum / batch.valid_tokens
+        if self.topology.world > 1:
+            dist.all_reduce(loss)
         grad_norm = self._clip()
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
+        self._optimizer.found_inf = (~finite).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return Pending(loss_sum / batch.valid_tokens, grad_norm)
+        return Pending(loss, grad_norm)
 
     def _losses(self, batch: StepBatch) -> Iterable[Tensor]:
         """Summed cross-entropy of one micro-batch after the other."""
@@ -133,26 +152,24 @@ class GpuEngine:
         """The numbers of the steps behind `pendings`; the only place where the host waits for the device."""
         if not pendings:
             return []
-        losses = torch.stack([pending.loss for pending in pendings])
-        if self.topology.world > 1:
-            dist.all_reduce(losses)
-        norms = torch.stack([pending.grad_norm for pending in pendings])
-        return [
-            StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses.tolist(), norms.tolist(), strict=True)
-        ]
+        with peers():
+            losses = torch.stack([pending.loss for pending in pendings]).tolist()
+            norms = torch.stack([pending.grad_norm for pending in pendings]).tolist()
+        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses, norms, strict=True)]
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
         """Sum of the loss in nats and of valid tokens, over every rank's batches."""
         self._model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self._torch_device)
-        for batch in batches:
-            for loss in self._losses(batch):
-                totals[0] += loss
-            totals[1] += batch.valid_tokens
-        if self.topology.world > 1:
-            dist.all_reduce(totals)
-        loss_sum, tokens = totals.tolist()
+        with peers():
+            for batch in batches:
+                for loss in self._losses(batch):
+                    totals[0] += loss
+                totals[1] += batch.valid_tokens
+            if self.topology.world > 1:
+                dist.all_reduce(totals)
+            loss_sum, tokens = totals.tolist()
         return loss_sum, int(tokens)
 
     def memory_bytes(self) -> int:

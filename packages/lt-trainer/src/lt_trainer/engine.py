@@ -140,10 +140,6 @@ class Control(Protocol):
         """Rank 0's `value` (anything JSON can hold) on every rank."""
         ...
 
-    def barrier(self, timeout_s: float) -> None:
-        """Return when every rank has come here; an error when that takes longer than `timeout_s`."""
-        ...
-
 
 class SoloControl:
     """Control of a world of one process."""
@@ -155,9 +151,6 @@ class SoloControl:
     def broadcast(self, value: Any) -> Any:
         """The value itself."""
         return value
-
-    def barrier(self, timeout_s: float) -> None:
-        """Nothing to wait for."""
 
 
 class Engine(Protocol):

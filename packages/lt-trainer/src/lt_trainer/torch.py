@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -18,39 +19,55 @@ from torch import Tensor, nn
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, Parameter, parameters
+from lt_trainer.errors import PeerError
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Torch dtypes and their safetensors codes, for what an optimizer state may hold."""
 
 
+@contextmanager
+def peers() -> Iterator[None]:
+    """A context in which a collective that fails because another rank is gone or silent raises a `PeerError`."""
+    try:
+        yield
+    except RuntimeError as exc:
+        # NCCL's failures have a type of their own, gloo's have only the path of its source in the text.
+        if isinstance(exc, dist.DistError) or "gloo/" in str(exc):
+            raise PeerError(f"lost contact with another rank: {exc}") from exc
+        raise
+
+
 class GlooControl:
-    """Control over a gloo group of all ranks; one small exchange costs well under a millisecond on one node."""
+    """Control over a gloo group of all ranks; one small exchange costs well under a millisecond on one node.
+
+    Raises:
+        PeerError: (every method) a rank is gone, or did not come within the timeout.
+    """
 
     def __init__(self, timeout_s: float) -> None:
-        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
+        with peers():
+            group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
         assert isinstance(group, dist.ProcessGroup), "this rank is in the group of all ranks"
         self._group = group
 
     def all_max(self, value: int) -> int:
         """The largest `value` of all ranks."""
         tensor = torch.tensor([value], dtype=torch.int64)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+        with peers():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return int(tensor.item())
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's value on every rank."""
         text = json.dumps(value).encode()
         size = torch.tensor([len(text)], dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self._group)
-        box = torch.zeros(int(size.item()), dtype=torch.uint8)
-        if dist.get_rank() == 0:
-            box = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-        dist.broadcast(box, src=0, group=self._group)
+        with peers():
+            dist.broadcast(size, src=0, group=self._group)
+            box = torch.zeros(int(size.item()), dtype=torch.uint8)
+            if dist.get_rank() == 0:
+                box = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+            dist.broadcast(box, src=0, group=self._group)
         return json.loads(box.numpy().tobytes())
-
-    def barrier(self, timeout_s: float) -> None:
-        """Wait for every rank; after `timeout_s` an error names the ranks that did not come."""
-        dist.monitored_barrier(group=self._group, timeout=datetime.timedelta(seconds=timeout_s), wait_all_ranks=True)
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

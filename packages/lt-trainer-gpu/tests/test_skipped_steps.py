@@ -1,0 +1,90 @@
+"""A step whose loss or gradient norm is not finite must leave no trace, and cost the host no wait."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lt_trainer.engine import Snapshot, World
+from lt_trainer.recipe import load
+from lt_trainer_gpu.engine import GpuEngine
+
+
+@pytest.fixture
+def open_engine() -> Iterator:
+    """Opens an engine, after closing the one that was open."""
+    opened: list[GpuEngine] = []
+
+    def open_one(config, *sets: str) -> GpuEngine:
+        close()
+        base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
+        recipe = load(base=base, sets=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
+        opened.append(GpuEngine(recipe, config, World()))
+        return opened[-1]
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
+
+    yield open_one
+    close()
+
+
+def state(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
+    return {(s.group, s.name): s.data.copy() for s in snapshot.shards}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_step_that_is_not_finite_leaves_no_trace(config, batches, open_engine, dtype) -> None:
+    """Dividing by no tokens at all makes the loss and every gradient infinite or nan."""
+    good = batches(3, n_micro=2, micro_batch=2)
+    bad = replace(good[1], valid_tokens=0)
+    engine = open_engine(config, f"engine.gpu.dtype={dtype}")
+    numbers = engine.read([engine.step(batch, 1e-2) for batch in (good[0], bad, good[1], bad, bad, good[2])])
+    found, small = state(engine.state()), engine.state().small
+    assert [n.finite for n in numbers] == [True, False, True, False, False, True]
+
+    clean = open_engine(config, f"engine.gpu.dtype={dtype}")
+    wanted = clean.read([clean.step(batch, 1e-2) for batch in good])
+    expected = state(clean.state())
+    assert small == clean.state().small == {"optimizer_step": 3}
+    assert [n for n in numbers if n.finite] == wanted
+    assert all((found[key] == expected[key]).all() for key in expected)
+
+
+def test_an_infinite_gradient_norm_alone_is_reason_enough(config, batches, open_engine) -> None:
+    """In float32 the squares of gradients of 1e20 do not fit: the loss is finite, the norm is not."""
+    (batch,) = batches(1, n_micro=1, micro_batch=2)
+    engine = open_engine(config, "engine.gpu.dtype=float32")
+    before = state(engine.state())
+    for parameter in engine._parameters.values():
+        parameter.register_hook(lambda grad: grad * 1e25)
+    (numbers,) = engine.read([engine.step(batch, 1e-2)])
+    assert np.isfinite(numbers.loss)
+    assert not numbers.finite
+    after = state(engine.state())
+    assert all((after[key] == before[key]).all() for key in before)
+
+
+def test_the_decision_is_made_without_reading_a_value_back(config, batches, open_engine, monkeypatch) -> None:
+    """From the norm on, nothing may turn a tensor into a number: on CUDA that is where the host would wait."""
+    (batch,) = batches(1, n_micro=2, micro_batch=2)
+    engine = open_engine(config)
+    engine.step(batch, 1e-2)
+
+    def refuse(*args: object) -> None:
+        raise AssertionError("the host asked for a value")
+
+    with monkeypatch.context() as patch:
+        clip = engine._clip
+
+        def from_here_on() -> torch.Tensor:
+            for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
+                patch.setattr(torch.Tensor, name, refuse)
+            return clip()
+
+        patch.setattr(engine, "_clip", from_here_on)
+        pending = engine.step(replace(batch, valid_tokens=0), 1e-2)
+    assert not engine.read([pending])[0].finite
