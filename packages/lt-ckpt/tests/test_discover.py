@@ -3,7 +3,7 @@ import shutil
 
 import pytest
 
-from lt_ckpt import CheckpointError, begin, latest_valid, list_steps, prune, resolve, write_part
+from lt_ckpt import CheckpointError, Meta, begin, commit, latest_valid, list_steps, prune, resolve, write_part
 from lt_ckpt.folders import FOREIGN_OWNER_SECONDS, sweep
 
 
@@ -166,15 +166,69 @@ def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, 
     assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
 
 
-def test_saves_of_other_machines_are_swept_only_when_long_untouched(tmp_path, monkeypatch):
+def watched_for(root, monkeypatch, seconds):
+    """One look at the root, so many seconds by the monotonic clock after the beginning of the test."""
+    monkeypatch.setattr("lt_ckpt.folders.time.monotonic", lambda: 1e6 + seconds)
+    return sweep(root)
+
+
+def test_saves_of_other_machines_are_swept_only_when_watched_for_long_without_a_change(tmp_path, monkeypatch):
     tmp = begin(tmp_path, step=1, world=1)
     monkeypatch.setattr("lt_ckpt.folders.machine", lambda: "another")
+    assert watched_for(tmp_path, monkeypatch, 0) == []
+    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS - 1) == []
     write_part(tmp, rank=0, shards=[])
-    now = tmp.stat().st_mtime
-    assert sweep(tmp_path, now + FOREIGN_OWNER_SECONDS - 60) == []
-    assert tmp.exists()
-    assert sweep(tmp_path, now + FOREIGN_OWNER_SECONDS + 60) == [tmp]
+    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS + 1) == [], "it has just changed"
+    assert watched_for(tmp_path, monkeypatch, 2 * FOREIGN_OWNER_SECONDS) == []
+    assert watched_for(tmp_path, monkeypatch, 2 * FOREIGN_OWNER_SECONDS + 1) == [tmp]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 2**31, 4e9])
+def test_no_wall_clock_sweeps_the_save_of_another_machine(tmp_path, monkeypatch, seconds):
+    """Its files may be as old or as far in the future as the clocks of three machines make them."""
+    tmp = begin(tmp_path, step=1, world=1)
+    write_part(tmp, rank=0, shards=[])
+    monkeypatch.setattr("lt_ckpt.folders.machine", lambda: "another")
+    for path in (tmp, *tmp.iterdir()):
+        os.utime(path, (seconds, seconds))
+    monkeypatch.setattr("time.time", lambda: 3e9)
+    assert watched_for(tmp_path, monkeypatch, 0) == []
+    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS - 1) == []
+    os.utime(tmp / "part-00000.json", (5, 5))  # another time is a change, in either direction
+    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS + 1) == []
+    assert tmp.exists()
+    assert watched_for(tmp_path, monkeypatch, 3 * FOREIGN_OWNER_SECONDS) == [tmp]
+
+
+def test_no_wall_clock_sweeps_the_save_of_a_living_process_here(tmp_path, monkeypatch):
+    tmp = begin(tmp_path, step=1, world=1)
+    for path in (tmp, *tmp.iterdir()):
+        os.utime(path, (0, 0))
+    for seconds in (0, 10 * FOREIGN_OWNER_SECONDS):
+        assert watched_for(tmp_path, monkeypatch, seconds) == []
+    assert tmp.exists()
+
+
+def test_the_wall_clock_decides_nothing_about_checkpoints(tmp_path, toy):
+    """The clock lies in 2077, goes backwards from save to save and jumps again; files have times as wrong."""
+    paths = {}
+    for step, now in ((1, 3.4e9), (2, 1.7e9), (3, 9e8), (4, 1e9)):
+        tmp = begin(tmp_path, step=step, world=1)
+        write_part(tmp, rank=0, shards=toy.shards(toy.state(step), 0, 1))
+        paths[step] = commit(tmp, world=1, meta=Meta(step=step, created_at=now))
+        for path in (*paths[step].rglob("*"), paths[step]):
+            os.utime(path, (now, now))
+    assert [step for step, _ in list_steps(tmp_path)] == [4, 3, 2, 1]
+    found, rejected = latest_valid(tmp_path)
+    assert found is not None
+    assert (found.step, rejected) == (4, [])
+    assert found.manifest.created_at == 1e9
+    assert prune(tmp_path, last=2) == [paths[2], paths[1]]
+    damage(paths[4])
+    found, _ = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 3
 
 
 def test_nothing_without_our_mark_is_swept(tmp_path):
@@ -182,5 +236,5 @@ def test_nothing_without_our_mark_is_swept(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights-00000.safetensors").write_text("theirs")
-    assert sweep(tmp_path, 2e10) == []
+    assert sweep(tmp_path) == []
     assert sorted(os.listdir(tmp_path)) == sorted(names)

@@ -274,13 +274,6 @@ def test_discard_removes_a_failed_save_only(tmp_path, toy):
     assert (tmp / "notes.txt").read_text() == "mine"
 
 
-def test_too_little_space_is_said_before_a_byte_is_written(tmp_path):
-    with pytest.raises(CheckpointError, match=r"needs 10{18} bytes, \d+ are free; free some space"):
-        begin(tmp_path / "ck", step=0, world=1, need_bytes=10**18)
-    assert os.listdir(tmp_path / "ck") == []
-    begin(tmp_path / "ck", step=0, world=1, need_bytes=1)
-
-
 def test_a_path_that_cannot_be_written_is_said(tmp_path, calls, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="a file of that name is there already"):

@@ -1,8 +1,8 @@
 """Checkpoints that are committed, verified, resharded and exported.
 
-Saving (no collectives; see `lt_ckpt.save` for the protocol): `begin`, `write_part`, `commit`. Reading: `Checkpoint`,
-`latest_valid`. Care: `verify`, `prune`. Hugging Face: `export_hf`, `HFFolder`. Importing this package loads nothing
-heavy; each name loads its module when it is first used.
+Saving (no collectives; see `lt_ckpt.save` for the protocol): `begin`, `write_part`, `commit`; its rehearsal before the
+first step: `lt_ckpt.trial`. Reading: `Checkpoint`, `latest_valid`. Care: `verify`, `prune`. Hugging Face: `export_hf`,
+`HFFolder`. Importing this package loads nothing heavy; each name loads its module when it is first used.
 """
 
 from importlib import import_module
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from lt_ckpt.summary import Summary as Summary
     from lt_ckpt.summary import summarize as summarize
     from lt_ckpt.tensorfile import TensorSpec as TensorSpec
+    from lt_ckpt.trial import TrialReport as TrialReport
+    from lt_ckpt.trial import begin_trial as begin_trial
+    from lt_ckpt.trial import finish_trial as finish_trial
+    from lt_ckpt.trial import write_trial as write_trial
 
 _OWNERS = {
     "AlreadySavedError": "errors",
@@ -47,13 +51,16 @@ _OWNERS = {
     "Shard": "shards",
     "Summary": "summary",
     "TensorSpec": "tensorfile",
+    "TrialReport": "trial",
     "Want": "checkpoint",
     "begin": "save",
+    "begin_trial": "trial",
     "commit": "save",
     "differences": "checkpoint",
     "discard": "save",
     "expected": "expectation",
     "export_hf": "export",
+    "finish_trial": "trial",
     "latest_valid": "discover",
     "list_steps": "discover",
     "prune": "discover",
@@ -61,6 +68,7 @@ _OWNERS = {
     "summarize": "summary",
     "verify": "integrity",
     "write_part": "save",
+    "write_trial": "trial",
 }
 """Public name → module. No module may have a public function's name, or it would hide the function once imported."""
 
@@ -76,13 +84,16 @@ __all__ = [
     "Shard",
     "Summary",
     "TensorSpec",
+    "TrialReport",
     "Want",
     "begin",
+    "begin_trial",
     "commit",
     "differences",
     "discard",
     "expected",
     "export_hf",
+    "finish_trial",
     "latest_valid",
     "list_steps",
     "prune",
@@ -90,6 +101,7 @@ __all__ = [
     "summarize",
     "verify",
     "write_part",
+    "write_trial",
 ]
 
 

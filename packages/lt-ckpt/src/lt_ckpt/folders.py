@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import socket
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,11 @@ STEP_FOLDER = re.compile(r"step-(\d{8,12})(\.aside-[0-9a-f]{16})?")
 TMP_FOLDER = re.compile(r"\.tmp-step-\d{8,12}-[0-9a-f]{16}")
 TRASH_FOLDER = re.compile(r"\.trash-[0-9a-f]{16}")
 FAILED_FILE = re.compile(r"failed-\d{5,9}")
-FOREIGN_OWNER_SECONDS = 24 * 3600
-"""A save begun on another machine counts as left behind when nothing in it has changed for this long."""
+FOREIGN_OWNER_SECONDS = 3600
+"""A save begun on another machine counts as left behind when this process has watched it for so long unchanged."""
+
+_watched: dict[Path, tuple[frozenset[tuple[str, int, int]], float]] = {}
+"""Saves of other machines: what this process last saw in them, and since when it has been so (monotonic seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,32 +106,41 @@ def process(pid: int) -> str:
             pass  # it lives, under another user
         return f"{pid}"
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return ""
     fields = stat.rpartition(")")[2].split()  # the command before it may hold spaces; fields[0] is field 3 of proc(5)
     boot_id = Path("/proc/sys/kernel/random/boot_id")
-    boot = boot_id.read_text() if boot_id.exists() else ""
+    boot = boot_id.read_text(encoding="ascii") if boot_id.exists() else ""
     gone = fields[0] in "ZX"  # dead, but its parent has not looked yet
     return "" if gone else f"{pid}-{fields[19]}-{xxhash.xxh3_64_hexdigest(boot.encode())}"
 
 
-def _left_behind(folder: Path, now: float) -> bool:
-    """Tells whether the process that began the save in a marked folder is gone."""
+def _left_behind(folder: Path) -> bool:
+    """Tells whether the process that began the save in a marked folder is gone.
+
+    Of a process on another machine only its files can be seen. How old they are is never asked: the clocks of the
+    machine that wrote them, of the file server and of this machine may each be wrong by years. What counts is that
+    nothing changes while this process looks on, by a clock that only goes forwards.
+    """
     mark = read_mark(folder)
     if mark.machine == machine():
         pid = mark.process.partition("-")[0]
         return not pid.isdecimal() or process(int(pid)) != mark.process
-    newest = max(entry.stat().st_mtime for entry in [folder, *folder.iterdir()])
-    return now - newest > FOREIGN_OWNER_SECONDS
+    stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder)]
+    seen = frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    before, since = _watched.get(folder, (None, 0.0))
+    if seen != before:
+        since = time.monotonic()
+        _watched[folder] = (seen, since)
+    return time.monotonic() - since >= FOREIGN_OWNER_SECONDS
 
 
-def sweep(root: Path, now: float) -> list[Path]:
+def sweep(root: Path) -> list[Path]:
     """Removes what killed saves and removals of ours left in a root.
 
     Args:
         root: Folder of checkpoints.
-        now: The present time by the file system's clock, in seconds.
 
     Returns:
         The folders that are gone.
@@ -136,11 +149,12 @@ def sweep(root: Path, now: float) -> list[Path]:
     for name in sorted(os.listdir(root)):
         folder = root / name
         # A folder can vanish under us when its owner finishes; one without our mark is nobody's business; and one that
-        # cannot be removed must not stop a save.
-        with suppress(CheckpointError, FileNotFoundError):
+        # cannot be read or removed must not stop a save.
+        with suppress(CheckpointError, OSError):
             trash = TRASH_FOLDER.fullmatch(name) is not None
-            if (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder, now))) and remove(folder):
+            if (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder))) and remove(folder):
                 gone.append(folder)
+                _watched.pop(folder, None)
     return gone
 
 

@@ -44,7 +44,7 @@ from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
 
 
-def begin(root: str | os.PathLike[str], *, step: int, world: int, need_bytes: int = 0) -> Path:
+def begin(root: str | os.PathLike[str], *, step: int, world: int) -> Path:
     """Begins a save (rank 0).
 
     Makes the root when it is missing, removes what killed saves of ours left in it, and makes a temporary folder.
@@ -53,13 +53,12 @@ def begin(root: str | os.PathLike[str], *, step: int, world: int, need_bytes: in
         root: Folder of checkpoints; on several machines a shared one.
         step: Optimizer steps taken.
         world: Number of ranks that will call `write_part`.
-        need_bytes: What the save will need; refused at once when the disk has less. 0: not checked.
 
     Returns:
         The temporary folder, to be handed to all ranks.
 
     Raises:
-        CheckpointError: The root cannot be written, or has too little space.
+        CheckpointError: The root cannot be written.
     """
     if step < 0 or world < 1:
         raise CheckpointError(f"begin: step must be >= 0 and world >= 1, are {step} and {world}")
@@ -70,15 +69,16 @@ def begin(root: str | os.PathLike[str], *, step: int, world: int, need_bytes: in
         tmp = folder / f".tmp-{step_name(step)}-{token}"
         files.make_folder(tmp)
         mark = Mark(token=token, step=step, world=world, machine=machine(), process=process(os.getpid()))
-        files.write_file(tmp / MARK, mark.to_bytes())
-        sweep(folder, now=tmp.stat().st_mtime)
-        space = os.statvfs(folder)
-        if space.f_bavail * space.f_frsize < need_bytes:
-            remove(tmp)
-            raise CheckpointError(
-                f"{folder}: the save needs {need_bytes} bytes, {space.f_bavail * space.f_frsize} are free; "
-                "free some space on that disk or save to another one"
-            )
+        try:
+            files.write_file(tmp / MARK, mark.to_bytes())
+            sweep(folder)
+        except BaseException:
+            # Without a whole mark nobody would ever remove it, and each try on a full disk would leave one more.
+            with suppress(OSError):
+                for name in (f"{MARK}.tmp", MARK):
+                    (tmp / name).unlink(missing_ok=True)
+                tmp.rmdir()
+            raise
     return tmp
 
 
@@ -164,7 +164,7 @@ def _whole(data: bytes) -> FileRecord:
     return FileRecord(n_bytes=len(data), hashed_bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def _wait_for_parts(folder: Path, world: int, timeout_s: float) -> None:
+def wait_for_parts(folder: Path, world: int, timeout_s: float) -> None:
     """Returns when the part lists of all ranks are there."""
     deadline = time.monotonic() + timeout_s
     pause = 0.01
@@ -200,7 +200,7 @@ def _seen(path: Path, hashed_bytes: int) -> FileRecord:
     return FileRecord(n_bytes=size, hashed_bytes=len(head), xxh3_128=xxhash.xxh3_128_hexdigest(bytes(head)))
 
 
-def _read_parts(folder: Path, mark: Mark) -> tuple[list[Part], Files]:
+def read_parts(folder: Path, mark: Mark) -> tuple[list[Part], Files]:
     """Reads the part lists and checks that the files they name are seen here as they were written."""
     parts: list[Part] = []
     lists: Files = {MARK: _whole(mark.to_bytes())}
@@ -263,8 +263,8 @@ def commit(
         )
     target = folder.parent / step_name(mark.step)
     with storage("committing", folder):
-        _wait_for_parts(folder, world, timeout_s)
-        parts, listed = _read_parts(folder, mark)
+        wait_for_parts(folder, world, timeout_s)
+        parts, listed = read_parts(folder, mark)
         found, tensors = merge(parts)
         check(found, tensors, str(folder))
         if expect is not None:

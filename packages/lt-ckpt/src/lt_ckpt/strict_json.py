@@ -17,7 +17,9 @@ def dumps(value: object, what: str, *, indent: int | None = None) -> bytes:
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
-        return text.encode() + b"\n"
+        # Half of a surrogate pair stands for a byte of a path that is not UTF-8. It can only be inside a string, where
+        # the backslash form of it is JSON's own, and reads as the same path.
+        return text.encode("utf-8", "backslashreplace") + b"\n"
     except (TypeError, ValueError) as exc:
         raise CheckpointError(f"{what} cannot be written as JSON: {exc}") from exc
 
