@@ -1,7 +1,10 @@
 import os
 import shutil
+from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, Meta, begin, commit, latest_valid, list_steps, prune, resolve, write_part
 from lt_ckpt.folders import FOREIGN_OWNER_SECONDS, sweep
@@ -110,6 +113,56 @@ def test_the_last_good_one_is_not_removed_for_damaged_ones(tmp_path, toy):
     found, _ = latest_valid(tmp_path)
     assert found is not None
     assert found.step == 2
+
+
+def test_an_old_kept_one_is_no_reason_to_remove_the_newest_good_one(tmp_path, toy):
+    paths = {step: toy.save(tmp_path, step) for step in (10, 11, 12, 13, 14)}
+    damage(paths[13])
+    damage(paths[14])
+    assert prune(tmp_path, last=2, every=10) == [paths[11]]
+    found, _ = latest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 12
+    assert left(tmp_path) == [10, 12, 13, 14]
+
+
+@pytest.fixture(scope="module")
+def ten(memory, toy):
+    """Checkpoints of the steps 0 to 9, to be copied and damaged."""
+    return {step: toy.save(memory / "ten", step) for step in range(10)}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    states=st.lists(st.sampled_from(["none", "good", "good", "flipped", "cut", "no COMMIT"]), min_size=10, max_size=10),
+    last=st.integers(1, 4),
+    every=st.sampled_from([0, 3, 4]),
+)
+def test_whatever_is_damaged_the_newest_good_one_and_those_asked_for_stay(ten, memory, states, last, every):
+    root = memory / "pruned"
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for step, state in enumerate(states):
+        if state == "none":
+            continue
+        path = Path(shutil.copytree(ten[step], root / ten[step].name))
+        if state == "flipped":
+            damage(path)
+        elif state == "cut":
+            os.truncate(path / "weights-00000.safetensors", 30)
+        elif state == "no COMMIT":
+            (path / "COMMIT").unlink()
+    before = latest_valid(root)[0]
+    listed = [step for step in range(10) if states[step] in ("good", "flipped")]
+    wanted = {*listed[-last:], *(step for step in listed if every and step and step % every == 0)}
+    if before is not None:
+        wanted.add(before.step)
+    newer = [sum(other > step for other in listed) for step in range(10)]
+    wanted |= {step for step in range(10) if states[step] in ("cut", "no COMMIT") and newer[step] < last}
+    prune(root, last=last, every=every)
+    assert left(root) == sorted(wanted)
+    after = latest_valid(root)[0]
+    assert (after and after.step) == (before and before.step)
 
 
 def test_a_folder_that_is_not_ours_stays(tmp_path, toy):

@@ -161,7 +161,9 @@ def test_bf16_weights_stay_bit_for_bit(tmp_path):
     assert folder.tokenizer_files() == TOKENIZER
 
 
-@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0o077, 0o600, 0o700)]
+)
 def test_exported_files_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
     checkpoint, _ = save_model(tmp_path / "ck", config())
     old = os.umask(umask)

@@ -90,18 +90,24 @@ import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from conftest import toy_save
+from lt_ckpt import begin_trial, write_trial
 os.umask({umask:#o})
 toy_save(Path({root!r}), 1)
+write_trial(begin_trial({root!r}, world=1), rank=0, need_bytes=1)
 """
 
 
-@pytest.mark.parametrize(("umask", "file_mode", "folder_mode"), [(0o022, 0o644, 0o755), (0o077, 0o600, 0o700)])
+@pytest.mark.parametrize(
+    ("umask", "file_mode", "folder_mode"),
+    [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)],
+)
 def test_modes_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
     root = tmp_path / "ck"
     code = MODES.format(tests=str(Path(__file__).parent), umask=umask, root=str(root))
     subprocess.run([sys.executable, "-c", code], check=True)
     found = [root, *root.rglob("*")]
-    assert len(found) > 10
+    assert len(found) > 20
+    assert any(path.name == "trial-00000.safetensors" for path in found)
     for path in found:
         expected = folder_mode if path.is_dir() else file_mode
         assert stat.S_IMODE(path.stat().st_mode) == expected, path

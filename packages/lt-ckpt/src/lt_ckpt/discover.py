@@ -123,8 +123,9 @@ def prune(
         last: How many of the newest to keep, at least 1.
         every: Keep each step that is a multiple of this; 0: none.
         protect: Checkpoint folders that stay whatever happens.
-        verify: Before anything goes, check the hashes of a kept one (the newest that passes), so that the last good
-            one cannot be removed in favour of a damaged one. Without it, COMMIT, manifest and sizes must do.
+        verify: Before anything goes, check hashes, newest first, until one passes: that one stays, whatever the numbers
+            say, so that damaged newer ones cannot cost the run its newest good one. Without it, COMMIT, manifest and
+            sizes must do.
 
     Returns:
         The folders that are gone.
@@ -135,7 +136,7 @@ def prune(
     if last < 1 or every < 0:
         raise CheckpointError(f"prune: last must be >= 1 and every >= 0, are {last} and {every}")
     spared = {Path(os.path.abspath(path)) for path in protect}
-    kept: list[Path] = []
+    standing: list[Path] = []
     doomed: list[Path] = []
     broken: list[Path] = []
     valid_steps: set[int] = set()
@@ -148,9 +149,11 @@ def prune(
         valid_steps.add(step)
         wanted = len(valid_steps) <= last or (every and step and step % every == 0)
         keep = (first and wanted) or Path(os.path.abspath(path)) in spared
-        (kept if keep else doomed).append(path)
-    if verify and doomed and not any(verify_checkpoint(path).loadable for path in kept):
-        good = next((path for path in doomed if verify_checkpoint(path).loadable), None)
+        standing.append(path)
+        if not keep:
+            doomed.append(path)
+    if verify and doomed:
+        good = next((path for path in standing if verify_checkpoint(path).loadable), None)
         doomed = [path for path in doomed if path != good]
     broken = [path for path in broken if Path(os.path.abspath(path)) not in spared]
     return [path for path in (*doomed, *broken) if remove(path)]
