@@ -1,5 +1,6 @@
 """A run in miniature without torch: a little store, and an engine of numpy whose weights depend on every row it saw."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,28 +19,36 @@ WIDTH = 16
 
 
 class FakeEngine:
-    """Exact arithmetic on hashes of rows: any row lost, repeated or swapped changes every later loss."""
+    """Exact arithmetic on hashes of rows: any row lost, repeated or swapped changes every later loss.
+
+    `on_step` hears of every call of `step` (from 1), `poison` tells which of them are not finite.
+    """
 
     def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
         self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
         self.control = SoloControl()
         self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
         self.weights = np.arange(WIDTH, dtype=np.float64)
-        self.steps = 0
+        self.steps = self.calls = 0
         self.reads: list[int] = []
         self.rows: list[bytes] = []
         self.lrs: list[float] = []
         self.closed = False
-        self.on_step: Callable[[int], None] = lambda step: None
+        self.on_step: Callable[[int], None] = lambda call: None
+        self.poison: Callable[[int, StepBatch], bool] = lambda call, batch: False
+        self.poisoned = (math.nan, math.nan)
 
     def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
         assert batch.input_ids.dtype == np.int32
         self.lrs.append(lr)
         self.rows.extend(row.tobytes() for row in batch.input_ids.reshape(-1, batch.input_ids.shape[-1]))
         gradient = np.bincount(batch.input_ids.ravel() % WIDTH, minlength=WIDTH) / batch.valid_tokens
+        self.calls += 1
+        self.on_step(self.calls)
+        if self.poison(self.calls, batch):
+            return self.poisoned
         self.weights = self.weights - lr * gradient + 1e-3 * np.sin(self.weights)
         self.steps += 1
-        self.on_step(self.steps)
         return float(np.abs(self.weights).sum()), float(np.sqrt((gradient**2).sum()))
 
     def read(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
@@ -79,7 +88,9 @@ class FakeSpec:
     def __init__(self, options: type) -> None:
         self.options = options
         self.opened: list[FakeEngine] = []
-        self.on_step: Callable[[int], None] = lambda step: None
+        self.on_step: Callable[[int], None] = lambda call: None
+        self.poison: Callable[[int, StepBatch], bool] = lambda call, batch: False
+        self.poisoned = (math.nan, math.nan)
 
     def check(self, recipe: Recipe, world: World) -> None:
         recipe.accumulation(world.size)
@@ -89,7 +100,7 @@ class FakeSpec:
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> FakeEngine:
         engine = FakeEngine(recipe, model, world)
-        engine.on_step = self.on_step
+        engine.on_step, engine.poison, engine.poisoned = self.on_step, self.poison, self.poisoned
         self.opened.append(engine)
         return engine
 

@@ -36,7 +36,7 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(cli.app, ["tune", "--steps", "5"])
     assert done.output == "tuned for 5 steps\n"
     command = typer.main.get_command(cli.app)
-    assert command.list_commands(None) == ["run", "show", "sample", "other", "tune"]
+    assert command.list_commands(None) == ["run", "check", "torchrun", "show", "sample", "other", "tune"]
 
 
 @pytest.mark.parametrize(

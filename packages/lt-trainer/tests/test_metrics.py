@@ -1,7 +1,6 @@
 """Lines and their regular expressions, JSON lines with torn ends, and rates by a hand-driven clock."""
 
 import doctest
-import io
 import json
 import math
 import re
@@ -18,7 +17,6 @@ from lt_trainer.metrics import (
     METRIC_DEFINITIONS,
     JsonlSink,
     MetricsRecord,
-    StdoutSink,
     Throughput,
     ValidationRecord,
     as_dict,
@@ -110,16 +108,6 @@ def test_the_definitions_fit_the_limits_of_the_service() -> None:
 def test_doctest() -> None:
     result = doctest.testmod(module)
     assert (result.attempted, result.failed) == (1, 0)
-
-
-def test_stdout_sink_writes_lines(capsys: pytest.CaptureFixture[str]) -> None:
-    StdoutSink().write({"step": 1, "loss": 2.0})
-    assert capsys.readouterr().out == "step=1 loss=2\n"
-    stream = io.StringIO()
-    sink = StdoutSink(stream)
-    sink.write({"a": 1})
-    sink.close()
-    assert stream.getvalue() == "a=1\n"
 
 
 # ---- JSON lines ----

@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import io
+import os
 import sys
 import traceback
+
+from lt_trainer.torchrun import note_exit
 
 EXIT_USER = 64
 EXIT_OURS = 70
@@ -15,7 +19,16 @@ TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
-    """Run the command line; returns the exit code."""
+    """Run the command line; returns the exit code, which torchrun would lose."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot show must not end a run
+            stream.reconfigure(errors="backslashreplace")
+    code = _main()
+    note_exit(code, os.environ)
+    return code
+
+
+def _main() -> int:
     try:
         from lt_trainer.cli import app
     except ModuleNotFoundError as exc:

@@ -93,9 +93,54 @@ def run(
     Exit codes: 0 all steps done, 75 stopped and saved (start it again), 64 something to mend in what was given, 70 our
     mistake.
     """
+    from lt_trainer.stop import StopSignals
+
+    stop = StopSignals()
+    stop.take()  # for good: until this process is gone there is nothing that a signal may cut short
     from lt_trainer.run import run as train
 
-    sys.exit(train(_load(recipe, sets, hyperparameters), stop_at_step=stop_at_step, shadow_steps=shadow_steps))
+    resolved = _load(recipe, sets, hyperparameters)
+    sys.exit(train(resolved, stop=stop, stop_at_step=stop_at_step, shadow_steps=shadow_steps))
+
+
+@app.command()
+def check(
+    recipe: RecipeFile,
+    sets: Sets = None,
+    hyperparameters: Hyperparameters = None,
+) -> None:
+    """Try a whole start without starting: data, devices, one step, one save that is read back; print what was checked.
+
+    Writes only into a scratch folder beside run.out and removes it. Alone or as one rank under torchrun. Exit codes as
+    of `run`.
+    """
+    from lt_trainer.check import check as try_out
+
+    try_out(_load(recipe, sets, hyperparameters))
+
+
+@app.command()
+def torchrun(
+    recipe: RecipeFile,
+    nproc_per_node: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)],
+    sets: Sets = None,
+    hyperparameters: Hyperparameters = None,
+    check: Annotated[bool, typer.Option("--check", help="Check the start on all ranks instead of training.")] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[-- OPTION...]", help="More options of torchrun, such as --nnodes=2; else --standalone."
+        ),
+    ] = None,
+) -> None:
+    """Train on all ranks of this machine under torchrun, with the recipe's grace time and our exit codes."""
+    from lt_trainer.torchrun import start
+
+    arguments = ["check" if check else "run", str(recipe)]
+    arguments += [text for value in sets or [] for text in ("--set", value)]
+    arguments += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
+    resolved = _load(recipe, sets, hyperparameters)  # a mistake in it is told once, not by every rank
+    sys.exit(start(resolved.recipe, nproc_per_node, options or [], arguments))
 
 
 @app.command()

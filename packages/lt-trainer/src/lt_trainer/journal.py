@@ -8,6 +8,8 @@ that two runs can be compared digit by digit; rates look back over the last reco
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -19,7 +21,7 @@ from pathlib import Path
 from lt_trainer.engine import Device
 from lt_trainer.errors import RunDirError
 from lt_trainer.loop import StepRecord
-from lt_trainer.metrics import JsonlSink, MetricsRecord, StdoutSink, Throughput, ValidationRecord, as_dict, line
+from lt_trainer.metrics import JsonlSink, MetricsRecord, Throughput, ValidationRecord, as_dict, line
 from lt_trainer.rundir import RunDir
 
 GIB = 2**30
@@ -89,6 +91,9 @@ class SilentJournal:
     def validation(self, step: int, loss_sum: float, tokens: int) -> None:
         """Nothing is told."""
 
+    def skipped(self, record: StepRecord, count: int) -> None:
+        """Nothing is told."""
+
     def saved(self, step: int, path: Path) -> None:
         """Nothing is told."""
 
@@ -115,14 +120,14 @@ class RunJournal:
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._run_dir, self._device, self._work, self._clock = run_dir, device, work, clock
-        self._log, self._stdout = log, StdoutSink()
+        self._log, self._shown = log, True
         self._metrics = JsonlSink(run_dir.metrics)
         self._throughput = Throughput(devices=device.count, peak_flops=device.peak_flops, clock=clock)
         self._start = clock()
 
     def say(self, text: str) -> None:
         """A sentence for the person who watches, also noted as an event."""
-        print(f"# {text}", flush=True)  # noqa: T201
+        self._show(f"# {text}")
         self._log.write(f"# {text}")
         self._run_dir.event("note", text=text)
 
@@ -165,6 +170,14 @@ class RunJournal:
             )
         )
 
+    def skipped(self, record: StepRecord, count: int) -> None:
+        """Note a step that left no trace in the weights."""
+        self._run_dir.event("skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
+        self.say(
+            f"step {record.step} was skipped: loss {record.loss:g}, grad_norm {record.grad_norm:g} "
+            f"({count} skipped; above guard.max_skipped the run goes back to its newest checkpoint)"
+        )
+
     def saved(self, step: int, path: Path) -> None:
         """Note a committed checkpoint."""
         self._run_dir.event("checkpoint", step=step, path=str(path))
@@ -183,9 +196,23 @@ class RunJournal:
         self._throughput.proceed()
 
     def _write(self, record: MetricsRecord | ValidationRecord) -> None:
-        self._stdout.write(record)
+        self._show(line(record))
         self._log.write(line(record))
         self._metrics.write(as_dict(record))
+
+    def _show(self, text: str) -> None:
+        """A line on standard output, as long as there is one: a closed terminal must not end a run of weeks."""
+        if not self._shown:
+            return
+        try:
+            print(text, flush=True)  # noqa: T201
+        except OSError as exc:
+            self._shown = False
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())  # else flushing what is left fails once more at the exit
+            os.close(nowhere)
+            self._log.write(f"# standard output is gone ({exc.strerror}); what is told from here on stands only here")
+            self._run_dir.event("stdout_lost", error=exc.strerror)
 
     def close(self) -> None:
         """Close the metrics file."""

@@ -2,8 +2,12 @@
 
 At each step boundary, in this order: take the next batch, step the engine, agree with all ranks whether to stop, then,
 where due, read the numbers, validate, save. Numbers are read only at logging steps, so a device runs ahead of the host
-in between. A stop is always a save; a save is always preceded by reading, so weights that are not finite are never
-saved.
+in between. A stop is always a save.
+
+A step whose loss or gradient norm is not finite leaves no trace in the engine; the loop learns of it when it reads. Too
+many of them, and the run goes back to its newest checkpoint and jumps over every row read since: the rows before the
+first bad step led there too (as PaLM's authors did, https://arxiv.org/abs/2204.02311, section 5.1). They are counted
+until a whole stretch between two checkpoints is free of them.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -38,6 +42,10 @@ class TrainingError(TrainerError):
     """Training cannot go on; what was saved before is untouched."""
 
 
+class NothingToGoBackTo(Exception):
+    """No checkpoint was saved yet."""
+
+
 class Batches(Protocol):
     """Where the loop's batches come from."""
 
@@ -62,6 +70,10 @@ class Journal(Protocol):
         """The loss over the whole validation set after `step`."""
         ...
 
+    def skipped(self, record: StepRecord, count: int) -> None:
+        """A step that the engine skipped; the run goes back when `count` exceeds guard.max_skipped."""
+        ...
+
     def saved(self, step: int, path: Path) -> None:
         """A checkpoint was committed."""
         ...
@@ -76,6 +88,14 @@ class Journal(Protocol):
 
     def proceed(self) -> None:
         """Training goes on."""
+        ...
+
+
+class Watch(Protocol):
+    """Who looks after a rank that may hang."""
+
+    def mark(self, stage: str, step: int) -> None:
+        """What begins now, in this order in each step: data, step, agree, read, evaluate, save."""
         ...
 
 
@@ -96,8 +116,17 @@ class Loop:
     batches: Batches
     journal: Journal
     stop: StopSignals
+    watch: Watch
     save: Callable[[StreamState], Path]
+    go_back: Callable[[StreamState], Batches]
+    """Restores the newest checkpoint into the engine; returns the batches behind the rows read since (the argument's
+    position), or raises TrainingError when there is nothing to go back to."""
     validation: Callable[[], Iterable[StepBatch]] | None = None
+    _skipped: int = field(default=0, init=False)
+    """Steps, since two checkpoints had none between them."""
+    _clean: bool = field(default=True, init=False)
+    """No step was skipped since the newest checkpoint."""
+    _rewinds: int = field(default=0, init=False)
 
     def run(self, *, stop_at_step: int = 0, shadow_steps: int = 0) -> Outcome:
         """Train.
@@ -108,29 +137,42 @@ class Loop:
             nowhere.
 
         Raises:
-            TrainingError: the loss or the gradient norm is not finite; nothing of that step is saved.
+            TrainingError: too many steps were not finite, and going back did not help or was not possible.
+            PeerError: another rank is gone.
         """
         recipe, max_steps = self.recipe, self.recipe.schedule.max_steps
         step = self.batches.state.step
+        stopped_by = self.engine.control.all_max(self.stop.received)  # while everything was loaded
+        if stopped_by:
+            return Outcome(step=step, stopped_by=stopped_by)
         waiting: list[tuple[StepRecord, object]] = []
         while step < max_steps:
             waiting.append(self._step(step))
             step += 1
             if step == stop_at_step:
                 signal.raise_signal(signal.SIGTERM)
+            self.watch.mark("agree", step)
             stopped_by = self.engine.control.all_max(self.stop.received)
             last = step == max_steps
             save = bool(stopped_by) or last or _due(step, recipe.checkpoint.interval)
-            evaluate = self.validation is not None and (last or _due(step, recipe.metrics.eval_interval))
+            # A stop has to be quick: its step is validated no more.
+            evaluate = self.validation is not None and (
+                last or (_due(step, recipe.metrics.eval_interval) and not stopped_by)
+            )
             if save or evaluate or _due(step, recipe.metrics.log_interval):
-                self._read(waiting)
+                self._read(waiting, step)
                 waiting = []
+                if self._skipped > recipe.guard.max_skipped and not stopped_by:
+                    step = self._rewind(step)
+                    continue
             if save or evaluate:
                 self.journal.pause()
                 if evaluate:
                     self._evaluate(step)
                 if save:
+                    self.watch.mark("save", step)
                     self.journal.saved(step, self.save(self.batches.state))
+                    self._forget_skipped()
                 self.journal.proceed()
             if stopped_by and not last:
                 if step == stop_at_step:
@@ -141,19 +183,53 @@ class Loop:
 
     def _step(self, step: int) -> tuple[StepRecord, object]:
         """Start step number `step` (from 0); the record's loss and norm are filled in when it is read."""
+        self.watch.mark("data", step)
         batch = self.batches.next_batch()
         lr = learning_rate(step, self.recipe.schedule, self.recipe.optimizer.lr)
+        self.watch.mark("step", step)
         pending = self.engine.step(batch, lr)
         return StepRecord(
             step=step + 1, loss=math.nan, grad_norm=math.nan, learning_rate=lr, valid_tokens=batch.valid_tokens
         ), pending
 
-    def _read(self, waiting: list[tuple[StepRecord, object]]) -> None:
+    def _read(self, waiting: list[tuple[StepRecord, object]], step: int) -> None:
+        self.watch.mark("read", step)
         numbers = self.engine.read([pending for _, pending in waiting])
         records = [_with(record, n.loss, n.grad_norm) for (record, _), n in zip(waiting, numbers, strict=True)]
         self.journal.steps(records, self.engine.memory_bytes())
-        for record in records:
-            _require_finite(record)
+        for record, found in zip(records, numbers, strict=True):
+            if not found.finite:
+                self._skipped += 1
+                self._clean = False
+                self.journal.skipped(record, self._skipped)
+
+    def _forget_skipped(self) -> None:
+        """After a save: count anew when no step was skipped since the one before, else they would never add up."""
+        if self._clean:
+            self._skipped = 0
+        self._clean = True
+
+    def _rewind(self, step: int) -> int:
+        """Go back to the newest checkpoint; returns its step."""
+        guard = self.recipe.guard
+        what = f"{self._skipped} steps up to step {step} had a loss or a gradient norm that is not finite"
+        advice = (
+            "what was saved is good. Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the rows of those "
+            "steps (lt data inspect)"
+        )
+        if self._rewinds == guard.max_rewinds:
+            times = f"after going back {self._rewinds} times (guard.max_rewinds)" if self._rewinds else ""
+            raise TrainingError(f"{what} {times}".strip() + f": training has diverged; {advice}")
+        self._rewinds += 1
+        self.watch.mark("restore", step)
+        self.journal.pause()
+        try:
+            self.batches = self.go_back(self.batches.state)
+        except NothingToGoBackTo as exc:
+            raise TrainingError(f"{what}, and {exc}: training has diverged; {advice}") from exc
+        self.journal.proceed()
+        self._skipped, self._clean = 0, True
+        return self.batches.state.step
 
     def _finish(self, record: StepRecord, pending: object) -> StepRecord:
         (numbers,) = self.engine.read([pending])
@@ -161,7 +237,13 @@ class Loop:
 
     def _evaluate(self, step: int) -> None:
         assert self.validation is not None
-        self.journal.validation(step, *self.engine.evaluate(self.validation()))
+
+        def watched(batches: Iterable[StepBatch]) -> Iterable[StepBatch]:
+            for batch in batches:
+                self.watch.mark("evaluate", step)
+                yield batch
+
+        self.journal.validation(step, *self.engine.evaluate(watched(self.validation())))
 
 
 def _due(step: int, interval: int) -> bool:
@@ -176,13 +258,3 @@ def _with(record: StepRecord, loss: float, grad_norm: float) -> StepRecord:
         learning_rate=record.learning_rate,
         valid_tokens=record.valid_tokens,
     )
-
-
-def _require_finite(record: StepRecord) -> None:
-    for name, value in (("loss", record.loss), ("grad_norm", record.grad_norm)):
-        if not math.isfinite(value):
-            raise TrainingError(
-                f"{name} = {value} at step {record.step}: training has diverged and nothing of it was saved; the "
-                "newest checkpoint is from before. "
-                "Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the rows of that step"
-            )

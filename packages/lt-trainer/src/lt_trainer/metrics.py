@@ -15,13 +15,12 @@ Cost: one line per logging step, flushed; no fsync.
 import dataclasses
 import json
 import math
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any
 
 from lt_trainer.errors import RunDirError
 
@@ -30,8 +29,6 @@ __all__ = [
     "JsonlSink",
     "MetricsRecord",
     "Rates",
-    "Sink",
-    "StdoutSink",
     "Throughput",
     "ValidationRecord",
     "as_dict",
@@ -103,34 +100,6 @@ def line(record: Any) -> str:
 
 def _short(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
-
-
-class Sink(Protocol):
-    """Something that takes records."""
-
-    def write(self, record: Any) -> None:
-        """Take one record: a dataclass or a mapping."""
-        ...
-
-    def close(self) -> None:
-        """No more records will come."""
-        ...
-
-
-class StdoutSink:
-    """Lines on a stream, by default standard output as it is at the time of writing."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        self._stream = stream
-
-    def write(self, record: Any) -> None:
-        """Write and flush one line."""
-        stream = self._stream or sys.stdout
-        stream.write(line(record) + "\n")
-        stream.flush()
-
-    def close(self) -> None:
-        """The stream is not ours to close."""
 
 
 class JsonlSink:

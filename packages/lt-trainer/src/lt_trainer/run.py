@@ -1,29 +1,32 @@
 """One run from a resolved recipe to an exit code: check everything, take the devices, resume, train, leave.
 
 Whatever can be refused is refused before anything is loaded or written, in the order cheap to dear: recipe against the
-world, data against the recipe, run directory, then engine and checkpoint.
+world, data against the recipe, run directory, then engine, the checkpoint folder, and the checkpoint.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_data import Stream, StreamState
-from lt_trainer.data import TrainingData, open_data, open_stream, step_batch, validation_batches
-from lt_trainer.engine import Engine, EngineSpec, StepBatch, World, engine_spec
-from lt_trainer.errors import RecipeError
-from lt_trainer.journal import RankLog, RunJournal, SilentJournal, Work
+from lt_trainer.data import TrainingData, open_data, validation_batches
+from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
+from lt_trainer.errors import PeerError, RecipeError
+from lt_trainer.journal import GIB, RankLog, RunJournal, SilentJournal, Work
 from lt_trainer.loop import Loop, Outcome
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
+from lt_trainer.resume import Position
 from lt_trainer.rundir import RunDir
 from lt_trainer.saving import Checkpoints
 from lt_trainer.stop import StopSignals
+from lt_trainer.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -34,14 +37,64 @@ FLOPS_CONVENTION = "full"
 """6 FLOPs per parameter and token plus attention counted in full, as torchtitan and NeMo count."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run of which everything is known that can be without a device, and nothing was found wrong."""
+
+    recipe: Recipe
+    world: World
+    spec: EngineSpec
+    data: TrainingData
+    model: LlamaConfig
+
+    @classmethod
+    def make(cls, resolved: Resolved, environ: Mapping[str, str]) -> Plan:
+        """Check a recipe against the ranks, the engine and the data.
+
+        Raises:
+            RecipeError: something does not fit, with field, value, source and remedy; DataError from lt-data.
+        """
+        recipe, world = resolved.recipe, World.from_env(environ)
+        spec = engine_spec(recipe.run.engine)
+        try:
+            spec.check(recipe, world)
+            _require_capabilities(recipe, spec)
+            data = open_data(recipe)
+            model = llama_config(recipe, data.vocab_size)
+        except RecipeError as exc:
+            raise exc.located(resolved.origins) from exc
+        return cls(recipe=recipe, world=world, spec=spec, data=data, model=model)
+
+    def open_engine(self) -> Engine:
+        """Take the devices; the environment that the engine's libraries want is set before they load."""
+        os.environ.update(self.spec.env(self.recipe))
+        return self.spec.open(self.recipe, self.model, self.world)
+
+    def checkpoints(self, root: Path) -> Checkpoints:
+        """Checkpoints of this run in the folder `root`."""
+        return Checkpoints(
+            root=root,
+            recipe=self.recipe,
+            model=self.model,
+            tokenizer_files=self.data.tokenizer_files,
+            recipe_values=to_dict(self.recipe),
+        )
+
+
 def run(
-    resolved: Resolved, *, environ: Mapping[str, str] | None = None, stop_at_step: int = 0, shadow_steps: int = 0
+    resolved: Resolved,
+    *,
+    environ: Mapping[str, str] | None = None,
+    stop: StopSignals | None = None,
+    stop_at_step: int = 0,
+    shadow_steps: int = 0,
 ) -> int:
     """Train as the recipe says, in this process as one rank of the world that the environment describes.
 
     Args:
         resolved: the recipe with its origins.
         environ: the environment to read the world from; by default this process's.
+        stop: stop signals that the caller has taken; by default they are taken for the time of the run.
         stop_at_step: stop after that step the way SIGTERM does; 0 for never.
         shadow_steps: steps to run after a stop's save, noted in the run directory's shadow.jsonl to prove a resume
         exact.
@@ -52,60 +105,56 @@ def run(
     Raises:
         TrainerError: and the errors of lt-data, lt-model and lt-ckpt, each with an `exit_code`.
     """
-    recipe, world = resolved.recipe, World.from_env(os.environ if environ is None else environ)
-    spec = engine_spec(recipe.run.engine)
-    try:
-        spec.check(recipe, world)
-        _require_capabilities(recipe, spec)
-        data = open_data(recipe)
-    except RecipeError as exc:
-        raise exc.located(resolved.origins) from exc
-    model = llama_config(recipe, data.vocab_size)
-    os.environ.update(spec.env(recipe))
+    plan = Plan.make(resolved, os.environ if environ is None else environ)
+    recipe, rank, out = plan.recipe, plan.world.rank, Path(plan.recipe.run.out)
     with ExitStack() as stack:
-        stop = stack.enter_context(StopSignals())
-        run_dir = stack.enter_context(RunDir.open(recipe.run.out, resolved=resolved)) if world.rank == 0 else None
-        engine = spec.open(recipe, model, world)
+        stop = stack.enter_context(StopSignals()) if stop is None else stop
+        stop.told = rank == 0
+        run_dir = stack.enter_context(RunDir.open(out, resolved=resolved)) if rank == 0 else None
+        engine = plan.open_engine()
         stack.callback(engine.close)
-        log = stack.enter_context(RankLog(Path(recipe.run.out), world.rank))
+        log = stack.enter_context(RankLog(out, rank))
+        attempt = engine.control.broadcast(secrets.token_hex(8))
+        watch = stack.enter_context(
+            Watchdog(out, rank=rank, world=plan.world.size, attempt=attempt, timeout_s=recipe.guard.timeout_s, log=log)
+        )
         journal = SilentJournal()
         if run_dir is not None:
-            journal = stack.enter_context(RunJournal(run_dir, log, engine.device, work(recipe, model, engine)))
+            costs = work(recipe, plan.model, engine)
+            journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs))
             _announce(journal, recipe, engine, run_dir)
-        checkpoints = Checkpoints(
-            root=Path(recipe.run.out) / "checkpoints",
-            recipe=recipe,
-            model=model,
-            tokenizer_files=data.tokenizer_files,
-            recipe_values=to_dict(recipe),
-        )
-        stream = open_stream(recipe, data, engine.topology, _resume(recipe, engine, checkpoints, journal))
-        outcome = Loop(
-            recipe=recipe,
-            engine=engine,
-            batches=StreamBatches(stream, recipe.batch.micro_batch),
-            journal=journal,
-            stop=stop,
-            save=partial(checkpoints.save, engine),
-            validation=_validation(data, engine, recipe),
-        ).run(stop_at_step=stop_at_step, shadow_steps=shadow_steps)
+        checkpoints = plan.checkpoints(out / "checkpoints")
+        try:
+            _rehearse(checkpoints, engine, journal)
+            position = Position(recipe=recipe, data=plan.data, engine=engine, checkpoints=checkpoints, journal=journal)
+            outcome = Loop(
+                recipe=recipe,
+                engine=engine,
+                batches=position.first(),
+                journal=journal,
+                stop=stop,
+                watch=watch,
+                save=partial(checkpoints.save, engine),
+                go_back=position.go_back,
+                validation=_validation(plan.data, engine, recipe),
+            ).run(stop_at_step=stop_at_step, shadow_steps=shadow_steps)
+        except PeerError as exc:
+            raise PeerError(
+                f"{exc}; {watch.explain()}; nothing that was saved is lost: start the run again to go on from its "
+                "newest checkpoint"
+            ) from exc
         return _leave(outcome, journal)
 
 
-class StreamBatches:
-    """A stream's rows as the loop's step batches."""
-
-    def __init__(self, stream: Stream, micro_batch: int) -> None:
-        self._stream, self._micro_batch = stream, micro_batch
-
-    @property
-    def state(self) -> StreamState:
-        """The stream's position."""
-        return self._stream.state
-
-    def next_batch(self) -> StepBatch:
-        """This rank's rows of the next step."""
-        return step_batch(self._stream.next(), self._micro_batch)
+def _rehearse(checkpoints: Checkpoints, engine: Engine, journal: RunJournal | SilentJournal) -> None:
+    report = checkpoints.rehearse(engine)
+    missing = checkpoints.room_wanted(report)
+    if missing:
+        journal.say(
+            f"warning: the checkpoints that this run will keep need {missing / GIB:.1f} GiB more than are free at "
+            f"{checkpoints.root} ({report.need_bytes / GIB:.1f} GiB each); free space, or lower checkpoint.keep_last "
+            "or raise checkpoint.keep_every"
+        )
 
 
 def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
@@ -151,29 +200,6 @@ def _announce(journal: RunJournal, recipe: Recipe, engine: Engine, run_dir: RunD
         journal.say(f"the recipe has changed since this run was last started: {name} was {before!r}, is {now!r}")
 
 
-def _resume(
-    recipe: Recipe, engine: Engine, checkpoints: Checkpoints, journal: RunJournal | SilentJournal
-) -> StreamState | None:
-    """Restore the newest valid checkpoint into the engine and return its data position; None to start from nothing."""
-    said: list[str] = []
-    checkpoint = checkpoints.find(engine.control, engine.topology.rank, said.append)
-    for text in said:
-        journal.say(text)
-    if checkpoint is None:
-        return None
-    if not recipe.checkpoint.resume:
-        raise RecipeError(
-            f"run.out = {recipe.run.out!r} already holds checkpoints (newest: {checkpoint.path.name})",
-            values={"checkpoint.resume": recipe.checkpoint.resume},
-            remedy="set run.out to a new folder to start from nothing, or leave checkpoint.resume out to go on",
-        )
-    state = checkpoints.stream_state(checkpoint)
-    engine.restore(checkpoint)
-    journal.event("resume", step=checkpoint.step, path=str(checkpoint.path))
-    journal.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
-    return state
-
-
 def _validation(data: TrainingData, engine: Engine, recipe: Recipe):
     if data.validation is None:
         return None
@@ -184,7 +210,7 @@ def _leave(outcome: Outcome, journal: RunJournal | SilentJournal) -> int:
     if outcome.stopped_by:
         name = signal.Signals(outcome.stopped_by).name
         journal.event("stop", step=outcome.step, signal=name)
-        journal.say(f"stopped by {name} after step {outcome.step}; saved, start again to go on")
+        journal.say(f"stopped by {name} after step {outcome.step}; start again to go on")
         return EXIT_REQUEUE
     journal.event("done", step=outcome.step)
     journal.say(f"all {outcome.step} steps are done")

@@ -74,6 +74,27 @@ class RunDir:
             run_dir._held = held.pop_all()
         return run_dir
 
+    @staticmethod
+    def look(out: str | Path) -> str:
+        """What `open` would find, in words; nothing is written.
+
+        Raises:
+            RunDirError: what `open` would raise for what is there.
+        """
+        path = Path(out)
+        try:
+            if not path.exists():
+                return f"{path} will be made"
+            if not _is_run(path):
+                return f"{path} is empty"
+            if (path / LOCK).exists():
+                descriptor = os.open(path / LOCK, os.O_RDONLY)
+                _lock(path, descriptor)
+                os.close(descriptor)
+        except OSError as exc:
+            raise _unusable(path, exc) from exc
+        return f"{path} holds a run"
+
     def _describe(self, resolved: Resolved | None, extra: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
@@ -123,8 +144,14 @@ class RunDir:
 
 def _claim(path: Path) -> None:
     """Make the folder ours, or check that it is."""
-    marker = path / MARKER
     path.mkdir(parents=True, exist_ok=True)
+    if not _is_run(path):
+        _write(path / MARKER, _json({"format": FORMAT, "version": VERSION}))
+
+
+def _is_run(path: Path) -> bool:
+    """Whether an existing folder holds a run; a RunDirError when it holds anything else."""
+    marker = path / MARKER
     if marker.exists():
         try:
             found = json.loads(marker.read_bytes())
@@ -137,18 +164,26 @@ def _claim(path: Path) -> None:
                 f"run.out = {str(path)!r}: the run directory has version {found.get('version')!r}, this lt-trainer "
                 f"knows version {VERSION}; use the lt-trainer that made it, or set run.out to a new folder"
             )
-    elif any(not item.name.startswith(OURS) for item in path.iterdir()):
+        return True
+    if any(not item.name.startswith(OURS) for item in path.iterdir()):
         raise RunDirError(
             f"run.out = {str(path)!r}: the folder is not empty and is not a run directory (it has no {MARKER}); "
             "set run.out to a new or an empty folder"
         )
-    else:
-        _write(marker, _json({"format": FORMAT, "version": VERSION}))
+    return False
 
 
 def _take_lock(path: Path) -> int:
     """Lock the run directory for this process; the file tells others who holds it."""
     descriptor = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    _lock(path, descriptor)
+    os.ftruncate(descriptor, 0)
+    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
+    return descriptor
+
+
+def _lock(path: Path, descriptor: int) -> None:
+    """Lock the open lock file, or close it and say who holds it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -160,9 +195,6 @@ def _take_lock(path: Path) -> int:
     except OSError:
         os.close(descriptor)
         raise
-    os.ftruncate(descriptor, 0)
-    os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
-    return descriptor
 
 
 def _unusable(path: Path, exc: OSError) -> RunDirError:

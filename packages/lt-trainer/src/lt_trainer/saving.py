@@ -7,12 +7,29 @@ so that none of them waits for it.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, prune, write_part
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    Meta,
+    TrialReport,
+    begin,
+    begin_trial,
+    commit,
+    discard,
+    finish_trial,
+    latest_valid,
+    list_steps,
+    prune,
+    write_part,
+    write_trial,
+)
 from lt_data import StreamState
 from lt_trainer.errors import RecipeError
 
@@ -61,11 +78,46 @@ class Checkpoints:
             tokenizer_files=self.tokenizer_files,
             layout={"world": topology.world, "dp_size": topology.dp_size},
         )
-        path = Path(_together(control, topology.rank == 0, lambda: str(commit(tmp, world=topology.world, meta=meta))))
+        timeout_s = self.recipe.guard.timeout_s
+        path = Path(
+            _together(
+                control,
+                topology.rank == 0,
+                lambda: str(commit(tmp, world=topology.world, meta=meta, timeout_s=timeout_s)),
+            )
+        )
         keep = self.recipe.checkpoint
         if topology.rank == 0:
             prune(self.root, last=keep.keep_last, every=keep.keep_every)
         return path
+
+    def rehearse(self, engine: Engine) -> TrialReport:
+        """Try the folder with a save of a few bytes, the same report on every rank; nothing of it stays.
+
+        Raises:
+            CheckpointError: some rank cannot write there, rank 0 does not see what another wrote, or a checkpoint would
+                not fit; every rank raises.
+        """
+        topology, control, first = engine.topology, engine.control, engine.topology.rank == 0
+        tmp = Path(_together(control, first, lambda: str(begin_trial(self.root, world=topology.world))))
+        failure = _attempt(lambda: write_trial(tmp, rank=topology.rank, need_bytes=engine.state_bytes()))
+        if control.all_max(int(failure is not None)):
+            if first:
+                discard(tmp)
+            raise failure or CheckpointError(f"{tmp}: another rank could not write there; its message names the cause")
+        timeout_s = self.recipe.guard.timeout_s
+
+        def finish() -> str:
+            report = finish_trial(tmp, world=topology.world, timeout_s=timeout_s)
+            return json.dumps([report.need_bytes, report.free_bytes])
+
+        need_bytes, free_bytes = json.loads(_together(control, first, finish))
+        return TrialReport(root=self.root, need_bytes=need_bytes, free_bytes=free_bytes)
+
+    def room_wanted(self, report: TrialReport) -> int:
+        """Bytes that are missing for all the checkpoints that the run will keep; 0 when there is room for them."""
+        more = checkpoints_held(self.recipe) - len(list_steps(self.root))
+        return max(0, more * report.need_bytes - report.free_bytes)
 
     def find(self, control: Control, rank: int, say: Callable[[str], None]) -> Checkpoint | None:
         """The newest checkpoint that verifies, the same on every rank; damaged newer ones are said and left alone."""
@@ -99,6 +151,14 @@ class Checkpoints:
             )
         assert checkpoint.manifest.data is not None, "a training checkpoint always holds its data position"
         return StreamState.from_json(checkpoint.manifest.data)
+
+
+def checkpoints_held(recipe: Recipe) -> int:
+    """Checkpoints that the run's folder holds at most at one time, the one being written included."""
+    keep, last = recipe.checkpoint, recipe.schedule.max_steps
+    due = 1 + ((last - 1) // keep.interval if keep.interval else 0)
+    kept = (last - 1) // math.lcm(keep.interval, keep.keep_every) if keep.interval and keep.keep_every else 0
+    return min(due, keep.keep_last + 1 + kept)
 
 
 def _attempt(action: Callable[[], None]) -> CheckpointError | None:

@@ -296,8 +296,8 @@ class GuardOptions:
 
     max_skipped: int = option(
         10,
-        "updates skipped since the newest checkpoint (their loss or gradient norm was not finite) before the run "
-        "goes back to that checkpoint",
+        "updates skipped, because their loss or gradient norm is not finite, before the run goes back to its newest "
+        "checkpoint; counted anew when two checkpoints have none between them",
     )
     max_rewinds: int = option(
         3, "times that one start of the run goes back to a checkpoint, past the rows that led there, before it ends"

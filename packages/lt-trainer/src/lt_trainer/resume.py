@@ -1,0 +1,111 @@
+"""Where a run goes on: behind its newest valid checkpoint, or behind the rows that led it astray.
+
+Every time a position is taken up, an event `data` says which rows the steps from there on read: step S + k (k from 1)
+reads the positions R + (k - 1) * B to R + k * B - 1 of the global sequence. With it, `lt data inspect` finds the
+documents of any step long after.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lt_data import Stream, StreamState
+from lt_trainer.data import TrainingData, open_stream, step_batch
+from lt_trainer.errors import RecipeError
+from lt_trainer.loop import NothingToGoBackTo
+
+if TYPE_CHECKING:
+    from lt_ckpt import Checkpoint
+    from lt_trainer.engine import Engine, StepBatch
+    from lt_trainer.journal import RunJournal, SilentJournal
+    from lt_trainer.recipe import Recipe
+    from lt_trainer.saving import Checkpoints
+
+
+class StreamBatches:
+    """A stream's rows as the loop's step batches."""
+
+    def __init__(self, stream: Stream, micro_batch: int) -> None:
+        self.stream, self._micro_batch = stream, micro_batch
+
+    @property
+    def state(self) -> StreamState:
+        """The stream's position."""
+        return self.stream.state
+
+    def next_batch(self) -> StepBatch:
+        """This rank's rows of the next step."""
+        return step_batch(self.stream.next(), self._micro_batch)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Position:
+    """Finds checkpoints, restores them into the engine and opens the data behind them."""
+
+    recipe: Recipe
+    data: TrainingData
+    engine: Engine
+    checkpoints: Checkpoints
+    journal: RunJournal | SilentJournal
+
+    def first(self) -> StreamBatches:
+        """The batches to start with: behind the newest valid checkpoint, which is restored, or from the beginning.
+
+        Raises:
+            RecipeError: there are checkpoints, and the recipe does not want to go on from them; or of another model.
+            DataError: the checkpoint belongs to other data, or to another order of it.
+        """
+        checkpoint = self._newest()
+        if checkpoint is None:
+            return self._batches(None)
+        if not self.recipe.checkpoint.resume:
+            raise RecipeError(
+                f"run.out = {self.recipe.run.out!r} already holds checkpoints (newest: {checkpoint.path.name})",
+                values={"checkpoint.resume": self.recipe.checkpoint.resume},
+                remedy="set run.out to a new folder to start from nothing, or leave checkpoint.resume out to go on",
+            )
+        batches = self._restored(checkpoint)
+        self.journal.event("resume", step=checkpoint.step, path=str(checkpoint.path))
+        self.journal.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+        return batches
+
+    def go_back(self, now: StreamState) -> StreamBatches:
+        """Restore the newest checkpoint, and go on with the rows behind `now`.
+
+        Raises:
+            NothingToGoBackTo: there is no checkpoint.
+        """
+        checkpoint = self._newest()
+        if checkpoint is None:
+            raise NothingToGoBackTo("no checkpoint was saved yet")
+        batches = self._restored(checkpoint, to_row=now.row)
+        first, last = batches.state.skipped[-1]
+        self.journal.event("rewind", step=checkpoint.step, from_step=now.step, rows=[first, last])
+        self.journal.say(
+            f"back to {checkpoint.path.name} from step {now.step}; the rows at positions {first} to {last - 1} are "
+            "skipped"
+        )
+        return batches
+
+    def _newest(self) -> Checkpoint | None:
+        said: list[str] = []
+        checkpoint = self.checkpoints.find(self.engine.control, self.engine.topology.rank, said.append)
+        for text in said:
+            self.journal.say(text)
+        return checkpoint
+
+    def _restored(self, checkpoint: Checkpoint, to_row: int | None = None) -> StreamBatches:
+        state = self.checkpoints.stream_state(checkpoint)
+        batches = self._batches(state, to_row)  # refuses other data before any tensor is read
+        self.engine.restore(checkpoint)
+        return batches
+
+    def _batches(self, state: StreamState | None, to_row: int | None = None) -> StreamBatches:
+        topology = self.engine.topology
+        stream = open_stream(self.recipe, self.data, topology, state)
+        if to_row is not None:
+            stream.skip(to_row - stream.state.row)
+        position = stream.state.to_json()
+        self.journal.event("data", global_batch=stream.global_batch, dp_size=topology.dp_size, **position)
+        return StreamBatches(stream, self.recipe.batch.micro_batch)
