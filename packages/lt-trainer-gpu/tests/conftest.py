@@ -5,6 +5,7 @@ import pytest
 
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch
+from lt_trainer.testing import RankPool
 
 VOCAB, SEQ_LEN = 64, 24
 
@@ -28,6 +29,12 @@ def make_batches(n_steps: int, *, n_micro: int, micro_batch: int, seed: int = 0)
             StepBatch(input_ids=ids, labels=labels, position_ids=positions, doc_ids=doc_ids, valid_tokens=valid)
         )
     return batches
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """Up to four ranks with the engine loaded; their server starts when a test first asks for some."""
+    return RankPool(4, preload=("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
 
 
 @pytest.fixture
