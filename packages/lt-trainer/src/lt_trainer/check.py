@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
+from lt_model import parameters
 from lt_trainer.data import open_stream, step_batch
 from lt_trainer.engine import Engine, StepMetrics
 from lt_trainer.errors import TrainerError
@@ -79,6 +80,9 @@ def check(resolved: Resolved, *, environ: Mapping[str, str] | None = None) -> li
     with table.row("ranks") as words:
         words += [f"{world.size} on {world.n_nodes} node(s)", f"{recipe.accumulation(world.size)} micro-batches a step"]
     _describe_data(plan, table)
+    with table.row("model") as words:
+        count = sum(math.prod(parameter.shape) for parameter in parameters(plan.model))
+        words.append(f"{count} parameters, {plan.model.n_layers} layers of width {plan.model.hidden_size}")
     with table.row("run directory") as words:
         words.append(RunDir.look(out))
         newest = list_steps(out / "checkpoints")
@@ -98,12 +102,12 @@ def check(resolved: Resolved, *, environ: Mapping[str, str] | None = None) -> li
             report = checkpoints.rehearse(engine)
             words += [
                 f"every rank writes where {out} is",
-                f"{report.free_bytes / GIB:.2f} GiB free, a checkpoint takes {report.need_bytes / GIB:.3f} GiB and at "
-                f"most {checkpoints_held(recipe)} are held",
+                f"{_size(report.free_bytes)} free, a checkpoint takes {_size(report.need_bytes)} and at most "
+                f"{checkpoints_held(recipe)} are held",
             ]
             missing = plan.checkpoints(out / "checkpoints").room_wanted(report)
             if missing:
-                words.append(f"warning: {missing / GIB:.2f} GiB more are needed to hold them all")
+                words.append(f"warning: {_size(missing)} more are needed to hold them all")
         _step_and_save(plan, engine, checkpoints, table)
     with table.row("left behind") as words:
         words.append("nothing")
@@ -142,7 +146,7 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
             f"loss {numbers.loss:.4f} (a model that knows nothing: {uniform:.4f})",
             f"grad_norm {numbers.grad_norm:.4g}",
             f"{seconds:.1f} s, the first one",
-            f"peak memory {engine.memory_bytes() / GIB:.2f} GiB",
+            f"peak memory {_size(engine.memory_bytes())}",
         ]
         if not numbers.finite:
             raise CheckError(
@@ -176,6 +180,10 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
         words.append(f"loss of the next step {expected.loss!r}, after a restore {again.loss!r}")
         if not math.isclose(again.loss, expected.loss, rel_tol=1e-3):
             raise CheckError(f"the step after a restore has loss {again.loss}, without it {expected.loss}")
+
+
+def _size(n_bytes: int) -> str:
+    return f"{n_bytes / GIB:.2f} GiB" if n_bytes >= GIB else f"{n_bytes / 2**20:.2f} MiB"
 
 
 def _make_scratch(out: Path) -> Path:

@@ -1,0 +1,69 @@
+"""What torchrun is told, and which of the ranks' exit codes counts; tests across packages run torchrun itself."""
+
+import doctest
+import signal
+import sys
+
+import pytest
+
+from lt_trainer import torchrun
+from lt_trainer.__main__ import main
+from lt_trainer.recipe import load
+from lt_trainer.stop import STOP_SIGNALS
+
+
+def test_the_command_line() -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    rank = ["-m", "lt_trainer", "run", "a.toml"]
+    assert torchrun.command(2, [], ["run", "a.toml"]) == [*run, "--standalone", *rank]
+    assert torchrun.command(2, ["--nnodes", "4"], ["run", "a.toml"]) == [*run, "--nnodes", "4", *rank]
+
+
+def test_torchrun_waits_as_long_as_the_recipe_says_and_forwards_all_stop_signals() -> None:
+    recipe = load(base={"data": {"store": "unused"}}, sets=["guard.grace_s=99.5"]).recipe
+    environ = torchrun.environment(recipe)
+    assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == environ["PET_SHUTDOWN_TIMEOUT"] == "100"
+    names = set(environ["PET_SIGNALS_TO_HANDLE"].split(","))
+    assert names == set(environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","))
+    assert names >= {number.name for number in STOP_SIGNALS}
+
+
+@pytest.mark.parametrize(
+    ("of_torchrun", "of_ranks", "code"),
+    [
+        (0, [0, 0], 0),
+        (1, [75, 75], 75),
+        (1, [75], 75),  # the other was killed, and left no code
+        (1, [75, 64], 64),
+        (1, [75, 70], 70),
+        (1, [70, 64], 64),
+        (1, [0, 1], 1),
+        (1, [], 1),
+        (137, [], 137),
+    ],
+)
+def test_one_code_for_all_ranks(of_torchrun, of_ranks, code) -> None:
+    assert torchrun.exit_code(of_torchrun, of_ranks) == code
+
+
+def test_doctest() -> None:
+    result = doctest.testmod(torchrun)
+    assert (result.attempted, result.failed) == (1, 0)
+
+
+def test_a_rank_notes_its_code_only_for_us(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["lt-train", "run", str(tmp_path / "missing.toml")])
+    taken = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        assert main() == 64
+        assert not list(tmp_path.iterdir())
+        monkeypatch.setenv("RANK", "3")
+        monkeypatch.setenv(torchrun.EXIT_CODES, str(tmp_path))
+        assert main() == 64
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"3": "64"}
+        monkeypatch.setenv(torchrun.EXIT_CODES, str(tmp_path / "gone"))
+        assert main() == 64
+    finally:
+        for number, handler in taken.items():
+            signal.signal(number, handler)
+    assert "missing.toml" in capsys.readouterr().err

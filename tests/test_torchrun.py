@@ -1,0 +1,105 @@
+"""Two ranks under a real torchrun: stopped by every signal, killed, with a mistake in the recipe; and checked only."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lt_ckpt import latest_valid
+from lt_trainer.metrics import read_jsonl
+
+LONG = ("--set", "schedule.max_steps=100000", "--set", "checkpoint.interval=1000")
+
+
+@contextmanager
+def under_torchrun(recipe: Path, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "lt_trainer", "torchrun", str(recipe), "--nproc-per-node", "2", *arguments]
+    with (
+        open(cwd / "out.txt", "w", encoding="utf-8") as out,
+        subprocess.Popen(
+            command, cwd=cwd, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=out, stderr=subprocess.STDOUT
+        ) as process,
+    ):
+        yield process
+        if process.poll() is None:
+            process.kill()
+
+
+def until_training(process: subprocess.Popen, cwd: Path) -> None:
+    metrics = cwd / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 240
+    while not (metrics.exists() and len(read_jsonl(metrics)) >= 2):
+        assert process.poll() is None, (cwd / "out.txt").read_text(encoding="utf-8")
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def ranks(cwd: Path) -> dict[int, int]:
+    """Process numbers by rank, from the heartbeats."""
+    import json
+
+    return {
+        (record := json.loads(path.read_bytes()))["rank"]: record["pid"]
+        for path in (cwd / "run" / "alive").glob("*.json")
+    }
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Path, tmp_path: Path, number) -> None:
+    with under_torchrun(prepared / "run.toml", tmp_path, *LONG) as process:
+        until_training(process, tmp_path)
+        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)  # a second one changes nothing
+        assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    found, rejected = latest_valid(tmp_path / "run" / "checkpoints")
+    assert not rejected
+    assert found is not None
+    events = read_jsonl(tmp_path / "run" / "events.jsonl")
+    assert [(e["step"], e["signal"]) for e in events if e["event"] == "stop"] == [(found.step, number.name)]
+
+
+def test_a_rank_that_cannot_stop_is_killed_after_the_grace_time_of_the_recipe(prepared: Path, tmp_path: Path) -> None:
+    """torchrun's own patience is 30 s; a stopped process does not even see SIGTERM."""
+    arguments = (*LONG, "--set", "guard.grace_s=3", "--set", "guard.timeout_s=500")
+    with under_torchrun(prepared / "run.toml", tmp_path, *arguments) as process:
+        until_training(process, tmp_path)
+        os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+        start = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=180) != 0
+        assert 2.5 < time.monotonic() - start < 25
+
+
+def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path: Path) -> None:
+    with under_torchrun(prepared / "run.toml", tmp_path, *LONG) as process:
+        until_training(process, tmp_path)
+        os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+        assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    log = (tmp_path / "run" / "logs" / "rank00000.log").read_text(encoding="utf-8")
+    assert "rank 1" in log
+    assert "start the run again" in log
+
+
+def test_a_mistake_in_the_recipe_is_told_once(prepared: Path, tmp_path: Path) -> None:
+    with under_torchrun(prepared / "run.toml", tmp_path, "--set", "optimizer.beta1=7") as process:
+        assert process.wait(timeout=120) == 64
+    assert (tmp_path / "out.txt").read_text(encoding="utf-8").count("optimizer.beta1 = 7") == 1
+    with under_torchrun(prepared / "run.toml", tmp_path, "--set", "parallel.tp=2") as process:
+        assert process.wait(timeout=120) == 64  # only the ranks know how many they are
+
+
+def test_check_on_all_ranks(prepared: Path, tmp_path: Path) -> None:
+    with under_torchrun(prepared / "run.toml", tmp_path, "--check") as process:
+        assert process.wait(timeout=180) == 0
+    lines = (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if line.startswith("ok ")]
+    assert len(rows) == 12
+    assert "2 on 1 node(s)" in rows[1]
+    assert rows[-1].endswith("nothing")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt"]
