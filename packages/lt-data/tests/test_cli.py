@@ -86,7 +86,7 @@ def test_bad_usage_exits_with_64(run: Run, arguments: tuple[str, ...]) -> None:
 def test_help_and_no_arguments(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
-    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify"):
+    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify", "inspect"):
         assert command in out
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lt_data.documents import Document, DocumentReader, read_documents
     from lt_data.errors import DataError
+    from lt_data.inspection import InspectedRow, Piece, inspect_batch
     from lt_data.manifest import Manifest
     from lt_data.ngram import NgramCounts
     from lt_data.packing import PackIndex, open_pack, pack
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from lt_data.preparation import prepare, prepare_documents
     from lt_data.progress import Progress
     from lt_data.rows import IGNORE, RowReader, Rows
+    from lt_data.run_files import StepReport, inspect_step
     from lt_data.store import TokenStore
     from lt_data.stream import Stream, StreamBatch, StreamState
     from lt_data.summary import Stats, stats
@@ -26,19 +28,24 @@ _MODULES = {
     "DataError": "errors",
     "Document": "documents",
     "DocumentReader": "documents",
+    "InspectedRow": "inspection",
     "KeyedPermutation": "permutation",
     "Manifest": "manifest",
     "NgramCounts": "ngram",
     "PackIndex": "packing",
+    "Piece": "inspection",
     "Progress": "progress",
     "RowReader": "rows",
     "Rows": "rows",
     "Stats": "summary",
+    "StepReport": "run_files",
     "Stream": "stream",
     "StreamBatch": "stream",
     "StreamState": "stream",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "inspect_batch": "inspection",
+    "inspect_step": "run_files",
     "open_pack": "packing",
     "pack": "packing",
     "prepare": "preparation",
@@ -53,19 +60,24 @@ __all__ = [
     "DataError",
     "Document",
     "DocumentReader",
+    "InspectedRow",
     "KeyedPermutation",
     "Manifest",
     "NgramCounts",
     "PackIndex",
+    "Piece",
     "Progress",
     "RowReader",
     "Rows",
     "Stats",
+    "StepReport",
     "Stream",
     "StreamBatch",
     "StreamState",
     "TokenStore",
     "Tokenizer",
+    "inspect_batch",
+    "inspect_step",
     "open_pack",
     "pack",
     "prepare",

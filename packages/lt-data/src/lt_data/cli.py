@@ -135,6 +135,32 @@ def verify(store: _Store) -> None:
     typer.echo(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {packs} packs: all as written")
 
 
+@app.command()
+def inspect(
+    run: Annotated[Path, typer.Option(help="Run directory.")],
+    step: Annotated[int, typer.Option(help="Which step, from 1.")],
+    store: Annotated[
+        Path | None, typer.Option(help="The run's token store, where it is not found under the name in its recipe.")
+    ] = None,
+    row: Annotated[int | None, typer.Option(help="Only this row of the batch, from 0.")] = None,
+    rows: Annotated[str | None, typer.Option(metavar="A:B", help="Only the rows A to B - 1 of the batch.")] = None,
+    text: Annotated[bool, typer.Option("--text", help="Print the whole text.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the whole text.")] = False,
+) -> None:
+    """Show the documents that a step of a training run read."""
+    from shutil import get_terminal_size
+
+    from lt_data.inspection_text import parse_rows, step_lines
+    from lt_data.run_files import inspect_step
+
+    report = inspect_step(run, step, store=store, rows=parse_rows(row, rows))
+    if as_json:
+        typer.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    for line in step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text):
+        typer.echo(line)
+
+
 def _table(found: "Stats") -> str:
     facts: list[tuple[str, Any]] = [
         ("documents", found.documents),

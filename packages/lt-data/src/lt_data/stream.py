@@ -121,7 +121,7 @@ class Stream:
         self.dp_size = dp_size
         self.seed = seed
         self.shuffle = shuffle
-        fingerprint = f"{reader.fingerprint} order:{'shuffled-1' if shuffle else 'pack'}"
+        fingerprint = sequence_fingerprint(reader, shuffle=shuffle)
         self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
         _check_same(self.state, seed, fingerprint)
 
@@ -179,19 +179,31 @@ class Stream:
         return KeyedPermutation(self.reader.n_rows, f"{self.seed}/{epoch}".encode())
 
 
-def _check_same(state: StreamState, seed: int, fingerprint: str) -> None:
-    changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
-    before, now = _parts(state.fingerprint), _parts(fingerprint)
-    changed += [
-        f"{key}: {before.get(key)} before, {value} now" for key, value in now.items() if before.get(key) != value
-    ]
-    if changed or state.fingerprint != fingerprint:
-        raise DataError(
-            f"the data state belongs to another sequence of rows ({'; '.join(changed) or state.fingerprint}): go on "
-            "with the data and the seed it was saved with, or start without it"
-        )
+def sequence_fingerprint(reader: RowReader, *, shuffle: bool) -> str:
+    """What a global sequence is made of, in words: the reader's fingerprint and the kind of order."""
+    return f"{reader.fingerprint} order:{'shuffled-1' if shuffle else 'pack'}"
+
+
+def changed_parts(before: str, now: str) -> list[str]:
+    """Which parts of a sequence's fingerprint differ, in words; empty when the two are equal."""
+    if before == now:
+        return []
+    old, new = _parts(before), _parts(now)
+    keys = [*new, *(key for key in old if key not in new)]
+    named = [f"{key}: {old.get(key)} before, {new.get(key)} now" for key in keys if old.get(key) != new.get(key)]
+    return named or [f"{before!r} before, {now!r} now"]
 
 
 def _parts(fingerprint: str) -> dict[str, str]:
     named = (part.partition(":") for part in fingerprint.split())
     return {key: value for key, _, value in named}
+
+
+def _check_same(state: StreamState, seed: int, fingerprint: str) -> None:
+    changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
+    changed += changed_parts(state.fingerprint, fingerprint)
+    if changed:
+        raise DataError(
+            f"the data state belongs to another sequence of rows ({'; '.join(changed)}): go on with the data and the "
+            "seed it was saved with, or start without it"
+        )
