@@ -1,0 +1,207 @@
+"""Two and four ranks against one process in float64: gradients, weights, moments, losses, norms, and who read what.
+
+Rows come from a real store through the stream, as in training, with documents so uneven that ranks differ widely in
+their numbers of labels. Then a mean per micro-batch or per rank, an averaged reduction, a slice in the wrong place or a
+row that is read twice all change numbers that are compared here to ten digits.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import xxhash
+
+from lt_data import Document, Stream, TokenStore, pack, prepare_documents, train_bpe
+from lt_trainer.data import open_data, open_stream, step_batch, validation_batches
+from lt_trainer.engine import World
+from lt_trainer.recipe import Recipe, llama_config, load
+from lt_trainer_gpu.spec import SPEC
+
+STEPS, GLOBAL_BATCH, SEQ_LEN = 5, 8, 32
+BETA1, CLIP = 0.8, 0.3
+NEAR = 1e-10
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's slice of one tensor of its state."""
+
+    group: str
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: np.ndarray
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw: numbers by step; its state before the first, after the first and after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    validation: tuple[float, int]
+    rows: list[np.ndarray]
+    labels: list[int]
+    states: tuple[list[Piece], list[Piece], list[Piece]]
+
+
+def recipe_of(root: str, micro_batch: int, tied: bool) -> Recipe:
+    base = {
+        "model": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "n_heads": 4,
+            "n_kv_heads": 2,
+            "n_layers": 2,
+            "tie_word_embeddings": tied,
+        },
+        "data": {"store": f"{root}/train", "validation": f"{root}/validation", "seq_len": SEQ_LEN},
+        "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": micro_batch},
+        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1},
+        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+    return load(base=base).recipe
+
+
+def train(root: str, micro_batch: int, tied: bool) -> Trained:
+    """One rank's training, in that rank."""
+    recipe, world = recipe_of(root, micro_batch, tied), World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    data = open_data(recipe)
+    engine = SPEC.open(recipe, llama_config(recipe, data.vocab_size), world)
+    stream = open_stream(recipe, data, engine.topology, None)
+
+    def state() -> list[Piece]:
+        return [
+            Piece(s.group, s.name, s.global_shape, s.offset, s.data.view(np.float64).reshape(s.shape).copy())
+            for s in engine.state().shards
+        ]
+
+    numbers, rows, labels, states = [], [], [], [state()]
+    for step in range(STEPS):
+        batch = stream.next()
+        numbers += engine.read([engine.step(step_batch(batch, micro_batch), 1e-2 / (step + 1))])
+        rows.append(batch.row_ids)
+        labels.append(int((batch.rows.labels >= 0).sum()))
+        if step in (0, STEPS - 1):
+            states.append(state())
+    assert data.validation is not None
+    validation = engine.evaluate(validation_batches(data.validation, engine.topology, micro_batch))
+    engine.close()
+    first, second, third = states
+    return Trained(
+        [n.loss for n in numbers], [n.grad_norm for n in numbers], validation, rows, labels, (first, second, third)
+    )
+
+
+def whole(parts: list[list[Piece]]) -> dict[tuple[str, str], np.ndarray]:
+    """The tensors that the ranks' slices make up, each element from exactly one of them."""
+    tensors: dict[tuple[str, str], np.ndarray] = {}
+    for pieces in parts:
+        for piece in pieces:
+            tensor = tensors.setdefault((piece.group, piece.name), np.full(piece.shape, np.nan))
+            place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
+            assert np.isnan(tensor[place]).all(), f"{piece.name}: two ranks hold the same elements"
+            tensor[place] = piece.values
+    assert not any(np.isnan(tensor).any() for tensor in tensors.values())
+    return tensors
+
+
+def digests(tensors: dict[tuple[str, str], np.ndarray]) -> dict[tuple[str, str], str]:
+    return {key: xxhash.xxh3_128_hexdigest(tensor.tobytes()) for key, tensor in tensors.items()}
+
+
+def assert_near(found: dict[tuple[str, str], np.ndarray], wanted: dict[tuple[str, str], np.ndarray]) -> None:
+    assert found.keys() == wanted.keys()
+    for key, tensor in wanted.items():
+        scale = np.abs(tensor).max()
+        assert scale > 0, f"{key} says nothing"
+        assert np.abs(found[key] - tensor).max() <= NEAR * scale, key
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Stores whose rows have from no label at all (32 documents of one token) to one at every position."""
+    root = tmp_path_factory.mktemp("uneven")
+    rng = np.random.default_rng(5)
+    words = ["loss", "of", "a", "model", "falls", "when", "its", "data", "is", "read", "in", "order"]
+
+    def documents(number: int) -> list[Document]:
+        long = [" ".join(rng.choice(words, int(rng.integers(40, 90)))) for _ in range(number)]
+        return [Document(text=text, source="made up") for text in [*long, *["a"] * (60 * number)]]
+
+    train = documents(12)
+    tokenizer = train_bpe((d.text for d in train), vocab_size=280)
+    for name, texts in (("train", train), ("validation", documents(2))):
+        prepare_documents(texts, tokenizer=tokenizer, out=root / name, bos=False, eos=False)
+        pack(TokenStore.open(root / name), seq_len=SEQ_LEN)
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks, root: str) -> Callable[[bool], Trained]:
+    """The one process that all meshes are compared with: no accumulation, nothing sharded."""
+    done: dict[bool, Any] = {}
+
+    def trained(tied: bool) -> Trained:
+        if tied not in done:
+            (done[tied],) = ranks.run(train, root, GLOBAL_BATCH, tied, ranks=1)
+        return done[tied]
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("n", "micro_batch", "tied"),
+    [(1, 2, True), (2, 4, False), (2, 1, True), (4, 2, True), (4, 1, False)],
+    ids=["1-rank-4-micro-tied", "2-ranks", "2-ranks-4-micro-tied", "4-ranks-tied", "4-ranks-2-micro"],
+)
+def test_ranks_train_as_one_process(ranks, alone, root: str, n: int, micro_batch: int, tied: bool) -> None:
+    one: Trained = alone(tied)
+    found: list[Trained] = ranks.run(train, root, micro_batch, tied, ranks=n)
+
+    data = open_data(recipe_of(root, micro_batch, tied))
+    for step in range(STEPS):
+        labels = [rank.labels[step] for rank in found]
+        assert sum(labels) == one.labels[step]
+        assert n == 1 or max(labels) > 1.2 * min(labels), "the test needs ranks with unlike numbers of labels"
+        read = np.concatenate([rank.rows[step] for rank in found])
+        stream = Stream(data.train, global_batch=GLOBAL_BATCH)
+        wanted = stream.global_rows(stream.state, STEPS * GLOBAL_BATCH)
+        assert read.tolist() == wanted[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].tolist()
+
+    for rank in found:
+        assert rank.losses == found[0].losses
+        assert rank.norms == found[0].norms
+        assert rank.validation == found[0].validation
+    assert found[0].losses == pytest.approx(one.losses, rel=NEAR)
+    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
+    assert min(one.norms) > CLIP, "clipping must be at work"
+    assert found[0].validation == pytest.approx(one.validation, rel=NEAR)
+
+    before, after_1, after_all = ((whole([rank.states[i] for rank in found]), whole([one.states[i]])) for i in range(3))
+    assert digests(before[0]) == digests(before[1]), "initial weights are the same bits on every mesh"
+    # After one step exp_avg is the clipped gradient times 1 - beta1.
+    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after_1))
+    assert_near(*after_all)
+
+
+def gradients(tensors: dict[tuple[str, str], np.ndarray], norm: float) -> dict[tuple[str, str], np.ndarray]:
+    """The gradients of the first step before clipping; their norm is checked against the one that was reported."""
+    found = {key: tensor / (1 - BETA1) * norm / CLIP for key, tensor in tensors.items() if key[0] == "exp_avg"}
+    assert sum(float((g**2).sum()) for g in found.values()) == pytest.approx(norm**2, rel=1e-4)  # torch adds 1e-6
+    return found
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_a_first_step_of_one_process_is_not_nothing(alone, tied: bool) -> None:
+    """What the comparisons rest on: every tensor moved, in every group, and rows without labels were among those."""
+    one: Trained = alone(tied)
+    before, after = whole([one.states[0]]), whole([one.states[2]])
+    assert {group for group, _ in after} == {"weights", "exp_avg", "exp_avg_sq"}
+    assert all((before[key] != after[key]).any() for key in after)
+    assert len(set(one.labels)) == STEPS
