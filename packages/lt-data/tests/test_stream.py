@@ -2,14 +2,29 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import IGNORE, DataError, KeyedPermutation, RowReader, Stream, StreamState, TokenStore
+from lt_data import (
+    IGNORE,
+    DataError,
+    Document,
+    KeyedPermutation,
+    RowReader,
+    Stream,
+    StreamState,
+    Tokenizer,
+    TokenStore,
+    pack,
+    prepare_documents,
+)
 from lt_data.packing import build_index
+from lt_data.stream import changed_parts
 
 
 @pytest.fixture(scope="session")
@@ -74,6 +89,82 @@ def test_any_ranks_batches_and_stops_give_one_sequence(
     assert fresh.global_rows(fresh.state, len(seen)).tolist() == seen
     for epoch in range(len(seen) // n_rows):
         assert sorted(seen[epoch * n_rows : (epoch + 1) * n_rows]) == list(range(n_rows))
+
+
+@pytest.fixture(scope="session")
+def mixed_reader(counting_store: Callable[..., TokenStore]) -> RowReader:
+    """Rows with several documents, cut ones and padding: 13 rows of 16 positions from 6 shards."""
+    store = counting_store([5, 40, 1, 16, 7, 7, 30, 2, 3, 11, 16, 9, 25, 6, 1, 15])
+    index = build_index(store.lengths, seq_len=16, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    assert index.n_rows == 13
+    return RowReader(store, index)
+
+
+ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
+
+
+@settings(max_examples=60)
+@given(
+    dp_sizes=st.permutations([4, 2, 1, 8]),
+    steps=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    skips=st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=4, max_size=4),
+    batches=st.lists(st.sampled_from([8, 16, 24]), min_size=4, max_size=4),
+    seed=st.integers(0, 2**63),
+)
+def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(
+    mixed_reader: RowReader,
+    dp_sizes: list[int],
+    steps: list[int],
+    skips: list[int],
+    batches: list[int],
+    seed: int,
+) -> None:
+    """Four parts of a run, each with other ranks, from the saved state of the part before; one rank does the same."""
+    reader, n_rows = mixed_reader, mixed_reader.n_rows
+    state: StreamState | None = None
+    skipped: list[int] = []
+    read: list[int] = []
+    rows: list[int] = []
+    alone = Stream(reader, global_batch=8, seed=seed)
+    for dp_size, n_steps, skip, batch in zip(dp_sizes, steps, skips, batches, strict=True):
+        alone = Stream(reader, global_batch=batch, seed=seed, state=alone.state)
+        ranks = [
+            Stream(reader, global_batch=batch, dp_rank=rank, dp_size=dp_size, seed=seed, state=state)
+            for rank in range(dp_size)
+        ]
+        skipped += range(alone.state.row, alone.state.row + skip)
+        for stream in (alone, *ranks):
+            stream.skip(skip)
+        for _ in range(n_steps):
+            read += range(alone.state.row, alone.state.row + batch)
+            expected = alone.next()
+            rows += expected.row_ids.tolist()
+            parts = [stream.next() for stream in ranks]
+            assert np.concatenate([part.row_ids for part in parts]).tolist() == expected.row_ids.tolist()
+            for name in ARRAYS:
+                together = np.concatenate([getattr(part.rows, name) for part in parts])
+                assert np.array_equal(together, getattr(expected.rows, name)), name
+            assert {(part.state, part.valid_tokens, part.step) for part in parts} == {
+                (expected.state, expected.valid_tokens, expected.step)
+            }
+        states = {StreamState.from_json(json.loads(json.dumps(stream.state.to_json()))) for stream in ranks}
+        assert states == {alone.state}
+        (state,) = states
+    assert state is not None
+    assert sorted(read + skipped) == list(range(state.row))
+    assert [position for begin, end in state.skipped for position in range(begin, end)] == skipped
+    assert state.step == sum(steps)
+    # By the definition of the sequence, whatever was skipped.
+    epochs = [
+        KeyedPermutation(n_rows, f"{seed}/{epoch}".encode())(np.arange(n_rows)).tolist()
+        for epoch in range(state.row // n_rows + 1)
+    ]
+    assert rows == [epochs[position // n_rows][position % n_rows] for position in read]
+    for epoch in range(state.row // n_rows):
+        inside = range(epoch * n_rows, (epoch + 1) * n_rows)
+        left_out = [epochs[epoch][position % n_rows] for position in skipped if position in inside]
+        got = [row for position, row in zip(read, rows, strict=True) if position in inside]
+        assert sorted(got + left_out) == list(range(n_rows)), "each row once in an epoch"
 
 
 def test_the_order_is_the_one_that_is_documented(make_reader: Callable[..., RowReader]) -> None:
@@ -155,6 +246,73 @@ def test_state_of_other_data_is_refused_and_what_differs_is_named(make_reader: C
         with pytest.raises(DataError, match=message):
             Stream(global_batch=2, state=state, **options)
     Stream(make_reader(10), global_batch=6, dp_rank=2, dp_size=3, seed=1, state=state)
+
+
+def parts_named(error: DataError) -> set[str]:
+    """What an error about a state says has changed."""
+    listed = str(error).partition("(")[2].partition("): ")[0]
+    assert all(" before, " in part and part.endswith(" now") for part in listed.split("; ")), listed
+    return {part.partition(":")[0] for part in listed.split("; ")}
+
+
+def test_each_change_of_a_real_store_is_refused_by_its_name(
+    tmp_path: Path, documents: list[Document], tokenizer: Tokenizer
+) -> None:
+    def reader(name: str, texts: list[Document], seq_len: int = 64, mode: str = "bfd", **options: bool) -> RowReader:
+        if not (tmp_path / name).exists():
+            prepare_documents(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
+        store = TokenStore.open(tmp_path / name)
+        return RowReader(store, pack(store, seq_len=seq_len, mode=mode))  # pyright: ignore[reportArgumentType]
+
+    before = reader("store", documents)
+    state = Stream(before, global_batch=4, seed=1).next().state
+    swapped = [replace(documents[0], text=documents[0].text[::-1]), *documents[1:]]
+    again = reader("again", documents)  # the same text once more is the same data
+    Stream(again, global_batch=4, seed=1, state=state)
+    store = before.store
+    cases: list[tuple[RowReader, dict[str, object], set[str]]] = [
+        (reader("text", swapped), {}, {"store", "pack"}),
+        (reader("order", documents[::-1]), {}, {"store", "pack"}),
+        (reader("no eos", documents, eos=False), {}, {"store", "pack"}),
+        (reader("store", documents, seq_len=48), {}, {"pack"}),
+        (reader("store", documents, mode="concat"), {}, {"pack"}),
+        (RowReader(store, before.pack, document_mask=False), {}, {"document_mask"}),
+        (before, {"seed": 2}, {"seed"}),
+        (before, {"shuffle": False}, {"order"}),
+        (RowReader(store, before.pack, document_mask=False), {"seed": 2}, {"seed", "document_mask"}),
+    ]
+    for now, options, names in cases:
+        with pytest.raises(DataError, match="belongs to another sequence of rows") as caught:
+            Stream(now, global_batch=4, state=state, **{"seed": 1, **options})  # pyright: ignore[reportArgumentType]
+        assert parts_named(caught.value) == names
+
+
+def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Nothing but the tokens themselves differs: lengths, slices and rows are those of the store before."""
+    readers: list[RowReader] = []
+    for name, text in (("one", "~^~"), ("two", "~~~")):
+        prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
+        store = TokenStore.open(tmp_path / name)
+        readers.append(RowReader(store, pack(store, seq_len=4)))
+    one, two = readers
+    assert one.store.lengths.tolist() == two.store.lengths.tolist()
+    assert one.pack.start.tolist() == two.pack.start.tolist()
+    with pytest.raises(DataError, match=r"store: \w+ before"):
+        Stream(two, global_batch=1, state=Stream(one, global_batch=1).state)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("store:a pack:b", "store:a pack:b", []),
+        ("store:a pack:b", "store:a pack:c", ["pack: b before, c now"]),
+        ("store:a old:b", "store:a", ["old: b before, None now"]),
+        ("store:a", "store:a new:b", ["new: None before, b now"]),
+        ("store:a pack:b", "pack:b store:a", ["'store:a pack:b' before, 'pack:b store:a' now"]),
+    ],
+)
+def test_what_differs_in_a_fingerprint_is_named(before: str, now: str, named: list[str]) -> None:
+    assert changed_parts(before, now) == named
 
 
 @pytest.mark.parametrize(
