@@ -1,10 +1,23 @@
-"""A little model and step batches with documents of uneven length, for the engine's tests."""
+"""A little model, step batches with documents of uneven length, and engines, for the engine's tests.
+
+What takes `device` runs twice: on the CPU, and on a CUDA device where there is one (marker `gpu`, else skipped).
+"""
+
+import os
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+import torch
 
 from lt_model import LlamaConfig
-from lt_trainer.engine import StepBatch
+from lt_trainer.engine import StepBatch, World
+from lt_trainer.recipe import Recipe, load
+from lt_trainer_gpu.engine import GpuEngine
+
+if torch.cuda.is_available():
+    # What the engine's spec asks of deterministic runs is read once, so it must be there before the first product.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 from lt_trainer.testing import RankPool
 
 VOCAB, SEQ_LEN = 64, 24
@@ -54,3 +67,50 @@ def config(request: pytest.FixtureRequest) -> LlamaConfig:
         max_position_embeddings=SEQ_LEN,
         tie_word_embeddings=request.param,
     )
+
+
+@pytest.fixture
+def recipe() -> Callable[..., Recipe]:
+    """Recipes of the little model's engine, in float64 on the CPU unless told otherwise."""
+
+    def make(*sets: str) -> Recipe:
+        base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
+        return load(base=base, sets=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
+
+    return make
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """The CUDA device; the test is skipped where there is none."""
+    if not torch.cuda.is_available():
+        pytest.skip("torch finds no CUDA device here: what runs on a GPU stays untested")
+    return torch.device("cuda", 0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Name of the device to test on."""
+    if request.param == "cuda":
+        request.getfixturevalue("cuda")
+    return request.param
+
+
+@pytest.fixture
+def open_on(recipe) -> Iterator[Callable[..., GpuEngine]]:
+    """Opens an engine on a device, after closing the one that was open."""
+    opened: list[GpuEngine] = []
+
+    def open_one(device: str, config: LlamaConfig, *sets: str) -> GpuEngine:
+        close()
+        made = recipe(f"engine.gpu.device={device}", *sets)
+        opened.append(GpuEngine(made, config, World()))
+        return opened[-1]
+
+    def close() -> None:
+        while opened:
+            opened.pop().close()
+            torch.use_deterministic_algorithms(False)
+
+    yield open_one
+    close()

@@ -1,6 +1,7 @@
 """One process: a step against plain torch in float64, state out and in, and what the engine refuses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,31 +14,14 @@ from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import Recipe, load
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
 
 
-def recipe(*sets: str) -> Recipe:
-    base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
-    return load(base=base, sets=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
-
-
 @pytest.fixture
-def open_engine() -> Iterator:
-    opened: list[GpuEngine] = []
-
-    def open_one(config: LlamaConfig, *sets: str) -> GpuEngine:
-        close()
-        opened.append(GpuEngine(recipe(*sets), config, World()))
-        return opened[-1]
-
-    def close() -> None:
-        while opened:
-            opened.pop().close()
-
-    yield open_one
-    close()
+def open_engine(open_on, device: str) -> Callable[..., GpuEngine]:
+    """Engines on the CPU, and once more on a GPU."""
+    return partial(open_on, device)
 
 
 def plain_torch(
@@ -75,27 +59,32 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.mark.parametrize(("n_micro", "micro_batch"), [(1, 4), (4, 1), (2, 2)])
 def test_steps_equal_plain_torch_with_and_without_accumulation(
-    open_engine, config, batches, n_micro, micro_batch
+    open_engine, device, config, batches, n_micro, micro_batch
 ) -> None:
-    """A mean per micro-batch, a decayed norm or an unclipped gradient would all show here."""
+    """A mean per micro-batch, a decayed norm or an unclipped gradient would all show here.
+
+    A GPU adds up in another order than the CPU, so ten times (losses: a hundred times) as much is allowed there.
+    """
+    loss_near, norm_near, weight_near = (1e-12, 1e-10, 1e-10) if device == "cpu" else (1e-10, 1e-9, 1e-9)
     steps = batches(5, n_micro=n_micro, micro_batch=micro_batch)
     losses, norms, wanted = plain_torch(config, steps, lr=1e-2, clip=0.5)
     assert max(norms) > 0.5 > 0, "clipping must be at work"
     engine = open_engine(config, "optimizer.grad_clip=0.5")
     numbers = engine.read([engine.step(batch, 1e-2) for batch in steps])
-    assert [n.loss for n in numbers] == pytest.approx(losses, rel=1e-12)
-    assert [n.grad_norm for n in numbers] == pytest.approx(norms, rel=1e-10)
+    assert [n.loss for n in numbers] == pytest.approx(losses, rel=loss_near)
+    assert [n.grad_norm for n in numbers] == pytest.approx(norms, rel=norm_near)
     found = weights(engine)
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        assert relative(found[name], tensor.numpy().ravel()) < 1e-10, name
+        assert relative(found[name], tensor.numpy().ravel()) < weight_near, name
 
 
-def test_grad_clip_0_leaves_gradients_alone(open_engine, config, batches) -> None:
+def test_grad_clip_0_leaves_gradients_alone(open_engine, device, config, batches) -> None:
     steps = batches(2, n_micro=1, micro_batch=2)
     losses, _, _ = plain_torch(config, steps, lr=1e-2, clip=float("inf"))
     engine = open_engine(config, "optimizer.grad_clip=0")
-    assert [n.loss for n in engine.read([engine.step(b, 1e-2) for b in steps])] == pytest.approx(losses, rel=1e-12)
+    near = 1e-12 if device == "cpu" else 1e-10
+    assert [n.loss for n in engine.read([engine.step(b, 1e-2) for b in steps])] == pytest.approx(losses, rel=near)
 
 
 def test_initial_weights_follow_the_seed_alone(open_engine, config) -> None:
@@ -106,9 +95,11 @@ def test_initial_weights_follow_the_seed_alone(open_engine, config) -> None:
     assert any((first[name] != other[name]).any() for name in first)
 
 
-def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_path: Path, dtype: str) -> None:
     steps = batches(6, n_micro=2, micro_batch=2)
-    engine = open_engine(config)
+    sets = (f"engine.gpu.dtype={dtype}", "engine.gpu.deterministic=true")  # a GPU needs to be asked for it
+    engine = open_engine(config, *sets)
     numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[:3]])
     snapshot = engine.state()
     tmp = begin(tmp_path, step=3, world=1)
@@ -116,7 +107,7 @@ def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_pa
     path = commit(tmp, world=1, meta=Meta(step=3, small=snapshot.small, model=config.to_dict()))
     numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[3:]])
 
-    resumed = open_engine(config, "run.seed=7")  # another seed: everything must come from the checkpoint
+    resumed = open_engine(config, "run.seed=7", *sets)  # another seed: everything must come from the checkpoint
     resumed.restore(Checkpoint.open(path))
     assert resumed.read([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
 
@@ -155,8 +146,8 @@ def test_bfloat16_compute_keeps_float32_masters(open_engine, config, batches) ->
     assert {shard.dtype for shard in engine.state().shards} == {"F32"}
 
 
-def test_device_says_what_its_peak_is(open_engine, config) -> None:
-    device = open_engine(config).device
+def test_device_says_what_its_peak_is(open_on, config) -> None:
+    device = open_on("cpu", config).device
     assert device.kind == "cpu"
     assert device.peak_flops > 1e6
     assert "measured" in device.peak_source
@@ -176,13 +167,13 @@ def test_device_says_what_its_peak_is(open_engine, config) -> None:
         ),
     ],
 )
-def test_check_refuses_with_field_value_and_remedy(sets, world, message) -> None:
+def test_check_refuses_with_field_value_and_remedy(recipe, sets, world, message) -> None:
     with pytest.raises(RecipeError, match=message):
         SPEC.check(recipe(*sets), world)
 
 
-def test_cuda_that_is_not_there_is_refused(open_engine, config) -> None:
+def test_cuda_that_is_not_there_is_refused(open_on, config) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ValueError, match="finds no CUDA device; set it to 'cpu'"):
-        open_engine(config, "engine.gpu.device=cuda")
+        open_on("cuda", config)
