@@ -182,8 +182,7 @@ def test_a_full_disk_is_one_clear_error() -> None:
     with pytest.raises(RunDirError, match=r"^cannot write /dev/full: No space left on device; free space") as caught:
         sink.write({"step": 1})
     assert caught.value.exit_code == 64
-    with pytest.raises(RunDirError, match="No space left"):
-        sink.close()
+    sink.close()  # quietly: a second error would hide the first
 
 
 # ---- rates ----

@@ -21,7 +21,7 @@ from pathlib import Path
 from lt_trainer.engine import Device
 from lt_trainer.errors import RunDirError
 from lt_trainer.loop import StepRecord
-from lt_trainer.metrics import JsonlSink, MetricsRecord, Throughput, ValidationRecord, as_dict, line
+from lt_trainer.metrics import JsonlSink, LogFile, MetricsRecord, Throughput, ValidationRecord, as_dict, line
 from lt_trainer.rundir import RunDir
 
 GIB = 2**30
@@ -39,22 +39,16 @@ class RankLog:
         self.path = run / "logs" / f"rank{rank:05}.log"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by __exit__
         except OSError as exc:
-            raise self._failed(exc) from exc
+            raise RunDirError(
+                f"cannot make {self.path.parent}: {exc.strerror}; free space or mend its permissions, then start again"
+            ) from exc
+        self._file = LogFile(self.path)
 
     def write(self, text: str) -> None:
         """Append lines, each with the time in UTC."""
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        try:
-            self._file.writelines(f"{now} {line}\n" for line in text.splitlines())
-        except OSError as exc:
-            raise self._failed(exc) from exc
-
-    def _failed(self, exc: OSError) -> RunDirError:
-        return RunDirError(
-            f"cannot write {self.path}: {exc.strerror}; free space or mend its permissions, then start again"
-        )
+        self._file.write("".join(f"{now} {line}\n" for line in text.splitlines()))
 
     def __enter__(self) -> RankLog:
         return self

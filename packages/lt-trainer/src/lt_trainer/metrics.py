@@ -27,6 +27,7 @@ from lt_trainer.errors import RunDirError
 __all__ = [
     "METRIC_DEFINITIONS",
     "JsonlSink",
+    "LogFile",
     "MetricsRecord",
     "Rates",
     "Throughput",
@@ -102,6 +103,37 @@ def _short(value: Any) -> str:
     return format(value, ".6g") if isinstance(value, float) else str(value)
 
 
+class LogFile:
+    """A file that is appended to, unbuffered: what a full disk did not take is not tried again when it is closed.
+
+    Raises:
+        RunDirError: the file cannot be opened or written, for example because the disk is full.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+        except OSError as exc:
+            raise _cannot("open", path, exc) from exc
+
+    def write(self, text: str) -> None:
+        """Append text."""
+        data = memoryview(text.encode("utf-8", errors="backslashreplace"))
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+        except OSError as exc:
+            raise _cannot("write", self.path, exc) from exc
+
+    def close(self) -> None:
+        """Close the file."""
+        try:
+            self._file.close()
+        except OSError as exc:
+            raise _cannot("write", self.path, exc) from exc
+
+
 class JsonlSink:
     """One JSON object per line, appended to a file; a line that an earlier process left unfinished is cut off first.
 
@@ -113,24 +145,18 @@ class JsonlSink:
         self.path = Path(path)
         try:
             _cut_unfinished_line(self.path)
-            self._file = open(self.path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - closed by close()
         except OSError as exc:
             raise _cannot("open", self.path, exc) from exc
+        self._file = LogFile(self.path)
 
     def write(self, record: Any) -> None:
         """Append one object."""
         text = json.dumps({name: _json_value(value) for name, value in as_dict(record).items()}, allow_nan=False)
-        try:
-            self._file.write(text + "\n")
-        except OSError as exc:
-            raise _cannot("write", self.path, exc) from exc
+        self._file.write(text + "\n")
 
     def close(self) -> None:
         """Close the file."""
-        try:
-            self._file.close()
-        except OSError as exc:
-            raise _cannot("write", self.path, exc) from exc
+        self._file.close()
 
     def __enter__(self) -> "JsonlSink":
         return self

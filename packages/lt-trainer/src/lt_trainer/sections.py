@@ -313,3 +313,8 @@ class GuardOptions:
         check_types(self, "guard")
         at_least(self, "guard", 0, "max_skipped", "max_rewinds")
         above_zero(self, "guard", "timeout_s", "grace_s")
+
+    @property
+    def collective_timeout_s(self) -> float:
+        """What engines give their collectives: more than `timeout_s`, for the watchdog can say who is missing."""
+        return 1.5 * self.timeout_s + 30
