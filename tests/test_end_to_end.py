@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, latest_valid
+from lt_data import RowReader, Stream, TokenStore, open_pack
 from lt_trainer.metrics import read_jsonl
 
 RUN = ("-m", "lt_trainer", "run")
@@ -157,3 +158,17 @@ def test_sample_and_show(whole: Path, prepared: Path, lt, tmp_path: Path) -> Non
 def test_the_resolved_recipe_of_a_run_starts_the_same_run(whole: Path, lt, tmp_path: Path) -> None:
     lt("train", "run", whole / "recipe.toml", "--set", "run.out=again", cwd=tmp_path)
     assert losses(tmp_path / "again") == losses(whole)
+
+
+def test_the_documents_of_any_step_can_be_named(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    """What `lt data inspect` says of a step is what the stream gave to it."""
+    store = TokenStore.open(prepared / "train")
+    stream = Stream(RowReader(store, open_pack(store, seq_len=64)), global_batch=8)
+    for step in range(1, 18):
+        batch = stream.next()
+        if step in (1, 13, 17):
+            told = json.loads(lt("data", "inspect", "--run", whole, "--step", str(step), "--json", cwd=tmp_path))
+            assert [row["row"] for row in told["rows"]] == batch.row_ids.tolist()
+            assert sum(row["labels"] for row in told["rows"]) == batch.valid_tokens
+    text = (prepared / told["rows"][0]["pieces"][0]["source"]).read_text(encoding="utf-8")
+    assert told["rows"][0]["pieces"][0]["text"].replace("<|bos|>", "").replace("<|eos|>", "") in text

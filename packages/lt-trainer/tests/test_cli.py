@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -66,3 +67,16 @@ def test_a_mistake_of_ours_is_70_with_a_traceback(
     monkeypatch.setattr(cli, "app", broken)
     assert main() == 70
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_torchrun_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    recipe = tmp_path / "run.toml"
+    recipe.write_text("[data]\nstore = 'store'\n[guard]\ngrace_s = 7\n", encoding="utf-8")
+    given: list[tuple] = []
+    monkeypatch.setattr("lt_trainer.torchrun.start", lambda *arguments: given.append(arguments) or 75)
+    line = ["torchrun", str(recipe), "--nproc-per-node", "2", "--set", "run.seed=3", "--check", "--", "--nnodes", "4"]
+    assert CliRunner().invoke(cli.app, line).exit_code == 75
+    (found, ranks, options, arguments) = given[0]
+    assert (found.guard.grace_s, found.run.seed, ranks) == (7.0, 3, 2)
+    assert options == ["--nnodes", "4"]
+    assert arguments == ["check", str(recipe), "--set", "run.seed=3"]

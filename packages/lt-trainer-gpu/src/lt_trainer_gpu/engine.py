@@ -66,7 +66,8 @@ class GpuEngine:
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
         self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
-        _init_process_group(self._torch_device, world, recipe.guard.collective_timeout_s)
+        with peers():  # a rank that never comes is one that is gone
+            _init_process_group(self._torch_device, world, recipe.guard.collective_timeout_s)
         self.control: Control = GlooControl(recipe.guard.collective_timeout_s) if world.size > 1 else SoloControl()
         with torch.device("meta"):
             model = Llama(config, attention=options.attention).to(master)
