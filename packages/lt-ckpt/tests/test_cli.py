@@ -11,7 +11,7 @@ def run(*args, env=None):
     done = subprocess.run(
         [sys.executable, "-m", "lt_ckpt", *map(str, args)],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
         env={**os.environ, **(env or {})},
         check=False,
     )
@@ -53,7 +53,7 @@ def test_verify(tmp_path, toy, main):
     assert f"ok: {one}: " in out
     file = two / "weights-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0")
-    (one / "notes").write_text("")
+    (one / "notes").write_text("", encoding="utf-8")
     code, out, err = main("verify", tmp_path)
     assert code == 64
     assert "broken: " in out
@@ -100,7 +100,7 @@ def test_export(tmp_path, main):
     code, out, err = main("export", tmp_path / "run", "--out", tmp_path / "hf", "--dtype", "bf16")
     assert (code, err) == (0, "")
     assert out == f"exported step 7 to {tmp_path / 'hf'}\n"
-    assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "llama"
+    assert json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))["model_type"] == "llama"
     code, _, err = main("export", tmp_path / "run", "--out", tmp_path / "hf")
     assert code == 64
     assert "not an empty folder" in err
@@ -119,7 +119,9 @@ def test_the_module_runs_as_a_command(tmp_path, toy):
 
 
 def test_without_typer_the_install_line_is_printed(tmp_path):
-    (tmp_path / "typer.py").write_text("raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')")
+    (tmp_path / "typer.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'typer'\", name='typer')", encoding="utf-8"
+    )
     code, out, err = run("--help", env={"PYTHONPATH": str(tmp_path)})
     assert (code, out) == (64, "")
     assert err == "lt-ckpt: the command needs typer: pip install 'lt-ckpt[cli]'\n"
@@ -130,9 +132,9 @@ HEAVY = ("numpy", "safetensors", "torch", "transformers", "xxhash", "rich", "lt_
 
 def loaded_by(code):
     code += f"\nimport sys; print([name for name in {HEAVY} if name in sys.modules])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()[
-        -1
-    ]
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True
+    ).stdout.splitlines()[-1]
 
 
 def test_importing_loads_nothing_heavy():

@@ -21,7 +21,7 @@ def test_an_empty_or_missing_root_has_none(tmp_path):
 
 
 def test_a_root_that_cannot_be_read_is_an_error_and_not_empty(tmp_path):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="looking for checkpoints failed"):
         latest_valid(tmp_path / "file")
 
@@ -31,7 +31,7 @@ def test_the_newest_step_is_found_by_number(tmp_path, toy):
         toy.save(tmp_path, step)
     for name in ("step-1", "step-00000011x", "other"):
         (tmp_path / name).mkdir()
-    (tmp_path / "step-00000099").write_text("a file")
+    (tmp_path / "step-00000099").write_text("a file", encoding="utf-8")
     assert [step for step, _ in list_steps(tmp_path)] == [123_456_789, 10, 9, 1]
     found, rejected = latest_valid(tmp_path)
     assert found is not None
@@ -168,11 +168,11 @@ def test_whatever_is_damaged_the_newest_good_one_and_those_asked_for_stay(ten, m
 def test_a_folder_that_is_not_ours_stays(tmp_path, toy):
     for step in (1, 2, 3, 4, 5):
         toy.save(tmp_path, step)
-    (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
-    (tmp_path / "step-00000002" / "save.json").write_text("{}")
+    (tmp_path / "step-00000001" / "notes.txt").write_text("mine", encoding="utf-8")
+    (tmp_path / "step-00000002" / "save.json").write_text("{}", encoding="utf-8")
     (tmp_path / "step-00000003" / "tokenizer" / "link").symlink_to(tmp_path)
     (tmp_path / "step-00000000").mkdir()
-    (tmp_path / "step-00000000" / "weights-00000.safetensors").write_text("theirs")
+    (tmp_path / "step-00000000" / "weights-00000.safetensors").write_text("theirs", encoding="utf-8")
     os.rename(tmp_path / "step-00000004", tmp_path / "elsewhere")
     (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
@@ -288,6 +288,6 @@ def test_nothing_without_our_mark_is_swept(tmp_path):
     names = [".tmp-step-00000001-0123456789abcdef", ".trash-0123456789abcdef", ".tmp-other", ".trash-x"]
     for name in names:
         (tmp_path / name).mkdir()
-        (tmp_path / name / "weights-00000.safetensors").write_text("theirs")
+        (tmp_path / name / "weights-00000.safetensors").write_text("theirs", encoding="utf-8")
     assert sweep(tmp_path) == []
     assert sorted(os.listdir(tmp_path)) == sorted(names)

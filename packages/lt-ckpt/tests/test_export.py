@@ -127,7 +127,7 @@ def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes,
         assert files == ["model.safetensors"]
         assert not (out / "model.safetensors.index.json").exists()
     else:
-        index = json.loads((out / "model.safetensors.index.json").read_text())
+        index = json.loads((out / "model.safetensors.index.json").read_text(encoding="utf-8"))
         assert index["metadata"]["total_size"] == total
         assert files == [f"model-{i:05d}-of-{len(files):05d}.safetensors" for i in range(1, len(files) + 1)]
         assert len(files) == (len(weights) if max_shard_bytes == 1 else len(files))
@@ -143,7 +143,7 @@ def test_a_cast_is_torchs_and_is_written_down(tmp_path):
     for name, tensor in load_file(out / "model.safetensors").items():
         assert tensor.dtype == torch.bfloat16
         assert torch.equal(tensor, torch.from_numpy(weights[name]).to(torch.bfloat16))
-    written = json.loads((out / "config.json").read_text())
+    written = json.loads((out / "config.json").read_text(encoding="utf-8"))
     assert written.get("dtype", written.get("torch_dtype")) == "bfloat16"
 
 
@@ -181,7 +181,7 @@ def test_the_output_must_be_new_or_empty(tmp_path):
     export_hf(checkpoint, tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").exists()
     before = sorted(os.listdir(tmp_path))
-    (tmp_path / "file").write_text("mine")
+    (tmp_path / "file").write_text("mine", encoding="utf-8")
     for name in ("empty", "file", "ck"):
         with pytest.raises(CheckpointError, match="is there already and not an empty folder"):
             export_hf(checkpoint, tmp_path / name)
@@ -259,9 +259,9 @@ def hf_folder(tmp_path):
 def test_an_index_that_lies_is_refused(tmp_path, change, message):
     out = hf_folder(tmp_path)
     path = out / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
+    index = json.loads(path.read_text(encoding="utf-8"))
     change(index["weight_map"])
-    path.write_text(json.dumps(index))
+    path.write_text(json.dumps(index), encoding="utf-8")
     with pytest.raises(CheckpointError, match=message):
         HFFolder.open(out)
 
@@ -288,6 +288,6 @@ def test_a_folder_that_transformers_wrote_is_read(tmp_path):
     with pytest.raises(CheckpointError, match="does not lie in it"):
         folder.read("model.norm.weight", offset=(17,))
     (tmp_path / "bare").mkdir()
-    (tmp_path / "bare" / "config.json").write_text("{}")
+    (tmp_path / "bare" / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor"):
         HFFolder.open(tmp_path / "bare")

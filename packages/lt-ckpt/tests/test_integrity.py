@@ -106,7 +106,7 @@ def test_all_problems_are_named(copy):
 
 def test_extra_files_are_said_but_do_no_harm(copy, toy):
     (copy / "weights-00007.safetensors").write_bytes((copy / "weights-00000.safetensors").read_bytes())
-    (copy / "tokenizer" / "notes.txt").write_text("x")
+    (copy / "tokenizer" / "notes.txt").write_text("x", encoding="utf-8")
     report = verify(copy)
     assert report.extra == ("tokenizer/notes.txt", "weights-00007.safetensors")
     assert report.loadable

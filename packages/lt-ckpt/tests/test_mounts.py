@@ -61,7 +61,7 @@ def in_own_mounts(tmp_path):
     def run(code: str) -> str:
         program = HEAD.format(tests=str(Path(__file__).parent), disk=str(disk)) + code
         command = ["unshare", *flags, sys.executable, "-W", "error", "-c", program]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert list(disk.iterdir()) == [], "the mount was not its own"
         return done.stdout

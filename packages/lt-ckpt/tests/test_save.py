@@ -264,18 +264,18 @@ def test_discard_removes_a_failed_save_only(tmp_path, toy):
     discard(tmp)
     assert os.listdir(tmp_path) == [kept.name]
     (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "file").write_text("x")
+    (tmp_path / "mine" / "file").write_text("x", encoding="utf-8")
     with pytest.raises(CheckpointError, match="reading failed"):
         discard(tmp_path / "mine")
     tmp = begin(tmp_path, step=3, world=1)
-    (tmp / "notes.txt").write_text("mine")
+    (tmp / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match="not removed"):
         discard(tmp)
-    assert (tmp / "notes.txt").read_text() == "mine"
+    assert (tmp / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_a_path_that_cannot_be_written_is_said(tmp_path, calls, monkeypatch):
-    (tmp_path / "file").write_text("")
+    (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="a file of that name is there already"):
         begin(tmp_path / "file" / "ck", step=0, world=1)
     with (

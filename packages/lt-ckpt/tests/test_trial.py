@@ -234,7 +234,7 @@ sys.stdin.read()
 
 def test_a_killed_trial_is_swept_by_the_next_save(tmp_path, toy):
     command = [sys.executable, "-c", TRIAL.format(root=str(tmp_path))]
-    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8")
     assert child.stdin is not None
     assert child.stdout is not None
     tmp = Path(child.stdout.readline().strip())

@@ -136,7 +136,7 @@ def test_as_a_module_with_workers(corpus: Path, run: Run) -> None:
     run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
     command = [sys.executable, "-W", "error", "-m", "lt_data", "prepare", "corpus", "--tokenizer", "tok"]
     done = subprocess.run(
-        [*command, "--out", "store", "--workers", "2"], capture_output=True, text=True, check=False, cwd=corpus
+        [*command, "--out", "store", "--workers", "2"], capture_output=True, encoding="utf-8", check=False, cwd=corpus
     )
     assert done.returncode == 0, done.stderr
     assert run("prepare", "corpus", "--tokenizer", "tok", "--out", "other")[0] == 0

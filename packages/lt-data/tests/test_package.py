@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 def loaded_after(code: str) -> set[str]:
     """Names of the modules that a fresh interpreter has loaded after some code."""
     program = f"{code}\nimport json, sys\nprint(json.dumps(sorted(sys.modules)))"
-    run = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, text=True, check=True)
+    run = subprocess.run([sys.executable, "-I", "-c", program], capture_output=True, encoding="utf-8", check=True)
     return set(json.loads(run.stdout.splitlines()[-1]))
 
 
@@ -58,7 +58,7 @@ def test_exports() -> None:
 
 
 def test_exports_for_type_checkers_are_the_same() -> None:
-    tree = ast.parse((ROOT / "src/lt_data/__init__.py").read_text())
+    tree = ast.parse((ROOT / "src/lt_data/__init__.py").read_text(encoding="utf-8"))
     (guarded,) = [node for node in tree.body if isinstance(node, ast.If)]
     imported = {
         (alias.name, node.module) for node in guarded.body if isinstance(node, ast.ImportFrom) for alias in node.names
@@ -72,7 +72,7 @@ def test_only_one_module_imports_tokenizers() -> None:
     importing = [
         path.name
         for path in (ROOT / "src/lt_data").glob("*.py")
-        if re.search(r"^\s*(from|import) tokenizers\b", path.read_text(), re.MULTILINE)
+        if re.search(r"^\s*(from|import) tokenizers\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert importing == ["tokenizer.py"]
 
@@ -83,9 +83,9 @@ def test_entry_point() -> None:
 
 
 def test_readme_program_runs_in_an_empty_folder(tmp_path: Path) -> None:
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     run = subprocess.run(
-        [sys.executable, "-W", "error", "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False
+        [sys.executable, "-W", "error", "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("(4, 128) ")

@@ -95,7 +95,7 @@ def test_fill_of_a_million_documents_is_near_perfect() -> None:
 def test_saved_and_opened(store: TokenStore, mode: str) -> None:
     made = pack(store, seq_len=64, mode=mode)
     folder = store.path / "packs" / f"{mode}-64"
-    header = json.loads((folder / "pack.json").read_text())
+    header = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
     assert (header["format"], header["version"], header["mode"], header["seq_len"]) == ("lt-data-pack", 1, mode, 64)
     assert header["store_fingerprint"] == store.manifest.fingerprint
     opened = open_pack(store, seq_len=64, mode=mode)
@@ -165,12 +165,12 @@ def test_pack_of_another_store_is_refused(store: TokenStore, tmp_path: Path, doc
 def test_overwriting_touches_only_packs(store: TokenStore) -> None:
     folder = store.path / "packs" / "bfd-64"
     folder.mkdir(parents=True)
-    (folder / "mine.txt").write_text("x")
+    (folder / "mine.txt").write_text("x", encoding="utf-8")
     for overwrite in (False, True):
         with pytest.raises(DataError, match=r"pack\.json"):
             pack(store, seq_len=64, overwrite=overwrite)
     pack(store, seq_len=32)
-    (store.path / "packs/bfd-32/mine.txt").write_text("x")
+    (store.path / "packs/bfd-32/mine.txt").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"holds mine\.txt beside the pack"):
         pack(store, seq_len=32, overwrite=True)
     assert (folder / "mine.txt").exists()

@@ -164,7 +164,7 @@ def test_fingerprint_names_tokens_and_policy_not_paths(tmp_path: Path, tokenizer
     def fingerprint(name: str, texts: list[str], **options: bool) -> str:
         (tmp_path / name).mkdir()
         for i, text in enumerate(texts):
-            (tmp_path / name / f"{i}.txt").write_text(text)
+            (tmp_path / name / f"{i}.txt").write_text(text, encoding="utf-8")
         out = tmp_path / f"{name}-store"
         return prepare([tmp_path / name], tokenizer=tokenizer, out=out, **options).fingerprint
 
@@ -181,7 +181,7 @@ def test_empty_corpus(tmp_path: Path, tokenizer: Tokenizer, nothing: list[str]) 
         prepare_documents(as_documents(nothing), tokenizer=tokenizer, out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.pdf").write_text("x")
+    (tmp_path / "in/a.pdf").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"no text in 0 files \(folders are searched for \.txt .*check the sources"):
         prepare([tmp_path / "in"], tokenizer=tokenizer, out=tmp_path / "out")
     with pytest.raises(DataError, match="no text in 0 files"):
@@ -207,10 +207,10 @@ def test_bad_numbers(tmp_path: Path, tokenizer: Tokenizer, option: str) -> None:
 def test_out_is_refused_when_it_is_not_ours(tmp_path: Path, tokenizer: Tokenizer) -> None:
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    (foreign / "thesis.tex").write_text("years of work")
-    (tmp_path / "file").write_text("x")
+    (foreign / "thesis.tex").write_text("years of work", encoding="utf-8")
+    (tmp_path / "file").write_text("x", encoding="utf-8")
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/manifest.json").write_text('{"format": "another"}')
+    (tmp_path / "other/manifest.json").write_text('{"format": "another"}', encoding="utf-8")
     for out in (foreign, tmp_path / "file", tmp_path / "other"):
         for overwrite in (False, True):
             with pytest.raises(DataError, match=r"not the manifest of a token store|no token store"):
@@ -229,7 +229,7 @@ def test_overwrite_replaces_a_store_and_only_when_asked(tmp_path: Path, tokenize
     with pytest.raises(DataError, match=r"holds a token store already.*--overwrite"):
         prepare_documents(as_documents(["b"]), tokenizer=tokenizer, out=out)
     assert TokenStore.open(out).manifest == first
-    (out / "notes.txt").write_text("mine")
+    (out / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(DataError, match=r"holds notes\.txt beside the store"):
         prepare_documents(as_documents(["b"]), tokenizer=tokenizer, out=out, overwrite=True)
     (out / "notes.txt").unlink()
@@ -263,7 +263,8 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_finished(
         "import itertools, lt_data\n"
         "if __name__ == '__main__':\n"
         "    documents = (lt_data.Document(text='fox ' * 1000, source=str(i)) for i in itertools.count())\n"
-        "    lt_data.prepare_documents(documents, tokenizer='tok', out='out', workers=2, shard_tokens=10000)\n"
+        "    lt_data.prepare_documents(documents, tokenizer='tok', out='out', workers=2, shard_tokens=10000)\n",
+        encoding="utf-8",
     )
     child = subprocess.Popen([sys.executable, "endless.py"], cwd=tmp_path, start_new_session=True)
     try:
@@ -284,7 +285,7 @@ def members(session: int) -> list[int]:
     found: list[int] = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = path.read_text(encoding="utf-8").rpartition(")")[2].split()
         except OSError:  # it has just ended
             continue
         if fields[0] != "Z" and int(fields[3]) == session:

@@ -116,7 +116,7 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(
 def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
         with new_folder(tmp_path / "made") as building:
-            (building / "file").write_text("x")
+            (building / "file").write_text("x", encoding="utf-8")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -128,12 +128,12 @@ def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
     def overtaken() -> None:
         with new_folder(tmp_path / "made"):
             (tmp_path / "made").mkdir()
-            (tmp_path / "made/theirs").write_text("x")
+            (tmp_path / "made/theirs").write_text("x", encoding="utf-8")
 
     with pytest.raises(DataError, match="written there meanwhile"):
         overtaken()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
-    assert (tmp_path / "made/theirs").read_text() == "x"
+    assert (tmp_path / "made/theirs").read_text(encoding="utf-8") == "x"
 
 
 def test_write_file_never_replaces(tmp_path: Path) -> None:
@@ -146,13 +146,13 @@ def test_write_file_never_replaces(tmp_path: Path) -> None:
 def test_a_real_limit_of_the_file_system(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """RLIMIT_FSIZE makes the kernel itself refuse a write in the middle of a file."""
     tokenizer.save(tmp_path / "tok")
-    (tmp_path / "in.txt").write_text("some words " * 20_000)
+    (tmp_path / "in.txt").write_text("some words " * 20_000, encoding="utf-8")
     code = (
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, 30_000)); "
         "sys.argv = ['lt-data', 'prepare', 'in.txt', '--tokenizer', 'tok', '--out', 'out']; "
         "from lt_data.__main__ import main; sys.exit(main())"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    run = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False)
     assert run.returncode == 64, run.stderr
     assert "error: cannot write" in run.stderr
     assert "File too large" in run.stderr

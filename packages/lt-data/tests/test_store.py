@@ -76,7 +76,7 @@ def test_short_or_missing_shard_is_found_when_opening(store: TokenStore, name: s
 
 def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
     path = store.path / "tokenizer" / "tokenizer_config.json"
-    path.write_text('{"eos_token": "<|bos|>"}')
+    path.write_text('{"eos_token": "<|bos|>"}', encoding="utf-8")
     with pytest.raises(DataError, match="not the tokenizer that made this store"):
         store.tokenizer()
 
@@ -95,7 +95,7 @@ def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
 )
 def test_changed_manifest(store: TokenStore, change: dict[str, object], message: str) -> None:
     path = store.path / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | change), encoding="utf-8")
     with pytest.raises(DataError, match=message):
         TokenStore.open(store.path)
 

@@ -65,14 +65,14 @@ def test_training_is_deterministic(texts: list[str], tokenizer: Tokenizer) -> No
 
 
 def test_training_is_the_same_in_another_process(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
-    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
     code = (
         "import json, lt_data; texts = json.load(open('texts.json')); "
         "print(lt_data.train_bpe(texts, vocab_size=300).sha256)"
     )
     environment = {"PYTHONHASHSEED": "77", "TOKENIZERS_PARALLELISM": "true"}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=True
     )
     assert run.stdout.strip() == tokenizer.sha256
 
@@ -102,7 +102,7 @@ def test_save_and_load(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 
 def test_save_touches_nothing_that_is_there(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "mine").write_text("x")
+    (tmp_path / "mine").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match="not an empty folder"):
         tokenizer.save(tmp_path)
     with pytest.raises(DataError, match="not an empty folder"):
@@ -158,7 +158,7 @@ def test_what_is_no_tokenizer(tmp_path: Path) -> None:
 def test_transformers_loads_the_same_tokenizer(tokenizer: Tokenizer, texts: list[str], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     tokenizer.save(tmp_path / "tok")
-    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    (tmp_path / "texts.json").write_text(json.dumps(texts), encoding="utf-8")
     code = """
 import json
 from transformers import AutoTokenizer
@@ -170,7 +170,7 @@ print(json.dumps([ids, decoded, tokenizer.bos_token_id, tokenizer.eos_token_id])
 """
     environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "USE_TORCH": "0"}
     run = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 0, run.stderr
     ids, decoded, bos, eos = json.loads(run.stdout)

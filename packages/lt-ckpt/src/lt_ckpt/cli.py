@@ -26,6 +26,14 @@ PathArgument = Annotated[
 ]
 
 
+def _say(text: str) -> None:
+    r"""Prints on standard output; what its encoding cannot express is written as an escape, such as `\u6771`."""
+    # `typer.echo` would stop with an error there, or write UTF-8 where ASCII was asked for.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
+
+
 @contextmanager
 def _progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
     """Shows bytes done, rate and time left: a bar on a terminal, else a line every ten seconds."""
@@ -38,7 +46,7 @@ def _progress(title: str) -> Iterator[Callable[[int, int, str], None]]:
             nonlocal last
             if time.monotonic() - last >= 10:
                 last = time.monotonic()
-                typer.echo(f"{title}: {size(done)} of {size(total)}", err=True)
+                sys.stderr.write(f"{title}: {size(done)} of {size(total)}\n")
 
         yield line
         return
@@ -62,7 +70,7 @@ def _resolve(path: Path) -> "Checkpoint":
 
     found, rejected = resolve(path)
     for item in rejected:
-        typer.echo(f"passed over {item.path}: {item.reason}", err=True)
+        sys.stderr.write(f"passed over {item.path}: {item.reason}\n")
     return found
 
 
@@ -77,7 +85,7 @@ def inspect(
     from lt_ckpt.summary import summarize
 
     summary = summarize(_resolve(path))
-    typer.echo(json.dumps(summary.to_dict(), indent=2) if as_json else "\n".join(summary.lines()))
+    _say(json.dumps(summary.to_dict(), indent=2) if as_json else "\n".join(summary.lines()))
 
 
 @app.command()
@@ -96,12 +104,12 @@ def verify(
         with _progress(f"verifying {folder.name}") as progress:
             report = verify_checkpoint(folder, progress=progress)
         for problem in report.problems:
-            typer.echo(f"broken: {problem}")
+            _say(f"broken: {problem}")
         for name in report.extra:
-            typer.echo(f"extra: {folder / name} is not part of the checkpoint")
+            _say(f"extra: {folder / name} is not part of the checkpoint")
         bad += not report.ok
         if report.ok:
-            typer.echo(f"ok: {folder}: {report.n_files} files, {size(report.n_bytes)}")
+            _say(f"ok: {folder}: {report.n_files} files, {size(report.n_bytes)}")
     if bad:
         raise CheckpointError(f"{path}: {bad} of {len(paths)} checkpoints did not verify")
 
@@ -126,4 +134,4 @@ def export(
             max_shard_bytes=int(max_shard_gb * 1e9),
             progress=progress,
         )
-    typer.echo(f"exported step {checkpoint.step} to {made}")
+    _say(f"exported step {checkpoint.step} to {made}")

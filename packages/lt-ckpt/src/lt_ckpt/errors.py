@@ -61,3 +61,8 @@ def storage(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except OSError as exc:
         raise storage_error(exc, doing, path) from exc
+    except UnicodeEncodeError as exc:
+        raise CheckpointError(
+            f"{os.fspath(path)}: {doing} failed: under this locale file names are {exc.encoding}, which cannot express "
+            "this one; set LC_ALL=C.UTF-8"
+        ) from exc

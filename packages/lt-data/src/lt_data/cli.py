@@ -1,6 +1,7 @@
 """The commands of `lt data`: thin wrappers of the library. Heavy modules are imported inside the functions."""
 
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -49,7 +50,7 @@ def train_tokenizer(
             progress=lambda _done, _total, _unit: report(reader.read_bytes, reader.total_bytes, "bytes"),
         )
     tokenizer.save(out)
-    typer.echo(f"tokenizer of {tokenizer.vocab_size} ids in {out}")
+    _say(f"tokenizer of {tokenizer.vocab_size} ids in {out}")
 
 
 @app.command()
@@ -83,11 +84,11 @@ def prepare(
             overwrite=overwrite,
             progress=report,
         )
-    typer.echo(f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {out}")
+    _say(f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {out}")
     if manifest.empty_documents:
-        typer.echo(f"{manifest.empty_documents} empty documents left out")
+        _say(f"{manifest.empty_documents} empty documents left out")
     for string, count in manifest.special_strings.items():
-        typer.echo(f"special string {string} stands {count} times in the text; it was kept as text")
+        _say(f"special string {string} stands {count} times in the text; it was kept as text")
 
 
 @app.command()
@@ -106,7 +107,7 @@ def pack(
         lt_data.TokenStore.open(store), seq_len=seq_len, mode=cast(Mode, mode), name=name, overwrite=overwrite
     )
     fill = int(index.length.sum(dtype="int64")) / (index.n_rows * seq_len)
-    typer.echo(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
+    _say(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
 
 
 @app.command()
@@ -118,7 +119,7 @@ def stats(
     import lt_data
 
     found = lt_data.stats(lt_data.TokenStore.open(store))
-    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else _table(found))
+    _say(json.dumps(found.to_dict(), indent=2) if as_json else _table(found))
 
 
 @app.command()
@@ -132,7 +133,7 @@ def verify(store: _Store) -> None:
     with progress_bar("verify") as report:
         opened.verify(progress=report)
     packs = verify_packs(opened)
-    typer.echo(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {packs} packs: all as written")
+    _say(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {packs} packs: all as written")
 
 
 @app.command()
@@ -155,10 +156,17 @@ def inspect(
 
     report = inspect_step(run, step, store=store, rows=parse_rows(row, rows))
     if as_json:
-        typer.echo(json.dumps(report.to_dict(), indent=2))
-        return
-    for line in step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text):
-        typer.echo(line)
+        _say(json.dumps(report.to_dict(), indent=2))
+    else:
+        _say("\n".join(step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text)))
+
+
+def _say(text: str) -> None:
+    r"""Print on standard output; what its encoding cannot express is written as an escape, such as `\u6771`."""
+    # `typer.echo` would stop with an error there, or write UTF-8 where ASCII was asked for.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
 
 
 def _table(found: "Stats") -> str:

@@ -1,9 +1,9 @@
 """Sources of text to documents, in an order that depends on names alone.
 
 A source is a text file (one document), a `.jsonl` file (one document per line), a folder (its files, recursively,
-sorted by relative POSIX path) or an fsspec URL of either. All sources are listed and checked when the reader is made,
-before anything is read. Each file is read once and hashed on the way; cost: one line in memory for JSON lines, one
-file otherwise.
+sorted by the bytes of the relative path) or an fsspec URL of either. All sources are listed and checked when the reader
+is made, before anything is read. Each file is read once and hashed on the way; cost: one line in memory for JSON lines,
+one file otherwise.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
 from lt_data.manifest import LISTED_SOURCES, SourceFile, Sources
+from lt_data.names import portable
 from lt_data.storage import os_errors
 
 SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl")
@@ -120,7 +121,8 @@ class DocumentReader:
                     digest.update(content)
                     self.read_bytes += len(content)
                     yield Document(text=_decode(content, listed.name), source=listed.name)
-            self._record(SourceFile(path=listed.name, bytes=self.read_bytes - before, sha256=digest.hexdigest()))
+            path = portable(listed.name) if listed.filesystem is None else listed.name
+            self._record(SourceFile(path=path, bytes=self.read_bytes - before, sha256=digest.hexdigest()))
 
     def _record(self, file: SourceFile) -> None:
         self._files_read += 1
@@ -176,12 +178,12 @@ class DocumentReader:
                     if stat.S_ISREG(kind.st_mode):
                         relative = Path(path).relative_to(root).as_posix()
                         found.append((relative, _Listed(name=path, size=kind.st_size, path=path)))
-        yield from (listed for _, listed in sorted(found, key=lambda pair: pair[0]))
+        yield from (listed for _, listed in sorted(found, key=lambda pair: os.fsencode(pair[0])))
 
 
 @dataclass(frozen=True)
 class _Listed:
-    name: str  # as it is shown and recorded
+    name: str  # as it is shown
     size: int
     path: str  # as its file system knows it
     filesystem: Any = None  # of fsspec; None for a local file

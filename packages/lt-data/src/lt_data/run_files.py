@@ -21,6 +21,7 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.inspection import InspectedRow, inspect_batch
+from lt_data.names import local, portable
 from lt_data.packing import open_pack
 from lt_data.rows import RowReader
 from lt_data.storage import os_errors
@@ -96,7 +97,7 @@ class StepReport:
             "step": self.step,
             "recorded": self.recorded,
             "last_recorded": self.last_recorded,
-            "store": str(self.store),
+            "store": portable(str(self.store)),
             "first_position": self.first_position,
             "global_batch": event.global_batch,
             "dp_size": event.dp_size,
@@ -227,7 +228,7 @@ def _data_section(run: Path) -> dict[str, Any]:
 
 
 def _reader(run: Path, data: Mapping[str, Any], store: str | Path | None) -> RowReader:
-    path = Path(data["store"] if store is None else store)
+    path = Path(local(data["store"]) if store is None else store)
     try:
         opened = TokenStore.open(path)
     except DataError as exc:

@@ -38,6 +38,11 @@ def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         reason = exc.strerror or str(exc) or type(exc).__name__
         remedy = _REMEDIES.get(exc.errno or 0, "check the path and the disk")
         raise DataError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from exc
+    except UnicodeEncodeError as exc:
+        raise DataError(
+            f"cannot {action} {os.fspath(path)}: under this locale file names are {exc.encoding}, which cannot express "
+            "this one; set LC_ALL=C.UTF-8"
+        ) from exc
 
 
 def write(file: BinaryIO, content: bytes | memoryview) -> None:

@@ -18,6 +18,7 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from lt_data.errors import DataError
+from lt_data.names import portable
 from lt_data.progress import Progress, silent
 from lt_data.storage import new_folder, os_errors, write_file
 
@@ -78,12 +79,12 @@ class Tokenizer:
         path = Path(path)
         with os_errors("read the tokenizer", path):
             if path.is_file() and path.name != MODEL_FILE:
-                return cls({MODEL_FILE: path.read_bytes()}, name=path.name)
+                return cls({MODEL_FILE: path.read_bytes()}, name=portable(path.name))
             folder = path.parent if path.is_file() else path
             files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
             if not folder.is_dir() or MODEL_FILE not in files:
                 raise DataError(f"no tokenizer at {path}: it needs a folder that holds {MODEL_FILE}")
-        return cls(files, name=folder.resolve().name)
+        return cls(files, name=portable(folder.resolve().name))
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes], *, name: str = "") -> "Tokenizer":

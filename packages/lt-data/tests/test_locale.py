@@ -1,0 +1,181 @@
+"""The locale, the time zone and what standard output can show change no byte of a store and stop no command."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
+from lt_data.names import local, portable
+from lt_data.storage import os_errors
+
+# Several commands in one process, separated by `;`: the arguments come from the system, as a user's do.
+DRIVER = """
+import sys
+from lt_data.__main__ import main
+given, call = sys.argv[1:], []
+for argument in [*given, ";"]:
+    if argument != ";":
+        call.append(argument)
+        continue
+    sys.argv = ["lt-data", *call]
+    call = []
+    code = main()
+    if code:
+        sys.exit(code)
+"""
+
+UTF8 = {"PYTHONUTF8": "1"}
+ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+ENVIRONMENTS = {
+    "C": {"LC_ALL": "C", "PYTHONWARNDEFAULTENCODING": "1"},  # a file opened without naming its encoding is an error
+    "ascii": ASCII,
+    "latin-1": {"LC_ALL": "de_DE.ISO-8859-1", "PYTHONUTF8": "0", "PYTHONHASHSEED": "5"},
+    "ascii output": {**UTF8, "PYTHONIOENCODING": "ascii", "TZ": "Pacific/Apia"},
+    "latin-1 output": {**UTF8, "PYTHONIOENCODING": "latin-1", "TZ": ":no/such/zone", "PYTHONHASHSEED": "1"},
+}
+SEQ_LEN = 16
+MAKE = (
+    *("train-tokenizer", "../körpus", "--vocab-size", "300", "--out", "tök", ";"),
+    *("prepare", "../körpus", "--tokenizer", "tök", "--out", "störe", ";"),
+    *("pack", "störe", "--seq-len", str(SEQ_LEN), ";"),
+    *("verify", "störe", ";", "stats", "störe"),
+)
+INSPECT = ("inspect", "--run", "../läuft", "--step", "1")
+
+
+def run(folder: Path, environment: dict[str, str], *arguments: str) -> bytes:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON", "TZ"))}
+    command = [os.fsencode(part) for part in (sys.executable, "-W", "error", "-c", DRIVER)]
+    done = subprocess.run(
+        [*command, *(argument.encode() for argument in arguments)],
+        cwd=folder,
+        env={**plain, **environment},
+        capture_output=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    return done.stdout
+
+
+def contents(folder: Path) -> dict[bytes, bytes]:
+    return {os.fsencode(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A corpus with names and texts in several scripts, and what is made of it under UTF-8, with a run that read it."""
+    top = tmp_path_factory.mktemp("localé")
+    corpus = top / "körpus"
+    (corpus / "日本").mkdir(parents=True)
+    texts = {"ä.txt": "naïve text 東京 🦊 one two three\n", "日本/文.txt": "second ünïcode\n", "z": "no suffix"}
+    texts |= {"z.jsonl": '{"text": "drei ä"}\n{"text": "\\ud83e\\udd8a"}\n', "\uff21.txt": "wide", "🦊.txt": "fox"}
+    for name, text in texts.items():
+        (corpus / name).write_text(text, encoding="utf-8")
+    for name in (b"caf\xe9.txt", b"caf\xf5.txt", b"\xff.txt"):  # bytes that no UTF-8 has
+        try:
+            Path(os.fsdecode(os.fsencode(corpus) + b"/" + name)).write_text(f"{name!r}", encoding="utf-8")
+        except OSError:
+            assert sys.platform == "darwin"  # its file systems have Unicode names only
+    (top / "made").mkdir()
+    run(top / "made", UTF8, *MAKE)
+    store = TokenStore.open(top / "made" / "störe")
+    reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
+    stream = Stream(reader, global_batch=reader.n_rows, seed=1)
+    event = {"event": "data", **stream.state.to_json(), "global_batch": reader.n_rows, "dp_size": 1}
+    data = {"store": "störe", "seq_len": SEQ_LEN, "pack": "bfd", "document_mask": True, "shuffle": True}
+    (top / "läuft").mkdir()
+    (top / "läuft" / "events.jsonl").write_text(json.dumps(event) + "\n", encoding="utf-8")
+    recipe = json.dumps({"recipe": {"data": data}}, ensure_ascii=False)
+    (top / "läuft" / "recipe.json").write_text(recipe, encoding="utf-8")
+    return top
+
+
+@pytest.fixture(scope="module")
+def latin_locale(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A locale whose file names and output are ISO 8859-1, made here: machines seldom have one."""
+    folder = tmp_path_factory.mktemp("locales")
+    if not shutil.which("localedef"):
+        pytest.skip("no localedef here: nothing was tried under a locale of ISO 8859-1")
+    command = ["localedef", "-i", "de_DE", "-f", "ISO-8859-1", str(folder / "de_DE.ISO-8859-1")]
+    made = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+    if not (folder / "de_DE.ISO-8859-1").exists():
+        pytest.skip(f"localedef made no locale of ISO 8859-1 ({made.stderr.strip()}): nothing was tried under one")
+    return {"LOCPATH": str(folder)}
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_the_store_is_the_same_and_every_command_prints(
+    reference: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest
+) -> None:
+    environment = ENVIRONMENTS[name]
+    if name == "latin-1":
+        environment = {**environment, **request.getfixturevalue("latin_locale")}
+    folder = Path(os.fsdecode(os.fsencode(reference) + b"/" + name.encode()))
+    folder.mkdir()
+    out = run(folder, environment, *MAKE)
+    assert contents(folder) == contents(reference / "made")
+    shown = run(folder, environment, *INSPECT)
+    as_json = run(folder, environment, *INSPECT, "--json")
+    assert json.loads(as_json) == json.loads(run(reference / "made", UTF8, *INSPECT, "--json"))
+    if name in ("ascii", "ascii output"):
+        assert (out + shown).isascii()
+        assert b"\\u" in shown
+        assert (b"st\\xf6re" if name == "ascii output" else b"st\\udcc3\\udcb6re") in out
+    elif name == "latin-1":
+        assert "störe".encode() in out, "the bytes that were given"
+    elif name == "latin-1 output":
+        assert "störe".encode("latin-1") in out
+    else:
+        assert "störe" in out.decode()
+        assert "東京" in shown.decode()
+
+
+def test_help_prints_on_an_ascii_output(tmp_path: Path) -> None:
+    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify", "inspect"):
+        assert b"--" in run(tmp_path, ASCII, command, "--help")
+
+
+def test_sources_are_in_the_order_of_their_bytes(reference: Path) -> None:
+    manifest = TokenStore.open(reference / "made" / "störe").manifest
+    names = [file.path.encode("utf-8", "surrogateescape") for file in manifest.sources.listed]
+    assert names == sorted(names)
+    assert {"../körpus/ä.txt".encode(), "../körpus/日本/文.txt".encode()} <= set(names)
+    assert manifest.tokenizer.name == "tök"
+    if sys.platform == "linux":
+        assert "../körpus/caf".encode() + b"\xe9.txt" in names
+
+
+def test_portable_names_are_the_same_text_everywhere(reference: Path) -> None:
+    code = "import os; from lt_data.names import local, portable; names = os.listdir('.'); "
+    code += "assert [local(portable(name)) for name in names] == names; print(sorted(map(ascii, map(portable, names))))"
+    seen = set()
+    for environment in (UTF8, ASCII):
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=reference / "körpus",
+            env={**environment, "PATH": os.environ["PATH"]},
+            capture_output=True,
+            check=True,
+        )
+        seen.add(done.stdout)
+    assert len(seen) == 1
+    assert portable("ä") == local("ä") == "ä"
+    assert portable("caf\udce9") == "caf\udce9"
+
+
+def test_a_name_that_the_locale_cannot_express_is_said(tmp_path: Path) -> None:
+    code = "import lt_data; lt_data.TokenStore.open('st\\u00f6re')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ASCII, capture_output=True, encoding="utf-8", check=False
+    )
+    assert (
+        "DataError: cannot read the token store's st\\xf6re/manifest.json: under this locale file names" in done.stderr
+    )
+    assert "set LC_ALL=C.UTF-8" in done.stderr
+    with pytest.raises(DataError, match="are ascii, which"), os_errors("open", "ä"):
+        "ä".encode("ascii")
