@@ -48,11 +48,6 @@ class TrialReport:
     need_bytes: int
     free_bytes: int
 
-    @property
-    def fits(self) -> int:
-        """How many whole checkpoints fit. While one is saved, the disk holds one more than retention keeps."""
-        return self.free_bytes // max(self.need_bytes, 1)
-
 
 def begin_trial(root: str | os.PathLike[str], *, world: int) -> Path:
     """Begins a rehearsal (rank 0); makes the root when it is missing and removes what killed saves left in it.
