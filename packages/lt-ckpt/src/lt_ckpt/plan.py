@@ -28,12 +28,18 @@ RUN_BYTES = 16 * 2**10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stored:
-    """A slice that a file holds: `offset` and `shape` in the tensor, its bytes from `begin` on in `file`."""
+    """A slice that a file holds: `offset` and `shape` in the tensor.
+
+    It lies in an array whose bytes begin at `begin` in `file`: it is all of that array, or, where `whole` is given, the
+    box at `at` of an array of that shape (a part of a fused tensor, or a view into a larger storage).
+    """
 
     file: str
     begin: int
     offset: Ints
     shape: Ints
+    whole: Ints | None = None
+    at: Ints | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,9 +48,9 @@ class Copy:
 
     Attributes:
         file: The file that holds the stored slice.
-        begin: Byte in the file at which the stored slice begins.
-        stored_shape: Shape of the stored slice.
-        stored_offset: Where the box begins in the stored slice.
+        begin: Byte in the file at which the stored array begins.
+        stored_shape: Shape of the stored array.
+        stored_offset: Where the box begins in the stored array.
         target: Index of the wanted slice.
         target_shape: Shape of the wanted slice.
         target_offset: Where the box begins in the wanted slice.
@@ -98,12 +104,13 @@ def plan_copies(wanted: Sequence[tuple[Box, Sequence[Stored], int, str]]) -> lis
                 continue
             offset, shape = common
             held += math.prod(shape)
+            at = source.at or (0,) * len(shape)
             copies.append(
                 Copy(
                     file=source.file,
                     begin=source.begin,
-                    stored_shape=source.shape,
-                    stored_offset=tuple(o - s for o, s in zip(offset, source.offset, strict=True)),
+                    stored_shape=source.shape if source.whole is None else source.whole,
+                    stored_offset=tuple(o - s + a for o, s, a in zip(offset, source.offset, at, strict=True)),
                     target=target,
                     target_shape=box[1],
                     target_offset=tuple(o - t for o, t in zip(offset, box[0], strict=True)),

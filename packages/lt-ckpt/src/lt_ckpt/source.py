@@ -1,0 +1,210 @@
+"""A model's tensors in any format, open for reading: where every box lies, and the one way to read it.
+
+Each format's reader (`open_source` in `formats.py` finds the right one) ends in a `Source`. A model tensor is found in
+`Stored` places that tile it exactly once; equal copies that a format keeps besides (norms on every rank, repeated key
+and value heads) are listed apart, so that verification can compare them.
+
+Cost of reading: the bytes wanted and the planner's staging buffer; open files are kept until `close`.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import numpy as np
+
+from lt_ckpt import files
+from lt_ckpt.dtypes import item_bytes
+from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.layout import Layout
+from lt_ckpt.plan import Stored, plan_copies, run_copies
+from lt_ckpt.shards import Box, Ints, inside
+from lt_ckpt.tensorfile import TensorSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """An array in a file, as the file's own header tells it.
+
+    Attributes:
+        spec: Dtype and shape of the tensor.
+        begin: Byte in the file at which the array begins.
+        whole: Shape of the array where the tensor is only a box of it (a strided view into a storage), else None.
+        at: Where the tensor begins in that array.
+    """
+
+    spec: TensorSpec
+    begin: int
+    whole: Ints | None = None
+    at: Ints | None = None
+
+
+class Holder(Protocol):
+    """A file of tensors, whose header was read and checked."""
+
+    def held(self) -> Mapping[str, Held]:
+        """Key → where it lies."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """The tensors of one kind: `weights`, `exp_avg`, `exp_avg_sq`, ...
+
+    Attributes:
+        specs: Model tensor → dtype and whole shape, in model order.
+        places: Model tensor → where it lies, each element exactly once.
+        copies: Model tensor → further places that must hold the same bytes as those boxes of it.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    places: Mapping[str, tuple[Stored, ...]]
+    copies: Mapping[str, tuple[Stored, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model in some format.
+
+    Attributes:
+        format: `hf`, `nxd`, `lt`, `dcp` or `pt`.
+        path: What was opened; the files of `Stored` are relative to `root`.
+        root: Folder of the files.
+        config: The model as Hugging Face's config.json has it, or None when the format carries none and none was given.
+        groups: Kind → tensors. Every source has `weights`.
+        small: Tokenizer files and the like, by name.
+        about: What was found out about the format, for people and for manifests (degrees, layout, revision, ...).
+    """
+
+    format: str
+    path: Path
+    root: Path
+    config: Mapping[str, Any] | None
+    groups: Mapping[str, Group]
+    small: Mapping[str, bytes] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def weights(self) -> Group:
+        """The group that every source has."""
+        return self.groups["weights"]
+
+
+def join(layout: Layout, holders: Mapping[str, Mapping[str, Held]], shapes: Mapping[str, Ints], where: str) -> Group:
+    """Joins a format's layout with what its files hold.
+
+    Args:
+        layout: What should be where.
+        holders: File path, as in the layout → key → what the file holds under it.
+        shapes: Model tensor → shape, in model order.
+        where: The source, for messages.
+
+    Raises:
+        CheckpointError: A key is missing, unknown, or has another shape; or one model tensor has two dtypes.
+    """
+    layout.check(shapes)
+    dtypes: dict[str, str] = {}
+    places: dict[str, dict[Box, Stored]] = {name: {} for name in shapes}
+    copies: dict[str, list[Stored]] = {}
+    for file in layout.files:
+        held = holders[file.path]
+        unlike = {tensor.key for tensor in file.tensors} ^ set(held)
+        if unlike:
+            key = min(unlike)
+            raise CheckpointError(
+                f"{where}: {file.path}: {key!r} " + ("is not expected here" if key in held else "is missing")
+            )
+        for tensor in file.tensors:
+            found = held[tensor.key]
+            if found.spec.shape != tensor.shape:
+                raise CheckpointError(
+                    f"{where}: {file.path}: {tensor.key} has shape {list(found.spec.shape)}, the layout says "
+                    f"{list(tensor.shape)}"
+                )
+            zeros = (0,) * len(tensor.shape)
+            for piece in tensor.pieces:
+                known = dtypes.setdefault(piece.name, found.spec.dtype)
+                if known != found.spec.dtype:
+                    raise CheckpointError(
+                        f"{where}: {file.path}: {tensor.key} is {found.spec.dtype}, "
+                        f"another part of {piece.name} is {known}"
+                    )
+                stored = Stored(
+                    file=file.path,
+                    begin=found.begin,
+                    offset=piece.offset,
+                    shape=piece.shape,
+                    whole=found.whole or tensor.shape,
+                    at=tuple(a + b for a, b in zip(piece.at, found.at or zeros, strict=True)),
+                )
+                if places[piece.name].setdefault(piece.box, stored) is not stored:
+                    copies.setdefault(piece.name, []).append(stored)
+    return Group(
+        specs={name: TensorSpec(dtypes[name], shape) for name, shape in shapes.items()},
+        places={name: tuple(found.values()) for name, found in places.items()},
+        copies={name: tuple(found) for name, found in copies.items()},
+    )
+
+
+class Reader:
+    """Reads boxes of a source's tensors; a context that keeps files open."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._open: dict[str, int] = {}
+
+    def read(self, group: Group, name: str, box: Box | None = None, *, source: str = "") -> np.ndarray:
+        """Reads a box of a tensor, without one all of it.
+
+        Returns:
+            Its bytes: one-dimensional uint8, C order.
+
+        Raises:
+            CheckpointError: No such tensor, a box outside of it, or a file that cannot be read.
+        """
+        return self.read_at(group.specs, group.places, name, box, source)
+
+    def read_at(
+        self,
+        specs: Mapping[str, TensorSpec],
+        places: Mapping[str, tuple[Stored, ...]],
+        name: str,
+        box: Box | None,
+        source: str,
+    ) -> np.ndarray:
+        """As `read`, from other places of the tensor: copies, for example."""
+        where = f"{source or self._root}: {name}"
+        if name not in specs:
+            raise CheckpointError(f"{where}: no such tensor")
+        spec = specs[name]
+        wanted = box or ((0,) * len(spec.shape), spec.shape)
+        if not inside(wanted, spec.shape):
+            raise CheckpointError(f"{where}: the box {list(wanted)} does not lie in {list(spec.shape)}")
+        size = item_bytes(spec.dtype)
+        buffer = np.empty(int(np.prod(wanted[1], dtype=np.int64)) * size, np.uint8)
+        with storage("reading", self._root):
+            run_copies(plan_copies([(wanted, places[name], size, where)]), [buffer], self._bytes)
+        return buffer
+
+    def _bytes(self, file: str, position: int, buffer: memoryview) -> None:
+        if file not in self._open:
+            self._open[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+        files.read_exactly(self._open[file], position, buffer, self._root / file)
+
+    def close(self) -> None:
+        """Close the files."""
+        while self._open:
+            with suppress(OSError):  # they were only read
+                os.close(self._open.popitem()[1])
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
