@@ -22,7 +22,7 @@ from lt_trainer.heartbeat import SIZE, Record, decode
 from lt_trainer.journal import RankLog
 from lt_trainer.watchdog import Watchdog
 
-DEADLINE_S = 120.0
+DEADLINE_S = 90.0
 HAS_PROC = Path("/proc/self/stat").exists()
 
 RANK = """
@@ -360,6 +360,15 @@ def peer(run: Path, **changes: object) -> Path:
     return path
 
 
+def until(condition: Callable[[], bool], then: Callable[[], object] = lambda: None) -> None:
+    """Wait for it, doing `then` in between."""
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        then()
+        time.sleep(0.005)
+
+
 def beats(run: Path, more: int) -> None:
     """Wait until rank 0 has beaten that many times more."""
     path = run / "alive" / "rank00000.json"
@@ -371,8 +380,7 @@ def beats(run: Path, more: int) -> None:
         return found.beat
 
     end = beat() + more
-    while beat() < end:
-        time.sleep(0.01)
+    until(lambda: beat() >= end)
 
 
 def test_marking_costs_no_call_no_lock_and_no_file() -> None:
@@ -429,8 +437,11 @@ def test_a_rank_that_leaves_while_its_process_is_looked_at_is_no_fault(
         return module.GONE
 
     monkeypatch.setattr(module, "_process", leave)
-    with watchdog(log, ended):
+    with watchdog(log, ended) as dog:
+        sight = dog._sight(1)
         beats(tmp_path, 40)
+    assert sight.record is not None
+    assert sight.record.left == ""
     assert ended.codes == []
 
 
@@ -448,8 +459,7 @@ def test_all_look_at_rank_0_only_until_something_is_wrong(
     monkeypatch.setattr(Watchdog, "_read", read)
     path = peer(tmp_path)
     with watchdog(log, ended, rank=rank, world=5, timeout_s=1000):
-        while len(looked) < len(watched):
-            time.sleep(0.01)
+        until(lambda: len(looked) >= len(watched))
         time.sleep(0.3)
         assert looked == watched
         record = decode(path.read_bytes())
@@ -517,13 +527,9 @@ def test_nothing_is_asked_of_the_main_thread_before_its_first_mark(tmp_path: Pat
 def test_the_same_mark_again_is_progress(tmp_path: Path, log: RankLog) -> None:
     ended = Ended()
     with watchdog(log, ended, world=1, timeout_s=2) as dog:
-        beat = 0
-        while beat < 150:
-            dog.mark("evaluate", 7)
-            time.sleep(0.005)
-            record = decode((tmp_path / "alive" / "rank00000.json").read_bytes())
-            beat = record.beat if record else beat
+        until(lambda: dog._beat >= 150, lambda: dog.mark("evaluate", 7))
     assert ended.codes == []
+    assert log.path.read_text() == ""
 
 
 def test_a_main_thread_that_goes_on_while_the_cause_is_sought_is_forgiven(tmp_path: Path, log: RankLog) -> None:
@@ -531,14 +537,8 @@ def test_a_main_thread_that_goes_on_while_the_cause_is_sought_is_forgiven(tmp_pa
     # The others never come: they are looked at for eight beats, in which the main thread must go on here.
     with watchdog(log, ended, world=3, timeout_s=2, beat_s=1) as dog:
         dog.mark("data", 1)
-        deadline = time.monotonic() + DEADLINE_S
-        while "has not gone on" not in log.path.read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-        dog.mark("step", 1)
-        while "the main thread goes on" not in log.path.read_text() and not ended.codes:
-            dog.mark("step", 1)
-            time.sleep(0.005)
+        until(lambda: "has not gone on" in log.path.read_text())
+        until(lambda: "the main thread goes on" in log.path.read_text(), lambda: dog.mark("step", 1))
     assert ended.codes == []
 
 
@@ -576,14 +576,23 @@ def test_an_error_that_ends_the_context_is_left_behind(
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_the_file_is_overwritten_in_place_and_never_empty(tmp_path: Path, log: RankLog) -> None:
-    path = tmp_path / "alive" / "rank00000.json"
+def test_the_file_is_overwritten_in_place_and_never_empty(
+    tmp_path: Path, log: RankLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real = tmp_path / "alive" / "rank00000.json", os.open
+    found: list[tuple[int, int]] = []
+
+    def open_(opened: Path, flags: int, mode: int = 0o777) -> int:
+        file = real(opened, flags, mode)
+        if Path(opened) == path:
+            found.append((os.fstat(file).st_ino, os.fstat(file).st_size))
+        return file
+
+    monkeypatch.setattr(module.os, "open", open_)
     with watchdog(log, Ended(), world=1, timeout_s=1000):
-        inode = path.stat().st_ino
-        for _ in range(2000):
-            assert path.stat().st_size == SIZE
-        beats(tmp_path, 3)
-        assert path.stat().st_ino == inode
+        until(lambda: len(found) >= 4)
+    inode = path.stat().st_ino
+    assert found == [(inode, 0), *[(inode, SIZE)] * (len(found) - 1)]
 
 
 def test_a_heartbeat_that_cannot_be_written_is_noted_once_and_proves_nothing(
@@ -601,8 +610,7 @@ def test_a_heartbeat_that_cannot_be_written_is_noted_once_and_proves_nothing(
     peer(tmp_path)  # silent, perhaps for the same reason
     full[0] = True
     with watchdog(log, ended):
-        while len(refused) < 40:
-            time.sleep(0.01)
+        until(lambda: len(refused) >= 40)
         assert ended.codes == []
         full[0] = False
         ended.wait()  # now its silence counts
