@@ -26,7 +26,9 @@ TOKENIZER_NAMES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "tokenizer.model",
 )
+GENERATION = "generation_config.json"
 MAX_JSON_BYTES = 2**28
 
 
@@ -118,6 +120,18 @@ class HFFolder:
                 f"{self.path}: {name}: slice at {list(start)} of shape {list(size)} does not lie in it"
             )
         return read_slices(self.path, [(record, f"{self.path}: {name}", (start, size))])[0]
+
+    def positions(self) -> dict[str, tuple[str, int]]:
+        """Returns tensor → the file that holds it and the byte at which it begins there."""
+        return {name: (record.slices[0].file, record.slices[0].begin) for name, record in self._records.items()}
+
+    def small_files(self) -> dict[str, bytes]:
+        """Returns what a copy of the model should carry besides: the tokenizer's files and generation_config.json."""
+        found = self.tokenizer_files()
+        if (self.path / GENERATION).is_file():
+            with storage("reading", self.path / GENERATION):
+                found[GENERATION] = files.read_small(self.path / GENERATION, MAX_JSON_BYTES)
+        return found
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Returns the tokenizer's files by name; empty when there are none."""

@@ -1,0 +1,79 @@
+"""How the tensors of one file are written: the one interface of all file formats, and safetensors behind it.
+
+A container takes a file's tensors in order and their bytes in blocks of any size, so a conversion can feed hundreds of
+files at once while it holds one block. The torch formats are in `torchfile.py` and `xser.py`.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from lt_ckpt import files
+from lt_ckpt.tensorfile import TensorSpec, file_order, make_header
+
+Tensors = Sequence[tuple[str, TensorSpec]]
+"""Key → dtype and shape, in file order."""
+
+
+class Container(Protocol):
+    """A new file of tensors, being written."""
+
+    def append(self, data: memoryview | np.ndarray) -> None:
+        """Take the next bytes, in the order of the tensors."""
+        ...
+
+    def close(self) -> None:
+        """Finish the file, all of whose bytes have come, and put it on the disk."""
+        ...
+
+    def abandon(self) -> None:
+        """Let go of the unfinished file, after an error."""
+        ...
+
+
+class Opens(Protocol):
+    """Makes a container; raises `OSError` when the file cannot be made."""
+
+    def __call__(self, path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> Container:
+        """Lay the file out and make it."""
+        ...
+
+
+class SafetensorsWriter:
+    """A new safetensors file; the tensors must come wide elements first (`file_order`)."""
+
+    def __init__(self, path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
+        entries = dict(tensors)
+        assert file_order(entries) == tuple(entries), "wide elements first"
+        header, _ = make_header(entries, metadata)
+        self._left = sum(spec.n_bytes for spec in entries.values())
+        self._descriptor = files.create(path)
+        try:
+            files.write_all(self._descriptor, header)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def append(self, data: memoryview | np.ndarray) -> None:
+        """Take the next bytes."""
+        view = data.data if isinstance(data, np.ndarray) else data
+        self._left -= view.nbytes
+        assert self._left >= 0
+        files.write_all(self._descriptor, view)
+
+    def close(self) -> None:
+        """Put the file on the disk."""
+        assert self._left == 0, f"{self._left} bytes have not come"
+        try:
+            files.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def abandon(self) -> None:
+        """Close the descriptor."""
+        with suppress(OSError):
+            os.close(self._descriptor)
