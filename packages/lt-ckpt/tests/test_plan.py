@@ -125,6 +125,33 @@ def test_short_runs_are_read_as_rows_in_bounded_pieces(monkeypatch):
     assert sum(sizes) == file.size
 
 
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_matrix_whose_transpose_is_in_the_file_is_read_by_any_slicing(data):
+    n, m = (data.draw(st.integers(1, 9)) for _ in "nm")
+    file = np.random.default_rng(0).integers(0, 2**16, n * m, dtype=np.uint16)
+    array = file.reshape(m, n).T  # the matrix; the file has its columns one after the other
+    top, left = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, m - 1))
+    rows, columns = data.draw(st.integers(1, n - top)), data.draw(st.integers(1, m - left))
+    tensor = array[top : top + rows, left : left + columns]
+    stored = Stored(
+        file="f", begin=0, offset=(0, 0), shape=(rows, columns), whole=(n, m), at=(top, left), transposed=True
+    )
+    start, first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
+    shape = data.draw(st.integers(1, rows - start)), data.draw(st.integers(1, columns - first))
+    target, raw = np.zeros(2 * shape[0] * shape[1], np.uint8), file.view(np.uint8)
+
+    def read_at(_, position, buffer):
+        assert position + len(buffer) <= raw.size
+        buffer[:] = raw[position : position + len(buffer)].data
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plan, "STAGE_BYTES", data.draw(st.integers(1, 64)))
+        run_copies(plan_copies([(((start, first), shape), [stored], 2, "t")]), [target], read_at)
+    wanted = tensor[start : start + shape[0], first : first + shape[1]]
+    assert target.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
 def test_a_hole_is_an_error_before_anything_is_read():
     stored = [Stored(file="f", begin=0, offset=(0,), shape=(3,))]
     with pytest.raises(CheckpointError, match="t: 2 of the 3 wanted elements at offset"):

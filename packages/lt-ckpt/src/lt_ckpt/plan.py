@@ -4,7 +4,7 @@ Each wanted slice is intersected with the stored slices of its tensor; each inte
 same shape in a stored slice and in a target buffer. Loading, resharding and export are all this join: nothing else in
 the package computes byte offsets. `run_copies` carries a plan out. A box that is contiguous on both sides, or whose
 contiguous runs are long, is read straight into the target; many short runs are read as whole rows into a small buffer
-and copied from there.
+and copied from there. A matrix whose file holds its transpose is always read that way.
 
 Cost: O(stored slices of the tensor) per wanted slice; memory: the targets and one staging buffer of `STAGE_BYTES`
 (or one row, if that is longer).
@@ -31,7 +31,8 @@ class Stored:
     """A slice that a file holds: `offset` and `shape` in the tensor.
 
     It lies in an array whose bytes begin at `begin` in `file`: it is all of that array, or, where `whole` is given, the
-    box at `at` of an array of that shape (a part of a fused tensor, or a view into a larger storage).
+    box at `at` of an array of that shape (a part of a fused tensor, or a view into a larger storage). Where
+    `transposed` is set, the file holds the transpose of that array (column after column); the numbers are the array's.
     """
 
     file: str
@@ -40,6 +41,7 @@ class Stored:
     shape: Ints
     whole: Ints | None = None
     at: Ints | None = None
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,13 +51,14 @@ class Copy:
     Attributes:
         file: The file that holds the stored slice.
         begin: Byte in the file at which the stored array begins.
-        stored_shape: Shape of the stored array.
+        stored_shape: Shape of the stored array, as the file holds it.
         stored_offset: Where the box begins in the stored array.
         target: Index of the wanted slice.
         target_shape: Shape of the wanted slice.
         target_offset: Where the box begins in the wanted slice.
-        shape: Shape of the box.
+        shape: Shape of the box, as the file holds it.
         item_bytes: Bytes per element.
+        transposed: Whether the target wants the transpose of the box.
     """
 
     file: str
@@ -67,6 +70,7 @@ class Copy:
     target_offset: Ints
     shape: Ints
     item_bytes: int
+    transposed: bool = False
 
     @property
     def first_byte(self) -> int:
@@ -105,17 +109,19 @@ def plan_copies(wanted: Sequence[tuple[Box, Sequence[Stored], int, str]]) -> lis
             offset, shape = common
             held += math.prod(shape)
             at = source.at or (0,) * len(shape)
+            turn = -1 if source.transposed else 1  # what the file holds has its dimensions in this order
             copies.append(
                 Copy(
                     file=source.file,
                     begin=source.begin,
-                    stored_shape=source.shape if source.whole is None else source.whole,
-                    stored_offset=tuple(o - s + a for o, s, a in zip(offset, source.offset, at, strict=True)),
+                    stored_shape=(source.shape if source.whole is None else source.whole)[::turn],
+                    stored_offset=tuple(o - s + a for o, s, a in zip(offset, source.offset, at, strict=True))[::turn],
                     target=target,
                     target_shape=box[1],
                     target_offset=tuple(o - t for o, t in zip(offset, box[0], strict=True)),
-                    shape=shape,
+                    shape=shape[::turn],
                     item_bytes=item,
+                    transposed=source.transposed,
                 )
             )
         if held != math.prod(box[1]):
@@ -142,8 +148,11 @@ def run_copies(copies: Sequence[Copy], targets: Sequence[np.ndarray], read_at: R
     for copy in copies:
         element = np.dtype(f"<u{copy.item_bytes}")
         whole = targets[copy.target].view(element).reshape(copy.target_shape)
+        shape = copy.shape[::-1] if copy.transposed else copy.shape
         # The ellipsis keeps a 0-dim tensor a view.
-        box = whole[(..., *(slice(o, o + n) for o, n in zip(copy.target_offset, copy.shape, strict=True)))]
+        box = whole[(..., *(slice(o, o + n) for o, n in zip(copy.target_offset, shape, strict=True)))]
+        if copy.transposed:
+            box = box.T
         row_bytes = copy.item_bytes * math.prod(copy.stored_shape[1:])
         needed = min(max(STAGE_BYTES, row_bytes), copy.item_bytes * math.prod(copy.stored_shape))
         if stage.size < needed and not _reads_directly(copy):
@@ -162,13 +171,15 @@ def _outer_dims(copy: Copy) -> tuple[int, int]:
 
 
 def _reads_directly(copy: Copy) -> bool:
+    if copy.transposed:
+        return False
     outer, run = _outer_dims(copy)
     return math.prod(copy.shape[:outer]) == 1 or run >= RUN_BYTES
 
 
 def _run_copy(copy: Copy, box: np.ndarray, stage: np.ndarray, read_at: ReadAt) -> None:
-    outer, _ = _outer_dims(copy)
     if _reads_directly(copy):
+        outer, _ = _outer_dims(copy)
         tail = copy.stored_offset[outer:]
         for index in np.ndindex(*copy.shape[:outer]):
             stored_index = (*(o + i for o, i in zip(copy.stored_offset, index, strict=False)), *tail)

@@ -35,12 +35,14 @@ class Held:
         begin: Byte in the file at which the array begins.
         whole: Shape of the array where the tensor is only a box of it (a strided view into a storage), else None.
         at: Where the tensor begins in that array.
+        transposed: The file holds the array's transpose, column after column; `whole` and `at` are the array's own.
     """
 
     spec: TensorSpec
     begin: int
     whole: Ints | None = None
     at: Ints | None = None
+    transposed: bool = False
 
 
 class Holder(Protocol):
@@ -140,6 +142,7 @@ def join(layout: Layout, holders: Mapping[str, Mapping[str, Held]], shapes: Mapp
                     shape=piece.shape,
                     whole=found.whole or tensor.shape,
                     at=tuple(a + b for a, b in zip(piece.at, found.at or zeros, strict=True)),
+                    transposed=found.transposed,
                 )
                 if places[piece.name].setdefault(piece.box, stored) is not stored:
                     copies.setdefault(piece.name, []).append(stored)
