@@ -219,6 +219,15 @@ def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, 
     assert sorted(os.listdir(tmp_path)) == ["step-00000002", "step-00000003"]
 
 
+def test_a_removal_that_was_killed_before_its_last_call_is_finished_too(tmp_path, toy):
+    """Its mark is gone, and only the empty folder is left; one that is not empty and has no mark is not ours."""
+    (tmp_path / ".trash-0123456789abcdef").mkdir()
+    (tmp_path / ".trash-fedcba9876543210").mkdir()
+    (tmp_path / ".trash-fedcba9876543210" / "thesis.txt").write_text("mine", encoding="utf-8")
+    toy.save(tmp_path, 3)
+    assert sorted(os.listdir(tmp_path)) == [".trash-fedcba9876543210", "step-00000003"]
+
+
 def watched_for(root, monkeypatch, seconds):
     """One look at the root, so many seconds by the monotonic clock after the beginning of the test."""
     monkeypatch.setattr("lt_ckpt.folders.time.monotonic", lambda: 1e6 + seconds)

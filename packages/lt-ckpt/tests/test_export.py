@@ -21,7 +21,7 @@ from lt_ckpt import (
     export_hf,
     write_part,
 )
-from lt_ckpt import export as export_module
+from lt_ckpt import convert as convert_module
 from lt_model import LlamaConfig, parameters
 
 TOKENIZER = {
@@ -101,7 +101,7 @@ def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_
 def test_transformers_loads_exactly_our_weights(tmp_path, tied, max_shard_bytes, monkeypatch):
     from transformers import LlamaForCausalLM
 
-    monkeypatch.setattr(export_module, "BLOCK_ELEMENTS", 100)
+    monkeypatch.setattr(convert_module, "BLOCK_BYTES", 4 * 100)
     checkpoint, weights = save_model(tmp_path / "ck", config(tie_word_embeddings=tied))
     seen = []
     out = export_hf(

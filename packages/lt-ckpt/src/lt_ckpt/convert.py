@@ -14,7 +14,7 @@ the planner's staging buffer.
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -46,7 +46,9 @@ class Target:
         opens: Makes a file's container.
         metadata: Text for the containers that can hold some.
         small: Further files, written first, by path.
-        last: Files that say that all is there (markers, an index), written last, in this order.
+        last: Files that say that all is there (markers), written last, in this order.
+        single_file: The path in the layout of the one file that is to be the output, instead of a folder.
+        check: Looks at the finished tensor files, in the folder that is still hidden; raises when it finds fault.
     """
 
     format: str
@@ -56,6 +58,8 @@ class Target:
     metadata: Mapping[str, str] = field(default_factory=dict)
     small: Mapping[str, bytes] = field(default_factory=dict)
     last: Mapping[str, bytes] = field(default_factory=dict)
+    single_file: str = ""
+    check: Callable[[Path], None] = lambda folder: None
 
     def tensors(self, index: int) -> list[tuple[str, TensorSpec]]:
         """Key → dtype and shape of the tensors of one file, in file order."""
@@ -86,7 +90,7 @@ def convert(
     Args:
         source: What to convert; its group `weights`.
         target: What to make of it.
-        out: The folder to make; one that is there must be empty.
+        out: The folder to make (one that is there must be empty), or the file.
         progress: Told the bytes written so far and in all.
 
     Returns:
@@ -98,16 +102,29 @@ def convert(
     folder = Path(os.path.abspath(out))
     walk = _walk(source.weights, target)
     with storage("converting", folder):
-        if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-            raise CheckpointError(f"{folder}: is there already and not an empty folder; choose another path")
+        if os.path.lexists(folder) and (target.single_file or not _is_empty_folder(folder)):
+            wanted = "" if target.single_file else " and not an empty folder"
+            raise CheckpointError(f"{folder}: is there already{wanted}; choose another path")
         files.make_folders(folder.parent)
         with NewFolder(folder) as made, Reader(source.root) as reader:
             for path, data in target.small.items():
                 made.write(path, data)
-            _write_tensors(source, target, walk, made, reader, progress)
+            _write_tensors(source, target, walk, made, reader, Progress(target.n_bytes, progress))
+            target.check(made.hidden)
             for path, data in target.last.items():
                 made.write(path, data)
+            if target.single_file:
+                made.publish_file(target.single_file)
     return folder
+
+
+def require_cast(source: str, target: str) -> None:
+    """Refuses a cast that is not possible, before anything is read (CheckpointError)."""
+    cast(np.empty(0, np.uint8), source, target)
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
 
 
 def _walk(group: Group, target: Target) -> dict[str, list[_Cut]]:
@@ -123,7 +140,7 @@ def _walk(group: Group, target: Target) -> dict[str, list[_Cut]]:
         found = group.specs[name]
         if found.shape != spec.shape:
             raise CheckpointError(f"{name}: has shape {list(found.shape)}, the model asks for {list(spec.shape)}")
-        cast(np.empty(0, np.uint8), found.dtype, spec.dtype)  # refuses what cannot be cast
+        require_cast(found.dtype, spec.dtype)
     walk: dict[str, list[_Cut]] = {}
     for i, file in enumerate(target.layout.files):
         for tensor in file.tensors:
@@ -152,10 +169,9 @@ def _write_tensors(
     walk: Mapping[str, list[_Cut]],
     made: "NewFolder",
     reader: Reader,
-    progress: files.Progress | None,
+    tell: "Progress",
 ) -> None:
     opened: list[Container] = []
-    done, total = 0, target.n_bytes
     try:
         for i, file in enumerate(target.layout.files):
             opened.append(target.opens(made.path(file.path), target.tensors(i), target.metadata))
@@ -165,9 +181,7 @@ def _write_tensors(
                     data = _cut(box, block, cut.piece.box)
                     if data is not None:
                         opened[cut.file].append(data)
-                        done += data.nbytes
-                if progress is not None:
-                    progress(done, total, "bytes")
+                        tell(data.nbytes)
         while opened:
             opened.pop().close()
     except BaseException:
@@ -195,6 +209,19 @@ def _cut(box: Box, block: np.ndarray, wanted: Box) -> np.ndarray | None:
     return np.ascontiguousarray(part).reshape(-1).view(np.uint8)
 
 
+class Progress:
+    """Adds up the bytes that are done and tells them."""
+
+    def __init__(self, total: int, tell: files.Progress | None) -> None:
+        self._done, self._total, self._tell = 0, total, tell
+
+    def __call__(self, n_bytes: int) -> None:
+        """So many bytes more."""
+        self._done += n_bytes
+        if self._tell is not None:
+            self._tell(self._done, self._total, "bytes")
+
+
 class NewFolder:
     """A folder in the making, under a hidden name of its own beside the final one.
 
@@ -204,13 +231,14 @@ class NewFolder:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._hidden = folder.with_name(f".{folder.name}.tmp-{new_token()}")
+        self.hidden = folder.with_name(f".{folder.name}.tmp-{new_token()}")
+        self._publish = ""
 
     def path(self, relative: str) -> Path:
         """Returns where a file of the folder is to be made, and makes the folders above it."""
         assert not relative.startswith("/"), relative
         assert ".." not in Path(relative).parts, relative
-        path = self._hidden / relative
+        path = self.hidden / relative
         files.make_folders(path.parent)
         return path
 
@@ -218,16 +246,24 @@ class NewFolder:
         """Writes a small file whole."""
         files.write_file(self.path(relative), data)
 
+    def publish_file(self, relative: str) -> None:
+        """Lets the output be this one file in place of the folder."""
+        self._publish = relative
+
     def __enter__(self) -> "NewFolder":
-        files.make_folder(self._hidden)
+        try:
+            files.make_folder(self.hidden)
+        except OSError:  # perhaps after it was made
+            shutil.rmtree(self.hidden, ignore_errors=True)
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
-                for folder, _, _ in os.walk(self._hidden, topdown=False):
+                for folder, _, _ in os.walk(self.hidden, topdown=False):
                     files.fsync_folder(Path(folder))
-                files.rename(self._hidden, self._folder)
+                files.rename(self.hidden / self._publish, self._folder)
                 files.fsync_folder(self._folder.parent)
         finally:
-            shutil.rmtree(self._hidden, ignore_errors=True)
+            shutil.rmtree(self.hidden, ignore_errors=True)

@@ -152,7 +152,10 @@ def sweep(root: Path) -> list[Path]:
         # cannot be read or removed must not stop a save.
         with suppress(CheckpointError, OSError):
             trash = TRASH_FOLDER.fullmatch(name) is not None
-            if (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder))) and remove(folder):
+            if trash and not os.listdir(folder):  # its mark went last, and then the removal was cut off
+                os.rmdir(folder)
+                gone.append(folder)
+            elif (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder))) and remove(folder):
                 gone.append(folder)
                 _watched.pop(folder, None)
     return gone

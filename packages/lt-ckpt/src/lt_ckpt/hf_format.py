@@ -7,11 +7,12 @@ tokenizer's files, and generation_config.json. A tied model is written without i
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from lt_ckpt import strict_json
 from lt_ckpt.containers import SafetensorsWriter
-from lt_ckpt.convert import Target
+from lt_ckpt.convert import Target, require_cast
 from lt_ckpt.dtypes import long_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
@@ -66,6 +67,8 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     assert source.config is not None
     model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
     shapes = stored_shapes(model, not model.tie_word_embeddings)
+    for name in shapes:
+        require_cast(source.weights.specs[name].dtype, dtype or source.weights.specs[name].dtype)
     specs = {name: TensorSpec(dtype or source.weights.specs[name].dtype, shape) for name, shape in shapes.items()}
     shards = _shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
     kinds: dict[str, int] = {}
@@ -84,12 +87,24 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     )
     return Target(
         format="hf",
+        check=lambda folder: _check_with_reference_reader(folder, shards),
         layout=Layout(files=files),
         specs=specs,
         opens=SafetensorsWriter,
         metadata={"format": "pt"},
         small=small,
     )
+
+
+def _check_with_reference_reader(folder: Path, shards: Mapping[str, Mapping[str, TensorSpec]]) -> None:
+    """Opens the files that we wrote with the `safetensors` library, which reads their headers, and compares."""
+    from safetensors import safe_open
+
+    for file, specs in shards.items():
+        with safe_open(folder / file, framework="numpy") as reader:
+            slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it has only keys()
+            seen = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        assert seen == dict(specs), f"{file}: safetensors reads other tensors than were written"
 
 
 def _shards(specs: Mapping[str, TensorSpec], limit: int) -> dict[str, dict[str, TensorSpec]]:

@@ -79,7 +79,7 @@ def _version(package: str) -> str:
 def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The processor's name where the system tells it, otherwise its architecture."""
     if cpuinfo.exists():
-        for row in cpuinfo.read_text(errors="replace").splitlines():
+        for row in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = row.partition(":")
             if name.strip() == "model name":
                 return value.strip()

@@ -183,10 +183,10 @@ class Loop:
 
     def _step(self, step: int) -> tuple[StepRecord, object]:
         """Start step number `step` (from 0); the record's loss and norm are filled in when it is read."""
-        self.watch.mark("data", step)
+        self.watch.mark("data", step + 1)
         batch = self.batches.next_batch()
         lr = learning_rate(step, self.recipe.schedule, self.recipe.optimizer.lr)
-        self.watch.mark("step", step)
+        self.watch.mark("step", step + 1)
         pending = self.engine.step(batch, lr)
         return StepRecord(
             step=step + 1, loss=math.nan, grad_norm=math.nan, learning_rate=lr, valid_tokens=batch.valid_tokens

@@ -7,6 +7,7 @@
     environment.json    interpreter, machine, package versions (see `environment.py`)
     metrics.jsonl       one record per logging step
     events.jsonl        starts, stops, checkpoints, warnings
+    alive/              each rank's heartbeat (see `watchdog.py`)
     checkpoints/  logs/
 
 Opening an existing run directory goes on in it: metrics and events are appended to, the three description files are

@@ -312,7 +312,7 @@ def _machine() -> str:
     """A name that two processes share only if each would find the other under its pid."""
     parts = [socket.gethostname()]
     with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
@@ -324,7 +324,7 @@ def _stat(pid: int) -> tuple[str, str]:
         OSError: the process may be there, but cannot be looked at (too many files are open).
     """
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return "", ""
     values = stat.rpartition(")")[2].split()  # the command before it may hold anything; values[0] is field 3 of proc(5)

@@ -141,4 +141,4 @@ def write_summary(
         "numbers": dict(numbers),
         "seconds": dict(seconds),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

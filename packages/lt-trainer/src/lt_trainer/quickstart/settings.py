@@ -157,7 +157,7 @@ class Folder:
 
 def _read(marker: Path) -> dict[str, object]:
     try:
-        content = json.loads(marker.read_text())
+        content = json.loads(marker.read_text(encoding="utf-8"))
     except ValueError as exc:
         raise QuickstartError(f"{marker} is damaged; remove the folder, or name another with --out") from exc
     if content.get("version") != VERSION:

@@ -1,0 +1,174 @@
+"""Our own checkpoints as a source and as a target of conversions.
+
+As a source, a checkpoint has its groups (weights, moments), the model of its manifest as a configuration, and its
+tokenizer's files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most
+`SLICE_BYTES`; it holds what the source holds, so one made from a Hugging Face model has weights and nothing else.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lt_ckpt import files, strict_json
+from lt_ckpt.checkpoint import Checkpoint
+from lt_ckpt.convert import Progress, require_cast
+from lt_ckpt.dtypes import cast, item_bytes, long_name
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.manifest import Meta
+from lt_ckpt.models import HEAD, stored_shapes, with_head
+from lt_ckpt.plan import Stored
+from lt_ckpt.save import begin, commit, discard, write_part
+from lt_ckpt.shards import Shard, row_blocks
+from lt_ckpt.source import Group, Reader, Source
+from lt_ckpt.tensorfile import TensorSpec
+from lt_model import LlamaConfig
+
+GENERATION = "generation_config.json"
+SLICE_BYTES = 64 * 2**20
+
+
+def open_lt(checkpoint: Checkpoint) -> Source:
+    """Opens a checkpoint for conversion.
+
+    Raises:
+        CheckpointError: It names no model, or its weights are not those of the model.
+        lt_model.ModelError: The manifest's model is no Llama that lt_model knows.
+    """
+    manifest, path = checkpoint.manifest, checkpoint.path
+    if not manifest.model:
+        raise CheckpointError(f"{path}: names no model, so nothing can be made of it")
+    config = LlamaConfig.from_dict(manifest.model, source=f"{path}: model")
+    groups = {name: _group(checkpoint, name) for name in checkpoint.groups}
+    stored = checkpoint.specs("weights") if "weights" in groups else {}
+    shapes = stored_shapes(config, HEAD in stored)
+    wanted = {name: TensorSpec(stored[name].dtype if name in stored else "F32", shapes[name]) for name in shapes}
+    checkpoint.require({"weights": wanted})
+    groups["weights"] = with_head(groups["weights"], config)
+    tokenizer = checkpoint.tokenizer_files()
+    parsed = {name: strict_json.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
+    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
+    generation = {name: value for name, value in ids.items() if value is not None}
+    dtype = max((spec.dtype for spec in stored.values()), key=[s.dtype for s in stored.values()].count)
+    return Source(
+        format="lt",
+        path=path,
+        root=path,
+        config=config.to_hf(bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=long_name(dtype)),
+        groups=groups,
+        small={**tokenizer, GENERATION: strict_json.dumps(generation, GENERATION, indent=2)},
+        about={"step": manifest.step, "world": manifest.world, "layout": dict(manifest.layout)},
+    )
+
+
+def _group(checkpoint: Checkpoint, group: str) -> Group:
+    records = checkpoint.manifest.tensors[group]
+    return Group(
+        specs={name: record.spec for name, record in records.items()},
+        places={
+            name: tuple(
+                Stored(file=piece.file, begin=piece.begin, offset=piece.offset, shape=piece.shape)
+                for piece in record.slices
+            )
+            for name, record in records.items()
+        },
+    )
+
+
+def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
+    """Returns the id of a special token that the tokenizer's files name, for example `bos_token`; None without one."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json"):
+        token = tokenizer.get(file, {}).get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            break
+    else:
+        return None
+    table = tokenizer.get("tokenizer.json", {})
+    for added in table.get("added_tokens") or ():
+        if added.get("content") == text:
+            return int(added["id"])
+    found = ((table.get("model") or {}).get("vocab") or {}).get(text)
+    if not isinstance(found, int):
+        raise CheckpointError(f"the tokenizer's {name} is {text!r}, but its vocabulary has no such token")
+    return found
+
+
+def save_lt(
+    source: Source,
+    root: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    progress: files.Progress | None = None,
+) -> Path:
+    """Saves a source as a checkpoint in the folder of checkpoints `root`.
+
+    Its step is the source's, or 0 for a source that knows none.
+
+    Args:
+        source: What to save; all its groups.
+        root: Folder of checkpoints.
+        dtype: Safetensors code to cast the weights to; None: as stored.
+        progress: Told the bytes written so far and in all.
+
+    Raises:
+        CheckpointError: A checkpoint of that step is there already, or the disk fails.
+    """
+    assert source.config is not None
+    model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
+    step = int(source.about.get("step", 0))
+    tokenizer = {name: data for name, data in source.small.items() if name != GENERATION}
+    with Reader(source.root) as reader:
+        shards = list(_shards(source, model, dtype, reader))
+        tell = Progress(sum(shard.n_bytes for shard in shards), progress)
+        tmp = begin(root, step=step, world=1)
+        try:
+            write_part(tmp, rank=0, shards=[_told(shard, tell) for shard in shards])
+            origin = {"converted_from": source.format, **dict(source.about)}
+            meta = Meta(step=step, model=model.to_dict(), tokenizer_files=tokenizer, layout=origin)
+            return commit(tmp, world=1, meta=meta)
+        except BaseException:
+            if tmp.exists():
+                discard(tmp)
+            raise
+
+
+def _shards(source: Source, model: LlamaConfig, dtype: str | None, reader: Reader) -> Iterator[Shard]:
+    for kind, group in source.groups.items():
+        for name, spec in group.specs.items():
+            if kind == "weights" and name == HEAD and model.tie_word_embeddings:
+                continue
+            target = dtype if dtype and kind == "weights" else spec.dtype
+            require_cast(spec.dtype, target)
+            width = max(item_bytes(target), item_bytes(spec.dtype))
+            for offset, shape in row_blocks(spec.shape, SLICE_BYTES // width):
+                yield Shard(
+                    group=kind,
+                    name=name,
+                    dtype=target,
+                    global_shape=spec.shape,
+                    offset=offset,
+                    shape=shape,
+                    data=_reading(reader, group, name, (offset, shape), target),
+                )
+
+
+def _reading(
+    reader: Reader, group: Group, name: str, box: tuple[tuple[int, ...], tuple[int, ...]], target: str
+) -> Callable[[], np.ndarray]:
+    return lambda: cast(reader.read(group, name, box), group.specs[name].dtype, target)
+
+
+def _told(shard: Shard, tell: Progress) -> Shard:
+    read = shard.data
+    assert not isinstance(read, np.ndarray)
+
+    def data() -> np.ndarray:
+        found = read()
+        tell(prod(found.shape))
+        return found
+
+    return Shard(**{**{name: getattr(shard, name) for name in shard.__dataclass_fields__}, "data": data})
