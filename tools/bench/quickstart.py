@@ -71,7 +71,9 @@ def first_step(quickstart: Path) -> dict[str, float]:
 def machine() -> dict[str, str]:
     """What the figures were measured on."""
     cpu = platform.processor() or platform.machine()
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []:
+    for line in (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
+    ):
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
     return {
