@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,14 +43,6 @@ class Held:
     whole: Ints | None = None
     at: Ints | None = None
     transposed: bool = False
-
-
-class Holder(Protocol):
-    """A file of tensors, whose header was read and checked."""
-
-    def held(self) -> Mapping[str, Held]:
-        """Key → where it lies."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
