@@ -177,3 +177,17 @@ def test_cuda_that_is_not_there_is_refused(open_on, config) -> None:
         pytest.skip("this machine has a CUDA device")
     with pytest.raises(ValueError, match="finds no CUDA device; set it to 'cpu'"):
         open_on("cuda", config)
+
+
+def test_restored_weights_are_used_after_an_evaluation(open_engine, config, batches, tmp_path: Path) -> None:
+    """A forward without a backward must not leave gathered copies of the weights behind."""
+    rounds = batches(1, n_micro=1, micro_batch=2)
+    engine = open_engine(config, "engine.gpu.dtype=bfloat16")
+    wanted = engine.evaluate(rounds)
+    tmp = begin(tmp_path, step=0, world=1)
+    write_part(tmp, rank=0, shards=engine.state().shards)
+    path = commit(tmp, world=1, meta=Meta(step=0, small={"optimizer_step": 0}))
+    other = open_engine(config, "engine.gpu.dtype=bfloat16", "run.seed=7")
+    assert other.evaluate(rounds) != wanted
+    other.restore(Checkpoint.open(path))
+    assert other.evaluate(rounds) == wanted

@@ -1,9 +1,9 @@
 """A forward pass in bounded memory: layer after layer, each one's weights read, used and dropped.
 
-So two copies of a 70B model can be compared on a machine that could hold neither. The model is `lt_model`'s, in the dtype
-asked for, on the CPU; it needs lt-ckpt[torch]. Memory: one layer, the embedding or the head (whichever is largest)
-in that dtype, and the hidden states. A wrong head order or a swapped gate shows in the first layer that has it, where
-a comparison of losses would hide it.
+So two copies of a 70B model can be compared on a machine that could hold neither. The model is `lt_model`'s own, in
+the dtype asked for, on the CPU; it needs lt-ckpt[torch]. Memory: in that dtype one layer, the embedding or the head,
+whichever is largest, and the hidden states. A wrong head order or a swapped gate shows in the first layer that has it,
+where a comparison of losses would hide it.
 """
 
 from collections.abc import Iterator

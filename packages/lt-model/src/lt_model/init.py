@@ -31,6 +31,7 @@ MEAN = 8 * 65535 // 2
 VARIANCE = 8 * (2**32 - 1) / 12
 _EVEN_LANES = 0x0000FFFF0000FFFF
 _CHUNK = 1 << 17  # elements at a time: scratch that stays in cache
+_DEVICE_CHUNK = 1 << 24  # 0.6 GiB of scratch; smaller chunks leave a GPU waiting for launches
 
 
 def parameter_key(seed: int, name: str) -> int:
@@ -80,7 +81,8 @@ def init_slice(
     rows = out.view(out.shape[0], -1)
     inner = _linear_indices(offset[1:], shape[1:], parameter.shape[1:], device)
     row_size = math.prod(parameter.shape[1:])
-    step = max(1, _CHUNK // max(1, inner.numel()))
+    chunk = _CHUNK if out.device.type == "cpu" else _DEVICE_CHUNK
+    step = max(1, chunk // max(1, inner.numel()))
     for first in range(0, rows.shape[0], step):
         index = torch.arange(first, min(first + step, rows.shape[0]), device=device) + offset[0]
         values = _lane_sums(key, index[:, None] * row_size + inner).sub_(MEAN).to(torch.float64).mul_(scale)

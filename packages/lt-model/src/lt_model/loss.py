@@ -92,7 +92,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk_rows(hidden_ND: Tensor, weight_VD: Tensor) -> int:
     if hidden_ND.device.type == "cpu":
         return _CPU_ROWS
-    return max(1024, _DEVICE_ELEMENTS // weight_VD.shape[0])
+    return max(1024, _DEVICE_ELEMENTS // weight_VD.shape[0] // 128 * 128)  # whole tiles of a matrix product
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

@@ -60,6 +60,7 @@ class GpuEngine:
     def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
         options: GpuOptions = recipe.engine["gpu"]
         self._config, self._grad_clip = config, recipe.optimizer.grad_clip
+        self._document_mask = recipe.data.document_mask
         self._torch_device = _take_device(options, world)
         self._dtype = _compute_dtype(options, self._torch_device)
         master = torch.float64 if self._dtype == torch.float64 else torch.float32
@@ -134,7 +135,9 @@ class GpuEngine:
         for ids, positions, docs, labels in zip(
             *(to_device(array, self._torch_device) for array in arrays), strict=True
         ):
-            yield self._model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels)
+            # Where rows are one document each, no mask is made of the numbers: a GPU could not tell without a wait.
+            seen = docs if self._document_mask else None
+            yield self._model(ids, position_ids_BT=positions, doc_ids_BT=seen, labels_BT=labels)
 
     def _clip(self) -> Tensor:
         """The norm over all gradients of all ranks.
@@ -171,6 +174,10 @@ class GpuEngine:
             if self.topology.world > 1:
                 dist.all_reduce(totals)
             loss_sum, tokens = totals.tolist()
+        if self._sharded:
+            # Without a backward pass FSDP keeps the root's gathered weights (embedding, head, last norm), and a later
+            # forward would use them even after `restore` has put others in their place.
+            self._model.reshard()  # pyright: ignore[reportCallIssue]
         return loss_sum, int(tokens)
 
     def memory_bytes(self) -> int:
