@@ -1,0 +1,215 @@
+"""Fixtures: a hub with a CDN on two ports of this machine, which can be told to fail in every way that matters."""
+
+import hashlib
+import json
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@dataclass
+class Request:
+    server: str
+    path: str
+    headers: dict[str, str]
+    status: int = 0
+    sent: int = 0
+
+    @property
+    def file(self) -> str:
+        return self.path.rpartition("/")[2].partition("?")[0]
+
+
+@dataclass
+class FakeHub:
+    """One model, its list, and what is to go wrong.
+
+    `cuts`: file → how many bytes of the body come before the connection ends, one number per request; "reset" as the
+    word before it makes the end an RST. `before`: called with each request before it is answered; may change anything.
+    """
+
+    repo: str = "org/name"
+    commit: str = COMMIT
+    files: dict[str, bytes] = field(default_factory=dict)
+    large: set[str] = field(default_factory=set)
+    linked: bool = True
+    etags: dict[str, str] = field(default_factory=dict)
+    gated_for: set[str] | None = None
+    tokens: set[str] = field(default_factory=set)
+    private: bool = False
+    cuts: dict[str, list[Any]] = field(default_factory=dict)
+    statuses: dict[str, list[tuple[int, dict[str, str]]]] = field(default_factory=dict)
+    location: str | None = None
+    ignore_range: bool = False
+    shift_range: int = 0
+    edit_list: Callable[[dict[str, Any]], Any] = lambda listing: listing
+    served: dict[str, bytes] = field(default_factory=dict)
+    before: Callable[[Request], None] = lambda request: None
+    log: list[Request] = field(default_factory=list)
+    port: int = 0
+    cdn_port: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def requests(self, file: str = "", server: str = "") -> list[Request]:
+        return [r for r in self.log if file in ("", r.file) and server in ("", r.server)]
+
+    def sent(self, file: str) -> int:
+        return sum(r.sent for r in self.log if r.file == file and r.status in (200, 206))
+
+    def listing(self) -> dict[str, Any]:
+        siblings: list[dict[str, Any]] = []
+        for name, data in self.files.items():
+            entry: dict[str, Any] = {"rfilename": name, "size": len(data), "blobId": blob(data)}
+            if name in self.large:
+                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 134}
+            siblings.append(entry)
+        return self.edit_list({"id": self.repo, "sha": self.commit, "siblings": siblings})
+
+
+def blob(data: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: FakeHub
+    name: str
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        request = Request(server=self.name, path=self.path, headers={k.lower(): v for k, v in self.headers.items()})
+        self.hub.log.append(request)
+        self.hub.before(request)
+        planned = self.hub.statuses.get(f"{self.name}:{request.file}", self.hub.statuses.get(request.file))
+        if planned:
+            status, headers = planned.pop(0)
+            return self.answer(request, status, headers, b"")
+        return self.cdn(request) if self.name == "cdn" else self.main(request)
+
+    def answer(self, request: Request, status: int, headers: dict[str, str], body: bytes) -> None:
+        request.status = status
+        cut: Any = (self.hub.cuts.get(request.file) or [None]).pop(0) if status in (200, 206) else None
+        self.send_response(status)
+        for key, value in {"Content-Length": str(len(body)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        reset, cut = (True, cut[1]) if isinstance(cut, tuple) else (False, cut)
+        self.wfile.write(body[:cut])
+        self.wfile.flush()
+        request.sent = len(body[:cut])
+        if cut is not None:
+            self.close_connection = True
+            if reset:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def refuse(self, request: Request, status: int, code: str, message: str = "") -> None:
+        self.answer(request, status, {"X-Error-Code": code, "X-Error-Message": message}, b"{}")
+
+    def main(self, request: Request) -> None:
+        hub, path = self.hub, unquote(urlsplit(self.path).path)
+        token = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if token and token not in hub.tokens:
+            return self.refuse(request, 401, "", "Invalid credentials in Authorization header")
+        if not path.startswith((f"/api/models/{hub.repo}/revision/", f"/{hub.repo}/resolve/")) or (
+            hub.private and not token
+        ):
+            return self.refuse(request, 404 if token else 401, "RepoNotFound", "Repository not found")
+        if path.startswith("/api/"):
+            if path.rpartition("/revision/")[2] not in ("main", "refs/pr/1", hub.commit):
+                return self.refuse(request, 404, "RevisionNotFound", "Invalid rev id")
+            assert urlsplit(self.path).query == "blobs=true"
+            return self.answer(request, 200, {"Content-Type": "application/json"}, json.dumps(hub.listing()).encode())
+        if hub.gated_for is not None and token not in hub.gated_for:
+            message = f"Access to model {hub.repo} is restricted. {token}"
+            return self.refuse(request, 403 if token else 401, "GatedRepo", message)
+        commit, _, name = path.removeprefix(f"/{hub.repo}/resolve/").partition("/")
+        if commit != hub.commit or name not in hub.files:
+            return self.refuse(request, 404, "EntryNotFound", "Entry not found")
+        if name not in hub.large:
+            return self.content(request, name)
+        data = hub.files[name]
+        linked = {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
+        headers = {"Location": hub.location or f"http://localhost:{hub.cdn_port}/blobs/{name}?Signature=secret"}
+        return self.answer(request, 302, {**headers, **(linked if hub.linked else {})}, b"see there")
+
+    def cdn(self, request: Request) -> None:
+        return self.content(request, unquote(urlsplit(self.path).path).removeprefix("/blobs/"))
+
+    def content(self, request: Request, name: str) -> None:
+        hub = self.hub
+        data = hub.served.get(name, hub.files[name])
+        headers = {"ETag": hub.etags.get(name, f'"{blob(data)}"')}
+        wanted = request.headers.get("range")
+        if wanted is None or hub.ignore_range:
+            return self.answer(request, 200, headers, data)
+        start = int(wanted.removeprefix("bytes=").rstrip("-")) + hub.shift_range
+        if start >= len(data):
+            return self.answer(request, 416, {"Content-Range": f"bytes */{len(data)}"}, b"")
+        headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        return self.answer(request, 206, headers, data[start:])
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[FakeHub]:
+    """A hub that this process's environment points to, with nothing of the user's own in that environment."""
+    for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    made = FakeHub()
+    servers: list[ThreadingHTTPServer] = []
+    threads: list[threading.Thread] = []
+    for name in ("hub", "cdn"):
+        handler = type(f"{name}-handler", (Handler,), {"hub": made, "name": name})
+        server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server.daemon_threads = True
+        servers.append(server)
+        threads.append(threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}))
+        threads[-1].start()
+    made.port, made.cdn_port = (server.server_address[1] for server in servers)
+    monkeypatch.setenv("HF_ENDPOINT", made.endpoint)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    yield made
+    for server, thread in zip(servers, threads, strict=True):
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture
+def model(hub: FakeHub) -> SimpleNamespace:
+    """A model of two shards and what else such repositories hold, on the hub."""
+    import numpy as np
+    from safetensors.numpy import save
+
+    rng = np.random.default_rng(0)
+    one, two = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    arrays = {one: {"a": rng.standard_normal((300, 500))}, two: {"b": rng.standard_normal((200, 500))}}
+    weight_map = {key: name for name, members in arrays.items() for key in members}
+    hub.files = {
+        "README.md": b"# a model",
+        "config.json": b'{"model_type": "llama"}',
+        "generation_config.json": b"{}",
+        "model.safetensors.index.json": json.dumps({"metadata": {}, "weight_map": weight_map}).encode(),
+        "pytorch_model.bin": b"a pickle",
+        "script.py": b"raise SystemExit",
+        "tokenizer.json": b'{"version": "1.0"}',
+        **{name: save(members) for name, members in arrays.items()},
+    }
+    hub.large = {one, two, "pytorch_model.bin"}
+    wanted = [name for name in hub.files if name.endswith((".json", ".safetensors"))]
+    return SimpleNamespace(one=one, two=two, arrays=arrays, wanted=sorted(wanted))

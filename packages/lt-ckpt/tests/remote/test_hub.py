@@ -1,0 +1,274 @@
+"""A model of a hub: what is fetched, who is told the token, what each refusal says."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+
+from lt_ckpt import CheckpointError, HFFolder
+from lt_ckpt.hub import Address, cache_folder, fetch_model
+from lt_ckpt.hub_http import Hub, Token
+
+TOKEN = "hf_aVerySecretToken"
+
+
+def quick(**more):
+    return Hub(tries=3, pause_s=0.01, **more)
+
+
+def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
+    told = []
+    got = fetch_model("hf://org/name", progress=lambda *args: told.append(args))
+    assert got.commit == hub.commit
+    assert (
+        got.path
+        == tmp_path / "cache" / "lt" / "hub" / "org--name" / hub.commit
+        == cache_folder() / "org--name" / got.commit
+    )
+    assert got.about == {"hub": "org/name", "asked": "hf://org/name@main", "revision": hub.commit}
+    assert sorted(name for name in os.listdir(got.path) if not name.startswith(".")) == model.wanted
+    for name in model.wanted:
+        assert (got.path / name).read_bytes() == hub.files[name]
+    opened = HFFolder.open(got.path)
+    for members in model.arrays.values():
+        for key, array in members.items():
+            assert opened.read(key).tobytes() == array.tobytes()
+    total = sum(len(hub.files[name]) for name in model.wanted)
+    assert told[-1] == (total, total, "bytes")
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    asked = [request.file for request in hub.requests(server="hub")]
+    assert sorted(asked) == sorted([*model.wanted, "main"]), "each file is asked for once"
+    umask = os.umask(0)
+    os.umask(umask)
+    assert stat.S_IMODE((got.path / model.one).stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_commit_that_is_here_costs_no_request(hub, model, monkeypatch):
+    got = fetch_model("hf://org/name@main")
+    hub.log.clear()
+    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
+    with pytest.raises(CheckpointError, match=f"HF_HUB_OFFLINE is set.* instead of main: {hub.commit}"):
+        fetch_model("hf://org/name")
+    assert hub.log == []
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    fetch_model("hf://org/name")
+    assert [request.file for request in hub.log] == ["main"], "a branch is looked up, nothing is fetched"
+    (got.path / model.two).unlink()
+    hub.log.clear()
+    fetch_model(f"hf://org/name@{hub.commit}")
+    assert [request.file for request in hub.requests(server="cdn")] == [model.two]
+    assert (got.path / model.two).read_bytes() == hub.files[model.two]
+
+
+def test_a_folder_of_a_repository_and_a_pull_request(hub, model, tmp_path):
+    hub.files = {f"sub/folder/{name}": data for name, data in hub.files.items()} | {"config.json": b"another"}
+    hub.large = {f"sub/folder/{name}" for name in hub.large}
+    got = fetch_model("hf://org/name@refs/pr/1/sub/folder", cache=tmp_path / "own")
+    assert got.path == tmp_path / "own" / "org--name" / hub.commit / "sub" / "folder"
+    assert (got.path / "config.json").read_bytes() == b'{"model_type": "llama"}'
+    HFFolder.open(got.path)
+    assert hub.log[0].path == "/api/models/org/name/revision/refs%2Fpr%2F1?blobs=true"
+
+
+def test_one_file_without_index(hub, model):
+    hub.files["model.safetensors"] = hub.files.pop(model.one)
+    del hub.files["model.safetensors.index.json"]
+    hub.large = {"model.safetensors"}
+    got = fetch_model("hf://org/name")
+    assert not (got.path / model.two).exists(), "no index names it"
+    assert HFFolder.open(got.path).read("a").tobytes() == model.arrays[model.one]["a"].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("hf://org/name", ("org/name", "main", "")),
+        ("hf://org/name@v1.0", ("org/name", "v1.0", "")),
+        ("hf://org/name/sub", ("org/name", "main", "sub")),
+        ("hf://o.r-g/n_1@feature%2Fx/a/b", ("o.r-g/n_1", "feature/x", "a/b")),
+        ("hf://org/name@refs/convert/x", ("org/name", "refs/convert/x", "")),
+    ],
+)
+def test_addresses(url, expected):
+    found = Address.parse(url)
+    assert (found.repo, found.revision, found.subfolder) == expected
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("hf://org", "org/name", "hf://org/name@", "hf://org/name/", "hf://../name", "hf://org/..", "hf://org/a--b"),
+        *("hf://org/name/../x", "hf://org/name@main/../x", "hf://org/name@a%0Ab", "hf://org/na\nme", "hf://-o/name"),
+        *("hf://org/name//x", "hf://org/name@main//x", "hf://org/name/.git"),
+    ],
+)
+def test_addresses_that_are_none(url):
+    with pytest.raises(CheckpointError, match="must be hf://org/name"):
+        Address.parse(url)
+
+
+def test_the_token_goes_to_the_hub_and_not_to_the_cdn(hub, model, monkeypatch):
+    hub.tokens, hub.private = {TOKEN}, True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    fetch_model("hf://org/name")
+    at_hub, at_cdn = hub.requests(server="hub"), hub.requests(server="cdn")
+    assert {request.headers.get("authorization") for request in at_hub} == {f"Bearer {TOKEN}"}
+    assert len(at_cdn) == 2
+    assert not any(TOKEN in str(request) for request in at_cdn)
+
+
+def test_the_same_host_at_another_port_is_another_host(hub, model, monkeypatch):
+    hub.tokens = {TOKEN}
+    hub.location = f"http://127.0.0.1:{hub.cdn_port}/blobs/{model.one}"
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError):  # the other shard comes with the bytes of the first one
+        fetch_model("hf://org/name", hub=quick())
+    assert hub.requests(server="cdn")
+    assert not any(TOKEN in str(request) for request in hub.requests(server="cdn"))
+
+
+def test_a_redirect_within_the_hub_keeps_the_token(hub, model, monkeypatch):
+    hub.tokens, hub.private = {TOKEN}, True
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    hub.statuses["main"] = [(307, {"Location": f"/api/models/org/name/revision/{hub.commit}?blobs=true"})]
+    assert fetch_model("hf://org/name").commit == hub.commit
+    assert [request.headers.get("authorization") for request in hub.log[:2]] == [f"Bearer {TOKEN}"] * 2
+
+
+def test_where_a_token_is_looked_for(tmp_path):
+    (tmp_path / "huggingface").mkdir()
+    (tmp_path / "huggingface" / "token").write_text("of_cache\n", encoding="utf-8")
+    (tmp_path / "token").write_text("of_home\n", encoding="utf-8")
+    (tmp_path / "named").write_text("of_path\n", encoding="utf-8")
+    values = {"XDG_CACHE_HOME": str(tmp_path)}
+    for more, text in (
+        ({}, "of_cache"),
+        ({"HF_HOME": str(tmp_path)}, "of_home"),
+        ({"HF_TOKEN_PATH": str(tmp_path / "named")}, "of_path"),
+        ({"HF_TOKEN": " of_environment "}, "of_environment"),
+    ):
+        values |= more
+        found = Token.find(values)
+        assert found is not None
+        assert found.text == text
+        assert text not in repr(found)
+    assert Token.find({**values, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}) is None
+    assert Token.find({"HF_HOME": str(tmp_path / "none")}) is None
+
+
+@pytest.mark.parametrize("text", ["se cret", "se\ncret", "sécret", "se\x00cret"])
+def test_a_token_that_can_be_none_is_refused_without_being_shown(text, tmp_path):
+    (tmp_path / "token").write_text(text, encoding="utf-8")
+    for values in ({"HF_TOKEN": text}, {"HF_HOME": str(tmp_path)}):
+        with pytest.raises(CheckpointError, match="cannot be a token") as caught:
+            Token.find(values)
+        assert "cret" not in str(caught.value)
+
+
+def test_a_token_is_sent_unencrypted_to_this_machine_only():
+    for endpoint, sent in (
+        ("https://hub.example", True),
+        ("http://hub.example", False),
+        ("http://localhost:1", True),
+        ("http://localhost.example", False),
+        ("http://127.0.0.1.example", False),
+    ):
+        assert Hub(environ={"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN}).sends_token is sent, endpoint
+
+
+def test_a_proxy_is_used_and_not_told_the_token(hub, monkeypatch):
+    hub.private = True
+    monkeypatch.setenv("http_proxy", hub.endpoint)
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError, match="is not sent unencrypted") as caught:
+        fetch_model("hf://org/name", hub=quick(endpoint="http://hub.example"))
+    assert TOKEN not in str(caught.value)
+    assert [request.path for request in hub.log] == ["http://hub.example/api/models/org/name/revision/main?blobs=true"]
+    assert TOKEN not in str(hub.log)
+
+
+def test_a_gated_model_says_what_to_accept_and_where(hub, model, monkeypatch):
+    hub.tokens, hub.gated_for = {TOKEN}, set()
+    with pytest.raises(CheckpointError) as caught:
+        fetch_model("hf://org/name")
+    message = str(caught.value)
+    assert f"gated and no token was sent; open {hub.endpoint}/org/name, log in, accept its conditions" in message
+    assert "set HF_TOKEN" in message
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError) as caught:
+        fetch_model("hf://org/name")
+    message = str(caught.value)
+    assert "the account of the token in HF_TOKEN has no access" in message
+    assert f"open {hub.endpoint}/org/name with that account and accept its conditions" in message
+    assert TOKEN not in message
+    assert [request.status for request in hub.requests("config.json")] == [401, 403], "asked once each"
+    hub.gated_for.add(TOKEN)
+    HFFolder.open(fetch_model("hf://org/name").path)
+
+
+def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
+    cases = [
+        (
+            "hf://org/other",
+            "no such model at http://127.0.0.1:.* it needs a token; check the spelling, or set HF_TOKEN",
+        ),
+        ("hf://org/name@v9", "the repository has no such revision; those that it has: http://127.0.0.1:.*/org/name"),
+        (f"hf://org/name@{'f' * 40}", "no such revision"),
+        ("hf://org/name/sub", "there is no sub/config.json"),
+    ]
+    for url, message in cases:
+        with pytest.raises(CheckpointError, match=message):
+            fetch_model(url)
+    hub.tokens = {TOKEN}
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(CheckpointError, match="the account of the token in HF_TOKEN may not see it"):
+        fetch_model("hf://org/other")
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    with pytest.raises(CheckpointError, match="the hub does not know the token in HF_TOKEN") as caught:
+        fetch_model("hf://org/name")
+    assert "hf_old" not in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    said = f"\x1b[31menable access for {TOKEN}"
+    hub.statuses["main"] = [(403, {"X-Error-Message": said})]
+    with pytest.raises(
+        CheckpointError, match=r"forbids it to the token in HF_TOKEN \('\[31menable access for \.\.\.'\)"
+    ):
+        fetch_model("hf://org/name")
+    del hub.files[model.one], hub.files[model.two], hub.files["model.safetensors.index.json"]
+    with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .* only 'pytorch_model.bin'"):
+        fetch_model("hf://org/name")
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["https://user:pw@hub.example", "ftp://hub.example", "hub.example", "https://", "http://a:b", "https://a b"],
+)
+def test_an_endpoint_that_is_none(endpoint):
+    with pytest.raises(CheckpointError, match="HF_ENDPOINT") as caught:
+        Hub(environ={"HF_ENDPOINT": endpoint})
+    assert "pw" not in str(caught.value)
+
+
+def test_an_endpoint_that_is_no_hub(hub, model):
+    for listing, message in (
+        ([], "does not answer as a hub does"),
+        ({"siblings": []}, "names no commit"),
+        ({"sha": "../../x", "siblings": []}, "names no commit"),
+        ({"sha": "f" * 40}, "siblings"),
+        ({"sha": "f" * 40, "siblings": [1]}, "an entry without a name"),
+    ):
+        hub.edit_list = lambda _, listing=listing: listing
+        with pytest.raises(CheckpointError, match=message):
+            fetch_model("hf://org/name")
+    with pytest.raises(CheckpointError, match="answers for another commit"):
+        fetch_model(f"hf://org/name@{hub.commit}", hub=quick())
+
+
+def test_the_model_that_the_readers_open_is_the_one_that_was_sent(hub, model):
+    got = HFFolder.open(fetch_model("hf://org/name").path)
+    assert np.frombuffer(got.read("b"), "<f8").reshape(200, 500)[3, 4] == model.arrays[model.two]["b"][3, 4]
