@@ -163,7 +163,7 @@ def test_a_server_that_does_not_go_on_where_it_was_asked_to(hub, model, how):
     if how == "ignored":
         hub.ignore_range = True
     elif how == "shifted":
-        hub.shift_range = 16
+        hub.shift_range = -16
     else:
         hub.statuses[f"cdn:{model.one}"] = []
         hub.before = lambda r: hub.statuses[f"cdn:{model.one}"].append((416, {})) if r.headers.get("range") else None
