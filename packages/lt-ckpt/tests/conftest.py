@@ -1,18 +1,19 @@
 """Fixtures: a small state to save, a fast folder, and the file system calls of a save under control."""
 
 import errno
+import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, write_part
+from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, direct, write_part
 
 DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
 
@@ -103,10 +104,18 @@ def fast_path(memory: Path) -> Path:
     return Path(tempfile.mkdtemp(dir=memory))
 
 
-class FileSystemCalls:
-    """Every os call that a save makes: recorded in order, and one of them failing if asked for."""
+def owner(name: str) -> ModuleType:
+    """The module of a system call."""
+    return fcntl if name == "fcntl" else os
 
-    NAMES = ("open", "write", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir")
+
+class FileSystemCalls:
+    """Every os call that a save makes: recorded in order, and one of them failing if asked for.
+
+    Big files are written by a thread, while the caller makes no such calls, so there is one order.
+    """
+
+    NAMES = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close", "preadv", "unlink", "rmdir", "fcntl")
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str]] = []
@@ -115,7 +124,7 @@ class FileSystemCalls:
         self.short_writes = False
         self.after: Callable[[], None] | None = None
         self._paths: dict[int, str] = {}
-        self._real = {name: getattr(os, name) for name in self.NAMES}
+        self._real: dict[str, Callable[..., object]] = {}
 
     def _call(self, name: str, *args: object, **kwargs: object) -> object:
         first = args[0]
@@ -126,8 +135,8 @@ class FileSystemCalls:
             if name == "close":
                 self._real["close"](first)  # a failing close frees the descriptor all the same
             raise OSError(self.error, os.strerror(self.error))
-        if name == "write" and self.short_writes and len(args[1]) > 1:  # type: ignore[arg-type]
-            args = (first, memoryview(args[1])[: len(args[1]) // 2])  # type: ignore[arg-type]
+        if name in ("write", "pwrite") and self.short_writes and len(args[1]) > 1:  # type: ignore[arg-type]
+            args = (first, memoryview(args[1])[: len(args[1]) // 2], *args[2:])  # type: ignore[arg-type]
         result = self._real[name](*args, **kwargs)
         if name == "open":
             self._paths[result] = what
@@ -138,14 +147,33 @@ class FileSystemCalls:
     @contextmanager
     def recording(self, monkeypatch: pytest.MonkeyPatch, **settings: object) -> Iterator["FileSystemCalls"]:
         self.log = []
+        self._real = {name: getattr(owner(name), name) for name in self.NAMES}
         for key, value in settings.items():
             setattr(self, key, value)
         with monkeypatch.context() as patch:
             for name in self.NAMES:
-                patch.setattr(os, name, lambda *args, _name=name, **kwargs: self._call(_name, *args, **kwargs))
+                patch.setattr(owner(name), name, lambda *args, _name=name, **kwargs: self._call(_name, *args, **kwargs))
             yield self
 
 
 @pytest.fixture
 def calls() -> FileSystemCalls:
     return FileSystemCalls()
+
+
+@pytest.fixture(params=["buffered", "direct"])
+def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of writing a file, for the little state: blocks are smaller, and any file system takes them."""
+    if request.param == "direct":
+        real = fcntl.fcntl
+        monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", 1)
+        monkeypatch.setattr(direct, "BLOCK_BYTES", 256)
+        monkeypatch.setattr(direct, "ALIGN", 32)
+        monkeypatch.setattr(os, "O_DIRECT", getattr(os, "O_DIRECT", 0x4000), raising=False)
+        monkeypatch.setattr(direct, "_refusals", {})
+
+        def accept(descriptor: int, command: int, value: int = 0) -> int:
+            return 0 if command == fcntl.F_SETFL else real(descriptor, command, value)
+
+        monkeypatch.setattr(fcntl, "fcntl", accept)
+    return request.param

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ def save(root, toy, step, opened=None):
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
-def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, calls, monkeypatch, error):
+def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, calls, monkeypatch, error, writing):
     save(fast_path / "dry", toy, 1)
     with calls.recording(monkeypatch):
         save(fast_path / "dry", toy, 2)
@@ -29,7 +30,9 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
     n_calls = len(names)
     assert names.count("fsync") >= 20
     assert names.count("rename") == 7
+    assert (names.count("pwrite") > 16) == (writing == "direct")
     messages: list[str] = []
+    n_threads = threading.active_count()
     # EIO is met at every seventh call only: what follows an error does not depend on its number.
     points = range(0, n_calls, 1 if error == errno.ENOSPC else 7)
     for index in points:
@@ -60,6 +63,7 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
     spared = {reads_a_mark - 1, reads_a_mark, reads_a_mark + 1}
     assert len(messages) == len(set(points) - spared), "an error was swallowed"
     assert all(os.strerror(error) in message for message in messages)
+    assert threading.active_count() == n_threads, "a thread that wrote is left"
 
 
 def test_a_read_only_folder_is_said_and_the_checkpoints_stay_readable(fast_path, toy, calls, monkeypatch):
@@ -74,19 +78,20 @@ def test_a_read_only_folder_is_said_and_the_checkpoints_stay_readable(fast_path,
     toy.check(found)
 
 
-def test_the_order_of_a_save(fast_path, toy, calls, monkeypatch):
+def test_the_order_of_a_save(fast_path, toy, calls, monkeypatch, writing):
     with calls.recording(monkeypatch):
         save(fast_path, toy, 3)
     log = [(name, Path(what).name) for name, what in calls.log]
     tmp = next(name for call, name in log if call == "mkdir" and name.startswith(".tmp"))
     last_write: dict[str, int] = {}
     for i, (name, what) in enumerate(log):
-        if name == "write":
+        if name in ("write", "pwrite"):
             last_write[what] = i
     for what, i in last_write.items():  # every file: its last write, then its fsync, then a fsync of its folder
         synced = next(j for j in range(i, len(log)) if log[j] == ("fsync", what))
         folder = "tokenizer" if what == "tokenizer.json.tmp" else tmp
         assert ("fsync", folder) in log[synced:], what
+    assert len(last_write) == 14
     renames = [what for name, what in log if name == "rename"]
     assert renames == [
         "save.json.tmp",
@@ -128,7 +133,8 @@ class Disk:
         return found
 
     def wrap(self, monkeypatch: pytest.MonkeyPatch, after) -> None:
-        real = {name: getattr(os, name) for name in ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")}
+        names = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "unlink", "rmdir")
+        real = {name: getattr(os, name) for name in names}
 
         def follow(name):
             def call(*args, **kwargs):
@@ -154,6 +160,11 @@ class Disk:
 
     def write(self, n_bytes, descriptor, data):
         self.opened[descriptor].data += bytes(data[:n_bytes])
+
+    def pwrite(self, n_bytes, descriptor, data, position):
+        node = self.opened[descriptor]
+        assert len(node.data) == position, "files grow from front to back"
+        node.data += bytes(data[:n_bytes])
 
     def fsync(self, _, descriptor):
         node = self.opened[descriptor]
@@ -181,7 +192,7 @@ class Disk:
                 self.leave(folder / name, child)
 
 
-def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, monkeypatch):
+def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, monkeypatch, writing):
     """Everything that was not fsynced is lost, at every point of two saves in turn."""
     live, cut = fast_path / "live", fast_path / "cut"
     live.mkdir()

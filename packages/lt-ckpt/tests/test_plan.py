@@ -1,4 +1,5 @@
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -7,7 +8,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, Want, begin, commit, plan, verify, write_part
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    Meta,
+    Shard,
+    Want,
+    begin,
+    commit,
+    direct,
+    integrity,
+    plan,
+    verify,
+    write_part,
+)
+from lt_ckpt import checkpoint as checkpoint_module
 from lt_ckpt.dtypes import ITEM_BYTES
 from lt_ckpt.plan import Stored, plan_copies, run_copies
 
@@ -43,13 +58,13 @@ def cases(draw):
             offset = tuple(draw(st.integers(0, n)) for n in shape)
             wants.append((offset, tuple(draw(st.integers(0, n - o)) for n, o in zip(shape, offset, strict=True))))
         tensors.append((f"t{i}", draw(st.sampled_from(["weights", "exp_avg"])), dtype, shape, pieces, [whole, *wants]))
-    return world, tensors, draw(st.integers(1, 64)), draw(st.integers(1, 64))
+    return world, tensors, draw(st.integers(1, 64)), draw(st.integers(1, 64)), draw(st.booleans())
 
 
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_any_sharding_is_read_back_by_any_slicing(memory, case):
-    world, tensors, stage_bytes, run_bytes = case
+    world, tensors, stage_bytes, run_bytes, big = case
     root = Path(tempfile.mkdtemp(dir=memory))
     rng = np.random.default_rng(0)
     arrays, per_rank = {}, {rank: [] for rank in range(world)}
@@ -62,11 +77,6 @@ def test_any_sharding_is_read_back_by_any_slicing(memory, case):
             per_rank[rank].append(
                 Shard(group=group, name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, data=data)
             )
-    tmp = begin(root, step=1, world=world)
-    for rank in reversed(range(world)):
-        write_part(tmp, rank=rank, shards=iter(per_rank[rank]))
-    checkpoint = Checkpoint.open(commit(tmp, world=world, meta=Meta(step=1)))
-    assert verify(checkpoint.path).ok
     wants = [
         Want(group=group, name=name, offset=offset, shape=shape)
         for name, group, _, _, _, boxes in tensors
@@ -75,7 +85,22 @@ def test_any_sharding_is_read_back_by_any_slicing(memory, case):
     with pytest.MonkeyPatch.context() as patch:  # small limits, so that every way of copying is taken
         patch.setattr(plan, "STAGE_BYTES", stage_bytes)
         patch.setattr(plan, "RUN_BYTES", run_bytes)
+        if big:
+            patch.setattr(direct, "DIRECT_FROM_BYTES", 1)
+            patch.setattr(direct, "BLOCK_BYTES", 256)
+            patch.setattr(direct, "ALIGN", 16)
+            patch.setattr(checkpoint_module, "RUN_AHEAD_BYTES", run_bytes)
+            patch.setattr(checkpoint_module, "WORTH_BYTES", 1)
+            patch.setattr(integrity, "WORTH_BYTES", 1)
+        tmp = begin(root, step=1, world=world)
+        for rank in reversed(range(world)):
+            write_part(tmp, rank=rank, shards=iter(per_rank[rank]))
+        checkpoint = Checkpoint.open(commit(tmp, world=world, meta=Meta(step=1)))
+        assert verify(checkpoint.path).ok
         got = checkpoint.read_many(wants)
+        into = [np.full_like(data, 255) for data in got]
+        checkpoint.read_into(wants, into)
+    assert all((a == b).all() for a, b in zip(got, into, strict=True))
     for want, data in zip(wants, got, strict=True):
         assert want.offset is not None
         assert want.shape is not None
@@ -182,3 +207,42 @@ def test_columns_of_a_wide_tensor_match_numpy(tmp_path):
     for bad in ({"offset": (0, 399), "shape": (1, 2)}, {"offset": (0,)}, {"shape": (300,)}, {"offset": (301, 0)}):
         with pytest.raises(CheckpointError, match="does not lie"):
             checkpoint.read("weights", "w", **bad)
+
+
+def test_targets_must_fit(tmp_path, toy):
+    checkpoint = Checkpoint.open(toy.save(tmp_path, 1))
+    want = Want(group="weights", name="norm")
+    good = np.zeros(12, np.uint8)
+    checkpoint.read_into([want], [good])
+    assert good.tobytes() == toy.state(1)["weights", "norm"][1].tobytes()
+    for wrong in (
+        np.zeros(11, np.uint8),
+        np.zeros(3, np.float32),
+        np.zeros((2, 6), np.uint8),
+        np.zeros(24, np.uint8)[::2],
+    ):
+        with pytest.raises(CheckpointError, match=r"weights/norm: needs a target of 12 contiguous bytes"):
+            checkpoint.read_into([want], [wrong])
+
+
+def test_big_tensors_are_read_ahead_in_one_pass(fast_path, monkeypatch):
+    """Neighbours in a file are read together, with no byte read twice but those of a shared block."""
+    monkeypatch.setattr(checkpoint_module, "WORTH_BYTES", 2**20)
+    data = [np.random.default_rng(i).integers(0, 256, 600_000 + i, dtype=np.uint8) for i in range(4)]
+    tmp = begin(fast_path, step=1, world=1)
+    shards = [
+        Shard(group="weights", name=f"{i}", dtype="U8", global_shape=d.shape, offset=(0,), shape=d.shape, data=d)
+        for i, d in enumerate(data)
+    ]
+    write_part(tmp, rank=0, shards=shards)
+    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=1)))
+    real, reads = os.preadv, []
+
+    def preadv(descriptor, buffers, position):
+        reads.append(len(buffers[0]))
+        return real(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    got = checkpoint.read_many([Want(group="weights", name=f"{i}") for i in range(4)])
+    assert [(a == b).all() for a, b in zip(got, data, strict=True)] == [True] * 4
+    assert len(reads) == 1

@@ -4,7 +4,8 @@
 tensor. `read` lets the planner find the stored slices and reads only their bytes. Hashes are not checked on reading
 (see `lt_ckpt.verify`, and `latest_valid`, which does it before a run resumes).
 
-Cost: open: the manifest and one stat per file; read: the bytes wanted, plus a staging buffer.
+Cost: open: the manifest and one stat per file; read: the bytes wanted, a staging buffer, and for big reads a few blocks
+(`lt_ckpt.readahead`).
 """
 
 import os
@@ -22,9 +23,13 @@ from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.folders import COMMIT, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, Manifest, check_commit
 from lt_ckpt.plan import Stored, plan_copies, run_copies
+from lt_ckpt.readahead import WORTH_BYTES, Run, fill
 from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, inside
 from lt_ckpt.tensorfile import TensorSpec
+
+RUN_AHEAD_BYTES = 256 * 2**10
+"""Shorter runs of bytes are read one by one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,15 +85,13 @@ def differences(
     return result
 
 
-def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:
+def fill_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], targets: Sequence[np.ndarray]) -> None:
     """Reads slices of tensors whose files lie in a folder.
 
     Args:
         folder: Where the files of the records lie.
         tensors: For each slice: the tensor's record, its name for messages, the box.
-
-    Returns:
-        One-dimensional uint8 arrays, in the order asked for.
+        targets: For each slice the buffer to be filled: one-dimensional uint8.
     """
     wanted = [
         (
@@ -100,8 +103,8 @@ def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) 
         for record, name, box in tensors
     ]
     copies = plan_copies(wanted)
-    targets = [np.empty(prod(box[1]) * item, np.uint8) for box, _, item, _ in wanted]
     descriptor, opened = -1, ""
+    big: list[tuple[str, int, memoryview]] = []
 
     def read_at(file: str, position: int, buffer: memoryview) -> None:
         nonlocal descriptor, opened
@@ -114,11 +117,28 @@ def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) 
                 descriptor, opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC), file
             files.read_exactly(descriptor, position, buffer, path)
 
+    def later(file: str, position: int, buffer: memoryview) -> None:
+        if len(buffer) >= RUN_AHEAD_BYTES:
+            big.append((file, position, buffer))
+        else:
+            read_at(file, position, buffer)
+
     try:
-        run_copies(copies, targets, read_at)
+        run_copies(copies, targets, read_at, later=later)
+        if sum(len(buffer) for _, _, buffer in big) >= WORTH_BYTES:
+            fill([Run(folder / file, position, buffer) for file, position, buffer in big])
+        else:
+            for read in big:
+                read_at(*read)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+
+
+def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:
+    """Reads slices as `fill_slices`, into new arrays, which it returns."""
+    targets = [np.empty(prod(box[1]) * item_bytes(record.dtype), np.uint8) for record, _, box in tensors]
+    fill_slices(folder, tensors, targets)
     return targets
 
 
@@ -212,6 +232,29 @@ class Checkpoint:
         Raises:
             CheckpointError: No such tensor, a slice outside of it, or a file that cannot be read.
         """
+        return read_slices(self.path, self._boxes(wants))
+
+    def read_into(self, wants: Sequence[Want], targets: Sequence[np.ndarray]) -> None:
+        """Reads several slices into memory that is there already, as `read_many`.
+
+        Args:
+            wants: The slices.
+            targets: For each of them a one-dimensional uint8 array of as many bytes.
+
+        Raises:
+            CheckpointError: As `read_many`; or a target has another number of bytes.
+        """
+        boxes = self._boxes(wants)
+        for (record, name, box), target in zip(boxes, targets, strict=True):
+            n_bytes = prod(box[1]) * item_bytes(record.dtype)
+            if target.dtype != np.uint8 or target.ndim != 1 or not target.flags.c_contiguous or target.size != n_bytes:
+                raise CheckpointError(
+                    f"{name}: needs a target of {n_bytes} contiguous bytes in a one-dimensional uint8 array, not shape "
+                    f"{list(target.shape)} of {target.dtype}"
+                )
+        fill_slices(self.path, boxes, targets)
+
+    def _boxes(self, wants: Sequence[Want]) -> list[tuple[TensorRecord, str, Box]]:
         boxes: list[tuple[TensorRecord, str, Box]] = []
         for want in wants:
             record = self._record(want.group, want.name)
@@ -226,7 +269,7 @@ class Checkpoint:
                     f"does not lie in a tensor of shape {list(record.shape)}"
                 )
             boxes.append((record, f"{self.path}: {want.group}/{want.name}", (offset, shape)))
-        return read_slices(self.path, boxes)
+        return boxes
 
     def read(self, group: str, name: str, *, offset: Ints | None = None, shape: Ints | None = None) -> np.ndarray:
         """Reads a slice of a tensor, whatever slices were stored.

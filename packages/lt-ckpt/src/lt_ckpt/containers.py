@@ -4,7 +4,6 @@ A container takes a file's tensors in order and their bytes in blocks of any siz
 files at once while it holds one block. The torch formats are in `torchfile.py` and `xser.py`.
 """
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lt_ckpt import files
+from lt_ckpt.direct import NewFile
 from lt_ckpt.tensorfile import TensorSpec, file_order, make_header
 
 Tensors = Sequence[tuple[str, TensorSpec]]
@@ -50,30 +49,25 @@ class SafetensorsWriter:
         entries = dict(tensors)
         assert file_order(entries) == tuple(entries), "wide elements first"
         header, _ = make_header(entries, metadata)
-        self._left = sum(spec.n_bytes for spec in entries.values())
-        self._descriptor = files.create(path)
+        self._file = NewFile(path, len(header) + sum(spec.n_bytes for spec in entries.values()))
         try:
-            files.write_all(self._descriptor, header)
+            self._file.write(header)
         except BaseException:
             self.abandon()
             raise
 
     def append(self, data: memoryview | np.ndarray) -> None:
         """Take the next bytes."""
-        view = data.data if isinstance(data, np.ndarray) else data
-        self._left -= view.nbytes
-        assert self._left >= 0
-        files.write_all(self._descriptor, view)
+        self._file.write(data.data if isinstance(data, np.ndarray) else data)
 
     def close(self) -> None:
         """Put the file on the disk."""
-        assert self._left == 0, f"{self._left} bytes have not come"
         try:
-            files.fsync(self._descriptor)
+            self._file.sync()
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
     def abandon(self) -> None:
-        """Close the descriptor."""
+        """Let go of the file."""
         with suppress(OSError):
-            os.close(self._descriptor)
+            self._file.close()

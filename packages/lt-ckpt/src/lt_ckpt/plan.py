@@ -136,13 +136,16 @@ ReadAt = Callable[[str, int, memoryview], None]
 """Fills the buffer from a file, beginning at a byte position: (file, position, buffer)."""
 
 
-def run_copies(copies: Sequence[Copy], targets: Sequence[np.ndarray], read_at: ReadAt) -> None:
+def run_copies(
+    copies: Sequence[Copy], targets: Sequence[np.ndarray], read_at: ReadAt, *, later: ReadAt | None = None
+) -> None:
     """Carries out a plan.
 
     Args:
         copies: What `plan_copies` returned.
         targets: One buffer per wanted slice: one-dimensional uint8, as many bytes as the slice has.
         read_at: Reads bytes of a file into a buffer, all of it or an error.
+        later: Takes the reads that go straight into a target, and need not be done when it returns.
     """
     stage = np.empty(0, np.uint8)
     for copy in copies:
@@ -157,7 +160,7 @@ def run_copies(copies: Sequence[Copy], targets: Sequence[np.ndarray], read_at: R
         needed = min(max(STAGE_BYTES, row_bytes), copy.item_bytes * math.prod(copy.stored_shape))
         if stage.size < needed and not _reads_directly(copy):
             stage = np.empty(needed, np.uint8)
-        _run_copy(copy, box, stage, read_at)
+        _run_copy(copy, box, stage, read_at, later or read_at)
 
 
 def _outer_dims(copy: Copy) -> tuple[int, int]:
@@ -177,7 +180,7 @@ def _reads_directly(copy: Copy) -> bool:
     return math.prod(copy.shape[:outer]) == 1 or run >= RUN_BYTES
 
 
-def _run_copy(copy: Copy, box: np.ndarray, stage: np.ndarray, read_at: ReadAt) -> None:
+def _run_copy(copy: Copy, box: np.ndarray, stage: np.ndarray, read_at: ReadAt, later: ReadAt) -> None:
     if _reads_directly(copy):
         outer, _ = _outer_dims(copy)
         tail = copy.stored_offset[outer:]
@@ -186,7 +189,7 @@ def _run_copy(copy: Copy, box: np.ndarray, stage: np.ndarray, read_at: ReadAt) -
             position = copy.begin + copy.item_bytes * _flat(copy.stored_shape, stored_index)
             # [index] of a 0-dim or contiguous part is a view; ravel and view as bytes do not copy it.
             run = box[index] if index else box
-            read_at(copy.file, position, run.reshape(-1).view(np.uint8).data)
+            later(copy.file, position, run.reshape(-1).view(np.uint8).data)
         return
     row_bytes = copy.item_bytes * math.prod(copy.stored_shape[1:])
     rows = max(1, stage.size // row_bytes)

@@ -21,12 +21,16 @@ import numpy as np
 import xxhash
 
 from lt_ckpt import files, strict_json
+from lt_ckpt.direct import NewFile
 from lt_ckpt.dtypes import ITEM_BYTES, item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.shards import Ints
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit that the safetensors library sets too."""
+
+HASH_BYTES = 2**20
+"""Bytes that are hashed and handed on at once: they are still in the processor's cache for the second pass."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +134,11 @@ class TensorWriter:
             tensors=placed,
             metadata=dict(metadata),
         )
-        self._descriptor = files.create(path)
+        self._file = NewFile(path, self.file.n_bytes)
         try:
-            files.write_all(self._descriptor, raw)
+            self._file.write(raw)
         except BaseException:
-            os.close(self._descriptor)
+            self._file.close()
             raise
 
     def __enter__(self) -> Self:
@@ -156,10 +160,10 @@ class TensorWriter:
             view = block.data
             left -= len(view)
             assert left >= 0, name
-            for start in range(0, len(view), files.BLOCK_BYTES):
-                part = view[start : start + files.BLOCK_BYTES]  # small enough to be in the cache for both passes
+            for start in range(0, len(view), HASH_BYTES):
+                part = view[start : start + HASH_BYTES]
                 digest.update(part)
-                files.write_all(self._descriptor, part)
+                self._file.write(part)
         assert left == 0, name
         self._waiting.pop()
         return digest.hexdigest()
@@ -168,9 +172,9 @@ class TensorWriter:
         try:
             if kind is None:
                 assert not self._waiting, self._waiting
-                files.fsync(self._descriptor)
+                self._file.sync()
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
 
 def read_header(path: Path) -> TensorFile:
