@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,8 +67,17 @@ def test_stop_and_resume_equal_the_uninterrupted_run(recipe_base, fake_engine, t
     assert [e["signal"] for e in events if e["event"] == "stop"] == ["SIGTERM"]
 
 
+@pytest.fixture
+def hangup() -> Iterator[Callable[[Any], None]]:
+    """Sets what SIGHUP does, which nohup may have set to nothing for the tests themselves."""
+    before = signal.getsignal(signal.SIGHUP)
+    yield lambda handler: signal.signal(signal.SIGHUP, handler)
+    signal.signal(signal.SIGHUP, before)
+
+
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_every_stop_signal_finishes_the_step_and_saves(recipe_base, fake_engine, number) -> None:
+def test_every_stop_signal_finishes_the_step_and_saves(recipe_base, fake_engine, hangup, number) -> None:
+    hangup(signal.SIG_DFL)
     fake_engine.on_step = lambda step: os.kill(os.getpid(), number) if step == 5 else None
     before = signal.getsignal(number)
     assert start(recipe_base) == 75
@@ -75,6 +86,13 @@ def test_every_stop_signal_finishes_the_step_and_saves(recipe_base, fake_engine,
     assert found is not None
     assert found.step == 5
     assert not rejected
+
+
+def test_what_nohup_ignores_stays_ignored(recipe_base, fake_engine, hangup) -> None:
+    hangup(signal.SIG_IGN)
+    fake_engine.on_step = lambda step: os.kill(os.getpid(), signal.SIGHUP) if step == 5 else None
+    assert start(recipe_base) == 0
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 def test_a_signal_in_the_last_step_is_not_a_stop(recipe_base, fake_engine) -> None:
