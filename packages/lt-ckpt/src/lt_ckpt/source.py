@@ -4,7 +4,7 @@ Each format's reader (`open_source` in `formats.py` finds the right one) ends in
 `Stored` places that tile it exactly once; equal copies that a format keeps besides (norms on every rank, repeated key
 and value heads) are listed apart, so that verification can compare them.
 
-Cost of reading: the bytes wanted and the planner's staging buffer; open files are kept until `close`.
+Cost of reading: the bytes wanted and the planner's staging buffer; the files used last are kept open until `close`.
 """
 
 import os
@@ -24,6 +24,9 @@ from lt_ckpt.layout import Layout
 from lt_ckpt.plan import Stored, plan_copies, run_copies
 from lt_ckpt.shards import Box, Ints, inside
 from lt_ckpt.tensorfile import TensorSpec
+
+OPEN_FILES = 512
+"""Most files that a reader keeps open; a format with a file per tensor has far more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,9 +189,13 @@ class Reader:
         return buffer
 
     def _bytes(self, file: str, position: int, buffer: memoryview) -> None:
-        if file not in self._open:
-            self._open[file] = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
-        files.read_exactly(self._open[file], position, buffer, self._root / file)
+        descriptor = self._open.pop(file, None)
+        if descriptor is None:
+            while len(self._open) >= OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
+        self._open[file] = descriptor  # in the order of use, so that the first is the one to close next
+        files.read_exactly(descriptor, position, buffer, self._root / file)
 
     def close(self) -> None:
         """Close the files."""
