@@ -1,0 +1,423 @@
+"""Checkpoints written by neuronx-distributed itself: read bit for bit, and written again key for key."""
+
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_ckpt import CheckpointError, source
+from lt_ckpt.convert import convert
+from lt_ckpt.hf_format import hf_target, open_hf
+from lt_ckpt.nxd import nxd_target, open_nxd
+from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.source import Reader
+from lt_ckpt.torchfile import write_pt
+
+DATA = Path(__file__).parent / "data" / "nxd"
+MHA, GQA = DATA / "llama2-mha-tp2", DATA / "llama3-gqa-tp4-pp2-kv2"
+MHA_CUT = NxdOptions(tp=2)
+GQA_CUT = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa")
+
+CASES = [
+    pytest.param(MHA, "nxd-plain", MHA_CUT, id="mha-plain"),
+    pytest.param(MHA, "nxd-xser", replace(MHA_CUT, xser=True, tag="step_7"), id="mha-xser"),
+    pytest.param(MHA, "nxd-v1-layout", replace(MHA_CUT, layout="v1"), id="mha-v1"),
+    pytest.param(GQA, "nxd-plain", GQA_CUT, id="gqa-plain"),
+    pytest.param(GQA, "nxd-xser", replace(GQA_CUT, xser=True, tag="step_7"), id="gqa-xser"),
+]
+
+
+class Reference:
+    """What torch_xla's class is when only torch is there."""
+
+
+REFERENCE = [(Reference, "torch_xla.utils.serialization.TensorReference")]
+
+
+def load(path):
+    """A file as torch reads it, its references followed as torch_xla follows them."""
+    with torch.serialization.safe_globals(REFERENCE):
+        return follow(torch.load(path, weights_only=True), path)
+
+
+def follow(tree, path):
+    if isinstance(tree, dict):
+        return {key: follow(value, path) for key, value in tree.items()}
+    if isinstance(tree, Reference):
+        return torch.load(f"{path}.tensors/tensor_{tree.tid}.pt", weights_only=True)
+    return tree
+
+
+def model_files(folder):
+    """Path → content of the model files, those that belong to them aside."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.name
+        of_a_rank = "tp_rank_" in name or name == "checkpoint.pt"
+        if path.is_file() and of_a_rank and not name.endswith(".info.pt"):
+            found[path.relative_to(folder).as_posix()] = load(path)
+    return found
+
+
+def require_equal(ours, theirs):
+    """Same files, same keys in the same order, same dtypes, shapes and bits."""
+    assert list(ours) == list(theirs)
+    for path in theirs:
+        assert list(ours[path]) == list(theirs[path])
+        for key, tensor in theirs[path].items():
+            assert ours[path][key].dtype == tensor.dtype
+            assert torch.equal(ours[path][key], tensor), (path, key)
+            assert ours[path][key].is_contiguous()
+
+
+def config_of(case):
+    return json.loads((case / "hf" / "config.json").read_text())
+
+
+def read_all(opened, name="weights"):
+    group = opened.groups[name]
+    with Reader(opened.root) as reader:
+        return {key: (group.specs[key], reader.read(group, key).tobytes()) for key in group.specs}
+
+
+@pytest.mark.parametrize(("case", "part", "cut"), CASES)
+def test_what_nxd_wrote_is_the_model_it_was_made_from(case, part, cut):
+    opened = open_nxd(case / part, config=config_of(case))
+    assert read_all(opened) == read_all(open_hf(case / "hf"))
+    said = {name: opened.about[name] for name in ("tp", "pp", "virtual_pp", "qkv", "kv_multiplier", "layout", "xser")}
+    assert said == {name: getattr(cut, name) for name in said}
+    assert opened.about["tag"] == cut.tag
+    assert opened.about["head_order"] == "trn1"
+
+
+@pytest.mark.parametrize(("case", "part", "cut"), CASES)
+def test_copies_on_other_ranks_hold_the_same_bytes(case, part, cut):
+    opened = open_nxd(case / part, config=config_of(case))
+    group = opened.weights
+    norms = [name for name in group.specs if "norm" in name]
+    assert {name: len(group.copies[name]) for name in norms} == dict.fromkeys(norms, cut.tp - 1)
+    doubled = {name: len(stored) for name, stored in group.copies.items() if name not in norms}
+    keys = [name for name in group.specs if "k_proj" in name or "v_proj" in name]
+    assert doubled == ({} if cut.kv_multiplier == 1 else dict.fromkeys(keys, cut.tp // 2))
+    with Reader(opened.root) as reader:
+        for name, copies in group.copies.items():
+            for stored in copies:
+                box = stored.offset, stored.shape
+                copy = reader.read_at(group.specs, {name: (stored,)}, name, box, "")
+                assert copy.tobytes() == reader.read(group, name, box).tobytes()
+
+
+@pytest.mark.parametrize(("case", "part", "cut"), CASES)
+def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tmp_path):
+    out = convert(*(lambda s: (s, nxd_target(s, cut)))(open_hf(case / "hf")), tmp_path / "out")
+    theirs = model_files(case / part)
+    require_equal(model_files(out), theirs)
+    if cut.tag:
+        for marker in ("checkpoint", "done"):
+            assert (out / cut.tag / marker).read_bytes() == (case / part / cut.tag / marker).read_bytes() == b"1"
+    if cut.xser:
+        for path in theirs:
+            info = [torch.load(f"{folder / path}.info.pt", weights_only=True) for folder in (out, case / part)]
+            assert info[0] == info[1]
+    wanted = {path for path in folder_of(case / part) if not path.endswith("user_content.pt")}
+    assert folder_of(out) == wanted
+    opened = open_nxd(out, config=config_of(case), options=cut)
+    assert read_all(opened) == read_all(open_hf(case / "hf"))
+
+
+def folder_of(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(("case", "part", "cut"), CASES)
+def test_back_to_hugging_face_bit_for_bit(case, part, cut, tmp_path):
+    opened = open_nxd(case / part, config=config_of(case))
+    out = convert(opened, hf_target(opened), tmp_path / "hf")
+    assert read_all(open_hf(out)) == read_all(open_hf(case / "hf"))
+
+
+@pytest.mark.parametrize("qkv", ["gqa", "gqa_fused"])
+@pytest.mark.parametrize("order", ["trn1", "trn2"])
+@pytest.mark.parametrize("xser", [False, True])
+def test_attention_of_any_kind_comes_back(qkv, order, xser, tmp_path):
+    cut = replace(GQA_CUT, qkv=qkv, head_order=order, xser=xser, virtual_pp=2, layout="v1")
+    model = open_hf(GQA / "hf")
+    out = convert(model, nxd_target(model, cut), tmp_path / "out")
+    assert read_all(open_nxd(out, config=config_of(GQA), options=cut)) == read_all(model)
+    found = open_nxd(out, config=config_of(GQA))
+    assert (found.about["qkv"], found.about["virtual_pp"]) == (qkv, 2)
+    assert (read_all(found) == read_all(model)) == (order == "trn1")  # what lies where cannot be seen
+
+
+def test_coalesced_attention_comes_back(tmp_path):
+    cut = replace(MHA_CUT, qkv="coalesced", pp=3)
+    model = open_hf(MHA / "hf")
+    out = convert(model, nxd_target(model, cut), tmp_path / "out")
+    assert read_all(open_nxd(out, config=config_of(MHA), options=cut)) == read_all(model)
+    rank = load(out / "model" / "dp_rank_00_tp_rank_01_pp_rank_00.pt")
+    assert list(rank) == ["model.embed_tokens.weight", *(f"model.layers.0.{key}" for key in LAYER_KEYS)]
+
+
+LAYER_KEYS = [
+    "self_attn.qkv_proj.weight",
+    "self_attn.o_proj.weight",
+    "mlp.gate_up_proj.weight",
+    "mlp.down_proj.weight",
+    "input_layernorm.weight",
+    "post_attention_layernorm.weight",
+]
+
+
+def test_a_cut_of_its_own_stages_is_read(tmp_path):
+    cut = replace(MHA_CUT, pp=2, stage_layers=((0, 1, 2), (3,)))
+    model = open_hf(MHA / "hf")
+    out = convert(model, nxd_target(model, cut), tmp_path / "out")
+    found = open_nxd(out, config=config_of(MHA))
+    assert found.about["stage_layers"] == [[0, 1, 2], [3]]
+    assert read_all(found) == read_all(model)
+
+
+def tied(tmp_path):
+    """A tied model: the reference's, without its head."""
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "tied"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**config_of(MHA), "tie_word_embeddings": True}))
+    tensors = load_file(MHA / "hf" / "model.safetensors")
+    del tensors["lm_head.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    return folder, tensors
+
+
+def test_a_tied_model_has_both_copies_in_nxd_and_one_in_hugging_face(tmp_path):
+    folder, tensors = tied(tmp_path)
+    model = open_hf(folder)
+    out = convert(model, nxd_target(model, replace(MHA_CUT, pp=2)), tmp_path / "nxd")
+    for t in range(2):
+        first, last = (load(out / "model" / f"dp_rank_00_tp_rank_0{t}_pp_rank_0{p}.pt") for p in (0, 1))
+        share = tensors["model.embed_tokens.weight"].chunk(2)[t]
+        assert torch.equal(first["model.embed_tokens.weight"], share)
+        assert torch.equal(last["lm_head.weight"], share)
+    opened = open_nxd(out, config=model.config)
+    assert "lm_head.weight" in opened.weights.specs
+    back = convert(opened, hf_target(opened), tmp_path / "back")
+    assert (back / "model.safetensors").read_bytes()
+    assert read_all(open_hf(back)) == read_all(model)
+
+
+def test_a_tied_checkpoint_without_the_second_copy_is_read(tmp_path):
+    folder, _ = tied(tmp_path)
+    (tmp_path / "nxd" / "model").mkdir(parents=True)
+    for path, held in model_files(MHA / "nxd-plain").items():
+        del held["lm_head.weight"]
+        torch.save(held, tmp_path / "nxd" / path)
+    opened = open_nxd(tmp_path / "nxd", config=json.loads((folder / "config.json").read_text()))
+    assert read_all(opened) == read_all(open_hf(folder))
+
+
+def test_what_is_left_out_is_told(tmp_path):
+    for path, held in model_files(MHA / "nxd-v1-layout").items():
+        (tmp_path / path).parent.mkdir()
+        held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+        torch.save({"model": held, "epoch": 3, "scheduler": {}}, tmp_path / path)
+    opened = open_nxd(tmp_path, config=config_of(MHA))
+    assert opened.about["dropped"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert opened.about["beside"] == ["epoch", "scheduler"]
+    assert read_all(opened) == read_all(open_hf(MHA / "hf"))
+
+
+def test_what_nxds_converter_calls_xser_is_read(tmp_path):
+    """Tensors in the file itself, and an empty folder for them beside it."""
+    shutil.copytree(MHA / "nxd-plain", tmp_path / "fake")
+    for t in range(2):
+        (tmp_path / "fake" / "model" / f"dp_rank_00_tp_rank_0{t}_pp_rank_00.pt.tensors").mkdir()
+    opened = open_nxd(tmp_path / "fake", config=config_of(MHA))
+    assert opened.about["xser"] is False
+    assert read_all(opened) == read_all(open_hf(MHA / "hf"))
+
+
+def test_xser_of_older_versions_has_no_description(tmp_path):
+    shutil.copytree(GQA / "nxd-xser", tmp_path / "old")
+    for path in (tmp_path / "old").rglob("*.info.pt"):
+        path.unlink()
+    assert read_all(open_nxd(tmp_path / "old", config=config_of(GQA))) == read_all(open_hf(GQA / "hf"))
+
+
+def test_a_reader_keeps_few_files_open(monkeypatch):
+    monkeypatch.setattr(source, "OPEN_FILES", 3)
+    opened = open_nxd(GQA / "nxd-xser", config=config_of(GQA))
+    wanted = read_all(open_hf(GQA / "hf"))
+    before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
+    with Reader(opened.root) as reader:
+        for name, spec in opened.weights.specs.items():
+            assert (spec, reader.read(opened.weights, name).tobytes()) == wanted[name]
+            if before is not None:
+                assert len(os.listdir("/proc/self/fd")) <= before + 3
+
+
+def tags(root, names, **markers):
+    """A folder of tags that all hold the same checkpoint."""
+    for name in names:
+        shutil.copytree(MHA / "nxd-plain", root / name)
+        for marker in markers.get(name, ("checkpoint", "done")):
+            (root / name / marker).write_text("1")
+
+
+def test_the_tag_of_the_highest_step_counts_not_the_newest_file(tmp_path):
+    tags(tmp_path, ["step_9", "step_10", "step_11"], step_11=["checkpoint"])
+    os.utime(tmp_path / "step_9" / "done", (2**31, 2**31))
+    opened = open_nxd(tmp_path, config=config_of(MHA))
+    assert opened.root == tmp_path / "step_10"
+    assert opened.about["tag"] == "step_10"
+    assert opened.about["passed_over"] == ["step_11", "step_9"]
+    chosen = open_nxd(tmp_path, config=config_of(MHA), options=replace(MHA_CUT, tag="step_9"))
+    assert chosen.root == tmp_path / "step_9"
+
+
+@pytest.mark.parametrize("place", ["", "pretrained_weight", "pretrained_weight/model"])
+def test_a_bare_model_folder_is_found_from_above_and_from_within(tmp_path, place, monkeypatch):
+    tags(tmp_path, ["pretrained_weight"], pretrained_weight=[])
+    opened = open_nxd(tmp_path / place, config=config_of(MHA))
+    assert opened.root == tmp_path / "pretrained_weight"
+    assert opened.about["tag"] == ""
+    monkeypatch.chdir(tmp_path / place)
+    assert open_nxd(".", config=config_of(MHA)).root == tmp_path / "pretrained_weight"
+
+
+def refuse(path, match, config=None, options=None):
+    with pytest.raises(CheckpointError, match=match):
+        open_nxd(path, config=config or config_of(MHA), options=options)
+
+
+def test_tags_that_cannot_be_chosen_from_are_refused(tmp_path):
+    tags(tmp_path / "a", ["best", "last"])
+    refuse(tmp_path / "a", r"the tags last and best do not tell which is newer")
+    tags(tmp_path / "b", ["step_1"], step_1=["checkpoint"])
+    refuse(tmp_path / "b", r"no finished NxD checkpoint here: step_1 lack the marker 'done'")
+    refuse(tmp_path / "b" / "step_1", r"the marker 'done' is missing: saving it was not finished")
+    refuse(tmp_path / "a", r"has no tag 'step_3'; it has best, last", options=replace(MHA_CUT, tag="step_3"))
+    (tmp_path / "c").mkdir()
+    refuse(tmp_path / "c", r"no finished NxD checkpoint here; expected rank files in model/")
+    refuse(tmp_path / "d", "looking for an NxD checkpoint failed: No such file")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Makes a copy of a case that may be changed."""
+
+    def make(case, part="nxd-plain"):
+        shutil.copytree(case / part, tmp_path / part)
+        return tmp_path / part
+
+    return make
+
+
+RANK = "model/dp_rank_00_tp_rank_01_pp_rank_00.pt"
+
+
+def change(folder, act, file=RANK):
+    """Rewrites a rank's file."""
+    held = load(folder / file)
+    act(held)
+    (folder / file).unlink()
+    torch.save(held, folder / file)
+
+
+def test_a_configuration_is_asked_for():
+    with pytest.raises(CheckpointError, match=r"does not say what the model is; .* \(--config config.json\)"):
+        open_nxd(MHA / "nxd-plain", config=None)
+
+
+def test_a_missing_rank_is_named(copy):
+    folder = copy(GQA)
+    (folder / "model" / "dp_rank_00_tp_rank_02_pp_rank_01.pt").unlink()
+    refuse(folder, r"model/dp_rank_00_tp_rank_02_pp_rank_01.pt: is missing; .* tp 4 and pp 2", config_of(GQA))
+    (folder / "model" / "dp_rank_00_tp_rank_1000000000_pp_rank_01.pt").touch()
+    refuse(folder, r"tp_rank_02_pp_rank_01.pt: is missing; .* tp 1000000001 and pp 2", config_of(GQA))
+
+
+def test_a_missing_rank_of_version_1_is_named(copy):
+    folder = copy(MHA, "nxd-v1-layout")
+    shutil.rmtree(folder / "tp_rank_00_pp_rank_00")
+    refuse(folder, r"tp_rank_00_pp_rank_00: is missing; the other files are of tp 2 and pp 1")
+    (folder / "tp_rank_00_pp_rank_00").touch()
+    refuse(folder, r"some ranks are files and some folders")
+
+
+def test_missing_and_unknown_keys_are_named(copy):
+    folder = copy(MHA)
+    change(folder, lambda held: held.pop("model.layers.3.mlp.down_proj.weight"))
+    refuse(folder, rf"{RANK}: model.layers.3.mlp.down_proj.weight is missing")
+    change(folder, lambda held: held.update({"model.layers.3.mlp.down_proj.weight": torch.zeros(1, 2)}))
+    refuse(folder, rf"{RANK}: model.layers.3.mlp.down_proj.weight has shape \[1, 2\], the layout says \[64, 64\]")
+    change(folder, lambda held: held.update({"model.extra": torch.zeros(1)}))
+    refuse(folder, rf"{RANK}: model.extra is not expected here")
+
+
+def test_biases_and_what_is_no_tensor_are_refused(copy):
+    folder = copy(MHA)
+    change(folder, lambda held: held.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}))
+    refuse(folder, rf"{RANK}: model.layers.0.self_attn.q_proj.bias: a model with biases")
+    change(folder, lambda held: held.pop("model.layers.0.self_attn.q_proj.bias"))
+    change(folder, lambda held: held.update({"epoch": 3}))
+    refuse(folder, rf"{RANK}: 'epoch' is no tensor but a int")
+
+
+def test_two_dtypes_of_one_tensor_are_refused(copy):
+    folder = copy(MHA)
+    change(folder, lambda held: held.update({"model.norm.weight": held["model.norm.weight"].float()}))
+    refuse(folder, r"model.norm.weight is F32, another part of model.norm.weight is BF16")
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_hidden_layers": 5}, r"no file has layer 4, but the configuration has 5 layers"),
+        ({"num_hidden_layers": 3}, r"there is a layer 3, but the configuration has 3 layers"),
+        ({"vocab_size": 128}, r"model.embed_tokens.weight has shape \[64, 64\], the layout says \[32, 64\]"),
+        ({"num_key_value_heads": 8}, r"weight_k has shape \[8, 64\], which is no whole number of copies of 8 kv heads"),
+        ({"intermediate_size": 126}, r"126 rows of the feed-forward layer do not divide by tp 4"),
+    ],
+)
+def test_another_models_configuration_is_noticed(changes, match):
+    refuse(GQA / "nxd-plain", match, {**config_of(GQA), **changes})
+
+
+def test_options_that_the_files_contradict_are_refused():
+    refuse(
+        GQA / "nxd-plain", "its files are of kv_multiplier 2, not 4", config_of(GQA), replace(GQA_CUT, kv_multiplier=4)
+    )
+    refuse(GQA / "nxd-plain", "its files are of xser False, not True", config_of(GQA), replace(GQA_CUT, xser=True))
+
+
+def test_broken_xser_is_named(copy, tmp_path):
+    folder = copy(MHA, "nxd-xser") / "step_7"
+    tensors = folder / f"{RANK}.tensors"
+    (tensors / "tensor_3.pt").rename(tmp_path / "kept")
+    refuse(folder, r"tensor_3.pt: reading failed: No such file")
+    shutil.copy(tensors / "tensor_5.pt", tensors / "tensor_3.pt")
+    refuse(folder, r"tensor_3.pt: holds BF16 \[128, 64\], .*info.pt says BF16 \[32, 64\] .*v_proj.weight")
+    (tensors / "tensor_3.pt").unlink()
+    write_pt(tensors / "tensor_3.pt", {"a": 1})
+    refuse(folder, r"tensor_3.pt: must hold a tensor \(model.layers.0.self_attn.v_proj.weight\), holds a dict")
+
+
+def test_experts_and_several_data_parallel_ranks_are_refused(copy, tmp_path):
+    folder = copy(MHA)
+    shutil.copy(folder / RANK, folder / "model" / "dp_rank_01_tp_rank_01_pp_rank_00.pt")
+    refuse(folder, r"model files of several data-parallel ranks; keep only those of dp_rank_00 there")
+    (tmp_path / "moe" / "model").mkdir(parents=True)
+    (tmp_path / "moe" / "model" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
+    refuse(tmp_path / "moe", r"is cut by experts")
+
+
+def test_what_cannot_be_cut_is_refused_before_anything_is_written(tmp_path):
+    model = open_hf(GQA / "hf")
+    with pytest.raises(CheckpointError, match=r"k_proj.weight: .* 2 x 1 is not 4; choose kv_multiplier 2"):
+        convert(model, nxd_target(model, replace(GQA_CUT, kv_multiplier=1)), tmp_path / "out")
+    assert not list(tmp_path.iterdir())
