@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lt_ckpt.background import BackgroundSaver as BackgroundSaver
     from lt_ckpt.checkpoint import Checkpoint as Checkpoint
     from lt_ckpt.checkpoint import Want as Want
     from lt_ckpt.checkpoint import differences as differences
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 
 _OWNERS = {
     "AlreadySavedError": "errors",
+    "BackgroundSaver": "background",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "HFFolder": "hf_folder",
@@ -74,6 +76,7 @@ _OWNERS = {
 
 __all__ = [
     "AlreadySavedError",
+    "BackgroundSaver",
     "Checkpoint",
     "CheckpointError",
     "HFFolder",

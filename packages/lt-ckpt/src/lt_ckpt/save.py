@@ -13,7 +13,7 @@ way to the disk; rank 0 besides reads the part lists and the headers.
 
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -164,7 +164,11 @@ def _whole(data: bytes) -> FileRecord:
     return FileRecord(n_bytes=len(data), hashed_bytes=len(data), xxh3_128=xxhash.xxh3_128_hexdigest(data))
 
 
-def wait_for_parts(folder: Path, world: int, timeout_s: float) -> None:
+def _never() -> bool:
+    return False
+
+
+def wait_for_parts(folder: Path, world: int, timeout_s: float, given_up: Callable[[], bool] = _never) -> None:
     """Returns when the part lists of all ranks are there."""
     deadline = time.monotonic() + timeout_s
     pause = 0.01
@@ -178,6 +182,8 @@ def wait_for_parts(folder: Path, world: int, timeout_s: float) -> None:
         missing = [rank for rank in range(world) if f"part-{rank:05d}.json" not in names]
         if not missing:
             return
+        if given_up():
+            raise CheckpointError(f"{folder}: the save was given up before all parts had come")
         if time.monotonic() >= deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise CheckpointError(
@@ -235,6 +241,7 @@ def commit(
     expect: Mapping[str, Mapping[str, TensorSpec]] | None = None,
     replace: bool = False,
     timeout_s: float = 600,
+    given_up: Callable[[], bool] = _never,
 ) -> Path:
     """Makes the save a checkpoint (rank 0).
 
@@ -247,6 +254,7 @@ def commit(
         replace: Let a valid checkpoint of the same step give way. Else it is an `AlreadySavedError`. A broken one is
             always moved aside, never written into.
         timeout_s: How long to wait for the parts, in seconds.
+        given_up: Asked while it waits; when it says True, the waiting ends in a `CheckpointError`.
 
     Returns:
         The checkpoint's folder.
@@ -263,7 +271,7 @@ def commit(
         )
     target = folder.parent / step_name(mark.step)
     with storage("committing", folder):
-        wait_for_parts(folder, world, timeout_s)
+        wait_for_parts(folder, world, timeout_s, given_up)
         parts, listed = read_parts(folder, mark)
         found, tensors = merge(parts)
         check(found, tensors, str(folder))

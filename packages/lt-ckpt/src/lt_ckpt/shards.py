@@ -103,6 +103,7 @@ class Shard:
         shape: Shape of the slice.
         data: The slice's bytes in C order, one-dimensional uint8; or a function that returns them, called once when
             their turn to be written comes (so that a device needs to copy only one tensor at a time).
+        into: A function that copies the bytes into an array of that kind, where that is quicker than through `data`.
 
     Raises:
         CheckpointError: The slice does not lie in the tensor, or the number of bytes is not that of the slice.
@@ -115,6 +116,7 @@ class Shard:
     offset: Ints
     shape: Ints
     data: np.ndarray | Callable[[], np.ndarray]
+    into: Callable[[np.ndarray], None] | None = None
 
     def __post_init__(self) -> None:
         where = f"shard {self.group}/{self.name}"
@@ -147,3 +149,11 @@ class Shard:
     def bytes(self) -> np.ndarray:
         """Returns the slice's bytes, calling `data` when it is a function."""
         return self._check(self.data if isinstance(self.data, np.ndarray) else self.data())
+
+    def copy_into(self, target: np.ndarray) -> None:
+        """Copies the slice's bytes into an array of as many bytes, one-dimensional uint8."""
+        self._check(target)
+        if self.into is not None:
+            self.into(target)
+        else:
+            np.copyto(target, self.bytes())
