@@ -69,7 +69,7 @@ def test_verify(tmp_path, toy, main):
 def test_errors_are_one_line_and_64(tmp_path, main):
     code, out, err = main("inspect", tmp_path / "none")
     assert (code, out) == (64, "")
-    assert err == f"error: {tmp_path / 'none'}: no valid checkpoint: no folder named step-... in it\n"
+    assert err == f"error: {tmp_path / 'none'}: no such file or folder\n"
     assert main("export", tmp_path, "--out", tmp_path / "x")[0] == 64
     assert main("nonsense")[0] == 64
 
@@ -83,6 +83,7 @@ def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkey
     def interrupted(path):
         raise KeyboardInterrupt
 
+    (tmp_path / "step-00000001").mkdir()
     monkeypatch.setattr(lt_ckpt.discover, "resolve", broken)
     code, _, err = main("inspect", tmp_path)
     assert code == 70

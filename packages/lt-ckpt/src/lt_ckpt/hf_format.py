@@ -12,12 +12,12 @@ from typing import Any
 
 from lt_ckpt import strict_json
 from lt_ckpt.containers import SafetensorsWriter
-from lt_ckpt.convert import Target, require_cast
+from lt_ckpt.convert import Target
 from lt_ckpt.dtypes import long_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE, HFFolder
 from lt_ckpt.layout import FileLayout, Layout, whole
-from lt_ckpt.models import DROPPED, HEAD, stored_shapes, with_head
+from lt_ckpt.models import DROPPED, HEAD, stored_shapes, target_specs, with_head
 from lt_ckpt.source import Held, Source, join
 from lt_ckpt.tensorfile import TensorSpec, file_order
 from lt_model import LlamaConfig
@@ -67,9 +67,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     assert source.config is not None
     model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
     shapes = stored_shapes(model, not model.tie_word_embeddings)
-    for name in shapes:
-        require_cast(source.weights.specs[name].dtype, dtype or source.weights.specs[name].dtype)
-    specs = {name: TensorSpec(dtype or source.weights.specs[name].dtype, shape) for name, shape in shapes.items()}
+    specs = target_specs(source, shapes, dtype)
     shards = _shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
     kinds: dict[str, int] = {}
     for spec in specs.values():

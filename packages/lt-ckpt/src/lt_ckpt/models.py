@@ -5,12 +5,14 @@ that lacks it finds it in the embedding's bytes.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 
-from lt_ckpt.convert import blocks
+from lt_ckpt.convert import blocks, require_cast
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints
 from lt_ckpt.source import Group, Reader, Source
+from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig, parameters
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -42,6 +44,27 @@ def with_head(group: Group, config: LlamaConfig) -> Group:
         specs={**group.specs, HEAD: group.specs[EMBED]},
         places={**group.places, HEAD: group.places[EMBED]},
     )
+
+
+def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) -> dict[str, TensorSpec]:
+    """Returns what the tensors of a target will be.
+
+    Args:
+        source: What will be converted.
+        shapes: The target's model tensors.
+        dtype: Safetensors code to cast to; None: as stored.
+
+    Raises:
+        CheckpointError: The source lacks a tensor, or one cannot be cast.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for name, shape in shapes.items():
+        if name not in source.weights.specs:
+            raise CheckpointError(f"{source.path}: {name}: the source has no such tensor")
+        stored = source.weights.specs[name].dtype
+        require_cast(stored, dtype or stored)
+        specs[name] = TensorSpec(dtype or stored, shape)
+    return specs
 
 
 def check_tied_head(source: Source) -> None:

@@ -1,6 +1,7 @@
-"""A checkpoint in a few lines: what `lt-ckpt inspect` shows. Reads the manifest only."""
+"""A checkpoint, or a model in another format, in a few lines: what `lt-ckpt inspect` shows. Reads headers only."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from math import prod
@@ -8,6 +9,8 @@ from typing import Any
 
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.folders import TOKENIZER
+from lt_ckpt.source import Source
+from lt_ckpt.tensorfile import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,11 +69,7 @@ class Summary:
             f"saved       {self.created_at} by {self.world} rank{'' if self.world == 1 else 's'}",
             f"size        {size(self.n_bytes)} in {self.n_files} files",
         ]
-        for name, group in self.groups.items():
-            kinds = ", ".join(group.dtypes)
-            made.append(
-                f"{name:<11} {group.tensors} tensors, {group.elements:,} elements, {kinds}, {size(group.n_bytes)}"
-            )
+        made += _group_lines(self.groups)
         if self.tokenizer:
             made.append(f"tokenizer   {', '.join(self.tokenizer)}")
         for title, values in (("model", self.model), ("layout", self.layout), ("small", self.small)):
@@ -79,6 +78,47 @@ class Summary:
         if self.data is not None:
             made.append(f"{'data':<11} {' '.join(f'{key}={value}' for key, value in self.data.items())}")
         return made
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSummary:
+    """What a model in any format holds: `about` is what was found out about the format, `config` its config.json."""
+
+    path: str
+    format: str
+    groups: dict[str, GroupSummary]
+    files: list[str]
+    about: dict[str, Any]
+    config: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns plain values."""
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        """Returns the text form, a line each."""
+        made = [f"{self.path}", f"format      {self.format}", *_group_lines(self.groups)]
+        for title, values in (("about", self.about), ("config", self.config)):
+            if values:
+                made.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
+        return [*made, f"files       {', '.join(self.files)}"] if self.files else made
+
+
+def _group_lines(groups: Mapping[str, GroupSummary]) -> list[str]:
+    return [
+        f"{name:<11} {group.tensors} tensors, {group.elements:,} elements, {', '.join(group.dtypes)}, "
+        f"{size(group.n_bytes)}"
+        for name, group in groups.items()
+    ]
+
+
+def tensor_lines(groups: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
+    """Returns a line for every tensor: name, dtype, shape, bytes."""
+    return [
+        f"{name if group == 'weights' else f'{group}/{name}'} {spec.dtype} {list(spec.shape)} {size(spec.n_bytes)}"
+        for group, specs in groups.items()
+        for name, spec in specs.items()
+    ]
 
 
 def size(n_bytes: int) -> str:
@@ -94,18 +134,6 @@ def size(n_bytes: int) -> str:
 def summarize(checkpoint: Checkpoint) -> Summary:
     """Returns what a checkpoint holds."""
     manifest = checkpoint.manifest
-    groups: dict[str, GroupSummary] = {}
-    for group in checkpoint.groups:
-        specs = checkpoint.specs(group).values()
-        dtypes: Counter[str] = Counter()
-        for spec in specs:
-            dtypes[spec.dtype] += prod(spec.shape)
-        groups[group] = GroupSummary(
-            tensors=len(specs),
-            elements=dtypes.total(),
-            n_bytes=sum(spec.n_bytes for spec in specs),
-            dtypes=dict(dtypes),
-        )
     return Summary(
         path=str(checkpoint.path),
         step=manifest.step,
@@ -113,11 +141,36 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         world=manifest.world,
         n_files=len(manifest.files) + 2,
         n_bytes=manifest.n_bytes,
-        groups=groups,
+        groups={group: _summed(checkpoint.specs(group)) for group in checkpoint.groups},
         tokenizer=[name.split("/", 1)[1] for name in manifest.files if name.startswith(f"{TOKENIZER}/")],
         model=manifest.model,
         layout=manifest.layout,
         small=manifest.small,
         data=manifest.data,
         recipe=manifest.recipe,
+    )
+
+
+def summarize_source(source: Source) -> SourceSummary:
+    """Returns what a model in any format holds."""
+    stored = {place.file for group in source.groups.values() for places in group.places.values() for place in places}
+    return SourceSummary(
+        path=str(source.path),
+        format=source.format,
+        groups={name: _summed(group.specs) for name, group in source.groups.items()},
+        files=sorted(stored | set(source.small)),
+        about=dict(source.about),
+        config=dict(source.config or {}),
+    )
+
+
+def _summed(specs: Mapping[str, TensorSpec]) -> GroupSummary:
+    dtypes: Counter[str] = Counter()
+    for spec in specs.values():
+        dtypes[spec.dtype] += prod(spec.shape)
+    return GroupSummary(
+        tensors=len(specs),
+        elements=dtypes.total(),
+        n_bytes=sum(spec.n_bytes for spec in specs.values()),
+        dtypes=dict(dtypes),
     )

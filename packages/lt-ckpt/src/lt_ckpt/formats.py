@@ -1,0 +1,192 @@
+"""The formats by name: which one lies at a path, and what to write for a wish.
+
+Detection looks at names only: `hf://` is a model of the Hugging Face hub, a folder with COMMIT (or one of checkpoints,
+or a run) is ours, `.metadata` makes it one of torch.distributed.checkpoint, config.json with safetensors one of Hugging
+Face, rank files one of NxD, `consolidated.*.pth` one of Meta; a file is a torch-saved state dict.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lt_ckpt import files
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE, read_json
+from lt_ckpt.source import Source
+
+FORMATS = ("hf", "nxd", "lt", "pt")
+HUB = "hf://"
+RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
+SEARCHED_LEVELS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wish:
+    """What a conversion is to make.
+
+    Attributes:
+        format: One of `FORMATS`.
+        dtype: Safetensors code to cast the weights to; None: as stored.
+        max_shard_bytes: Most bytes of tensors per file (hf, dcp).
+        nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd_options.NxdOptions`).
+    """
+
+    format: str
+    dtype: str | None = None
+    max_shard_bytes: int = 5 * 10**9
+    nxd: Any = None
+
+
+def detect(path: Path) -> str:
+    """Returns the format of what lies at a path: one of `FORMATS`, or `meta`.
+
+    Raises:
+        CheckpointError: Nothing is there, or nothing that is known.
+    """
+    from lt_ckpt.discover import checkpoint_root, list_steps
+    from lt_ckpt.folders import COMMIT
+
+    if path.is_file():
+        return "pt"
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such file or folder")
+    if (path / COMMIT).is_file() or list_steps(checkpoint_root(path)):
+        return "lt"
+    if any(path.glob("consolidated.*.pth")):
+        return "meta"
+    if (path / INDEX).is_file() or (path / SINGLE).is_file():
+        return "hf"
+    if _has_rank_files(path, SEARCHED_LEVELS):
+        return "nxd"
+    raise CheckpointError(
+        f"{path}: no checkpoint that lt-ckpt knows: no COMMIT (ours), .metadata (torch.distributed.checkpoint), "
+        f"{SINGLE} or {INDEX} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
+    )
+
+
+def _has_rank_files(folder: Path, levels: int) -> bool:
+    entries = list(os.scandir(folder))
+    if any(RANK_FILE.search(entry.name) for entry in entries):
+        return True
+    inner = (Path(entry.path) for entry in entries if entry.is_dir())
+    return levels > 1 and any(_has_rank_files(path, levels - 1) for path in inner)
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    progress: files.Progress | None = None,
+) -> Source:
+    """Opens a model in any format, or on the Hugging Face hub.
+
+    Args:
+        path: A file or folder; or `hf://org/name@revision`, which is downloaded first.
+        config: A config.json, or a folder with one, for formats that carry none (NxD, a .pt, DCP).
+        cache: Where models of the hub are kept; by default the user's cache folder.
+        progress: Told the bytes downloaded.
+
+    Raises:
+        CheckpointError: Nothing that is known lies there, it is damaged, or a configuration is needed and not given.
+        lt_model.ModelError: The configuration is no Llama that lt_model knows.
+    """
+    given = None if config is None else read_config(Path(config))
+    if str(path).startswith(HUB):
+        from lt_ckpt.hub import fetch_model
+
+        fetched = fetch_model(str(path), cache=cache, progress=progress)
+        found = open_source(fetched.path, config=config)
+        return replace(found, about={**found.about, **fetched.about})
+    place = Path(path)
+    kind = detect(place)
+    if kind == "lt":
+        from lt_ckpt.discover import resolve
+        from lt_ckpt.lt_format import open_lt
+
+        return open_lt(resolve(place)[0])
+    if kind == "hf":
+        from lt_ckpt.hf_format import open_hf
+
+        return open_hf(place, config=given)
+    if kind == "meta":
+        from lt_ckpt.meta import open_meta
+
+        return open_meta(place, config=given)
+    return _open_without_config(kind, place, given or _config_beside(place))
+
+
+def _open_without_config(kind: str, place: Path, config: Mapping[str, Any] | None) -> Source:
+    """Opens the formats that say nothing about the model."""
+    if config is None:
+        raise CheckpointError(
+            f"{place}: this format does not say what the model is; give its Hugging Face configuration "
+            "(--config config.json)"
+        )
+    if kind == "nxd":
+        from lt_ckpt.nxd import open_nxd
+
+        return open_nxd(place, config=config)
+    from lt_ckpt.pt_format import open_pt
+
+    return open_pt(place, config=config)
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Reads a config.json, or the one of a folder."""
+    return read_json(path / CONFIG if path.is_dir() else path)
+
+
+def _config_beside(place: Path) -> dict[str, Any] | None:
+    """Returns the config.json that lies in the folder, or beside the file."""
+    folder = place if place.is_dir() else place.parent
+    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+
+
+def convert_to(
+    source: Source, out: str | os.PathLike[str], wish: Wish, *, progress: files.Progress | None = None
+) -> Path:
+    """Converts a source.
+
+    Args:
+        source: What to convert.
+        out: The folder to make; for `pt` the file; for `lt` the folder of checkpoints to save into.
+        wish: What to make.
+        progress: Told the bytes written.
+
+    Returns:
+        What was made.
+
+    Raises:
+        CheckpointError: The wish cannot be met, or the disk fails; nothing is left behind.
+    """
+    from lt_ckpt.convert import convert
+    from lt_ckpt.models import check_tied_head
+    from lt_model import LlamaConfig
+
+    if source.config is None:
+        raise CheckpointError(f"{source.path}: has no configuration; give one (--config config.json)")
+    if wish.format in ("hf", "lt") and LlamaConfig.from_hf(dict(source.config)).tie_word_embeddings:
+        check_tied_head(source)
+    if wish.format == "lt":
+        from lt_ckpt.lt_format import save_lt
+
+        return save_lt(source, out, dtype=wish.dtype, progress=progress)
+    if wish.format == "hf":
+        from lt_ckpt.hf_format import hf_target
+
+        target = hf_target(source, dtype=wish.dtype, max_shard_bytes=wish.max_shard_bytes)
+    elif wish.format == "nxd":
+        from lt_ckpt.nxd import nxd_target
+
+        target = nxd_target(source, wish.nxd, dtype=wish.dtype)
+    elif wish.format == "pt":
+        from lt_ckpt.pt_format import pt_target
+
+        target = pt_target(source, Path(out).name, dtype=wish.dtype)
+    else:
+        raise CheckpointError(f"format {wish.format!r} is not one of {', '.join(FORMATS)}")
+    return convert(source, target, out, progress=progress)

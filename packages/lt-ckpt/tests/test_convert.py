@@ -1,0 +1,221 @@
+"""Conversions between Hugging Face folders and our checkpoints, comparisons, and how little memory they take."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from lt_ckpt import Checkpoint, CheckpointError
+from lt_ckpt import convert as convert_module
+from lt_ckpt.compare import compare
+from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_model import LlamaConfig, parameters
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+TINY = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 80, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3}
+
+
+def make_hf(folder: Path, *, tied: bool = False, head: bool = False, dtype=torch.bfloat16, **changes) -> Path:
+    """A random Llama as transformers writes it: config.json and one safetensors file."""
+    config = LlamaConfig(**{**TINY, **changes}, tie_word_embeddings=tied)
+    generator = torch.Generator().manual_seed(0)
+    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(config)}
+    if tied and head:
+        weights[HEAD] = weights[EMBED].clone()
+    folder.mkdir(parents=True)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    values = config.to_hf(bos_token_id=1, eos_token_id=2, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    (folder / "tokenizer.json").write_text('{"made": "up"}', encoding="utf-8")
+    return folder
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype, name
+        assert torch.equal(tensor, b[name]), name
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("block_bytes", [16 * 2**20, 640, 1])
+def test_hf_to_ours_and_back_is_bit_exact(tmp_path: Path, monkeypatch, tied: bool, block_bytes: int) -> None:
+    monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
+    start = make_hf(tmp_path / "hf", tied=tied)
+    saved = convert_to(open_source(start), tmp_path / "run", Wish(format="lt"))
+    assert saved == tmp_path / "run" / "step-00000000"
+    checkpoint = Checkpoint.open(saved)
+    assert checkpoint.tokenizer_files() == {"tokenizer.json": b'{"made": "up"}'}
+    assert set(checkpoint.names("weights")) == set(loaded(start))
+    back = convert_to(open_source(tmp_path / "run"), tmp_path / "back", Wish(format="hf", max_shard_bytes=9000))
+    assert len(list(back.glob("*.safetensors"))) > 3
+    assert_same(loaded(back), loaded(start))
+    assert (back / "tokenizer.json").read_bytes() == b'{"made": "up"}'
+
+
+def test_a_sharded_output_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    start = make_hf(tmp_path / "hf", dtype=torch.float32)
+    (start / "tokenizer.json").unlink()
+    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf", max_shard_bytes=20_000))
+    models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (start, made)]
+    assert_same(models[0].state_dict(), models[1].state_dict())
+
+
+def test_a_cast_is_torchs_and_the_configuration_says_so(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf", dtype=torch.float32)
+    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf", dtype="BF16"))
+    assert_same(loaded(made), {name: t.to(torch.bfloat16) for name, t in loaded(start).items()})
+    assert json.loads((made / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
+
+
+def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf", tied=True, head=True)
+    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+    assert HEAD in loaded(start)
+    assert_same(loaded(made), {name: t for name, t in loaded(start).items() if name != HEAD})
+
+
+def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf", tied=True, head=True)
+    weights = loaded(start)
+    weights[HEAD][-1, -1] += 1
+    save_file(weights, start / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head.weight .* differ"):
+        convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda w: w.pop("model.layers.1.mlp.up_proj.weight"), r"model.layers.1.mlp.up_proj.weight"),
+        (lambda w: w.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(32)}), r"q_proj.bias.* not expected"),
+        (lambda w: w.update({"model.norm.weight": torch.zeros(31)}), r"model.norm.weight has shape \[31\]"),
+    ],
+)
+def test_what_is_not_the_model_is_refused(tmp_path: Path, change, message: str) -> None:
+    start = make_hf(tmp_path / "hf")
+    weights = loaded(start)
+    change(weights)
+    save_file(weights, start / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message):
+        open_source(start)
+
+
+def test_rotary_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
+    start = make_hf(tmp_path / "hf")
+    weights = loaded(start)
+    old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
+    save_file(old, start / "model.safetensors")
+    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+    assert_same(loaded(made), weights)
+
+
+def test_nothing_is_written_over_and_nothing_is_left_behind(tmp_path: Path, monkeypatch) -> None:
+    start = make_hf(tmp_path / "hf")
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "thesis.txt").write_text("mine", encoding="utf-8")
+    with pytest.raises(CheckpointError, match="not an empty folder"):
+        convert_to(open_source(start), out, Wish(format="hf"))
+    with open(start / "model.safetensors", "r+b") as file:
+        source = open_source(start)
+        file.truncate(os.path.getsize(start / "model.safetensors") - 100)
+    with pytest.raises(CheckpointError, match="truncated"):
+        convert_to(source, tmp_path / "other", Wish(format="hf"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
+
+
+def test_compare_says_what_differs_and_how_much(tmp_path: Path) -> None:
+    a = make_hf(tmp_path / "a", dtype=torch.float32)
+    weights = loaded(a)
+    changed = {name: tensor.clone() for name, tensor in weights.items()}
+    changed["model.layers.1.mlp.down_proj.weight"][3, 4] += 0.5
+    changed["model.norm.weight"][0] = float("nan")
+    b = make_hf(tmp_path / "b", dtype=torch.float32)
+    save_file(changed, b / "model.safetensors")
+    found = {c.name: c for c in compare(open_source(a), open_source(b))}
+    assert [name for name, c in found.items() if not c.equal] == [
+        "model.layers.1.mlp.down_proj.weight",
+        "model.norm.weight",
+    ]
+    one = found["model.layers.1.mlp.down_proj.weight"]
+    assert (one.n_different, one.n_elements) == (1, 32 * 80)
+    assert one.max_abs == pytest.approx(0.5)
+    assert one.relative == pytest.approx(0.5 / float(weights["model.layers.1.mlp.down_proj.weight"].abs().max()))
+    assert np.isnan(found["model.norm.weight"].max_abs)
+
+
+def test_compare_across_dtypes_and_shapes(tmp_path: Path) -> None:
+    a = make_hf(tmp_path / "a", dtype=torch.bfloat16)
+    wider = make_hf(tmp_path / "wider", dtype=torch.bfloat16)
+    save_file({name: t.float() for name, t in loaded(a).items()}, wider / "model.safetensors")
+    assert all(c.equal and c.dtypes == ("BF16", "F32") for c in compare(open_source(a), open_source(wider)))
+    other = make_hf(tmp_path / "other", intermediate_size=96, n_layers=2)
+    problems = [c.problem for c in compare(open_source(a), open_source(other)) if c.problem]
+    assert sum("shapes" in p for p in problems) == 6
+    assert sum(p.startswith("not in") for p in problems) == 9
+
+
+def test_logits_layer_by_layer_find_a_swapped_head_order(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from lt_ckpt.logits import compare_logits, layer_outputs
+
+    a = make_hf(tmp_path / "a", dtype=torch.float32)
+    (a / "tokenizer.json").unlink()
+    tokens = [1, 17, 40, 95, 3]
+    theirs = AutoModelForCausalLM.from_pretrained(a, dtype=torch.float32)(torch.tensor([tokens])).logits[0]
+    ours = dict(layer_outputs(open_source(a), tokens))["logits"]
+    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    weights = loaded(a)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    weights[name] = torch.cat([weights[name][8:16], weights[name][:8], weights[name][16:]])
+    b = make_hf(tmp_path / "b", dtype=torch.float32)
+    save_file(weights, b / "model.safetensors")
+    found = {name: largest for name, largest, _ in compare_logits(open_source(a), open_source(b), tokens)}
+    assert found["embedding"] == found["layer 0"] == 0
+    assert found["layer 1"] > 1e-3
+    assert found["logits"] > 1e-3
+
+
+MEASURE = """
+import resource, sys
+from lt_ckpt.formats import Wish, convert_to, open_source
+convert_to(open_source(sys.argv[1]), sys.argv[2], Wish(format=sys.argv[3]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+"""
+
+
+@pytest.mark.parametrize("to", ["hf", "lt"])
+def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
+    """The model is ten times what may be held: base + twice the largest tensor + 64 MiB."""
+    small = make_hf(tmp_path / "small")
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 16, "n_kv_heads": 8, "n_layers": 20}
+    large = make_hf(tmp_path / "large", vocab_size=8192, **sizes)
+    n_bytes = (large / "model.safetensors").stat().st_size
+    peaks = []
+    for model in (small, large):
+        command = [sys.executable, "-c", MEASURE, str(model), str(tmp_path / f"{model.name}-out"), to]
+        done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+        peaks.append(int(done.stdout))
+    largest = 8192 * 1024 * 2
+    assert n_bytes > 6 * (2 * largest + 64 * 2**20)
+    assert peaks[1] - peaks[0] < 2 * largest + 64 * 2**20

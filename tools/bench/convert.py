@@ -1,0 +1,180 @@
+"""Conversion of a Llama of real shapes: memory, and speed beside what the disk can do in the same minutes.
+
+    uv run python tools/bench/convert.py --preset llama3-70b --layers 8 \\
+        --to nxd --tp 32 --pp 8 --kv-multiplier 4 --qkv-linear
+
+A Hugging Face model of the preset's shapes (fewer layers where the disk is small; random bits) is written once. Then,
+in turn and several times: read the model's bytes and write as many with plain large direct I/O and one fsync (the
+disk's limits, without anything of ours), and convert, with the page cache emptied of the model first. The ratio is the
+limit of the two directions (the slower one, for the bytes it has to move) over the conversion's time. Peak memory is
+that of a process of its own, beside one that converts a model of a few kB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+
+from lt_ckpt.tensorfile import TensorSpec, TensorWriter
+from lt_model import PRESETS, LlamaConfig, parameters
+
+BLOCK = 16 * 2**20
+CHILD = "convert-child"
+
+
+def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
+    """Write random bf16 weights as a sharded Hugging Face folder; returns their bytes."""
+    folder.mkdir(parents=True)
+    noise = np.random.default_rng(0).integers(0, 256, BLOCK + 4096, dtype=np.uint8)
+    files: list[dict[str, TensorSpec]] = [{}]
+    room = shard_bytes
+    for parameter in parameters(config):
+        spec = TensorSpec("BF16", parameter.shape)
+        if files[-1] and spec.n_bytes > room:
+            files.append({})
+            room = shard_bytes
+        files[-1][parameter.name] = spec
+        room -= spec.n_bytes
+    names = {}
+    for i, group in enumerate(files, start=1):
+        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
+        with TensorWriter(folder / name, group, {"format": "pt"}) as writer:
+            for key, spec in group.items():
+                start = hash(key) % 4096
+                blocks = (noise[start : start + min(BLOCK, spec.n_bytes - at)] for at in range(0, spec.n_bytes, BLOCK))
+                writer.write(key, blocks)
+                names[key] = name
+    total = sum(spec.n_bytes for group in files for spec in group.values())
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    hf = config.to_hf(bos_token_id=1, eos_token_id=2, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
+    return total
+
+
+def forget(folder: Path) -> None:
+    """Drop the page cache of the files in a folder."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def direct_read(folder: Path, n_bytes: int) -> float:
+    """Seconds to read about so many bytes of the folder's files with large direct reads."""
+    buffer = mmap.mmap(-1, BLOCK)
+    done, start = 0, time.perf_counter()
+    for path in sorted(folder.glob("*.safetensors")):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        position = 0
+        while done < n_bytes and (got := os.preadv(descriptor, [buffer], position)):
+            position, done = position + got, done + got
+        os.close(descriptor)
+    return (time.perf_counter() - start) * n_bytes / max(done, 1)
+
+
+def direct_write(folder: Path, n_bytes: int) -> float:
+    """Seconds to write so many bytes with large direct writes and one fsync."""
+    buffer = mmap.mmap(-1, BLOCK)
+    buffer.write(os.urandom(4096) * (BLOCK // 4096))
+    path = folder / "probe"
+    start = time.perf_counter()
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+    for _ in range(-(-n_bytes // BLOCK)):
+        os.write(descriptor, buffer)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    seconds = time.perf_counter() - start
+    path.unlink()
+    return seconds * n_bytes / (-(-n_bytes // BLOCK) * BLOCK)
+
+
+def converted(model: Path, out: Path, arguments: list[str]) -> dict[str, float]:
+    """Convert in a process of its own; returns its seconds, CPU seconds, peak memory and what it wrote."""
+    command = [sys.executable, __file__, CHILD, str(model), str(out), *arguments]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    made = [path for path in out.rglob("*") if path.is_file()]
+    found["out_bytes"], found["files"] = sum(path.stat().st_size for path in made), len(made)
+    return found
+
+
+def child(arguments: list[str]) -> None:
+    from lt_ckpt.cli import app
+
+    start = time.perf_counter()
+    app(["convert", *arguments], standalone_mode=False)
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    seconds, cpu = time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+    print(json.dumps({"seconds": seconds, "cpu_s": cpu, "peak_bytes": usage.ru_maxrss * 1024}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--preset", default="llama3.2-1b")
+    parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", type=Path, default=None, help="where to work; needs two to three times the model")
+    parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
+    options, arguments = parser.parse_known_args()
+    preset = PRESETS[options.preset]
+    config = replace(preset, n_layers=options.layers or preset.n_layers)
+    with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=options.folder) as made:
+        folder = Path(made)
+        n_bytes = make_model(folder / "model", config, 5 * 10**9)
+        tiny = replace(config, vocab_size=64, hidden_size=64, intermediate_size=64, n_heads=8, n_kv_heads=8)
+        make_model(folder / "tiny", tiny, 10**9)
+        base = converted(folder / "tiny", folder / "tiny-out", ["--to", "hf"])["peak_bytes"]
+        rounds = []
+        for _ in range(options.rounds):
+            forget(folder / "model")
+            read = direct_read(folder / "model", n_bytes)
+            forget(folder / "model")
+            found = converted(folder / "model", folder / "out", arguments)
+            shutil.rmtree(folder / "out", ignore_errors=True)
+            write = direct_write(folder, int(found["out_bytes"]))
+            rounds.append({**found, "read_limit_s": read, "write_limit_s": write})
+            rounds[-1]["of_limit"] = max(read, write) / found["seconds"]
+        largest = max(parameter.size for parameter in parameters(config)) * 2
+    report = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}",
+        "python": platform.python_version(),
+        "preset": options.preset,
+        "layers": config.n_layers,
+        "arguments": arguments,
+        "model_bytes": n_bytes,
+        "rounds": rounds,
+        "median_of_limit": statistics.median(r["of_limit"] for r in rounds),
+        "median_seconds": statistics.median(r["seconds"] for r in rounds),
+        "peak_over_base_bytes": max(r["peak_bytes"] for r in rounds) - base,
+        "allowed_over_base_bytes": 2 * largest + 64 * 2**20,
+    }
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.out:
+        options.out.write_text(text + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == [CHILD]:
+        child(sys.argv[2:])
+    else:
+        main()
