@@ -12,10 +12,12 @@ import torch
 from lt_ckpt import CheckpointError, source
 from lt_ckpt.convert import convert
 from lt_ckpt.hf_format import hf_target, open_hf
+from lt_ckpt.models import shapes_of
 from lt_ckpt.nxd import nxd_target, open_nxd
 from lt_ckpt.nxd_options import NxdOptions
 from lt_ckpt.source import Reader
 from lt_ckpt.torchfile import write_pt
+from lt_model import LlamaConfig
 
 DATA = Path(__file__).parent / "data" / "nxd"
 MHA, GQA = DATA / "llama2-mha-tp2", DATA / "llama3-gqa-tp4-pp2-kv2"
@@ -218,6 +220,30 @@ def test_a_tied_checkpoint_without_the_second_copy_is_read(tmp_path):
         torch.save(held, tmp_path / "nxd" / path)
     opened = open_nxd(tmp_path / "nxd", config=json.loads((folder / "config.json").read_text()))
     assert read_all(opened) == read_all(open_hf(folder))
+
+
+def test_256_files_of_a_model_shaped_like_a_70b(tmp_path):
+    """Its heads, ranks and stages; narrow, and two layers a stage less one."""
+    from safetensors.torch import save_file
+
+    shape = {"num_attention_heads": 64, "num_key_value_heads": 8, "num_hidden_layers": 15, "head_dim": 2}
+    config = {**config_of(GQA), **shape, "hidden_size": 128, "intermediate_size": 64, "vocab_size": 96}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=generator).bfloat16()
+        for name, shape in shapes_of(LlamaConfig.from_hf(config)).items()
+    }
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    model = open_hf(tmp_path / "hf")
+    cut = NxdOptions(tp=32, pp=8, kv_multiplier=4, qkv="gqa_fused", tag="pretrained_weight")
+    out = convert(model, nxd_target(model, cut), tmp_path / "out")
+    names = {f"dp_rank_00_tp_rank_{t:02d}_pp_rank_{p:02d}.pt" for t in range(32) for p in range(8)}
+    assert folder_of(out / "pretrained_weight") == {"checkpoint", "done", *(f"model/{name}" for name in names)}
+    opened = open_nxd(out, config=config)
+    assert (opened.about["tp"], opened.about["pp"], opened.about["kv_multiplier"]) == (32, 8, 4)
+    assert read_all(opened) == read_all(model)
 
 
 def test_what_is_left_out_is_told(tmp_path):

@@ -7,25 +7,29 @@ gets its markers last; without a tag the output is that of NxD's own converter. 
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
-from lt_ckpt.convert import Target, require_cast
+from lt_ckpt.convert import Target
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd_files import BEGUN, DONE, find
+from lt_ckpt.models import shapes_of, target_specs
+from lt_ckpt.nxd_files import BEGUN, DONE
 from lt_ckpt.nxd_layout import nxd_layout
 from lt_ckpt.nxd_options import NxdOptions
-from lt_ckpt.nxd_read import find_cut, model_group, read_ranks
-from lt_ckpt.source import Source
-from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.nxd_read import examine, model_group
+from lt_ckpt.nxd_zero import MASTER, model_groups, read_states
+from lt_ckpt.source import Group, Source
 from lt_ckpt.torchfile import TorchWriter
 from lt_ckpt.xser import XserWriter
 from lt_model import LlamaConfig
 
 
 def open_nxd(
-    path: str | os.PathLike[str], *, config: Mapping[str, Any] | None, options: NxdOptions | None = None
+    path: str | os.PathLike[str],
+    *,
+    config: Mapping[str, Any] | None,
+    options: NxdOptions | None = None,
+    optimizer: bool = False,
+    masters: bool = False,
 ) -> Source:
     """Opens an NxD checkpoint.
 
@@ -34,6 +38,8 @@ def open_nxd(
         config: The content of the model's config.json; NxD's folders have none.
         options: What the checkpoint must be: its tag, if given, is the one to open, its head order is believed, and all
             else must be as the files say. None: whatever the files say, in the head order of trn1.
+        optimizer: Open the ZeRO-1 state too: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`.
+        masters: Take the weights from the fp32 masters of the ZeRO-1 state, not from the model files.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files are not those of such a model or of such a cut.
@@ -45,31 +51,33 @@ def open_nxd(
             "configuration (--config config.json)"
         )
     model = LlamaConfig.from_hf(dict(config), source="config.json")
-    found = find(path, tag=options.tag if options else "")
-    ranks = read_ranks(found)
-    cut = find_cut(model, found, ranks, options.head_order if options else "trn1")
-    if options is not None and cut != replace(options, tag=cut.tag):
-        name, said, wanted = next(
-            (name, getattr(cut, name), getattr(options, name))
-            for name in ("layout", "tp", "pp", "virtual_pp", "qkv", "kv_multiplier", "xser", "stage_layers")
-            if getattr(cut, name) != getattr(options, name)
+    examined = examine(path, model, options, locate=not masters)
+    found, cut, files = examined.found, examined.options, examined.ranks.values()
+    about = {
+        **{name: getattr(cut, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
+        **{name: getattr(cut, name) for name in ("kv_multiplier", "head_order", "xser")},
+        "stage_layers": [list(layers) for layers in cut.stage_layers],
+        "passed_over": list(found.passed_over),
+        "dropped": sorted({key for file in files for key in file.dropped}),
+        "beside": sorted({key for file in files for key in file.beside}),
+    }
+    groups: dict[str, Group] = {}
+    if optimizer or masters:
+        states = read_states(examined)
+        about["dp"] = len(next(iter(states.values())).shards)
+        groups = model_groups(model, examined.layout, states, str(found.root))
+    if masters and MASTER not in groups:
+        raise CheckpointError(
+            f"{found.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
         )
-        raise CheckpointError(f"{found.root}: its files are of {name} {said!r}, not {wanted!r}")
-    files = list(ranks.values())
+    weights = groups[MASTER] if masters else model_group(examined)
     return Source(
         format="nxd",
         path=found.root,
         root=found.root,
         config=dict(config),
-        groups={"weights": model_group(model, found, ranks, cut)},
-        about={
-            **{name: getattr(cut, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
-            **{name: getattr(cut, name) for name in ("kv_multiplier", "head_order", "xser")},
-            "stage_layers": [list(layers) for layers in cut.stage_layers],
-            "passed_over": list(found.passed_over),
-            "dropped": sorted({key for file in files for key in file.dropped}),
-            "beside": sorted({key for file in files for key in file.beside}),
-        },
+        groups={"weights": weights, **(groups if optimizer else {})},
+        about=about,
     )
 
 
@@ -87,17 +95,10 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
     assert source.config is not None
     model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
     layout = nxd_layout(model, options)
-    specs: dict[str, TensorSpec] = {}
-    for name, shape in shapes_of(model).items():
-        if name not in source.weights.specs:
-            raise CheckpointError(f"{source.path}: {name}: the source has no such tensor")
-        stored = source.weights.specs[name].dtype
-        require_cast(stored, dtype or stored)
-        specs[name] = TensorSpec(dtype or stored, shape)
     return Target(
         format="nxd",
         layout=layout,
-        specs=specs,
+        specs=target_specs(source, shapes_of(model), dtype),
         opens=XserWriter if options.xser else TorchWriter,
         last={f"{options.tag}/{marker}": b"1" for marker in (BEGUN, DONE)} if options.tag else {},
     )

@@ -149,3 +149,29 @@ def _grid(folder: Path, ranks: list[tuple[int, ...]], name: str) -> tuple[int, i
             f"{folder / name.format(*missing)}: is missing; the other files are of tp {tp} and pp {pp}; copy it too"
         )
     return tp, pp
+
+
+def find_optimizer(found: Found) -> int:
+    """Returns over how many data-parallel ranks the optimizer's state is cut (ZeRO-1).
+
+    Raises:
+        CheckpointError: There is none, or a rank's file is missing.
+    """
+    folder = found.root / "optim"
+    if found.layout == "v1" or not folder.is_dir():
+        raise CheckpointError(f"{found.root}: has no optimizer state (no folder optim in it)")
+    with storage("looking for optimizer states", folder):
+        names = os.listdir(folder)
+    ranks = {tuple(map(int, match.groups())) for name in names if (match := _V2.fullmatch(name))}
+    if not ranks:
+        raise CheckpointError(f"{folder}: has no file like {rank_path(NxdOptions(), 0, 0, kind='optim')}")
+    dp, tp, pp = (max(rank[axis] for rank in ranks) + 1 for axis in range(3))
+    if (tp, pp) != (found.tp, found.pp):
+        raise CheckpointError(f"{folder}: is of tp {tp} and pp {pp}, the model of tp {found.tp} and pp {found.pp}")
+    every = ((d, t, p) for d in range(dp) for t in range(tp) for p in range(pp))
+    missing = next((rank for rank in every if rank not in ranks), None)
+    if missing is not None:
+        d, t, p = missing
+        name = rank_path(NxdOptions(), t, p, kind="optim", dp_rank=d)
+        raise CheckpointError(f"{found.root / name}: is missing; the other files are of {dp} data-parallel ranks")
+    return dp

@@ -8,6 +8,7 @@ lie on which rank is the one thing that cannot be seen; trn1's order is taken un
 Cost: the headers of all files.
 """
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from pathlib import Path
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.layout import FileLayout, Layout, Placed
 from lt_ckpt.models import DROPPED, HEAD, stored_shapes, with_head
-from lt_ckpt.nxd_files import Found
+from lt_ckpt.nxd_files import Found, find
 from lt_ckpt.nxd_layout import nxd_layout, stages
 from lt_ckpt.nxd_options import HeadOrder, NxdOptions, Qkv
 from lt_ckpt.source import Group, Held, join
@@ -116,6 +117,55 @@ def read_ranks(found: Found, *, locate: bool = True) -> dict[tuple[int, int], Ra
     return {rank: read_rank(found.root, found.path(*rank), locate=locate) for rank in ranks}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """A checkpoint whose cut is known.
+
+    Attributes:
+        config: The model.
+        found: Where it lies.
+        ranks: (tp rank, pp rank) → the model file.
+        options: How it is cut.
+        layout: The files of such a cut, from the root of the checkpoint.
+    """
+
+    config: LlamaConfig
+    found: Found
+    ranks: Mapping[tuple[int, int], RankFile]
+    options: NxdOptions
+    layout: Layout
+
+
+def examine(
+    path: str | os.PathLike[str], config: LlamaConfig, options: NxdOptions | None, *, locate: bool = True
+) -> Examined:
+    """Finds a checkpoint and tells how it is cut.
+
+    Args:
+        path: As `lt_ckpt.nxd_files.find` takes it.
+        config: The model.
+        options: What it must be (see `lt_ckpt.nxd.open_nxd`); None: whatever the files say.
+        locate: Look into the files of single tensors.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the files are not those of such a model or of such a cut.
+    """
+    found = find(path, tag=options.tag if options else "")
+    ranks = read_ranks(found, locate=locate)
+    cut = find_cut(config, found, ranks, options.head_order if options else "trn1")
+    wanted = replace(options, tag=cut.tag) if options else cut
+    for name in ("layout", "tp", "pp", "virtual_pp", "qkv", "kv_multiplier", "xser", "stage_layers"):
+        if getattr(cut, name) != getattr(wanted, name):
+            raise CheckpointError(
+                f"{found.root}: its files are of {name} {getattr(cut, name)!r}, not {getattr(wanted, name)!r}"
+            )
+    try:
+        layout = nxd_layout(config, replace(cut, tag="", xser=found.bare))
+    except CheckpointError as exc:
+        raise CheckpointError(f"{found.root}: {exc}") from exc
+    return Examined(config=config, found=found, ranks=ranks, options=cut, layout=layout)
+
+
 def find_cut(
     config: LlamaConfig, found: Found, ranks: Mapping[tuple[int, int], RankFile], head_order: HeadOrder
 ) -> NxdOptions:
@@ -173,31 +223,26 @@ def _multiplier(config: LlamaConfig, found: Found, file: RankFile, prefix: str, 
     return repeats
 
 
-def model_group(
-    config: LlamaConfig, found: Found, ranks: Mapping[tuple[int, int], RankFile], options: NxdOptions
-) -> Group:
+def model_group(examined: Examined) -> Group:
     """Puts the model together from the rank files.
 
     Raises:
-        CheckpointError: The cut cannot be right, a key is missing or unknown, or a tensor has another shape or dtype.
+        CheckpointError: A key is missing or unknown, or a tensor has another shape or dtype.
     """
-    head_is_stored = any(HEAD in file.tensors for file in ranks.values())
+    root, config = examined.found.root, examined.config
+    head_is_stored = any(HEAD in file.tensors for file in examined.ranks.values())
     shapes = stored_shapes(config, head_is_stored)
-    try:
-        layout = nxd_layout(config, replace(options, tag="", xser=found.bare))
-    except CheckpointError as exc:
-        raise CheckpointError(f"{found.root}: {exc}") from exc
-    by_path = {file.file: file for file in ranks.values()}
+    by_path = {file.file: file for file in examined.ranks.values()}
     files: list[FileLayout] = []
     holders: dict[str, dict[str, Held]] = {}
-    for file in layout.files:
+    for file in examined.layout.files:
         wanted = [tensor for tensor in file.tensors if tensor.key != HEAD or HEAD in shapes]
         located = by_path[file.path].tensors
-        _require_keys(found.root / file.path, wanted, located)
+        _require_keys(root / file.path, wanted, located)
         for path, tensors in _by_file(wanted, located):
             files.append(FileLayout(path=path, tensors=tensors))
             holders[path] = {tensor.key: located[tensor.key].held for tensor in tensors}
-    return with_head(join(Layout(files=tuple(files)), holders, shapes, str(found.root)), config)
+    return with_head(join(Layout(files=tuple(files)), holders, shapes, str(root)), config)
 
 
 def _require_keys(path: Path, wanted: Iterable[Placed], located: Mapping[str, Located]) -> None:

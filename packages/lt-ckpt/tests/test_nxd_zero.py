@@ -1,0 +1,528 @@
+"""ZeRO-1 states written by neuronx-distributed itself: put together, cut anew, and weights out of the masters."""
+
+import json
+import shutil
+import tempfile
+from contextlib import suppress
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_ckpt import CheckpointError
+from lt_ckpt.convert import convert
+from lt_ckpt.dtypes import cast
+from lt_ckpt.hf_format import hf_target, open_hf
+from lt_ckpt.models import shapes_of
+from lt_ckpt.nxd import open_nxd
+from lt_ckpt.nxd_layout import nxd_layout
+from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.nxd_resplit import resplit
+from lt_ckpt.nxd_zero import RankState, model_groups, shard_rows
+from lt_ckpt.plan import Stored, plan_copies, run_copies
+from lt_ckpt.source import Group, Reader
+from lt_ckpt.tensorfile import TensorSpec
+from lt_model import LlamaConfig
+
+DATA = Path(__file__).parent / "data" / "nxd"
+ZERO, STEPS = DATA / "llama2-mha-tp2-dp2-zero1", DATA / "llama2-mha-tp2-dp2-zero1-steps"
+CASES = [
+    pytest.param(ZERO / "nxd-plain", id="plain"),
+    pytest.param(ZERO / "nxd-xser", id="xser"),
+    pytest.param(STEPS / "nxd-plain", id="steps"),
+    pytest.param(STEPS / "nxd-plain-fp32", id="steps-fp32"),
+]
+ORDER = [name for group in json.loads((STEPS / "steps.json").read_text())["param_groups"] for name in group["names"]]
+CONFIG = json.loads((STEPS / "hf-start" / "config.json").read_text())
+HIDDEN = 32
+
+
+class Reference:
+    """What torch_xla's class is when only torch is there."""
+
+
+def load(path):
+    with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):
+        return follow(torch.load(path, weights_only=True), path)
+
+
+def follow(tree, path):
+    if isinstance(tree, dict):
+        return {key: follow(value, path) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [follow(value, path) for value in tree]
+    if isinstance(tree, Reference):
+        return torch.load(f"{path}.tensors/tensor_{tree.tid}.pt", weights_only=True)
+    return tree
+
+
+def same(ours, theirs, where=""):
+    """Equal trees: types, keys in order, values, dtypes, shapes, bits."""
+    assert type(ours) is type(theirs), where
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            same(ours[key], theirs[key], f"{where}.{key}")
+    elif isinstance(theirs, list):
+        assert len(ours) == len(theirs), where
+        for i, value in enumerate(theirs):
+            same(ours[i], value, f"{where}.{i}")
+    elif isinstance(theirs, torch.Tensor):
+        assert ours.dtype == theirs.dtype, where
+        assert torch.equal(ours, theirs), where
+    else:
+        assert ours == theirs, where
+
+
+def name(d, t):
+    return f"dp_rank_{d:02d}_tp_rank_{t:02d}_pp_rank_00.pt"
+
+
+def by_hand(folder, kind):
+    """Model tensor → its state, put together with torch: over DP, less the padding, then over TP."""
+    local = []
+    for t in range(2):
+        shards = [load(folder / "optim" / name(d, t)) for d in range(2)]
+        local.append({})
+        for i, key in enumerate(ORDER):
+            parts = [s["sharded_master_weights"][i] if kind == "master" else s["base_state"][i][kind] for s in shards]
+            local[t][key] = torch.cat(parts)[: shards[0]["shape_info"][i][0]]
+    made = {}
+    for key in ORDER:
+        both = [rank[key] for rank in local]
+        if "gate_up" in key:
+            gates, ups = zip(*(tensor.chunk(2) for tensor in both), strict=True)
+            made[key.replace("gate_up", "gate")] = torch.cat(gates)
+            made[key.replace("gate_up", "up")] = torch.cat(ups)
+        elif "o_proj" in key or "down_proj" in key:
+            made[key] = torch.cat(both, 1)
+        else:
+            made[key] = both[0] if "norm" in key else torch.cat(both)
+    return made
+
+
+def read(opened, group, key):
+    with Reader(opened.root) as reader:
+        return reader.read(opened.groups[group], key)
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_the_models_state_is_that_of_all_shards(folder):
+    opened = open_nxd(folder, config=CONFIG, optimizer=True)
+    assert set(opened.groups) == {"weights", "exp_avg", "exp_avg_sq", "master"}
+    assert opened.about["dp"] == 2
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        wanted = by_hand(opened.root, kind)
+        assert list(opened.groups[kind].specs) == list(opened.weights.specs)
+        assert set(opened.groups[kind].specs) == set(wanted)
+        for key, tensor in wanted.items():
+            assert opened.groups[kind].specs[key] == TensorSpec("F32", tuple(tensor.shape))
+            assert read(opened, kind, key).tobytes() == tensor.contiguous().numpy().tobytes(), (kind, key)
+
+
+def unlike_copies(opened, kind):
+    """The tensors of which two ranks hold different bytes."""
+    group, unlike = opened.groups[kind], set()
+    norms = {key: 2 for key in group.specs if "norm" in key}
+    assert {key: len(stored) for key, stored in group.copies.items()} == norms
+    with Reader(opened.root) as reader:
+        for key, copies in group.copies.items():
+            for stored in copies:
+                box = stored.offset, stored.shape
+                copy = reader.read_at(group.specs, {key: (stored,)}, key, box, "")
+                if copy.tobytes() != reader.read(group, key, box).tobytes():
+                    unlike.add(key)
+    return unlike
+
+
+@pytest.mark.parametrize("part", ["nxd-plain", "nxd-plain-fp32"])
+def test_copies_of_replicated_tensors_hold_the_same_bytes(part):
+    opened = open_nxd(STEPS / part, config=CONFIG, optimizer=True)
+    assert {kind: unlike_copies(opened, kind) for kind in ("exp_avg", "exp_avg_sq", "master")} == {
+        "exp_avg": set(),
+        "exp_avg_sq": set(),
+        "master": set(),
+    }
+
+
+def test_copies_show_ranks_that_went_apart():
+    """The other case was trained with gradients that lack the sum over tensor-parallel ranks."""
+    opened = open_nxd(ZERO / "nxd-plain", config=CONFIG, optimizer=True)
+    assert "model.layers.0.input_layernorm.weight" in unlike_copies(opened, "exp_avg")
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_masters_cast_to_the_weights_dtype_are_the_weights(folder, tmp_path):
+    saved, masters = open_nxd(folder, config=CONFIG), open_nxd(folder, config=CONFIG, masters=True)
+    assert set(masters.groups) == {"weights"}
+    for key, spec in saved.weights.specs.items():
+        assert masters.weights.specs[key] == TensorSpec("F32", spec.shape)
+        recovered = cast(read(masters, "weights", key), "F32", spec.dtype)
+        assert recovered.tobytes() == read(saved, "weights", key).tobytes(), key
+    outs = [
+        convert(opened, hf_target(opened, dtype="BF16"), tmp_path / kind)
+        for kind, opened in (("saved", saved), ("masters", masters))
+    ]
+    files = [out / "model.safetensors" for out in outs]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def test_a_checkpoint_that_has_its_weights_in_masters_alone(tmp_path):
+    """As NxD saves with avoid_saving_lower_precision_weights: references and descriptions, and no tensors."""
+    folder = tmp_path / "step_3"
+    shutil.copytree(ZERO / "nxd-xser" / "step_3", folder)
+    for path in (folder / "model").glob("*.tensors"):
+        shutil.rmtree(path)
+    with pytest.raises(CheckpointError, match=r"pp_rank_00.pt: its tensors were not saved .* masters"):
+        open_nxd(folder, config=CONFIG)
+    masters, whole = open_nxd(folder, config=CONFIG, masters=True), open_nxd(ZERO / "nxd-xser", config=CONFIG)
+    for key, spec in whole.weights.specs.items():
+        recovered = cast(read(masters, "weights", key), "F32", spec.dtype)
+        assert recovered.tobytes() == read(whole, "weights", key).tobytes()
+    assert resplit(folder, tmp_path / "out", dp=1, config=CONFIG) == tmp_path / "out"
+
+
+def trees(folder, dp):
+    paths = {path.name for path in (folder / "optim").glob("dp_rank_*.pt") if not path.name.endswith(".info.pt")}
+    assert paths == {name(d, t) for d in range(dp) for t in range(2)}
+    return {path: load(folder / "optim" / path) for path in sorted(paths)}
+
+
+def resplit_of(folder, work, dp, **options):
+    """Cuts anew, and puts the result beside the model's files."""
+    out = resplit(folder, work / f"optim-{dp}", dp=dp, config=CONFIG, **options)
+    assert [path.name for path in out.iterdir()] == ["optim"]
+    whole = work / f"dp{dp}"
+    (whole).mkdir()
+    for path in ("model", "checkpoint", "done"):
+        (whole / path).symlink_to((folder / path).resolve())
+    (out / "optim").rename(whole / "optim")
+    return whole
+
+
+@pytest.mark.parametrize("folder", [case.values[0] for case in CASES])
+def test_dp_2_to_1_to_4_to_2_ends_with_nxds_own_files(folder, tmp_path):
+    original = open_nxd(folder, config=CONFIG).root
+    theirs = trees(original, 2)
+    one = resplit_of(original, tmp_path, 1)
+    four = resplit_of(one, tmp_path, 4)
+    (tmp_path / "back").mkdir()
+    two = resplit_of(four, tmp_path / "back", 2)
+    same(trees(two, 2), theirs)
+    xser = any((original / "optim").glob("*.tensors"))
+    for made in (one, four, two):
+        assert any((made / "optim").glob("*.tensors")) == xser
+        assert any((made / "optim").glob("*.info.pt")) == xser
+    for t in range(2):
+        full = trees(one, 1)[name(0, t)]
+        for d in range(4):
+            tree = trees(four, 4)[name(d, t)]
+            assert {key: tree[key] for key in ("state", "param_groups", "shape_info")} == {
+                key: theirs[name(0, t)][key] for key in ("state", "param_groups", "shape_info")
+            }
+            for i, key in enumerate(ORDER):
+                for kind in ("exp_avg", "exp_avg_sq", "step"):
+                    whole = full["base_state"][i][kind]
+                    wanted = whole if kind == "step" else padded(whole, 4)[d]
+                    same(tree["base_state"][i][kind], wanted, f"{kind} of {key}")
+                same(tree["sharded_master_weights"][i], padded(full["sharded_master_weights"][i], 4)[d], key)
+                assert tree["base_state"][i]["exp_avg"].is_contiguous()
+    last = trees(four, 4)[name(3, 0)]["base_state"][0]["exp_avg"]
+    assert last.shape == (32, HIDDEN)  # 125 rows: three of padding
+    assert not last[29:].any()
+    assert last[:29].any(dim=1).sum() == trees(one, 1)[name(0, 0)]["base_state"][0]["exp_avg"][96:].any(dim=1).sum()
+
+
+def padded(tensor, dp):
+    """As torch_xla cuts: zeros to a multiple of the ranks, then equal runs of rows."""
+    rows = -tensor.shape[0] % dp
+    return torch.cat([tensor, tensor.new_zeros(rows, *tensor.shape[1:])]).chunk(dp)
+
+
+def test_more_ranks_than_rows(tmp_path):
+    """Shards that are nothing but padding."""
+    original = STEPS / "nxd-plain" / "step_3"
+    many = resplit_of(original, tmp_path, 40)
+    shard = trees(many, 40)[name(33, 1)]["base_state"][14]["exp_avg"]  # 32 rows: one each for the first 32 ranks
+    assert shard.shape == (1,)
+    assert not shard.any()
+    (tmp_path / "back").mkdir()
+    same(trees(resplit_of(many, tmp_path / "back", 2), 2), trees(original, 2))
+
+
+def test_progress_tells_all_bytes(tmp_path):
+    told = []
+    resplit(
+        ZERO / "nxd-plain",
+        tmp_path / "out",
+        dp=3,
+        config=CONFIG,
+        progress=lambda done, total, unit: told.append((done, total, unit)),
+    )
+    tensors = [
+        tensor
+        for tree in trees(tmp_path / "out", 3).values()
+        for state, master in zip(tree["base_state"].values(), tree["sharded_master_weights"].values(), strict=True)
+        for tensor in (state["exp_avg"], state["exp_avg_sq"], master)
+    ]
+    n_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert told[-1] == (n_bytes, n_bytes, "bytes")
+    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    shutil.copytree(ZERO / "nxd-plain" / "step_3", tmp_path / "step_3")
+    return tmp_path / "step_3"
+
+
+def change(folder, act, ranks=((1, 1),)):
+    for d, t in ranks:
+        path = folder / "optim" / name(d, t)
+        tree = torch.load(path, weights_only=True)
+        act(tree)
+        path.unlink()
+        torch.save(tree, path)
+
+
+EVERY = [(d, t) for d in range(2) for t in range(2)]
+
+
+def refuse(folder, match, **changes):
+    with pytest.raises(CheckpointError, match=match):
+        open_nxd(folder, config={**CONFIG, **changes}, optimizer=True)
+
+
+def test_a_missing_shard_is_named(copy):
+    (copy / "optim" / name(0, 1)).unlink()
+    refuse(copy, rf"optim/{name(0, 1)}: is missing; the other files are of 2 data-parallel ranks")
+    shutil.rmtree(copy / "optim")
+    refuse(copy, r"has no optimizer state")
+    assert open_nxd(copy, config=CONFIG)
+
+
+def test_an_optimizer_of_another_cut_is_refused(copy):
+    for d in range(2):
+        (copy / "optim" / name(d, 1)).unlink()
+    refuse(copy, r"optim: is of tp 1 and pp 1, the model of tp 2 and pp 1")
+
+
+def test_a_shard_of_another_shape_is_named(copy):
+    change(copy, lambda tree: tree["base_state"][3].update(exp_avg=torch.zeros(9, 32)))
+    refuse(copy, rf"{name(1, 1)}: exp_avg of model.layers.0.self_attn.v_proj.weight has shape \[9, 32\], .* \[8, 32\]")
+
+
+def test_a_shard_with_a_part_missing_is_named(copy):
+    change(copy, lambda tree: tree["sharded_master_weights"].pop(4))
+    refuse(copy, rf"{name(1, 1)}: has master of some of its 19 tensors only")
+    change(copy, lambda tree: tree.pop("sharded_master_weights"))
+    refuse(copy, rf"{name(1, 1)}: has other tensors or kinds of state than optim/{name(0, 1)}")
+
+
+def test_what_is_no_state_of_zero_1_is_refused(copy):
+    change(copy, lambda tree: tree["base_state"][0].update(exp_avg=3))
+    refuse(copy, rf"{name(1, 1)}: exp_avg of tensor 0 is a int, not a tensor")
+    change(copy, lambda tree: tree["param_groups"][0]["params"].append(19))
+    refuse(copy, rf"{name(1, 1)}")
+    change(copy, lambda tree: tree.pop("base_state"))
+    refuse(copy, rf"{name(1, 1)}: is not of a ZeRO-1 optimizer of NxD")
+
+
+def test_another_models_optimizer_is_noticed(copy):
+    def swap(tree):
+        tree["shape_info"][0], tree["shape_info"][1] = tree["shape_info"][1], tree["shape_info"][0]
+
+    change(copy, swap, EVERY)
+    refuse(copy, r"the shapes of its 19 tensors are not those of the model's in an order that is known")
+
+
+def test_masters_that_are_not_there(copy):
+    change(copy, lambda tree: tree.pop("sharded_master_weights"), EVERY)
+    with pytest.raises(CheckpointError, match="its optimizer has no master weights"):
+        open_nxd(copy, config=CONFIG, masters=True)
+    assert set(open_nxd(copy, config=CONFIG, optimizer=True).groups) == {"weights", "exp_avg", "exp_avg_sq"}
+
+
+def test_shards_of_two_saves_are_not_mixed(copy, tmp_path):
+    change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)))
+    with pytest.raises(CheckpointError, match=rf"optim/{name(1, 1)}: is of another step than optim/{name(0, 1)}"):
+        resplit(copy, tmp_path / "out", dp=1, config=CONFIG)
+    assert not (tmp_path / "out").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"step_3"}
+
+
+@pytest.mark.parametrize("dp", [0, True, 2.0])
+def test_the_degree_is_checked(dp, tmp_path):
+    with pytest.raises(CheckpointError, match="dp must be a whole number of at least 1"):
+        resplit(ZERO / "nxd-plain", tmp_path / "out", dp=dp, config=CONFIG)
+
+
+def test_what_is_there_is_not_overwritten(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").touch()
+    with pytest.raises(CheckpointError, match="is there already and not an empty folder"):
+        resplit(ZERO / "nxd-plain", tmp_path / "out", dp=1, config=CONFIG)
+
+
+def places(tree, trail=()):
+    """The keys that lead to every value of a tree."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield (*trail, key)
+        yield from places(value, (*trail, key))
+
+
+SOUND = torch.load(ZERO / "nxd-plain" / "step_3" / "optim" / name(1, 1), weights_only=True)
+JUNK = [
+    None,
+    True,
+    3,
+    -1,
+    2**70,
+    "x",
+    b"x",
+    [],
+    [0],
+    {},
+    {"a": 1},
+    {0: [0]},
+    (1, 2),
+    torch.zeros(2),
+    torch.zeros(8, 32),
+]
+
+
+@settings(max_examples=40, deadline=None)
+@given(trail=st.sampled_from(list(places(SOUND))), junk=st.sampled_from(JUNK), drop=st.booleans())
+def test_a_file_with_anything_in_it_is_read_or_refused(memory, trail, junk, drop):
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    for path in ("model", "checkpoint", "done"):
+        (folder / path).symlink_to((ZERO / "nxd-plain" / "step_3" / path).resolve())
+    (folder / "optim").mkdir()
+    for rank in EVERY[:-1]:
+        (folder / "optim" / name(*rank)).symlink_to((ZERO / "nxd-plain" / "step_3" / "optim" / name(*rank)).resolve())
+    tree = deepcopy(SOUND)
+    inner = tree
+    for key in trail[:-1]:
+        inner = inner[key]
+    if drop:
+        del inner[trail[-1]]
+    else:
+        inner[trail[-1]] = junk
+    torch.save(tree, folder / "optim" / name(1, 1))
+    for act in (
+        lambda: open_nxd(folder, config=CONFIG, optimizer=True),
+        lambda: resplit(folder, folder / "out", dp=1, config=CONFIG),
+    ):
+        with suppress(CheckpointError):
+            act()
+    shutil.rmtree(folder)
+
+
+def renumber(tree, numbers, groups):
+    """Gives the tensors other numbers: new number → old one."""
+    for part in ("base_state", "shape_info", "sharded_master_weights"):
+        tree[part] = {new: tree[part][old] for new, old in enumerate(numbers)}
+    for group, params in zip(tree["param_groups"], groups, strict=True):
+        group["params"] = params
+
+
+def test_a_program_that_decays_the_norms_numbers_in_model_order(copy):
+    model_order = sorted(ORDER, key=[t.key for t in nxd_layout(config(), NxdOptions(tp=2)).files[0].tensors].index)
+    numbers = [ORDER.index(key) for key in model_order]
+    change(copy, lambda tree: renumber(tree, numbers, [list(range(19)), []]), EVERY)
+    opened, before = (open_nxd(path, config=CONFIG, optimizer=True) for path in (copy, ZERO / "nxd-plain"))
+    for key in opened.weights.specs:
+        assert read(opened, "exp_avg", key).tobytes() == read(before, "exp_avg", key).tobytes()
+
+
+def test_a_tied_head_has_no_number_of_its_own(copy):
+    numbers = [i for i, key in enumerate(ORDER) if key != "lm_head.weight"]
+    change(copy, lambda tree: renumber(tree, numbers, [list(range(13)), list(range(13, 18))]), EVERY)
+    tied = {**CONFIG, "tie_word_embeddings": True}
+    opened = open_nxd(copy, config=tied, optimizer=True)
+    for kind in ("exp_avg", "master"):
+        embed = read(opened, kind, "model.embed_tokens.weight").tobytes()
+        assert read(opened, kind, "lm_head.weight").tobytes() == embed
+    refuse(copy, "the shapes of its 18 tensors are not those")
+
+
+def config(**changes):
+    return LlamaConfig.from_hf({**CONFIG, **changes})
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_cut_over_data_parallel_ranks_comes_back(data):
+    """Shards in memory, of fused and repeated tensors too, read through the planner."""
+    qkv = data.draw(st.sampled_from(["separate", "coalesced", "gqa", "gqa_fused"]))
+    grouped = qkv.startswith("gqa")
+    tp, kv_heads = data.draw(st.sampled_from([(1, 1), (2, 1), (4, 2), (6, 3)] if grouped else [(1, 2), (2, 2), (3, 3)]))
+    heads = kv_heads if qkv == "coalesced" else tp * kv_heads
+    shape = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "hidden_size": 2 * heads, "head_dim": 2}
+    rest = {"vocab_size": 5 * tp, "intermediate_size": 3 * tp}
+    model = config(**shape, **rest)
+    options = NxdOptions(
+        tp=tp, pp=data.draw(st.integers(1, 2)), qkv=qkv, kv_multiplier=tp // kv_heads if grouped else 1
+    )
+    dp = data.draw(st.integers(1, 9))
+    rng = np.random.default_rng(0)
+    arrays = {key: rng.standard_normal(size).astype("<f4") for key, size in shapes_of(model).items()}
+    layout = nxd_layout(model, options)
+    files, states = {}, {}
+    for file in layout.files:
+        places = {}
+        for tensor in file.tensors:
+            local = np.empty(tensor.shape, "<f4")
+            for piece in tensor.pieces:
+                there = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
+                here = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
+                local[there] = arrays[piece.name][here]
+            shards = padded(torch.from_numpy(local), dp)
+            places[tensor.key] = []
+            for d, shard in enumerate(shards):
+                first, held, stored = shard_rows(tensor.shape[0], dp, d)
+                path = f"{file.path}/{tensor.key}/{d}"
+                files[path] = shard.numpy().tobytes()
+                assert stored == shard.shape[0]
+                if held:
+                    zeros = (0,) * (local.ndim - 1)
+                    places[tensor.key].append(
+                        Stored(
+                            file=path,
+                            begin=0,
+                            offset=(first, *zeros),
+                            shape=(held, *tensor.shape[1:]),
+                            whole=tuple(shard.shape),
+                            at=(0, *zeros),
+                        )
+                    )
+        specs = {tensor.key: TensorSpec("F32", tensor.shape) for tensor in file.tensors}
+        group = Group(specs=specs, places={key: tuple(found) for key, found in places.items()})
+        states[file.path] = RankState(shards=(), keys=tuple(specs), groups={"exp_avg": group})
+
+    def read_at(path, position, buffer):
+        buffer[:] = files[path][position : position + len(buffer)]
+
+    group = model_groups(model, layout, states, "here")["exp_avg"]
+    for key, array in arrays.items():
+        box = ((0,) * array.ndim, array.shape)
+        for places in ({key: group.places[key]}, group.copies):
+            for stored in [group.places[key]] if places is not group.copies else [(s,) for s in places.get(key, ())]:
+                part = box if places is not group.copies else (stored[0].offset, stored[0].shape)
+                target = np.zeros(4 * int(np.prod(part[1])), np.uint8)
+                run_copies(plan_copies([(part, stored, 4, key)]), [target], read_at)
+                wanted = array[tuple(slice(o, o + n) for o, n in zip(*part, strict=True))]
+                assert target.tobytes() == np.ascontiguousarray(wanted).tobytes()
+
+
+def test_hugging_face_is_made_of_a_step(tmp_path):
+    opened = open_nxd(STEPS / "nxd-plain", config=CONFIG, masters=True, optimizer=True)
+    out = convert(opened, hf_target(opened), tmp_path / "hf")
+    made = open_hf(out)
+    for key, tensor in by_hand(opened.root, "master").items():
+        assert read(made, "weights", key).tobytes() == tensor.contiguous().numpy().tobytes()
