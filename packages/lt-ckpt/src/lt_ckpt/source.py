@@ -25,7 +25,7 @@ from lt_ckpt.plan import Stored, plan_copies, run_copies
 from lt_ckpt.shards import Box, Ints, inside
 from lt_ckpt.tensorfile import TensorSpec
 
-OPEN_FILES = 512
+OPEN_FILES = 128
 """Most files that a reader keeps open; a format with a file per tensor has far more."""
 
 
