@@ -1,0 +1,362 @@
+"""The mirror: checkpoints come to the bucket whole, in order, while saves go on and whatever happens meanwhile."""
+
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from lt_ckpt import Checkpoint, CheckpointError, latest_valid, mirror, prune
+from lt_ckpt.fetching import download, download_latest
+from lt_ckpt.mirror import Mirror, erase, prune_remote
+from lt_ckpt.s3 import S3Folder, ServiceError
+from lt_ckpt.sending import upload
+
+SOON = 120.0
+"""Seconds after which something will not come any more."""
+
+
+def steps(store, bucket, name="COMMIT"):
+    """The steps that have this object in the bucket."""
+    keys = (key for key in store.objects(bucket) if key.endswith(f"/{name}"))
+    return sorted(int(key.split("/")[-2][5:]) for key in keys)
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + SOON
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def start(bucket, tmp_path):
+    """Starts mirrors, and ends them whatever happens."""
+    made: list[Mirror] = []
+
+    def make(**more):
+        made.append(Mirror(tmp_path / "run", f"s3://{bucket}/run", **{"poll_s": 0.02, "pause_s": 0.02, **more}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close(0)
+
+
+class Gate:
+    """Holds a request of the mirror until it is let go."""
+
+    def __init__(self, store, operation, name):
+        self.reached, self.go = threading.Event(), threading.Event()
+        self.operation, self.name = operation, name
+        store.before = self.hold
+
+    def hold(self, operation, key):
+        if operation == self.operation and key.endswith(self.name):
+            self.reached.set()
+            assert self.go.wait(SOON)
+
+    def __enter__(self):
+        assert self.reached.wait(SOON)
+        return self
+
+    def __exit__(self, *_):
+        self.go.set()
+
+
+def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, toy, tmp_path, start):
+    for step in (1, 2):
+        toy.save(tmp_path / "run", step)
+    said = []
+    running = start(say=said.append)
+    for step in (3, 4, 5):
+        running.notify(toy.save(tmp_path / "run", step))
+    assert running.close(SOON) == ()
+    urls = [f"s3://{bucket}/run/step-{step:08d}" for step in (1, 2, 3, 4, 5)]
+    assert [done.url for done in running.uploaded] == urls
+    assert said == [f"uploaded {url.rpartition('/')[2]} to {url}" for url in urls]
+    assert running.problems == ()
+    commits = [key for operation, key in store.log if operation == "PutObject" and key.endswith("COMMIT")]
+    assert commits == [f"run/step-{step:08d}/COMMIT" for step in (1, 2, 3, 4, 5)]
+    for step in (1, 3, 5):
+        toy.check(Checkpoint.open(download(urls[step - 1], tmp_path / "back" / str(step))))
+
+
+def test_it_finds_by_itself_what_it_was_not_told_of(store, bucket, toy, tmp_path, start):
+    running = start()
+    toy.save(tmp_path / "run", 1)
+    wait_for(lambda: running.uploaded)
+    toy.save(tmp_path / "run", 1, seed=5, replace=True)
+    wait_for(lambda: running.problems)
+    assert "something else is there" in running.problems[0].message
+    assert running.close(SOON) == (tmp_path / "run" / "step-00000001",)
+    again = start(may_replace=True)
+    assert again.close(SOON) == ()
+    toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back")), seed=5)
+
+
+def test_what_is_there_is_not_sent_again_and_what_is_unfinished_is_not_sent(store, bucket, toy, tmp_path, start):
+    root = tmp_path / "run"
+    for step in (1, 2):
+        upload(toy.save(root, step), f"s3://{bucket}/run/step-{step:08d}")
+    (toy.save(root, 3) / "COMMIT").unlink()
+    toy.save(root, 4).rename(root / "step-00000004.aside-0123456789abcdef")
+    (root / ".tmp-step-00000005-0123456789abcdef").mkdir()
+    running = start()
+    assert running.close(SOON) == ()
+    assert running.uploaded == running.problems == ()
+    assert steps(store, bucket) == [1, 2]
+
+
+def test_a_save_does_not_wait_for_a_line_that_hangs(store, bucket, toy, tmp_path, start):
+    gate = Gate(store, "PutObject", "step-00000001/COMMIT")
+    running = start()
+    running.notify(toy.save(tmp_path / "run", 1))
+    with gate:
+        for step in (2, 3):  # were they to wait for the mirror, the gate would never open
+            running.notify(toy.save(tmp_path / "run", step))
+        assert latest_valid(tmp_path / "run")[0].step == 3
+        assert running.protect() == (tmp_path / "run" / "step-00000001",)
+        assert steps(store, bucket) == []
+    assert running.close(SOON) == ()
+    assert running.protect() == ()
+    assert steps(store, bucket) == [1, 2, 3]
+
+
+def test_errors_are_told_and_tried_again(store, bucket, toy, tmp_path, start):
+    failures = [ServiceError("planted one"), ServiceError("planted one"), ServiceError("planted two")]
+
+    def fail(operation, key):
+        if failures and operation == "PutObject" and key.endswith("rng-00000.safetensors"):
+            raise failures.pop(0)
+
+    store.before = fail
+    said = []
+    path = toy.save(tmp_path / "run", 1)
+    running = start(say=said.append)
+    wait_for(lambda: running.uploaded)
+    assert [(p.path, p.message, p.times) for p in running.problems] == [
+        (path, "planted one", 2),
+        (path, "planted two", 1),
+    ]
+    assert [text for text in said if "planted" in text] == [f"{path}: planted one", f"{path}: planted two"]
+    assert running.close(SOON) == ()
+    assert steps(store, bucket) == [1]
+
+
+def test_a_bucket_that_comes_later(store, toy, tmp_path):
+    toy.save(tmp_path, 1)
+    running = Mirror(tmp_path, "s3://bucket-that-comes-later/run", poll_s=0.02, pause_s=0.02)
+    wait_for(lambda: running.problems)
+    assert "there is no such bucket" in running.problems[0].message
+    store.client.create_bucket(Bucket="bucket-that-comes-later")
+    assert running.close(SOON) == ()
+
+
+def test_the_pauses_grow_and_news_cut_them_short(store, bucket, toy, tmp_path, start, monkeypatch):
+    store.before = lambda operation, key: (_ for _ in ()).throw(ServiceError("planted"))
+    running = start(pause_s=1000.0)
+    toy.save(tmp_path / "run", 1)
+    wait_for(lambda: running.problems)
+    store.before = lambda operation, key: None
+    running.notify(toy.save(tmp_path / "run", 2))
+    wait_for(lambda: len(running.uploaded) == 2)
+    assert running.problems[0].times == 1
+
+
+def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp_path, start):
+    root = tmp_path / "run"
+    gate = Gate(store, "PutObject", "step-00000001/rng-00000.safetensors")
+    path = toy.save(root, 1)
+    running = start()
+    with gate:
+        assert any("step-00000001" in key for key in store.objects(bucket))
+        for step in (2, 3):
+            toy.save(root, step)
+        assert prune(root, last=2) == [path]
+    wait_for(lambda: len(running.uploaded) == 2)
+    assert [p.message for p in running.problems] == [
+        "was removed before it was uploaded; nothing of it is in the bucket"
+    ]
+    assert running.close(SOON) == ()
+    assert {key.split("/")[1] for key in store.objects(bucket)} == {"step-00000002", "step-00000003"}
+
+
+def test_what_is_protected_stays_until_it_is_uploaded(store, bucket, toy, tmp_path, start):
+    root = tmp_path / "run"
+    gate = Gate(store, "PutObject", "step-00000001/rng-00000.safetensors")
+    path = toy.save(root, 1)
+    running = start()
+    with gate:
+        for step in (2, 3, 4):
+            toy.save(root, step)
+        assert prune(root, last=2, protect=running.protect()) == [root / "step-00000002"]
+        assert path.exists()
+    assert running.close(SOON) == ()
+    assert running.problems == ()
+    assert steps(store, bucket) == [1, 3, 4]
+
+
+def test_a_damaged_checkpoint_does_not_stand_in_the_way(store, bucket, toy, tmp_path, start):
+    root = tmp_path / "run"
+    bad = toy.save(root, 1)
+    file = bad / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    toy.save(root, 2)
+    running = start()
+    assert running.close(SOON) == (bad,)
+    assert "its bytes have changed since they were written" in running.problems[0].message
+    assert len(running.problems) == running.problems[0].times == 1
+    assert steps(store, bucket) == [2]
+
+
+def test_close_ends_in_time_and_says_what_is_missing(store, bucket, toy, tmp_path, start, monkeypatch):
+    monkeypatch.setattr(mirror, "STOP_S", 0.1)
+    gate = Gate(store, "PutObject", "step-00000001/rng-00000.safetensors")
+    paths = tuple(toy.save(tmp_path / "run", step) for step in (1, 2))
+    running = start()
+    with gate:
+        assert running.close(0.1) == paths
+    running._thread.join(SOON)
+    assert not running._thread.is_alive()
+    assert steps(store, bucket) == []
+    assert start().close(SOON) == ()
+    assert steps(store, bucket) == [1, 2]
+
+
+def test_a_bug_is_not_silent(store, bucket, toy, tmp_path, start, monkeypatch):
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+
+    def bug(operation, key):
+        raise ZeroDivisionError
+
+    store.before = bug
+    toy.save(tmp_path / "run", 1)
+    running = start()
+    running._thread.join(SOON)
+    assert running.protect() == ()
+    with pytest.raises(ZeroDivisionError):
+        running.close(SOON)
+    running._bug = None
+
+
+def test_only_so_many_are_kept_and_only_ours_go(store, bucket, toy, tmp_path, start):
+    root = tmp_path / "run"
+    for step in (1, 2, 3, 4):
+        toy.save(root, step)
+    running = start(keep_last=2)
+    assert running.close(SOON) == ()
+    assert steps(store, bucket) == [3, 4], "those that would be deleted at once are not sent"
+    toy.save(root, 5)
+    store.client.put_object(Bucket=bucket, Key="run/step-00000003/notes.txt", Body=b"mine")
+    store.client.put_object(Bucket=bucket, Key="run/step-00000002/weights-00000.safetensors", Body=b"a part")
+    store.client.put_object(Bucket=bucket, Key="run/other/COMMIT", Body=b"mine")
+    running = start(keep_last=2)
+    assert running.close(SOON) == ()
+    names = {key.split("/")[1] for key in store.objects(bucket)}
+    assert names == {"step-00000003", "step-00000004", "step-00000005", "other"}
+    assert steps(store, bucket, "notes.txt") == [3]
+
+
+def test_retention_in_the_bucket_counts_whole_ones_only(store, bucket, toy, tmp_path):
+    root = S3Folder(f"s3://{bucket}/run")
+    for step in (1, 2, 3, 4):
+        upload(toy.save(tmp_path, step), root.below(f"step-{step:08d}"))
+    store.client.delete_object(Bucket=bucket, Key="run/step-00000004/COMMIT")
+    store.client.delete_object(Bucket=bucket, Key="run/step-00000003/rng-00000.safetensors")
+    assert prune_remote(root, last=2) == []
+    store.log.clear()
+    assert prune_remote(root, last=1) == [f"s3://{bucket}/run/step-00000001"]
+    assert steps(store, bucket) == [2, 3]
+    with pytest.raises(CheckpointError, match="last must be >= 1"):
+        prune_remote(root, last=0)
+
+
+def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
+    folder = S3Folder(f"s3://{bucket}/run/step-00000001")
+    upload(toy.save(tmp_path, 1), folder)
+    seen = []
+
+    def fail(operation, key):
+        if operation == "DeleteObjects":
+            seen.append(key)
+            if len(seen) == 2:
+                raise ServiceError("planted")
+
+    store.before = fail
+    with pytest.raises(ServiceError, match="planted"):
+        erase(folder)
+    assert steps(store, bucket) == []
+    assert len(store.objects(bucket)) > 5
+    store.before = lambda operation, key: None
+    assert erase(folder)
+    assert store.objects(bucket) == {}
+
+
+def test_a_store_that_keeps_what_it_was_told_to_delete(store, bucket, monkeypatch):
+    answer = {"Errors": [{"Code": "InternalError", "Key": "x"}]}
+    monkeypatch.setattr(store.recorded, "delete_objects", lambda **_: answer)
+    with pytest.raises(ServiceError, match=r"deleting failed for 1 objects \(InternalError\)"):
+        S3Folder(f"s3://{bucket}").delete(["x"])
+
+
+def test_a_folder_that_cannot_be_read(store, bucket, tmp_path, start):
+    (tmp_path / "run").write_text("", encoding="utf-8")
+    running = start()
+    wait_for(lambda: running.problems)
+    assert "looking for checkpoints failed" in running.problems[0].message
+    (tmp_path / "run").unlink()
+    assert running.close(SOON) == ()
+
+
+TRAINER = """
+import sys, time
+sys.path.insert(0, sys.argv[1])
+from conftest import toy_save
+from lt_ckpt import prune
+from lt_ckpt.mirror import Mirror
+root, url, step = sys.argv[2], sys.argv[3], int(sys.argv[4])
+mirror = Mirror(root, url, poll_s=0.02, pause_s=0.02)
+print("ready", flush=True)
+while True:
+    mirror.notify(toy_save(root, step))
+    prune(root, last=3, protect=mirror.protect())
+    step += 1
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kill_9_at_any_moment(store, bucket, toy, tmp_path, seed):
+    rng = random.Random(seed)
+    root, url = tmp_path / "run", f"s3://{bucket}/run"
+    step = 1
+    for turn in range(2):
+        tests = str(Path(__file__).parent.parent)
+        command = [sys.executable, "-c", TRAINER, tests, str(root), url, str(step)]
+        child = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        wait_for(lambda turn=turn: len(steps(store, bucket)) > turn)
+        time.sleep(rng.uniform(0, 0.5))
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        here, _ = latest_valid(root)
+        assert here is not None
+        step = here.step + 1
+        shutil.rmtree(tmp_path / "back", ignore_errors=True)
+        found, _ = download_latest(url, tmp_path / "back")
+        assert found is not None
+        toy.check(Checkpoint.open(found))
+    running = Mirror(root, url, poll_s=0.02)
+    assert running.close(SOON) == ()
+    shutil.rmtree(tmp_path / "back")
+    found, rejected = download_latest(url, tmp_path / "back")
+    assert found is not None
+    assert (found.name, rejected) == (here.path.name, [])
+    assert store.unfinished(bucket) == []
