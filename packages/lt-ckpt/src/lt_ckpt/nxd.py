@@ -56,11 +56,14 @@ def open_nxd(
     about = {
         **{name: getattr(cut, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
         **{name: getattr(cut, name) for name in ("kv_multiplier", "head_order", "xser")},
+    }
+    special = {
         "stage_layers": [list(layers) for layers in cut.stage_layers],
         "passed_over": list(found.passed_over),
         "dropped": sorted({key for file in files for key in file.dropped}),
         "beside": sorted({key for file in files for key in file.beside}),
     }
+    about |= {name: value for name, value in special.items() if value}
     groups: dict[str, Group] = {}
     if optimizer or masters:
         states = read_states(examined)
