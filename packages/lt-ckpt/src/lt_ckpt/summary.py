@@ -12,6 +12,8 @@ from lt_ckpt.folders import TOKENIZER
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
 
+SHOWN_FILES = 4
+
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
@@ -101,7 +103,8 @@ class SourceSummary:
         for title, values in (("about", self.about), ("config", self.config)):
             if values:
                 made.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
-        return [*made, f"files       {', '.join(self.files)}"] if self.files else made
+        shown = ", ".join(self.files[:SHOWN_FILES]) + (", ..." if len(self.files) > SHOWN_FILES else "")
+        return [*made, f"files       {len(self.files)}: {shown}"]
 
 
 def _group_lines(groups: Mapping[str, GroupSummary]) -> list[str]:
