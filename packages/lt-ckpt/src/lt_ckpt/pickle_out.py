@@ -43,6 +43,13 @@ class Instance:
 
 
 @dataclass(frozen=True, slots=True)
+class Pairs:
+    """A dict by its items, whose keys may be objects."""
+
+    items: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Persistent:
     """Something outside of the pickle."""
 
@@ -81,10 +88,11 @@ class _Writer:
             self.out += b"]"
             self._put()
             self._batches([[item] for item in value], b"a", b"e")
-        elif kind is dict:
+        elif kind is dict or kind is Pairs:
             self.out += b"}"
             self._put()
-            self._batches([[key, item] for key, item in value.items()], b"s", b"u")
+            pairs = value.items if kind is Pairs else value.items()
+            self._batches([[key, item] for key, item in pairs], b"s", b"u")
         elif kind is Persistent:
             self.save(value.reference)
             self.out += b"Q"

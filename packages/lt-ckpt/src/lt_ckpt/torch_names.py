@@ -8,7 +8,7 @@ Writing: `node` turns the same values into what `pickle_out` writes.
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from lt_ckpt.dtypes import ITEM_BYTES
 from lt_ckpt.errors import CheckpointError
@@ -137,7 +137,7 @@ class _Class:
     name: str
 
 
-def is_count(value: object) -> bool:
+def is_count(value: object) -> TypeGuard[int]:
     """Tells whether this is a number of things."""
     return type(value) is int and 0 <= value < 2**63
 

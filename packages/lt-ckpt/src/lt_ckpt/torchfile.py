@@ -88,7 +88,7 @@ def load_pt(path: str | os.PathLike[str]) -> Any:
     Raises:
         CheckpointError: The file is not what torch.save writes, is damaged, or needs code to be executed.
     """
-    with _Opened(path) as opened:
+    with OpenFile(path) as opened:
         return read_tree(opened.read, 0, opened.size, str(path))[0]
 
 
@@ -147,7 +147,7 @@ def _archive(read: ReadPart, begin: int, end: int, where: str) -> StoredZip:
     return archive
 
 
-class _Opened:
+class OpenFile:
     """A file, open for reading; a context."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -157,12 +157,13 @@ class _Opened:
             self.size = os.fstat(self._descriptor).st_size
 
     def read(self, position: int, n: int) -> bytes:
+        """Returns n bytes at a position; a `CheckpointError` when the file ends before."""
         buffer = bytearray(n)
         with storage("reading", self._path):
             files.read_exactly(self._descriptor, position, memoryview(buffer), self._path)
         return bytes(buffer)
 
-    def __enter__(self) -> "_Opened":
+    def __enter__(self) -> "OpenFile":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -176,7 +177,7 @@ def check_crc(path: str | os.PathLike[str], *, progress: files.Progress | None =
     Raises:
         CheckpointError: A record differs, or the file cannot be read.
     """
-    with _Opened(path) as opened:
+    with OpenFile(path) as opened:
         archive = read_zip(opened.read, 0, opened.size, str(path))
         done, total = 0, sum(record.n_bytes for record in archive.records.values())
         for name, record in archive.records.items():
@@ -189,7 +190,7 @@ def check_crc(path: str | os.PathLike[str], *, progress: files.Progress | None =
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
     """Returns the text fields that a file of ours carries; none where torch wrote it."""
-    with _Opened(path) as opened:
+    with OpenFile(path) as opened:
         record = read_zip(opened.read, 0, opened.size, str(path)).records.get(_METADATA)
         if record is None:
             return {}

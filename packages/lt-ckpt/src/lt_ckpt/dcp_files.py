@@ -1,0 +1,202 @@
+"""The `.distcp` files of a torch.distributed.checkpoint folder: where each chunk's bytes lie, and how they are written.
+
+Every chunk is a file of torch.save inside of a file (or, where it was asked for, all chunks of a file are one
+safetensors file). Reading looks at the headers of each and gives the position of its bytes. Writing puts whole tensors
+one after the other into files of bounded size, and `.metadata` last, so that a folder without it is one that was not
+finished.
+
+Cost of reading: four small reads per chunk; of writing: one pass.
+"""
+
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import numpy as np
+
+from lt_ckpt import files, strict_json
+from lt_ckpt.containers import Tensors
+from lt_ckpt.dcp_metadata import Chunk, Chunked, dump
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.plan import Stored
+from lt_ckpt.source import Held
+from lt_ckpt.tensorfile import StoredTensor, TensorSpec, read_header
+from lt_ckpt.torch_names import TorchTensor
+from lt_ckpt.torchfile import OpenFile, TorchRecords, read_tree
+
+METADATA = ".metadata"
+FILE = "__0_{}.distcp"
+MAX_FILE_BYTES = 5 * 10**9
+
+
+def locate(folder: Path, tensors: Mapping[str, Chunked]) -> dict[str, tuple[Stored, ...]]:
+    """Finds the bytes of every chunk.
+
+    Returns:
+        Key → the chunks, as slices of the tensor.
+
+    Raises:
+        CheckpointError: A file is missing, cut short, or holds something else than `.metadata` says.
+    """
+    found: dict[str, tuple[Stored, ...]] = {}
+    with ExitStack() as stack:
+        opened: dict[str, _Distcp] = {}
+        for key, tensor in tensors.items():
+            stored: list[Stored] = []
+            for chunk in tensor.chunks:
+                if chunk.file not in opened:
+                    opened[chunk.file] = _Distcp(
+                        stack.enter_context(OpenFile(folder / chunk.file)), folder / chunk.file
+                    )
+                held = opened[chunk.file].held(key, chunk, TensorSpec(tensor.spec.dtype, chunk.box[1]))
+                stored.append(
+                    Stored(
+                        file=chunk.file,
+                        begin=held.begin,
+                        offset=chunk.box[0],
+                        shape=chunk.box[1],
+                        whole=held.whole,
+                        at=held.at,
+                        transposed=held.transposed,
+                    )
+                )
+            found[key] = tuple(stored)
+    return found
+
+
+class _Distcp:
+    """A file of chunks, open for reading."""
+
+    def __init__(self, opened: OpenFile, path: Path) -> None:
+        self._opened, self._path = opened, path
+        self._safetensors: dict[str, StoredTensor] | None = None
+        self._is_safetensors = opened.read(0, min(2, opened.size)) != b"PK"
+
+    def held(self, key: str, chunk: Chunk, spec: TensorSpec) -> Held:
+        """Returns where a chunk's bytes lie, after checking that it is what it should be."""
+        where = f"{self._path}: {key}"
+        begin, end = chunk.begin, chunk.begin + chunk.n_bytes
+        if end > self._opened.size:
+            raise CheckpointError(
+                f"{where}: should lie at {begin} to {end}, the file has {self._opened.size} bytes; it is truncated"
+            )
+        if self._is_safetensors:
+            held = self._from_safetensors(key, where)
+        else:
+            tensor, _ = read_tree(self._opened.read, begin, end, where)
+            if not isinstance(tensor, TorchTensor):
+                raise CheckpointError(f"{where}: holds a {type(tensor).__name__} in place of a tensor")
+            held = tensor.locate()
+        if held.spec != spec:
+            raise CheckpointError(
+                f"{where}: holds {held.spec.dtype} {list(held.spec.shape)}, {METADATA} says {spec.dtype} "
+                f"{list(spec.shape)}; the two are not of one save"
+            )
+        return held
+
+    def _from_safetensors(self, key: str, where: str) -> Held:
+        """Finds a chunk by its key: positions in `.metadata` mean nothing for such files."""
+        if self._safetensors is None:
+            try:
+                self._safetensors = read_header(self._path).tensors
+            except CheckpointError as exc:
+                raise CheckpointError(f"{where}: neither a file of torch nor of safetensors: {exc}") from exc
+        stored = self._safetensors.get(key)
+        if stored is None:
+            raise CheckpointError(f"{where}: is not in the file")
+        return Held(spec=TensorSpec(stored.dtype, stored.shape), begin=stored.begin)
+
+
+class DcpWriter:
+    """A new checkpoint folder of whole tensors, as a container.
+
+    Args:
+        path: The folder, new or empty.
+        tensors: Key → dtype and shape, in order.
+        metadata: Text to keep in a file of its own that torch does not look at.
+        max_file_bytes: A new file is begun when one has as many bytes; a tensor is never cut.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Tensors, metadata: Mapping[str, str], *, max_file_bytes: int = MAX_FILE_BYTES
+    ) -> None:
+        self._folder, self._tensors, self._metadata = path, list(tensors), dict(metadata)
+        self._max_file_bytes = max_file_bytes
+        self._written: dict[str, Chunked] = {}
+        self._descriptor: int | None = None
+        self._n_files = self._size = self._left = 0
+        self._records: TorchRecords | None = None
+        if not path.is_dir():
+            files.make_folder(path)
+        self._begin_next()
+
+    def _write(self, data: bytes | memoryview) -> None:
+        assert self._descriptor is not None
+        files.write_all(self._descriptor, data)
+
+    def _begin_next(self) -> None:
+        """Begins the next tensor that has bytes."""
+        while len(self._written) < len(self._tensors) and self._records is None:
+            _, spec = self._tensors[len(self._written)]
+            if self._descriptor is not None and self._size >= self._max_file_bytes:
+                self._end_file()
+            if self._descriptor is None:
+                self._descriptor = files.create(self._folder / FILE.format(self._n_files))
+                self._n_files += 1
+                self._size = 0
+            self._records = TorchRecords(self._write, spec, {})
+            self._left = spec.n_bytes
+            if not self._left:
+                self._end_tensor()
+
+    def _end_tensor(self) -> None:
+        records, self._records = self._records, None
+        assert records is not None
+        records.finish()
+        key, spec = self._tensors[len(self._written)]
+        box = ((0,) * len(spec.shape), spec.shape)
+        chunk = Chunk(box, FILE.format(self._n_files - 1), self._size, records.n_bytes)
+        self._written[key] = Chunked(spec, (chunk,))
+        self._size += records.n_bytes
+
+    def _end_file(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        assert descriptor is not None
+        try:
+            files.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def append(self, data: memoryview | np.ndarray) -> None:
+        """Take the next bytes."""
+        if not data.nbytes:
+            return
+        view = (data.data if isinstance(data, np.ndarray) else data).cast("B")
+        while len(view):
+            part = view[: self._left]
+            assert len(part), "more bytes than the tensors have"
+            assert self._records is not None
+            self._records.append(part)
+            self._left -= len(part)
+            view = view[len(part) :]
+            if not self._left:
+                self._end_tensor()
+                self._begin_next()
+
+    def close(self) -> None:
+        """Put the files on the disk, and then `.metadata`, which makes them a checkpoint."""
+        assert len(self._written) == len(self._tensors), f"{self._tensors[len(self._written)][0]} has not come whole"
+        if self._descriptor is not None:
+            self._end_file()
+        files.fsync_folder(self._folder)
+        if self._metadata:
+            files.write_file(self._folder / "metadata.json", strict_json.dumps(self._metadata, "metadata", indent=2))
+        files.write_file(self._folder / METADATA, dump(self._written))
+
+    def abandon(self) -> None:
+        """Close the descriptor."""
+        if self._descriptor is not None:
+            with suppress(OSError):
+                os.close(self._descriptor)
+            self._descriptor = None
