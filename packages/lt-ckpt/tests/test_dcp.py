@@ -112,7 +112,7 @@ def test_we_read_what_torch_writes(tmp_path, dialect, prefix):
 
 
 def test_a_checkpoint_of_torch_2_9_is_read():
-    """torchtitan's names, saved by torch 2.9.1 from two ranks that each held half of the rows, an odd number of some."""
+    """torchtitan's names, saved by torch 2.9.1 from two ranks with half of the rows each, of some an odd number."""
     config = LlamaConfig(vocab_size=13, hidden_size=12, intermediate_size=10, n_heads=2, n_kv_heads=1, n_layers=1)
     source = open_dcp(GOLDEN, config=config.to_hf())
     for group, more in {"weights": 0.0, "exp_avg": 0.5}.items():
