@@ -1,7 +1,7 @@
 """Conversion of a Llama of real shapes: memory, and speed beside what the disk can do in the same minutes.
 
-    uv run python tools/bench/convert.py --preset llama3-70b --layers 8 \\
-        --to nxd --tp 32 --pp 8 --kv-multiplier 4 --qkv-linear
+    uv run python tools/bench/convert.py --preset llama3-70b --layers 8 --to nxd
+         --tp 32 --pp 8 --kv-multiplier 4 --qkv-linear
 
 A Hugging Face model of the preset's shapes (fewer layers where the disk is small; random bits) is written once. Then,
 in turn and several times: read the model's bytes and write as many with plain large direct I/O and one fsync (the

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from lt_ckpt import Checkpoint, CheckpointError
 from lt_ckpt import convert as convert_module
-from lt_ckpt.compare import compare
+from lt_ckpt.comparison import compare
 from lt_ckpt.formats import Wish, convert_to, open_source
 from lt_model import LlamaConfig, parameters
 

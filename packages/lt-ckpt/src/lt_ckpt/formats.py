@@ -7,17 +7,16 @@ Face, rank files one of NxD, `consolidated.*.pth` one of Meta; a file is a torch
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE, read_json
 from lt_ckpt.source import Source
 
-FORMATS = ("hf", "nxd", "lt", "pt")
+FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
 RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
 SEARCHED_LEVELS = 3
@@ -32,12 +31,14 @@ class Wish:
         dtype: Safetensors code to cast the weights to; None: as stored.
         max_shard_bytes: Most bytes of tensors per file (hf, dcp).
         nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd_options.NxdOptions`).
+        unequal_copies: Take the first rank's where a source's copies of a tensor differ, in place of refusing.
     """
 
     format: str
     dtype: str | None = None
     max_shard_bytes: int = 5 * 10**9
     nxd: Any = None
+    unequal_copies: bool = False
 
 
 def detect(path: Path) -> str:
@@ -55,6 +56,8 @@ def detect(path: Path) -> str:
         raise CheckpointError(f"{path}: no such file or folder")
     if (path / COMMIT).is_file() or list_steps(checkpoint_root(path)):
         return "lt"
+    if (path / ".metadata").is_file():
+        return "dcp"
     if any(path.glob("consolidated.*.pth")):
         return "meta"
     if (path / INDEX).is_file() or (path / SINGLE).is_file():
@@ -80,6 +83,8 @@ def open_source(
     *,
     config: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
+    masters: bool = False,
+    head_order: str = "trn1",
     progress: files.Progress | None = None,
 ) -> Source:
     """Opens a model in any format, or on the Hugging Face hub.
@@ -88,6 +93,8 @@ def open_source(
         path: A file or folder; or `hf://org/name@revision`, which is downloaded first.
         config: A config.json, or a folder with one, for formats that carry none (NxD, a .pt, DCP).
         cache: Where models of the hub are kept; by default the user's cache folder.
+        masters: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
+        head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; it cannot be seen in the files.
         progress: Told the bytes downloaded.
 
     Raises:
@@ -103,6 +110,8 @@ def open_source(
         return replace(found, about={**found.about, **fetched.about})
     place = Path(path)
     kind = detect(place)
+    if kind != "nxd" and (masters or head_order != "trn1"):
+        raise CheckpointError(f"{place}: masters and head_order have no effect on {kind}; leave them out")
     if kind == "lt":
         from lt_ckpt.discover import resolve
         from lt_ckpt.lt_format import open_lt
@@ -116,23 +125,26 @@ def open_source(
         from lt_ckpt.meta import open_meta
 
         return open_meta(place, config=given)
-    return _open_without_config(kind, place, given or _config_beside(place))
-
-
-def _open_without_config(kind: str, place: Path, config: Mapping[str, Any] | None) -> Source:
-    """Opens the formats that say nothing about the model."""
-    if config is None:
+    known = given or _config_beside(place)
+    if known is None:
         raise CheckpointError(
             f"{place}: this format does not say what the model is; give its Hugging Face configuration "
             "(--config config.json)"
         )
     if kind == "nxd":
         from lt_ckpt.nxd import open_nxd
+        from lt_ckpt.nxd_options import HeadOrder
 
-        return open_nxd(place, config=config)
+        if head_order not in get_args(HeadOrder):
+            raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
+        return open_nxd(place, config=known, masters=masters, head_order=cast(HeadOrder, head_order))
+    if kind == "dcp":
+        from lt_ckpt.dcp import open_dcp
+
+        return open_dcp(place, config=known)
     from lt_ckpt.pt_format import open_pt
 
-    return open_pt(place, config=config)
+    return open_pt(place, config=known)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -163,12 +175,20 @@ def convert_to(
     Raises:
         CheckpointError: The wish cannot be met, or the disk fails; nothing is left behind.
     """
+    from lt_ckpt.comparison import unequal_copies
     from lt_ckpt.convert import convert
     from lt_ckpt.models import check_tied_head
     from lt_model import LlamaConfig
 
     if source.config is None:
         raise CheckpointError(f"{source.path}: has no configuration; give one (--config config.json)")
+    if not wish.unequal_copies:
+        trouble = next(iter(unequal_copies(source)), "")
+        if trouble:
+            raise CheckpointError(
+                f"{source.path}: {trouble}; the ranks of its training have drifted apart, or the configuration is not "
+                "this model's. --unequal-copies takes the first rank's"
+            )
     if wish.format in ("hf", "lt") and LlamaConfig.from_hf(dict(source.config)).tie_word_embeddings:
         check_tied_head(source)
     if wish.format == "lt":
@@ -183,6 +203,10 @@ def convert_to(
         from lt_ckpt.nxd import nxd_target
 
         target = nxd_target(source, wish.nxd, dtype=wish.dtype)
+    elif wish.format == "dcp":
+        from lt_ckpt.dcp import dcp_target
+
+        target = dcp_target(source, dtype=wish.dtype, max_file_bytes=wish.max_shard_bytes)
     elif wish.format == "pt":
         from lt_ckpt.pt_format import pt_target
 

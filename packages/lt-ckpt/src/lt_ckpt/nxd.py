@@ -14,7 +14,7 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.models import shapes_of, target_specs
 from lt_ckpt.nxd_files import BEGUN, DONE
 from lt_ckpt.nxd_layout import nxd_layout
-from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.nxd_options import HeadOrder, NxdOptions
 from lt_ckpt.nxd_read import examine, model_group
 from lt_ckpt.nxd_zero import MASTER, model_groups, read_states
 from lt_ckpt.source import Group, Source
@@ -30,6 +30,7 @@ def open_nxd(
     options: NxdOptions | None = None,
     optimizer: bool = False,
     masters: bool = False,
+    head_order: HeadOrder = "trn1",
 ) -> Source:
     """Opens an NxD checkpoint.
 
@@ -40,6 +41,7 @@ def open_nxd(
             else must be as the files say. None: whatever the files say, in the head order of trn1.
         optimizer: Open the ZeRO-1 state too: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`.
         masters: Take the weights from the fp32 masters of the ZeRO-1 state, not from the model files.
+        head_order: Without options: the head order of the GQA layer, which the files do not show.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files are not those of such a model or of such a cut.
@@ -51,7 +53,7 @@ def open_nxd(
             "configuration (--config config.json)"
         )
     model = LlamaConfig.from_hf(dict(config), source="config.json")
-    examined = examine(path, model, options, locate=not masters)
+    examined = examine(path, model, options, locate=not masters, head_order=head_order)
     found, cut, files = examined.found, examined.options, examined.ranks.values()
     about = {
         **{name: getattr(cut, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},

@@ -137,7 +137,12 @@ class Examined:
 
 
 def examine(
-    path: str | os.PathLike[str], config: LlamaConfig, options: NxdOptions | None, *, locate: bool = True
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    options: NxdOptions | None,
+    *,
+    locate: bool = True,
+    head_order: HeadOrder = "trn1",
 ) -> Examined:
     """Finds a checkpoint and tells how it is cut.
 
@@ -146,13 +151,14 @@ def examine(
         config: The model.
         options: What it must be (see `lt_ckpt.nxd.open_nxd`); None: whatever the files say.
         locate: Look into the files of single tensors.
+        head_order: Without options: what the files do not show.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the files are not those of such a model or of such a cut.
     """
     found = find(path, tag=options.tag if options else "")
     ranks = read_ranks(found, locate=locate)
-    cut = find_cut(config, found, ranks, options.head_order if options else "trn1")
+    cut = find_cut(config, found, ranks, options.head_order if options else head_order)
     wanted = replace(options, tag=cut.tag) if options else cut
     for name in ("layout", "tp", "pp", "virtual_pp", "qkv", "kv_multiplier", "xser", "stage_layers"):
         if getattr(cut, name) != getattr(wanted, name):

@@ -1,0 +1,68 @@
+"""What the commands share: printing, progress, and the arguments that name a model."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from lt_ckpt.source import Source
+
+ModelArgument = Annotated[
+    str, typer.Argument(help="A model in any format: a folder, a file, a run, or hf://org/name@revision.")
+]
+ConfigOption = Annotated[
+    Path | None, typer.Option("--config", help="A config.json, for formats that do not say what the model is.")
+]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f16 or f64; as stored if not given.")]
+
+
+def say(text: str) -> None:
+    r"""Prints on standard output; what its encoding cannot express is written as an escape, such as `\u6771`."""
+    # `typer.echo` would stop with an error there, or write UTF-8 where ASCII was asked for.
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    sys.stdout.flush()
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
+    """Shows bytes done, rate and time left: a bar on a terminal, else a line every ten seconds."""
+    if not sys.stderr.isatty():
+        from lt_ckpt.summary import size
+
+        last = time.monotonic()
+
+        def line(done: int, total: int, unit: str) -> None:
+            nonlocal last
+            if time.monotonic() - last >= 10:
+                last = time.monotonic()
+                sys.stderr.write(f"{title}: {size(done)} of {size(total)}\n")
+
+        yield line
+        return
+    from rich import progress as rich_progress
+    from rich.console import Console
+
+    columns = (
+        rich_progress.TextColumn("{task.description}"),
+        rich_progress.BarColumn(),
+        rich_progress.DownloadColumn(),
+        rich_progress.TransferSpeedColumn(),
+        rich_progress.TimeRemainingColumn(),
+    )
+    with rich_progress.Progress(*columns, console=Console(stderr=True)) as bars:
+        task = bars.add_task(title, total=None)
+        yield lambda done, total, _: bars.update(task, completed=done, total=total)
+
+
+def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
+    """Opens a model in any format; one of the hub is downloaded with a progress bar."""
+    from lt_ckpt.formats import open_source
+
+    with progress_bar(f"downloading {path}") as progress:
+        return open_source(path, config=config, progress=progress, **nxd)
