@@ -1,4 +1,5 @@
 import copy
+import errno
 import os
 import pickle
 import random
@@ -254,9 +255,13 @@ def write(folder, tensors, metadata=None, block=777, **more):
     specs = [(key, TensorSpec(codes[tensor.dtype], tuple(tensor.shape))) for key, tensor in tensors.items()]
     writer = DcpWriter(folder, specs, metadata or {}, **more)
     data = np.concatenate([t.reshape(-1).view(torch.uint8).numpy() for t in tensors.values() if t.numel()])
-    for start in range(0, data.size, block):
-        writer.append(data[start : start + block])
-    writer.close()
+    try:
+        for start in range(0, data.size, block):
+            writer.append(data[start : start + block])
+        writer.close()
+    except BaseException:
+        writer.abandon()
+        raise
     return folder
 
 
@@ -346,6 +351,29 @@ def test_a_writer_that_fails_leaves_no_marker_and_no_descriptor(tmp_path):
     writer.abandon()
     assert not list(tmp_path.glob("*/.metadata"))
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_every_failing_call_is_told(fast_path, calls, monkeypatch, writing):
+    tensors = {"none": torch.ones(0), "a": torch.ones(40, 5), "b": torch.ones(3), "c": torch.ones(2, 2)}
+    with calls.recording(monkeypatch):
+        write(fast_path / "good", tensors, max_file_bytes=1500)
+    log = list(calls.log)
+    rename = next(i for i, (name, _) in enumerate(log) if name == "rename")
+    assert len([what for name, what in log if name == "fsync"]) == 8  # parent, four files, folder, marker, folder
+    before = len(os.listdir("/proc/self/fd"))
+    for i, (name, _) in enumerate(log):
+        folder = fast_path / f"bad-{i}"
+        with calls.recording(monkeypatch, fail_at=i, error=errno.EIO):
+            if name == "fcntl":
+                continue
+            with pytest.raises(OSError, match="Input/output error"):
+                write(folder, tensors, max_file_bytes=1500)
+        assert (folder / ".metadata").exists() == (i > rename), log[i]
+        assert len(os.listdir("/proc/self/fd")) == before, log[i]
+    with calls.recording(monkeypatch, fail_at=-1, short_writes=True):
+        write(fast_path / "short", tensors, max_file_bytes=1500)
+    for path in (fast_path / "good").iterdir():
+        assert (fast_path / "short" / path.name).read_bytes() == path.read_bytes()
 
 
 class Evil:

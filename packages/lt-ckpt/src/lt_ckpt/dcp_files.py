@@ -8,7 +8,6 @@ finished.
 Cost of reading: four small reads per chunk; of writing: one pass.
 """
 
-import os
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +17,7 @@ import numpy as np
 from lt_ckpt import files, strict_json
 from lt_ckpt.containers import Tensors
 from lt_ckpt.dcp_metadata import Chunk, Chunked, dump
+from lt_ckpt.direct import NewFile
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.plan import Stored
 from lt_ckpt.source import Held
@@ -121,32 +121,33 @@ class DcpWriter:
     def __init__(
         self, path: Path, tensors: Tensors, metadata: Mapping[str, str], *, max_file_bytes: int = MAX_FILE_BYTES
     ) -> None:
-        self._folder, self._tensors, self._metadata = path, list(tensors), dict(metadata)
-        self._max_file_bytes = max_file_bytes
-        self._written: dict[str, Chunked] = {}
-        self._descriptor: int | None = None
-        self._n_files = self._size = self._left = 0
+        self._folder, self._metadata = path, dict(metadata)
+        self._plan = _planned(tensors, max_file_bytes)
+        self._waiting = list(reversed(self._plan.items()))
+        self._file: NewFile | None = None
+        self._name = ""
+        self._left = 0
         self._records: TorchRecords | None = None
         if not path.is_dir():
             files.make_folder(path)
-        self._begin_next()
-
-    def _write(self, data: bytes | memoryview) -> None:
-        assert self._descriptor is not None
-        files.write_all(self._descriptor, data)
+        try:
+            self._begin_next()
+        except BaseException:
+            self.abandon()
+            raise
 
     def _begin_next(self) -> None:
         """Begins the next tensor that has bytes."""
-        while len(self._written) < len(self._tensors) and self._records is None:
-            _, spec = self._tensors[len(self._written)]
-            if self._descriptor is not None and self._size >= self._max_file_bytes:
+        while self._waiting and self._records is None:
+            _, tensor = self._waiting[-1]
+            name = tensor.chunks[0].file
+            if name != self._name:
                 self._end_file()
-            if self._descriptor is None:
-                self._descriptor = files.create(self._folder / FILE.format(self._n_files))
-                self._n_files += 1
-                self._size = 0
-            self._records = TorchRecords(self._write, spec, {})
-            self._left = spec.n_bytes
+                n_bytes = sum(t.chunks[0].n_bytes for t in self._plan.values() if t.chunks[0].file == name)
+                self._file, self._name = NewFile(self._folder / name, n_bytes), name
+            assert self._file is not None
+            self._records = TorchRecords(self._file.write, tensor.spec, {})
+            self._left = tensor.spec.n_bytes
             if not self._left:
                 self._end_tensor()
 
@@ -154,19 +155,15 @@ class DcpWriter:
         records, self._records = self._records, None
         assert records is not None
         records.finish()
-        key, spec = self._tensors[len(self._written)]
-        box = ((0,) * len(spec.shape), spec.shape)
-        chunk = Chunk(box, FILE.format(self._n_files - 1), self._size, records.n_bytes)
-        self._written[key] = Chunked(spec, (chunk,))
-        self._size += records.n_bytes
+        self._waiting.pop()
 
     def _end_file(self) -> None:
-        descriptor, self._descriptor = self._descriptor, None
-        assert descriptor is not None
-        try:
-            files.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        file, self._file = self._file, None
+        if file is not None:
+            try:
+                file.sync()
+            finally:
+                file.close()
 
     def append(self, data: memoryview | np.ndarray) -> None:
         """Take the next bytes."""
@@ -186,17 +183,30 @@ class DcpWriter:
 
     def close(self) -> None:
         """Put the files on the disk, and then `.metadata`, which makes them a checkpoint."""
-        assert len(self._written) == len(self._tensors), f"{self._tensors[len(self._written)][0]} has not come whole"
-        if self._descriptor is not None:
-            self._end_file()
+        assert not self._waiting, f"{self._waiting[-1][0]} has not come whole"
+        self._end_file()
         files.fsync_folder(self._folder)
         if self._metadata:
             files.write_file(self._folder / "metadata.json", strict_json.dumps(self._metadata, "metadata", indent=2))
-        files.write_file(self._folder / METADATA, dump(self._written))
+        files.write_file(self._folder / METADATA, dump(self._plan))
 
     def abandon(self) -> None:
-        """Close the descriptor."""
-        if self._descriptor is not None:
+        """Let go of the file that is open."""
+        if self._file is not None:
             with suppress(OSError):
-                os.close(self._descriptor)
-            self._descriptor = None
+                self._file.close()
+            self._file = None
+
+
+def _planned(tensors: Tensors, max_file_bytes: int) -> dict[str, Chunked]:
+    """Gives every tensor its place in a file."""
+    planned: dict[str, Chunked] = {}
+    n_files = position = 0
+    for key, spec in tensors:
+        if position >= max_file_bytes:
+            n_files, position = n_files + 1, 0
+        n_bytes = TorchRecords.n_bytes(spec, {})
+        chunk = Chunk(((0,) * len(spec.shape), spec.shape), FILE.format(n_files), position, n_bytes)
+        planned[key] = Chunked(spec, (chunk,))
+        position += n_bytes
+    return planned

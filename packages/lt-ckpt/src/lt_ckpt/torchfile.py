@@ -21,6 +21,7 @@ import numpy as np
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.containers import Tensors
+from lt_ckpt.direct import NewFile
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.pickle_out import Call, dumps
 from lt_ckpt.safe_pickle import loads
@@ -246,11 +247,6 @@ class TorchRecords:
                 return
             self._zip.end()
 
-    @property
-    def n_bytes(self) -> int:
-        """Bytes written so far."""
-        return self._zip.position
-
     def append(self, data: memoryview | np.ndarray) -> None:
         """Takes the next bytes of the tensors."""
         if not data.nbytes:
@@ -264,6 +260,17 @@ class TorchRecords:
             if not self._zip.left:
                 self._zip.end()
                 self._begin_next()
+
+    @staticmethod
+    def n_bytes(tree: Any, metadata: Mapping[str, str]) -> int:
+        """Returns the bytes of the archive that these make."""
+        records = TorchRecords(lambda data: None, tree, metadata)
+        while records._zip.left:
+            records._zip.skip()
+            records._zip.end()
+            records._begin_next()
+        records.finish()
+        return records._zip.position
 
     def finish(self) -> None:
         """Writes what follows the tensors; all their bytes must have come."""
@@ -305,9 +312,10 @@ class TorchWriter:
         return made
 
     def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str]) -> None:
-        self._descriptor = files.create(path)
+        n_bytes = TorchRecords.n_bytes(tree, metadata)
+        self._file = NewFile(path, n_bytes)
         try:
-            self.records = TorchRecords(lambda data: files.write_all(self._descriptor, data), tree, metadata)
+            self.records = TorchRecords(self._file.write, tree, metadata)
         except BaseException:
             self.abandon()
             raise
@@ -320,14 +328,14 @@ class TorchWriter:
         """Finish the file and put it on the disk."""
         try:
             self.records.finish()
-            files.fsync(self._descriptor)
+            self._file.sync()
         finally:
-            os.close(self._descriptor)
+            self._file.close()
 
     def abandon(self) -> None:
-        """Close the descriptor."""
+        """Let go of the file."""
         with suppress(OSError):
-            os.close(self._descriptor)
+            self._file.close()
 
 
 def write_pt(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | None = None) -> None:

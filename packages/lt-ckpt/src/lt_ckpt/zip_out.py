@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 ALIGNMENT = 64
+SMALL_BYTES = 2**16
+"""What is shorter waits for more."""
 
 _FULL = 0xFFFFFFFF
 _FLAGS = 0x0800  # names are UTF-8
@@ -35,13 +37,16 @@ class _Line:
 class ZipOut:
     """An archive, being written.
 
+    Headers wait for the bytes that follow them, so that a writer is called for records, not for their wrapping.
+
     Attributes:
-        position: Bytes written so far.
+        position: Bytes of the archive so far.
     """
 
     def __init__(self, write: Write, root: str) -> None:
         self.position = 0
         self._write = write
+        self._waiting = bytearray()
         self._root = root
         self._lines: list[_Line] = []
         self._open: tuple[bytes, int, int] | None = None
@@ -54,8 +59,17 @@ class ZipOut:
         return self._left
 
     def _put(self, data: bytes | memoryview) -> None:
-        self._write(data)
         self.position += len(data)
+        if len(data) < SMALL_BYTES and len(self._waiting) + len(data) < SMALL_BYTES:
+            self._waiting += data
+            return
+        self._flush()
+        self._write(data)
+
+    def _flush(self) -> None:
+        waiting, self._waiting = self._waiting, bytearray()
+        if waiting:
+            self._write(bytes(waiting))
 
     def begin(self, name: str, n_bytes: int) -> None:
         """Begins the next record."""
@@ -76,6 +90,11 @@ class ZipOut:
         assert self._left >= 0, self._open
         self._crc32 = zlib.crc32(data, self._crc32)
         self._put(data)
+
+    def skip(self) -> None:
+        """Counts the bytes of the open record that have not come, without having them: to measure an archive."""
+        self.position += self._left
+        self._left = 0
 
     def end(self) -> None:
         """Ends the record, all of whose bytes have come."""
@@ -112,6 +131,7 @@ class ZipOut:
         short = min(n, 0xFFFF)
         end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, short, short, min(size, _FULL), min(begin, _FULL), 0)
         self._put(directory + end64 + locator + end)
+        self._flush()
 
 
 def _zip64(sizes: list[int], position: list[int]) -> bytes:
