@@ -230,7 +230,7 @@ rebuild = line("torch._utils", "_rebuild_tensor_v2")
         (b"\x8d" + b"\xff" * 8 + b"abc.", "IndexError"),
         (b"\x8e" + b"\x7f" * 8 + b"abc.", "IndexError"),
         (b"\x8b\xff\xff\xff\x7fabc.", "an integer of 2147483647 bytes"),
-        (b"\x8b\xff\xff\xff\xffabc.", "an integer of -1 bytes"),
+        (b"\x8b\xff\xff\xff\xffabc.", "an integer of 4294967295 bytes"),
         (b"\x8a\x21" + b"\1" * 33 + b".", "an integer of 33 bytes"),
         (b"X\x01\0\0\0\xff.", "UnicodeDecodeError"),
         (b"X\x03\0\0\0\xed\xa0\x80.", "UnicodeDecodeError"),

@@ -15,7 +15,7 @@ Cost: about half a microsecond per opcode.
 """
 
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,8 +125,13 @@ class _Machine:
         self.position = end
         return part
 
-    def _number(self, form: str) -> int:
-        return struct.unpack(form, self._take(struct.calcsize(form)))[0]
+    def _number(self, n_bytes: int) -> int:
+        end = self.position + n_bytes
+        if end > len(self._data):
+            raise IndexError
+        value = int.from_bytes(self._data[self.position : end], "little")
+        self.position = end
+        return value
 
     def _line(self) -> str:
         end = self._data.index(b"\n", self.position, self.position + MAX_NAME_BYTES)
@@ -144,23 +149,26 @@ class _Machine:
     def push(self, value: object) -> None:
         self._stack.append(value)
 
-    def whole_number(self, form: str) -> None:
-        self._stack.append(self._number(form))
+    def whole_number(self, n_bytes: int) -> None:
+        self._stack.append(self._number(n_bytes))
+
+    def signed_number(self) -> None:
+        self._stack.append(int.from_bytes(self._take(4), "little", signed=True))
 
     def real_number(self) -> None:
         self._stack.append(struct.unpack(">d", self._take(8))[0])
 
-    def long_number(self, form: str) -> None:
-        n = self._number(form)
-        if not 0 <= n <= MAX_INT_BYTES:
+    def long_number(self, n_bytes: int) -> None:
+        n = self._number(n_bytes)
+        if n > MAX_INT_BYTES:
             raise CheckpointError(f"its pickle has an integer of {n} bytes")
         self._stack.append(int.from_bytes(self._take(n), "little", signed=True))
 
-    def text(self, form: str) -> None:
-        self._stack.append(self._take(self._number(form)).decode())
+    def text(self, n_bytes: int) -> None:
+        self._stack.append(self._take(self._number(n_bytes)).decode())
 
-    def raw(self, form: str) -> None:
-        self._stack.append(self._take(self._number(form)))
+    def raw(self, n_bytes: int) -> None:
+        self._stack.append(self._take(self._number(n_bytes)))
 
     # Containers
 
@@ -213,11 +221,11 @@ class _Machine:
 
     # Memo
 
-    def get(self, form: str) -> None:
-        self._stack.append(self._memo[self._number(form)])
+    def get(self, n_bytes: int) -> None:
+        self._stack.append(self._memo[self._number(n_bytes)])
 
-    def put(self, form: str) -> None:
-        self._memo[self._number(form)] = self._stack[-1]
+    def put(self, n_bytes: int) -> None:
+        self._memo[self._number(n_bytes)] = self._stack[-1]
 
     def memoize(self) -> None:
         self._memo[len(self._memo)] = self._stack[-1]
@@ -263,7 +271,7 @@ class _Machine:
         self._stack.append(self._persistent(self._stack.pop()))
 
     def protocol(self) -> None:
-        version = self._number("<B")
+        version = self._number(1)
         if version > 5:
             raise CheckpointError(f"its pickle has protocol {version}, newer than 5")
 
@@ -277,18 +285,18 @@ _ACTIONS: dict[int, Callable[[_Machine], None]] = {
     ord("N"): lambda m: m.push(None),
     0x88: lambda m: m.push(True),
     0x89: lambda m: m.push(False),
-    ord("J"): lambda m: m.whole_number("<i"),
-    ord("K"): lambda m: m.whole_number("<B"),
-    ord("M"): lambda m: m.whole_number("<H"),
+    ord("J"): _Machine.signed_number,
+    ord("K"): lambda m: m.whole_number(1),
+    ord("M"): lambda m: m.whole_number(2),
     ord("G"): _Machine.real_number,
-    0x8A: lambda m: m.long_number("<B"),
-    0x8B: lambda m: m.long_number("<i"),
-    ord("X"): lambda m: m.text("<I"),
-    0x8C: lambda m: m.text("<B"),
-    0x8D: lambda m: m.text("<Q"),
-    ord("B"): lambda m: m.raw("<I"),
-    ord("C"): lambda m: m.raw("<B"),
-    0x8E: lambda m: m.raw("<Q"),
+    0x8A: lambda m: m.long_number(1),
+    0x8B: lambda m: m.long_number(4),
+    ord("X"): lambda m: m.text(4),
+    0x8C: lambda m: m.text(1),
+    0x8D: lambda m: m.text(8),
+    ord("B"): lambda m: m.raw(4),
+    ord("C"): lambda m: m.raw(1),
+    0x8E: lambda m: m.raw(8),
     ord("("): _Machine.mark,
     ord(")"): lambda m: m.push(()),
     ord("t"): _Machine.tuple_to_mark,
@@ -301,10 +309,10 @@ _ACTIONS: dict[int, Callable[[_Machine], None]] = {
     ord("}"): lambda m: m.push({}),
     ord("s"): _Machine.set_item,
     ord("u"): _Machine.set_items,
-    ord("h"): lambda m: m.get("<B"),
-    ord("j"): lambda m: m.get("<I"),
-    ord("q"): lambda m: m.put("<B"),
-    ord("r"): lambda m: m.put("<I"),
+    ord("h"): lambda m: m.get(1),
+    ord("j"): lambda m: m.get(4),
+    ord("q"): lambda m: m.put(1),
+    ord("r"): lambda m: m.put(4),
     0x94: _Machine.memoize,
     ord("c"): _Machine.line_global,
     0x93: _Machine.stack_global,
@@ -328,25 +336,29 @@ def _measure(value: object, limit: int) -> None:
     sizes: dict[int, tuple[int, int]] = {}
     """Finished container, by id → its parts and its depth; everything is kept alive by `value`."""
     open_ids: set[int] = set()
-    todo: list[tuple[object, Sequence[object] | None]] = [(value, None)]
+    todo: list[tuple[object, bool]] = [(value, False)]
     while todo:
-        item, parts = todo.pop()
-        if parts is None:
+        item, parts_are_done = todo.pop()
+        if not parts_are_done:
             if id(item) in sizes:
                 continue
             if id(item) in open_ids:
                 raise CheckpointError("its pickle refers to itself")
             open_ids.add(id(item))
-            parts = [part for part in _children(item) if isinstance(part, list | tuple | dict | Stand)]
-            todo.append((item, parts))
-            todo.extend((part, None) for part in parts)
+            todo.append((item, True))
+            todo.extend((part, False) for part in _children(item) if isinstance(part, _CONTAINERS))
             continue
         open_ids.discard(id(item))
-        plain = sum(1 for _ in _children(item)) - len(parts)
-        size = 1 + plain + sum(sizes[id(part)][0] for part in parts)
-        depth = 1 + max((sizes[id(part)][1] for part in parts), default=0)
+        size, depth = 1, 0
+        for part in _children(item):
+            part_size, part_depth = sizes.get(id(part), (1, 0))
+            size += part_size
+            depth = max(depth, part_depth)
         if size > limit:
             raise CheckpointError(f"its pickle grows beyond {limit} values")
-        if depth > MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             raise CheckpointError(f"its pickle is nested more than {MAX_DEPTH} deep")
-        sizes[id(item)] = size, depth
+        sizes[id(item)] = size, depth + 1
+
+
+_CONTAINERS = (list, tuple, dict, Stand)
