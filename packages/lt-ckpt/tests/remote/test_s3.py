@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, verify, write_part
 from lt_ckpt import files as files_module
-from lt_ckpt.contents import DamagedError
+from lt_ckpt.contents import CheckedReader, DamagedError, of_manifest
 from lt_ckpt.fetching import download, download_latest, latest_remote
 from lt_ckpt.s3 import CHUNK_BYTES, S3Folder, ServiceError
 from lt_ckpt.sending import OccupiedError, try_address, upload
@@ -198,18 +199,34 @@ def test_parts_of_a_failed_upload_are_given_up(store, bucket, tmp_path):
     assert set(store.objects(bucket)) == {"x/exp_avg-00000.safetensors"}
 
 
-@pytest.mark.parametrize("where", ["header", "first part", "last byte", "small file", "length"])
+@pytest.mark.parametrize("where", ["header", "first part", "last byte", "small file", "shorter", "longer"])
 def test_bytes_that_changed_here_do_not_go_out(store, bucket, tmp_path, where):
     path = save_large(tmp_path, 1)
     name = "exp_avg-00000.safetensors" if where == "small file" else "weights-00000.safetensors"
     data = bytearray((path / name).read_bytes())
-    data[{"header": 20, "first part": 5000, "last byte": -1, "small file": -1, "length": 0}[where]] ^= 1
-    (path / name).write_bytes(data[:-1] if where == "length" else data)
+    if where == "shorter":
+        del data[-1]
+    elif where == "longer":
+        data += b"x"
+    else:
+        data[{"header": 20, "first part": 5000}.get(where, -1)] ^= 1
+    (path / name).write_bytes(data)
     with pytest.raises(DamagedError, match=f"{name}: (its bytes have changed|has .* bytes)"):
         upload(path, f"s3://{bucket}/x")
     assert store.unfinished(bucket) == []
     assert f"x/{name}" not in store.objects(bucket)
     assert "x/COMMIT" not in store.objects(bucket)
+
+
+def test_what_a_file_must_hold_is_told_by_its_manifest_in_any_order(toy, tmp_path):
+    path = toy.save(tmp_path, 1, world=3)
+    manifest = Checkpoint.open(path).manifest
+    tensors = {g: dict(reversed(members.items())) for g, members in reversed(manifest.tensors.items())}
+    contents = of_manifest(replace(manifest, tensors=tensors))
+    assert contents == of_manifest(manifest)
+    for name, content in contents.items():
+        with CheckedReader(path / name, content) as reader:
+            assert reader.read() == (path / name).read_bytes()
 
 
 def test_what_changed_in_the_bucket_is_found_and_the_one_before_is_taken(store, bucket, toy, tmp_path):
@@ -234,6 +251,8 @@ def test_what_changed_in_the_bucket_is_found_and_the_one_before_is_taken(store, 
     again = upload(tmp_path / "step-00000004", f"s3://{bucket}/run/step-00000004")
     assert again.sent == ("weights-00000.safetensors",), "what is there under our hash stays, what is not is sent"
     assert latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000004"
+    store.client.delete_object(Bucket=bucket, Key="run/step-00000004/COMMIT")
+    assert latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000001", "by the sizes alone"
 
 
 def test_a_download_that_was_cut_off_is_continued_and_not_believed(store, bucket, toy, tmp_path):
