@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from lt_ckpt import CheckpointError, TensorSpec
 from lt_ckpt.convert import convert
 from lt_ckpt.dcp import dcp_target, open_dcp, read_metadata
-from lt_ckpt.dcp_files import DcpWriter
+from lt_ckpt.dcp_files import DcpWriter, check_crc, locate
 from lt_ckpt.dcp_metadata import Chunk, Chunked, dump, parse
 from lt_ckpt.meta_names import key_of
 from lt_ckpt.source import Reader
@@ -538,11 +538,32 @@ def test_broken_folders_are_refused(tmp_path):
         open_dcp(folder, config=HF)
 
 
+def test_every_flipped_bit_of_a_chunk_is_found(memory):
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
+    for folder in (save(memory / "flips-theirs", tensors), write(memory / "flips-ours", tensors)):
+        metadata, told = read_metadata(folder), []
+        assert check_crc(folder, metadata.tensors, progress=lambda *now, told=told: told.append(now)) == set()
+        [file] = folder.glob("*.distcp")
+        raw = file.read_bytes()
+        assert [total for _, total, _ in told] == [len(raw)] * 2
+        assert told[-1][0] == len(raw)
+        for [stored] in locate(folder, metadata.tensors).values():
+            for bit in range(8 * stored.shape[0]):
+                flipped = bytearray(raw)
+                flipped[stored.begin + bit // 8] ^= 1 << bit % 8
+                file.write_bytes(flipped)
+                with pytest.raises(CheckpointError, match=r"distcp: [ab]: the bytes of record 'data/0' differ"):
+                    check_crc(folder, metadata.tensors)
+        file.write_bytes(raw[:-1])
+        with pytest.raises(CheckpointError, match="truncated"):
+            check_crc(folder, metadata.tensors)
+    inside = save(memory / "flips-safetensors", tensors, serialization_format=SerializationFormat.SAFETENSORS)
+    assert check_crc(inside, read_metadata(inside).tensors) == {"__0_0.distcp"}
+
+
 def test_files_of_two_saves_are_told_apart_by_shape(tmp_path):
     folder = save(tmp_path / "a", {"a": torch.ones(4, 2), "b": torch.ones(2, 4)})
-    changed_metadata(folder, lambda m: swap(m))
-    from lt_ckpt.dcp_files import locate
-
+    changed_metadata(folder, swap)
     with pytest.raises(CheckpointError, match="not of one save"):
         locate(folder, read_metadata(folder).tensors)
 

@@ -23,7 +23,7 @@ from lt_ckpt.plan import Stored
 from lt_ckpt.source import Held
 from lt_ckpt.tensorfile import StoredTensor, TensorSpec, read_header
 from lt_ckpt.torch_names import TorchTensor
-from lt_ckpt.torchfile import OpenFile, TorchRecords, read_tree
+from lt_ckpt.torchfile import OpenFile, TorchRecords, check_records, read_tree
 
 METADATA = ".metadata"
 FILE = "__0_{}.distcp"
@@ -65,23 +65,54 @@ def locate(folder: Path, tensors: Mapping[str, Chunked]) -> dict[str, tuple[Stor
     return found
 
 
+def check_crc(folder: Path, tensors: Mapping[str, Chunked], *, progress: files.Progress | None = None) -> set[str]:
+    """Reads all chunks and compares them with their checksums, which torch does not do.
+
+    Args:
+        folder: The checkpoint.
+        tensors: What `.metadata` says, which itself has no checksum.
+        progress: Told the bytes of chunks read so far and in all.
+
+    Returns:
+        Files that carry no checksums, because they are safetensors.
+
+    Raises:
+        CheckpointError: A chunk differs, or a file cannot be read.
+    """
+    unchecked: set[str] = set()
+    chunks = [
+        (chunk.file, chunk.begin, chunk.n_bytes, key) for key, tensor in tensors.items() for chunk in tensor.chunks
+    ]
+    done, total = 0, sum(n_bytes for _, _, n_bytes, _ in chunks)
+    with ExitStack() as stack:
+        opened: dict[str, _Distcp] = {}
+        for name, begin, n_bytes, key in sorted(chunks):
+            if name not in opened:
+                opened[name] = _Distcp(stack.enter_context(OpenFile(folder / name)), folder / name)
+            if opened[name].is_safetensors:
+                unchecked.add(name)
+            else:
+                opened[name].check_crc(begin, begin + n_bytes, key)
+            done += n_bytes
+            if progress is not None:
+                progress(done, total, "bytes")
+    return unchecked
+
+
 class _Distcp:
     """A file of chunks, open for reading."""
 
     def __init__(self, opened: OpenFile, path: Path) -> None:
         self._opened, self._path = opened, path
         self._safetensors: dict[str, StoredTensor] | None = None
-        self._is_safetensors = opened.read(0, min(2, opened.size)) != b"PK"
+        self.is_safetensors = opened.read(0, min(2, opened.size)) != b"PK"
 
     def held(self, key: str, chunk: Chunk, spec: TensorSpec) -> Held:
         """Returns where a chunk's bytes lie, after checking that it is what it should be."""
         where = f"{self._path}: {key}"
         begin, end = chunk.begin, chunk.begin + chunk.n_bytes
-        if end > self._opened.size:
-            raise CheckpointError(
-                f"{where}: should lie at {begin} to {end}, the file has {self._opened.size} bytes; it is truncated"
-            )
-        if self._is_safetensors:
+        self._require(begin, end, where)
+        if self.is_safetensors:
             held = self._from_safetensors(key, where)
         else:
             tensor, _ = read_tree(self._opened.read, begin, end, where)
@@ -94,6 +125,18 @@ class _Distcp:
                 f"{list(spec.shape)}; the two are not of one save"
             )
         return held
+
+    def check_crc(self, begin: int, end: int, key: str) -> None:
+        """Compares a chunk's bytes with their checksums."""
+        where = f"{self._path}: {key}"
+        self._require(begin, end, where)
+        check_records(self._opened.read, begin, end, where, lambda done, total, unit: None)
+
+    def _require(self, begin: int, end: int, where: str) -> None:
+        if end > self._opened.size:
+            raise CheckpointError(
+                f"{where}: should lie at {begin} to {end}, the file has {self._opened.size} bytes; it is truncated"
+            )
 
     def _from_safetensors(self, key: str, where: str) -> Held:
         """Finds a chunk by its key: positions in `.metadata` mean nothing for such files."""

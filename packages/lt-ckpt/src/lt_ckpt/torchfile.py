@@ -179,14 +179,18 @@ def check_crc(path: str | os.PathLike[str], *, progress: files.Progress | None =
         CheckpointError: A record differs, or the file cannot be read.
     """
     with OpenFile(path) as opened:
-        archive = read_zip(opened.read, 0, opened.size, str(path))
-        done, total = 0, sum(record.n_bytes for record in archive.records.values())
-        for name, record in archive.records.items():
-            if crc32_of(opened.read, record, files.BLOCK_BYTES) != record.crc32:
-                raise CheckpointError(f"{path}: the bytes of record {name!r} differ from their checksum; it is damaged")
-            done += record.n_bytes
-            if progress is not None:
-                progress(done, total, "bytes")
+        check_records(opened.read, 0, opened.size, str(path), progress or (lambda done, total, unit: None))
+
+
+def check_records(read: ReadPart, begin: int, end: int, where: str, progress: files.Progress) -> None:
+    """As `check_crc`, for a file of torch.save that lies between two positions of another one."""
+    archive = read_zip(read, begin, end, where)
+    done, total = 0, sum(record.n_bytes for record in archive.records.values())
+    for name, record in archive.records.items():
+        if crc32_of(read, record, files.BLOCK_BYTES) != record.crc32:
+            raise CheckpointError(f"{where}: the bytes of record {name!r} differ from their checksum; it is damaged")
+        done += record.n_bytes
+        progress(done, total, "bytes")
 
 
 def metadata_of(path: str | os.PathLike[str]) -> dict[str, str]:
