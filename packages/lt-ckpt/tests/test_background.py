@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from lt_ckpt import BackgroundSaver, Checkpoint, CheckpointError, Meta, Shard, begin, commit, discard, latest_valid
-from lt_ckpt.background import GivenUpError, host_memory
+from lt_ckpt.background import host_memory
+from lt_ckpt.errors import GivenUpError
 
 SOON_S = 60
 
@@ -210,7 +211,7 @@ def test_a_save_can_be_given_up_while_it_waits_for_other_ranks(fast_path, toy):
     assert saver.wait_part(SOON_S)
     assert not saver.wait(0.05)
     saver.cancel()
-    with pytest.raises(CheckpointError, match="given up before all parts had come"):
+    with pytest.raises(GivenUpError, match="given up before all parts had come"):
         saver.wait(SOON_S)
     discard(tmp)
 

@@ -74,6 +74,28 @@ def test_any_runs_of_any_files(tmp_path, reading, seed):
     assert [bytes(run.buffer) for run in runs] == wanted
 
 
+def test_the_disk_is_asked_for_aligned_blocks(tmp_path, monkeypatch):
+    data = random.Random(0).randbytes(7 * BLOCK + 5)
+    (tmp_path / "x").write_bytes(data)
+    descriptor = os.open(tmp_path / "x", os.O_RDONLY)
+    takes_it = direct.switch_on(descriptor)
+    os.close(descriptor)
+    if not takes_it:
+        pytest.skip("no file system with O_DIRECT here: real direct reads did not run")
+    real, asked = os.preadv, []
+
+    def preadv(descriptor, buffers, position):
+        asked.append((fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT != 0, position, len(buffers[0])))
+        return real(descriptor, buffers, position)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    buffer = memoryview(bytearray(5 * BLOCK))
+    fill([Run(tmp_path / "x", 2 * BLOCK + 5, buffer)])
+    assert buffer == data[2 * BLOCK + 5 :]
+    assert sorted(asked) == [*((True, i * BLOCK, BLOCK) for i in range(2, 7)), (True, 7 * BLOCK, direct.ALIGN)]
+    assert direct._refusals == {}
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_stretches_come_in_order(tmp_path, reading, seed):
     rng = random.Random(seed)

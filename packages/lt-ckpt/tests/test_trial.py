@@ -16,6 +16,7 @@ from lt_ckpt import (
     begin,
     begin_trial,
     commit,
+    direct,
     discard,
     finish_trial,
     latest_valid,
@@ -36,6 +37,13 @@ def test_the_needs_of_all_ranks_are_added_and_nothing_is_left(tmp_path):
     assert (report.root, report.need_bytes) == (root, 1024)
     assert abs(report.free_bytes - space.f_bavail * space.f_frsize) < 2**30
     assert os.listdir(root) == []
+
+
+def test_a_file_system_that_is_slow_for_big_files_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct, "_refusals", {os.stat(tmp_path).st_dev: "its file system refuses O_DIRECT (because)"})
+    tmp = begin_trial(tmp_path, world=1)
+    write_trial(tmp, rank=0, need_bytes=5)
+    assert finish_trial(tmp, world=1).slow_because == "its file system refuses O_DIRECT (because)"
 
 
 def test_older_checkpoints_stay_as_they_are(tmp_path, toy):

@@ -47,7 +47,7 @@ class FakeEngine:
         self.on_step(self.calls)
         if self.poison(self.calls, batch):
             return self.poisoned
-        self.weights = self.weights - lr * gradient + 1e-3 * np.sin(self.weights)
+        self.weights[:] = self.weights - lr * gradient + 1e-3 * np.sin(self.weights)  # in place, as real ones do
         self.steps += 1
         return float(np.abs(self.weights).sum()), float(np.sqrt((gradient**2).sum()))
 
@@ -64,6 +64,9 @@ class FakeEngine:
 
     def state_bytes(self) -> int:
         return self.weights.nbytes
+
+    def host_memory(self, n_bytes: int) -> np.ndarray:
+        return np.empty(n_bytes, np.uint8)
 
     def state(self) -> Snapshot:
         data = self.weights.view(np.uint8)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lt_ckpt.errors import CheckpointError
+from lt_ckpt.errors import GivenUpError
 from lt_ckpt.save import write_part
 from lt_ckpt.shards import Shard
 
@@ -31,10 +31,6 @@ ALIGN = 64
 
 Then = Callable[[Callable[[], bool]], None]
 """What follows a part; it is handed a function that tells whether the save was given up."""
-
-
-class GivenUpError(CheckpointError):
-    """The save was cancelled before this rank's part was written."""
 
 
 def host_memory(n_bytes: int) -> np.ndarray:
@@ -123,14 +119,15 @@ class BackgroundSaver:
 
     def _save(self, tmp: Path, rank: int, shards: list[Shard], then: Then | None) -> None:
         """The thread."""
+        self._attempt(lambda: write_part(tmp, rank=rank, shards=shards))
+        self.progress += 1
+        self._part_ended.set()
+        if then is not None and self._failure is None:
+            self._attempt(lambda: then(lambda: self._cancelled))
+
+    def _attempt(self, action: Callable[[], None]) -> None:
         try:
-            try:
-                write_part(tmp, rank=rank, shards=shards)
-                self.progress += 1
-            finally:
-                self._part_ended.set()
-            if then is not None:
-                then(lambda: self._cancelled)
+            action()
         except BaseException as exc:  # noqa: BLE001 - raised by the next call, whatever it is
             self._failure = exc
 

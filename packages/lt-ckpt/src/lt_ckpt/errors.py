@@ -47,6 +47,10 @@ class AlreadySavedError(CheckpointError):
         self.path = path
 
 
+class GivenUpError(CheckpointError):
+    """A save that its own process has given up, because it could not succeed any more."""
+
+
 def storage_error(exc: OSError, doing: str, path: str | os.PathLike[str]) -> CheckpointError:
     """Makes the error message for an `OSError` met while `doing` something at `path`."""
     reason = exc.strerror or type(exc).__name__

@@ -22,7 +22,7 @@ import xxhash
 
 from lt_ckpt import files
 from lt_ckpt.checkpoint import differences
-from lt_ckpt.errors import AlreadySavedError, CheckpointError, storage
+from lt_ckpt.errors import AlreadySavedError, CheckpointError, GivenUpError, storage
 from lt_ckpt.folders import (
     COMMIT,
     MANIFEST,
@@ -183,7 +183,7 @@ def wait_for_parts(folder: Path, world: int, timeout_s: float, given_up: Callabl
         if not missing:
             return
         if given_up():
-            raise CheckpointError(f"{folder}: the save was given up before all parts had come")
+            raise GivenUpError(f"{folder}: the save was given up before all parts had come")
         if time.monotonic() >= deadline:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             raise CheckpointError(
@@ -254,7 +254,7 @@ def commit(
         replace: Let a valid checkpoint of the same step give way. Else it is an `AlreadySavedError`. A broken one is
             always moved aside, never written into.
         timeout_s: How long to wait for the parts, in seconds.
-        given_up: Asked while it waits; when it says True, the waiting ends in a `CheckpointError`.
+        given_up: Asked while it waits; when it says True, the waiting ends in a `GivenUpError`.
 
     Returns:
         The checkpoint's folder.

@@ -23,8 +23,9 @@ import numpy as np
 import xxhash
 
 from lt_ckpt.checkpoint import read_slices
+from lt_ckpt.direct import refusal
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import TMP_FOLDER, read_mark
+from lt_ckpt.folders import MARK, TMP_FOLDER, read_mark
 from lt_ckpt.records import check, merge
 from lt_ckpt.save import begin, discard, read_parts, wait_for_parts, write_part
 from lt_ckpt.shards import Shard
@@ -42,11 +43,13 @@ class TrialReport:
         root: The folder of checkpoints.
         need_bytes: Bytes of one checkpoint's tensors, all ranks together.
         free_bytes: Bytes that are free on the root's file system.
+        slow_because: Why big files go through the page cache there, as rank 0 sees it; empty when they do not.
     """
 
     root: Path
     need_bytes: int
     free_bytes: int
+    slow_because: str = ""
 
 
 def begin_trial(root: str | os.PathLike[str], *, world: int) -> Path:
@@ -133,7 +136,7 @@ def _examine(folder: Path, world: int, timeout_s: float) -> TrialReport:
             f"{root}: a checkpoint needs {need} bytes ({size(need)}), {free} ({size(free)}) are free; "
             f"free some space on that disk or save to another one{left if others else ''}"
         )
-    return TrialReport(root=root, need_bytes=need, free_bytes=free)
+    return TrialReport(root=root, need_bytes=need, free_bytes=free, slow_because=refusal(folder / MARK))
 
 
 def _read_needs(folder: Path, world: int) -> int:

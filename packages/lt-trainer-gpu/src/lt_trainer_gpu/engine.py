@@ -20,6 +20,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -33,6 +34,7 @@ from lt_trainer.torch import (
     GlooControl,
     as_shard,
     fill_from,
+    host_memory,
     initialise,
     local_part,
     parameter_groups,
@@ -193,6 +195,10 @@ class GpuEngine:
         tensors = [tensor for group in self._groups().values() for tensor in group.values()]
         return sum(local_part(tensor)[0].nbytes for tensor in tensors)
 
+    def host_memory(self, n_bytes: int) -> np.ndarray:
+        """Page-locked memory, on a GPU."""
+        return host_memory(n_bytes, self._torch_device)
+
     def state(self) -> Snapshot:
         """This rank's slices of the weights and of both moments, and the optimizer's step count."""
 
@@ -211,9 +217,7 @@ class GpuEngine:
         checkpoint.require(
             {g: {name: spec_of(tensor) for name, tensor in tensors.items()} for g, tensors in groups.items()}
         )
-        for group, tensors in groups.items():
-            for name, tensor in tensors.items():
-                fill_from(checkpoint, group, name, tensor)
+        fill_from(checkpoint, groups)
         self._set_optimizer_step(int(checkpoint.manifest.small["optimizer_step"]))
 
     def _groups(self) -> dict[str, dict[str, Tensor]]:

@@ -187,8 +187,15 @@ class Engine(Protocol):
         """Bytes of this rank's slices in `state`, known without copying anything."""
         ...
 
+    def host_memory(self, n_bytes: int) -> np.ndarray:
+        """Bytes (uint8) on the host, of the kind that the devices copy into fastest, for copies of the state."""
+        ...
+
     def state(self) -> Snapshot:
-        """Everything that a later process needs to go on, as this rank's slices."""
+        """Everything that a later process needs to go on, as this rank's slices.
+
+        The slices may be views that the next step changes.
+        """
         ...
 
     def restore(self, checkpoint: Checkpoint) -> None:

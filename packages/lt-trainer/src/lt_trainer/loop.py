@@ -2,7 +2,8 @@
 
 At each step boundary, in this order: take the next batch, step the engine, agree with all ranks whether to stop, then,
 where due, read the numbers, validate, save. Numbers are read only at logging steps, so a device runs ahead of the host
-in between. A stop is always a save.
+in between. A stop is always a save. Saves may be written in the background: then the agreement on a stop also tells
+whether one has failed.
 
 A step whose loss or gradient norm is not finite leaves no trace in the engine; the loop learns of it when it reads. Too
 many of them, and the run goes back to its newest checkpoint and jumps over every row read since: the rows before the
@@ -16,7 +17,6 @@ import math
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
 from lt_data import StreamState
@@ -25,6 +25,9 @@ from lt_trainer.errors import TrainerError
 from lt_trainer.recipe import Recipe
 from lt_trainer.schedule import lr as learning_rate
 from lt_trainer.stop import StopSignals
+
+SAVE_FAILED = 1 << 8
+"""Added to the number of the signal that a rank has received; signals have smaller numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,10 +77,6 @@ class Journal(Protocol):
         """A step that the engine skipped; the run goes back when `count` exceeds guard.max_skipped."""
         ...
 
-    def saved(self, step: int, path: Path) -> None:
-        """A checkpoint was committed."""
-        ...
-
     def shadow(self, record: StepRecord) -> None:
         """A step that was run after the last save, only to be compared with."""
         ...
@@ -99,6 +98,25 @@ class Watch(Protocol):
         ...
 
 
+class Saves(Protocol):
+    """How checkpoints are made."""
+
+    def save(self, position: StreamState, *, wait: bool) -> None:
+        """Save the engine's state at this position of the data; with `wait` the checkpoint is there on return.
+
+        Raises CheckpointError on every rank, also for a save before.
+        """
+        ...
+
+    def look(self) -> bool:
+        """Whether a save has failed on this rank while training went on."""
+        ...
+
+    def finish(self, *, give_up: bool = False) -> None:
+        """Wait for the save in flight, or end it; raises CheckpointError on every rank when it has failed on one."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """How the loop ended: the last step done, and the signal that stopped it (0: all steps are done)."""
@@ -117,7 +135,7 @@ class Loop:
     journal: Journal
     stop: StopSignals
     watch: Watch
-    save: Callable[[StreamState], Path]
+    saves: Saves
     go_back: Callable[[StreamState], Batches]
     """Restores the newest checkpoint into the engine; returns the batches behind the rows read since (the argument's
     position), or raises TrainingError when there is nothing to go back to."""
@@ -151,8 +169,7 @@ class Loop:
             step += 1
             if step == stop_at_step:
                 signal.raise_signal(signal.SIGTERM)
-            self.watch.mark("agree", step)
-            stopped_by = self.engine.control.all_max(self.stop.received)
+            stopped_by = self._agree(step)
             last = step == max_steps
             save = bool(stopped_by) or last or _due(step, recipe.checkpoint.interval)
             # A stop has to be quick: its step is validated no more.
@@ -171,7 +188,7 @@ class Loop:
                     self._evaluate(step)
                 if save:
                     self.watch.mark("save", step)
-                    self.journal.saved(step, self.save(self.batches.state))
+                    self.saves.save(self.batches.state, wait=bool(stopped_by) or last)
                     self._forget_skipped()
                 self.journal.proceed()
             if stopped_by and not last:
@@ -180,6 +197,16 @@ class Loop:
                         self.journal.shadow(self._finish(*self._step(shadow)))
                 return Outcome(step=step, stopped_by=stopped_by)
         return Outcome(step=step, stopped_by=0)
+
+    def _agree(self, step: int) -> int:
+        """The signal that stops the run, 0 if none; ends it when a save has failed on any rank."""
+        self.watch.mark("agree", step)
+        told = self.engine.control.all_max(self.stop.received + SAVE_FAILED * self.saves.look())
+        if told >= SAVE_FAILED:
+            self.watch.mark("save", step)
+            self.saves.finish(give_up=True)
+            raise AssertionError("a save had failed, and finishing it did not say so")
+        return told
 
     def _step(self, step: int) -> tuple[StepRecord, object]:
         """Start step number `step` (from 0); the record's loss and norm are filled in when it is read."""
@@ -223,6 +250,7 @@ class Loop:
         self._rewinds += 1
         self.watch.mark("restore", step)
         self.journal.pause()
+        self.saves.finish()
         try:
             self.batches = self.go_back(self.batches.state)
         except NothingToGoBackTo as exc:

@@ -24,6 +24,7 @@ from lt_trainer.loop import Loop, Outcome
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
 from lt_trainer.resume import Position
 from lt_trainer.rundir import RunDir
+from lt_trainer.saver import Saver
 from lt_trainer.saving import Checkpoints
 from lt_trainer.stop import StopSignals
 from lt_trainer.watchdog import Watchdog
@@ -124,8 +125,10 @@ def run(
             journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs))
             _announce(journal, recipe, engine, run_dir)
         checkpoints = plan.checkpoints(out / "checkpoints")
+        saver = stack.enter_context(Saver(checkpoints, engine, saved=journal.saved, go_on=watch.go_on))
         try:
             _rehearse(checkpoints, engine, journal)
+            saver.reserve()
             position = Position(recipe=recipe, data=plan.data, engine=engine, checkpoints=checkpoints, journal=journal)
             outcome = Loop(
                 recipe=recipe,
@@ -134,7 +137,7 @@ def run(
                 journal=journal,
                 stop=stop,
                 watch=watch,
-                save=partial(checkpoints.save, engine),
+                saves=saver,
                 go_back=position.go_back,
                 validation=_validation(plan.data, engine, recipe),
             ).run(stop_at_step=stop_at_step, shadow_steps=shadow_steps)
@@ -148,6 +151,8 @@ def run(
 
 def _rehearse(checkpoints: Checkpoints, engine: Engine, journal: RunJournal | SilentJournal) -> None:
     report = checkpoints.rehearse(engine)
+    if report.slow_because:
+        journal.say(f"checkpoints go through the page cache, which may slow them down: {report.slow_because}")
     missing = checkpoints.room_wanted(report)
     if missing:
         journal.say(

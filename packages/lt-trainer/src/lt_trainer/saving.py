@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,40 +57,60 @@ class Checkpoints:
             CheckpointError: some rank could not write its part (disk full, folder gone); every rank raises.
         """
         topology, control = engine.topology, engine.control
-        tmp = Path(
-            _together(
-                control, topology.rank == 0, lambda: str(begin(self.root, step=stream.step, world=topology.world))
-            )
-        )
+        tmp = self.begin(engine, stream.step)
         snapshot = engine.state()
         failure = _attempt(lambda: write_part(tmp, rank=topology.rank, shards=snapshot.shards))
         if control.all_max(int(failure is not None)):
             if topology.rank == 0:
-                discard(tmp)
-            raise failure or CheckpointError(
-                f"{tmp}: another rank could not write its part of step {stream.step}; its message names the cause"
-            )
-        meta = Meta(
+                self.discard(tmp)
+            raise failure or another_failed(tmp)
+        meta = self.meta(engine, stream, snapshot.small)
+
+        def commit_or_discard() -> str:
+            try:
+                return str(self.commit(tmp, meta, world=topology.world))
+            except CheckpointError:
+                self.discard(tmp)
+                raise
+
+        path = Path(together(control, topology.rank == 0, commit_or_discard))
+        if topology.rank == 0:
+            self.prune()
+        return path
+
+    def begin(self, engine: Engine, step: int) -> Path:
+        """Make the folder of a save; the same on every rank."""
+        topology, control = engine.topology, engine.control
+        return Path(
+            together(control, topology.rank == 0, lambda: str(begin(self.root, step=step, world=topology.world)))
+        )
+
+    def meta(self, engine: Engine, stream: StreamState, small: Mapping[str, int | float | str | bool]) -> Meta:
+        """Everything besides the tensors."""
+        topology = engine.topology
+        return Meta(
             step=stream.step,
             recipe=self.recipe_values,
             model=self.model.to_dict(),
-            small=snapshot.small,
+            small=small,
             data=stream.to_json(),
             tokenizer_files=self.tokenizer_files,
             layout={"world": topology.world, "dp_size": topology.dp_size},
         )
-        timeout_s = self.recipe.guard.timeout_s
-        path = Path(
-            _together(
-                control,
-                topology.rank == 0,
-                lambda: str(commit(tmp, world=topology.world, meta=meta, timeout_s=timeout_s)),
-            )
-        )
+
+    def commit(self, tmp: Path, meta: Meta, *, world: int, given_up: Callable[[], bool] = lambda: False) -> Path:
+        """Make a save a checkpoint (rank 0), when all parts have come."""
+        return commit(tmp, world=world, meta=meta, timeout_s=self.recipe.guard.timeout_s, given_up=given_up)
+
+    def prune(self) -> None:
+        """Remove the checkpoints that need not be kept (rank 0)."""
         keep = self.recipe.checkpoint
-        if topology.rank == 0:
-            prune(self.root, last=keep.keep_last, every=keep.keep_every)
-        return path
+        prune(self.root, last=keep.keep_last, every=keep.keep_every)
+
+    def discard(self, tmp: Path) -> None:
+        """Remove what a save that failed has left (rank 0), where the file system lets it: what failed matters more."""
+        with suppress(CheckpointError):
+            discard(tmp)
 
     def rehearse(self, engine: Engine) -> TrialReport:
         """Try the folder with a save of a few bytes, the same report on every rank; nothing of it stays.
@@ -99,20 +120,20 @@ class Checkpoints:
                 not fit; every rank raises.
         """
         topology, control, first = engine.topology, engine.control, engine.topology.rank == 0
-        tmp = Path(_together(control, first, lambda: str(begin_trial(self.root, world=topology.world))))
+        tmp = Path(together(control, first, lambda: str(begin_trial(self.root, world=topology.world))))
         failure = _attempt(lambda: write_trial(tmp, rank=topology.rank, need_bytes=engine.state_bytes()))
         if control.all_max(int(failure is not None)):
             if first:
-                discard(tmp)
-            raise failure or CheckpointError(f"{tmp}: another rank could not write there; its message names the cause")
+                self.discard(tmp)
+            raise failure or another_failed(tmp)
         timeout_s = self.recipe.guard.timeout_s
 
         def finish() -> str:
             report = finish_trial(tmp, world=topology.world, timeout_s=timeout_s)
-            return json.dumps([report.need_bytes, report.free_bytes])
+            return json.dumps([report.need_bytes, report.free_bytes, report.slow_because])
 
-        need_bytes, free_bytes = json.loads(_together(control, first, finish))
-        return TrialReport(root=self.root, need_bytes=need_bytes, free_bytes=free_bytes)
+        need_bytes, free_bytes, slow_because = json.loads(together(control, first, finish))
+        return TrialReport(root=self.root, need_bytes=need_bytes, free_bytes=free_bytes, slow_because=slow_because)
 
     def room_wanted(self, report: TrialReport) -> int:
         """Bytes that are missing for all the checkpoints that the run will keep; 0 when there is room for them."""
@@ -128,7 +149,7 @@ class Checkpoints:
                 say(f"checkpoint {bad.path} is not used: {bad.reason}")
             return str(found.path) if found else ""
 
-        path = _together(control, rank == 0, newest)
+        path = together(control, rank == 0, newest)
         return Checkpoint.open(path) if path else None
 
     def stream_state(self, checkpoint: Checkpoint) -> StreamState:
@@ -169,8 +190,13 @@ def _attempt(action: Callable[[], None]) -> CheckpointError | None:
     return None
 
 
-def _together(control: Control, mine: bool, action: Callable[[], str]) -> str:
-    """Run `action` on one rank and give its result to all; a CheckpointError there is raised on every rank."""
+def another_failed(tmp: Path) -> CheckpointError:
+    """The error of a rank whose own part of a save is sound."""
+    return CheckpointError(f"{tmp}: another rank could not write its part; its message names the cause")
+
+
+def together(control: Control, mine: bool, action: Callable[[], str]) -> str:
+    """Run `action` on one rank, and give its result to all; a CheckpointError there is raised on every rank."""
     answer: dict[str, str] = {}
     failure: CheckpointError | None = None
     if mine:

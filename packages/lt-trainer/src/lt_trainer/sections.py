@@ -269,6 +269,9 @@ class CheckpointOptions:
     )
     keep_last: int = option(3, "newest checkpoints to keep")
     keep_every: int = option(0, "also keep checkpoints whose step is a multiple of this; 0 = none, 1 = all")
+    background: bool = option(
+        False, "train on while a checkpoint is written; takes memory on the host for one more copy of the state"
+    )
     resume: bool = option(True, "go on from the newest valid checkpoint of the run directory")
 
     def __post_init__(self) -> None:

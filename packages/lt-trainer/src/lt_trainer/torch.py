@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,12 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lt_ckpt import Checkpoint, Shard, TensorSpec
+from lt_ckpt import Checkpoint, Shard, TensorSpec, Want
 from lt_model import LlamaConfig, Parameter, parameters
 from lt_trainer.errors import PeerError
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Torch dtypes and their safetensors codes, for what an optimizer state may hold."""
+
+BATCH_BYTES = 256 * 2**20
+"""Bytes that are read at once on their way to a device."""
 
 
 @contextmanager
@@ -83,14 +87,22 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 
 
 def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
-    """A tensor's local slice as a shard whose data views the tensor's memory (a CPU copy if it lives elsewhere).
+    """A tensor's local slice as a shard; None where it is empty.
 
-    None where it is empty.
+    On the CPU its data views the tensor's memory, and changes with it. On a device it is copied when it is asked for.
     """
     local, offset = local_part(tensor)
     if local.numel() == 0 and tensor.numel() != 0:
         return None
-    flat = local.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    local = local.detach()
+
+    def copied() -> np.ndarray:
+        return local.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+
+    def into(target: np.ndarray) -> None:
+        torch.from_numpy(target).view(local.dtype).view(local.shape).copy_(local)
+
+    on_cpu = local.device.type == "cpu"
     return Shard(
         group=group,
         name=name,
@@ -98,8 +110,28 @@ def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
         global_shape=tuple(tensor.shape),
         offset=offset,
         shape=tuple(local.shape),
-        data=flat.numpy(),
+        data=copied() if on_cpu else copied,
+        into=None if on_cpu else into,
     )
+
+
+def host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
+    """Bytes on the host for copies of what is on `device`; where that is a GPU, page-locked, so that it copies faster.
+
+    Raises:
+        MemoryError: the system does not let so much be locked.
+    """
+    from lt_ckpt.background import host_memory as pageable
+
+    memory = pageable(n_bytes)
+    if device.type == "cuda" and n_bytes:
+        runtime, address = torch.cuda.cudart(), memory.ctypes.data
+        assert runtime is not None, "torch was built with CUDA"
+        code = int(runtime.cudaHostRegister(address, n_bytes, 0))
+        if code:
+            raise MemoryError(f"CUDA cannot lock {n_bytes} bytes of host memory (error {code})")
+        weakref.finalize(memory, runtime.cudaHostUnregister, address)
+    return memory
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
@@ -107,15 +139,42 @@ def spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
 
 
-def fill_from(checkpoint: Checkpoint, group: str, name: str, tensor: Tensor) -> None:
-    """Copy a checkpoint's tensor of the same dtype and shape, or this rank's slice of it, into `tensor`."""
-    local, offset = local_part(tensor)
-    if local.numel() == 0:
-        return
-    raw = checkpoint.read(group, name, offset=offset, shape=tuple(local.shape))
-    values = torch.from_numpy(np.ascontiguousarray(raw)).view(tensor.dtype).view(local.shape)
-    with torch.no_grad():
-        local.copy_(values)
+def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Copy a checkpoint's tensors of the same dtypes and shapes, or this rank's slices of them, into tensors.
+
+    Args:
+        checkpoint: What to read.
+        groups: Group → name → tensor. On the CPU a tensor's memory is filled in place; others by batches of
+            `BATCH_BYTES`.
+    """
+    straight: list[tuple[Want, np.ndarray]] = []
+    batch: list[tuple[Want, Tensor]] = []
+    n_bytes = 0
+
+    def fill_batch() -> None:
+        nonlocal n_bytes
+        with torch.no_grad():
+            for (_, local), raw in zip(batch, checkpoint.read_many([want for want, _ in batch]), strict=True):
+                local.copy_(torch.from_numpy(raw).view(local.dtype).view(local.shape))
+        batch.clear()
+        n_bytes = 0
+
+    for group, tensors in groups.items():
+        for name, tensor in tensors.items():
+            local, offset = local_part(tensor)
+            if local.numel() == 0:
+                continue
+            local = local.detach()
+            want = Want(group=group, name=name, offset=offset, shape=tuple(local.shape))
+            if local.device.type == "cpu" and local.is_contiguous():
+                straight.append((want, local.view(-1).view(torch.uint8).numpy()))
+                continue
+            batch.append((want, local))
+            n_bytes += local.nbytes
+            if n_bytes >= BATCH_BYTES:
+                fill_batch()
+    fill_batch()
+    checkpoint.read_into([want for want, _ in straight], [memory for _, memory in straight])
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:

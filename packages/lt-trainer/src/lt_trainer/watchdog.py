@@ -108,9 +108,9 @@ class Watchdog:
         rank for a few beats, at most for a quarter of the timeout.
         """
         self._leaving = True
-        self._go_on()
+        self.go_on()
         self._explained = self._survey(lambda: False).explain()
-        self._go_on()
+        self.go_on()
         if self._explained is None:
             return "all other ranks seem to be alive"
         return self._explained.text
@@ -212,7 +212,8 @@ class Watchdog:
     def _observe(self, ranks: Iterable[int]) -> Observer:
         return Observer(ranks, limit=self._limit, beat_s=self._beat_s, logs=self._logs)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """Say that the main thread goes on with the stage that it is in."""
         stage, step, lap = self._mark
         self._mark = (stage, step, lap)  # also starts the watch where nothing was marked: who leaves must get done
 
