@@ -70,7 +70,7 @@ def documents(n_steps: int, *, rows: int, seed: int = 0) -> list[StepBatch]:
 
 
 def state(engine: GpuEngine) -> dict[tuple[str, str], bytes]:
-    return {(shard.group, shard.name): shard.data.tobytes() for shard in engine.state().shards}
+    return {(shard.group, shard.name): shard.bytes().tobytes() for shard in engine.state().shards}
 
 
 def train(engine: GpuEngine, steps: list[StepBatch], lr: float = 1e-3) -> list[StepMetrics]:
@@ -155,7 +155,7 @@ def test_the_document_mask_is_at_work(open_engine) -> None:
 
 def test_memory_is_the_devices_peak_since_it_was_last_asked(open_engine) -> None:
     engine = open_engine(MASKED, "engine.gpu.dtype=bfloat16")
-    weights = sum(shard.data.nbytes for shard in engine.state().shards if shard.group == "weights")
+    weights = sum(shard.n_bytes for shard in engine.state().shards if shard.group == "weights")
     assert engine.state_bytes() == 3 * weights
     train(engine, documents(1, rows=64))
     large = engine.memory_bytes()
@@ -163,6 +163,15 @@ def test_memory_is_the_devices_peak_since_it_was_last_asked(open_engine) -> None
     small = engine.memory_bytes()
     # Weights, two moments and gradients in float32, and what 64 rows leave behind in bfloat16, are held at once.
     assert 4 * weights < small < large < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_host_memory_for_copies_is_page_locked_and_given_back(open_engine) -> None:
+    engine = open_engine(MASKED)
+    for _ in range(3):  # locking an address a second time would be refused
+        memory = engine.host_memory(2**20 + 1)
+        assert memory.shape == (2**20 + 1,)
+        assert torch.from_numpy(memory).is_pinned()
+        del memory
 
 
 def test_the_peak_of_a_known_gpu_is_the_datasheets(open_engine, config) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, write_part
+from lt_ckpt import BackgroundSaver, Checkpoint, CheckpointError, Meta, begin, commit, write_part
 from lt_model import LlamaConfig, parameters
 from lt_model.init import init_model
 from lt_model.llama import Llama
@@ -50,7 +50,7 @@ def plain_torch(
 
 
 def weights(engine: GpuEngine) -> dict[str, np.ndarray]:
-    return {s.name: s.data.view(np.float64).copy() for s in engine.state().shards if s.group == "weights"}
+    return {s.name: s.bytes().view(np.float64).copy() for s in engine.state().shards if s.group == "weights"}
 
 
 def relative(a: np.ndarray, b: np.ndarray) -> float:
@@ -110,6 +110,29 @@ def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_pa
     resumed = open_engine(config, "run.seed=7", *sets)  # another seed: everything must come from the checkpoint
     resumed.restore(Checkpoint.open(path))
     assert resumed.read([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_moment(open_engine, config, batches, tmp_path: Path) -> None:
+    """The next step begins at once, and changes weights and moments in place."""
+    engine = open_engine(config)
+    steps = batches(4, n_micro=1, micro_batch=2)
+    saver = BackgroundSaver(engine.host_memory)
+    for batch in steps[:2]:
+        engine.step(batch, 1e-3)
+    snapshot = engine.state()
+    expected = {(s.group, s.name): s.bytes().copy() for s in snapshot.shards}
+    saver.reserve(engine.state().shards)
+    tmp = begin(tmp_path, step=2, world=1)
+    saver.start(tmp, rank=0, shards=engine.state().shards)
+    for batch in steps[2:]:
+        engine.step(batch, 1e-3)
+    saver.wait()
+    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=2, small=snapshot.small)))
+    found = {
+        (group, name): checkpoint.read(group, name) for group in checkpoint.groups for name in checkpoint.names(group)
+    }
+    assert found.keys() == expected.keys()
+    assert [key for key in found if found[key].tobytes() != expected[key].tobytes()] == []
 
 
 def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def train(root: str, micro_batch: int, tied: bool) -> Trained:
 
     def state() -> list[Piece]:
         return [
-            Piece(s.group, s.name, s.global_shape, s.offset, s.data.view(np.float64).reshape(s.shape).copy())
+            Piece(s.group, s.name, s.global_shape, s.offset, s.bytes().view(np.float64).reshape(s.shape).copy())
             for s in engine.state().shards
         ]
 

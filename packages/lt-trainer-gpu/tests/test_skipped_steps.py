@@ -33,7 +33,7 @@ def open_engine() -> Iterator:
 
 
 def state(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
-    return {(s.group, s.name): s.data.copy() for s in snapshot.shards}
+    return {(s.group, s.name): s.bytes().copy() for s in snapshot.shards}
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
