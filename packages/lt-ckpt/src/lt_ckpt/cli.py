@@ -108,13 +108,16 @@ def _verify_hashes(path: Path) -> None:
 
 
 def _verify_model(path: str, against: str, config: Path | None, logits: bool) -> None:
-    """Completeness (which opening a model checks), equal copies, and equality with another model."""
+    """Completeness (which opening a model checks), checksums, equal copies, and equality with another model."""
+    from lt_ckpt.checksums import damaged_files
     from lt_ckpt.comparison import compare, unequal_copies
     from lt_ckpt.errors import CheckpointError
 
     source = open_model(path, config)
+    with progress_bar("checking") as progress:
+        problems = list(damaged_files(source, progress=progress))
     with progress_bar("comparing copies") as progress:
-        problems = list(unequal_copies(source, progress=progress))
+        problems += unequal_copies(source, progress=progress)
     if against:
         other = open_model(against, config)
         with progress_bar("comparing") as progress:
@@ -130,7 +133,8 @@ def _verify_model(path: str, against: str, config: Path | None, logits: bool) ->
         say(f"broken: {problem}")
     if problems:
         raise CheckpointError(f"{path}: {len(problems)} problems")
-    same = f"every tensor equal to {against}" if against else "every file and tensor there; this format has no hashes"
+    sums = "this format has no checksums" if source.format == "hf" else "every checksum right"
+    same = f"every tensor equal to {against}" if against else f"every file and tensor there, {sums}"
     say(f"ok: {path}: {len(source.weights.specs)} tensors ({source.format}), {same}")
 
 
