@@ -107,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(request, status, headers, b"")
         return self.cdn(request) if self.name == "cdn" else self.main(request)
 
+    do_HEAD = do_GET
+
     def answer(self, request: Request, status: int, headers: dict[str, str], body: bytes) -> None:
         request.status = status
         cut: Any = (self.hub.cuts.get(request.file) or [None]).pop(0) if status in (200, 206) else None
@@ -114,6 +116,8 @@ class Handler(BaseHTTPRequestHandler):
         for key, value in {"Content-Length": str(len(body)), **headers}.items():
             self.send_header(key, value)
         self.end_headers()
+        if self.command == "HEAD":
+            return
         reset, cut = (True, cut[1]) if isinstance(cut, tuple) else (False, cut)
         self.wfile.write(body[:cut])
         self.wfile.flush()
@@ -138,7 +142,7 @@ class Handler(BaseHTTPRequestHandler):
         if path.startswith("/api/"):
             if path.rpartition("/revision/")[2] not in ("main", "refs/pr/1", hub.commit):
                 return self.refuse(request, 404, "RevisionNotFound", "Invalid rev id")
-            assert urlsplit(self.path).query == "blobs=true"
+            assert urlsplit(self.path).query.lower() == "blobs=true"
             return self.answer(request, 200, {"Content-Type": "application/json"}, json.dumps(hub.listing()).encode())
         if hub.gated_for is not None and token not in hub.gated_for:
             message = f"Access to model {hub.repo} is restricted. {token}"
@@ -150,6 +154,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.content(request, name)
         data = hub.files[name]
         linked = {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
+        linked |= {"X-Repo-Commit": hub.commit}
         headers = {"Location": hub.location or f"http://localhost:{hub.cdn_port}/blobs/{name}?Signature=secret"}
         return self.answer(request, 302, {**headers, **(linked if hub.linked else {})}, b"see there")
 
@@ -159,7 +164,7 @@ class Handler(BaseHTTPRequestHandler):
     def content(self, request: Request, name: str) -> None:
         hub = self.hub
         data = hub.served.get(name, hub.files[name])
-        headers = {"ETag": hub.etags.get(name, f'"{blob(data)}"')}
+        headers = {"ETag": hub.etags.get(name, f'"{blob(data)}"'), "X-Repo-Commit": hub.commit}
         wanted = request.headers.get("range")
         if wanted is None or hub.ignore_range:
             return self.answer(request, 200, headers, data)

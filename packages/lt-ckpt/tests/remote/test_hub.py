@@ -269,6 +269,26 @@ def test_an_endpoint_that_is_no_hub(hub, model):
         fetch_model(f"hf://org/name@{hub.commit}", hub=quick())
 
 
+def test_the_hub_of_these_tests_is_one_to_others_too(hub, model, tmp_path):
+    """What stands in for the hub answers Hugging Face's own client as the hub does, down to refusals."""
+    theirs = pytest.importorskip("huggingface_hub")
+    api = theirs.HfApi(endpoint=hub.endpoint, token=False)
+    info = api.model_info("org/name", revision="main", files_metadata=True)
+    assert info.sha == hub.commit
+    assert {file.rfilename: file.size for file in info.siblings} == {n: len(data) for n, data in hub.files.items()}
+    assert {file.rfilename for file in info.siblings if file.lfs} == hub.large
+    for name in ("config.json", model.one):
+        path = api.hf_hub_download("org/name", name, revision=hub.commit, local_dir=tmp_path / "theirs")
+        assert (tmp_path / "theirs" / name).read_bytes() == hub.files[name], path
+    with pytest.raises(theirs.errors.RevisionNotFoundError):
+        api.model_info("org/name", revision="v9")
+    with pytest.raises(theirs.errors.RepositoryNotFoundError):
+        api.model_info("org/other")
+    hub.gated_for = set()
+    with pytest.raises(theirs.errors.GatedRepoError):
+        api.get_hf_file_metadata(url=f"{hub.endpoint}/org/name/resolve/{hub.commit}/config.json")
+
+
 def test_the_model_that_the_readers_open_is_the_one_that_was_sent(hub, model):
     got = HFFolder.open(fetch_model("hf://org/name").path)
     assert np.frombuffer(got.read("b"), "<f8").reshape(200, 500)[3, 4] == model.arrays[model.two]["b"][3, 4]

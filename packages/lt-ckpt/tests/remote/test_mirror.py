@@ -68,14 +68,16 @@ class Gate:
         self.go.set()
 
 
-def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, toy, tmp_path, start):
+def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, toy, tmp_path, start, monkeypatch):
     for step in (1, 2):
         toy.save(tmp_path / "run", step)
     said = []
     running = start(say=said.append)
     for step in (3, 4, 5):
         running.notify(toy.save(tmp_path / "run", step))
+    monkeypatch.setattr(running._stop, "set", lambda: None)
     assert running.close(SOON) == ()
+    assert not running._thread.is_alive(), "it ends by itself when nothing waits"
     urls = [f"s3://{bucket}/run/step-{step:08d}" for step in (1, 2, 3, 4, 5)]
     assert [done.url for done in running.uploaded] == urls
     assert said == [f"uploaded {url.rpartition('/')[2]} to {url}" for url in urls]
