@@ -194,6 +194,10 @@ def test_logits_layer_by_layer_find_a_swapped_head_order(tmp_path: Path) -> None
     assert found["embedding"] == found["layer 0"] == 0
     assert found["layer 1"] > 1e-3
     assert found["logits"] > 1e-3
+    assert torch.is_grad_enabled(), "for whoever comes next"
+    begun = layer_outputs(open_source(a), tokens)
+    next(begun)
+    assert torch.is_grad_enabled(), "and for whoever is between two layers"
 
 
 MEASURE = """

@@ -30,8 +30,10 @@ while True:
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
     rng = random.Random(seed)
-    last = 0
-    for _ in range(2):
+    last = rounds = 0
+    while rounds < 2 or last == 0:  # on a machine that is busy a round may be over before its first save
+        rounds += 1
+        assert rounds < 100
         code = SAVER.format(tests=str(Path(__file__).parent), root=str(tmp_path), first=last + 1)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
         assert child.stdout is not None

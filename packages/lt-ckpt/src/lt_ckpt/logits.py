@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 CODES = {torch.float64: "F64", torch.float32: "F32"}
 
 
+@torch.no_grad()  # around each step of the generator: a context inside it would leak into whoever is between two steps
 def layer_outputs(
     source: Source, token_ids: "Sequence[int]", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
@@ -46,7 +47,7 @@ def layer_outputs(
     config = LlamaConfig.from_hf(dict(source.config), source=str(source.path))
     with torch.device("meta"):
         model = Llama(config)  # a description until a part of it is filled
-    with Reader(source.root) as reader, torch.no_grad():
+    with Reader(source.root) as reader:
 
         def filled(module: nn.Module, prefix: str) -> nn.Module:
             made = module.to_empty(device="cpu").to(dtype)
