@@ -255,6 +255,13 @@ def test_memory_is_bounded_however_many_files_are_open(tmp_path, monkeypatch):
     assert len(direct._spare) <= direct.RINGS * direct.RING_BLOCKS
 
 
+def test_blocks_are_aligned_and_used_again():
+    block = direct.take_block()
+    assert (block.dtype, len(block), block.ctypes.data % direct.HUGE_BYTES) == ("uint8", BLOCK, 0)
+    direct.give_block(block)
+    assert direct.take_block() is block
+
+
 def test_a_finished_file_makes_room_for_the_next(disk, log):
     """Files that are all open at once, but are filled one after the other, are all written directly."""
     data = [random.Random(i).randbytes(2 * BLOCK) for i in range(5)]
@@ -286,13 +293,13 @@ def test_a_forked_process_has_blocks_of_its_own():
 import os
 from lt_ckpt import direct
 block = direct.take_block()
-block[:4] = b"mine"
+block[:4] = 1
 direct.give_block(block)
 pid = os.fork()
 if pid == 0:
-    direct.take_block()[:4] = b"your"
+    direct.take_block()[:4] = 2
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
-assert block[:4] == b"mine", block[:4]
+assert block[:4].tolist() == [1] * 4, block[:4]
 """
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,22 +40,33 @@ RINGS = 2
 DIRECT_FROM_BYTES = 2**20
 """Smaller files are not worth a thread."""
 
+HUGE_BYTES = 2 * 2**20
+"""A page of the larger kind. A disk takes a limited number of pieces of memory at once, so that small pages mean small
+requests; with these a disk was read and written up to twice as fast."""
+
 _rings = threading.Semaphore(RINGS)
-_spare: list[mmap.mmap] = []
+_spare: list[np.ndarray] = []
 _refusals: dict[int, str] = {}
 """File systems (`st_dev`) that have refused O_DIRECT, and in which words."""
 
 
-def take_block() -> mmap.mmap:
-    """Returns an aligned block of memory, a used one if there is one."""
+def take_block() -> np.ndarray:
+    """Returns an aligned block of memory (uint8), a used one if there is one."""
     with suppress(IndexError):
         block = _spare.pop()
         if len(block) == BLOCK_BYTES:
             return block
-    return mmap.mmap(-1, BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked process has its own
+    # Private: a forked process has its own.
+    pages = mmap.mmap(-1, BLOCK_BYTES + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(pages, np.uint8)
+    skip = -memory.ctypes.data % HUGE_BYTES
+    return memory[skip : skip + BLOCK_BYTES]
 
 
-def give_block(block: mmap.mmap) -> None:
+def give_block(block: np.ndarray) -> None:
     """Keeps a block for the next file."""
     if len(_spare) < RINGS * RING_BLOCKS:
         _spare.append(block)
@@ -186,9 +197,9 @@ class _Ring:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._direct = descriptor, True
-        self._free: SimpleQueue[mmap.mmap | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[mmap.mmap, int, int] | None] = SimpleQueue()
-        self._block: mmap.mmap | None = None
+        self._free: SimpleQueue[np.ndarray | None] = SimpleQueue()
+        self._full: SimpleQueue[tuple[np.ndarray, int, int] | None] = SimpleQueue()
+        self._block: np.ndarray | None = None
         self._filled = self._position = 0
         self._failure: BaseException | None = None
         self._given_up = False
@@ -203,11 +214,11 @@ class _Ring:
         source, done = np.frombuffer(data, np.uint8), 0
         while done < len(source):
             if self._block is None:
-                self._block = self._free.get() or take_block()
+                block = self._free.get()
+                self._block = take_block() if block is None else block
                 self._raise()
             n = min(len(source) - done, len(self._block) - self._filled)
-            target = np.frombuffer(self._block, np.uint8, n, self._filled)
-            np.copyto(target, source[done : done + n])
+            np.copyto(self._block[self._filled : self._filled + n], source[done : done + n])
             done += n
             self._filled += n
             if self._filled == len(self._block):
@@ -245,7 +256,7 @@ class _Ring:
             block, n_bytes, position = item
             if self._failure is None and not self._given_up:
                 try:
-                    self._write(memoryview(block)[:n_bytes], position)
+                    self._write(block.data[:n_bytes], position)
                 except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
                     self._failure = exc
             self._free.put(block)

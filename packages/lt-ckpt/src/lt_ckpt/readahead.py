@@ -1,31 +1,33 @@
-"""Big reads at the speed of the disk: past the page cache, several requests in flight, in order.
+"""Big reads at the speed of the disk: past the page cache, with several requests in flight.
 
-`read_ahead` yields the bytes of stretches of files block by block; while one block is used, threads read the next ones
-into aligned memory. `fill` copies from these blocks into buffers that lie anywhere. Stretches need not be aligned: a
-block begins and ends on a multiple of `direct.ALIGN`, and what was read beyond the stretch is not shown.
+`read_ahead` yields the bytes of stretches of files block by block, in order; while one is used, threads read the next
+ones into aligned memory. `fill` reads into buffers that lie anywhere, in no order. Nothing need be aligned: a block
+begins and ends on a multiple of `direct.ALIGN`, and what was read beyond what is wanted is not shown.
 
 Where a file system refuses O_DIRECT (`lt_ckpt.direct`), the same reads go through the page cache.
 
 Cost: one copy of the bytes, beside the disk, and at most `ALIGN` bytes more read at either end of a stretch; memory:
-`AHEAD` + 1 blocks, kept for the next reading.
+`THREADS` blocks, kept for the next reading.
 """
 
-import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from lt_ckpt import direct, files
-from lt_ckpt.errors import storage
+from lt_ckpt.errors import CheckpointError, storage
 
 AHEAD = 3
-"""Requests in flight."""
+"""Requests in flight while a block is used."""
+
+THREADS = AHEAD + 1
+"""Threads that fill buffers: each reads or copies."""
 
 WORTH_BYTES = 8 * 2**20
 """Less than this in all is read the ordinary way."""
@@ -61,9 +63,9 @@ class _File:
             os.close(self.descriptor)
             raise
 
-    def read(self, block: mmap.mmap, begin: int, n_bytes: int) -> None:
+    def read(self, block: np.ndarray, begin: int, n_bytes: int) -> None:
         """Reads at least `n_bytes` from the aligned position `begin` on into an aligned block."""
-        view = memoryview(block)
+        view = block.data
         rounded = -(-n_bytes // direct.ALIGN) * direct.ALIGN
         done = 0
         while self.direct and done < n_bytes and done % direct.ALIGN == 0:
@@ -75,8 +77,14 @@ class _File:
             if not got:
                 break
             done += got
-        if done < n_bytes:  # refused; or cut off: then the rest cannot be read, and the error says so
-            self._read_buffered(view[done:n_bytes], begin + done)
+        if done < n_bytes:
+            size = os.fstat(self.descriptor).st_size
+            if size < begin + n_bytes:
+                missing = begin + n_bytes - size
+                raise CheckpointError(
+                    f"{self.path}: ends at byte {size}, at least {missing} are missing; the file is truncated"
+                )
+            self._read_buffered(view[done:n_bytes], begin + done)  # refused, or an odd part was read
 
     def _read_buffered(self, view: memoryview, begin: int) -> None:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
@@ -96,7 +104,7 @@ class _Request:
     skip: int
     """Bytes of the block before them."""
     n_bytes: int
-    block: mmap.mmap
+    block: np.ndarray
     file: _File
     done: Future[None]
 
@@ -143,7 +151,7 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
         return request
 
     def show(request: _Request) -> Iterator[tuple[int, int, memoryview]]:
-        view = memoryview(request.block)[request.skip : request.skip + request.n_bytes]
+        view = request.block.data[request.skip : request.skip + request.n_bytes]
         yield request.stretch, request.begin, view
         direct.give_block(request.block)
 
@@ -175,35 +183,81 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
 def fill(runs: Sequence[Run]) -> None:
     """Fills buffers from files, each file forwards, neighbours together.
 
+    Each thread takes the next block, reads it and copies from it, so that nobody waits for another thread's turn.
+
     Raises:
         CheckpointError: A file cannot be read, or ends too early.
     """
+    tasks, lock = _tasks(runs), threading.Lock()
+    failed = threading.Event()
+
+    def work() -> None:
+        block, file = direct.take_block(), None
+        try:
+            while not failed.is_set():
+                with lock:
+                    task = next(tasks, None)
+                if task is None:
+                    break
+                with storage("reading", task.path):
+                    if file is None or file.path != task.path:
+                        if file is not None:
+                            os.close(file.descriptor)
+                        file = None
+                        file = _File(task.path)
+                    skip = task.begin % direct.ALIGN
+                    file.read(block, task.begin - skip, skip + task.n_bytes)
+                _scatter(task, block.data[skip : skip + task.n_bytes])
+        except BaseException:
+            failed.set()
+            raise
+        finally:
+            if file is not None:
+                os.close(file.descriptor)
+            direct.give_block(block)
+
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="lt-ckpt-read") as pool:
+        workers = [pool.submit(work) for _ in range(THREADS)]
+    for worker in workers:
+        worker.result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A block to be read, and the runs that begin or go on in it."""
+
+    path: Path
+    begin: int
+    n_bytes: int
+    runs: list[Run]
+
+
+def _tasks(runs: Sequence[Run]) -> Iterator[_Task]:
     ordered = sorted(runs, key=lambda run: (str(run.path), run.begin))
-    groups: list[list[Run]] = []
-    ends: list[int] = []
-    for run in ordered:
+    first = 0
+    while first < len(ordered):
+        path, begin = ordered[first].path, ordered[first].begin
+        end, last = begin, first
         # A gap smaller than what is read in any case is no reason to begin anew.
-        if groups and groups[-1][0].path == run.path and run.begin <= ends[-1] + direct.ALIGN:
-            groups[-1].append(run)
-            ends[-1] = max(ends[-1], run.begin + len(run.buffer))
-        else:
-            groups.append([run])
-            ends.append(run.begin + len(run.buffer))
-    stretches = [Stretch(g[0].path, g[0].begin, end - g[0].begin) for g, end in zip(groups, ends, strict=True)]
-    with closing(read_ahead(stretches)) as blocks:
-        for index, position, view in blocks:
-            _scatter(groups[index], position, view)
+        while last < len(ordered) and ordered[last].path == path and ordered[last].begin <= end + direct.ALIGN:
+            end = max(end, ordered[last].begin + len(ordered[last].buffer))
+            last += 1
+        low = first
+        for position, n_bytes in _pieces(Stretch(path, begin, end - begin)):
+            while low < last and ordered[low].begin + len(ordered[low].buffer) <= position:
+                low += 1
+            high = low
+            while high < last and ordered[high].begin < position + n_bytes:
+                high += 1
+            yield _Task(path, position, n_bytes, ordered[low:high])
+        first = last
 
 
-def _scatter(runs: list[Run], position: int, view: memoryview) -> None:
-    """Copies what a block holds of some runs; drops the runs that are done with."""
-    end = position + len(view)
-    source = np.frombuffer(view, np.uint8)
-    for run in runs:
-        begin, until = max(run.begin, position), min(run.begin + len(run.buffer), end)
-        if run.begin >= end:
-            break
+def _scatter(task: _Task, view: memoryview) -> None:
+    """Copies what a block holds of the runs."""
+    source, end = np.frombuffer(view, np.uint8), task.begin + task.n_bytes
+    for run in task.runs:
+        begin, until = max(run.begin, task.begin), min(run.begin + len(run.buffer), end)
         if begin < until:
             target = np.frombuffer(run.buffer, np.uint8)
-            np.copyto(target[begin - run.begin : until - run.begin], source[begin - position : until - position])
-    runs[:] = [run for run in runs if run.begin + len(run.buffer) > end]
+            np.copyto(target[begin - run.begin : until - run.begin], source[begin - task.begin : until - task.begin])
