@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import CheckpointError, files, list_steps
+from lt_trainer import saver
 from lt_trainer.check import CheckError, check
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.recipe import load
@@ -45,6 +46,14 @@ def test_shows_every_stage_and_leaves_nothing(recipe_base, fake_engine, tmp_path
     assert engine.rows[8:16] == engine.rows[16:24]
     assert engine.lrs[1] == engine.lrs[2]
     assert engine.closed
+
+
+def test_memory_for_background_saves_is_tried(recipe_base, fake_engine, monkeypatch) -> None:
+    assert "ok      background" not in "\n".join(checked(recipe_base))
+    assert "ok      background" in "\n".join(checked(recipe_base, "checkpoint.background=true"))
+    monkeypatch.setattr(saver, "_available_bytes", lambda: 0)
+    with pytest.raises(RecipeError, match=r"checkpoint.background = True"):
+        checked(recipe_base, "checkpoint.background=true")
 
 
 def test_a_run_that_exists_is_left_as_it_is(recipe_base, fake_engine) -> None:

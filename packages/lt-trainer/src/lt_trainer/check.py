@@ -29,6 +29,7 @@ from lt_trainer.journal import GIB
 from lt_trainer.recipe import Resolved
 from lt_trainer.run import Plan
 from lt_trainer.rundir import RunDir
+from lt_trainer.saver import Saver
 from lt_trainer.saving import Checkpoints, checkpoints_held
 from lt_trainer.schedule import lr as learning_rate
 
@@ -108,6 +109,7 @@ def check(resolved: Resolved, *, environ: Mapping[str, str] | None = None) -> li
             missing = plan.checkpoints(out / "checkpoints").room_wanted(report)
             if missing:
                 words.append(f"warning: {_size(missing)} more are needed to hold them all")
+        _reserve(plan, engine, checkpoints, table)
         _step_and_save(plan, engine, checkpoints, table)
     with table.row("left behind") as words:
         words.append("nothing")
@@ -126,6 +128,13 @@ def _describe_data(plan: Plan, table: Table) -> None:
     if plan.data.validation is not None:
         with table.row("validation") as words:
             words.append(f"{plan.data.validation.n_rows} rows of {plan.data.validation.seq_len}")
+
+
+def _reserve(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table) -> None:
+    if plan.recipe.checkpoint.background:
+        with table.row("background") as words:
+            Saver(checkpoints, engine, saved=lambda step, path: None, go_on=lambda: None).reserve()
+            words.append(f"{_size(engine.state_bytes())} of memory on the host for a rank's copy of its state")
 
 
 def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table) -> None:
