@@ -90,7 +90,7 @@ def timed(into: dict[str, list[float]], name: str):
 
 def aligned_block() -> np.ndarray:
     """Memory as good as ours: of huge pages, where the system has them."""
-    block = direct.take_block()
+    block = direct.take_block(direct.BLOCK_BYTES)
     block[:] = np.frombuffer(os.urandom(len(block)), np.uint8)
     return block
 

@@ -237,7 +237,7 @@ def test_memory_is_bounded_however_many_files_are_open(tmp_path, monkeypatch):
     monkeypatch.setattr(direct, "switch_off", lambda descriptor: None)
     taken = []
     real = direct.take_block
-    monkeypatch.setattr(direct, "take_block", lambda: taken.append(real()) or taken[-1])
+    monkeypatch.setattr(direct, "take_block", lambda n_bytes: taken.append(real(n_bytes)) or taken[-1])
     data = [random.Random(i).randbytes(5 * BLOCK + i) for i in range(6)]
     opened = [NewFile(tmp_path / f"{i}", len(d)) for i, d in enumerate(data)]
     for file, d in zip(opened, data, strict=True):
@@ -256,10 +256,12 @@ def test_memory_is_bounded_however_many_files_are_open(tmp_path, monkeypatch):
 
 
 def test_blocks_are_aligned_and_used_again():
-    block = direct.take_block()
+    block = direct.take_block(BLOCK)
     assert (block.dtype, len(block), block.ctypes.data % direct.HUGE_BYTES) == ("uint8", BLOCK, 0)
     direct.give_block(block)
-    assert direct.take_block() is block
+    assert direct.take_block(2 * BLOCK) is not block
+    assert direct.take_block(BLOCK) is block
+    assert direct.take_block(BLOCK) is not block
 
 
 def test_a_finished_file_makes_room_for_the_next(disk, log):
@@ -292,12 +294,12 @@ def test_a_forked_process_has_blocks_of_its_own():
     code = """
 import os
 from lt_ckpt import direct
-block = direct.take_block()
+block = direct.take_block(4096)
 block[:4] = 1
 direct.give_block(block)
 pid = os.fork()
 if pid == 0:
-    direct.take_block()[:4] = 2
+    direct.take_block(4096)[:4] = 2
     os._exit(0)
 assert os.waitpid(pid, 0)[1] == 0
 assert block[:4].tolist() == [1] * 4, block[:4]

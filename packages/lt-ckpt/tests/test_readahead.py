@@ -17,7 +17,7 @@ BLOCK = 2 * direct.ALIGN
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
+    monkeypatch.setattr(readahead, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(direct, "_refusals", {})
     monkeypatch.setattr(direct, "_spare", [])
     before = threading.active_count(), len(os.listdir("/proc/self/fd")) if os.path.exists("/proc/self/fd") else 0
@@ -118,7 +118,7 @@ def test_a_block_is_the_callers_until_the_next_one(tmp_path):
     (tmp_path / "x").write_bytes(data)
     with closing(read_ahead([Stretch(tmp_path / "x", 0, len(data))])) as blocks:
         for _, position, view in blocks:
-            others = [direct.take_block() for _ in range(len(direct._spare))]
+            others = [direct.take_block(BLOCK) for _ in range(len(direct._spare))]
             for block in others:
                 block[:] = 0
                 direct.give_block(block)
@@ -129,18 +129,18 @@ def test_reads_run_ahead_but_not_far(tmp_path, monkeypatch):
     n_blocks, begun = 20, []
     (tmp_path / "x").write_bytes(bytes(n_blocks * BLOCK))
     real = os.preadv
-    all_there = threading.Barrier(readahead.AHEAD)
+    all_there = threading.Barrier(readahead.THREADS)
 
     def preadv(descriptor, buffers, position):
         begun.append(position)
-        if position < readahead.AHEAD * BLOCK:
+        if position < readahead.THREADS * BLOCK:
             all_there.wait(60)  # only passed when so many are in flight at once
         return real(descriptor, buffers, position)
 
     monkeypatch.setattr(os, "preadv", preadv)
     with closing(read_ahead([Stretch(tmp_path / "x", 0, n_blocks * BLOCK)])) as blocks:
         for number, _ in enumerate(blocks):
-            assert max(begun) <= (number + readahead.AHEAD) * BLOCK
+            assert max(begun) <= (number + readahead.THREADS) * BLOCK
     assert sorted(begun) == [i * BLOCK for i in range(n_blocks)]
 
 

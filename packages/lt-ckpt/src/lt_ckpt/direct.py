@@ -50,25 +50,28 @@ _refusals: dict[int, str] = {}
 """File systems (`st_dev`) that have refused O_DIRECT, and in which words."""
 
 
-def take_block() -> np.ndarray:
+def take_block(n_bytes: int) -> np.ndarray:
     """Returns an aligned block of memory (uint8), a used one if there is one."""
-    with suppress(IndexError):
-        block = _spare.pop()
-        if len(block) == BLOCK_BYTES:
-            return block
+    for index, block in enumerate(_spare):
+        if len(block) == n_bytes:
+            with suppress(IndexError):  # another thread may take it meanwhile
+                taken = _spare.pop(index)
+                if len(taken) == n_bytes:
+                    return taken
+            break
     # Private: a forked process has its own.
-    pages = mmap.mmap(-1, BLOCK_BYTES + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    pages = mmap.mmap(-1, n_bytes + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without them
             pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     skip = -memory.ctypes.data % HUGE_BYTES
-    return memory[skip : skip + BLOCK_BYTES]
+    return memory[skip : skip + n_bytes]
 
 
 def give_block(block: np.ndarray) -> None:
     """Keeps a block for the next file."""
-    if len(_spare) < RINGS * RING_BLOCKS:
+    if sum(map(len, _spare)) + len(block) <= RINGS * RING_BLOCKS * BLOCK_BYTES:
         _spare.append(block)
 
 
@@ -215,7 +218,7 @@ class _Ring:
         while done < len(source):
             if self._block is None:
                 block = self._free.get()
-                self._block = take_block() if block is None else block
+                self._block = take_block(BLOCK_BYTES) if block is None else block
                 self._raise()
             n = min(len(source) - done, len(self._block) - self._filled)
             np.copyto(self._block[self._filled : self._filled + n], source[done : done + n])

@@ -7,7 +7,7 @@ begins and ends on a multiple of `direct.ALIGN`, and what was read beyond what i
 Where a file system refuses O_DIRECT (`lt_ckpt.direct`), the same reads go through the page cache.
 
 Cost: one copy of the bytes, beside the disk, and at most `ALIGN` bytes more read at either end of a stretch; memory:
-`THREADS` blocks, kept for the next reading.
+`THREADS` + 1 blocks, kept for the next reading.
 """
 
 import os
@@ -23,11 +23,11 @@ import numpy as np
 from lt_ckpt import direct, files
 from lt_ckpt.errors import CheckpointError, storage
 
-AHEAD = 3
-"""Requests in flight while a block is used."""
+BLOCK_BYTES = 2 * 2**20
+"""Bytes that are read at once."""
 
-THREADS = AHEAD + 1
-"""Threads that fill buffers: each reads or copies."""
+THREADS = 6
+"""Threads that read or copy: some of them copy while enough of them read."""
 
 WORTH_BYTES = 8 * 2**20
 """Less than this in all is read the ordinary way."""
@@ -114,7 +114,7 @@ def _pieces(stretch: Stretch) -> Iterator[tuple[int, int]]:
     position, end = stretch.begin, stretch.begin + stretch.n_bytes
     while position < end:
         aligned = position - position % direct.ALIGN
-        n_bytes = min(end, aligned + direct.BLOCK_BYTES) - position
+        n_bytes = min(end, aligned + BLOCK_BYTES) - position
         yield position, n_bytes
         position += n_bytes
 
@@ -133,7 +133,7 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
         CheckpointError: A file cannot be read, or ends too early.
     """
     waiting: deque[_Request] = deque()
-    pool = ThreadPoolExecutor(AHEAD, thread_name_prefix="lt-ckpt-read")
+    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lt-ckpt-read")
     current: _File | None = None
 
     def let_go(file: _File) -> None:
@@ -164,9 +164,9 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
                 with storage("reading", stretch.path):
                     current = _File(stretch.path)
             for begin, n_bytes in _pieces(stretch):
-                if len(waiting) > AHEAD:
+                if len(waiting) >= THREADS:
                     yield from show(finish())
-                skip, block = begin % direct.ALIGN, direct.take_block()
+                skip, block = begin % direct.ALIGN, direct.take_block(BLOCK_BYTES)
                 current.users += 1
                 done = pool.submit(current.read, block, begin - skip, skip + n_bytes)
                 waiting.append(_Request(index, begin, skip, n_bytes, block, current, done))
@@ -192,7 +192,7 @@ def fill(runs: Sequence[Run]) -> None:
     failed = threading.Event()
 
     def work() -> None:
-        block, file = direct.take_block(), None
+        block, file = direct.take_block(BLOCK_BYTES), None
         try:
             while not failed.is_set():
                 with lock:
