@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt.convert import convert
-from lt_ckpt.dcp import dcp_target, open_dcp
+from lt_ckpt.dcp.format import dcp_target, open_dcp
 from lt_ckpt.source import Reader
 from lt_model import LlamaConfig
 from lt_trainer.testing import RankPool

@@ -155,8 +155,9 @@ def test_public_names_are_what_they_say():
     import lt_ckpt
 
     modules = {found.name for found in pkgutil.iter_modules(lt_ckpt.__path__)}
-    for name in modules - {"__main__"}:
-        importlib.import_module(f"lt_ckpt.{name}")
+    for found in pkgutil.walk_packages(lt_ckpt.__path__, "lt_ckpt."):
+        if found.name != "lt_ckpt.__main__":
+            importlib.import_module(found.name)
     assert not modules & set(lt_ckpt.__all__), "a module would hide the function of the same name"
     for name in lt_ckpt.__all__:
         assert getattr(lt_ckpt, name).__name__ == name

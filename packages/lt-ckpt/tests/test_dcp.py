@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lt_ckpt import CheckpointError, TensorSpec
 from lt_ckpt.convert import convert
-from lt_ckpt.dcp import dcp_target, open_dcp, read_metadata
-from lt_ckpt.dcp_files import DcpWriter, check_crc, locate
-from lt_ckpt.dcp_metadata import Chunk, Chunked, dump, parse
-from lt_ckpt.meta_names import key_of
+from lt_ckpt.dcp.files import DcpWriter, check_crc, locate
+from lt_ckpt.dcp.format import dcp_target, open_dcp, read_metadata
+from lt_ckpt.dcp.metadata import Chunk, Chunked, dump, parse
+from lt_ckpt.meta.names import key_of
 from lt_ckpt.source import Reader
 from lt_model import LlamaConfig, parameters
 

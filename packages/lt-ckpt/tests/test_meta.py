@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.layout import part
-from lt_ckpt.meta import meta_layout, open_meta
-from lt_ckpt.meta_names import chunk_in_pairs, key_of
+from lt_ckpt.meta.format import meta_layout, open_meta
+from lt_ckpt.meta.names import chunk_in_pairs, key_of
 from lt_ckpt.plan import Stored
 from lt_ckpt.shards import covers
 from lt_ckpt.source import Reader

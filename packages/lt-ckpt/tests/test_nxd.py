@@ -11,12 +11,12 @@ import torch
 
 from lt_ckpt import CheckpointError, source
 from lt_ckpt.convert import convert
-from lt_ckpt.hf_format import hf_target, open_hf
+from lt_ckpt.hf.format import hf_target, open_hf
 from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd import nxd_target, open_nxd
-from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.nxd.format import nxd_target, open_nxd
+from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.source import Reader
-from lt_ckpt.torchfile import write_pt
+from lt_ckpt.torchfile.file import write_pt
 from lt_model import LlamaConfig
 
 DATA = Path(__file__).parent / "data" / "nxd"

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd_layout import nxd_layout, stages
-from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.nxd.layout import nxd_layout, stages
+from lt_ckpt.nxd.options import NxdOptions
 from lt_model import LlamaConfig, preset
 
 DATA = Path(__file__).parent / "data" / "nxd"

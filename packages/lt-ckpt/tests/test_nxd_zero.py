@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from lt_ckpt import CheckpointError
 from lt_ckpt.convert import convert
 from lt_ckpt.dtypes import cast
-from lt_ckpt.hf_format import hf_target, open_hf
+from lt_ckpt.hf.format import hf_target, open_hf
 from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd import open_nxd
-from lt_ckpt.nxd_layout import nxd_layout
-from lt_ckpt.nxd_options import NxdOptions
-from lt_ckpt.nxd_resplit import resplit
-from lt_ckpt.nxd_zero import RankState, model_groups, shard_rows
+from lt_ckpt.nxd.format import open_nxd
+from lt_ckpt.nxd.layout import nxd_layout
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.resplitting import resplit
+from lt_ckpt.nxd.zero import RankState, model_groups, shard_rows
 from lt_ckpt.plan import Stored, plan_copies, run_copies
 from lt_ckpt.source import Group, Reader
 from lt_ckpt.tensorfile import TensorSpec

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from lt_ckpt.comparison import compare, unequal_copies
 from lt_ckpt.formats import FORMATS, Wish, convert_to, open_source
-from lt_ckpt.nxd_options import NxdOptions
+from lt_ckpt.nxd.options import NxdOptions
 from lt_model import LlamaConfig, parameters
 
 HEAD = "lm_head.weight"

@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.pickle_out import Call, Global, Instance, Persistent, dumps
-from lt_ckpt.safe_pickle import MAX_DEPTH, Maker, Stand, loads
-from lt_ckpt.torch_names import NAMES
+from lt_ckpt.torchfile.names import NAMES
+from lt_ckpt.torchfile.pickle_out import Call, Global, Instance, Persistent, dumps
+from lt_ckpt.torchfile.safe_pickle import MAX_DEPTH, Maker, Stand, loads
 
 WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "pickle.find_class")
 seen: list[str] = []

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.plan import Stored, plan_copies, run_copies
-from lt_ckpt.strides import view
+from lt_ckpt.torchfile.strides import view
 
 BEGIN = 1000
 

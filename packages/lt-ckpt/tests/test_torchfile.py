@@ -14,11 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, TensorSpec
-from lt_ckpt.pickle_out import Call, Global, Persistent, dumps
 from lt_ckpt.plan import Stored
 from lt_ckpt.source import Group, Reader
-from lt_ckpt.stored_zip import read_zip
-from lt_ckpt.torch_names import (
+from lt_ckpt.torchfile.file import (
+    NewTensor,
+    TorchWriter,
+    check_crc,
+    load_pt,
+    metadata_of,
+    read_pt,
+    tensors_of,
+    write_pt,
+)
+from lt_ckpt.torchfile.names import (
     DTYPES,
     REFERENCE,
     TensorReference,
@@ -27,8 +35,9 @@ from lt_ckpt.torch_names import (
     TorchTensor,
     tensor_node,
 )
-from lt_ckpt.torchfile import NewTensor, TorchWriter, check_crc, load_pt, metadata_of, read_pt, tensors_of, write_pt
-from lt_ckpt.zip_out import ZipOut
+from lt_ckpt.torchfile.pickle_out import Call, Global, Persistent, dumps
+from lt_ckpt.torchfile.stored_zip import read_zip
+from lt_ckpt.torchfile.zip_out import ZipOut
 
 CODES = {getattr(torch, name): code for code, name in DTYPES.items()}
 

@@ -25,27 +25,27 @@ if TYPE_CHECKING:
     from lt_ckpt.errors import AlreadySavedError as AlreadySavedError
     from lt_ckpt.errors import CheckpointError as CheckpointError
     from lt_ckpt.expectation import expected as expected
-    from lt_ckpt.export import export_hf as export_hf
-    from lt_ckpt.fetching import download as download
-    from lt_ckpt.fetching import download_latest as download_latest
     from lt_ckpt.formats import Wish as Wish
     from lt_ckpt.formats import convert_to as convert_to
     from lt_ckpt.formats import detect as detect
     from lt_ckpt.formats import open_source as open_source
-    from lt_ckpt.hf_folder import HFFolder as HFFolder
-    from lt_ckpt.hub import fetch_model as fetch_model
+    from lt_ckpt.hf.export import export_hf as export_hf
+    from lt_ckpt.hf.folder import HFFolder as HFFolder
+    from lt_ckpt.hub.model import fetch_model as fetch_model
     from lt_ckpt.integrity import Report as Report
     from lt_ckpt.integrity import verify as verify
     from lt_ckpt.manifest import Manifest as Manifest
     from lt_ckpt.manifest import Meta as Meta
-    from lt_ckpt.mirror import Mirror as Mirror
-    from lt_ckpt.nxd_options import NxdOptions as NxdOptions
-    from lt_ckpt.nxd_resplit import resplit as resplit
+    from lt_ckpt.nxd.options import NxdOptions as NxdOptions
+    from lt_ckpt.nxd.resplitting import resplit as resplit
+    from lt_ckpt.s3.fetching import download as download
+    from lt_ckpt.s3.fetching import download_latest as download_latest
+    from lt_ckpt.s3.mirror import Mirror as Mirror
+    from lt_ckpt.s3.sending import upload as upload
     from lt_ckpt.save import begin as begin
     from lt_ckpt.save import commit as commit
     from lt_ckpt.save import discard as discard
     from lt_ckpt.save import write_part as write_part
-    from lt_ckpt.sending import upload as upload
     from lt_ckpt.shards import Shard as Shard
     from lt_ckpt.source import Source as Source
     from lt_ckpt.summary import Summary as Summary
@@ -62,11 +62,11 @@ _OWNERS = {
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "Comparison": "comparison",
-    "HFFolder": "hf_folder",
+    "HFFolder": "hf.folder",
     "Manifest": "manifest",
     "Meta": "manifest",
-    "Mirror": "mirror",
-    "NxdOptions": "nxd_options",
+    "Mirror": "s3.mirror",
+    "NxdOptions": "nxd.options",
     "Rejected": "discover",
     "Report": "integrity",
     "Shard": "shards",
@@ -84,21 +84,21 @@ _OWNERS = {
     "detect": "formats",
     "differences": "checkpoint",
     "discard": "save",
-    "download": "fetching",
-    "download_latest": "fetching",
+    "download": "s3.fetching",
+    "download_latest": "s3.fetching",
     "expected": "expectation",
-    "export_hf": "export",
-    "fetch_model": "hub",
+    "export_hf": "hf.export",
+    "fetch_model": "hub.model",
     "finish_trial": "trial",
     "latest_valid": "discover",
     "list_steps": "discover",
     "open_source": "formats",
     "prune": "discover",
     "resolve": "discover",
-    "resplit": "nxd_resplit",
+    "resplit": "nxd.resplitting",
     "summarize": "summary",
     "unequal_copies": "comparison",
-    "upload": "sending",
+    "upload": "s3.sending",
     "verify": "integrity",
     "write_part": "save",
     "write_trial": "trial",

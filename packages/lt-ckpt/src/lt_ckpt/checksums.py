@@ -24,7 +24,7 @@ def damaged_files(source: Source, *, progress: files.Progress | None = None) -> 
     held = {place.file for group in source.groups.values() for places in group.places.values() for place in places}
     held |= {place.file for group in source.groups.values() for places in group.copies.values() for place in places}
     for name in sorted(name for name in held if Path(name).suffix in ZIPPED):
-        from lt_ckpt.torchfile import check_crc
+        from lt_ckpt.torchfile.file import check_crc
 
         try:
             check_crc(source.root / name, progress=progress)
@@ -33,8 +33,8 @@ def damaged_files(source: Source, *, progress: files.Progress | None = None) -> 
 
 
 def _damaged_dcp(source: Source, progress: files.Progress | None) -> Iterator[str]:
-    from lt_ckpt.dcp import read_metadata
-    from lt_ckpt.dcp_files import check_crc
+    from lt_ckpt.dcp.files import check_crc
+    from lt_ckpt.dcp.format import read_metadata
 
     try:
         check_crc(source.root, read_metadata(source.root).tensors, progress=progress)

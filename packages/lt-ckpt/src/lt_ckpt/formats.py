@@ -13,7 +13,7 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf_folder import CONFIG, INDEX, SINGLE, read_json
+from lt_ckpt.hf.folder import CONFIG, INDEX, SINGLE, read_json
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
@@ -30,7 +30,7 @@ class Wish:
         format: One of `FORMATS`.
         dtype: Safetensors code to cast the weights to; None: as stored.
         max_shard_bytes: Most bytes of tensors per file (hf, dcp).
-        nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd_options.NxdOptions`).
+        nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd.options.NxdOptions`).
         unequal_copies: Take the first rank's where a source's copies of a tensor differ, in place of refusing.
     """
 
@@ -103,7 +103,7 @@ def open_source(
     """
     given = None if config is None else read_config(Path(config))
     if str(path).startswith(HUB):
-        from lt_ckpt.hub import fetch_model
+        from lt_ckpt.hub.model import fetch_model
 
         fetched = fetch_model(str(path), cache=cache, progress=progress)
         found = open_source(fetched.path, config=config)
@@ -118,11 +118,11 @@ def open_source(
 
         return open_lt(resolve(place)[0])
     if kind == "hf":
-        from lt_ckpt.hf_format import open_hf
+        from lt_ckpt.hf.format import open_hf
 
         return open_hf(place, config=given)
     if kind == "meta":
-        from lt_ckpt.meta import open_meta
+        from lt_ckpt.meta.format import open_meta
 
         return open_meta(place, config=given)
     known = given or _config_beside(place)
@@ -132,17 +132,17 @@ def open_source(
             "(--config config.json)"
         )
     if kind == "nxd":
-        from lt_ckpt.nxd import open_nxd
-        from lt_ckpt.nxd_options import HeadOrder
+        from lt_ckpt.nxd.format import open_nxd
+        from lt_ckpt.nxd.options import HeadOrder
 
         if head_order not in get_args(HeadOrder):
             raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
         return open_nxd(place, config=known, masters=masters, head_order=cast(HeadOrder, head_order))
     if kind == "dcp":
-        from lt_ckpt.dcp import open_dcp
+        from lt_ckpt.dcp.format import open_dcp
 
         return open_dcp(place, config=known)
-    from lt_ckpt.pt_format import open_pt
+    from lt_ckpt.torchfile.format import open_pt
 
     return open_pt(place, config=known)
 
@@ -196,19 +196,19 @@ def convert_to(
 
         return save_lt(source, out, dtype=wish.dtype, progress=progress)
     if wish.format == "hf":
-        from lt_ckpt.hf_format import hf_target
+        from lt_ckpt.hf.format import hf_target
 
         target = hf_target(source, dtype=wish.dtype, max_shard_bytes=wish.max_shard_bytes)
     elif wish.format == "nxd":
-        from lt_ckpt.nxd import nxd_target
+        from lt_ckpt.nxd.format import nxd_target
 
         target = nxd_target(source, wish.nxd, dtype=wish.dtype)
     elif wish.format == "dcp":
-        from lt_ckpt.dcp import dcp_target
+        from lt_ckpt.dcp.format import dcp_target
 
         target = dcp_target(source, dtype=wish.dtype, max_file_bytes=wish.max_shard_bytes)
     elif wish.format == "pt":
-        from lt_ckpt.pt_format import pt_target
+        from lt_ckpt.torchfile.format import pt_target
 
         target = pt_target(source, Path(out).name, dtype=wish.dtype)
     else:

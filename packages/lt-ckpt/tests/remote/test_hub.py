@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lt_ckpt import CheckpointError, HFFolder
-from lt_ckpt.hub import Address, cache_folder, fetch_model
-from lt_ckpt.hub_http import Hub, Token
+from lt_ckpt.hub.http import Hub, Token
+from lt_ckpt.hub.model import Address, cache_folder, fetch_model
 
 TOKEN = "hf_aVerySecretToken"
 

@@ -14,10 +14,10 @@ import pytest
 
 from lt_ckpt import CheckpointError, HFFolder
 from lt_ckpt import files as files_module
-from lt_ckpt.hub import fetch_model
-from lt_ckpt.hub_http import DEFAULT_ENDPOINT, Hub, PassingError
+from lt_ckpt.hub.http import DEFAULT_ENDPOINT, Hub, PassingError
+from lt_ckpt.hub.model import fetch_model
 
-FETCH = "import sys; from lt_ckpt.hub import fetch_model; print(fetch_model(sys.argv[1]).path)"
+FETCH = "import sys; from lt_ckpt.hub.model import fetch_model; print(fetch_model(sys.argv[1]).path)"
 
 
 def fetch(**more):

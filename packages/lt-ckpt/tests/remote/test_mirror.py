@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, latest_valid, mirror, prune
-from lt_ckpt.fetching import download, download_latest
-from lt_ckpt.mirror import Mirror, erase, prune_remote
-from lt_ckpt.s3 import S3Folder, ServiceError
-from lt_ckpt.sending import upload
+from lt_ckpt import Checkpoint, CheckpointError, latest_valid, prune
+from lt_ckpt.s3 import mirror
+from lt_ckpt.s3.client import S3Folder, ServiceError
+from lt_ckpt.s3.fetching import download, download_latest
+from lt_ckpt.s3.mirror import Mirror, erase, prune_remote
+from lt_ckpt.s3.sending import upload
 
 SOON = 120.0
 """Seconds after which something will not come any more."""
@@ -320,7 +321,7 @@ import sys, time
 sys.path.insert(0, sys.argv[1])
 from conftest import toy_save
 from lt_ckpt import prune
-from lt_ckpt.mirror import Mirror
+from lt_ckpt.s3.mirror import Mirror
 root, url, step = sys.argv[2], sys.argv[3], int(sys.argv[4])
 mirror = Mirror(root, url, poll_s=0.02, pause_s=0.02)
 print("ready", flush=True)

@@ -12,10 +12,10 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, verify, write_part
 from lt_ckpt import files as files_module
-from lt_ckpt.contents import CheckedReader, DamagedError, of_manifest
-from lt_ckpt.fetching import download, download_latest, latest_remote
-from lt_ckpt.s3 import CHUNK_BYTES, S3Folder, ServiceError
-from lt_ckpt.sending import OccupiedError, try_address, upload
+from lt_ckpt.s3.client import CHUNK_BYTES, S3Folder, ServiceError
+from lt_ckpt.s3.contents import CheckedReader, DamagedError, of_manifest
+from lt_ckpt.s3.fetching import download, download_latest, latest_remote
+from lt_ckpt.s3.sending import OccupiedError, try_address, upload
 
 
 def tree(folder):
@@ -147,8 +147,8 @@ def test_a_checkpoint_that_replaces_another_is_never_mixed_with_it(store, bucket
 
 UPLOADER = """
 import sys, time
-from lt_ckpt.s3 import S3Folder, CHUNK_BYTES
-from lt_ckpt.sending import upload
+from lt_ckpt.s3.client import S3Folder, CHUNK_BYTES
+from lt_ckpt.s3.sending import upload
 target = S3Folder(sys.argv[2])
 def progress(done, total, unit):
     if done > CHUNK_BYTES:  # in the middle of the large file: wait until the store knows of it

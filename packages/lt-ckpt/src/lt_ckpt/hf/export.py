@@ -1,0 +1,41 @@
+"""Export of a checkpoint's weights as a Hugging Face folder that `transformers` loads: a conversion like any other."""
+
+import os
+from pathlib import Path
+
+from lt_ckpt import files
+from lt_ckpt.checkpoint import Checkpoint
+from lt_ckpt.convert import convert
+from lt_ckpt.hf.format import MAX_SHARD_BYTES, hf_target
+from lt_ckpt.lt_format import open_lt
+
+
+def export_hf(
+    checkpoint: Checkpoint,
+    out: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: files.Progress | None = None,
+) -> Path:
+    """Writes the weights as a Hugging Face folder.
+
+    The folder gets config.json, generation_config.json, model.safetensors or several files with their index, and the
+    checkpoint's tokenizer files. A tied model has no lm_head.
+
+    Args:
+        checkpoint: What to export; the group `weights` must hold exactly the parameters of its model.
+        out: Folder to make; one that is there must be empty.
+        dtype: Safetensors code to cast to (F64, F32, F16, BF16; rounding to nearest even); None: as stored.
+        max_shard_bytes: Most bytes of tensors per file.
+        progress: Told the bytes written so far and in all.
+
+    Returns:
+        The folder.
+
+    Raises:
+        CheckpointError: `out` is not empty, the weights are not those of the model, or the disk fails.
+        lt_model.ModelError: The manifest's model is no Llama that lt_model knows.
+    """
+    source = open_lt(checkpoint)
+    return convert(source, hf_target(source, dtype=dtype, max_shard_bytes=max_shard_bytes), out, progress=progress)

@@ -1,0 +1,1 @@
+"""Meta's own folders of Llama 1 to 3."""
