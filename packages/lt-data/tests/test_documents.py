@@ -34,7 +34,8 @@ def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
         "in folder",
         "any suffix when named",
     ]
-    assert found[2] == Document(text="two", source=f"{lines}:2")
+    assert found[2] == Document(text="two", source=f"{lines}:2", file=1, record=2)
+    assert (found[3].file, found[3].record, found[4].file) == (2, 1, 3)
     assert found[0].source == str(alone)
 
 
@@ -52,7 +53,10 @@ def test_byte_order_mark_is_not_text(tmp_path: Path) -> None:
 def test_jsonl_without_last_newline_and_with_blank_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "x.jsonl", '\n{"body": "a\\u2028b", "n": 1}\n  \n{"body": ""}')
     found = list(read_documents([path], text_field="body"))
-    assert found == [Document(text="a\u2028b", source=f"{path}:2"), Document(text="", source=f"{path}:4")]
+    assert found == [
+        Document(text="a\u2028b", source=f"{path}:2", record=2),
+        Document(text="", source=f"{path}:4", record=4),
+    ]
 
 
 def test_suffixes_can_be_chosen(tmp_path: Path) -> None:
@@ -96,7 +100,7 @@ def test_counts_and_hashes(tmp_path: Path) -> None:
 
 
 def test_many_files_are_recorded_as_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_data.documents.LISTED_SOURCES", 3)
+    monkeypatch.setattr("lt_data.sources.reader.LISTED_SOURCES", 3)
     for name in "abcd":
         write(tmp_path / f"{name}.txt", name)
     reader = DocumentReader([tmp_path])
@@ -113,7 +117,7 @@ def test_fsspec_urls() -> None:
     try:
         assert [d.text for d in read_documents(["memory://corpus/b.txt"])] == ["b"]
         documents = read_documents(["memory://corpus"])
-        assert next(documents) == Document(text="a", source="memory:///corpus/a/x.jsonl:1")
+        assert next(documents) == Document(text="a", source="memory:///corpus/a/x.jsonl:1", record=1)
         with pytest.raises(DataError, match=r"memory:///corpus/a/x\.jsonl:2: field 'text' holds int"):
             next(documents)
         with pytest.raises(DataError, match="cannot read memory://nowhere"):

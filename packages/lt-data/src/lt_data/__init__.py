@@ -7,7 +7,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_data.documents import Document, DocumentReader, read_documents
     from lt_data.errors import DataError
     from lt_data.inspection import InspectedRow, Piece, inspect_batch
     from lt_data.manifest import Manifest
@@ -18,6 +17,8 @@ if TYPE_CHECKING:
     from lt_data.progress import Progress
     from lt_data.rows import IGNORE, RowReader, Rows
     from lt_data.run_files import StepReport, inspect_step
+    from lt_data.sources.document import Document
+    from lt_data.sources.reader import DocumentReader, read_documents
     from lt_data.store import TokenStore
     from lt_data.stream import Stream, StreamBatch, StreamState
     from lt_data.summary import Stats, stats
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 _MODULES = {
     "IGNORE": "rows",
     "DataError": "errors",
-    "Document": "documents",
-    "DocumentReader": "documents",
+    "Document": "sources.document",
+    "DocumentReader": "sources.reader",
     "InspectedRow": "inspection",
     "KeyedPermutation": "permutation",
     "Manifest": "manifest",
@@ -50,7 +51,7 @@ _MODULES = {
     "pack": "packing",
     "prepare": "preparation",
     "prepare_documents": "preparation",
-    "read_documents": "documents",
+    "read_documents": "sources.reader",
     "stats": "summary",
     "train_bpe": "tokenizer",
 }

@@ -37,13 +37,13 @@ def train_tokenizer(
 ) -> None:
     """Train a byte-level BPE tokenizer."""
     from lt_data.bars import progress_bar
-    from lt_data.documents import DocumentReader
+    from lt_data.sources.reader import DocumentReader
     from lt_data.tokenizer import check_new_folder, train_bpe
 
     check_new_folder(out)
     reader = DocumentReader(sources, suffixes=suffix, text_field=text_field)
     with progress_bar("read") as report:
-        texts = (document.text for document in reader)
+        texts = (document.as_text() for document in reader)
         tokenizer = train_bpe(
             texts,
             vocab_size=vocab_size,

@@ -63,7 +63,7 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
     ranked = sorted(
         (hashlib.sha256(document.source.encode()).hexdigest(), i)
         for i, document in enumerate(documents(source))
-        if document.text.strip()
+        if document.as_text().strip()
     )
     if len(ranked) < 2:
         raise QuickstartError(
@@ -85,9 +85,9 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
                 if i in used:
                     count = counts[i in validation]
                     count[0] += 1
-                    count[1] += len(document.text.encode())
+                    count[1] += len(document.as_text().encode())
                     (kept if i in validation else train).write(
-                        json.dumps({"text": document.text, "source": document.source}) + "\n"
+                        json.dumps({"text": document.as_text(), "source": document.source}) + "\n"
                     )
         os.replace(temporary[False], folder.corpus_train)
         os.replace(temporary[True], folder.corpus_validation)

@@ -28,7 +28,7 @@ class Packed:
 def make_tokenizer(folder: Folder, settings: Settings, progress: Progress) -> Tokenizer:
     """A byte-level BPE tokenizer, trained on the training documents."""
     if not folder.tokenizer.exists():
-        texts = (document.text for document in read_documents([folder.corpus_train]))
+        texts = (document.as_text() for document in read_documents([folder.corpus_train]))
         train_bpe(texts, vocab_size=settings.vocab_size, progress=progress).save(folder.tokenizer)
     return Tokenizer.load(folder.tokenizer)
 
