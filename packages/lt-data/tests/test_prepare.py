@@ -36,10 +36,10 @@ def test_files_and_manifest(store: TokenStore, texts: list[str], tokenizer: Toke
         "tokenizer/tokenizer_config.json",
         *(f"shards/{i:05d}.{kind}" for i in range(len(shards)) for kind in ("bin", "idx")),
     }
-    assert (manifest["format"], manifest["version"], manifest["dtype"]) == ("lt-data-store", 1, "uint16")
+    assert (manifest["format"], manifest["version"], manifest["dtype"]) == ("lt-data-store", 2, "uint16")
     assert manifest["text_bytes"] == sum(len(text.encode()) for text in texts)
     assert manifest["documents"] == len(texts) - 1 == sum(shard["documents"] for shard in shards)
-    assert manifest["empty_documents"] == 1
+    assert manifest["left_out"] == {"empty": {"documents": 1, "text_bytes": 0, "tokens": 0}}
     assert manifest["tokenizer"]["sha256"] == tokenizer.sha256
     assert manifest["tokens"] == sum(ids.size for ids in tokenizer.encode_batch(texts)) + 2 * (len(texts) - 1)
     for shard in shards:
@@ -181,7 +181,7 @@ def test_empty_corpus(tmp_path: Path, tokenizer: Tokenizer, nothing: list[str]) 
         prepare_documents(as_documents(nothing), tokenizer=tokenizer, out=tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "in").mkdir()
-    (tmp_path / "in/a.pdf").write_text("x", encoding="utf-8")
+    (tmp_path / "in/a.bin").write_text("x", encoding="utf-8")
     with pytest.raises(DataError, match=r"no text in 0 files \(folders are searched for \.txt .*check the sources"):
         prepare([tmp_path / "in"], tokenizer=tokenizer, out=tmp_path / "out")
     with pytest.raises(DataError, match="no text in 0 files"):

@@ -20,9 +20,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from lt_data.documents import Document, DocumentReader
 from lt_data.errors import DataError
 from lt_data.megatron import UINT16_VOCAB_LIMIT
+from lt_data.sources.document import Document
+from lt_data.sources.reader import DocumentReader
 from lt_data.tokenizer import Tokenizer
 
 _BATCH_BYTES = 1 << 20
@@ -63,15 +64,18 @@ class Encoded:
 
     Attributes:
         tokens: the ids of all documents, one after the other, BOS and EOS included.
-        lengths: tokens of each document (int64); documents without a token are left out.
-        empty: documents left out.
+        lengths: tokens of each document (int64), 0 for documents without a token, which get no BOS or EOS either.
         special: literal special strings in the text, with their counts.
     """
 
     tokens: np.ndarray
     lengths: np.ndarray
-    empty: int
     special: Mapping[str, int]
+
+    @property
+    def empty(self) -> int:
+        """Documents without a token."""
+        return int(np.count_nonzero(self.lengths == 0))
 
 
 class Encoder:
@@ -140,12 +144,13 @@ class Encoder:
                 after = self._suffix if not self.eos or ids[-1] != self._suffix[0] else _NOTHING
                 parts += (before, ids, after)
                 lengths.append(before.size + ids.size + after.size)
+            else:
+                lengths.append(0)
         tokens = np.concatenate(parts) if parts else _NOTHING
         assert not tokens.size or 0 <= int(tokens.min()) <= int(tokens.max()) < self.tokenizer.vocab_size
         return Encoded(
             tokens=tokens.astype(np.dtype(self.dtype).newbyteorder("<")),
             lengths=np.array(lengths, np.int64),
-            empty=len(documents) - len(lengths),
             special=special,
         )
 
@@ -234,7 +239,7 @@ def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callab
         else:
             text_bytes += _utf8_bytes(document)
             size = text_bytes
-            texts.append(document.text)
+            texts.append(document.as_text())
         file, record = getattr(document, "file", 0), getattr(document, "record", 0)
         if size >= _BATCH_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
@@ -245,7 +250,8 @@ def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callab
 
 def _utf8_bytes(document: Document) -> int:
     try:
-        return len(document.text) if document.text.isascii() else len(document.text.encode())
+        text = document.as_text()
+        return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError as exc:
         raise DataError(
             f"{document.source}: character {exc.start} is half of a surrogate pair, which is not text; correct it"

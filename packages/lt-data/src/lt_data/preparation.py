@@ -12,12 +12,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import closing
 from pathlib import Path
 
-from lt_data.documents import Document, DocumentReader
 from lt_data.encode import Encoder, encode_all
 from lt_data.errors import DataError
-from lt_data.manifest import FILE_NAME, Manifest, Sources, TokenizerInfo, read_manifest
+from lt_data.manifest import EMPTY, FILE_NAME, Amount, Manifest, Sources, TokenizerInfo, read_manifest
 from lt_data.progress import Progress, silent
 from lt_data.shards import ShardWriter
+from lt_data.sources.document import Document
+from lt_data.sources.reader import DocumentReader
 from lt_data.storage import new_folder, os_errors, write_file
 from lt_data.store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
 from lt_data.tokenizer import Tokenizer
@@ -112,7 +113,7 @@ def prepare_documents(
             closing(encode_all(documents, encoder, workers)) as encoded_batches,
         ):
             for batch, encoded in encoded_batches:
-                writer.append(encoded.tokens, encoded.lengths)
+                writer.append(encoded.tokens, encoded.lengths[encoded.lengths > 0])
                 text_bytes += batch.text_bytes
                 empty += encoded.empty
                 special.update(encoded.special)
@@ -137,7 +138,13 @@ def prepare_documents(
             dtype=encoder.dtype,
             shards=shards,
             text_bytes=text_bytes,
-            empty_documents=empty,
+            read=Amount(
+                documents=sum(shard.documents for shard in shards) + empty,
+                text_bytes=text_bytes,
+                tokens=sum(shard.tokens for shard in shards),
+            ),
+            left_out={EMPTY: Amount(documents=empty)} if empty else {},
+            shard_tokens=shard_tokens,
             special_strings=dict(sorted(special.items())),
             sources=reader.sources() if reader else Sources(),
         )

@@ -10,7 +10,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -55,6 +55,49 @@ def fsync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+def create(path: Path) -> BinaryIO:
+    """Open one new file for writing. The only way by which this package makes files, so that a test can follow it."""
+    return path.open("xb")
+
+
+def open_at(path: Path, size: int) -> BinaryIO:
+    """Open a file for appending after its first `size` bytes; what follows them is cut off, a missing file is made."""
+    if not path.exists():
+        assert size == 0
+        return create(path)
+    file = path.open("r+b")
+    file.truncate(size)
+    file.seek(size)
+    return file
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder that is not there, and sync the entry in its parent; missing parents are made likewise."""
+    if path.exists():
+        return
+    make_folder(path.parent)
+    with suppress(FileExistsError):  # another process was quicker
+        path.mkdir()
+    fsync_folder(path.parent)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all in it; symbolic links are removed, not followed."""
+    for folder, subfolders, names in os.walk(path, topdown=False):
+        for name in names:
+            os.unlink(os.path.join(folder, name))
+        for name in subfolders:
+            inner = os.path.join(folder, name)
+            (os.unlink if os.path.islink(inner) else os.rmdir)(inner)
+    os.rmdir(path)
+
+
+def fsync_tree(path: Path) -> None:
+    """Sync the entries of a folder and of all folders in it, the innermost first."""
+    for folder, _, _ in os.walk(path, topdown=False):
+        fsync_folder(Path(folder))
+
+
 def fsync_folder(path: Path) -> None:
     """Sync the entries of a folder: a rename or a new file is only safe after that."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -70,7 +113,7 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
     Raises:
         DataError: the file system refuses; the path and the reason are named.
     """
-    with os_errors("write", path), path.open("xb") as file:
+    with os_errors("write", path), create(path) as file:
         write(file, content)
         file.flush()
         fsync(file.fileno())
@@ -99,8 +142,7 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield building
         with os_errors("write", building):
-            for folder, _, _ in os.walk(building, topdown=False):
-                fsync_folder(Path(folder))
+            fsync_tree(building)
         _move(building, target, replace=replace)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
