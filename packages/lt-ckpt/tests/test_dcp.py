@@ -297,7 +297,8 @@ def test_our_metadata_says_what_torchs_says(tmp_path):
     assert ours.version == theirs.version
     assert ours.planner_data == theirs.planner_data
     for key, item in theirs.state_dict_metadata.items():
-        properties = replace(item.properties, strides=None)
+        # Newer versions of torch also note strides, which mean nothing for what is stored.
+        properties = replace(item.properties, strides=None) if hasattr(item.properties, "strides") else item.properties
         assert ours.state_dict_metadata[key] == replace(item, properties=properties)
     assert set(ours.storage_data) == set(theirs.storage_data)
     assert type(ours.storage_meta) is type(theirs.storage_meta)

@@ -77,6 +77,7 @@ def latin_locale(tmp_path_factory):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """A run with a checkpoint of a small model, both with names in several scripts, and its export."""
+    pytest.importorskip("torch", reason="the model is made with torch")
     sys.path.insert(0, str(TESTS))
     from test_export import config, save_model  # pyright: ignore[reportMissingImports]
 
