@@ -2,10 +2,10 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from lt_data.progress import Progress
+from lt_data.progress import Progress, silent
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -15,6 +15,26 @@ def progress_bar(label: str) -> Iterator[Progress]:
     """A progress function for one piece of work, drawn on stderr."""
     with _bar(label) if sys.stderr.isatty() else _lines(label) as report:
         yield report
+
+
+@contextmanager
+def stage_bars() -> Iterator[Callable[[str], Progress]]:
+    """Progress functions for pieces of work one after the other: the bar of one ends where the next one's begins."""
+    with ExitStack() as stack:
+        shown = ""
+        draw: Progress = silent
+
+        def stage(label: str) -> Progress:
+            def report(done: int, total: int, unit: str) -> None:
+                nonlocal shown, draw
+                if label != shown:
+                    stack.close()
+                    shown, draw = label, stack.enter_context(progress_bar(label))
+                draw(done, total, unit)
+
+            return report
+
+        yield stage
 
 
 @contextmanager

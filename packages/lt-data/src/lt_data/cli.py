@@ -1,11 +1,13 @@
 """The commands of `lt data`: thin wrappers of the library. Heavy modules are imported inside the functions."""
 
 import json
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
+
+from lt_data import cli_remote
+from lt_data.terminal import say as _say
 
 if TYPE_CHECKING:
     from lt_data.summary import Stats
@@ -161,12 +163,8 @@ def inspect(
         _say("\n".join(step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text)))
 
 
-def _say(text: str) -> None:
-    r"""Print on standard output; what its encoding cannot express is written as an escape, such as `\u6771`."""
-    # `typer.echo` would stop with an error there, or write UTF-8 where ASCII was asked for.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    sys.stdout.flush()
+app.command()(cli_remote.upload)
+app.command()(cli_remote.download)
 
 
 def _table(found: "Stats") -> str:
