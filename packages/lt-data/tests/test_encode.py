@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -13,23 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import DataError, Tokenizer
+from lt_data import DataError, Document, Tokenizer
 from lt_data.encode import Encoder, encode_all
 
 
-@dataclass(frozen=True, kw_only=True)
-class Doc:
-    """A document as readers give it: text or ids, and the place of the next record."""
-
-    text: str | None = None
-    ids: Any = None
-    source: str = "made here"
-    file: int = 0
-    record: int = 0
-
-    def as_text(self) -> str:
-        assert self.text is not None
-        return self.text
+def doc(**fields: Any) -> Document:
+    return Document(**{"source": "made here", **fields})
 
 
 def encoded_documents(docs: list[Any], encoder: Encoder, workers: int = 1) -> list[list[int]]:
@@ -42,7 +30,7 @@ def encoded_documents(docs: list[Any], encoder: Encoder, workers: int = 1) -> li
 
 @given(st.lists(st.one_of(st.text(max_size=12), st.lists(st.integers(0, 299), max_size=6)), max_size=12))
 def test_texts_and_ids_in_any_mixture(tokenizer: Tokenizer, content: list[str | list[int]]) -> None:
-    docs = [Doc(text=c) if isinstance(c, str) else Doc(ids=np.array(c, np.int64)) for c in content]
+    docs = [doc(text=c) if isinstance(c, str) else doc(ids=np.array(c, np.int64)) for c in content]
     known = [tokenizer.encode_batch([c])[0].tolist() if isinstance(c, str) else c for c in content]
     expected = [[*([0] if ids[0] != 0 else []), *ids, *([1] if ids[-1] != 1 else [])] for ids in known if ids]
     encoder = Encoder(tokenizer, bos=True, eos=True)
@@ -62,9 +50,9 @@ def test_batches_tell_where_the_next_document_stands(
     monkeypatch.setattr("lt_data.encode._BATCH_DOCUMENTS", 3)
     kinds = "tttttiititt"
     docs = [
-        Doc(text=f"document {i}", file=i // 4, record=i % 4 + 1)
+        doc(text=f"document {i}", file=i // 4, record=i % 4 + 1)
         if kind == "t"
-        else Doc(ids=[i + 2], file=i // 4, record=i % 4 + 1)
+        else doc(ids=[i + 2], file=i // 4, record=i % 4 + 1)
         for i, kind in enumerate(kinds)
     ]
     batches = list(encode_all(docs, Encoder(tokenizer, bos=False, eos=False), workers, read_bytes=lambda: 77))
@@ -90,13 +78,13 @@ def test_batches_tell_where_the_next_document_stands(
     ],
 )
 def test_ids_that_are_none_of_the_tokenizer(tokenizer: Tokenizer, ids: Any, message: str) -> None:
-    docs = [Doc(text="a"), Doc(ids=[5]), Doc(ids=ids, source="jsonl:3")]
+    docs = [doc(text="a"), doc(ids=[5]), doc(ids=ids, source="jsonl:3")]
     with pytest.raises(DataError, match=message):
         list(encode_all(docs, Encoder(tokenizer, bos=False, eos=False), 1))
 
 
 def test_ids_of_any_width_are_stored_in_the_width_of_the_store(tokenizer: Tokenizer) -> None:
-    docs = [Doc(ids=np.array([7, 299], dtype)) for dtype in (np.uint16, np.int64, np.uint64, np.int32)]
+    docs = [doc(ids=np.array([7, 299], dtype)) for dtype in (np.uint16, np.int64, np.uint64, np.int32)]
     ((_, encoded),) = encode_all(docs, Encoder(tokenizer, bos=False, eos=False), 1)
     assert encoded.tokens.dtype == np.dtype("<u2")
     assert encoded.tokens.tolist() == [7, 299] * 4
@@ -104,15 +92,16 @@ def test_ids_of_any_width_are_stored_in_the_width_of_the_store(tokenizer: Tokeni
 
 def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_data.encode._BATCH_DOCUMENTS", 1)
+    hf = Encoder(tokenizer, bos=False, eos=False, engine="hf")
 
-    def endless() -> Iterator[Doc]:
+    def endless() -> Iterator[Document]:
         for i in count():
             if i == 20:
                 workers = multiprocessing.active_children()
                 assert len(workers) == 2
                 os.kill(workers[0].pid or 0, signal.SIGKILL)
-            yield Doc(text=f"document {i}")
+            yield doc(text=f"document {i}")
 
     with pytest.raises(DataError, match="a worker process ended in the midst of its work"):
-        for _ in encode_all(endless(), Encoder(tokenizer, bos=False, eos=False), 2):
+        for _ in encode_all(endless(), hf, 2):
             pass

@@ -3,33 +3,39 @@
 Each batch holds whole documents and is encoded on its own, so the ids depend neither on the number of workers nor on
 where a batch ends; it tells the place in the sources from which the next one is read, so that a job can go on there.
 Documents that come as ids pass through, checked against the vocabulary. A worker is a spawned process that holds the
-tokenizer and uses one thread; at most a few batches per worker are in flight, so memory stays flat. It ends with its
-parent, also when that is killed.
+tokenizer and uses one thread; at most a few batches per worker are in flight, so memory stays flat. A long document is
+a batch of its own, which several workers encode in pieces (lt_data.pieces). A worker ends with its parent, also when
+that is killed.
 """
 
 import os
 import signal
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing import connection, get_context, parent_process
-from typing import Any, Literal
 
 import numpy as np
 
+from lt_data.encoder import Encoded, Encoder
+from lt_data.engines import EngineChoice
 from lt_data.errors import DataError
-from lt_data.megatron import UINT16_VOCAB_LIMIT
 from lt_data.sources.document import Document
 from lt_data.sources.reader import DocumentReader
-from lt_data.tokenizer import Tokenizer
+from lt_data.tokenizer import Specials, Tokenizer
+
+__all__ = ["Batch", "Encoded", "Encoder", "encode_all"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _BATCHES_PER_WORKER = 3  # one at work, one waiting, one on its way back
-_NOTHING = np.zeros(0, np.uint32)
+_LONG_BYTES = 4 << 20  # a document from this size on is encoded in pieces
+
+_Piece = tuple[np.ndarray, Mapping[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,110 +64,6 @@ class Batch:
         return len(self.texts) + len(self.ids)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """A batch as ids.
-
-    Attributes:
-        tokens: the ids of all documents, one after the other, BOS and EOS included.
-        lengths: tokens of each document (int64), 0 for documents without a token, which get no BOS or EOS either.
-        special: literal special strings in the text, with their counts.
-    """
-
-    tokens: np.ndarray
-    lengths: np.ndarray
-    special: Mapping[str, int]
-
-    @property
-    def empty(self) -> int:
-        """Documents without a token."""
-        return int(np.count_nonzero(self.lengths == 0))
-
-
-class Encoder:
-    """Encodes batches under a BOS/EOS policy.
-
-    Attributes:
-        dtype: of the ids: uint16 when every id and Megatron's reader allow it.
-
-    Raises:
-        DataError: BOS or EOS is asked for and the tokenizer has none, or ids do not fit into 31 bits.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, *, bos: bool, eos: bool) -> None:
-        for name, wanted, id_ in (("bos", bos, tokenizer.bos_id), ("eos", eos, tokenizer.eos_id)):
-            if wanted and id_ is None:
-                raise DataError(
-                    f"{name}=True, but tokenizer {tokenizer.name or ''} names no {name}_token: add it to its "
-                    f"tokenizer_config.json, or choose {name}=False (--no-{name})"
-                )
-        if tokenizer.vocab_size > 2**31:
-            raise DataError(f"tokenizer {tokenizer.name}: ids up to {tokenizer.vocab_size - 1} do not fit into 31 bits")
-        self.tokenizer = tokenizer
-        self.bos = bos
-        self.eos = eos
-        self.dtype: Literal["uint16", "uint32"] = "uint16" if tokenizer.vocab_size < UINT16_VOCAB_LIMIT else "uint32"
-        self._prefix = np.array([tokenizer.bos_id] if bos else [], np.uint32)
-        self._suffix = np.array([tokenizer.eos_id] if eos else [], np.uint32)
-        self._special = tokenizer.special_strings
-        # Most text has none of them: one search for what they all begin with spares the others.
-        self._special_prefix = _common_prefix(self._special)
-
-    def encode(self, texts: list[str]) -> Encoded:
-        """Encode some documents."""
-        return self._join(self.tokenizer.encode_batch(texts), self._count_special(texts))
-
-    def pass_through(self, documents: Sequence[np.ndarray]) -> Encoded:
-        """Take documents that are ids of this tokenizer already; what they begin or end with is not added again."""
-        return self._join(documents, {})
-
-    def check_ids(self, ids: Any, source: str) -> np.ndarray:
-        """The ids of a document as an array, if they are ids of this tokenizer.
-
-        Raises:
-            DataError: not a run of whole numbers, or one of them is outside of the vocabulary.
-        """
-        array = np.asarray(ids)
-        if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-            raise DataError(
-                f"{source}: ids of shape {array.shape} and type {array.dtype}: a list of whole numbers needed"
-            )
-        if array.size and not 0 <= (low := int(array.min())) <= (high := int(array.max())) < self.tokenizer.vocab_size:
-            bad = low if low < 0 else high
-            where = int(np.flatnonzero(array == bad)[0])
-            raise DataError(
-                f"{source}: id {bad} at position {where} is not in the vocabulary of tokenizer {self.tokenizer.name} "
-                f"(0 to {self.tokenizer.vocab_size - 1}): name the tokenizer that made these ids"
-            )
-        return array.astype(np.uint32, copy=False)
-
-    def _join(self, documents: Sequence[np.ndarray], special: Mapping[str, int]) -> Encoded:
-        parts: list[np.ndarray] = []
-        lengths: list[int] = []
-        for ids in documents:
-            if ids.size:
-                before = self._prefix if not self.bos or ids[0] != self._prefix[0] else _NOTHING
-                after = self._suffix if not self.eos or ids[-1] != self._suffix[0] else _NOTHING
-                parts += (before, ids, after)
-                lengths.append(before.size + ids.size + after.size)
-            else:
-                lengths.append(0)
-        tokens = np.concatenate(parts) if parts else _NOTHING
-        assert not tokens.size or 0 <= int(tokens.min()) <= int(tokens.max()) < self.tokenizer.vocab_size
-        return Encoded(
-            tokens=tokens.astype(np.dtype(self.dtype).newbyteorder("<")),
-            lengths=np.array(lengths, np.int64),
-            special=special,
-        )
-
-    def _count_special(self, texts: list[str]) -> Mapping[str, int]:
-        counts: Counter[str] = Counter()
-        for text in texts:
-            if self._special and self._special_prefix in text:
-                counts.update({string: n for string in self._special if (n := text.count(string))})
-        return counts
-
-
 def encode_all(
     documents: Iterable[Document], encoder: Encoder, workers: int, *, read_bytes: Callable[[], int] | None = None
 ) -> Generator[tuple[Batch, Encoded]]:
@@ -179,32 +81,31 @@ def encode_all(
     """
     if read_bytes is None:
         read_bytes = (lambda: documents.read_bytes) if isinstance(documents, DocumentReader) else (lambda: 0)
-    batches = _batches(documents, encoder, read_bytes)
+    batches = _settled(_batches(documents, encoder, read_bytes), encoder)
     if workers == 1:
         for batch in batches:
-            yield batch, encoder.pass_through(batch.ids) if batch.ids else encoder.encode(batch.texts)
+            yield batch, _encode_here(batch, encoder)
         return
+    first = next(batches, None)  # the engine is settled now, before the workers start
+    if first is None:
+        return
+    policy = (encoder.bos, encoder.eos, encoder.settle([]), encoder.specials)
     executor = ProcessPoolExecutor(
         workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
-        initargs=(encoder.tokenizer.files, encoder.bos, encoder.eos),
+        initargs=(encoder.tokenizer.files, *policy),
     )
-    waiting: deque[tuple[Batch, Future[Encoded]]] = deque()
+    waiting: deque[tuple[Batch, Callable[[], Encoded]]] = deque()
     try:
-        for batch in batches:
-            if batch.ids:
-                future: Future[Encoded] = Future()
-                future.set_result(encoder.pass_through(batch.ids))
-            else:
-                future = executor.submit(_encode_in_worker, batch.texts)
-            waiting.append((batch, future))
+        for batch in chain([first], batches):
+            waiting.append((batch, _submit(batch, encoder, executor)))
             if len(waiting) >= _BATCHES_PER_WORKER * workers:
-                done, future = waiting.popleft()
-                yield done, future.result()
+                done, result = waiting.popleft()
+                yield done, result()
         while waiting:
-            done, future = waiting.popleft()
-            yield done, future.result()
+            done, result = waiting.popleft()
+            yield done, result()
     except BrokenProcessPool as exc:
         raise DataError(
             "a worker process ended in the midst of its work; when memory ran out (see dmesg), use fewer workers"
@@ -213,10 +114,45 @@ def encode_all(
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _common_prefix(strings: Sequence[str]) -> str:
-    first, last = min(strings, default=""), max(strings, default="")
-    shared = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:shared]
+def _settled(batches: Iterator[Batch], encoder: Encoder) -> Iterator[Batch]:
+    """The same batches, after the engine has been chosen by the text of the first ones."""
+    if encoder.choice is None:
+        read: list[Batch] = []
+        size = 0
+        if encoder.asked != "hf":
+            for batch in batches:
+                read.append(batch)
+                size += batch.text_bytes
+                if size >= encoder.check_bytes:
+                    break
+        encoder.settle([text for batch in read for text in batch.texts])
+        yield from read
+    yield from batches
+
+
+def _encode_here(batch: Batch, encoder: Encoder) -> Encoded:
+    if batch.ids:
+        return encoder.pass_through(batch.ids)
+    if pieces := _pieces(batch, encoder):
+        return encoder.join_pieces([encoder.encode_piece(piece) for piece in pieces])
+    return encoder.encode(batch.texts)
+
+
+def _submit(batch: Batch, encoder: Encoder, executor: ProcessPoolExecutor) -> Callable[[], Encoded]:
+    """Have a batch encoded by the workers; gives the function that waits for the result."""
+    if batch.ids:
+        return lambda: encoder.pass_through(batch.ids)
+    if pieces := _pieces(batch, encoder):
+        futures: list[Future[_Piece]] = [executor.submit(_encode_piece_in_worker, piece) for piece in pieces]
+        return lambda: encoder.join_pieces([future.result() for future in futures])
+    return executor.submit(_encode_in_worker, batch.texts).result
+
+
+def _pieces(batch: Batch, encoder: Encoder) -> Sequence[str]:
+    """The pieces of a long document; none when the batch is to be encoded as it is."""
+    if len(batch.texts) != 1 or batch.text_bytes < _LONG_BYTES or not encoder.cutter.possible:
+        return ()
+    return encoder.cutter.cut(batch.texts[0])
 
 
 def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callable[[], int]) -> Iterator[Batch]:
@@ -228,8 +164,9 @@ def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callab
         return Batch(texts=texts, ids=ids, text_bytes=text_bytes, read_bytes=read_bytes(), file=file, record=record)
 
     for document in documents:
-        given = getattr(document, "ids", None)
-        if (texts and given is not None) or (ids and given is None):
+        given = document.ids
+        own_bytes = 0 if given is not None else _utf8_bytes(document)
+        if (texts and given is not None) or (ids and given is None) or (texts and own_bytes >= _LONG_BYTES):
             # The reader has read past this batch already: its bytes are counted a little early, its place is exact.
             yield batch()
             texts, ids, size, text_bytes = [], [], 0, 0
@@ -237,10 +174,10 @@ def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callab
             ids.append(encoder.check_ids(given, document.source))
             size += 4 * ids[-1].size
         else:
-            text_bytes += _utf8_bytes(document)
+            text_bytes += own_bytes
             size = text_bytes
             texts.append(document.as_text())
-        file, record = getattr(document, "file", 0), getattr(document, "record", 0)
+        file, record = document.file, document.record
         if size >= _BATCH_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
             texts, ids, size, text_bytes = [], [], 0, 0
@@ -261,7 +198,7 @@ def _utf8_bytes(document: Document) -> int:
 _worker_encoder: Encoder | None = None  # set once in each worker process
 
 
-def _start_worker(files: Mapping[str, bytes], bos: bool, eos: bool) -> None:
+def _start_worker(files: Mapping[str, bytes], bos: bool, eos: bool, choice: EngineChoice, specials: Specials) -> None:
     global _worker_encoder
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the work and says so
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -273,9 +210,14 @@ def _start_worker(files: Mapping[str, bytes], bos: bool, eos: bool) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(Tokenizer.from_bytes(files), bos=bos, eos=eos)
+    _worker_encoder = Encoder(Tokenizer.from_bytes(files), bos=bos, eos=eos, engine=choice, specials=specials)
 
 
 def _encode_in_worker(texts: list[str]) -> Encoded:
     assert _worker_encoder is not None
     return _worker_encoder.encode(texts)
+
+
+def _encode_piece_in_worker(text: str) -> _Piece:
+    assert _worker_encoder is not None
+    return _worker_encoder.encode_piece(text)

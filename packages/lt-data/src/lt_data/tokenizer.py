@@ -2,7 +2,8 @@
 
 The wrapper adds nothing to a text and cuts nothing off: no BOS or EOS (that is the policy of the store), no truncation,
 no padding. A special token's string that stands in a text is text, never the special id, so that a document cannot
-end itself. Cost: that of `tokenizers` (about 0.6 million ids per CPU-second) and a few per cent.
+end itself, unless the caller wants the id. Cost: that of `tokenizers` (about 0.6 million ids per CPU-second) and a few
+per cent.
 
 Only this file imports `tokenizers`.
 """
@@ -11,7 +12,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import tokenizers
@@ -26,6 +27,7 @@ MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 BYTES = 256  # ids that a byte-level tokenizer needs at least
+Specials = Literal["text", "ids"]
 
 # The split of Llama 3: contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
 SPLIT = (
@@ -46,6 +48,7 @@ class Tokenizer:
         eos_id: id that ends a document, None when the files name none.
         pad_id: id of padding, None when the files name none.
         special_strings: the strings of the special tokens.
+        added_strings: the strings of the other tokens that were added to the model and are found in any text.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, name: str = "") -> None:
@@ -61,6 +64,8 @@ class Tokenizer:
         self.vocab_size: int = 1 + max(vocabulary.values())
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if token.special))
+        self.added_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if not token.special))
+        self._with_specials: tokenizers.Tokenizer | None = None
         named = _named_tokens(self.files, name)
         self.bos_id: int | None = _id_of(named, "bos_token", vocabulary, name)
         self.eos_id: int | None = _id_of(named, "eos_token", vocabulary, name)
@@ -91,16 +96,22 @@ class Tokenizer:
         """Make a tokenizer from the contents of its files (see `files`)."""
         return cls(files, name=name)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str], *, specials: Specials = "text") -> list[np.ndarray]:
         """Encode each text alone.
 
         Args:
-            texts: any texts; special strings in them are text.
+            texts: any texts.
+            specials: what a special token's string in a text is: "text", or the special token ("ids").
 
         Returns:
             One uint32 array of ids per text.
         """
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        tokenizer = self._tokenizer
+        if specials == "ids":
+            if self._with_specials is None:
+                self._with_specials = _build(self.files[MODEL_FILE], self.name, specials="ids")
+            tokenizer = self._with_specials
+        encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
     def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special: bool = False) -> str:
@@ -189,7 +200,7 @@ def train_bpe(
     return Tokenizer(files, name=f"bpe-{tokenizer.get_vocab_size()}")
 
 
-def _build(content: bytes, source: str) -> tokenizers.Tokenizer:
+def _build(content: bytes, source: str, *, specials: Specials = "text") -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as exc:  # `tokenizers` raises a bare Exception or ValueError for any content it cannot read
@@ -198,7 +209,7 @@ def _build(content: bytes, source: str) -> tokenizers.Tokenizer:
         raise DataError(f"{source}: the model has dropout, so its ids are random; set dropout to null")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    cast(Any, tokenizer).encode_special_tokens = True
+    cast(Any, tokenizer).encode_special_tokens = specials == "text"
     return tokenizer
 
 
