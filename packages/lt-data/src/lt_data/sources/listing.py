@@ -1,7 +1,7 @@
 """Which files there are, in an order that depends on names alone: sorted by the bytes of the path below the source.
 
 Symbolic links inside a folder are followed only to files inside that folder; the others are counted, as are the files
-whose ending is not asked for.
+whose ending is not asked for. A folder that `datasets` saved is read in the order of its own list.
 """
 
 import os
@@ -10,45 +10,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from lt_data.errors import DataError
-from lt_data.names import portable
+from lt_data.sources.hub import SCHEME, list_hub
 from lt_data.sources.options import ReadOptions
+from lt_data.sources.saved import arrow_files
+from lt_data.sources.unit import ListedFile, Unit
 from lt_data.storage import os_errors
-
-
-@dataclass(frozen=True, kw_only=True)
-class ListedFile:
-    """One file.
-
-    Attributes:
-        name: as it is shown, without the parts of a URL that may be secret.
-        size: bytes when it was listed; None where the server does not tell.
-        path: as its file system knows it.
-        filesystem: of fsspec; None for a local file.
-    """
-
-    name: str
-    size: int | None
-    path: str
-    filesystem: Any = None
-
-    @property
-    def recorded(self) -> str:
-        """The name for the manifest: the same under every locale."""
-        return portable(self.name) if self.filesystem is None else self.name
-
-    @property
-    def ending(self) -> str:
-        """The path in small letters, for the table of endings."""
-        path = urlsplit(self.path).path if "://" in self.path else self.path
-        return path.lower()
-
-    def open(self) -> BinaryIO:
-        """The file at its beginning."""
-        return open(self.path, "rb") if self.filesystem is None else self.filesystem.open(self.path, "rb")
 
 
 @dataclass
@@ -56,12 +26,12 @@ class Listing:
     """What was found.
 
     Attributes:
-        files: in order.
+        units: files and runs of rows, in order.
         skipped_links: symbolic links that were not followed.
         other_files: files of the folders whose ending was not asked for, by their suffix.
     """
 
-    files: list[ListedFile] = field(default_factory=list)
+    units: list[Unit] = field(default_factory=list)
     skipped_links: int = 0
     other_files: Counter[str] = field(default_factory=Counter)
 
@@ -71,25 +41,26 @@ class Listing:
         Raises:
             DataError: it does not exist, cannot be listed, or is neither a file nor a folder.
         """
-        if "://" in source:
-            self.files.extend(self._url(source, options))
-            return
+        if source.startswith(SCHEME) and not source.startswith(f"{SCHEME}datasets/"):
+            self.units.extend(list_hub(source, options))
+        elif "://" in source:
+            self.units.extend(self._url(source, options))
+        else:
+            self.units.extend(self._local(source, options))
+
+    def _local(self, source: str, options: ReadOptions) -> Iterator[Unit]:
         with os_errors("read", source):
             kind = os.stat(source)
-        if stat.S_ISDIR(kind.st_mode):
-            self.files.extend(self._folder(source, options))
-        elif stat.S_ISREG(kind.st_mode):
-            self.files.append(ListedFile(name=source, size=kind.st_size, path=source))
-        else:
+        if stat.S_ISREG(kind.st_mode):
+            yield ListedFile(name=source, size=kind.st_size, path=source)
+        elif not stat.S_ISDIR(kind.st_mode):
             raise DataError(f"cannot read {source}: neither a file nor a folder; write it to a file first")
+        elif (saved := _saved_here(source, options)) is not None:
+            yield from saved
+        else:
+            yield from self._folder(source, options)
 
-    def _wanted(self, name: str, options: ReadOptions) -> bool:
-        wanted = name.lower().endswith(tuple(options.suffixes))
-        if not wanted:
-            self.other_files[PurePosixPath(name).suffix.lower() or name] += 1
-        return wanted
-
-    def _folder(self, root: str, options: ReadOptions) -> Iterator[ListedFile]:
+    def _folder(self, root: str, options: ReadOptions) -> Iterator[Unit]:
         real_root = os.path.realpath(root)
         found: list[tuple[str, ListedFile]] = []
 
@@ -112,7 +83,7 @@ class Listing:
                         found.append((relative, ListedFile(name=path, size=kind.st_size, path=path)))
         yield from (listed for _, listed in sorted(found, key=lambda pair: os.fsencode(pair[0])))
 
-    def _url(self, url: str, options: ReadOptions) -> Iterator[ListedFile]:
+    def _url(self, url: str, options: ReadOptions) -> Iterator[Unit]:
         from fsspec.core import url_to_fs  # here, because it is slow to import and most corpora are local
 
         shown = without_secrets(url)
@@ -127,10 +98,48 @@ class Listing:
                 yield ListedFile(name=shown, size=info.get("size"), path=root, filesystem=filesystem)
                 return
             found: dict[str, Any] = filesystem.find(root, detail=True)
-        for path in sorted(found):
-            if self._wanted(path, options):
+            saved = _saved_there(shown, root, filesystem, found, options)
+        for path in sorted(found) if saved is None else saved:
+            if saved is not None or self._wanted(path, options):
                 name = without_secrets(filesystem.unstrip_protocol(path))
                 yield ListedFile(name=name, size=found[path].get("size"), path=path, filesystem=filesystem)
+
+    def _wanted(self, name: str, options: ReadOptions) -> bool:
+        wanted = name.lower().endswith(tuple(options.suffixes))
+        if not wanted:
+            self.other_files[PurePosixPath(name).suffix.lower() or PurePosixPath(name).name] += 1
+        return wanted
+
+
+def _saved_here(root: str, options: ReadOptions) -> list[Unit] | None:
+    """The files of a local folder that `datasets` saved."""
+
+    def read(name: str) -> bytes | None:
+        path = os.path.join(root, name)
+        return Path(path).read_bytes() if os.path.isfile(path) else None
+
+    with os_errors("read", root):
+        names = arrow_files(root, read, options.split)
+    units: list[Unit] = []
+    for path in (os.path.join(root, name) for name in names or ()):
+        with os_errors("read", path):
+            units.append(ListedFile(name=path, size=os.stat(path).st_size, path=path))
+    return None if names is None else units
+
+
+def _saved_there(
+    shown: str, root: str, filesystem: Any, found: dict[str, Any], options: ReadOptions
+) -> list[str] | None:
+    """The paths of the files of a remote folder that `datasets` saved."""
+
+    def read(name: str) -> bytes | None:
+        path = f"{root}/{name}"
+        return filesystem.cat_file(path) if path in found else None
+
+    names = arrow_files(shown, read, options.split)
+    if names is not None and (lost := [name for name in names if f"{root}/{name}" not in found]):
+        raise DataError(f"{shown}/{lost[0]}: is missing, though the dataset was saved with it; save it again")
+    return None if names is None else [f"{root}/{name}" for name in names]
 
 
 def without_secrets(url: str) -> str:

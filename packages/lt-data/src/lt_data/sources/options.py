@@ -21,6 +21,8 @@ SUFFIXES = (
     ".jsonl.zst",
     ".json.gz",
     ".json.zst",
+    ".parquet",
+    ".pdf",
 )
 
 

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.manifest import LISTED_SOURCES, SourceFile, Sources
-from lt_data.sources.bytes_in import BUFFER_BYTES, Tally, tallied, unpacked
+from lt_data.sources.bytes_in import Tally
 from lt_data.sources.document import Document
-from lt_data.sources.formats import reader_of
-from lt_data.sources.listing import ListedFile, Listing
+from lt_data.sources.listing import Listing
 from lt_data.sources.options import OnBad, ReadOptions
 from lt_data.sources.record import Bad, Damaged, Record
-from lt_data.storage import os_errors
+from lt_data.sources.unit import Unit
 
 
 def read_documents(
@@ -117,9 +116,9 @@ class DocumentReader:
         self._listing = Listing()
         for source in sources:
             self._listing.add(str(source), self.options)
-        self._take(self._listing.files, part=None)
+        self._take(self._listing.units, part=None)
 
-    def _take(self, files: list[ListedFile], part: tuple[int, int] | None) -> None:
+    def _take(self, files: list[Unit], part: tuple[int, int] | None) -> None:
         self._files = files
         self.total_bytes = sum(file.size or 0 for file in files)
         listed = [[file.recorded, file.size] for file in files]
@@ -202,20 +201,11 @@ class DocumentReader:
     def _documents(self, index: int, start: int) -> Iterator[Document]:
         listed = self._files[index]
         self._tally = tally = Tally()
-        with os_errors("read", listed.name), listed.open() as file:
-            stream = tallied(file, tally)
-            with self._damages(listed.name), unpacked(stream, listed.ending) as content:
-                for record in reader_of(listed.ending)(content, self.options, start):
-                    document = self._document(record, listed.name, index)
-                    if document is not None:
-                        yield document
-            while stream.read(BUFFER_BYTES):  # what a damaged file has left: it belongs to the hash
-                pass
-        if listed.size is not None and tally.bytes != listed.size:
-            raise DataError(
-                f"{listed.name}: {tally.bytes} bytes read of a file that had {listed.size} when it was listed; "
-                "it was changed meanwhile, or the transfer was cut off: run again when it is at rest"
-            )
+        with self._damages(listed.name):
+            for record in listed.records(self.options, start, tally):
+                document = self._document(record, listed.name, index)
+                if document is not None:
+                    yield document
         self.finished.append(SourceFile(path=listed.recorded, bytes=tally.bytes, sha256=tally.sha256))
         self._before += tally.bytes
         self._tally = Tally()
@@ -260,7 +250,7 @@ def sources_of(files: Sequence[SourceFile], *, skipped_links: int = 0) -> Source
     )
 
 
-def _borders(files: Sequence[ListedFile], rank: int, world: int) -> tuple[int, int]:
+def _borders(files: Sequence[Unit], rank: int, world: int) -> tuple[int, int]:
     """First file of the rank and of the next one: a file belongs to the part in which its middle byte lies."""
     total = sum(file.size or 0 for file in files)
     ranks: list[int] = []

@@ -1,0 +1,207 @@
+"""Datasets of the Hugging Face hub, `hf://org/name`: the one module that imports `datasets`.
+
+The revision is resolved to a commit first, so that what is recorded can be read again. Not streaming, the dataset is
+fetched into the cache of `datasets` when it is listed, and its rows are read in runs of 65536, so that ranks can share
+them. Streaming, it is read as it comes, one of its files after the other; a slice then is one run, read by one rank.
+What is hashed is the content of the rows: each as the number of its bytes (8, little-endian), then the bytes (UTF-8, or
+ids as little-endian int64).
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from lt_data.errors import DataError
+from lt_data.sources.bytes_in import Tally
+from lt_data.sources.columns import ROWS, column_records, columns_for
+from lt_data.sources.options import ReadOptions
+from lt_data.sources.record import Bad, Record
+
+SCHEME = "hf://"
+RUN_ROWS = 1 << 16
+_SETTINGS = ("config", "split", "revision", "streaming")
+_SLICED = re.compile(r"(?P<name>[\w.-]+)\[(?P<first>[^:\]]*):(?P<last>[^:\]]*)\]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class HubRows:
+    """A run of rows of one split.
+
+    Attributes:
+        name: repository, commit, configuration, split and which rows.
+        size: bytes of the column, about; None where only reading tells.
+        first: index of the first row in the split (streaming: in the part).
+        tables: makes an iterator over the rows from the first one on, as small pyarrow tables.
+    """
+
+    name: str
+    size: int | None
+    first: int
+    tables: Callable[[], Iterator[Any]]
+
+    @property
+    def recorded(self) -> str:
+        """The name for the manifest."""
+        return self.name
+
+    def records(self, options: ReadOptions, start: int, tally: Tally) -> Iterator[Record]:
+        """The rows from number `start` of the run on; all of them are hashed."""
+        row = self.first
+        with _faults(self.name):
+            for table in self.tables():
+                for record in column_records(table, options, row):
+                    _hash(record, tally)
+                    if record.following - self.first > start:
+                        yield Record(record.following - self.first, record.place, record.value, record.masked)
+                row += table.num_rows
+
+
+def list_hub(url: str, options: ReadOptions) -> list[HubRows]:
+    """The runs of a dataset, in order.
+
+    Args:
+        url: `hf://org/name`, with `@revision` and settings such as `?config=en&split=train[:10%]&streaming=true`,
+            which count more than those of `options`.
+        options: configuration, split, revision, field.
+
+    Raises:
+        DataError: no such dataset, configuration, split or column; no network; a package is missing.
+    """
+    try:
+        import datasets
+    except ImportError as exc:
+        raise DataError(f'{url}: datasets of the hub need: pip install "lt-data[datasets]"') from exc
+    repo, options = _settings(url, options)
+    with _faults(url):
+        commit = _commit(repo, options.revision)
+        split = options.split or _only_split(datasets, url, repo, options.config, commit)
+        name = f"{SCHEME}{repo}{f'@{commit}' if commit else ''}/{options.config or 'default'}/{split}"
+        if options.streaming:
+            return _streamed(datasets, name, repo, commit, split, options)
+        found = datasets.load_dataset(repo, options.config, split=split, revision=commit)
+        columns = _columns(name, found.column_names, options)
+        rows = found.select_columns(columns).with_format("arrow")
+        total = len(rows)
+        row_bytes = rows.data.nbytes / max(1, total)
+
+    def run(first: int, last: int) -> HubRows:
+        def tables() -> Iterator[Any]:
+            for begin in range(first, last, ROWS):
+                yield rows[begin : min(last, begin + ROWS)]
+
+        size = round(row_bytes * (last - first))
+        return HubRows(name=f"{name}/{first}-{last}", size=size, first=first, tables=tables)
+
+    return [run(first, min(total, first + RUN_ROWS)) for first in range(0, total, RUN_ROWS)]
+
+
+def _streamed(
+    datasets: Any, name: str, repo: str, commit: str | None, split: str, options: ReadOptions
+) -> list[HubRows]:
+    plain, bounds = _slice(datasets, name, repo, options.config, commit, split)
+    stream = datasets.load_dataset(repo, options.config, split=plain, revision=commit, streaming=True)
+    names = stream.column_names or list(next(iter(stream.take(1)), {}))
+    stream = stream.select_columns(_columns(name, names, options)).with_format("arrow")
+    if bounds is None:
+        parts = [stream.shard(num_shards=stream.num_shards, index=i) for i in range(stream.num_shards)]
+        shown = [f"{name}/part-{i}-of-{len(parts)}" for i in range(len(parts))]
+        first = 0
+    else:
+        first, last = bounds
+        part = stream.skip(first) if first else stream
+        parts, shown = [part if last is None else part.take(last - first)], [name]
+    return [
+        HubRows(name=label, size=None, first=first, tables=lambda part=part: part.iter(batch_size=ROWS))
+        for label, part in zip(shown, parts, strict=True)
+    ]
+
+
+def _settings(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
+    parts = urlsplit(url)
+    given = dict(parse_qsl(parts.query, keep_blank_values=True))
+    repo, _, revision = (parts.netloc + parts.path).strip("/").partition("@")
+    if revision:
+        given["revision"] = revision
+    if unknown := [key for key in given if key not in _SETTINGS]:
+        raise DataError(f"{url}: unknown setting {unknown[0]!r}; there are {', '.join(_SETTINGS)}")
+    changes: dict[str, Any] = {**given}
+    if "streaming" in given:
+        if given["streaming"] not in ("true", "false"):
+            raise DataError(f"{url}: streaming={given['streaming']!r}: true or false")
+        changes["streaming"] = given["streaming"] == "true"
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
+        raise DataError(f"{url}: a dataset is named hf://org/name; single files are named hf://datasets/org/name/file")
+    return repo, replace(options, **changes)
+
+
+def _commit(repo: str, revision: str | None) -> str | None:
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:  # then `datasets` takes what its cache has
+        return revision
+    return HfApi().dataset_info(repo, revision=revision).sha
+
+
+def _only_split(datasets: Any, url: str, repo: str, config: str | None, commit: str | None) -> str:
+    names = datasets.get_dataset_split_names(repo, config, revision=commit)
+    if len(names) != 1:
+        raise DataError(f"{url}: the splits are {', '.join(names)}; choose with split (--split), such as {names[0]}")
+    return names[0]
+
+
+def _slice(
+    datasets: Any, name: str, repo: str, config: str | None, commit: str | None, split: str
+) -> tuple[str, tuple[int, int | None] | None]:
+    """The split without its slice, and the rows of the slice: `datasets` streams whole splits only."""
+    sliced = _SLICED.fullmatch(split)
+    if sliced is None:
+        return split, None
+    plain, first, last = sliced["name"], sliced["first"], sliced["last"]
+    if all(bound == "" or bound.isdecimal() for bound in (first, last)):
+        begin = int(first or 0)
+        return plain, (begin, max(begin, int(last)) if last else None)
+    known = datasets.load_dataset_builder(repo, config, revision=commit).info.splits or {}
+    rows = getattr(known.get(plain), "num_examples", 0)
+    if not rows:
+        raise DataError(
+            f"{name}: the hub does not tell how many rows {plain} has, so that {split} cannot be streamed; "
+            "give row numbers such as train[:1000], or do not stream"
+        )
+    (absolute,) = datasets.ReadInstruction.from_spec(split).to_absolute({plain: rows})
+    return plain, (absolute.from_, absolute.to)
+
+
+def _columns(name: str, found: list[str], options: ReadOptions) -> list[str]:
+    columns = columns_for(found, options)
+    if isinstance(columns, Bad):
+        raise DataError(f"{name}: {columns.message}")
+    return columns
+
+
+def _hash(record: Record, tally: Tally) -> None:
+    value = record.value
+    if isinstance(value, Bad):
+        content = value.message.encode("utf-8", "surrogatepass")
+    elif isinstance(value, str):
+        content = value.encode()
+    else:
+        content = value.astype("<i8").tobytes()
+    tally.update(len(content).to_bytes(8, "little"))
+    tally.update(content)
+
+
+@contextmanager
+def _faults(name: str) -> Iterator[None]:
+    """Turn what `datasets` raises about a name, the network or the data into a `DataError`."""
+    from datasets.exceptions import DatasetsError
+
+    try:
+        yield
+    except DataError:
+        raise
+    except (DatasetsError, OSError, ValueError, RuntimeError) as exc:
+        cause = f" ({exc.__cause__})" if exc.__cause__ is not None else ""
+        raise DataError(f"cannot read {name}: {exc}{cause}; check its name, its settings and the network") from exc
