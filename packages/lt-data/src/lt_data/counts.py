@@ -36,7 +36,13 @@ class Counts:
 
     def to_json(self) -> dict[str, Any]:
         """The totals as JSON values."""
-        return asdict(self)
+        return {
+            "text_bytes": self.text_bytes,
+            "read": asdict(self.read),
+            "left_out": {reason: asdict(amount) for reason, amount in self.left_out.items()},
+            "skipped": dict(self.skipped),
+            "special": dict(self.special),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Counts":

@@ -42,11 +42,16 @@ def decode_journal(content: bytes, source: str) -> tuple[list[dict[str, Any]], i
 class Journal:
     """A journal on disk, open for appending. `records` are those that were in it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, even_damaged: bool = False) -> None:
         self._path = path
         with os_errors("open", path):
             content = path.read_bytes() if path.exists() else b""
-            self.records, valid = decode_journal(content, str(path))
+            try:
+                self.records, valid = decode_journal(content, str(path))
+            except DataError:
+                if not even_damaged:
+                    raise
+                self.records, valid = [], 0
             self._file = open_at(path, valid)
             if valid < len(content):
                 fsync(self._file.fileno())
@@ -58,6 +63,14 @@ class Journal:
             self._file.flush()
             fsync(self._file.fileno())
         self.records.append(record)
+
+    def clear(self) -> None:
+        """Take all records away."""
+        with os_errors("write", self._path):
+            self._file.truncate(0)
+            self._file.seek(0)
+            fsync(self._file.fileno())
+        self.records.clear()
 
     def close(self) -> None:
         """Close the file."""

@@ -1,10 +1,12 @@
 """Writing shards: a flat run of ids and document lengths in, pairs of `.bin` and `.idx` files out.
 
 Documents are appended whole and in order; a shard is closed before the document that would take it over its size. Each
-byte is hashed as it is written, each file is synced when it is closed. Memory: 8 bytes per document of the open shard.
+byte is hashed as it is written, each file is synced when it is closed; then the caller is told, and may begin later
+after the shards that are closed by now. Memory: 8 bytes per document of the open shard.
 """
 
 import hashlib
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -15,17 +17,36 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.manifest import Shard
 from lt_data.megatron import encode_index
-from lt_data.storage import fsync, os_errors, write, write_file
+from lt_data.storage import create, fsync, os_errors, write, write_file
 
 
 class ShardWriter:
     """Appends documents to shards in a folder. As a context manager it closes the file that is open."""
 
-    def __init__(self, folder: Path, shard_tokens: int, dtype: Literal["uint16", "uint32"]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shard_tokens: int,
+        dtype: Literal["uint16", "uint32"],
+        *,
+        closed: Callable[[Shard, int], None],
+        finished: Sequence[Shard] = (),
+    ) -> None:
+        """Begin after some shards.
+
+        Args:
+            folder: where the files are made.
+            shard_tokens: about how many ids go into one shard; a longer document has one to itself.
+            dtype: of the ids.
+            closed: called when a shard is closed, with it and the documents that the `append` at work has put into it
+                and those before it.
+            finished: shards that lie in the folder already.
+        """
         self._folder = folder
         self._shard_tokens = shard_tokens
         self._dtype: Literal["uint16", "uint32"] = dtype
-        self._shards: list[Shard] = []
+        self._closed = closed
+        self._shards: list[Shard] = list(finished)
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
@@ -60,7 +81,7 @@ class ShardWriter:
         while first < lengths.size:
             last = int(np.searchsorted(ends, begin + self._shard_tokens - self._tokens, side="right"))
             if last <= first and self._tokens:
-                self._close()
+                self._close(first)
                 continue
             last = max(last, first + 1)  # a document longer than a shard has one to itself
             end = int(ends[last - 1])
@@ -69,7 +90,7 @@ class ShardWriter:
 
     def finish(self) -> tuple[Shard, ...]:
         """Close the last shard and give back the description of all."""
-        self._close()
+        self._close(0)
         return tuple(self._shards)
 
     @property
@@ -79,14 +100,14 @@ class ShardWriter:
     def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
         with os_errors("write", self._path):
             if self._file is None:
-                self._file = self._path.open("xb")
+                self._file = create(self._path)
             content = np.ascontiguousarray(tokens).view(np.uint8).data
             write(self._file, content)
         self._digest.update(content)
         self._lengths.append(lengths)
         self._tokens += tokens.size
 
-    def _close(self) -> None:
+    def _close(self, appended: int) -> None:
         if self._file is None:
             return
         with os_errors("write", self._path):
@@ -108,3 +129,4 @@ class ShardWriter:
         self._digest = hashlib.sha256()
         self._lengths = []
         self._tokens = 0
+        self._closed(shard, appended)

@@ -78,7 +78,12 @@ def make_folder(path: Path) -> None:
     make_folder(path.parent)
     with suppress(FileExistsError):  # another process was quicker
         path.mkdir()
-    fsync_folder(path.parent)
+    try:
+        fsync_folder(path.parent)
+    except OSError:
+        with suppress(OSError):  # not empty: another process is at work in it
+            path.rmdir()
+        raise
 
 
 def remove_tree(path: Path) -> None:
