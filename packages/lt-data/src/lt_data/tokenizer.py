@@ -19,7 +19,6 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from lt_data.errors import DataError
-from lt_data.names import portable
 from lt_data.progress import Progress, silent
 from lt_data.storage import new_folder, os_errors, write_file
 
@@ -73,23 +72,20 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Load from a folder that holds `tokenizer.json` (and the files beside it that name its special tokens).
+        """Load a tokenizer from where it lies.
 
         Args:
-            path: the folder, its `tokenizer.json` (the same), or a file of another name, which is taken alone.
+            path: a folder that holds `tokenizer.json` (and the files beside it that name its special tokens), that file
+                (the same), a file of another name, which is taken alone; the name of a model on a Hugging Face hub
+                (`org/name@revision`, `hf://org/name`); or a URL such as `s3://bucket/prefix`.
 
         Raises:
             DataError: nothing there, unreadable, or not a tokenizer of this kind.
         """
-        path = Path(path)
-        with os_errors("read the tokenizer", path):
-            if path.is_file() and path.name != MODEL_FILE:
-                return cls({MODEL_FILE: path.read_bytes()}, name=portable(path.name))
-            folder = path.parent if path.is_file() else path
-            files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
-            if not folder.is_dir() or MODEL_FILE not in files:
-                raise DataError(f"no tokenizer at {path}: it needs a folder that holds {MODEL_FILE}")
-        return cls(files, name=portable(folder.resolve().name))
+        from lt_data.tokenizer_sources import tokenizer_files
+
+        name, files = tokenizer_files(path)
+        return cls(files, name=name)
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes], *, name: str = "") -> "Tokenizer":
