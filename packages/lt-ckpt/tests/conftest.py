@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -9,11 +10,17 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, direct, write_part
+from lt_ckpt.dtypes import cast
+from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
+from lt_model import LlamaConfig, parameters
 
 DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
 
@@ -88,6 +95,60 @@ def toy_check(checkpoint: Checkpoint, seed: int | None = None) -> None:
 @pytest.fixture(scope="session")
 def toy() -> SimpleNamespace:
     return SimpleNamespace(state=toy_state, shards=toy_shards, save=toy_save, check=toy_check, as_bytes=as_bytes)
+
+
+def toy_config(**changes: object) -> LlamaConfig:
+    """A model with everything that can go wrong: fewer key/value heads, a remainder of layers, an odd width."""
+    shape = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "n_heads": 4, "n_kv_heads": 2, "n_layers": 5}
+    return LlamaConfig(**(shape | changes))  # type: ignore[arg-type]
+
+
+def toy_model(folder: Path, *, dtype: str = "BF16", seed: int = 0, **changes: object) -> Path:
+    """A Hugging Face folder of random bits that are finite numbers, made without torch."""
+    config = toy_config(**changes)
+    rng = np.random.default_rng(seed)
+    folder.mkdir(parents=True)
+    specs = {p.name: TensorSpec(dtype, p.shape) for p in parameters(config)}
+    with TensorWriter(folder / "model.safetensors", specs, {"format": "pt"}) as writer:
+        for name in file_order(specs):
+            values = rng.standard_normal(specs[name].shape).astype("<f4").reshape(-1).view(np.uint8)
+            writer.write(name, [cast(values, "F32", dtype)])
+    values = config.to_hf(bos_token_id=None, eos_token_id=None, dtype="bfloat16")
+    (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
+    return folder
+
+
+GROUPED = {"tp": 4, "kv_multiplier": 2, "pp": 2}
+OUTPUTS: dict[str, dict[str, Any]] = {
+    "hf": {"format": "hf"},
+    "hf in shards": {"format": "hf", "max_shard_bytes": 1500},
+    "lt": {"format": "lt"},
+    "dcp": {"format": "dcp", "max_shard_bytes": 3000},
+    "pt": {"format": "pt"},
+    "nxd": {"nxd": {"tp": 2, "pp": 2}},
+    "nxd v1": {"nxd": {"tp": 2, "layout": "v1"}},
+    "nxd gqa": {"nxd": {**GROUPED, "qkv": "gqa", "tag": "step_3"}},
+    "nxd in chunks": {"nxd": {"tp": 2, "pp": 2, "virtual_pp": 2, "qkv": "gqa_fused"}},
+    "nxd xser": {"nxd": {**GROUPED, "qkv": "gqa_fused", "xser": True, "tag": "step_3"}},
+    "nxd xser v1": {"nxd": {"tp": 2, "pp": 3, "xser": True, "layout": "v1"}},
+}
+"""Every format and kind that a conversion makes of `toy_model`: name → what to wish for."""
+
+
+def toy_output(source: Path, out: Path, name: str) -> Path:
+    """Converts a model; for `pt` the path gets a suffix. Those that do not say what the model is need its config."""
+    wish = dict(OUTPUTS[name])
+    cut = wish.pop("nxd", None)
+    if cut is not None:
+        wish |= {"format": "nxd", "nxd": NxdOptions(**cut)}
+    target = out.with_suffix(".pt") if wish["format"] == "pt" else out
+    convert_to(open_source(source), target, Wish(**wish))
+    return target
+
+
+@pytest.fixture(scope="session")
+def models() -> SimpleNamespace:
+    return SimpleNamespace(config=toy_config, make=toy_model, outputs=OUTPUTS, output=toy_output)
 
 
 @pytest.fixture(scope="session")
