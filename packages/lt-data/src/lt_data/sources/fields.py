@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import Bad, whole
+from lt_data.sources.record import Bad
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,11 +70,6 @@ def unmasked(ids: "np.ndarray", mask: "np.ndarray") -> "tuple[np.ndarray | Bad, 
     if last - first + 1 != real.size:
         return Bad("bad attention_mask", f"{MASK} has zeros between ones; only padding at the ends can be left out"), 0
     return ids[first : last + 1], ids.size - real.size
-
-
-def text_of_json(text: str, line: bytes) -> str | Bad:
-    r"""The text, checked for halves of surrogate pairs where its line has a `\ud...` escape at all."""
-    return whole(text) if b"\\ud" in line or b"\\uD" in line else text
 
 
 def _kind(value: Any) -> str:

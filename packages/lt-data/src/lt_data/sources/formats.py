@@ -51,9 +51,15 @@ def read_file(
         with unpacked(stream, ending) as content:
             yield from _reader_of(ending)(content, options, start)
     except Damaged:
-        while stream.read(BUFFER_BYTES):
-            pass
+        _drain(stream)
         raise
+    _drain(stream)
+
+
+def _drain(stream: io.BufferedIOBase) -> None:
+    """Let the tally see what nobody has read."""
+    while stream.read(BUFFER_BYTES):
+        pass
 
 
 def _reader_of(ending: str) -> Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[Record]]:

@@ -9,22 +9,46 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from lt_data.sources.fields import text_of_json, value_of
+from lt_data.sources.bytes_in import BUFFER_BYTES
+from lt_data.sources.fields import value_of
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import Bad, Damaged, Record, decode
+from lt_data.sources.record import Bad, Damaged, Record, decode, whole
 
 BOM = b"\xef\xbb\xbf"
 
 
 def read_lines(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[Record]:
     """The records of a file of JSON lines; record n stands in line n + 1."""
-    for number, line in enumerate(stream):
-        if number < start:
+    number = 0
+    for line in _lines(stream):
+        number += 1
+        if number <= start:
             continue
-        if number == 0 and line.startswith(BOM):
+        if number == 1 and line.startswith(BOM):
             line = line[len(BOM) :]
-        if line.strip():
-            yield _record(line, options, number + 1)
+        if line.isspace() or not line:
+            continue
+        text = decode(line)
+        line = b""  # a document may be big: two copies of it at a time are enough
+        value = text if isinstance(text, Bad) else _parse(text)
+        text = ""
+        yield Record(number, f":{number}", value) if isinstance(value, Bad) else _of(value, options, number)
+
+
+def _lines(stream: io.BufferedIOBase) -> Iterator[bytes | bytearray]:
+    """The lines without their ends, as bytes; a long one grows in place, where readline would hold it twice."""
+    begun = bytearray()
+    while piece := stream.read(BUFFER_BYTES):
+        first, *rest = piece.split(b"\n")
+        begun += first
+        if rest:
+            line, begun = begun, bytearray()
+            yield line
+            del line
+            yield from rest[:-1]
+            begun += rest[-1]
+    if begun:
+        yield begun
 
 
 def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[Record]:
@@ -40,24 +64,14 @@ def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> It
     values = _parse(text)
     if isinstance(values, Bad):
         raise Damaged(values.message)
-    for number, value in enumerate(values):
-        if number >= start:
-            yield _of(value, content, options, number + 1)
+    for number, value in enumerate(values, start=1):
+        if number > start:
+            yield _of(value, options, number)
 
 
-def _record(line: bytes, options: ReadOptions, following: int) -> Record:
-    text = decode(line)
-    value = text if isinstance(text, Bad) else _parse(text)
-    if isinstance(value, Bad):
-        return Record(following, f":{following}", value)
-    return _of(value, line, options, following)
-
-
-def _of(value: Any, content: bytes, options: ReadOptions, following: int) -> Record:
+def _of(value: Any, options: ReadOptions, number: int) -> Record:
     found, masked = value_of(value, options)
-    if isinstance(found, str):
-        found = text_of_json(found, content)
-    return Record(following, f":{following}", found, masked)
+    return Record(number, f":{number}", whole(found) if isinstance(found, str) else found, masked)
 
 
 def _parse(text: str) -> Any:

@@ -61,14 +61,25 @@ def _batches(pa: Any, file: BinaryIO) -> Iterator[Any]:
     if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
         reader = pa.ipc.open_file(file)
         for i in range(reader.num_record_batches):
-            yield reader.get_batch(i)
+            yield _checked(pa, reader.get_batch(i))
         return
     size = file.seek(0, 2)
     file.seek(max(0, size - len(_END_OF_STREAM)))
     if file.read() != _END_OF_STREAM:
         raise Damaged("the arrow stream is cut off: its end mark is missing; write or fetch it again")
     file.seek(0)
-    yield from pa.ipc.open_stream(file)
+    for batch in pa.ipc.open_stream(file):
+        yield _checked(pa, batch)
+
+
+def _checked(pa: Any, batch: Any) -> Any:
+    """The batch, after a look at all of its offsets: pyarrow follows wrong ones out of its memory."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as exc:
+        if "UTF8" not in str(exc):  # that is about a row, and is told of the row
+            raise
+    return batch
 
 
 def _from(batch: Any, options: ReadOptions, first: int, start: int) -> Iterator[Record]:

@@ -5,7 +5,7 @@ possible. A file that cannot be read on raises `Damaged`. What becomes of either
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,8 +24,7 @@ class Bad:
     message: str
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """One record of a file.
 
     Attributes:
@@ -45,7 +44,7 @@ class Damaged(Exception):
     """A file cannot be read on; the message says why, to follow the file's name."""
 
 
-def decode(content: bytes) -> str | Bad:
+def decode(content: bytes | bytearray) -> str | Bad:
     """UTF-8 bytes as text."""
     try:
         return content.decode()
@@ -59,7 +58,8 @@ def decode(content: bytes) -> str | Bad:
 def whole(text: str) -> str | Bad:
     """The text, or what is wrong where it holds half of a surrogate pair, which UTF-8 cannot express."""
     try:
-        text.encode()
+        if not text.isascii():
+            text.encode()
     except UnicodeEncodeError as exc:
         return Bad(
             "half of a surrogate pair",
