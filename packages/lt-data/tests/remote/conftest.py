@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import os
 import secrets
+import shutil
 import socket
 import struct
 import subprocess
@@ -13,11 +14,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
+
+from lt_data import Document, Tokenizer, TokenStore, prepare_documents
 
 SECRET = "a/Secret+AccessKeyOfNobody0123456789abcd"
 AWS = {
@@ -169,6 +173,19 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         if not isinstance(sys.exception() if sys.version_info >= (3, 11) else None, OSError | ValueError):
             super().handle_error(request, client_address)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, documents: list[Document], tokenizer: Tokenizer) -> Path:
+    folder = tmp_path_factory.mktemp("prepared") / "store"
+    prepare_documents(documents, tokenizer=tokenizer, out=folder, shard_tokens=20_000)
+    return folder
+
+
+@pytest.fixture
+def store(prepared: Path, tmp_path: Path) -> TokenStore:
+    """The texts as a store of a few shards."""
+    return TokenStore.open(shutil.copytree(prepared, tmp_path / "store"))
 
 
 @pytest.fixture(scope="session")

@@ -185,7 +185,7 @@ class _Job:
             [number for number in range(n_blocks) if not self._there(number)] if self._kept() else [*range(n_blocks)]
         )
         self.n_bytes = sum(min(BLOCK_BYTES, file.n_bytes - number * BLOCK_BYTES) for number in missing)
-        self.ranges = _runs(missing)
+        self.ranges = runs(missing)
         self._left = max(len(self.ranges), 1)
         self._lock = threading.Lock()
 
@@ -241,7 +241,7 @@ def _write_at(descriptor: int, data: bytes, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _runs(numbers: list[int]) -> list[tuple[int, int]]:
+def runs(numbers: list[int]) -> list[tuple[int, int]]:
     """Runs [first, last) of consecutive numbers, each of at most `_RANGE_BLOCKS`."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

@@ -233,14 +233,20 @@ class S3Folder:
         """What a small object holds, None when there is none.
 
         Raises:
+            RemoteError: its bytes do not come, or not those of its ETag, after several tries.
             DataError: it has more than `limit` bytes.
         """
-        found = self.look(name)
-        if found is None:
-            return None
-        if found.n_bytes > limit:
-            raise DataError(f"{self.url}/{name}: has more than the {limit} bytes that it may have")
-        return self.read_range(name, 0, found.n_bytes) if found.n_bytes else b""
+        for attempt in range(_TRIES):
+            found = self.look(name)
+            if found is None:
+                return None
+            if found.n_bytes > limit:
+                raise DataError(f"{self.url}/{name}: has more than the {limit} bytes that it may have")
+            data = self.read_range(name, 0, found.n_bytes) if found.n_bytes else b""
+            if "-" in found.etag or not found.etag or found.etag == PartHash.of(data).md5.hex():
+                return data
+            pause(attempt)
+        raise RemoteError(f"{self.url}/{name}: reading failed: other bytes come than S3 says it holds, {_TRIES} times")
 
     def read_range(self, name: str, begin: int, end: int, told: Callable[[int], None] = lambda _: None) -> bytes:
         """The bytes [begin, end) of an object, at least one; `told` hears of those that came.
