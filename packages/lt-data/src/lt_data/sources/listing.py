@@ -17,6 +17,7 @@ from lt_data.errors import DataError
 from lt_data.sources.hub import SCHEME, list_hub
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.saved import arrow_files
+from lt_data.sources.transfer import transfer_errors
 from lt_data.sources.unit import ListedFile, Unit
 from lt_data.storage import os_errors
 
@@ -92,7 +93,7 @@ class Listing:
             filesystem, root = url_to_fs(url)
         except (ImportError, ValueError) as exc:
             raise DataError(f"cannot read {shown}: {exc}; install the fsspec package for {protocol}://") from exc
-        with os_errors("read", shown):
+        with transfer_errors(shown, url):
             info = filesystem.info(root)
             if info["type"] != "directory":
                 yield ListedFile(name=shown, size=info.get("size"), path=root, filesystem=filesystem)

@@ -1,6 +1,7 @@
 """What is read as one: a listed file, or a run of rows of a dataset."""
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
@@ -11,6 +12,7 @@ from lt_data.sources.bytes_in import Tally
 from lt_data.sources.formats import read_file
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import Damaged, Record
+from lt_data.sources.transfer import transfer_errors
 from lt_data.storage import os_errors
 
 
@@ -67,12 +69,15 @@ class ListedFile:
         """
         path = urlsplit(self.path).path if "://" in self.path else self.path
         try:
-            with os_errors("read", self.name), self.open() as file:
+            with self._faults(), self.open() as file:
                 yield from read_file(file, path.lower(), options, start, tally, local=self.filesystem is None)
         except Damaged:
             self._check_size(tally)
             raise
         self._check_size(tally)
+
+    def _faults(self) -> AbstractContextManager[None]:
+        return os_errors("read", self.name) if self.filesystem is None else transfer_errors(self.name, self.path)
 
     def open(self) -> BinaryIO:
         """The file at its beginning."""

@@ -1,0 +1,266 @@
+"""Files over http and S3, from real servers of this machine: whole, broken, and not there."""
+
+import gzip
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from lt_data import DataError, DocumentReader, read_documents
+
+TEXTS = [f"document {i} é" for i in range(2000)]
+LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS).encode()
+
+
+def parquet() -> bytes:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet
+
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table({"text": TEXTS}), out, row_group_size=300)
+    return out.getvalue()
+
+
+@dataclass
+class Web:
+    """Files by path, and how the server behaves."""
+
+    port: int = 0
+    files: dict[str, bytes] = field(default_factory=dict)
+    ranges: bool = True
+    tells_length: bool = True
+    cut: int | None = None  # bodies end after so many bytes, with the connection
+    status: int = 200
+    asked: list[str] = field(default_factory=list)
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}/{path}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    web: Web
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        web = self.web
+        web.asked.append(self.path)
+        content = web.files.get(urlsplit(self.path).path.lstrip("/"))
+        if content is None or web.status != 200:
+            self.send_response(404 if content is None else web.status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        status, headers = 200, {}
+        if web.ranges:
+            headers["Accept-Ranges"] = "bytes"
+            if wanted := self.headers.get("Range"):
+                first, _, last = wanted.removeprefix("bytes=").partition("-")
+                end = min(int(last) + 1 if last else len(content), len(content))
+                headers["Content-Range"] = f"bytes {first}-{end - 1}/{len(content)}"
+                content, status = content[int(first) : end], 206
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        if web.tells_length:
+            self.send_header("Content-Length", str(len(content)))
+        else:
+            self.send_header("Connection", "close")
+            self.close_connection = True
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content[: web.cut])
+            if web.cut is not None:
+                self.close_connection = True
+
+    do_HEAD = do_GET
+
+
+@pytest.fixture
+def web(monkeypatch: pytest.MonkeyPatch) -> Iterator[Web]:
+    pytest.importorskip("aiohttp", reason="aiohttp is not installed")
+    import fsspec.implementations.http
+
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    made = Web()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("WebHandler", (Handler,), {"web": made}))
+    server.daemon_threads = True
+    made.port = server.server_address[1]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield made
+    fsspec.implementations.http.HTTPFileSystem.clear_instance_cache()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.parametrize("ranges", [True, False])
+@pytest.mark.parametrize("tells_length", [True, False])
+def test_http(web: Web, ranges: bool, tells_length: bool) -> None:
+    web.ranges, web.tells_length = ranges, tells_length
+    web.files = {"d/x.jsonl": LINES, "d/x.jsonl.gz": gzip.compress(LINES), "d/x.parquet": parquet()}
+    for name, content in web.files.items():
+        url = web.url(f"{name}?signature=secret#part")
+        reader = DocumentReader([url])
+        found = list(reader)
+        assert [d.text for d in found] == TEXTS
+        assert found[1].source == f"{web.url(name)}:2"
+        (file,) = reader.finished
+        assert (file.path, file.bytes) == (web.url(name), len(content))
+        assert "secret" not in reader.fingerprint + repr(reader.sources()) + repr(found[1])
+    assert any("signature=secret" in path for path in web.asked)
+
+
+def test_http_faults(web: Web) -> None:
+    web.files = {"x.jsonl": LINES, "x.parquet": parquet(), "x.jsonl.gz": gzip.compress(LINES)}
+    with pytest.raises(DataError, match=rf"cannot read {web.url('nowhere.txt')}: .*; check the path"):
+        read_documents([web.url("nowhere.txt?signature=secret")])
+    for status in (403, 500, 503):
+        web.status = status
+        with pytest.raises(DataError, match=rf"cannot read {web.url('x.jsonl')}: .*") as caught:
+            list(read_documents([web.url("x.jsonl?signature=secret")]))
+        assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.jsonl.gz"])
+@pytest.mark.parametrize("cut", [0, 1, 2000])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_transfer_that_is_cut_off_is_never_skipped(web: Web, name: str, cut: int, ranges: bool) -> None:
+    web.ranges = ranges
+    web.files = {"x.jsonl": LINES, "x.parquet": parquet(), "x.jsonl.gz": gzip.compress(LINES)}
+    reader = DocumentReader([web.url(f"{name}?signature=secret")], on_bad="skip")
+    web.cut = cut
+    with pytest.raises(DataError, match=name) as caught:
+        list(reader)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_server_that_is_gone(web: Web) -> None:
+    web.files = {"x.jsonl": LINES}
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{nobody.getsockname()[1]}/x.jsonl"
+        with pytest.raises(DataError, match=f"cannot read {url}: "):
+            list(read_documents([url]))
+
+
+def test_user_and_password_of_a_url_are_not_shown() -> None:
+    from lt_data.sources.listing import without_secrets
+
+    url = "https://user:secret@host:8080/a/x.jsonl?token=secret#secret"
+    assert without_secrets(url) == "https://host:8080/a/x.jsonl"
+    assert without_secrets("s3://bucket/a?b#c") == "s3://bucket/a?b#c"
+
+
+AWS = {
+    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
+    "AWS_SECRET_ACCESS_KEY": "a/Secret+AccessKeyOfNobody0123456789abcd",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.fixture(scope="module")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """An S3 server in a process of its own."""
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with open(log, "wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out)
+    deadline = time.monotonic() + 120
+    while True:
+        assert server.poll() is None, log.read_text()
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield port
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+    import fsspec
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{s3_port}"}.items():
+        monkeypatch.setenv(name, value)
+    filesystem = fsspec.filesystem("s3")
+    yield filesystem
+    type(filesystem).clear_instance_cache()
+
+
+def test_s3(s3, tmp_path: Path) -> None:
+    s3.mkdir("bucket")
+    for name, content in {
+        "corpus/b.jsonl": LINES,
+        "corpus/a/x.parquet": parquet(),
+        "corpus/B.txt": b"text",
+        "corpus/skip.bin": b"x",
+        "saved/state.json": json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}).encode(),
+        "saved/dataset_info.json": b"{}",
+    }.items():
+        s3.pipe(f"bucket/{name}", content)
+    reader = DocumentReader(["s3://bucket/corpus"])
+    found = list(reader)
+    assert [d.text for d in found] == ["text", *TEXTS, *TEXTS]
+    assert [file.path for file in reader.finished] == [
+        "s3://bucket/corpus/B.txt",
+        "s3://bucket/corpus/a/x.parquet",
+        "s3://bucket/corpus/b.jsonl",
+    ]
+    assert found[-1].source == "s3://bucket/corpus/b.jsonl:2000"
+    assert list(reader.documents_from(1, 1990)) == found[1991:]
+    assert [part.n_files for part in (reader.part(0, 2), reader.part(1, 2))] in ([2, 1], [1, 2])
+    with pytest.raises(DataError, match=r"s3://bucket/saved/data-00000-of-00001\.arrow: is missing"):
+        read_documents(["s3://bucket/saved"])
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    out = io.BytesIO()
+    table = pa.table({"text": TEXTS})
+    with pa.ipc.new_stream(out, table.schema) as writer:
+        writer.write_table(table)
+    s3.pipe("bucket/saved/data-00000-of-00001.arrow", out.getvalue())
+    assert [d.text for d in read_documents(["s3://bucket/saved"])] == TEXTS
+    for wrong in ("s3://bucket/nowhere", "s3://nobucket/x.txt"):
+        with pytest.raises(DataError, match=f"cannot read {wrong}: .*"):
+            read_documents([wrong])
+    s3.pipe("bucket/gone.jsonl", LINES)
+    gone = DocumentReader(["s3://bucket/gone.jsonl"], on_bad="skip")
+    s3.rm("bucket/gone.jsonl")
+    with pytest.raises(DataError, match=r"cannot read s3://bucket/gone\.jsonl: .*"):
+        list(gone)
+
+
+def test_an_s3_server_that_is_gone(s3, monkeypatch: pytest.MonkeyPatch) -> None:
+    type(s3).clear_instance_cache()
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        with pytest.raises(DataError, match=r"cannot read s3://bucket/x\.jsonl: "):
+            read_documents(["s3://bucket/x.jsonl"])
