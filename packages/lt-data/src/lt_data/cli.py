@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lt_data import cli_remote
+from lt_data import cli_exports, cli_remote
 from lt_data.terminal import say as _say
 
 if TYPE_CHECKING:
@@ -163,6 +163,8 @@ def inspect(
         _say("\n".join(step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text)))
 
 
+app.command()(cli_exports.export)
+app.command("import")(cli_exports.import_)
 app.command()(cli_remote.upload)
 app.command()(cli_remote.download)
 

@@ -16,6 +16,7 @@ header leaves the arrays unaligned, so reading copies. Cost: 20 bytes per docume
 """
 
 import struct
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -26,6 +27,8 @@ MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")
 _CODES: dict[str, int] = {"uint16": 8, "uint32": 4}
 _NAMES: dict[int, Literal["uint16", "uint32"]] = {8: "uint16", 4: "uint32"}
+LENGTHS_AT = _HEADER.size  # where the lengths begin; the byte offsets follow them
+_PART = 1 << 20  # documents
 UINT16_VOCAB_LIMIT = 65500  # Megatron takes uint16 for vocabularies below this
 
 
@@ -34,15 +37,27 @@ def index_size(documents: int) -> int:
     return _HEADER.size + 4 * documents + 8 * documents + 8 * (documents + 1)
 
 
-def encode_index(lengths: np.ndarray, dtype: Literal["uint16", "uint32"]) -> bytes:
-    """The bytes of the index for documents of `lengths` tokens (int64 [n]) that lie one after the other."""
+def index_parts(lengths: np.ndarray, dtype: Literal["uint16", "uint32"]) -> Iterator[bytes]:
+    """The index for documents of `lengths` tokens (integers [n]) that lie one after the other, in parts of 8 MB."""
     assert lengths.size == 0 or (lengths.min() > 0 and lengths.max() < 2**31)
     n = lengths.size
-    offsets = np.zeros(n, "<i8")
-    np.cumsum(lengths[:-1], out=offsets[1:])
-    header = _HEADER.pack(MAGIC, 1, _CODES[dtype], n, n + 1)
-    offsets *= np.dtype(dtype).itemsize
-    return header + lengths.astype("<i4").tobytes() + offsets.tobytes() + np.arange(n + 1, dtype="<i8").tobytes()
+    parts = range(0, n, _PART)
+    yield _HEADER.pack(MAGIC, 1, _CODES[dtype], n, n + 1)
+    for begin in parts:
+        yield lengths[begin : begin + _PART].astype("<i4").tobytes()
+    end = 0  # of the documents so far, in tokens
+    for begin in parts:
+        ends = end + np.cumsum(lengths[begin : begin + _PART], dtype=np.int64)
+        offsets = np.concatenate([[end], ends[:-1]]).astype("<i8")
+        end = int(ends[-1])
+        yield (offsets * np.dtype(dtype).itemsize).tobytes()
+    for begin in range(0, n + 1, _PART):
+        yield np.arange(begin, min(begin + _PART, n + 1), dtype="<i8").tobytes()
+
+
+def encode_index(lengths: np.ndarray, dtype: Literal["uint16", "uint32"]) -> bytes:
+    """The bytes of the index for documents of `lengths` tokens (integers [n]) that lie one after the other."""
+    return b"".join(index_parts(lengths, dtype))
 
 
 def decode_index(content: bytes, source: str) -> tuple[np.ndarray, Literal["uint16", "uint32"]]:
