@@ -88,11 +88,13 @@ def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
     else:
         return None
     table = tokenizer.get("tokenizer.json", {})
-    for added in table.get("added_tokens") or ():
-        if added.get("content") == text:
-            return int(added["id"])
-    found = ((table.get("model") or {}).get("vocab") or {}).get(text)
-    if not isinstance(found, int):
+    added = table.get("added_tokens")
+    tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    model = table.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    known = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    found = next((token.get("id") for token in tokens if token.get("content") == text), known)
+    if type(found) is not int or found < 0:
         raise CheckpointError(f"the tokenizer's {name} is {text!r}, but its vocabulary has no such token")
     return found
 

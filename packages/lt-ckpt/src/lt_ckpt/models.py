@@ -14,15 +14,30 @@ from lt_ckpt.shards import Ints
 from lt_ckpt.source import Group, Reader, Source
 from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig, parameters
+from lt_model.params import Parameter
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 DROPPED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Buffers that old files carry and that every reader computes anew."""
 
 
+MAX_LAYERS = 100_000
+
+
+def table_of(config: LlamaConfig) -> tuple[Parameter, ...]:
+    """Returns the parameters of a model whose configuration may come from anywhere.
+
+    Raises:
+        CheckpointError: There would be so many that to list them would take all memory.
+    """
+    if config.n_layers > MAX_LAYERS:
+        raise CheckpointError(f"the configuration has {config.n_layers} layers, which no Llama has; is it damaged?")
+    return parameters(config)
+
+
 def shapes_of(config: LlamaConfig) -> dict[str, Ints]:
     """Returns model tensor → shape in model order, the head always with them."""
-    shapes: dict[str, Ints] = {parameter.name: parameter.shape for parameter in parameters(config)}
+    shapes: dict[str, Ints] = {parameter.name: parameter.shape for parameter in table_of(config)}
     shapes.setdefault(HEAD, shapes[EMBED])
     return shapes
 

@@ -3,7 +3,8 @@
 A slice (box) of a tensor is an offset and a shape, one number per dimension; a 0-dim tensor has the empty tuple for
 both and one element. A `Shard` is such a slice with its bytes. `covers` tells whether boxes tile a tensor exactly once:
 their volumes add up and no two overlap. The overlap test sweeps along the dimension with the most distinct starts, so
-that n shards cut along one dimension cost O(n log n).
+that n shards cut along one dimension cost O(n log n); slices that no mesh makes, for which it would cost O(n^2), are
+refused.
 """
 
 import math
@@ -20,6 +21,9 @@ from lt_ckpt.errors import CheckpointError
 Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]
 """(offset, shape)"""
+
+MAX_PAIRS = 1_000_000
+"""Slices of one tensor that are compared with one another; grids of ten thousand ranks need a tenth of it."""
 
 GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
@@ -41,7 +45,11 @@ def inside(box: Box, global_shape: Ints) -> bool:
 
 
 def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Returns the indices of two boxes that share an element, or None when no two do."""
+    """Returns the indices of two boxes that share an element, or None when no two do.
+
+    Raises:
+        CheckpointError: To tell would take more than `MAX_PAIRS` comparisons.
+    """
     full = [i for i, (_, shape) in enumerate(boxes) if math.prod(shape)]
     if len(full) < 2:
         return None
@@ -51,9 +59,13 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     dim = max(range(rank), key=lambda d: len({boxes[i][0][d] for i in full}))
     full.sort(key=lambda i: boxes[i][0][dim])
     active: list[int] = []
+    pairs = 0
     for i in full:
         start = boxes[i][0][dim]
         active = [j for j in active if boxes[j][0][dim] + boxes[j][1][dim] > start]
+        pairs += len(active)
+        if pairs > MAX_PAIRS:
+            raise CheckpointError(f"{len(boxes)} slices of one tensor lie so crosswise that no program would cut it so")
         for j in active:
             if intersect(boxes[i], boxes[j]) is not None:
                 return j, i

@@ -25,12 +25,12 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.layout import FileLayout, Layout, whole
 from lt_ckpt.meta.names import chunk_in_pairs, is_turned, key_of, placed
-from lt_ckpt.models import DROPPED, EMBED, HEAD, shapes_of, with_head
+from lt_ckpt.models import DROPPED, EMBED, HEAD, shapes_of, table_of, with_head
 from lt_ckpt.plan import Stored
 from lt_ckpt.shards import intersect
 from lt_ckpt.source import Group, Source
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig, parameters
+from lt_model import LlamaConfig
 from lt_model.params import Parameter
 
 MAX_METADATA_BYTES = 2**30
@@ -72,7 +72,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix:
     metadata = read_metadata(folder)
     naming = _naming(metadata, prefix, str(folder))
     head_is_stored = naming.key(HEAD) in metadata.tensors
-    table = parameters(replace(model, tie_word_embeddings=model.tie_word_embeddings and not head_is_stored))
+    table = table_of(replace(model, tie_word_embeddings=model.tie_word_embeddings and not head_is_stored))
     keys = {"weights": {p.name: naming.key(p.name) for p in table}, **_moments(metadata, naming, table)}
     wanted = {key: _required(metadata, key, p, str(folder)) for names in keys.values() for p, key in _of(table, names)}
     others = [key for key in (*metadata.tensors, *metadata.objects) if key not in wanted]

@@ -149,7 +149,8 @@ def _indexed(folder: Path) -> list[TensorFile]:
     weight_map = strict_json.field(read_json(source), "weight_map", dict, str(source))
     names: dict[str, set[str]] = {}
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+        plain = isinstance(file, str) and Path(file).name == file and file.isprintable()
+        if not plain or not file.endswith(".safetensors"):
             raise CheckpointError(f"{source}: {tensor!r} lies in {file!r}, which is no safetensors file of this folder")
         names.setdefault(file, set()).add(tensor)
     headers = [read_header(folder / file) for file in sorted(names)]

@@ -21,10 +21,11 @@ from lt_ckpt.dtypes import long_name
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.layout import FileLayout, Layout, part
 from lt_ckpt.meta.names import in_pairs, is_turned, key_of, placed
+from lt_ckpt.models import table_of
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Held, Source, join
 from lt_ckpt.torchfile.file import read_pt
-from lt_model import LlamaConfig, ModelError, parameters
+from lt_model import LlamaConfig, ModelError
 from lt_model.params import Parameter
 
 PARAMS = "params.json"
@@ -46,7 +47,7 @@ def meta_layout(config: LlamaConfig, n_files: int, *, embedding_dim: int = 0) ->
     Raises:
         CheckpointError: It cannot be cut so.
     """
-    table = parameters(replace(config, tie_word_embeddings=False))
+    table = table_of(replace(config, tie_word_embeddings=False))
     if config.n_kv_heads % n_files:
         raise CheckpointError(f"{config.n_kv_heads} key/value heads cannot be cut into {n_files} files")
 
@@ -97,8 +98,8 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         hf = dict(config)
         _check_config(LlamaConfig.from_hf(hf, source=f"{folder}: config"), params, folder)
     model = replace(LlamaConfig.from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
-    shapes = {parameter.name: parameter.shape for parameter in parameters(model)}
-    turned = {key_of(parameter.name, "meta") for parameter in parameters(model) if is_turned(parameter)}
+    shapes = {parameter.name: parameter.shape for parameter in table_of(model)}
+    turned = {key_of(parameter.name, "meta") for parameter in table_of(model) if is_turned(parameter)}
     for name, held in holders.items():
         for key in turned & set(held):
             held[key] = in_pairs(held[key], f"{folder / name}: {key}")

@@ -142,9 +142,14 @@ def is_count(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 2**63
 
 
+def is_size(value: object) -> bool:
+    """Tells whether this can be a tensor's extent or an offset in it: no tensor has 2 to the 60 elements."""
+    return is_count(value) and value < 2**60
+
+
 def counts(value: object) -> Ints:
     """Returns a tuple of counts out of a pickle; a `CheckpointError` for anything else."""
-    if not isinstance(value, tuple) or len(value) > MAX_RANK or not all(is_count(item) for item in value):
+    if not isinstance(value, tuple) or len(value) > MAX_RANK or not all(is_size(item) for item in value):
         raise CheckpointError("its pickle has a shape, stride or offset that is none")
     return tuple(value)
 

@@ -9,7 +9,8 @@ ever imported, and no attribute of anything is looked up or set.
 
 A small pickle cannot become large: opcodes are counted, integers have a width, and the result is measured before it is
 returned as if everything shared in it were written out (lists that refer to one another a hundred times a level are
-refused), so whoever walks it later needs no care. Cycles and deep nesting are refused.
+refused), so whoever walks it later needs no care. Texts become bytes once, not again and again, and no keys can be
+given that slow a dictionary down. Cycles and deep nesting are refused.
 
 Cost: about half a microsecond per opcode.
 """
@@ -25,6 +26,8 @@ MAX_OPCODES = 4_000_000
 MAX_DEPTH = 64
 MAX_INT_BYTES = 32
 MAX_NAME_BYTES = 512
+MAX_KEY = 2**60
+"""Integers as keys are smaller: larger ones can be made to collide in a dictionary by the thousand."""
 
 
 class Stand:
@@ -97,6 +100,7 @@ class _Machine:
         self._below: list[list[Any]] = []
         """The stacks under the open marks."""
         self._memo: dict[int, Any] = {}
+        self._made_bytes = 0
 
     def run(self, max_opcodes: int) -> Any:
         stop = ord(".")
@@ -215,6 +219,8 @@ class _Machine:
             # Tuples are no keys here: hashing deeply nested ones would end the process.
             if not (type(key) in (str, int, bool, bytes, type(None)) or isinstance(key, Stand)):
                 raise CheckpointError(f"its pickle has a dictionary key of type {type(key).__name__}")
+            if type(key) is int and abs(key) >= MAX_KEY:
+                raise CheckpointError(f"its pickle has a dictionary key of more than {MAX_KEY.bit_length() - 1} bits")
             if key in target:
                 raise CheckpointError("its pickle has a dictionary with one key twice; the file is damaged")
             target[key] = value
@@ -256,7 +262,12 @@ class _Machine:
         arguments, maker = self._stack.pop(), self._stack.pop()
         if type(maker) is not Maker or type(arguments) is not tuple:
             raise CheckpointError(f"its pickle calls a {type(maker).__name__} with a {type(arguments).__name__}")
-        self._stack.append(maker.make(arguments))
+        made = maker.make(arguments)
+        if type(made) is bytes:  # made of a text that stands in the pickle, which a honest one does once
+            self._made_bytes += len(made)
+            if self._made_bytes > len(self._data):
+                raise CheckpointError("its pickle makes more bytes than it has itself")
+        self._stack.append(made)
 
     def build(self) -> None:
         state, target = self._stack.pop(), self._stack[-1]
