@@ -229,6 +229,8 @@ def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         real = fcntl.fcntl
         monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", 1)
         monkeypatch.setattr(direct, "BLOCK_BYTES", 256)
+        monkeypatch.setattr(direct, "GATHER_BYTES", 64)
+        monkeypatch.setattr(direct, "THREADS", 1)  # one order of calls
         monkeypatch.setattr(direct, "ALIGN", 32)
         monkeypatch.setattr(os, "O_DIRECT", getattr(os, "O_DIRECT", 0x4000), raising=False)
         monkeypatch.setattr(direct, "_refusals", {})

@@ -21,14 +21,15 @@ def small(monkeypatch):
     monkeypatch.setattr(direct, "BLOCK_BYTES", BLOCK)
     monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", 2 * direct.ALIGN)
     monkeypatch.setattr(direct, "_refusals", {})
+    monkeypatch.setattr(direct, "GATHER_BYTES", 3 * direct.ALIGN)
+    monkeypatch.setattr(direct, "THREADS", 1)  # one order of writes
     monkeypatch.setattr(direct, "_spare", [])
+    monkeypatch.setattr(direct, "_writers", direct._Writers())
     before = threading.active_count()
     yield
     assert threading.active_count() == before, "a thread is left"
-    slots = [direct._rings.acquire(blocking=False) for _ in range(direct.RINGS)]
-    assert all(slots), "a ring was not given back"
-    for _ in slots:
-        direct._rings.release()
+    for given, number in ((direct._writers.room, direct.BLOCKS), (direct._writers.holders, direct.HOLDERS)):
+        assert [given.acquire(blocking=False) for _ in range(number + 1)] == [True] * number + [False]
 
 
 @pytest.fixture
@@ -93,8 +94,12 @@ def test_blocks_go_directly_and_the_tail_behind_them(disk, log, extra):
     assert log == wanted
 
 
+@pytest.mark.parametrize("holders", [8, 0])
 @pytest.mark.parametrize("seed", range(10))
-def test_bytes_come_in_any_parts(disk, seed):
+def test_bytes_come_in_any_parts(disk, seed, holders, monkeypatch):
+    monkeypatch.setattr(direct, "THREADS", 3)
+    monkeypatch.setattr(direct, "HOLDERS", holders)
+    monkeypatch.setattr(direct, "_writers", direct._Writers())
     rng = random.Random(seed)
     data = rng.randbytes(rng.randrange(1, 6 * BLOCK))
     write(disk / "x", data, sorted(rng.choices(range(len(data) + 1), k=rng.randrange(12))))
@@ -233,12 +238,13 @@ def test_a_file_that_is_given_up_is_not_written_on(tmp_path, monkeypatch):
 
 
 def test_memory_is_bounded_however_many_files_are_open(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct, "THREADS", 3)
     monkeypatch.setattr(direct, "switch_on", lambda descriptor: True)
     monkeypatch.setattr(direct, "switch_off", lambda descriptor: None)
     taken = []
     real = direct.take_block
     monkeypatch.setattr(direct, "take_block", lambda n_bytes: taken.append(real(n_bytes)) or taken[-1])
-    data = [random.Random(i).randbytes(5 * BLOCK + i) for i in range(6)]
+    data = [random.Random(i).randbytes(5 * BLOCK + i) for i in range(40)]
     opened = [NewFile(tmp_path / f"{i}", len(d)) for i, d in enumerate(data)]
     for file, d in zip(opened, data, strict=True):
         file.write(d[:100])  # their headers: nothing is taken for these
@@ -250,9 +256,9 @@ def test_memory_is_bounded_however_many_files_are_open(tmp_path, monkeypatch):
     for file in opened:
         file.sync()
         file.close()
-    assert [(tmp_path / f"{i}").read_bytes() == d for i, d in enumerate(data)] == [True] * 6
-    assert len({id(block) for block in taken}) <= direct.RINGS * direct.RING_BLOCKS
-    assert len(direct._spare) <= direct.RINGS * direct.RING_BLOCKS
+    assert [(tmp_path / f"{i}").read_bytes() == d for i, d in enumerate(data)] == [True] * 40
+    assert len({id(block) for block in taken}) <= direct.BLOCKS
+    assert len(direct._spare) <= direct.BLOCKS
 
 
 def test_blocks_are_aligned_and_used_again():

@@ -3,19 +3,24 @@
 The model's tensors are walked in the order in which the target's files hold them. Each is read in blocks of rows, every
 block once, cast if asked for, and the boxes that the target's layout cuts out of it are appended to their files, which
 are all open and grow strictly from front to back. So every source byte is read once (twice for a tied head), every
-target byte is written once, and a 70B model in 256 files needs no more memory than one in a single file.
+target byte is written once, and a 70B model in 256 files needs no more memory than one in a single file. Some threads
+read the blocks that come next while others write; each file belongs to one of those, so its order is kept.
 
 Everything is written into a hidden sibling folder, put on the disk, and renamed: the output is there complete or not at
 all. What cannot be right is refused before the first byte is written.
 
-Memory: `BLOCK_BYTES` for a block (one row where that is longer), as much again where it is cast or cut by columns, and
-the planner's staging buffer.
+Memory: `READERS` + `BEHIND` + 1 blocks of `BLOCK_BYTES` (one row where that is longer), for each thread as much again
+where it casts or cuts by columns, the planner's staging buffers, and the blocks of `lt_ckpt.direct`.
 """
 
 import os
 import shutil
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -27,12 +32,22 @@ from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.folders import new_token
 from lt_ckpt.layout import Layout, Piece
+from lt_ckpt.pipeline import Lanes, finish, in_order
 from lt_ckpt.shards import Box, intersect, row_blocks
 from lt_ckpt.source import Group, Reader, Source
 from lt_ckpt.tensorfile import TensorSpec
 
-BLOCK_BYTES = 16 * 2**20
+BLOCK_BYTES = 4 * 2**20
 """Bytes of a tensor that are read, cast and written in one go."""
+
+READERS = 3
+"""Threads that read, and blocks that they are ahead."""
+
+WRITERS = 3
+"""Threads that write; each file belongs to one."""
+
+BEHIND = 4
+"""Blocks that may wait for the writers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,33 +186,55 @@ def _write_tensors(
     reader: Reader,
     tell: "Progress",
 ) -> None:
+    def read(name: str, box: Box) -> tuple[str, Box, np.ndarray]:
+        return name, box, block(source.weights, name, box, target.specs[name].dtype, reader)
+
+    def write(container: Container, box: Box, data: np.ndarray, wanted: Box) -> None:
+        part = _cut(box, data, wanted)
+        if part is not None:
+            container.append(part)
+            tell(part.nbytes)
+
+    tasks = (partial(read, name, box) for name in walk for box in boxes(source.weights, name, target.specs[name].dtype))
     opened: list[Container] = []
-    try:
-        for i, file in enumerate(target.layout.files):
-            opened.append(target.opens(made.path(file.path), target.tensors(i), target.metadata))
-        for name, cuts in walk.items():
-            for box, block in blocks(source.weights, name, target.specs[name].dtype, reader):
-                for cut in cuts:
-                    data = _cut(box, block, cut.piece.box)
-                    if data is not None:
-                        opened[cut.file].append(data)
-                        tell(data.nbytes)
-        while opened:
-            opened.pop().close()
-    except BaseException:
-        for container in opened:
-            container.abandon()
-        raise
+    with ThreadPoolExecutor(READERS, "lt-ckpt-convert-read") as readers, Lanes(WRITERS, "lt-ckpt-convert") as writers:
+        try:
+            for i, file in enumerate(target.layout.files):
+                opened.append(target.opens(made.path(file.path), target.tensors(i), target.metadata))
+            behind: deque[list[Future[None]]] = deque()
+            for name, box, data in in_order(readers, tasks, ahead=READERS):
+                if len(behind) == BEHIND:
+                    finish(behind.popleft())
+                cuts = [(cut.file, cut.piece.box) for cut in walk[name]]
+                behind.append([writers.submit(f, write, opened[f], box, data, wanted) for f, wanted in cuts])
+                del data
+            while behind:
+                finish(behind.popleft())
+            finish([writers.submit(i, container.close) for i, container in enumerate(opened)])
+        except BaseException:
+            readers.shutdown(cancel_futures=True)
+            writers.stop()
+            for container in opened:
+                container.abandon()
+            raise
 
 
 def blocks(group: Group, name: str, dtype: str, reader: Reader) -> Iterator[tuple[Box, np.ndarray]]:
     """Yields a tensor in blocks of rows, cast to `dtype`: the box, and its elements as integers of their width."""
+    for box in boxes(group, name, dtype):
+        yield box, block(group, name, box, dtype, reader)
+
+
+def boxes(group: Group, name: str, dtype: str) -> list[Box]:
+    """Returns a tensor's blocks of rows, of at most `BLOCK_BYTES` before and after a cast to `dtype`."""
     spec = group.specs[name]
-    width = max(item_bytes(spec.dtype), item_bytes(dtype))
-    element = np.dtype(f"<u{item_bytes(dtype)}")
-    for box in row_blocks(spec.shape, BLOCK_BYTES // width):
-        data = cast(reader.read(group, name, box), spec.dtype, dtype)
-        yield box, data.view(element).reshape(box[1])
+    return row_blocks(spec.shape, BLOCK_BYTES // max(item_bytes(spec.dtype), item_bytes(dtype)))
+
+
+def block(group: Group, name: str, box: Box, dtype: str, reader: Reader) -> np.ndarray:
+    """Reads one block, cast to `dtype`: its elements as integers of their width."""
+    data = cast(reader.read(group, name, box), group.specs[name].dtype, dtype)
+    return data.view(f"<u{item_bytes(dtype)}").reshape(box[1])
 
 
 def _cut(box: Box, block: np.ndarray, wanted: Box) -> np.ndarray | None:
@@ -214,12 +251,14 @@ class Progress:
 
     def __init__(self, total: int, tell: files.Progress | None) -> None:
         self._done, self._total, self._tell = 0, total, tell
+        self._lock = threading.Lock()
 
     def __call__(self, n_bytes: int) -> None:
-        """So many bytes more."""
-        self._done += n_bytes
-        if self._tell is not None:
-            self._tell(self._done, self._total, "bytes")
+        """So many bytes more; from any thread."""
+        with self._lock:
+            self._done += n_bytes
+            if self._tell is not None:
+                self._tell(self._done, self._total, "bytes")
 
 
 class NewFolder:

@@ -2,14 +2,17 @@
 
 A file system that buffers copies every byte once more, makes the writer wait for the writeback of others, and throws
 out of memory what a training job needs there. With O_DIRECT the disk reads our memory, in which position, length and
-address are multiples of `ALIGN`. So a big file's bytes are copied into aligned blocks, which a thread writes while the
+address are multiples of `ALIGN`. So a big file's bytes are copied into aligned blocks, which threads write while the
 caller copies, and hashes, what comes next; the last bytes, less than `ALIGN`, go the ordinary way. The file holds the
 same bytes either way, and what makes them durable is the same: nothing counts as written before its fsync.
 
-Where a file system refuses O_DIRECT, files are written through the page cache; `refusal` tells so. It is asked once.
+All files share the threads and the blocks, which are there for as long as a big file is open. A few files keep the
+block that they are filling; when hundreds are open (a conversion), the others hand over what they have at the end of
+every write. Small files are written through the page cache, and so are all where a file system refuses O_DIRECT; it is
+asked once, and `refusal` tells.
 
-Cost: one copy of the bytes, beside the disk; memory: `RINGS` times `RING_BLOCKS` blocks at most, kept for the next
-file. Further files that are written at the same time, and small ones, are written by the caller, as the bytes come.
+Cost: one copy of the bytes, beside the disk; memory: `BLOCKS` blocks, kept for the next file, and less than
+`GATHER_BYTES` for each file.
 """
 
 import errno
@@ -28,14 +31,20 @@ from lt_ckpt import files
 ALIGN = 4096
 """What every file system and disk that knows O_DIRECT is content with."""
 
-BLOCK_BYTES = 4 * 2**20
-"""Bytes that are handed to the disk at once; more makes it no faster."""
+BLOCK_BYTES = 2 * 2**20
+"""Bytes that are handed to the disk at once."""
 
-RING_BLOCKS = 3
-"""Blocks of a file that is being written: one is filled, one is written, one waits."""
+THREADS = 4
+"""Threads that write: enough requests for the disk, and none of them large."""
 
-RINGS = 2
-"""Files that are written directly at the same time."""
+BLOCKS = 16
+"""Blocks that are being filled or written, of all files together."""
+
+HOLDERS = 8
+"""Files that may keep a block that is not full until more bytes come; fewer than `BLOCKS`, or nobody could go on."""
+
+GATHER_BYTES = 64 * 2**10
+"""Any other file gathers fewer bytes than this until more come: small writes cost a disk as much as large ones."""
 
 DIRECT_FROM_BYTES = 2**20
 """Smaller files are not worth a thread."""
@@ -44,7 +53,6 @@ HUGE_BYTES = 2 * 2**20
 """A page of the larger kind. A disk takes a limited number of pieces of memory at once, so that small pages mean small
 requests; with these a disk was read and written up to twice as fast."""
 
-_rings = threading.Semaphore(RINGS)
 _spare: list[np.ndarray] = []
 _refusals: dict[int, str] = {}
 """File systems (`st_dev`) that have refused O_DIRECT, and in which words."""
@@ -71,7 +79,7 @@ def take_block(n_bytes: int) -> np.ndarray:
 
 def give_block(block: np.ndarray) -> None:
     """Keeps a block for the next file."""
-    if sum(map(len, _spare)) + len(block) <= RINGS * RING_BLOCKS * BLOCK_BYTES:
+    if sum(map(len, _spare)) + len(block) <= BLOCKS * BLOCK_BYTES:
         _spare.append(block)
 
 
@@ -121,7 +129,7 @@ def refusal(path: Path) -> str:
 
 
 class NewFile:
-    """A new file that is written once, from its beginning to its end.
+    """A new file that is written once, from its beginning to its end, by one thread.
 
     Args:
         path: The file to make.
@@ -136,7 +144,7 @@ class NewFile:
         self._big = n_bytes >= DIRECT_FROM_BYTES
         self._begun = False
         self._head = b""
-        self._ring: _Ring | None = None
+        self._blocks: _Blocks | None = None
         self._descriptor = files.create(path)
 
     def write(self, data: bytes | memoryview) -> None:
@@ -155,29 +163,21 @@ class NewFile:
 
     def _begin(self) -> None:
         self._begun = True
-        if self._big and _rings.acquire(blocking=False):
-            try:
-                if switch_on(self._descriptor):
-                    self._ring = _Ring(self._descriptor)
-            finally:
-                if self._ring is None:
-                    _rings.release()
+        if self._big and switch_on(self._descriptor):
+            self._blocks = _Blocks(self._descriptor)
         self._put(memoryview(self._head))
 
     def _put(self, view: memoryview) -> None:
-        if self._ring is None:
+        if self._blocks is None:
             files.write_all(self._descriptor, view)
         else:
-            self._ring.put(view)
+            self._blocks.put(view)
 
     def _drain(self) -> None:
-        """Waits for the thread, if there is one, and lets it go."""
-        ring, self._ring = self._ring, None
-        if ring is not None:
-            try:
-                ring.drain()
-            finally:
-                _rings.release()
+        """Waits for the threads, if they write this file, and lets them go."""
+        blocks, self._blocks = self._blocks, None
+        if blocks is not None:
+            blocks.drain()
 
     def sync(self) -> None:
         """Puts the file on the disk; all bytes must have come."""
@@ -185,94 +185,164 @@ class NewFile:
         files.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Lets go of the file; what was not synced may or may not be on the disk."""
+        """Lets go of the file, once; what was not synced may or may not be on the disk."""
+        if self._descriptor < 0:
+            return
         try:
-            if self._ring is not None:
-                self._ring.give_up()
+            if self._blocks is not None:
+                self._blocks.give_up()
                 self._drain()
         finally:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
 
-class _Ring:
-    """Blocks that travel between the caller, who fills them, and a thread, which writes them."""
+class _Writers:
+    """The threads that write the blocks of all files, and the blocks' number. They end with the last file."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._threads: list[threading.Thread] = []
+        self.room = threading.Semaphore(BLOCKS)
+        """Blocks that may still be taken."""
+        self.holders = threading.Semaphore(HOLDERS)
+        self.queue: SimpleQueue[tuple[_Blocks, np.ndarray, int, int] | None] = SimpleQueue()
+
+    def join(self) -> None:
+        """One file more."""
+        with self._lock:
+            self._users += 1
+            while len(self._threads) < THREADS:
+                # A daemon: a disk that hangs must not keep the process from ending.
+                thread = threading.Thread(target=self._work, name="lt-ckpt-write", daemon=True)
+                thread.start()
+                self._threads.append(thread)
+
+    def leave(self) -> None:
+        """One file less."""
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for _ in self._threads:
+                    self.queue.put(None)
+                while self._threads:
+                    self._threads.pop().join()
+
+    def _work(self) -> None:
+        while (item := self.queue.get()) is not None:
+            file, block, n_bytes, position = item
+            file.write(block, n_bytes, position)
+            give_block(block)
+            self.room.release()
+            file.done.put(None)
+
+
+_writers = _Writers()
+
+
+def _forget_writers() -> None:
+    """A forked process has no threads, and blocks that nobody will give back."""
+    global _writers
+    _writers = _Writers()
+
+
+os.register_at_fork(after_in_child=_forget_writers)
+
+
+class _Blocks:
+    """The blocks of one file: filled by the caller, written by `_Writers`."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._direct = descriptor, True
-        self._free: SimpleQueue[np.ndarray | None] = SimpleQueue()
-        self._full: SimpleQueue[tuple[np.ndarray, int, int] | None] = SimpleQueue()
+        self._writers = _writers
+        self._gathered = b""
         self._block: np.ndarray | None = None
-        self._filled = self._position = 0
+        self._filled = self._position = self._n_queued = 0
         self._failure: BaseException | None = None
         self._given_up = False
-        for _ in range(RING_BLOCKS):
-            self._free.put(None)  # memory is taken when it is needed
-        # A daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=self._write_blocks, name="lt-ckpt-write", daemon=True)
-        self._thread.start()
+        self.done: SimpleQueue[None] = SimpleQueue()
+        """Gets a token for every block that has been written."""
+        self._writers.join()
+        self._holds = self._writers.holders.acquire(blocking=False)
 
     def put(self, data: memoryview) -> None:
-        """Copies bytes into blocks."""
-        source, done = np.frombuffer(data, np.uint8), 0
+        """Copies bytes into blocks, and hands them over."""
+        if self._block is None and len(self._gathered) + len(data) < GATHER_BYTES:
+            self._gathered += data
+            return
+        for source in (np.frombuffer(self._gathered, np.uint8), np.frombuffer(data, np.uint8)):
+            self._fill(source)
+        self._gathered = b""
+        if not self._holds:
+            self._flush()
+
+    def _fill(self, source: np.ndarray) -> None:
+        done = 0
         while done < len(source):
             if self._block is None:
-                block = self._free.get()
-                self._block = take_block(BLOCK_BYTES) if block is None else block
+                self._writers.room.acquire()
+                self._block = take_block(BLOCK_BYTES)
                 self._raise()
             n = min(len(source) - done, len(self._block) - self._filled)
             np.copyto(self._block[self._filled : self._filled + n], source[done : done + n])
             done += n
             self._filled += n
             if self._filled == len(self._block):
-                self._hand_over()
+                self._hand_over(self._filled)
 
-    def _hand_over(self) -> None:
+    def _flush(self) -> None:
+        """Hands over all but what is less than `ALIGN`, which is gathered."""
+        if self._block is not None:
+            aligned = self._filled // ALIGN * ALIGN
+            self._gathered = self._block[aligned : self._filled].tobytes()
+            self._hand_over(aligned)
+
+    def _hand_over(self, n_bytes: int) -> None:
         assert self._block is not None
-        self._full.put((self._block, self._filled, self._position))
-        self._position += self._filled
+        self._writers.queue.put((self, self._block, n_bytes, self._position))
+        self._position += n_bytes
+        self._n_queued += 1
         self._block, self._filled = None, 0
 
     def give_up(self) -> None:
-        """Makes the thread write nothing more."""
+        """Makes the threads write nothing more of this file."""
         self._given_up = True
 
     def drain(self) -> None:
         """Waits until everything is written."""
-        if self._block is not None:
-            self._hand_over()
-        self._full.put(None)
-        self._thread.join()
-        for _ in range(RING_BLOCKS):
-            block = self._free.get()
-            if block is not None:
-                give_block(block)
+        try:
+            self._flush()
+            for _ in range(self._n_queued):
+                self.done.get()
+            if self._gathered and self._failure is None and not self._given_up:
+                self._go_buffered()
+                self._write(memoryview(self._gathered), self._position)
+        finally:
+            if self._holds:
+                self._writers.holders.release()
+            self._writers.leave()
         self._raise()
 
     def _raise(self) -> None:
         if self._failure is not None and not self._given_up:
             raise self._failure
 
-    def _write_blocks(self) -> None:
-        """The thread. After a failure it goes on returning blocks, so that nobody waits for one in vain."""
-        while (item := self._full.get()) is not None:
-            block, n_bytes, position = item
-            if self._failure is None and not self._given_up:
-                try:
-                    self._write(block.data[:n_bytes], position)
-                except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
-                    self._failure = exc
-            self._free.put(block)
+    def write(self, block: np.ndarray, n_bytes: int, position: int) -> None:
+        """Writes a block, in one of the threads; after a failure nothing more, so that nobody waits in vain."""
+        if self._failure is None and not self._given_up:
+            try:
+                self._write(block.data[:n_bytes], position)
+            except BaseException as exc:  # noqa: BLE001 - the caller's thread raises it
+                self._failure = exc
 
     def _write(self, view: memoryview, position: int) -> None:
         done = 0
         while done < len(view):
-            aligned = (len(view) - done) // ALIGN * ALIGN
-            if self._direct and (not aligned or done % ALIGN):
-                self._go_buffered()  # the file's tail, or the system took an odd part
+            if self._direct and done % ALIGN:
+                self._go_buffered()  # the system took an odd part
             try:
-                part = view[done : done + aligned] if self._direct else view[done:]
-                done += os.pwrite(self._descriptor, part, position + done)
+                done += os.pwrite(self._descriptor, view[done:], position + done)
             except OSError as exc:
                 if not self._direct:
                     raise

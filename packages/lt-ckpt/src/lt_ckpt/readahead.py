@@ -51,8 +51,8 @@ class Run:
     buffer: memoryview
 
 
-class _File:
-    """A file that is being read; closed when nobody reads it any more."""
+class DirectFile:
+    """A file that is being read past the page cache, where its file system can."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.users = path, 0
@@ -86,6 +86,25 @@ class _File:
                 )
             self._read_buffered(view[done:n_bytes], begin + done)  # refused, or an odd part was read
 
+    def read_into(self, begin: int, buffer: memoryview) -> None:
+        """Fills a buffer that lies anywhere from any position on, through a block.
+
+        Raises:
+            CheckpointError: The file ends too early.
+        """
+        block, target = direct.take_block(BLOCK_BYTES), np.frombuffer(buffer, np.uint8)
+        try:
+            for position, n_bytes in _pieces(Stretch(self.path, begin, len(buffer))):
+                skip = position % direct.ALIGN
+                self.read(block, position - skip, skip + n_bytes)
+                np.copyto(target[position - begin : position - begin + n_bytes], block[skip : skip + n_bytes])
+        finally:
+            direct.give_block(block)
+
+    def close(self) -> None:
+        """Lets go of the file."""
+        os.close(self.descriptor)
+
     def _read_buffered(self, view: memoryview, begin: int) -> None:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -105,7 +124,7 @@ class _Request:
     """Bytes of the block before them."""
     n_bytes: int
     block: np.ndarray
-    file: _File
+    file: DirectFile
     done: Future[None]
 
 
@@ -134,9 +153,9 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
     """
     waiting: deque[_Request] = deque()
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lt-ckpt-read")
-    current: _File | None = None
+    current: DirectFile | None = None
 
-    def let_go(file: _File) -> None:
+    def let_go(file: DirectFile) -> None:
         if file.users == 0 and file is not current:
             os.close(file.descriptor)
 
@@ -162,7 +181,7 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
                 if before is not None:
                     let_go(before)
                 with storage("reading", stretch.path):
-                    current = _File(stretch.path)
+                    current = DirectFile(stretch.path)
             for begin, n_bytes in _pieces(stretch):
                 if len(waiting) >= THREADS:
                     yield from show(finish())
@@ -204,7 +223,7 @@ def fill(runs: Sequence[Run]) -> None:
                         if file is not None:
                             os.close(file.descriptor)
                         file = None
-                        file = _File(task.path)
+                        file = DirectFile(task.path)
                     skip = task.begin % direct.ALIGN
                     file.read(block, task.begin - skip, skip + task.n_bytes)
                 _scatter(task, block.data[skip : skip + task.n_bytes])

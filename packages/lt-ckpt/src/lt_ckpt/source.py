@@ -8,6 +8,7 @@ Cost of reading: the bytes wanted and the planner's staging buffer; the files us
 """
 
 import os
+import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -22,11 +23,15 @@ from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.layout import Layout
 from lt_ckpt.plan import Stored, plan_copies, run_copies
+from lt_ckpt.readahead import DirectFile
 from lt_ckpt.shards import Box, Ints, inside
 from lt_ckpt.tensorfile import TensorSpec
 
-OPEN_FILES = 128
-"""Most files that a reader keeps open; a format with a file per tensor has far more."""
+OPEN_FILES = 64
+"""Most files that a reader keeps open for each thread; a format with a file per tensor has far more."""
+
+DIRECT_FROM_BYTES = 256 * 2**10
+"""Reads of so many bytes go past the page cache; for smaller ones the system's own reading ahead is faster."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,12 +153,40 @@ def join(layout: Layout, holders: Mapping[str, Mapping[str, Held]], shapes: Mapp
     )
 
 
+class _Opened:
+    """A file that a reader holds open: for small reads through the page cache, for big ones past it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._descriptor: int | None = None
+        self._direct: DirectFile | None = None
+
+    def read(self, position: int, buffer: memoryview) -> None:
+        if len(buffer) >= DIRECT_FROM_BYTES:
+            self._direct = self._direct or DirectFile(self._path)
+            self._direct.read_into(position, buffer)
+            return
+        if self._descriptor is None:
+            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+        files.read_exactly(self._descriptor, position, buffer, self._path)
+
+    def close(self) -> None:
+        with suppress(OSError):  # it was only read
+            if self._descriptor is not None:
+                os.close(self._descriptor)
+        with suppress(OSError):
+            if self._direct is not None:
+                self._direct.close()
+
+
 class Reader:
-    """Reads boxes of a source's tensors; a context that keeps files open."""
+    """Reads boxes of a source's tensors, in any number of threads; a context that keeps files open."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._open: dict[str, int] = {}
+        self._opened: dict[tuple[int, str], _Opened] = {}
+        """(thread, file) → the file, in the order of use, so that the first is the one to close next."""
+        self._lock = threading.Lock()
 
     def read(self, group: Group, name: str, box: Box | None = None, *, source: str = "") -> np.ndarray:
         """Reads a box of a tensor, without one all of it.
@@ -189,19 +222,21 @@ class Reader:
         return buffer
 
     def _bytes(self, file: str, position: int, buffer: memoryview) -> None:
-        descriptor = self._open.pop(file, None)
-        if descriptor is None:
-            while len(self._open) >= OPEN_FILES:
-                os.close(self._open.pop(next(iter(self._open))))
-            descriptor = os.open(self._root / file, os.O_RDONLY | os.O_CLOEXEC)
-        self._open[file] = descriptor  # in the order of use, so that the first is the one to close next
-        files.read_exactly(descriptor, position, buffer, self._root / file)
+        key, spare = (threading.get_ident(), file), None
+        with self._lock:
+            opened = self._opened.pop(key, None) or _Opened(self._root / file)
+            mine = [other for other in self._opened if other[0] == key[0]]
+            if len(mine) >= OPEN_FILES:
+                spare = self._opened.pop(mine[0])
+            self._opened[key] = opened
+        if spare is not None:
+            spare.close()
+        opened.read(position, buffer)
 
     def close(self) -> None:
-        """Close the files."""
-        while self._open:
-            with suppress(OSError):  # they were only read
-                os.close(self._open.popitem()[1])
+        """Close the files; no thread may read any more."""
+        while self._opened:
+            self._opened.popitem()[1].close()
 
     def __enter__(self) -> "Reader":
         return self
