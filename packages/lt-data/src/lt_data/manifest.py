@@ -6,7 +6,7 @@ carry it, so that nothing goes on silently over other data. Reading checks the f
 that what was read is what is there plus what was left out. The whole format: docs/formats/token-store.md.
 
 Version 1, which said nothing of what was left out but empty documents, is read; the same tokens have the same
-fingerprint in both.
+fingerprint in both. `checksum`, from version 2 on, is over all fields, so that damage to any of them is found.
 """
 
 import hashlib
@@ -213,7 +213,7 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """The manifest as JSON values, in the order in which it is written."""
-        return {
+        values = {
             "format": FORMAT,
             "version": VERSION,
             "fingerprint": self.fingerprint,
@@ -221,6 +221,7 @@ class Manifest:
             "tokens": self.tokens,
             **asdict(self),
         }
+        return {**values, "checksum": _checksum(values)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], source: str) -> "Manifest":
@@ -236,6 +237,7 @@ class Manifest:
             raise DataError(
                 f"{source}: version {version!r} of the format; this program reads up to {VERSION}: update lt-data"
             )
+        checksum = fields.pop("checksum", None)
         try:
             stated = {name: fields.pop(name) for name in ("fingerprint", "documents", "tokens")}
             fields["tokenizer"] = TokenizerInfo(**fields["tokenizer"])
@@ -258,7 +260,14 @@ class Manifest:
         if wrong or not manifest.adds_up:
             wrong = wrong or ["what was read"]
             raise DataError(f"{source}: {', '.join(wrong)} does not fit the other fields; prepare the store again")
+        if version > 1 and checksum != _checksum({name: values[name] for name in values if name != "checksum"}):
+            raise DataError(f"{source}: its checksum is not that of its fields; copy it again or prepare again")
         return manifest
+
+
+def _checksum(values: Mapping[str, Any]) -> str:
+    """SHA-256 (hex) over all other fields, as JSON with sorted keys and no blanks: a change of any is noticed."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
