@@ -338,7 +338,10 @@ print(json.dumps([lengths, int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])]))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
-@pytest.mark.parametrize("kind", ["x.txt", "x.jsonl", "x.jsonl.gz"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("x.txt", marks=pytest.mark.slow), pytest.param("x.jsonl", marks=pytest.mark.slow), "x.jsonl.gz"],
+)
 def test_a_document_of_100_megabytes_is_not_copied_around(tmp_path: Path, kind: str) -> None:
     size = 100_000_000
     words = b"0123456789abcde " * (size // 16)

@@ -19,6 +19,7 @@ from lt_data.sources.bytes_in import Tally
 from lt_data.sources.columns import ROWS, column_records, columns_for
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import Bad, Record
+from lt_data.sources.transfer import library_errors
 
 SCHEME = "hf://"
 RUN_ROWS = 1 << 16
@@ -202,6 +203,7 @@ def _faults(name: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (DatasetsError, OSError, ValueError, RuntimeError) as exc:
-        cause = f" ({exc.__cause__})" if exc.__cause__ is not None else ""
-        raise DataError(f"cannot read {name}: {exc}{cause}; check its name, its settings and the network") from exc
+    except (DatasetsError, OSError, ValueError, RuntimeError, *library_errors()) as exc:
+        reasons = [" ".join(str(each).split()) for each in (exc, exc.__cause__) if each is not None]
+        reason = reasons[0] if reasons[-1] in reasons[0] else ": ".join(reasons)
+        raise DataError(f"cannot read {name}: {reason}; check its name, its settings and the network") from exc

@@ -1,0 +1,48 @@
+"""Reads datasets of the hub in a process of its own, whose environment names the hub, and prints what came out.
+
+Standard input: a JSON list of cases, each {"sources", "options", "point", "world", "run_rows"}, or {"save", "texts"}
+for folders to be made with save_to_disk. Standard output: one JSON line per case.
+"""
+
+import json
+import sys
+
+from lt_data import DataError, DocumentReader
+from lt_data.sources import hub
+
+
+def answer(case: dict) -> dict:
+    try:
+        reader = DocumentReader(case["sources"], **case.get("options", {}))
+        found = list(reader.documents_from(*case.get("point", (0, 0))))
+        answer = {
+            "documents": [[d.text if d.ids is None else d.ids.tolist(), d.source, d.file, d.record] for d in found],
+            "files": [[file.path, file.bytes, file.sha256] for file in reader.finished],
+            "total_bytes": reader.total_bytes,
+            "n_files": reader.n_files,
+            "skipped": reader.skipped,
+            "fingerprint": reader.fingerprint,
+        }
+        if world := case.get("world"):
+            parts = [reader.part(rank, world) for rank in range(world)]
+            answer["parts"] = [[d.text for d in part] for part in parts]
+    except DataError as exc:
+        return {"error": str(exc)}
+    return answer
+
+
+def save(folder: str, texts: list[str]) -> dict:
+    import datasets
+
+    dataset = datasets.Dataset.from_dict({"text": texts, "n": list(range(len(texts)))})
+    dataset.save_to_disk(f"{folder}/plain", num_shards=3)
+    shuffled = dataset.shuffle(seed=1).select(range(10))
+    shuffled.save_to_disk(f"{folder}/shuffled")
+    datasets.DatasetDict({"train": dataset, "test": dataset.select([3])}).save_to_disk(f"{folder}/several")
+    return {"folder": folder, "shuffled": shuffled["text"][:]}
+
+
+for case in json.load(sys.stdin):
+    hub.RUN_ROWS = case.get("run_rows", 2**16)
+    made = save(case["save"], case["texts"]) if "save" in case else answer(case)
+    sys.stdout.write(json.dumps(made) + "\n")
