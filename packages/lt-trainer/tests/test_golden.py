@@ -57,6 +57,9 @@ EVERY_FIELD = {
     "checkpoint.keep_every": 500,
     "checkpoint.background": True,
     "checkpoint.resume": False,
+    "checkpoint.mirror": "s3://bucket/runs/golden",
+    "checkpoint.mirror_keep_last": 5,
+    "checkpoint.mirror_keep_every": 1000,
     "metrics.log_interval": 5,
     "metrics.eval_interval": 50,
     "guard.max_skipped": 3,
@@ -73,7 +76,7 @@ def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
     assert {name: found[name] for name in EVERY_FIELD} == EVERY_FIELD
     assert resolved.origins["run.seed"] == f"{path}:2"
     assert resolved.origins["model.rope_scaling.factor"] == f"{path}:16"
-    assert resolved.origins["metrics.eval_interval"] == f"{path}:66"
+    assert resolved.origins["metrics.eval_interval"] == f"{path}:69"
     defaults = {name: leaf.default for name, leaf in leaves(Recipe).items()}
     assert [name for name, value in EVERY_FIELD.items() if value == defaults[name]] == []
 

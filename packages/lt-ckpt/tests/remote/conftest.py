@@ -245,9 +245,12 @@ class Store:
             raise EndpointConnectionError(endpoint_url=f"http://secret:{SECRET}@127.0.0.1")
         self.before(operation, key)
 
+    def names(self, bucket: str) -> list[str]:
+        return [entry["Key"] for entry in self.client.list_objects_v2(Bucket=bucket).get("Contents", [])]
+
     def objects(self, bucket: str) -> dict[str, bytes]:
-        listed = self.client.list_objects_v2(Bucket=bucket).get("Contents", [])
-        return {o["Key"]: self.client.get_object(Bucket=bucket, Key=o["Key"])["Body"].read() for o in listed}
+        names = self.names(bucket)
+        return {key: self.client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in names}
 
     def unfinished(self, bucket: str) -> list[str]:
         return [entry["Key"] for entry in self.client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])]

@@ -26,11 +26,12 @@ from lt_trainer.data import open_stream, step_batch
 from lt_trainer.engine import Engine, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.journal import GIB
-from lt_trainer.recipe import Resolved
+from lt_trainer.mirroring import describe
+from lt_trainer.recipe import Resolved, to_dict
 from lt_trainer.run import Plan
 from lt_trainer.rundir import RunDir
 from lt_trainer.saver import Saver
-from lt_trainer.saving import Checkpoints, checkpoints_held
+from lt_trainer.saving import Checkpoints, checkpoints_held, together
 from lt_trainer.schedule import lr as learning_rate
 
 SCRATCH = ".lt-run.check-"
@@ -95,6 +96,10 @@ def check(resolved: Resolved, *, environ: Mapping[str, str] | None = None) -> li
             engine = plan.open_engine()
             stack.callback(engine.close)
             words += [f"{engine.device.count} x {engine.device.name}", f"open in {time.monotonic() - start:.1f} s"]
+        if recipe.checkpoint.mirror:
+            with table.row("mirror") as words:
+                found = together(engine.control, world.rank == 0, lambda: "; ".join(describe(recipe, to_dict(recipe))))
+                words.append(found)
         folder = Path(engine.control.broadcast(str(_make_scratch(out)) if world.rank == 0 else ""))
         if world.rank == 0:
             stack.callback(shutil.rmtree, folder)

@@ -6,7 +6,7 @@ values came from; the loader, which knows, adds the sources with `RecipeError.lo
 
 from collections.abc import Mapping
 
-__all__ = ["PeerError", "RecipeError", "RunDirError", "TrainerError"]
+__all__ = ["MirrorError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
 
 
 class TrainerError(ValueError):
@@ -23,6 +23,19 @@ class PeerError(TrainerError):
     """Another rank is gone or does not answer. Nothing saved is lost, so the run can be started again as it is."""
 
     exit_code = 75
+
+
+class MirrorError(TrainerError):
+    """The mirror in a bucket cannot be used as the recipe says.
+
+    Args:
+        text: What is wrong.
+        again: Starting the run again may be all that it needs: exit code 75.
+    """
+
+    def __init__(self, text: str, *, again: bool = False) -> None:
+        super().__init__(text)
+        self.exit_code = 75 if again else 64
 
 
 class RecipeError(TrainerError):

@@ -10,15 +10,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lt_ckpt import Checkpoint
 from lt_data import Stream, StreamState
 from lt_trainer.data import TrainingData, open_stream, step_batch
 from lt_trainer.errors import RecipeError
 from lt_trainer.loop import NothingToGoBackTo
 
 if TYPE_CHECKING:
-    from lt_ckpt import Checkpoint
     from lt_trainer.engine import Engine, StepBatch
     from lt_trainer.journal import RunJournal, SilentJournal
+    from lt_trainer.mirroring import Mirroring
     from lt_trainer.recipe import Recipe
     from lt_trainer.saving import Checkpoints
 
@@ -48,15 +49,23 @@ class Position:
     engine: Engine
     checkpoints: Checkpoints
     journal: RunJournal | SilentJournal
+    mirroring: Mirroring
 
     def first(self) -> StreamBatches:
         """The batches to start with: behind the newest valid checkpoint, which is restored, or from the beginning.
 
+        Where the run has a mirror with a newer valid checkpoint, that one is brought here and taken.
+
         Raises:
             RecipeError: there are checkpoints, and the recipe does not want to go on from them; or of another model.
             DataError: the checkpoint belongs to other data, or to another order of it.
+            MirrorError: the mirror is another run's, or has to be asked and cannot be.
+            Stopped: a stop signal came while the mirror was waited for.
         """
         checkpoint = self._newest()
+        brought = self.mirroring.bring(checkpoint)
+        if brought is not None:  # its bytes were verified on the way
+            checkpoint = Checkpoint.open(brought)
         if checkpoint is None:
             return self._batches(None)
         if not self.recipe.checkpoint.resume:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import PeerError, RecipeError
 from lt_trainer.journal import GIB, RankLog, RunJournal, SilentJournal, Work
 from lt_trainer.loop import Loop, Outcome
+from lt_trainer.mirroring import Mirroring, Stopped
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
 from lt_trainer.resume import Position
 from lt_trainer.rundir import RunDir
@@ -60,6 +62,7 @@ class Plan:
         try:
             spec.check(recipe, world)
             _require_capabilities(recipe, spec)
+            _require_boto3(recipe)
             data = open_data(recipe)
             model = llama_config(recipe, data.vocab_size)
         except RecipeError as exc:
@@ -71,14 +74,17 @@ class Plan:
         os.environ.update(self.spec.env(self.recipe))
         return self.spec.open(self.recipe, self.model, self.world)
 
-    def checkpoints(self, root: Path) -> Checkpoints:
-        """Checkpoints of this run in the folder `root`."""
+    def checkpoints(
+        self, root: Path, sparing: Callable[[], AbstractContextManager[Collection[Path]]] = lambda: nullcontext(())
+    ) -> Checkpoints:
+        """Checkpoints of this run in the folder `root`; `sparing` gives those that retention leaves alone."""
         return Checkpoints(
             root=root,
             recipe=self.recipe,
             model=self.model,
             tokenizer_files=self.data.tokenizer_files,
             recipe_values=to_dict(self.recipe),
+            sparing=sparing,
         )
 
 
@@ -101,7 +107,8 @@ def run(
         exact.
 
     Returns:
-        0 when all steps are done, 75 when it stopped early and saved.
+        0 when all steps are done, 75 when it stopped early and saved; with a mirror that has not got the last
+        checkpoint 75 as well, or 64 when a person has to mend something before it can.
 
     Raises:
         TrainerError: and the errors of lt-data, lt-model and lt-ckpt, each with an `exit_code`.
@@ -124,16 +131,41 @@ def run(
             costs = work(recipe, plan.model, engine)
             journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs))
             _announce(journal, recipe, engine, run_dir)
-        checkpoints = plan.checkpoints(out / "checkpoints")
-        saver = stack.enter_context(Saver(checkpoints, engine, saved=journal.saved, go_on=watch.go_on))
+        mirroring = stack.enter_context(
+            Mirroring(
+                recipe,
+                values=to_dict(recipe),
+                run_dir=run_dir,
+                engine=engine,
+                journal=journal,
+                stop=stop,
+                go_on=watch.go_on,
+            )
+        )
+        checkpoints = plan.checkpoints(out / "checkpoints", mirroring.sparing)
+
+        def saved(step: int, path: Path) -> None:
+            journal.saved(step, path)
+            mirroring.notify(path)
+
+        saver = stack.enter_context(Saver(checkpoints, engine, saved=saved, go_on=watch.go_on, at_step=mirroring.tell))
         try:
             _rehearse(checkpoints, engine, journal)
             saver.reserve()
-            position = Position(recipe=recipe, data=plan.data, engine=engine, checkpoints=checkpoints, journal=journal)
+            position = Position(
+                recipe=recipe,
+                data=plan.data,
+                engine=engine,
+                checkpoints=checkpoints,
+                journal=journal,
+                mirroring=mirroring,
+            )
+            batches = position.first()
+            mirroring.start()
             outcome = Loop(
                 recipe=recipe,
                 engine=engine,
-                batches=position.first(),
+                batches=batches,
                 journal=journal,
                 stop=stop,
                 watch=watch,
@@ -141,12 +173,15 @@ def run(
                 go_back=position.go_back,
                 validation=_validation(plan.data, engine, recipe),
             ).run(stop_at_step=stop_at_step, shadow_steps=shadow_steps)
+            unsent = mirroring.finish()
+        except Stopped as exc:
+            outcome, unsent = Outcome(step=0, stopped_by=exc.number), 0
         except PeerError as exc:
             raise PeerError(
                 f"{exc}; {watch.explain()}; nothing that was saved is lost: start the run again to go on from its "
                 "newest checkpoint"
             ) from exc
-        return _leave(outcome, journal)
+        return _leave(outcome, journal) or unsent
 
 
 def _rehearse(checkpoints: Checkpoints, engine: Engine, journal: RunJournal | SilentJournal) -> None:
@@ -180,6 +215,15 @@ def _require_capabilities(recipe: Recipe, spec: EngineSpec) -> None:
             f"the engine {spec.name} cannot keep attention inside documents",
             values={"data.document_mask": recipe.data.document_mask},
             remedy="set data.document_mask to false, or choose another engine with run.engine",
+        )
+
+
+def _require_boto3(recipe: Recipe) -> None:
+    if recipe.checkpoint.mirror and find_spec("boto3") is None:
+        raise RecipeError(
+            "a mirror needs boto3, which is not installed",
+            values={"checkpoint.mirror": recipe.checkpoint.mirror},
+            remedy="pip install 'lt-ckpt[s3]', or leave checkpoint.mirror out",
         )
 
 

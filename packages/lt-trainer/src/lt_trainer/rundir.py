@@ -7,6 +7,7 @@
     environment.json    interpreter, machine, package versions (see `environment.py`)
     metrics.jsonl       one record per logging step
     events.jsonl        starts, stops, checkpoints, warnings
+    mirror.json         the run's name in its mirror, where it has one: {"run": ...} (see `mirroring.py`)
     alive/              each rank's heartbeat (see `watchdog.py`)
     checkpoints/  logs/
 
@@ -31,10 +32,11 @@ from lt_trainer.fields import flatten
 from lt_trainer.metrics import JsonlSink
 from lt_trainer.recipe import Resolved, to_dict, to_toml
 
-__all__ = ["FORMAT", "VERSION", "RunDir"]
+__all__ = ["FORMAT", "VERSION", "RunDir", "read_mirror_name"]
 
 FORMAT, VERSION = "lt-run", 1
 MARKER, LOCK = ".lt-run", ".lt-run.lock"
+MIRROR = "mirror.json"
 OURS = (MARKER, f".{MARKER}")
 """How the names of our own files begin that may be there before the marker is (its temporary file, the lock)."""
 
@@ -128,6 +130,13 @@ class RunDir:
         """The JSON-lines file of events."""
         return self.path / "events.jsonl"
 
+    def name_mirror(self, name: str) -> None:
+        """Keep the run's name in its mirror."""
+        try:
+            _write(self.path / MIRROR, _json({"run": name}))
+        except OSError as exc:
+            raise _unusable(self.path, exc) from exc
+
     def event(self, kind: str, **values: Any) -> None:
         """Append an event, with the time in UTC."""
         self._events.write({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": kind, **values})
@@ -141,6 +150,22 @@ class RunDir:
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def read_mirror_name(path: str | Path) -> str:
+    """The name that the run in a run directory has in its mirror; empty when it never had one.
+
+    Raises:
+        RunDirError: the file is damaged.
+    """
+    file = Path(path) / MIRROR
+    if not file.exists():
+        return ""
+    try:
+        name = json.loads(file.read_bytes())["run"]
+    except (ValueError, KeyError, TypeError) as exc:
+        raise RunDirError(f"{file} is damaged ({exc}); remove it to compare the run with its mirror anew") from exc
+    return str(name)
 
 
 def _claim(path: Path) -> None:

@@ -55,6 +55,7 @@ class Saver:
         engine: What is saved.
         saved: Hears of each checkpoint that was committed: its step and folder; on rank 0 at least.
         go_on: Called now and then while this waits for bytes that are being written.
+        at_step: Called at each step boundary.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Saver:
         *,
         saved: Callable[[int, Path], None],
         go_on: Callable[[], None],
+        at_step: Callable[[], None] = lambda: None,
     ) -> None:
         self._checkpoints, self._engine, self._saved, self._go_on = checkpoints, engine, saved, go_on
+        self._at_step = at_step
         background = checkpoints.recipe.checkpoint.background
         self._writer = BackgroundSaver(engine.host_memory) if background else None
         self._in_flight: _InFlight | None = None
@@ -120,6 +123,7 @@ class Saver:
     def look(self) -> bool:
         """Whether the save in flight has failed on this rank, as far as is known; one that was committed is told."""
         self._tell()
+        self._at_step()
         return self._writer is not None and self._writer.failed
 
     def _tell(self) -> None:

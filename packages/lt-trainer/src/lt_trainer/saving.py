@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from lt_ckpt import (
     write_trial,
 )
 from lt_data import StreamState
-from lt_trainer.errors import RecipeError
+from lt_trainer.errors import RecipeError, TrainerError
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -49,6 +50,8 @@ class Checkpoints:
     model: LlamaConfig
     tokenizer_files: Mapping[str, bytes]
     recipe_values: Mapping[str, Any]
+    sparing: Callable[[], AbstractContextManager[Collection[Path]]] = lambda: nullcontext(())
+    """Gives the checkpoints that retention must leave alone for as long as it works."""
 
     def save(self, engine: Engine, stream: StreamState) -> Path:
         """Save `engine` and the stream's position as step `stream.step`; returns the committed folder on every rank.
@@ -105,7 +108,8 @@ class Checkpoints:
     def prune(self) -> None:
         """Remove the checkpoints that need not be kept (rank 0)."""
         keep = self.recipe.checkpoint
-        prune(self.root, last=keep.keep_last, every=keep.keep_every)
+        with self.sparing() as spared:
+            prune(self.root, last=keep.keep_last, every=keep.keep_every, protect=spared)
 
     def discard(self, tmp: Path) -> None:
         """Remove what a save that failed has left (rank 0), where the file system lets it: what failed matters more."""
@@ -196,17 +200,56 @@ def another_failed(tmp: Path) -> CheckpointError:
 
 
 def together(control: Control, mine: bool, action: Callable[[], str]) -> str:
-    """Run `action` on one rank, and give its result to all; a CheckpointError there is raised on every rank."""
-    answer: dict[str, str] = {}
-    failure: CheckpointError | None = None
+    """Run `action` on one rank, and give its result to all; an error that a person can mend is raised on every rank."""
+    answer: dict[str, str | int] = {}
+    failure: CheckpointError | TrainerError | None = None
     if mine:
         try:
             answer = {"value": action()}
-        except CheckpointError as exc:
-            failure, answer = exc, {"error": str(exc)}
+        except (CheckpointError, TrainerError) as exc:
+            failure, answer = exc, {"error": str(exc), "exit_code": exc.exit_code}
     answer = control.broadcast(answer)
     if failure is not None:
         raise failure
     if "error" in answer:
-        raise CheckpointError(answer["error"])
-    return answer["value"]
+        error = CheckpointError(str(answer["error"]))
+        error.exit_code = int(answer["exit_code"])
+        raise error
+    return str(answer["value"])
+
+
+def patiently(
+    control: Control, mine: bool, action: Callable[[], str], meanwhile: Callable[[], None], pause_s: float
+) -> str:
+    """As `together`, for what may take longer than a collective may: all ranks meet every `pause_s` until it is done.
+
+    Args:
+        control: How ranks meet.
+        mine: Whether this rank acts.
+        action: What it does, in a thread of its own.
+        meanwhile: Called on all ranks after each time that they meet, in the same order.
+        pause_s: Seconds between two meetings.
+    """
+    outcome: list[str | BaseException] = []
+
+    def act() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as exc:  # noqa: BLE001 - raised below, where the others hear of it
+            outcome.append(exc)
+
+    def result() -> str:
+        (found,) = outcome
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    thread = threading.Thread(target=act, name="lt-trainer-patience", daemon=True)
+    if mine:
+        thread.start()
+        thread.join(pause_s)
+    while control.all_max(int(thread.is_alive())):
+        meanwhile()
+        if mine:
+            thread.join(pause_s)
+    return together(control, mine, result)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
@@ -38,6 +39,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received = 0
+        self.received_at = 0.0
+        """When the first one came, on the clock of `time.monotonic`."""
         self.told = False
         """Whether the first signal is answered on standard error: a long step would else leave a person in doubt."""
         self._before: dict[signal.Signals, Any] = {}
@@ -46,6 +49,8 @@ class StopSignals:
         if self.told and not self.received:
             name = signal.Signals(number).name
             os.write(2, f"# {name}: this step is finished, the run saved and left\n".encode())
+        if not self.received:
+            self.received_at = time.monotonic()
         self.received = number
 
     def take(self) -> None:

@@ -8,7 +8,7 @@ carries a CRC32 that the store checks. What an object holds is written beside it
 Memory of an upload: 10 parts of 16 MiB, or larger ones where an object would have more than 10,000.
 """
 
-import re
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.s3.address import split
 from lt_ckpt.s3.contents import CheckedReader, Content, of_bytes
 
 if TYPE_CHECKING:
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 16 * 2**20
 STREAMS = 10
 METADATA = "lt-content"
-_URL = re.compile(r"s3://([a-z0-9][a-z0-9.\-]{1,61}[a-z0-9])(?:/([!-~]+))?")
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
+_PASSES = {
+    ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "503", "500"): "S3 is busy: try again later",
+    ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"): "bytes changed on the way: try again",
+}
 _REMEDIES = {
     ("AccessDenied", "AllAccessDisabled", "403"): "the credentials may not do that: allow s3:ListBucket, s3:GetObject, "
     "s3:PutObject, s3:DeleteObject, s3:ListBucketMultipartUploads and s3:AbortMultipartUpload there",
@@ -38,13 +42,17 @@ _REMEDIES = {
     ("PermanentRedirect", "301", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException"): "the bucket "
     "lies in another region: set AWS_REGION to its own",
     ("RequestTimeTooSkewed",): "the clock of this machine is wrong: set it",
-    ("SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "503", "500"): "S3 is busy: try again later",
-    ("BadDigest", "InvalidDigest", "XAmzContentChecksumMismatch"): "bytes changed on the way: try again",
 }
 
 
 class ServiceError(CheckpointError):
     """The store refuses or cannot be reached; another time it may."""
+
+
+class UnreachableError(ServiceError):
+    """The store cannot be reached or is busy: nobody has to mend anything but the network."""
+
+    exit_code = 75
 
 
 @contextmanager
@@ -57,8 +65,11 @@ def _asking(doing: str, url: str) -> Iterator[None]:
         yield
     except known.ClientError as exc:
         code = str(exc.response.get("Error", {}).get("Code", "unknown"))
-        remedy = next((text for codes, text in _REMEDIES.items() if code in codes), "see the store's own log")
-        raise ServiceError(f"{url}: {doing} failed ({code}): {remedy}") from None
+        for kind, remedies in ((UnreachableError, _PASSES), (ServiceError, _REMEDIES)):
+            for codes, remedy in remedies.items():
+                if code in codes:
+                    raise kind(f"{url}: {doing} failed ({code}): {remedy}") from None
+        raise ServiceError(f"{url}: {doing} failed ({code}): see the store's own log") from None
     except (known.NoCredentialsError, known.PartialCredentialsError, known.CredentialRetrievalError):
         raise ServiceError(f"{url}: {doing} failed: there are no credentials: {_CREDENTIALS}") from None
     except (known.ProfileNotFound, known.NoRegionError, known.ConfigParseError, known.TokenRetrievalError) as exc:
@@ -66,7 +77,7 @@ def _asking(doing: str, url: str) -> Iterator[None]:
             f"{url}: {doing} failed: {type(exc).__name__}; check AWS_PROFILE, AWS_REGION and ~/.aws"
         ) from None
     except (known.BotoCoreError, Boto3Error) as exc:
-        raise ServiceError(
+        raise UnreachableError(
             f"{url}: {doing} failed: {type(exc).__name__}; check the network, the proxy and AWS_ENDPOINT_URL_S3"
         ) from None
 
@@ -80,12 +91,10 @@ def make_client() -> Any:
         if exc.name not in ("boto3", "botocore"):
             raise
         raise CheckpointError("s3://: boto3 is not installed: pip install 'lt-ckpt[s3]'") from None
-    config = Config(
-        connect_timeout=10,
-        read_timeout=30,
-        retries={"mode": "standard", "total_max_attempts": 5},
-        max_pool_connections=2 * STREAMS,
-    )
+    tries: dict[str, Any] = {"mode": "standard"}
+    if "AWS_MAX_ATTEMPTS" not in os.environ:
+        tries["total_max_attempts"] = 5
+    config = Config(connect_timeout=10, read_timeout=30, retries=tries, max_pool_connections=2 * STREAMS)
     with _asking("making a client", "s3://"):
         try:
             return Session().client("s3", config=config)
@@ -121,12 +130,7 @@ class S3Folder:
             CheckpointError: It is no address of a folder in a bucket, or boto3 is missing.
         """
         self.url = url.rstrip("/")
-        found = _URL.fullmatch(self.url)
-        parts = (found[2] or "").split("/") if found else []
-        if found is None or (found[2] and any(part in ("", ".", "..") for part in parts)):
-            raise CheckpointError(f"{url}: must be s3://bucket/folder")
-        self._bucket = found[1]
-        self._prefix = f"{found[2]}/" if found[2] else ""
+        self._bucket, self._prefix = split(self.url)
         self._client = client or make_client()
 
     def below(self, name: str) -> "S3Folder":
@@ -217,20 +221,22 @@ class S3Folder:
                 raise ServiceError(f"{self.url}: deleting failed for {len(errors)} objects ({errors[0].get('Code')})")
             rest = rest[1000:]
 
-    def abort_unfinished(self, names: Iterable[str]) -> int:
+    def abort_unfinished(self, wanted: Callable[[str], bool]) -> int:
         """Gives up the parts of objects whose upload was cut off, which would be paid for and never be seen.
+
+        Args:
+            wanted: Tells by the name of an object whether it is meant.
 
         Returns:
             How many uploads there were.
         """
-        wanted = {self._prefix + name for name in names}
         pages = self._client.get_paginator("list_multipart_uploads")
         with _asking("looking for unfinished uploads", self.url):
             found = [
                 entry
                 for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix)
                 for entry in page.get("Uploads", [])
-                if entry["Key"] in wanted
+                if wanted(entry["Key"][len(self._prefix) :])
             ]
             for entry in found:
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=entry["Key"], UploadId=entry["UploadId"])

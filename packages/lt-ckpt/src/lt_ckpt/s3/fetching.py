@@ -11,7 +11,8 @@ Cost: each byte is fetched and written once, and read once for verification.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,9 @@ import xxhash
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import COMMIT, STEP_FOLDER, step_name
+from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, new_token, step_name
 from lt_ckpt.integrity import verify
+from lt_ckpt.manifest import Manifest
 from lt_ckpt.s3.client import S3Folder, ServiceError
 from lt_ckpt.s3.contents import DamagedError, of_file
 from lt_ckpt.s3.meter import Meter
@@ -35,6 +37,29 @@ class RejectedRemote:
 
     url: str
     reason: str
+    damaged: bool = False
+    """It was there whole by the sizes, and its bytes are not those that were uploaded."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downloaded:
+    """What a download did.
+
+    Attributes:
+        url: Where the folder lies.
+        path: Where it is now.
+        fetched: Files that were fetched.
+        kept: Files that were here already.
+        n_bytes: Bytes that were fetched.
+        seconds: How long all of it took, verification included.
+    """
+
+    url: str
+    path: Path
+    fetched: tuple[str, ...]
+    kept: tuple[str, ...]
+    n_bytes: int
+    seconds: float
 
 
 def remote_steps(url: str | S3Folder) -> list[tuple[int, S3Folder]]:
@@ -59,6 +84,21 @@ def whole(folder: S3Folder) -> Parcel:
     return parcel
 
 
+def intact(folder: S3Folder) -> Parcel:
+    """Returns what a folder in a bucket holds, after checking that every file in it is the one that was uploaded.
+
+    The bytes themselves are not read: each object says what it was uploaded as, and the store keeps it as it was.
+
+    Raises:
+        CheckpointError: Something is missing, or was put there by others.
+    """
+    parcel = whole(folder)
+    for name, content in parcel.contents.items():
+        if folder.identity(name) != content.identity:
+            raise CheckpointError(f"{folder.url}/{name}: is not what was uploaded")
+    return parcel
+
+
 def latest_remote(url: str | S3Folder) -> tuple[str | None, list[RejectedRemote]]:
     """Finds the newest checkpoint below an address that is there whole, by its COMMIT and the sizes of its files.
 
@@ -74,9 +114,28 @@ def latest_remote(url: str | S3Folder) -> tuple[str | None, list[RejectedRemote]
     return None, rejected
 
 
-def _candidates(url: str | S3Folder, rejected: list[RejectedRemote]) -> Iterator[tuple[int, S3Folder, Parcel]]:
+def newest_manifest(url: str | S3Folder) -> tuple[str, Manifest] | None:
+    """Returns address and manifest of what `latest_remote` finds.
+
+    Raises:
+        ServiceError: The store refuses or cannot be reached.
+    """
+    for _, folder, parcel in _candidates(url, []):
+        return folder.url, _manifest(folder, parcel)
+    return None
+
+
+def _manifest(folder: S3Folder, parcel: Parcel) -> Manifest:
+    return Manifest.from_bytes(dict(parcel.last)[MANIFEST], f"{folder.url}/{MANIFEST}")
+
+
+def _candidates(
+    url: str | S3Folder, rejected: list[RejectedRemote], newer_than: int = -1
+) -> Iterator[tuple[int, S3Folder, Parcel]]:
     """Gives the checkpoints that are there whole, newest first, and notes those that are not."""
     for step, folder in remote_steps(url):
+        if step <= newer_than:
+            return
         try:
             parcel = whole(folder)
         except ServiceError:
@@ -88,15 +147,27 @@ def _candidates(url: str | S3Folder, rejected: list[RejectedRemote]) -> Iterator
 
 
 def download(url: str | S3Folder, folder: str | os.PathLike[str], *, progress: files.Progress | None = None) -> Path:
+    """Downloads a checkpoint, or another folder that was uploaded, as `bring` does; returns the folder."""
+    return bring(url, folder, progress=progress).path
+
+
+def bring(
+    url: str | S3Folder,
+    folder: str | os.PathLike[str],
+    *,
+    progress: files.Progress | None = None,
+    stop: Callable[[], None] = lambda: None,
+) -> Downloaded:
     """Downloads a checkpoint, or another folder that was uploaded; every byte is verified.
 
     Args:
         url: `s3://bucket/folder`.
         folder: The folder to make. A checkpoint that is there already, the very same and intact, is left as it is.
         progress: Told the bytes fetched, then those verified.
+        stop: Called again and again; an exception that it raises ends the download, and the same call goes on later.
 
     Returns:
-        The folder.
+        What was fetched.
 
     Raises:
         DamagedError: What lies in the bucket is not what was uploaded.
@@ -104,53 +175,113 @@ def download(url: str | S3Folder, folder: str | os.PathLike[str], *, progress: f
         CheckpointError: Nothing whole is there, something else stands at `folder`, or the disk fails.
     """
     source = url if isinstance(url, S3Folder) else S3Folder(url)
-    return _download(source, whole(source), Path(os.path.abspath(folder)), progress)
+    return _bring(source, whole(source), Path(os.path.abspath(folder)), progress, stop)
 
 
-def _download(source: S3Folder, parcel: Parcel, target: Path, progress: files.Progress | None) -> Path:
+def _bring(
+    source: S3Folder, parcel: Parcel, target: Path, progress: files.Progress | None, stop: Callable[[], None]
+) -> Downloaded:
+    start, reused = time.monotonic(), list(parcel.contents)
     if os.path.lexists(target):
-        if _same(parcel, target, progress):
-            return target
-        raise CheckpointError(f"{target}: is there already and is not what lies at {source.url}; choose another folder")
+        if not _same(parcel, target, progress):
+            raise CheckpointError(
+                f"{target}: is there already and is not what lies at {source.url}; choose another folder"
+            )
+    else:
+        reused = _fetch(source, parcel, target, progress, stop)
+    fetched = tuple(name for name in parcel.contents if name not in reused)
+    return Downloaded(
+        url=source.url,
+        path=target,
+        fetched=fetched,
+        kept=tuple(reused),
+        n_bytes=sum(parcel.contents[name].n_bytes for name in fetched),
+        seconds=time.monotonic() - start,
+    )
+
+
+def _fetch(
+    source: S3Folder, parcel: Parcel, target: Path, progress: files.Progress | None, stop: Callable[[], None]
+) -> list[str]:
+    """Fetches, verifies and renames; returns the files that an earlier call had fetched."""
     identity = xxhash.xxh3_64_hexdigest(parcel.last[-1][1])
     tmp = target.with_name(f".{target.name}.{identity}.download")
     with storage("downloading", tmp):
         files.make_folders(target.parent)
         files.make_folders(tmp)
         with _locked(tmp):
-            reused = _fill(source, parcel, tmp, progress)
+            reused = _fill(source, parcel, tmp, progress, stop)
             problems = _problems(parcel, tmp, progress)
             if problems and reused:  # an earlier call left them, and the machine may have failed since
                 for name in reused:
                     os.unlink(tmp / name)
-                _fill(source, parcel, tmp, progress)
+                reused = _fill(source, parcel, tmp, progress, stop)
                 problems = _problems(parcel, tmp, progress)
             if problems:
                 _clear(parcel, tmp)
                 raise DamagedError(f"{source.url}: is damaged: {'; '.join(problems)}")
             files.rename(tmp, target)
             files.fsync_folder(target.parent)
-    return target
+    return reused
 
 
 def download_latest(
     url: str | S3Folder, root: str | os.PathLike[str], *, progress: files.Progress | None = None
 ) -> tuple[Path | None, list[RejectedRemote]]:
-    """Downloads the newest checkpoint below an address that is whole and intact into a folder of checkpoints.
+    """Downloads the newest checkpoint below an address, as `bring_latest` does.
 
     Returns:
         The checkpoint, or None when there is none; and the newer ones that were passed over, with the reasons.
+    """
+    found, rejected = bring_latest(url, root, progress=progress)
+    return None if found is None else found.path, rejected
+
+
+def bring_latest(
+    url: str | S3Folder,
+    root: str | os.PathLike[str],
+    *,
+    newer_than: int = -1,
+    accept: Callable[[Manifest], None] = lambda manifest: None,
+    progress: files.Progress | None = None,
+    stop: Callable[[], None] = lambda: None,
+) -> tuple[Downloaded | None, list[RejectedRemote]]:
+    """Downloads the newest checkpoint below an address that is whole and intact into a folder of checkpoints.
+
+    Args:
+        url: `s3://bucket/folder`.
+        root: The folder of checkpoints; a broken checkpoint of the same step is moved aside there.
+        newer_than: Only steps above this one.
+        accept: Sees the manifest of what will be fetched; what it raises comes out of here, and nothing was fetched.
+        progress: Told the bytes fetched, then those verified.
+        stop: Called again and again; an exception that it raises ends the download, and the same call goes on later.
+
+    Returns:
+        What was fetched, or None when there is none; and the newer ones that were passed over, with the reasons.
 
     Raises:
-        CheckpointError: As `download`, but not for what is damaged in the bucket.
+        CheckpointError: As `bring`, but not for what is damaged in the bucket.
     """
     rejected: list[RejectedRemote] = []
-    for step, source, parcel in _candidates(url, rejected):
+    for step, source, parcel in _candidates(url, rejected, newer_than):
+        accept(_manifest(source, parcel))
+        target = Path(os.path.abspath(root)) / step_name(step)
         try:
-            return _download(source, parcel, Path(os.path.abspath(root)) / step_name(step), progress), rejected
+            if os.path.lexists(target) and not _same(parcel, target, progress):
+                _move_aside(target)
+            return _bring(source, parcel, target, progress, stop), rejected
         except DamagedError as exc:
-            rejected.append(RejectedRemote(url=source.url, reason=str(exc)))
+            rejected.append(RejectedRemote(url=source.url, reason=str(exc), damaged=True))
     return None, rejected
+
+
+def _move_aside(target: Path) -> None:
+    """Makes way for a checkpoint, as a save of the same step does: for one that is broken, never for a valid one."""
+    if (target / COMMIT).is_file() and verify(target).loadable:
+        raise CheckpointError(f"{target}: another valid checkpoint of this step is there already")
+    with storage("moving aside", target):
+        files.rename(target, target.with_name(f"{target.name}.aside-{new_token()}"))
+        files.fsync_folder(target.parent)
 
 
 def _same(parcel: Parcel, target: Path, progress: files.Progress | None) -> bool:
@@ -161,14 +292,16 @@ def _same(parcel: Parcel, target: Path, progress: files.Progress | None) -> bool
     return commit == parcel.last[-1][1] and verify(target, progress=progress).loadable
 
 
-def _fill(source: S3Folder, parcel: Parcel, tmp: Path, progress: files.Progress | None) -> list[str]:
+def _fill(
+    source: S3Folder, parcel: Parcel, tmp: Path, progress: files.Progress | None, stop: Callable[[], None]
+) -> list[str]:
     """Fetches what is missing; returns the files that were there."""
     reused = [
         name
         for name, content in parcel.contents.items()
         if (tmp / name).is_file() and (tmp / name).stat().st_size == content.n_bytes
     ]
-    meter = Meter(parcel.n_bytes, progress)
+    meter = Meter(parcel.n_bytes, progress, stop)
     meter.add(sum(parcel.contents[name].n_bytes for name in reused))
     need, free = parcel.n_bytes - meter.done, shutil.disk_usage(tmp).free
     if need > free:

@@ -12,6 +12,7 @@ Cost: one read of what is sent (of a folder that is no checkpoint two), and one 
 """
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +38,14 @@ class Uploaded:
         sent: Files that were sent.
         kept: Files that were there already.
         n_bytes: Bytes that were sent.
+        seconds: How long all of it took.
     """
 
     url: str
     sent: tuple[str, ...]
     kept: tuple[str, ...]
     n_bytes: int
+    seconds: float
 
 
 def upload(
@@ -50,6 +53,7 @@ def upload(
     url: str | S3Folder,
     *,
     replace: bool = False,
+    anew: bool = False,
     progress: files.Progress | None = None,
     stop: Callable[[], None] = lambda: None,
 ) -> Uploaded:
@@ -59,6 +63,7 @@ def upload(
         folder: A checkpoint, or another folder of files.
         url: `s3://bucket/folder`: what the folder becomes.
         replace: Let something else that stands whole at the address give way.
+        anew: Send everything, also what seems to be there already: a download has found damage in it.
         progress: Told the bytes that are there and that there will be.
         stop: Called again and again; an exception that it raises ends the upload.
 
@@ -72,6 +77,7 @@ def upload(
         CheckpointError: Anything else. In all cases but the first nothing at the address is whole, unless it is still
             what it was.
     """
+    start = time.monotonic()
     path = Path(folder)
     target = url if isinstance(url, S3Folder) else S3Folder(url)
     parcel = of_folder(path, lambda _: stop())
@@ -84,12 +90,12 @@ def upload(
     ours = marked == [parcel.last[-1][0]] and stands(*parcel.last[-1])
     if marked and not ours and not replace:
         raise OccupiedError(
-            f"{target.url}: something else is there; give another address, or say that it may be replaced"
+            f"{target.url}: something else is there; give another address, or say that it may be replaced (--replace)"
         )
     meter = Meter(parcel.n_bytes, progress, stop)
     missing: list[str] = []
     for name, content in parcel.contents.items():
-        if there.get(name) == content.n_bytes and target.identity(name) == content.identity:
+        if not anew and there.get(name) == content.n_bytes and target.identity(name) == content.identity:
             meter.add(content.n_bytes)
         else:
             missing.append(name)
@@ -97,7 +103,7 @@ def upload(
         former = _names(target) if marked and not ours else set()
         target.delete(marked)
         target.delete(former - set(parcel.contents))
-        target.abort_unfinished(missing)
+        target.abort_unfinished(set(missing).__contains__)
         for name in missing:
             target.send(name, path / name, parcel.contents[name], meter.add)
         for name, data in parcel.last:
@@ -108,6 +114,7 @@ def upload(
         sent=tuple(missing),
         kept=tuple(name for name in parcel.contents if name not in missing),
         n_bytes=sum(parcel.contents[name].n_bytes for name in missing),
+        seconds=time.monotonic() - start,
     )
 
 
@@ -122,13 +129,13 @@ def _names(target: S3Folder) -> set[str]:
     return {*former.contents, *(name for name, _ in former.last)}
 
 
-def try_address(url: str) -> None:
+def try_address(url: str | S3Folder) -> None:
     """Tries whether uploads to an address will work: writes, lists, reads and deletes a small object there.
 
     Raises:
         CheckpointError: They will not; it says why.
     """
-    target = S3Folder(url)
+    target = url if isinstance(url, S3Folder) else S3Folder(url)
     name, data = f".lt-trial-{new_token()}", b"written by lt-ckpt to try the address; may be deleted\n"
     target.write(name, data)
     found = name in target.sizes() and target.read(name, 2**16) == data

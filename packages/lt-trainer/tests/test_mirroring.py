@@ -1,0 +1,393 @@
+"""The mirror under the loop, with the fake engine and a real server: what gets there, what comes back, what is told."""
+
+import json
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lt_ckpt import list_steps, verify
+from lt_ckpt.s3 import owner as owners
+from lt_ckpt.s3.client import S3Folder
+from lt_ckpt.s3.fetching import download, latest_remote
+from lt_trainer import mirroring
+from lt_trainer import run as run_module
+from lt_trainer.check import check
+from lt_trainer.errors import MirrorError, RecipeError
+from lt_trainer.loop import TrainingError
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.recipe import load
+from lt_trainer.run import run
+from lt_trainer.testing.bucket import Bucket, serve
+
+SOON_S = 120.0
+WHOLE: dict[int, float] = {}
+"""Made once: the recipe of all tests is the same."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    with serve(tmp_path_factory.mktemp("moto")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(server: Bucket) -> Iterator[object]:
+    """Clients are costly to make, so that all runs share one."""
+    from lt_ckpt.s3 import client as s3
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environ.items():
+            patch.setenv(name, value)
+        made = s3.make_client()
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def bucket(server: Bucket, client: object, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    from lt_ckpt.s3 import client as s3
+    from lt_ckpt.s3 import mirror
+
+    monkeypatch.setattr(s3, "make_client", lambda: client)
+    monkeypatch.setattr(mirroring, "PAUSE_S", 0.02)
+    real = mirror.Mirror.__init__
+    monkeypatch.setattr(
+        mirror.Mirror, "__init__", lambda self, *a, **more: real(self, *a, **{"pause_s": 0.02, "poll_s": 0.05, **more})
+    )
+    yield server
+    server.line.let_go()
+    if server.line._listener is None:
+        server.line.up()
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lt-")] == []
+
+
+@pytest.fixture
+def url(bucket: Bucket, recipe_base) -> str:
+    made = bucket.new()
+    recipe_base["checkpoint"]["mirror"] = made
+    recipe_base["checkpoint"]["keep_last"] = 9
+    recipe_base["data"].pop("validation")
+    return made
+
+
+def start(base, *sets: str, **options) -> int:
+    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+
+
+def out(base) -> Path:
+    return Path(base["run"]["out"])
+
+
+def losses(base) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(out(base) / "metrics.jsonl") if "loss" in r}
+
+
+def events(base, *kinds: str) -> list[dict]:
+    return [event for event in read_jsonl(out(base) / "events.jsonl") if event["event"] in kinds]
+
+
+def steps_told(base, kind: str) -> list[int]:
+    return [event["step"] for event in events(base, kind)]
+
+
+def lose(base) -> None:
+    """The machine is gone: what comes next is an empty one."""
+    shutil.rmtree(out(base))
+
+
+@pytest.fixture
+def whole(recipe_base, fake_engine, tmp_path) -> dict[int, float]:
+    """The losses of the run that nothing interrupts and that has no mirror."""
+    if not WHOLE:
+        folder = recipe_base["run"]["out"]
+        recipe_base["run"]["out"] = str(tmp_path / "whole")
+        assert start(recipe_base, "checkpoint.mirror=") == 0
+        WHOLE.update(losses(recipe_base))
+        recipe_base["run"]["out"] = folder
+        fake_engine.opened.clear()
+    return WHOLE
+
+
+@pytest.mark.parametrize("background", ["true", "false"])
+def test_every_checkpoint_gets_there_and_an_empty_machine_goes_on_bit_equal(
+    bucket, url, recipe_base, whole, capsys, background
+) -> None:
+    sets = [f"checkpoint.background={background}"]
+    assert start(recipe_base, *sets, stop_at_step=9) == 75
+    assert losses(recipe_base) == {step: whole[step] for step in range(1, 10)}
+    assert bucket.steps(url) == [6, 9]
+    assert steps_told(recipe_base, "mirrored") == [6, 9]
+    assert events(recipe_base, "mirror_problem", "not_mirrored") == []
+    assert f"every checkpoint that is kept is in {url}" in capsys.readouterr().out
+    lose(recipe_base)
+    assert start(recipe_base, *sets) == 0
+    assert losses(recipe_base) == {step: whole[step] for step in range(10, 21)}
+    (restored,) = events(recipe_base, "restore")
+    assert restored["url"] == f"{url}/step-00000009"
+    assert steps_told(recipe_base, "resume") == [9]
+    assert f"brought {url}/step-00000009 to " in capsys.readouterr().out
+    assert bucket.steps(url) == [6, 9, 12, 18, 20]
+    for _, path in list_steps(out(recipe_base) / "checkpoints"):
+        assert verify(path).loadable
+
+
+def test_a_damaged_one_there_is_passed_over_and_sent_anew_when_its_step_comes_again(
+    bucket, url, recipe_base, whole, capsys, tmp_path
+) -> None:
+    assert start(recipe_base, stop_at_step=12) == 75
+    bucket.spoil(url, "step-00000012/weights-00000.safetensors")
+    lose(recipe_base)
+    assert start(recipe_base) == 0
+    assert steps_told(recipe_base, "resume") == [6]
+    assert losses(recipe_base) == {step: whole[step] for step in range(7, 21)}
+    assert f"warning: {url}/step-00000012 is not used: " in capsys.readouterr().out
+    assert "is damaged" in events(recipe_base, "mirror_problem")[0]["message"]
+    assert download(f"{url}/step-00000012", tmp_path / "back").exists(), "verified"
+
+
+def test_a_damaged_one_here_is_fetched_from_there(bucket, url, recipe_base, whole, capsys) -> None:
+    assert start(recipe_base, stop_at_step=9) == 75
+    file = out(recipe_base) / "checkpoints" / "step-00000009" / "weights-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+    assert start(recipe_base) == 0
+    assert "step-00000009 is not used" in capsys.readouterr().out
+    assert steps_told(recipe_base, "resume") == [9]
+    assert losses(recipe_base) == whole
+    assert verify(file.parent).loadable
+
+
+def test_the_bucket_of_another_run_is_refused(bucket, url, recipe_base, fake_engine, tmp_path) -> None:
+    assert start(recipe_base, stop_at_step=6) == 75
+    before, first = bucket.names(url), recipe_base["run"]["out"]
+    recipe_base["run"]["out"] = str(tmp_path / "second")
+    with pytest.raises(MirrorError, match=r"another recipe \(optimizer.lr: 0.0016 there, 0.001 here\)") as caught:
+        start(recipe_base, "optimizer.lr=1e-3")
+    assert caught.value.exit_code == 64
+    other = bucket.new()
+    assert start(recipe_base, f"checkpoint.mirror={other}", stop_at_step=3) == 75
+    with pytest.raises(MirrorError, match="belongs to another run"):
+        start(recipe_base)
+    recipe_base["run"]["out"] = str(tmp_path / "third")
+    assert start(recipe_base, "checkpoint.mirror=", stop_at_step=6) == 75
+    with pytest.raises(MirrorError, match="none of them is the same here"):
+        start(recipe_base)
+    with pytest.raises(MirrorError, match="none of them is the same here"):
+        check(load(base=recipe_base, sets=["run.engine=fake"]), environ={})
+    assert bucket.names(url) == before
+    recipe_base["run"]["out"] = first
+    assert start(recipe_base, "optimizer.lr=1e-3", "checkpoint.mirror_keep_last=3") == 0, "its own may change"
+
+
+def test_a_mirror_that_is_new_or_moves_gets_everything(bucket, url, recipe_base, whole) -> None:
+    assert start(recipe_base, "checkpoint.mirror=", stop_at_step=6) == 75
+    assert start(recipe_base, stop_at_step=9) == 75
+    assert bucket.steps(url) == [6, 9]
+    name = json.loads((out(recipe_base) / "mirror.json").read_bytes())["run"]
+    (out(recipe_base) / "mirror.json").unlink()
+    assert start(recipe_base, stop_at_step=12) == 75, "a checkpoint in common shows that it is the same run"
+    assert json.loads((out(recipe_base) / "mirror.json").read_bytes())["run"] == name
+    other = bucket.new()
+    assert start(recipe_base, f"checkpoint.mirror={other}") == 0
+    assert bucket.steps(other) == [6, 9, 12, 18, 20]
+    assert losses(recipe_base) == whole
+
+
+def test_no_resume_means_no_checkpoint_there_either(bucket, url, recipe_base, fake_engine) -> None:
+    assert start(recipe_base, stop_at_step=6) == 75
+    lose(recipe_base)
+    with pytest.raises(RecipeError, match=r"already holds checkpoints \(newest: step 6\)"):
+        start(recipe_base, "checkpoint.resume=false")
+    assert [engine.rows for engine in fake_engine.opened[1:]] == [[]]
+
+
+def test_without_a_checkpoint_here_the_bucket_has_to_be_asked(bucket, url, recipe_base, fake_engine) -> None:
+    bucket.line.down()
+    with pytest.raises(MirrorError, match="nobody can tell whether this run has one") as caught:
+        start(recipe_base)
+    assert caught.value.exit_code == 75, "another start may be all that it needs"
+    bucket.line.up()
+    with pytest.raises(MirrorError, match="there is no such bucket") as caught:
+        start(recipe_base, "checkpoint.mirror=s3://no-such-bucket/run")
+    assert caught.value.exit_code == 64
+    assert [engine.rows for engine in fake_engine.opened] == [[], []]
+    assert start(recipe_base) == 0
+
+
+def test_a_run_that_can_go_on_does_while_the_bucket_is_away(
+    bucket, url, recipe_base, whole, fake_engine, capsys
+) -> None:
+    assert start(recipe_base, stop_at_step=6) == 75
+    bucket.line.down()
+    fake_engine.on_step = lambda call: bucket.line.up() if call == 9 else None
+    assert start(recipe_base) == 0
+    assert losses(recipe_base) == whole
+    assert "warning: the mirror cannot be used" in capsys.readouterr().out
+    assert bucket.steps(url) == [6, 12, 18, 20]
+
+
+def test_a_line_that_is_cut_in_the_middle_is_told_and_waited_for(
+    bucket, url, recipe_base, whole, fake_engine, capsys
+) -> None:
+    told = threading.Event()
+
+    def on_step(call: int) -> None:
+        if call == 5:
+            bucket.line.down()
+        if call == 10:
+            told.wait(SOON_S)
+        if call == 11:
+            bucket.line.up()
+
+    real = mirroring.Mirroring.tell
+
+    def tell(self) -> None:
+        real(self)
+        if events(recipe_base, "mirror_problem"):
+            told.set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mirroring.Mirroring, "tell", tell)
+        timer = threading.Timer(0.5, told.set)  # the main thread tells at step boundaries only
+        fake_engine.on_step = lambda call: (timer.start() if call == 10 else None, on_step(call))[1]
+        assert start(recipe_base) == 0
+    assert losses(recipe_base) == whole
+    problem = events(recipe_base, "mirror_problem")[0]
+    assert problem["path"].endswith("step-00000006")
+    assert "check the network" in problem["message"]
+    assert not problem["final"]
+    assert "it is tried again while the run goes on" in capsys.readouterr().out
+    assert bucket.steps(url) == [6, 12, 18, 20]
+
+
+def test_a_run_is_not_done_before_its_last_checkpoint_is_there(
+    bucket, url, recipe_base, whole, fake_engine, capsys
+) -> None:
+    fake_engine.on_step = lambda call: bucket.line.down() if call == 15 else None
+    assert start(recipe_base, "guard.grace_s=0.5") == 75
+    assert losses(recipe_base) == whole
+    (missing,) = events(recipe_base, "not_mirrored")
+    assert (missing["names"][-2:], missing["newest"]) == (["step-00000018", "step-00000020"], True)
+    assert "check the network" in missing["message"]
+    assert "start the run again to send it" in capsys.readouterr().out
+    bucket.line.up()
+    assert start(recipe_base) == 0
+    assert fake_engine.opened[-1].rows == []
+    assert bucket.steps(url) == [6, 12, 18, 20]
+
+
+def test_what_a_person_has_to_mend_ends_with_64(bucket, url, recipe_base, whole, fake_engine) -> None:
+    """Another process of the same run takes the folder over: nothing of this one goes there any more."""
+
+    def take_over(call: int) -> None:
+        if call == 10:
+            root = S3Folder(url)
+            owner = owners.look(root)
+            assert owner is not None
+            owners.take(root, owners.Owner(run=owner.run, holder="0" * 16))
+
+    fake_engine.on_step = take_over
+    assert start(recipe_base) == 64
+    assert losses(recipe_base) == whole
+    assert bucket.steps(url) == [6]
+    assert "another process has gone on with this run" in events(recipe_base, "not_mirrored")[0]["message"]
+    fake_engine.on_step = lambda call: None
+    assert start(recipe_base) == 0, "a new start takes it back"
+    assert bucket.steps(url) == [6, 12, 18, 20]
+
+
+def test_a_stop_while_something_is_sent_leaves_in_time(bucket, url, recipe_base, whole, fake_engine, capsys) -> None:
+    bucket.line.hold("PUT", "step-00000006/weights")
+
+    def stop(call: int) -> None:
+        if call == 9:
+            assert bucket.line.wait(SOON_S)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    fake_engine.on_step = stop
+    timer = threading.Timer(3.0, bucket.line.let_go)  # a request under way is waited for, but no other is begun
+    timer.start()
+    assert start(recipe_base, "guard.grace_s=1", "guard.timeout_s=40") == 75
+    timer.join()
+    assert events(recipe_base, "not_mirrored")[0]["names"] == ["step-00000006", "step-00000009"]
+    assert "there was no time left to send it" in capsys.readouterr().out
+    assert bucket.steps(url) == []
+    fake_engine.on_step = lambda call: None
+    assert start(recipe_base) == 0
+    assert losses(recipe_base) == whole
+    assert bucket.steps(url) == [6, 9, 12, 18, 20]
+
+
+def test_retention_here_spares_what_is_being_sent(bucket, url, recipe_base, fake_engine) -> None:
+    bucket.line.hold("PUT", "step-00000003/weights")
+    seen = []
+
+    def look(call: int) -> None:
+        if call == 6:
+            assert bucket.line.wait(SOON_S)
+        if call == 13:
+            seen.extend(step for step, _ in list_steps(out(recipe_base) / "checkpoints"))
+            bucket.line.let_go()
+
+    fake_engine.on_step = look
+    assert start(recipe_base, "checkpoint.interval=3", "checkpoint.keep_last=1") == 0
+    assert seen == [12, 3]
+    assert bucket.steps(url)[0] == 3
+    assert bucket.steps(url)[-1] == 20
+    gone = [event for event in events(recipe_base, "mirror_problem") if event["final"]]
+    assert {Path(event["path"]).name for event in gone} <= {"step-00000006", "step-00000009", "step-00000012"}
+    assert next(step for step, _ in list_steps(out(recipe_base) / "checkpoints")) == 20
+
+
+def test_retention_there_keeps_the_last_and_the_multiples(bucket, url, recipe_base, fake_engine) -> None:
+    sets = ["checkpoint.interval=2", "checkpoint.mirror_keep_last=2", "checkpoint.mirror_keep_every=8"]
+    mine = {"Bucket": url.split("/")[2], "Key": "run/step-00000004/notes.txt"}
+    bucket.client.put_object(**mine, Body=b"mine")
+    assert start(recipe_base, *sets) == 0
+    steps = bucket.steps(url)
+    assert {8, 16, 18, 20} <= set(steps) <= {4, 8, 16, 18, 20}
+    assert "step-00000004/notes.txt" in bucket.names(url)
+
+
+def test_an_error_leaves_the_mirror_in_order(bucket, url, recipe_base, fake_engine) -> None:
+    fake_engine.poison = lambda call, batch: call >= 10
+    with pytest.raises(TrainingError):
+        start(recipe_base, "guard.max_skipped=2", "guard.max_rewinds=0")
+    assert bucket.steps(url) == [6]
+
+
+def test_check_tries_the_mirror_and_leaves_nothing(bucket, url, recipe_base, fake_engine) -> None:
+    def checked(*sets: str) -> str:
+        return "\n".join(check(load(base=recipe_base, sets=["run.engine=fake", *sets]), environ={}))
+
+    assert f"{url} can be written, listed, read and deleted in; no checkpoint there yet" in checked()
+    assert bucket.names(url) == []
+    assert not out(recipe_base).exists()
+    with pytest.raises(Exception, match="there is no such bucket"):
+        checked("checkpoint.mirror=s3://no-such-bucket/run")
+    assert start(recipe_base, stop_at_step=6) == 75
+    before = bucket.names(url)
+    assert "newest checkpoint there step-00000006" in checked()
+    assert bucket.names(url) == before
+    assert latest_remote(url)[0] == f"{url}/step-00000006"
+
+
+def test_recipes_that_cannot_be_right(recipe_base, fake_engine, monkeypatch) -> None:
+    for sets, message in (
+        (["checkpoint.mirror=bucket/run"], r"checkpoint.mirror = 'bucket/run' \(--set\): is not the address"),
+        (["checkpoint.mirror_keep_last=2"], "has no effect without checkpoint.mirror;"),
+        (
+            ["checkpoint.mirror=s3://bucket/run", "checkpoint.mirror_keep_every=2"],
+            "has no effect without checkpoint.mirror_keep_last",
+        ),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load(base=recipe_base, sets=sets)
+    monkeypatch.setattr(run_module, "find_spec", lambda name: None)
+    with pytest.raises(RecipeError, match=r"boto3, which is not installed; pip install 'lt-ckpt\[s3\]'"):
+        start(recipe_base, "checkpoint.mirror=s3://bucket/run")
