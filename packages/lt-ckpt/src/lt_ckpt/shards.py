@@ -22,8 +22,8 @@ Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]
 """(offset, shape)"""
 
-MAX_PAIRS = 1_000_000
-"""Slices of one tensor that are compared with one another; grids of ten thousand ranks need a tenth of it."""
+MAX_PAIRS = 250_000
+"""Slices of one tensor that are compared with one another; a grid of 1000 x 10 ranks needs 100 thousand."""
 
 GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
