@@ -1,0 +1,331 @@
+"""Our exports read back by the programs they are for, and theirs imported, bit for bit: `uv run python tools/peers.py`.
+
+Two stores of random documents (16-bit and 32-bit ids) are exported. Each reader then gets an environment of its own
+from uv, because its pins exclude ours, and compares every sample. Its writer writes the same documents, which are
+imported, and whose files are compared with ours byte for byte where the format leaves no choice.
+
+    mds        mosaicml-streaming: StreamingDataset with its hash check, MDSWriter
+    megatron   megatron-core: IndexedDataset, IndexedDatasetBuilder
+    hf         datasets 2.19, an old line with other names of columns' types (the newest is read in the package's tests)
+    litpkds    PackedDataset and its builder; no package holds them: name a lit_gpt/packed_dataset.py of TinyLlama with
+               --packed-dataset, else it is skipped
+
+The first run downloads what uv's cache does not hold (with torch several GB). All else lies in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEQ_LEN = 128
+FILE_BYTES = 40_000  # several files each
+STORES = {"narrow": 5_000, "wide": 70_000}  # vocabularies
+REQUIREMENTS = {
+    "mds": ("mosaicml-streaming==0.13.0", "torch"),
+    "megatron": ("megatron-core==0.16.1", "torch"),
+    "hf": ("datasets==2.19.2",),
+    "litpkds": ("torch", "numpy"),
+}
+NOT_INSTALLED = 3
+"""Exit code when a reader could not be installed and no other found a difference."""
+EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
+    "mds": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "pack": "bfd"}},
+    "megatron": {"documents": {}},
+    "hf": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "pack": "bfd"}},
+    "litpkds": {"blocks": {"seq_len": SEQ_LEN}},
+}
+
+
+# --- In our environment ---------------------------------------------------------------------------------------------
+
+
+def make(folder: Path, peer: str) -> None:
+    """Export both stores as the peer reads it, and what it must find."""
+    from lt_data import Document, RowReader, TokenStore, pack, prepare_documents
+    from lt_data.exports.exporting import export
+    from lt_data.exports.options import ExportOptions
+
+    for name, vocabulary in STORES.items():
+        rng = np.random.default_rng(vocabulary)
+        lengths = np.minimum(1 + rng.lognormal(4.5, 1.2, 400).astype(int), 3000)
+        documents = [
+            Document(ids=rng.integers(0, vocabulary - 2, size=n), source=str(i)) for i, n in enumerate(lengths.tolist())
+        ]
+        store_folder = folder / name / "store"
+        prepare_documents(documents, tokenizer=tokenizer(vocabulary), out=store_folder, shard_tokens=20_000)
+        store = TokenStore.open(store_folder)
+        for shape, options in EXPORTS[peer].items():
+            asked = ExportOptions(to=peer, file_bytes=FILE_BYTES, **options)  # pyright: ignore[reportArgumentType]
+            export(store, out=folder / name / shape, options=asked)
+        reader = RowReader(store, pack(store, seq_len=SEQ_LEN, mode="bfd"))
+        rows = reader.gather(np.arange(reader.n_rows))
+        np.savez(
+            folder / name / "expected.npz",
+            tokens=store.tokens(0, store.n_tokens),
+            lengths=store.lengths,
+            input_ids=rows.input_ids,
+            mask=rows.doc_ids >= 0,
+            labels=rows.labels,
+            pad=np.int64(vocabulary - 1),
+        )
+
+
+def tokenizer(vocabulary: int) -> Any:
+    """A tokenizer of that many ids, the last two of which are BOS and EOS."""
+    import tokenizers
+    from tokenizers import models
+
+    from lt_data import Tokenizer
+
+    words = {f"w{i}": i for i in range(vocabulary - 2)} | {"<s>": vocabulary - 2, "</s>": vocabulary - 1}
+    config = json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode()
+    model = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0")).to_str().encode()
+    return Tokenizer({"tokenizer.json": model, "tokenizer_config.json": config}, name=str(vocabulary))
+
+
+def compare(folder: Path, peer: str) -> list[str]:
+    """Import what the peer wrote and compare the stores; compare its files with ours. Gives back what was compared."""
+    from lt_data import TokenStore
+    from lt_data.exports.importing import ImportOptions, import_tokens
+
+    same: list[str] = []
+    for name, vocabulary in STORES.items():
+        store = TokenStore.open(folder / name / "store")
+        borders = "bos" if peer == "litpkds" else None
+        pad_id = vocabulary - 1 if peer == "litpkds" else None
+        import_tokens(
+            folder / name / "theirs",
+            options=ImportOptions(format=peer, borders=borders, pad_id=pad_id),  # pyright: ignore[reportArgumentType]
+            tokenizer=tokenizer(vocabulary),
+            out=folder / name / "back",
+        )
+        back = TokenStore.open(folder / name / "back")
+        assert np.array_equal(back.lengths, store.lengths), f"{name}: other documents came back"
+        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, store.n_tokens)), f"{name}: other ids"
+        same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")
+        if peer == "hf":
+            continue  # Arrow files of different versions differ
+        ours = folder / name / ("blocks" if peer == "litpkds" else "documents")
+        theirs = sorted(path for path in (folder / name / "theirs").iterdir() if path.name != "index.json")
+        files = [path for path in sorted(ours.iterdir()) if path.suffix in (".mds", ".bin", ".idx")]
+        assert [path.name for path in files] == [path.name for path in theirs], f"{name}: other files"
+        for ours_file, theirs_file in zip(files, theirs, strict=True):
+            assert ours_file.read_bytes() == theirs_file.read_bytes(), f"{name}: {ours_file.name} differs"
+        same.append(f"{name}: {len(files)} files are those of its writer, byte for byte")
+    return same
+
+
+def installable(peer: str) -> bool:
+    """Whether uv can make the peer's environment; says why not."""
+    try:
+        done = isolated(peer, ["-c", ""], Path.cwd())
+    except FileNotFoundError:
+        print(f"{peer}: not tried, as there is no uv", flush=True)
+        return False
+    if done.returncode:
+        print(f"{peer}: not tried, as uv cannot install it:\n{done.stderr[-2000:]}", flush=True)
+    return done.returncode == 0
+
+
+def run(peer: str, packed_dataset: Path | None) -> bool:
+    """One peer, from the export to the comparison; whether all was the same."""
+    with tempfile.TemporaryDirectory(prefix="lt-peers-") as name:
+        folder = Path(name)
+        make(folder, peer)
+        arguments = [str(Path(__file__).resolve()), "--child", peer, str(folder)]
+        if packed_dataset is not None:
+            arguments += ["--packed-dataset", str(packed_dataset.resolve())]
+        done = isolated(peer, arguments, folder)
+        if done.returncode:
+            print(f"{peer}: FAILED\n{done.stderr[-3000:]}", flush=True)
+            return False
+        found = json.loads(done.stdout.splitlines()[-1])
+        for line in [*found["checks"], *compare(folder, peer)]:
+            print(f"{peer} ({found['version']}): {line}", flush=True)
+    return True
+
+
+def isolated(peer: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run python with these arguments in an environment that holds what the peer needs and nothing of ours."""
+    command = ["uv", "run", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
+    for requirement in REQUIREMENTS[peer]:
+        command += ["--with", pinned(requirement)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return subprocess.run(
+        [*command, "python", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def pinned(requirement: str) -> str:
+    """The torch that we have, so that uv need not download another."""
+    if requirement != "torch":
+        return requirement
+    return f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+
+
+# --- In the environment of the peer, without lt_data ----------------------------------------------------------------
+
+
+def load(folder: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """What must be found: the arrays, and the documents."""
+    with np.load(folder / "expected.npz") as file:
+        expected = dict(file)
+    return expected, np.split(expected["tokens"], np.cumsum(expected["lengths"])[:-1])
+
+
+def child_mds(folder: Path) -> tuple[str, list[str]]:
+    streaming = importlib.import_module("streaming")
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load(folder / name)
+
+        def opened(shape: str, name: str = name) -> Any:
+            remote, local = str(folder / name / shape), str(folder / name / f"{shape}-local")
+            return streaming.StreamingDataset(
+                remote=remote, local=local, shuffle=False, batch_size=1, validate_hash="sha256"
+            )
+
+        read = opened("documents")
+        assert len(read) == len(documents)
+        for i, ids in enumerate(documents):
+            found = read[i]["tokens"]
+            assert found.dtype == ids.dtype
+            assert np.array_equal(found, ids), f"document {i}"
+        checks.append(f"{name}: {len(read)} documents read")
+        rows = opened("rows")
+        assert len(rows) == len(expected["input_ids"])
+        for i, (ids, mask) in enumerate(zip(expected["input_ids"], expected["mask"], strict=True)):
+            found = rows[i]
+            assert np.array_equal(found["attention_mask"], mask), f"row {i}"
+            assert np.array_equal(found["tokens"], np.where(mask, ids, expected["pad"])), f"row {i}"
+        checks.append(f"{name}: {len(rows)} rows read")
+        columns = {"tokens": f"ndarray:{expected['tokens'].dtype.name}"}
+        out = str(folder / name / "theirs")
+        with streaming.MDSWriter(columns=columns, out=out, hashes=["sha256"], size_limit=FILE_BYTES) as writer:
+            for ids in documents:
+                writer.write({"tokens": ids})
+    return f"mosaicml-streaming {streaming.__version__}", checks
+
+
+def child_megatron(folder: Path) -> tuple[str, list[str]]:
+    torch: Any = importlib.import_module("torch")
+    module = importlib.import_module("megatron.core.datasets.indexed_dataset")
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load(folder / name)
+        for mmap in (True, False):
+            read = module.IndexedDataset(str(folder / name / "documents" / "tokens"), mmap=mmap)
+            assert len(read) == len(documents)
+            assert np.array_equal(read.document_indices, np.arange(len(documents) + 1))
+            assert np.array_equal(read.sequence_lengths, expected["lengths"])
+            for i, ids in enumerate(documents):
+                assert np.array_equal(read[i], ids), f"document {i}"
+                assert np.array_equal(read.get(i, offset=ids.size // 2), ids[ids.size // 2 :]), f"document {i}"
+        checks.append(f"{name}: {len(documents)} documents read, mapped and by file")
+        (folder / name / "theirs").mkdir()
+        prefix = folder / name / "theirs" / "tokens"
+        dtype = module.DType.optimal_dtype(STORES[name])
+        builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+        for ids in documents:
+            builder.add_document(torch.tensor(ids.astype(np.int64)), [ids.size])
+        builder.finalize(f"{prefix}.idx")
+    return f"megatron-core {importlib.metadata.version('megatron-core')}", checks
+
+
+def child_hf(folder: Path) -> tuple[str, list[str]]:
+    datasets: Any = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load(folder / name)
+        read = datasets.load_from_disk(str(folder / name / "documents"))
+        assert [row["input_ids"] for row in read] == [ids.tolist() for ids in documents]
+        rows = datasets.load_from_disk(str(folder / name / "rows"))
+        mask = expected["mask"]
+        assert np.array_equal(rows["attention_mask"], mask)
+        assert np.array_equal(rows["input_ids"], np.where(mask, expected["input_ids"], expected["pad"]))
+        assert np.array_equal(np.array(rows["labels"])[:, 1:], expected["labels"][:, :-1])
+        checks.append(f"{name}: {len(read)} documents and {len(rows)} rows read")
+        made = datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in documents]})
+        made.save_to_disk(str(folder / name / "theirs"), num_shards=3)
+    return f"datasets {datasets.__version__}", checks
+
+
+def child_litpkds(folder: Path, packed_dataset: Path) -> tuple[str, list[str]]:
+    spec = importlib.util.spec_from_file_location("packed_dataset", packed_dataset)
+    assert spec is not None
+    assert spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    checks: list[str] = []
+    for name, vocabulary in STORES.items():
+        expected, documents = load(folder / name)
+        files = sorted(map(str, (folder / name / "blocks").glob("*.bin")))
+        block = SEQ_LEN + 1
+        read = module.PackedDataset(files, n_chunks=len(files), block_size=block, shuffle=False)
+        blocks = iter(read)
+        tokens, padding = expected["tokens"].astype(np.int64), int(expected["pad"])
+        itemsize = expected["tokens"].dtype.itemsize
+        chunk = (Path(files[0]).stat().st_size - 24) // itemsize
+        whole = np.append(tokens, np.full(chunk * len(files) - tokens.size, padding))
+        for i, ids in enumerate(whole.reshape(-1, block)):
+            assert np.array_equal(next(blocks).numpy(), ids), f"block {i}"
+        checks.append(f"{name}: {whole.size // block} blocks of {len(files)} chunks read")
+        (folder / name / "theirs").mkdir()
+        builder = module.PackedDatasetBuilder(
+            str(folder / name / "theirs"), "train", chunk, padding, "auto", vocab_size=vocabulary
+        )
+        for ids in documents:
+            builder.add_array(ids)
+        builder.write_reminder()
+    return f"PackedDataset of {packed_dataset.name}", checks
+
+
+def child(peer: str, folder: Path, packed_dataset: Path | None) -> None:
+    """Compare in the environment of the peer; the last line of the output is the result as JSON."""
+    if peer == "litpkds":
+        assert packed_dataset is not None
+        version, checks = child_litpkds(folder, packed_dataset)
+    else:
+        version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
+    print(json.dumps({"version": version, "checks": checks}), flush=True)
+
+
+def main() -> int:
+    """Run the peers named, or all; returns 0 when all found the same."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=", ".join(REQUIREMENTS))
+    parser.add_argument("--packed-dataset", type=Path, help="lit_gpt/packed_dataset.py of a TinyLlama checkout")
+    parser.add_argument("--child", nargs=2, metavar=("PEER", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(arguments.child[0], Path(arguments.child[1]), arguments.packed_dataset)
+        return 0
+    if unknown := [peer for peer in arguments.peers if peer not in REQUIREMENTS]:
+        parser.error(f"{', '.join(unknown)}: one of {', '.join(REQUIREMENTS)}")
+    failed = absent = False
+    for peer in arguments.peers or REQUIREMENTS:
+        if peer == "litpkds" and arguments.packed_dataset is None:
+            print("litpkds: skipped; name a packed_dataset.py of TinyLlama with --packed-dataset", flush=True)
+            continue
+        if not installable(peer):
+            absent = True
+            continue
+        failed |= not run(peer, arguments.packed_dataset)
+    return 1 if failed else NOT_INSTALLED if absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
