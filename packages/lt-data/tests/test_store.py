@@ -85,7 +85,7 @@ def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
     ("change", "message"),
     [
         ({"format": "other"}, "not the manifest of a token store"),
-        ({"version": 2}, "version 2 of the format; this program reads 1: update lt-data"),
+        ({"version": 9}, "version 9 of the format; this program reads .*: update lt-data"),
         ({"bos": False}, "fingerprint does not fit"),
         ({"tokens": 5}, "tokens does not fit"),
         ({"surprise": 1}, "broken manifest"),

@@ -7,15 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lt_data.buckets import Buckets
     from lt_data.errors import DataError
     from lt_data.inspection import InspectedRow, Piece, inspect_batch
     from lt_data.manifest import Manifest
+    from lt_data.mixture import Mixture
     from lt_data.ngram import NgramCounts
     from lt_data.packing import PackIndex, open_pack, pack
     from lt_data.permutation import KeyedPermutation
+    from lt_data.phases import Phase
+    from lt_data.prefetch import Prefetcher
     from lt_data.preparation import prepare, prepare_documents
     from lt_data.progress import Progress
-    from lt_data.rows import IGNORE, RowReader, Rows
+    from lt_data.rows import IGNORE, RowReader, Rows, TokenRows
     from lt_data.run_files import StepReport, inspect_step
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
@@ -26,15 +30,19 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "IGNORE": "rows",
+    "Buckets": "buckets",
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
     "InspectedRow": "inspection",
     "KeyedPermutation": "permutation",
     "Manifest": "manifest",
+    "Mixture": "mixture",
     "NgramCounts": "ngram",
     "PackIndex": "packing",
+    "Phase": "phases",
     "Piece": "inspection",
+    "Prefetcher": "prefetch",
     "Progress": "progress",
     "RowReader": "rows",
     "Rows": "rows",
@@ -43,6 +51,7 @@ _MODULES = {
     "Stream": "stream",
     "StreamBatch": "stream",
     "StreamState": "stream",
+    "TokenRows": "rows",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
     "inspect_batch": "inspection",
@@ -58,15 +67,19 @@ _MODULES = {
 
 __all__ = [
     "IGNORE",
+    "Buckets",
     "DataError",
     "Document",
     "DocumentReader",
     "InspectedRow",
     "KeyedPermutation",
     "Manifest",
+    "Mixture",
     "NgramCounts",
     "PackIndex",
+    "Phase",
     "Piece",
+    "Prefetcher",
     "Progress",
     "RowReader",
     "Rows",
@@ -75,6 +88,7 @@ __all__ = [
     "Stream",
     "StreamBatch",
     "StreamState",
+    "TokenRows",
     "TokenStore",
     "Tokenizer",
     "inspect_batch",

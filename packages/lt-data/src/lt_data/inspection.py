@@ -98,20 +98,19 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     for index in chosen:
         if not 0 <= index < stream.global_batch:
             raise DataError(f"row {index}: the batch has the rows 0 to {stream.global_batch - 1}")
-    reader = stream.reader
     numbers = stream.global_rows(stream.state, stream.global_batch)
-    tokenizer = reader.store.tokenizer()
-    sources = document_sources(reader.store.manifest)
+    tokenizer = stream.reader.locate(int(numbers[0]))[0].store.tokenizer()  # one for all sources of a mixture
     per_rank = stream.global_batch // stream.dp_size
     found: list[InspectedRow] = []
     for index in chosen:
-        row, position = int(numbers[index]), stream.state.row + index
-        pieces = _pieces(reader, row, tokenizer, sources)
+        position = stream.state.row + index
+        reader, row = stream.reader.locate(int(numbers[index]))
+        pieces = _pieces(reader, row, tokenizer, document_sources(reader.store.manifest))
         found.append(
             InspectedRow(
                 index=index,
                 position=position,
-                epoch=position // reader.n_rows,
+                epoch=position // stream.reader.n_rows,
                 row=row,
                 rank=index // per_rank,
                 labels=int(reader.valid[row]),
@@ -127,14 +126,15 @@ def _pieces(reader: RowReader, row: int, tokenizer: Tokenizer, sources: Sequence
     found: list[Piece] = []
     for i in range(int(pack.row_offsets[row]), int(pack.row_offsets[row + 1])):
         document, start, length = int(pack.document[i]), int(pack.start[i]), int(pack.length[i])
-        begin = start - int(store.offsets[document])
+        document_start, document_tokens = store.document_span(document)
+        begin = start - document_start
         found.append(
             Piece(
                 document=document,
                 source=None if sources is None else sources[document],
                 begin=begin,
                 end=begin + length,
-                document_tokens=int(store.lengths[document]),
+                document_tokens=document_tokens,
                 labels=int(pack.labels[i]),
                 text=tokenizer.decode(store.tokens(start, length)),
             )

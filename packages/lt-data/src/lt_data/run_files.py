@@ -130,7 +130,7 @@ def inspect_step(
     events = list(_lines(run / EVENTS))
     event, after = deciding_event(events, step, str(run / EVENTS))
     reader = _reader(run, data, store)
-    fingerprint = sequence_fingerprint(reader, shuffle=data["shuffle"])
+    fingerprint = sequence_fingerprint(reader, shuffle=data["shuffle"], position=event.row)
     if changed := changed_parts(event.fingerprint, fingerprint):
         raise DataError(
             f"{reader.store.path}: not the rows that step {step} of {run} read ({'; '.join(changed)}): give the store "

@@ -6,19 +6,21 @@
     shards/00000.idx         a Megatron index: the pair is an IndexedDataset (lt_data.megatron)
     packs/<name>/            indexes over the store (lt_data.packing)
 
-A document never crosses shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read; the
-lengths of the documents are read when first asked for (4 bytes each, offsets 8). `verify` reads everything.
+A document never crosses shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read. Tokens
+and the place of one document are read through the map, so a store of any size costs no memory; `lengths` and `offsets`,
+which packing needs, are all documents at once (4 and 8 bytes each). `verify` reads everything.
 """
 
 import hashlib
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.manifest import Manifest, Shard, read_manifest
-from lt_data.megatron import decode_index, index_size
+from lt_data.megatron import LENGTHS_AT, decode_index, index_size
 from lt_data.progress import Progress, silent
 from lt_data.storage import os_errors
 from lt_data.tokenizer import Tokenizer
@@ -29,20 +31,35 @@ PACK_FOLDER = "packs"
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
 
 
+class ShardBytes(Protocol):
+    """Where ids come from when the shards are not local files."""
+
+    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
+        """The ids [begin, end) of a shard, in the dtype of the store."""
+        ...
+
+
 class TokenStore:
     """A token store on disk, open for reading.
 
-    Attributes:
+    Args:
         path: its folder.
         manifest: its description.
+        contents: reads the ids where the shards are not files in the folder.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, *, contents: ShardBytes | None = None) -> None:
         self.path = path
         self.manifest = manifest
+        self._contents = contents
         self._token_borders = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._document_borders = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
+        self._places = lru_cache(maxsize=_OPEN_SHARDS)(self._open_places)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Another process opens the files itself; a map would be copied.
+        return (_reopened, (type(self), self.path, self.manifest, self._contents))
 
     @classmethod
     def open(cls, path: str | Path) -> "TokenStore":
@@ -113,7 +130,22 @@ class TokenStore:
         """The ids of one document (a view of the mapped file)."""
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document {index} of {self.n_documents}")
-        return self.tokens(int(self.offsets[index]), int(self.lengths[index]))
+        return self.tokens(*self.document_span(index))
+
+    def document_span(self, index: int) -> tuple[int, int]:
+        """Global token offset and length of one document; one look into the mapped index."""
+        if not 0 <= index < self.n_documents:
+            raise IndexError(f"document {index} of {self.n_documents}")
+        if "offsets" in self.__dict__ or self._contents is not None:
+            return int(self.offsets[index]), int(self.lengths[index])
+        number = int(np.searchsorted(self._document_borders, index, side="right")) - 1
+        lengths, begins = self._places(number)
+        place = index - int(self._document_borders[number])
+        begin, length = int(begins[place]) // self.dtype.itemsize, int(lengths[place])
+        shard = self.manifest.shards[number]
+        if not 0 <= begin < begin + length <= shard.tokens:
+            raise DataError(f"{self._idx(shard)}: broken index (document {place}); copy it again or prepare again")
+        return int(self._token_borders[number]) + begin, length
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """The ids [start, start + length) of the whole store: a view, or a copy where they lie in several shards."""
@@ -123,15 +155,26 @@ class TokenStore:
         number = int(np.searchsorted(self._token_borders, start, side="right")) - 1
         while length > 0:
             begin = start - int(self._token_borders[number])
-            parts.append(self.shard(number)[begin : begin + length])
+            end = min(begin + length, self.manifest.shards[number].tokens)
+            parts.append(self.read(number, begin, end))
             start, length, number = start + parts[-1].size, length - parts[-1].size, number + 1
         if not parts:
             return np.zeros(0, self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
+    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
+        """The ids [begin, end) of one shard; of a local store a view of the mapped file."""
+        if self._contents is not None:
+            return self._contents.read(shard, begin, end)
+        return self._shard(shard)[begin:end]
+
     def shard(self, number: int) -> np.ndarray:
-        """All ids of one shard (a view of the mapped file)."""
-        return self._shard(number)
+        """All ids of one shard (of a local store a view of the mapped file)."""
+        return self.read(number, 0, self.manifest.shards[number].tokens)
+
+    def mapped(self, number: int) -> np.ndarray | None:
+        """All ids of one shard as a view of the mapped file; None where the store is not local."""
+        return None if self._contents is not None else self._shard(number)
 
     def verify(self, progress: Progress = silent) -> None:
         """Read every file and compare its hash with the manifest.
@@ -166,6 +209,16 @@ class TokenStore:
             # A plain array over the map: slicing np.memmap itself is several times slower.
             return np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
 
+    def _open_places(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths in tokens and begins in bytes of a shard's documents, as views of its mapped index."""
+        shard = self.manifest.shards[number]
+        path = self._idx(shard)
+        with os_errors("open", path):
+            content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
+        lengths_end = LENGTHS_AT + 4 * shard.documents
+        lengths = content[LENGTHS_AT:lengths_end].view("<i4")
+        return lengths, content[lengths_end : lengths_end + 8 * shard.documents].view("<i8")
+
     def _shard_lengths(self, shard: Shard) -> np.ndarray:
         path = self._idx(shard)
         lengths, dtype = decode_index(self._read(path), str(path))
@@ -188,3 +241,9 @@ class TokenStore:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != expected:
             raise DataError(f"{path}: its SHA-256 is not the one in the manifest: copy it again or prepare again")
+
+
+def _reopened(
+    kind: type[TokenStore], path: Path, manifest: Manifest, contents: ShardBytes | None
+) -> TokenStore:  # for pickle
+    return kind(path, manifest, contents=contents)

@@ -1,21 +1,53 @@
 """The endless sequence of training rows, and any data-parallel rank's part of it, from a state of one number.
 
-The global sequence has one row per position p = 0, 1, 2, ...: epoch p // n_rows in the order of that epoch's own keyed
-permutation, `perm(seed, epoch)(p % n_rows)`. Step after step takes the next `global_batch` rows; of these, rank r of R
-takes the r-th of R equal parts. The sequence depends on neither R nor the batch size, so a run that stops at position p
-goes on at p with any of them, and sees each row exactly once per epoch. The state is p, and a fingerprint so that it
-never goes on over other data. Cost: nothing is held or scanned; a batch costs its rows.
+The global sequence has one row per position p = 0, 1, 2, ...: of one pack, epoch p // n_rows in the order of that
+epoch's own keyed permutation, `perm(seed, epoch)(p % n_rows)`; of several, see lt_data.mixture and lt_data.buckets.
+Step after step takes the next `global_batch` rows; of these, rank r of R takes the r-th of R equal parts. The sequence
+depends on neither R nor the batch size (with buckets: not on R), so a run that stops at position p goes on at p with
+any of them, and sees each row exactly once per epoch. The state is p, and a fingerprint so that it never goes on over
+other data.
+
+Cost: nothing is held or scanned; a batch costs its rows.
 """
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.permutation import KeyedPermutation
-from lt_data.rows import RowReader, Rows
+from lt_data.rows import RowReader, Rows, TokenRows
+
+
+class RowSource(Protocol):
+    """Numbered rows and an endless sequence of them: a `RowReader`, a `Mixture` or `Buckets`."""
+
+    @property
+    def n_rows(self) -> int:
+        """Positions in which everything is read once, or would be if the weights were those of the sizes."""
+        ...
+
+    def fingerprint_at(self, position: int) -> str:
+        """What the sequence up to a position is made of: words `key:value`, separated by spaces."""
+        ...
+
+    def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
+        """Numbers of the rows at some positions (int64)."""
+        ...
+
+    def labels_in(self, rows: np.ndarray) -> int:
+        """Positions with a label in some rows together."""
+        ...
+
+    def compact(self, rows: np.ndarray) -> TokenRows:
+        """Some rows, in this order."""
+        ...
+
+    def locate(self, row: int) -> tuple[RowReader, int]:
+        """The reader that has a row, and its number there."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,26 +94,31 @@ class StreamBatch:
     """One rank's part of a global batch.
 
     Attributes:
-        rows: this rank's rows, [global_batch / dp_size, seq_len].
+        tokens: this rank's rows as the store holds them, [global_batch / dp_size, seq_len].
         valid_tokens: positions with a label in the *global* batch.
-        row_ids: numbers in the pack of this rank's rows (int64).
+        row_ids: numbers of this rank's rows in the pack, mixture or buckets (int64).
         step: number of the batch, from 0.
         state: of the stream after this batch.
     """
 
-    rows: Rows
+    tokens: TokenRows
     valid_tokens: int
     row_ids: np.ndarray
     step: int
     state: StreamState
+
+    @cached_property
+    def rows(self) -> Rows:
+        """The same rows as int32 arrays, made when first asked for."""
+        return self.tokens.widen()
 
 
 class Stream:
     """Batches of one data-parallel rank. Tensor, pipeline and context-parallel peers use the same rank.
 
     Args:
-        reader: the rows.
-        global_batch: rows per step over all ranks.
+        reader: the rows: of one pack, a mixture, or buckets.
+        global_batch: rows per step over all ranks; with buckets, in rows of the longest bucket.
         dp_rank: this rank.
         dp_size: ranks that share the batch.
         seed: of the shuffle.
@@ -97,7 +134,7 @@ class Stream:
 
     def __init__(
         self,
-        reader: RowReader,
+        reader: RowSource,
         *,
         global_batch: int,
         dp_rank: int = 0,
@@ -121,13 +158,18 @@ class Stream:
         self.dp_size = dp_size
         self.seed = seed
         self.shuffle = shuffle
-        fingerprint = sequence_fingerprint(reader, shuffle=shuffle)
+        row = state.row if state else 0
+        fingerprint = sequence_fingerprint(reader, shuffle=shuffle, position=row)
         self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
         _check_same(self.state, seed, fingerprint)
+        self.global_rows(self.state, global_batch)  # says now what the first batch would say
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in the rows of the pack; `epoch_remainder` rows are left over."""
+        """Whole global batches in the rows of the pack; `epoch_remainder` rows are left over.
+
+        A mixture's rows are those of all its sources together; how often each was read tells `Mixture.epochs`.
+        """
         return self.reader.n_rows // self.global_batch
 
     @property
@@ -139,12 +181,12 @@ class Stream:
         """The next batch of this rank."""
         state = self.state
         rows = self.global_rows(state, self.global_batch)
-        part = self.global_batch // self.dp_size
+        part = rows.size // self.dp_size
         own = rows[self.dp_rank * part : (self.dp_rank + 1) * part]
-        after = replace(state, step=state.step + 1, row=state.row + self.global_batch)
+        after = self.ahead(1)
         batch = StreamBatch(
-            rows=self.reader.gather(own),
-            valid_tokens=int(self.reader.valid[rows].sum(dtype=np.int64)),
+            tokens=self.reader.compact(own),
+            valid_tokens=self.reader.labels_in(rows),
             row_ids=own,
             step=state.step,
             state=after,
@@ -161,27 +203,26 @@ class Stream:
         if skipped and skipped[-1][1] == begin:
             begin, skipped = skipped[-1][0], skipped[:-1]
         if n_rows:
-            self.state = replace(self.state, row=end, skipped=(*skipped, (begin, end)))
+            moved = self._moved(self.state, end, skipped=(*skipped, (begin, end)))
+            self.global_rows(moved, self.global_batch)  # where no batch can begin nothing is skipped
+            self.state = moved
+
+    def ahead(self, batches: int) -> StreamState:
+        """The state some batches later, computed; nothing is read and the stream stays where it is."""
+        return self._moved(self.state, self.state.row + batches * self.global_batch, step=self.state.step + batches)
 
     def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
-        """Numbers in the pack of the next `n_rows` rows of the global sequence (int64). Changes nothing."""
-        parts: list[np.ndarray] = []
-        position, end = state.row, state.row + n_rows
-        while position < end:
-            epoch, first = divmod(position, self.reader.n_rows)
-            count = min(end - position, self.reader.n_rows - first)
-            rows = np.arange(first, first + count)
-            parts.append(self._permutation(epoch)(rows) if self.shuffle else rows)
-            position += count
-        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        """Numbers of the next `n_rows` rows of the global sequence (int64). Changes nothing."""
+        return self.reader.rows_at(state.row, n_rows, seed=self.seed, shuffle=self.shuffle)
 
-    def _permutation(self, epoch: int) -> KeyedPermutation:
-        return KeyedPermutation(self.reader.n_rows, f"{self.seed}/{epoch}".encode())
+    def _moved(self, state: StreamState, row: int, **changes: Any) -> StreamState:
+        fingerprint = sequence_fingerprint(self.reader, shuffle=self.shuffle, position=row)
+        return replace(state, row=row, fingerprint=fingerprint, **changes)
 
 
-def sequence_fingerprint(reader: RowReader, *, shuffle: bool) -> str:
-    """What a global sequence is made of, in words: the reader's fingerprint and the kind of order."""
-    return f"{reader.fingerprint} order:{'shuffled-1' if shuffle else 'pack'}"
+def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0) -> str:
+    """What a global sequence up to a position is made of, in words: the rows' fingerprint and the kind of order."""
+    return f"{reader.fingerprint_at(position)} order:{'shuffled-1' if shuffle else 'pack'}"
 
 
 def changed_parts(before: str, now: str) -> list[str]:

@@ -131,7 +131,7 @@ def _histogram(lengths: np.ndarray) -> tuple[LengthBin, ...]:
 
 
 def _pack_stats(name: str, pack: PackIndex, store: TokenStore) -> PackStats:
-    positions = pack.n_rows * pack.seq_len
+    positions = pack.positions
     filled = int(pack.length.sum(dtype=np.int64))
     slices = np.bincount(pack.document, minlength=store.n_documents)
     current = pack.store_fingerprint == store.manifest.fingerprint
