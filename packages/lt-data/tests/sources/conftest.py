@@ -3,10 +3,12 @@
 import hashlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -156,3 +158,81 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+AWS = {
+    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
+    "AWS_SECRET_ACCESS_KEY": "a/Secret+AccessKeyOfNobody0123456789abcd",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+}
+
+
+@pytest.fixture(scope="session")
+def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """An S3 server in a process of its own."""
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with open(log, "wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=out)
+    deadline = time.monotonic() + 120
+    while True:
+        assert server.poll() is None, log.read_text(encoding="utf-8")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield port
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture
+def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    import fsspec
+
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{s3_port}"}.items():
+        monkeypatch.setenv(name, value)
+    filesystem = fsspec.filesystem("s3")
+    yield filesystem
+    type(filesystem).clear_instance_cache()
+
+
+def _pdf(pages: list[str]) -> bytes:
+    """A PDF by hand: one line of text per page, and a table of objects with their true offsets."""
+    objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
+    objects.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
+    kids = []
+    for text in pages:
+        stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET" if text else ""
+        objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
+        objects.append(
+            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >> "
+            f"/Contents {len(objects)} 0 R >>"
+        )
+        kids.append(f"{len(objects)} 0 R")
+    objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>"
+    out, offsets = "%PDF-1.4\n", []
+    for number, content in enumerate(objects, start=1):
+        offsets.append(len(out))
+        out += f"{number} 0 obj\n{content}\nendobj\n"
+    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
+    start = len(out)
+    out += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
+    out += f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{start}\n%%EOF\n"
+    return out.encode("latin-1")
+
+
+@pytest.fixture(scope="session")
+def make_pdf() -> Callable[[list[str]], bytes]:
+    return _pdf

@@ -16,6 +16,9 @@ from lt_data import DataError, Document, DocumentReader, read_documents
 TEXTS = ["one", "", "zwei\r\n\x00 東京 🦊", "a\u2028b", "last " * 5000]
 
 
+Pdf = Callable[[list[str]], bytes]
+
+
 def lines(texts: list[str], field: str = "text") -> bytes:
     return "".join(json.dumps({"id": i, field: text}) + "\n" for i, text in enumerate(texts)).encode()
 
@@ -185,32 +188,7 @@ def test_padding_under_the_attention_mask_is_left_out_and_counted(tmp_path: Path
             other.unlink()
 
 
-def make_pdf(pages: list[str]) -> bytes:
-    """A PDF by hand: one line of text per page, and a table of objects with their true offsets."""
-    objects = ["<< /Type /Catalog /Pages 2 0 R >>", ""]
-    objects.append("<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica >>")
-    kids = []
-    for text in pages:
-        stream = f"BT /F1 12 Tf 72 700 Td ({text}) Tj ET" if text else ""
-        objects.append(f"<< /Length {len(stream)} >>\nstream\n{stream}\nendstream")
-        objects.append(
-            "<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] /Resources << /Font << /F1 3 0 R >> >> "
-            f"/Contents {len(objects)} 0 R >>"
-        )
-        kids.append(f"{len(objects)} 0 R")
-    objects[1] = f"<< /Type /Pages /Kids [{' '.join(kids)}] /Count {len(kids)} >>"
-    out, offsets = "%PDF-1.4\n", []
-    for number, content in enumerate(objects, start=1):
-        offsets.append(len(out))
-        out += f"{number} 0 obj\n{content}\nendobj\n"
-    table = "".join(f"{offset:010d} 00000 n \n" for offset in offsets)
-    start = len(out)
-    out += f"xref\n0 {len(objects) + 1}\n0000000000 65535 f \n{table}"
-    out += f"trailer\n<< /Size {len(objects) + 1} /Root 1 0 R >>\nstartxref\n{start}\n%%EOF\n"
-    return out.encode("latin-1")
-
-
-def test_papers(tmp_path: Path) -> None:
+def test_papers(tmp_path: Path, make_pdf: Pdf) -> None:
     pytest.importorskip("pypdf", reason="pypdf is not installed")
     (tmp_path / "b.pdf").write_bytes(make_pdf(["Attention is", "all you need"]))
     (tmp_path / "a.PDF").write_bytes(make_pdf(["Only one page"]))
@@ -222,7 +200,7 @@ def test_papers(tmp_path: Path) -> None:
     assert not reader.skipped
 
 
-def test_damaged_and_locked_papers(tmp_path: Path) -> None:
+def test_damaged_and_locked_papers(tmp_path: Path, make_pdf: Pdf) -> None:
     pypdf = pytest.importorskip("pypdf", reason="pypdf is not installed")
     whole = make_pdf(["Attention is", "all you need"])
     writer = pypdf.PdfWriter(clone_from=io.BytesIO(whole))
@@ -240,7 +218,9 @@ def test_damaged_and_locked_papers(tmp_path: Path) -> None:
     assert reader.sources().files == 3
 
 
-def test_any_damage_to_a_paper_is_an_error_of_ours_or_some_text(tmp_path: Path) -> None:
+def test_any_damage_to_a_paper_is_an_error_of_ours_or_some_text(
+    tmp_path: Path, make_pdf: Callable[[list[str]], bytes]
+) -> None:
     pytest.importorskip("pypdf", reason="pypdf is not installed")
     whole = make_pdf(["Attention is", "all you need"])
     rng = np.random.default_rng(3)

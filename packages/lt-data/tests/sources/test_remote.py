@@ -3,12 +3,8 @@
 import gzip
 import io
 import json
-import os
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -165,54 +161,6 @@ def test_user_and_password_of_a_url_are_not_shown() -> None:
     url = "https://user:secret@host:8080/a/x.jsonl?token=secret#secret"
     assert without_secrets(url) == "https://host:8080/a/x.jsonl"
     assert without_secrets("s3://bucket/a?b#c") == "s3://bucket/a?b#c"
-
-
-AWS = {
-    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
-    "AWS_SECRET_ACCESS_KEY": "a/Secret+AccessKeyOfNobody0123456789abcd",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
-
-
-@pytest.fixture(scope="module")
-def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """An S3 server in a process of its own."""
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("moto") / "log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(log, "wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out)
-    deadline = time.monotonic() + 120
-    while True:
-        assert server.poll() is None, log.read_text()
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield port
-    server.kill()
-    server.wait()
-
-
-@pytest.fixture
-def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
-    import fsspec
-
-    for name in [name for name in os.environ if name.startswith("AWS_")]:
-        monkeypatch.delenv(name)
-    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{s3_port}"}.items():
-        monkeypatch.setenv(name, value)
-    filesystem = fsspec.filesystem("s3")
-    yield filesystem
-    type(filesystem).clear_instance_cache()
 
 
 def test_s3(s3, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""Papers as PDF, packed to rows of 4096 tokens and saved as neuronx-distributed's loader reads them.
+
+    python papers.py papers --tokenizer meta-llama/Llama-2-7b-hf --out data
+
+The text of every paper is one document. A paper that fits a row is never cut (best fit over all papers); a longer one
+goes on in the next rows. Papers that cannot be read (damaged, locked) are left out and counted. The number of steps in
+an epoch is told with what is left over.
+"""
+
+import argparse
+from pathlib import Path
+
+import lt_data
+from lt_data.exports.exporting import export
+from lt_data.exports.options import ExportOptions
+from lt_data.steps import steps_per_epoch
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("papers", nargs="+", help="folders of PDF files, or s3:// prefixes of such")
+    parser.add_argument("--tokenizer", default="meta-llama/Llama-2-7b-hf", help="of the hub, a folder, or an S3 prefix")
+    parser.add_argument("--seq-len", type=int, default=4096)
+    parser.add_argument("--global-batch", type=int, default=1024)
+    parser.add_argument("--dp-size", type=int, default=16, help="cores x nodes / tensor parallel degree")
+    parser.add_argument("--out", type=Path, default=Path("data"))
+    parser.add_argument("--workers", type=int, default=8)
+    options = parser.parse_args()
+
+    manifest = lt_data.prepare(
+        options.papers,
+        tokenizer=options.tokenizer,
+        out=options.out / "store",
+        suffixes=[".pdf"],
+        on_bad="skip",
+        workers=options.workers,
+    )
+    print(f"{manifest.documents} papers, {manifest.tokens} tokens; not readable: {dict(manifest.skipped) or 'none'}")
+    store = lt_data.TokenStore.open(options.out / "store")
+    pack = lt_data.pack(store, seq_len=options.seq_len, mode="bfd")
+    for steps in steps_per_epoch(pack, global_batch=options.global_batch, dp_size=options.dp_size):
+        print(f"{steps.rows} rows: {steps.steps} steps an epoch, {steps.remainder} rows left over")
+    rows = ExportOptions(to="hf", seq_len=options.seq_len, pack="bfd")
+    done = export(store, out=options.out / "hf", options=rows)
+    print(f"{done.samples} rows in {options.out / 'hf'}, {done.padding} positions of padding")
+
+
+if __name__ == "__main__":
+    main()
