@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lt_data.buckets import Buckets
     from lt_data.errors import DataError
+    from lt_data.exports.exporting import export
+    from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
+    from lt_data.exports.options import ExportOptions, ExportReport
     from lt_data.inspection import InspectedRow, Piece, inspect_batch
     from lt_data.manifest import Manifest
     from lt_data.mixture import Mixture
@@ -34,6 +37,10 @@ _MODULES = {
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
+    "ExportOptions": "exports.options",
+    "ExportReport": "exports.options",
+    "ImportOptions": "exports.importing",
+    "ImportReport": "exports.importing",
     "InspectedRow": "inspection",
     "KeyedPermutation": "permutation",
     "Manifest": "manifest",
@@ -54,6 +61,8 @@ _MODULES = {
     "TokenRows": "rows",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "export": "exports.exporting",
+    "import_tokens": "exports.importing",
     "inspect_batch": "inspection",
     "inspect_step": "run_files",
     "open_pack": "packing",
@@ -71,6 +80,10 @@ __all__ = [
     "DataError",
     "Document",
     "DocumentReader",
+    "ExportOptions",
+    "ExportReport",
+    "ImportOptions",
+    "ImportReport",
     "InspectedRow",
     "KeyedPermutation",
     "Manifest",
@@ -91,6 +104,8 @@ __all__ = [
     "TokenRows",
     "TokenStore",
     "Tokenizer",
+    "export",
+    "import_tokens",
     "inspect_batch",
     "inspect_step",
     "open_pack",
