@@ -13,14 +13,15 @@ if TYPE_CHECKING:
     from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
     from lt_data.inspection import InspectedRow, Piece, inspect_batch
-    from lt_data.manifest import Manifest
+    from lt_data.manifest import Amount, Manifest, Selection
+    from lt_data.merging import merge
     from lt_data.mixture import Mixture
     from lt_data.ngram import NgramCounts
     from lt_data.packing import PackIndex, open_pack, pack
     from lt_data.permutation import KeyedPermutation
     from lt_data.phases import Phase
     from lt_data.prefetch import Prefetcher
-    from lt_data.preparation import prepare, prepare_documents
+    from lt_data.preparation import part_folder, prepare, prepare_documents
     from lt_data.progress import Progress
     from lt_data.rows import IGNORE, RowReader, Rows, TokenRows
     from lt_data.run_files import StepReport, inspect_step
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "IGNORE": "rows",
+    "Amount": "manifest",
     "Buckets": "buckets",
     "DataError": "errors",
     "Document": "sources.document",
@@ -53,6 +55,7 @@ _MODULES = {
     "Progress": "progress",
     "RowReader": "rows",
     "Rows": "rows",
+    "Selection": "manifest",
     "Stats": "summary",
     "StepReport": "run_files",
     "Stream": "stream",
@@ -65,8 +68,10 @@ _MODULES = {
     "import_tokens": "exports.importing",
     "inspect_batch": "inspection",
     "inspect_step": "run_files",
+    "merge": "merging",
     "open_pack": "packing",
     "pack": "packing",
+    "part_folder": "preparation",
     "prepare": "preparation",
     "prepare_documents": "preparation",
     "read_documents": "sources.reader",
@@ -76,6 +81,7 @@ _MODULES = {
 
 __all__ = [
     "IGNORE",
+    "Amount",
     "Buckets",
     "DataError",
     "Document",
@@ -96,6 +102,7 @@ __all__ = [
     "Progress",
     "RowReader",
     "Rows",
+    "Selection",
     "Stats",
     "StepReport",
     "Stream",
@@ -108,8 +115,10 @@ __all__ = [
     "import_tokens",
     "inspect_batch",
     "inspect_step",
+    "merge",
     "open_pack",
     "pack",
+    "part_folder",
     "prepare",
     "prepare_documents",
     "read_documents",

@@ -148,7 +148,7 @@ class Building:
         """Find out what is there, and go on with it or start."""
         records = self._journal.records
         finished = records[-1].get("finished") if len(records) > 1 else None
-        if finished and not self.content.exists() and _fingerprint(self.target) == finished:
+        if finished and _fingerprint(self.target) == finished and not self._differs():
             with os_errors("remove what is left of the finished work in", self.path):
                 if self._old.exists():
                     remove_tree(self._old)
@@ -171,6 +171,16 @@ class Building:
         self._journal.append({"job": dict(job), "resumable": resumable})
         with os_errors("write", self.path):
             fsync_folder(self.path)
+
+    def _differs(self) -> bool:
+        """Whether what was built is still here and is not what stands at the target.
+
+        A file system that does not move a folder at once may show it at both places after a power cut.
+        """
+        if not self.content.exists():
+            return False
+        manifests = [folder / FILE_NAME for folder in (self.content, self.target)]
+        return not all(path.is_file() for path in manifests) or manifests[0].read_bytes() != manifests[1].read_bytes()
 
     def _discard(self) -> None:
         """Take away all but the lock and an empty journal, and put back what was moved aside."""

@@ -21,7 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_data.building import SUFFIX, Building, building
-from lt_data.encode import Encoder, encode_all
+from lt_data.encode import encode_all
+from lt_data.encoder import Encoder
+from lt_data.engines import Asked, EngineChoice
 from lt_data.errors import DataError
 from lt_data.intake import Intake
 from lt_data.manifest import FILE_NAME, Manifest, Part, Selection, Shard, Sources, TokenizerInfo, read_manifest
@@ -32,7 +34,7 @@ from lt_data.sources.reader import DocumentReader, sources_of
 from lt_data.storage import make_folder, os_errors, write_file
 from lt_data.store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
 from lt_data.store_writer import PART_FOLDER, StoreWriter
-from lt_data.tokenizer import Tokenizer
+from lt_data.tokenizer import Specials, Tokenizer
 
 SHARD_TOKENS = 2**27
 Notice = Callable[[str], None]
@@ -49,6 +51,8 @@ def prepare(
     out: str | Path,
     bos: bool = True,
     eos: bool = True,
+    engine: Asked = "auto",
+    specials: Specials = "text",
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
     selection: Selection | None = None,
@@ -78,6 +82,9 @@ def prepare(
         out: folder of the store. It appears when all is done.
         bos: begin each document with the tokenizer's BOS id.
         eos: end each document with the tokenizer's EOS id.
+        engine: what makes the ids: "hf" (tokenizers), "gigatoken", or "auto", which takes the faster one if that has
+            shown the same ids for the beginning of the text.
+        specials: whether a special token's string in a text stays text, or becomes the special id ("ids").
         workers: processes that encode. With 1 this process does it, with the threads of `tokenizers`; else each worker
             uses one thread. The store is the same.
         shard_tokens: about how many ids go into one shard; a longer document has a shard of its own.
@@ -121,6 +128,8 @@ def prepare(
         out=out,
         bos=bos,
         eos=eos,
+        engine=engine,
+        specials=specials,
         workers=workers,
         shard_tokens=shard_tokens,
         selection=selection,
@@ -140,6 +149,8 @@ def prepare_documents(
     out: str | Path,
     bos: bool = True,
     eos: bool = True,
+    engine: Asked = "auto",
+    specials: Specials = "text",
     workers: int = 1,
     shard_tokens: int = SHARD_TOKENS,
     selection: Selection | None = None,
@@ -160,7 +171,7 @@ def prepare_documents(
         if value < 1:
             raise DataError(f"{name}={value}: at least 1")
     selection = selection or Selection()
-    encoder = Encoder(tokenizer, bos=bos, eos=eos)
+    encoder = Encoder(tokenizer, bos=bos, eos=eos, engine=engine, specials=specials)
     reader = documents if isinstance(documents, DocumentReader) else None
     out = Path(out)
     part: Part | None = None
@@ -192,6 +203,7 @@ def prepare_documents(
         ) as writer:
             if at_work.records:
                 notice(f"goes on after {len(at_work.records)} finished shards in {at_work.path}")
+                encoder.choice = EngineChoice.from_json(writer.note["engine"])
             shards = _encode_all(documents, reader, encoder, writer, selection, workers, progress)
             listed = writer.listed()
         counts = writer.counts
@@ -210,7 +222,9 @@ def prepare_documents(
             left_out=dict(sorted(counts.left_out.items())),
             skipped=dict(sorted(counts.skipped.items())),
             special_strings=dict(sorted(counts.special.items())),
+            specials=specials,
             selection=selection,
+            engine=encoder.choice.to_json() if encoder.choice else {},
             shard_tokens=shard_tokens,
             sources=sources_of(listed, skipped_links=reader.sources().skipped_links) if reader else Sources(),
             part=part,
@@ -235,6 +249,7 @@ def _encode_all(
     read_bytes = (lambda: reader.read_bytes) if reader else (lambda: 0)
     with closing(encode_all(intake, encoder, workers, read_bytes=read_bytes)) as batches:
         for batch, encoded in batches:
+            writer.note = {"engine": encoder.settle([]).to_json()}
             writer.write(
                 encoded.tokens,
                 encoded.lengths,
@@ -310,6 +325,8 @@ def _description(
         "tokenizer": encoder.tokenizer.sha256,
         "bos": encoder.bos,
         "eos": encoder.eos,
+        "engine": encoder.asked,
+        "specials": encoder.specials,
         "shard_tokens": shard_tokens,
         "part": f"{part.rank} of {part.world}" if part else "the whole",
         **asdict(selection),

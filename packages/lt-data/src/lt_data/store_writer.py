@@ -24,6 +24,7 @@ from lt_data.duplicates import HASH
 from lt_data.errors import DataError
 from lt_data.intake import Intake
 from lt_data.manifest import EMPTY, Amount, Selection, Shard, SourceFile
+from lt_data.megatron import index_size
 from lt_data.shards import ShardWriter
 from lt_data.storage import make_folder, os_errors, remove_tree, write
 from lt_data.store import SHARD_FOLDER
@@ -49,6 +50,31 @@ def read_sources(path: Path) -> list[SourceFile]:
     with os_errors("read", path):
         lines = path.read_bytes().splitlines()
     return [SourceFile(**json.loads(line)) for line in lines]
+
+
+def clear(content: Path, folders: Sequence[Path], finished: Sequence[Shard], dtype: str) -> None:
+    """Take away what no record knows, and make sure that all shards are there that the records know.
+
+    Args:
+        content: the folder that becomes the store.
+        folders: folders in it that are kept, that of the shards first.
+        finished: the shards that have a record.
+        dtype: of the ids.
+    """
+    known = {f"{shard.name}.{kind}" for shard in finished for kind in ("bin", "idx")}
+    with os_errors("clear", content):
+        for path in content.iterdir():
+            if path not in folders:
+                remove_tree(path) if path.is_dir() else path.unlink()
+        for path in folders[0].iterdir():
+            if path.name not in known:
+                path.unlink()
+    for shard in finished:
+        path = folders[0] / f"{shard.name}.bin"
+        with os_errors("go on after the shard", path):
+            sizes = (path.stat().st_size, path.with_suffix(".idx").stat().st_size)
+        if sizes != (shard.tokens * np.dtype(dtype).itemsize, index_size(shard.documents)):
+            raise DataError(f"{path}: not as the journal says; start afresh (--fresh)")
 
 
 class StoreWriter:
@@ -95,7 +121,7 @@ class StoreWriter:
         with os_errors("write", job.content):
             for folder in self._folders:
                 make_folder(folder)
-        self._clear(finished, np.dtype(dtype).itemsize)
+        clear(job.content, self._folders, finished, dtype)
         self._sources = job.side(SOURCES, side_folder)
         self._begun_at = self._n_listed = self.point[0]
         self._entries: BinaryIO | None = None
@@ -241,23 +267,6 @@ class StoreWriter:
     def _write(self, side: BinaryIO, content: bytes) -> None:
         with os_errors("write", side.name):
             write(side, content)
-
-    def _clear(self, finished: Sequence[Shard], itemsize: int) -> None:
-        """Take away what no record knows, and make sure that all shards are there that the records know."""
-        with os_errors("clear", self._job.content):
-            for path in self._job.content.iterdir():
-                if path in self._folders:
-                    continue
-                remove_tree(path) if path.is_dir() else path.unlink()
-            known = {f"{shard.name}.{kind}" for shard in finished for kind in ("bin", "idx")}
-            for path in self._shard_folder.iterdir():
-                if path.name not in known:
-                    path.unlink()
-        for shard in finished:
-            path = self._shard_folder / f"{shard.name}.bin"
-            with os_errors("go on after the shard", path):
-                if path.stat().st_size != shard.tokens * itemsize or not path.with_suffix(".idx").exists():
-                    raise DataError(f"{path}: not as the journal says; start afresh (--fresh)")
 
 
 def _documents(counts: Counts) -> int:
