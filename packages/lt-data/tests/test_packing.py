@@ -84,11 +84,24 @@ def test_exact_concat_rows() -> None:
     assert index.valid.tolist() == [4, 4, 2]
 
 
-def test_fill_of_a_million_documents_is_near_perfect() -> None:
+def test_fill_is_near_perfect_and_nothing_is_cut_that_fits() -> None:
     lengths = np.random.default_rng(0).lognormal(np.log(490), 1.2, 200_000).astype(np.int64) + 1
     index = build_index(lengths, seq_len=4096, mode="bfd")
     assert int(lengths.sum()) / (index.n_rows * 4096) > 0.9999
     assert index.n_rows - build_index(lengths, seq_len=4096, mode="concat").n_rows <= 5
+    pieces = np.bincount(index.document, minlength=lengths.size)
+    assert np.array_equal(pieces, -(-lengths // 4096))
+
+
+@pytest.mark.slow
+def test_ten_million_documents() -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(490), 1.2, 10_000_000).astype(np.int64) + 1
+    index = build_index(lengths, seq_len=4096, mode="bfd")
+    assert int(index.length.sum(dtype=np.int64)) == int(lengths.sum())
+    assert int(lengths.sum()) / (index.n_rows * 4096) > 0.9999
+    assert np.array_equal(np.bincount(index.document, minlength=lengths.size), -(-lengths // 4096))
+    assert index.length.max() <= 4096
+    assert np.add.reduceat(index.length.astype(np.int64), index.row_offsets[:-1]).max() <= 4096
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
@@ -141,7 +154,7 @@ def test_bad_seq_len(store: TokenStore, seq_len: int) -> None:
 
 
 def test_bad_mode(store: TokenStore) -> None:
-    with pytest.raises(DataError, match="mode='best': one of bfd, concat"):
+    with pytest.raises(DataError, match="mode='best': one of bfd, concat, buckets"):
         pack(store, seq_len=8, mode="best")  # pyright: ignore[reportArgumentType]
 
 

@@ -1,5 +1,6 @@
 """Rows against a plain rebuilding from the index, on stores in which the token at offset t is t + 1."""
 
+import pickle
 from collections.abc import Callable
 
 import numpy as np
@@ -140,3 +141,87 @@ def test_pack_of_another_store(store: TokenStore, counting_store: Callable[..., 
     index = build_index(other.lengths, seq_len=8, mode="bfd", store_fingerprint=other.manifest.fingerprint)
     with pytest.raises(DataError, match=f"made for another store than {store.path}: make it again with lt data pack"):
         RowReader(store, index)
+
+
+@pytest.mark.parametrize("mode", ["bfd", "concat"])
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 5), st.booleans(), st.data())
+def test_rows_as_the_store_holds_them(
+    counting_store: Callable[..., TokenStore],
+    mode: str,
+    lengths: list[int],
+    seq_len: int,
+    shard_documents: int,
+    document_mask: bool,
+    data: st.DataObject,
+) -> None:
+    store = counting_store(lengths, shard_documents)
+    reader = reader_of(store, seq_len, mode, document_mask)
+    rows = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), max_size=8)), np.int64)
+    compact, wide = reader.compact(rows), reader.gather(rows)
+    assert compact.input_ids.dtype == store.dtype == np.uint32
+    assert np.array_equal(compact.input_ids, wide.input_ids)
+    assert np.array_equal(reader.tokens(rows), wide.input_ids)
+    assert reader.tokens(rows).dtype == store.dtype
+    assert compact.input_ids.flags.writeable
+    assert reader.labels_in(rows) == int(wide.loss_mask.sum())
+    assert np.array_equal(wide.loss_mask, wide.labels != IGNORE)
+    # Borders where a row begins or its document number changes.
+    change = np.ones(wide.doc_ids.shape, bool)
+    change[:, 1:] = wide.doc_ids[:, 1:] != wide.doc_ids[:, :-1]
+    borders = [*np.flatnonzero(change.reshape(-1)).tolist(), rows.size * seq_len]
+    found = compact.cu_seqlens()
+    assert (found.tolist(), found.dtype) == (borders, np.dtype(np.int32))
+    assert compact.cu_seqlens(size=len(borders) + 2).tolist() == [*borders, borders[-1], borders[-1]]
+    assert compact.cu_seqlens(size=len(borders)).tolist() == borders
+    with pytest.raises(DataError, match=f"size={len(borders) - 1}: these rows have {len(borders)} borders"):
+        compact.cu_seqlens(size=len(borders) - 1)
+
+
+def test_two_bytes_stay_two_bytes(store: TokenStore) -> None:
+    reader = RowReader(store, pack(store, seq_len=100))
+    compact = reader.compact(np.arange(reader.n_rows))
+    assert store.dtype == compact.input_ids.dtype == compact.next_ids.dtype == np.uint16
+
+
+class Elsewhere:
+    """Reads a store's shards as a remote store does: only what is asked for, as copies."""
+
+    def __init__(self, store: TokenStore) -> None:
+        self.store = store
+        self.asked: list[tuple[int, int, int]] = []
+
+    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
+        self.asked.append((shard, begin, end))
+        assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
+        return self.store.shard(shard)[begin:end].copy()
+
+
+@pytest.mark.parametrize("mode", ["bfd", "concat"])
+@given(LENGTHS, st.integers(1, 12), st.integers(1, 3))
+def test_shards_that_are_not_local(
+    counting_store: Callable[..., TokenStore], mode: str, lengths: list[int], seq_len: int, shard_documents: int
+) -> None:
+    store = counting_store(lengths, shard_documents)
+    contents = Elsewhere(store)
+    remote = TokenStore(store.path, store.manifest, contents=contents)
+    local, far = (reader_of(one, seq_len, mode) for one in (store, remote))
+    rows = np.arange(local.n_rows)
+    assert as_lists(local.gather(rows)) == as_lists(far.gather(rows))
+    assert contents.asked
+    assert remote.mapped(0) is None
+    contents.asked.clear()
+    row = np.array([0])
+    far.tokens(row)
+    assert sum(end - begin for _, begin, end in contents.asked) == int((local.compact(row).slice_length).sum())
+
+
+def test_a_reader_goes_to_another_process_without_its_tokens(store: TokenStore) -> None:
+    reader = RowReader(store, pack(store, seq_len=64))
+    wanted = as_lists(reader.gather(np.arange(4)))
+    content = pickle.dumps(reader)
+    assert len(content) < 20_000 < store.n_tokens * 2
+    again = pickle.loads(content)
+    assert again.fingerprint == reader.fingerprint
+    assert as_lists(again.gather(np.arange(4))) == wanted
+    index = build_index(store.lengths, seq_len=32, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    assert pickle.loads(pickle.dumps(index)).fingerprint == index.fingerprint

@@ -122,3 +122,29 @@ def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPat
     opened = TokenStore.open(store.path)
     assert opened.n_documents == store.n_documents
     assert opened.tokens(0, 1).tolist() == [0]
+
+
+def test_the_place_of_a_document_is_looked_up_in_the_map(
+    counting_store: Callable[..., TokenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [3, 9, 4, 1, 1, 12, 7]
+    store = counting_store(lengths, 2)
+    monkeypatch.setattr("lt_data.store.decode_index", None)  # reads an index whole
+    begins = np.cumsum([0, *lengths])
+    for i, length in enumerate(lengths):
+        assert store.document_span(i) == (begins[i], length)
+        assert store.document(i).tolist() == list(range(begins[i] + 1, begins[i] + length + 1))
+    for outside in (-1, 7):
+        with pytest.raises(IndexError, match=f"document {outside} of 7"):
+            store.document_span(outside)
+
+
+def test_a_place_outside_its_shard_is_refused(counting_store: Callable[..., TokenStore]) -> None:
+    store = counting_store([3, 9, 4], 3)
+    path = store.path / "shards" / "00000.idx"
+    content = bytearray(path.read_bytes())
+    content[34 + 4 : 34 + 8] = (99).to_bytes(4, "little")  # the length of the second document
+    path.write_bytes(content)
+    assert store.document_span(0) == (0, 3)
+    with pytest.raises(DataError, match=r"00000\.idx: broken index \(document 1\)"):
+        store.document_span(1)
