@@ -7,8 +7,11 @@ imported, and whose files are compared with ours byte for byte where the format 
     mds        mosaicml-streaming: StreamingDataset with its hash check, MDSWriter
     megatron   megatron-core: IndexedDataset, IndexedDatasetBuilder
     hf         datasets 2.19, an old line with other names of columns' types (the newest is read in the package's tests)
-    litpkds    PackedDataset and its builder; no package holds them: name a lit_gpt/packed_dataset.py of TinyLlama with
-               --packed-dataset, else it is skipped
+    litpkds    PackedDataset and its builder, from lit_gpt/packed_dataset.py of TinyLlama
+    litespark  the functions that cut and write in prepare_data.py of Litespark's repository (its reader is not public)
+    smp        GPTPretrainingDataset, from the data_pipeline.py of the SageMaker model parallel examples
+
+No package holds the last three: name the file of a checkout, as --source litpkds=PATH, else they are skipped.
 
 The first run downloads what uv's cache does not hold (with torch several GB). All else lies in a temporary folder.
 """
@@ -16,14 +19,17 @@ The first run downloads what uv's cache does not hold (with torch several GB). A
 from __future__ import annotations
 
 import argparse
+import gzip
 import importlib
 import importlib.metadata
 import importlib.util
 import json
+import logging
 import os
 import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +43,8 @@ REQUIREMENTS = {
     "megatron": ("megatron-core==0.16.1", "torch"),
     "hf": ("datasets==2.19.2",),
     "litpkds": ("torch", "numpy"),
+    "litespark": ("numpy", "pandas", "pyarrow", "tqdm"),
+    "smp": ("torch", "numpy"),
 }
 NOT_INSTALLED = 3
 """Exit code when a reader could not be installed and no other found a difference."""
@@ -45,7 +53,10 @@ EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
     "megatron": {"documents": {}},
     "hf": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "pack": "bfd"}},
     "litpkds": {"blocks": {"seq_len": SEQ_LEN}},
+    "litespark": {"blocks": {"seq_len": SEQ_LEN}},
+    "smp": {"rows": {"seq_len": SEQ_LEN, "pack": "bfd"}},
 }
+UNPACKAGED = ("litpkds", "litespark", "smp")
 
 
 # --- In our environment ---------------------------------------------------------------------------------------------
@@ -103,20 +114,29 @@ def compare(folder: Path, peer: str) -> list[str]:
     same: list[str] = []
     for name, vocabulary in STORES.items():
         store = TokenStore.open(folder / name / "store")
-        borders = "bos" if peer == "litpkds" else None
-        pad_id = vocabulary - 1 if peer == "litpkds" else None
+        options: dict[str, Any] = {"format": peer}
+        if peer.startswith("lit"):
+            options |= {"borders": "bos", "pad_id": vocabulary - 1}
+        if peer == "litespark":
+            options |= {"token_bytes": store.dtype.itemsize}
         import_tokens(
             folder / name / "theirs",
-            options=ImportOptions(format=peer, borders=borders, pad_id=pad_id),  # pyright: ignore[reportArgumentType]
+            options=ImportOptions(**options),
             tokenizer=tokenizer(vocabulary),
             out=folder / name / "back",
         )
         back = TokenStore.open(folder / name / "back")
-        assert np.array_equal(back.lengths, store.lengths), f"{name}: other documents came back"
-        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, store.n_tokens)), f"{name}: other ids"
+        lost = store.n_tokens - back.n_tokens
+        assert 0 <= lost <= (SEQ_LEN if peer == "litespark" else 0), f"{name}: {lost} tokens are missing"
+        if lost:  # its preparation drops a last row that is not 80 % full
+            same.append(f"{name}: its writer lost the last {lost} tokens")
+        else:
+            assert np.array_equal(back.lengths, store.lengths), f"{name}: other documents came back"
+        assert np.array_equal(back.lengths[:-1], store.lengths[: back.n_documents - 1]), f"{name}: other documents"
+        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, back.n_tokens)), f"{name}: other ids"
         same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")
-        if peer == "hf":
-            continue  # Arrow files of different versions differ
+        if peer in ("hf", "smp", "litespark"):
+            continue  # what it writes is not cut into files as ours, or of another version
         ours = folder / name / ("blocks" if peer == "litpkds" else "documents")
         theirs = sorted(path for path in (folder / name / "theirs").iterdir() if path.name != "index.json")
         files = [path for path in sorted(ours.iterdir()) if path.suffix in (".mds", ".bin", ".idx")]
@@ -139,14 +159,14 @@ def installable(peer: str) -> bool:
     return done.returncode == 0
 
 
-def run(peer: str, packed_dataset: Path | None) -> bool:
+def run(peer: str, source: Path | None) -> bool:
     """One peer, from the export to the comparison; whether all was the same."""
     with tempfile.TemporaryDirectory(prefix="lt-peers-") as name:
         folder = Path(name)
         make(folder, peer)
         arguments = [str(Path(__file__).resolve()), "--child", peer, str(folder)]
-        if packed_dataset is not None:
-            arguments += ["--packed-dataset", str(packed_dataset.resolve())]
+        if source is not None:
+            arguments += ["--source", f"{peer}={source.resolve()}"]
         done = isolated(peer, arguments, folder)
         if done.returncode:
             print(f"{peer}: FAILED\n{done.stderr[-3000:]}", flush=True)
@@ -263,12 +283,18 @@ def child_hf(folder: Path) -> tuple[str, list[str]]:
     return f"datasets {datasets.__version__}", checks
 
 
-def child_litpkds(folder: Path, packed_dataset: Path) -> tuple[str, list[str]]:
-    spec = importlib.util.spec_from_file_location("packed_dataset", packed_dataset)
+def module_of(file: Path) -> Any:
+    """The module in a file of someone's checkout."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def child_litpkds(folder: Path, source: Path) -> tuple[str, list[str]]:
+    module = module_of(source)
     checks: list[str] = []
     for name, vocabulary in STORES.items():
         expected, documents = load(folder / name)
@@ -290,14 +316,65 @@ def child_litpkds(folder: Path, packed_dataset: Path) -> tuple[str, list[str]]:
         for ids in documents:
             builder.add_array(ids)
         builder.write_reminder()
-    return f"PackedDataset of {packed_dataset.name}", checks
+    return f"PackedDataset of {source.name}", checks
 
 
-def child(peer: str, folder: Path, packed_dataset: Path | None) -> None:
+def child_litespark(folder: Path, source: Path) -> tuple[str, list[str]]:
+    stub: Any = types.ModuleType("transformers")  # its tokenizer has no part in this
+    stub.LlamaTokenizer = None
+    sys.modules["transformers"] = stub
+    module = module_of(source)
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load(folder / name)
+        module.global_tokenizer = types.SimpleNamespace(eos_token_id=int(expected["pad"]))
+        rows = module.create_token_sequences([ids.tolist() for ids in documents], SEQ_LEN)
+        dtype = expected["tokens"].dtype
+        files = sorted((folder / name / "blocks" / "train").iterdir())
+        ours = np.concatenate([np.fromfile(file, dtype) for file in files]).reshape(-1, SEQ_LEN + 1)
+        assert len(ours) - len(rows) in (0, 1)
+        assert np.array_equal(ours[: len(rows)], rows)
+        theirs = folder / name / "theirs" / "tokens_shard_000000.ds"
+        assert module.save_tokens_to_file([id_ for row in rows for id_ in row], str(theirs), dtype.itemsize)
+        assert theirs.read_bytes() == ours[: len(rows)].tobytes()
+        checks.append(f"{name}: {len(rows)} of {len(ours)} rows are those of its writer, byte for byte")
+    return f"Litespark's {source.name}", checks
+
+
+def child_smp(folder: Path, source: Path) -> tuple[str, list[str]]:
+    torch: Any = importlib.import_module("torch")
+    stub: Any = types.ModuleType("logging_utils")
+    stub.get_logger = logging.getLogger
+    sys.modules["logging_utils"] = stub
+    module = module_of(source)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load(folder / name)
+        found = []
+        for file in sorted((folder / name / "rows").iterdir()):  # its trainer reads one at a time, in this order
+            read = module.GPTPretrainingDataset([str(file)], max_sequence_length=SEQ_LEN, zipped=True)
+            found += [read[i] for i in range(len(read))]
+        mask = expected["mask"]
+        assert np.array_equal(torch.stack([attention_mask for _, attention_mask in found]), mask)
+        ids = torch.stack([input_ids for input_ids, _ in found])
+        assert np.array_equal(ids, np.where(mask, expected["input_ids"], expected["pad"]))
+        checks.append(f"{name}: {len(found)} rows read")
+        (folder / name / "theirs").mkdir()
+        with gzip.open(folder / name / "theirs" / "train.json.gz", "wt") as lines:
+            for document in documents:
+                record = {"input_ids": document.tolist(), "attention_mask": [1] * document.size}
+                lines.write(json.dumps(record) + "\n")
+    torch.distributed.destroy_process_group()
+    return f"GPTPretrainingDataset of {source.name}", checks
+
+
+def child(peer: str, folder: Path, source: Path | None) -> None:
     """Compare in the environment of the peer; the last line of the output is the result as JSON."""
-    if peer == "litpkds":
-        assert packed_dataset is not None
-        version, checks = child_litpkds(folder, packed_dataset)
+    if peer in UNPACKAGED:
+        assert source is not None
+        children = {"litpkds": child_litpkds, "litespark": child_litespark, "smp": child_smp}
+        version, checks = children[peer](folder, source)
     else:
         version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
     print(json.dumps({"version": version, "checks": checks}), flush=True)
@@ -307,23 +384,24 @@ def main() -> int:
     """Run the peers named, or all; returns 0 when all found the same."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("peers", nargs="*", metavar="PEER", help=", ".join(REQUIREMENTS))
-    parser.add_argument("--packed-dataset", type=Path, help="lit_gpt/packed_dataset.py of a TinyLlama checkout")
+    parser.add_argument("--source", action="append", default=[], metavar="PEER=FILE", help="a file of a checkout")
     parser.add_argument("--child", nargs=2, metavar=("PEER", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    sources = {peer: Path(file) for peer, _, file in (source.partition("=") for source in arguments.source)}
     if arguments.child:
-        child(arguments.child[0], Path(arguments.child[1]), arguments.packed_dataset)
+        child(arguments.child[0], Path(arguments.child[1]), sources.get(arguments.child[0]))
         return 0
-    if unknown := [peer for peer in arguments.peers if peer not in REQUIREMENTS]:
+    if unknown := [peer for peer in [*arguments.peers, *sources] if peer not in REQUIREMENTS]:
         parser.error(f"{', '.join(unknown)}: one of {', '.join(REQUIREMENTS)}")
     failed = absent = False
     for peer in arguments.peers or REQUIREMENTS:
-        if peer == "litpkds" and arguments.packed_dataset is None:
-            print("litpkds: skipped; name a packed_dataset.py of TinyLlama with --packed-dataset", flush=True)
+        if peer in UNPACKAGED and peer not in sources:
+            print(f"{peer}: skipped; name its file with --source {peer}=PATH", flush=True)
             continue
         if not installable(peer):
             absent = True
             continue
-        failed |= not run(peer, arguments.packed_dataset)
+        failed |= not run(peer, sources.get(peer))
     return 1 if failed else NOT_INSTALLED if absent else 0
 
 

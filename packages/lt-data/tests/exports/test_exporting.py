@@ -259,3 +259,36 @@ def test_a_long_document_is_exported_in_bounded_memory(tmp_path: Path, tokenizer
     assert int(done.stdout) < 60_000
     assert (tmp_path / "b" / "part-00000.json").stat().st_size > 4 * ids.size
     shutil.rmtree(tmp_path / "b")
+
+
+@pytest.mark.parametrize("shape", [{"to": "hf"}, {"to": "litespark", "seq_len": 64}])
+@pytest.mark.parametrize("at", [1, -1])
+def test_kill_9_leaves_no_export_and_the_next_run_makes_it(
+    shape: dict[str, Any], at: int, store: TokenStore, tmp_path: Path
+) -> None:
+    """Killed inside the first write, and when all is written and only the name is missing."""
+    options = {**shape, "file_bytes": 20_000}
+    script = (
+        "import json, os, signal, sys\n"
+        "from lt_data import storage\n"
+        "from lt_data.exports import files\n"
+        "from lt_data.exports.exporting import export\n"
+        "from lt_data.exports.options import ExportOptions\n"
+        "def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "store, out, options, at = sys.argv[1:]\n"
+        "if at == '1': files.write = lambda file, content: (file.write(content[:3]), die())\n"
+        "else: storage._move = die\n"
+        "export(store, out=out, options=ExportOptions(**json.loads(options)))\n"
+    )
+    out = tmp_path / "out"
+    command = [sys.executable, "-c", script, str(store.path), str(out), json.dumps(options), str(at)]
+    assert subprocess.run(command, check=False).returncode == -9
+    assert not out.exists()
+    export(store, out=out, options=ExportOptions(**options))
+    export(store, out=tmp_path / "undisturbed", options=ExportOptions(**options))
+    files = sorted(path.relative_to(out) for path in out.rglob("*.*"))
+    assert files == sorted(
+        path.relative_to(tmp_path / "undisturbed") for path in (tmp_path / "undisturbed").rglob("*.*")
+    )
+    for file in files:
+        assert (out / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
