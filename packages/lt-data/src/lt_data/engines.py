@@ -3,7 +3,8 @@
 `auto` takes gigatoken when it is installed, reads the tokenizer, and gives the ids of `tokenizers` for the first
 megabytes of the user's own text and for a collection of difficult strings (lt_data.parity). Else, and for a text that
 is smaller than the check, it takes `tokenizers`, and the choice says why. Asked for by name, gigatoken has to pass the
-same check. After that a sample of every batch is compared again. Cost of the check: that of `tokenizers` for
+same check. Texts with code points that the two split differently go to `tokenizers` all the same (lt_data.agreement),
+and a sample of every batch is compared again. Cost of the check: that of `tokenizers` for
 `CHECK_BYTES`, about a second, once per job.
 """
 
@@ -14,6 +15,7 @@ from typing import Any, Literal, Protocol, cast, get_args
 
 import numpy as np
 
+from lt_data.agreement import AgreedEngine
 from lt_data.errors import DataError
 from lt_data.gigatoken_engine import GigatokenEngine
 from lt_data.parity import difference, difficult_texts
@@ -116,7 +118,7 @@ def choose_engine(
     if asked == "auto" and size < check_bytes:
         return _choice("hf", asked, f"less than {check_bytes} bytes of text, for which a faster engine saves nothing")
     try:
-        fast = GigatokenEngine(tokenizer.files, specials=specials)
+        fast = make_engine(tokenizer, "gigatoken", specials=specials)
         reference = HfEngine(tokenizer, specials=specials)
         for what, compared in (("difficult text", difficult_texts(tokenizer)), ("the text given", sample)):
             if found := difference(fast, reference, compared):
@@ -137,7 +139,13 @@ def make_engine(tokenizer: Tokenizer, name: EngineName, *, specials: Specials) -
     """
     if name == "hf":
         return HfEngine(tokenizer, specials=specials)
-    return GigatokenEngine(tokenizer.files, specials=specials)
+    return AgreedEngine(
+        tokenizer,
+        fast=GigatokenEngine(tokenizer.files, specials=specials),
+        reference=HfEngine(tokenizer, specials=specials),
+        make_fast=lambda files: GigatokenEngine(files, specials=specials),
+        make_reference=lambda files: HfEngine(Tokenizer.from_bytes(files), specials=specials),
+    )
 
 
 def _choice(name: EngineName, asked: Asked, why: str, **checked: int) -> EngineChoice:

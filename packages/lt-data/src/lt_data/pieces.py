@@ -19,7 +19,7 @@ from typing import Any
 
 from lt_data.tokenizer import MODEL_FILE, SPLIT, Specials
 
-PIECE_CHARACTERS = 1 << 19
+PIECE_CHARACTERS = 1 << 18
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
