@@ -2,12 +2,15 @@
 
 As a source, a checkpoint has its groups (weights, moments), the model of its manifest as a configuration, and its
 tokenizer's files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most
-`SLICE_BYTES`; it holds what the source holds, so one made from a Hugging Face model has weights and nothing else.
+`SLICE_BYTES`, of which `AHEAD` + 1 are in memory; it holds what the source holds, so one made from a Hugging Face model
+has weights and nothing else.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from lt_ckpt.dtypes import cast, item_bytes, long_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.manifest import Meta
 from lt_ckpt.models import HEAD, stored_shapes, with_head
+from lt_ckpt.pipeline import in_order
 from lt_ckpt.plan import Stored
 from lt_ckpt.save import begin, commit, discard, write_part
 from lt_ckpt.shards import Shard, row_blocks
@@ -28,7 +32,10 @@ from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig
 
 GENERATION = "generation_config.json"
-SLICE_BYTES = 64 * 2**20
+SLICE_BYTES = 16 * 2**20
+
+AHEAD = 2
+"""Slices that are read ahead, each by a thread."""
 
 
 def open_lt(checkpoint: Checkpoint) -> Source:
@@ -123,22 +130,27 @@ def save_lt(
     model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
     step = int(source.about.get("step", 0))
     tokenizer = {name: data for name, data in source.small.items() if name != GENERATION}
-    with Reader(source.root) as reader:
-        shards = list(_shards(source, model, dtype, reader))
-        tell = Progress(sum(shard.n_bytes for shard in shards), progress)
+    with Reader(source.root) as reader, ThreadPoolExecutor(AHEAD, "lt-ckpt-convert-read") as readers:
+        described = _shards(source, model, dtype)
+        tell = Progress(sum(shard.n_bytes for shard in described), progress)
+        reads = [partial(_read, reader, source.groups[s.group], s, tell) for s in described]
+        shards = _read_ahead(described, in_order(readers, reads, ahead=AHEAD))
         tmp = begin(root, step=step, world=1)
         try:
-            write_part(tmp, rank=0, shards=[_told(shard, tell) for shard in shards])
+            write_part(tmp, rank=0, shards=shards)
             origin = {"converted_from": source.format, **dict(source.about)}
             meta = Meta(step=step, model=model.to_dict(), tokenizer_files=tokenizer, layout=origin)
             return commit(tmp, world=1, meta=meta)
         except BaseException:
+            readers.shutdown(cancel_futures=True)
             if tmp.exists():
                 discard(tmp)
             raise
 
 
-def _shards(source: Source, model: LlamaConfig, dtype: str | None, reader: Reader) -> Iterator[Shard]:
+def _shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard]:
+    """Describes what is to be written, in the order in which the files hold it; the data comes later."""
+    shards: list[Shard] = []
     for kind, group in source.groups.items():
         for name, spec in group.specs.items():
             if kind == "weights" and name == HEAD and model.tie_word_embeddings:
@@ -146,31 +158,34 @@ def _shards(source: Source, model: LlamaConfig, dtype: str | None, reader: Reade
             target = dtype if dtype and kind == "weights" else spec.dtype
             require_cast(spec.dtype, target)
             width = max(item_bytes(target), item_bytes(spec.dtype))
-            for offset, shape in row_blocks(spec.shape, SLICE_BYTES // width):
-                yield Shard(
+            shards += [
+                Shard(
                     group=kind,
                     name=name,
                     dtype=target,
                     global_shape=spec.shape,
                     offset=offset,
                     shape=shape,
-                    data=_reading(reader, group, name, (offset, shape), target),
+                    data=lambda: np.empty(0, np.uint8),
                 )
+                for offset, shape in row_blocks(spec.shape, SLICE_BYTES // width)
+            ]
+    kinds = list(source.groups)
+    return sorted(shards, key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
 
 
-def _reading(
-    reader: Reader, group: Group, name: str, box: tuple[tuple[int, ...], tuple[int, ...]], target: str
-) -> Callable[[], np.ndarray]:
-    return lambda: cast(reader.read(group, name, box), group.specs[name].dtype, target)
+def _read(reader: Reader, group: Group, shard: Shard, tell: Progress) -> np.ndarray:
+    data = cast(reader.read(group, shard.name, (shard.offset, shard.shape)), group.specs[shard.name].dtype, shard.dtype)
+    tell(data.nbytes)
+    return data
 
 
-def _told(shard: Shard, tell: Progress) -> Shard:
-    read = shard.data
-    assert not isinstance(read, np.ndarray)
+def _read_ahead(shards: Sequence[Shard], data: Iterator[np.ndarray]) -> list[Shard]:
+    """Gives the shards their data, which is read in their order, ahead of being asked for."""
+    waiting = iter(range(len(shards)))
 
-    def data() -> np.ndarray:
-        found = read()
-        tell(prod(found.shape))
-        return found
+    def following(index: int) -> np.ndarray:
+        assert next(waiting) == index, "asked for in another order than the files'"
+        return next(data)
 
-    return Shard(**{**{name: getattr(shard, name) for name in shard.__dataclass_fields__}, "data": data})
+    return [replace(shard, data=partial(following, index)) for index, shard in enumerate(shards)]
