@@ -67,9 +67,9 @@ def begin(root: str | os.PathLike[str], *, step: int, world: int) -> Path:
         files.make_folders(folder)
         token = new_token()
         tmp = folder / f".tmp-{step_name(step)}-{token}"
-        files.make_folder(tmp)
         mark = Mark(token=token, step=step, world=world, machine=machine(), process=process(os.getpid()))
         try:
+            files.make_folder(tmp)
             files.write_file(tmp / MARK, mark.to_bytes())
             sweep(folder)
         except BaseException:
