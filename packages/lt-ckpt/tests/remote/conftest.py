@@ -293,7 +293,7 @@ def moto_server(folder: Any, **environment: str) -> Iterator[int]:
     server.wait()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with moto_server(tmp_path_factory.mktemp("moto")) as port, pytest.MonkeyPatch.context() as patch:
         from lt_ckpt.s3 import client as s3
@@ -326,7 +326,7 @@ def aws(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 
 @pytest.fixture
 def store(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Store:
-    """The server, with a fresh record. Clients are costly, so that all tests of a module share one."""
+    """The server, with a fresh record. Servers and clients are costly, so that all tests share one."""
     from lt_ckpt.s3 import client as s3
 
     point_to(s3_store.port, monkeypatch)

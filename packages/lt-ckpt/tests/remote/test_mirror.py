@@ -336,7 +336,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
 def test_kill_9_at_any_moment(store, bucket, toy, tmp_path, seed):
     rng = random.Random(seed)
     root, url = tmp_path / "run", f"s3://{bucket}/run"

@@ -93,7 +93,7 @@ def test_the_order_of_an_upload(store, bucket, toy, tmp_path):
 
 
 def test_an_upload_that_fails_at_any_request_is_no_checkpoint_and_is_continued(store, bucket, toy, tmp_path):
-    path = toy.save(tmp_path, 3)
+    path = toy.save(tmp_path, 3, world=1)
     root = S3Folder(f"s3://{bucket}")
     upload(path, root.below("dry/step-00000003"))
     n_requests = len(store.log)
@@ -118,7 +118,7 @@ def test_an_upload_that_fails_at_any_request_is_no_checkpoint_and_is_continued(s
 
 
 def test_a_checkpoint_that_replaces_another_is_never_mixed_with_it(store, bucket, toy, tmp_path):
-    old, new = toy.save(tmp_path / "old", 3, seed=1), toy.save(tmp_path / "new", 3, seed=2)
+    old, new = (toy.save(tmp_path / name, 3, world=1, seed=seed) for name, seed in (("old", 1), ("new", 2)))
     root = S3Folder(f"s3://{bucket}/x")
     url = root.below("step-00000003")
     upload(old, url)
