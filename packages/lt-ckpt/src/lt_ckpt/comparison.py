@@ -14,6 +14,7 @@ from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.files import Progress as Tell
 from lt_ckpt.shards import Box, row_blocks
 from lt_ckpt.source import Group, Reader, Source
+from lt_model import LlamaConfig
 
 WIDEST = 8
 """Bytes of an element when it is compared as a number."""
@@ -112,6 +113,16 @@ def _compare(
 def _largest(values: np.ndarray) -> float:
     finite = np.abs(values[np.isfinite(values)])
     return float(finite.max()) if finite.size else 0.0
+
+
+def config_differences(a: Source, b: Source) -> Iterator[str]:
+    """Yields the fields in which the models of two sources differ, in words; nothing where one has no configuration."""
+    if a.config is None or b.config is None:
+        return
+    left, right = (LlamaConfig.from_hf(dict(s.config or {}), source=f"{s.path}: config").to_dict() for s in (a, b))
+    for name, value in left.items():
+        if value != right.get(name):
+            yield f"configuration: {name} is {value!r}, in {b.path} {right.get(name)!r}"
 
 
 def unequal_copies(source: Source, *, progress: Tell | None = None) -> Iterator[str]:

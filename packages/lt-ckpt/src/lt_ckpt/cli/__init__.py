@@ -109,8 +109,8 @@ def _verify_hashes(path: Path) -> None:
 
 def _verify_model(path: str, against: str, config: Path | None, logits: bool) -> None:
     """Completeness (which opening a model checks), checksums, equal copies, and equality with another model."""
-    from lt_ckpt.checksums import damaged_files
-    from lt_ckpt.comparison import compare, unequal_copies
+    from lt_ckpt.checksums import carries_checksums, damaged_files
+    from lt_ckpt.comparison import compare, config_differences, unequal_copies
     from lt_ckpt.errors import CheckpointError
 
     source = open_model(path, config)
@@ -120,6 +120,7 @@ def _verify_model(path: str, against: str, config: Path | None, logits: bool) ->
         problems += unequal_copies(source, progress=progress)
     if against:
         other = open_model(against, config)
+        problems += config_differences(source, other)
         with progress_bar("comparing") as progress:
             found = [c for c in compare(source, other, progress=progress) if c.name.count("/") == 0]
         problems += [
@@ -133,7 +134,7 @@ def _verify_model(path: str, against: str, config: Path | None, logits: bool) ->
         say(f"broken: {problem}")
     if problems:
         raise CheckpointError(f"{path}: {len(problems)} problems")
-    sums = "this format has no checksums" if source.format == "hf" else "every checksum right"
+    sums = "every checksum right" if carries_checksums(source) else "its files have no checksums"
     same = f"every tensor equal to {against}" if against else f"every file and tensor there, {sums}"
     say(f"ok: {path}: {len(source.weights.specs)} tensors ({source.format}), {same}")
 
