@@ -120,11 +120,15 @@ class Selection:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Which part of a job a store is: the files of `rank` of `world`, of the listing with that fingerprint."""
+    """Which part of a job a store is: the files of `rank` of `world`, of the listing with that fingerprint.
+
+    `files` are those in the folder `part`, which merging needs, with their SHA-256.
+    """
 
     rank: int
     world: int
     listing: str
+    files: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

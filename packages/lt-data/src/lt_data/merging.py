@@ -187,6 +187,12 @@ def _check_part(part: _Part, first: _Part, rank: int, world: int) -> None:
     ]
     if other := [f"{name} ({one} and {two})" for name, one, two in pairs if one != two]:
         raise DataError(f"{part.path} is of another job than {first.path}: {'; '.join(other)}. Prepare it again")
+    for name, sha256 in here.files.items():
+        path = part.path / PART_FOLDER / name
+        with os_errors("read", path), path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != sha256:
+            raise DataError(f"{path}: its SHA-256 is not the one in the manifest: copy the part again")
 
 
 def _count(part: _Part, seen: SeenHashes, counts: Counts) -> np.ndarray | None:

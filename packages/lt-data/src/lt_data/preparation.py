@@ -15,7 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -192,7 +192,7 @@ def prepare_documents(
         if at_work.published:
             notice(f"{out} had been finished already")
             return read_manifest(out)
-        replace = check_out(out, overwrite=overwrite)
+        replaces = check_out(out, overwrite=overwrite)
         with StoreWriter(
             at_work,
             shard_tokens=shard_tokens,
@@ -206,6 +206,7 @@ def prepare_documents(
                 encoder.choice = EngineChoice.from_json(writer.note["engine"])
             shards = _encode_all(documents, reader, encoder, writer, selection, workers, progress)
             listed = writer.listed()
+            part = replace(part, files=writer.side_hashes()) if part else None
         counts = writer.counts
         if not shards and not part:
             why = ", ".join(f"{amount.documents} {reason}" for reason, amount in sorted(counts.left_out.items()))
@@ -229,7 +230,7 @@ def prepare_documents(
             sources=sources_of(listed, skipped_links=reader.sources().skipped_links) if reader else Sources(),
             part=part,
         )
-        publish(at_work, tokenizer.files, manifest, replace=replace)
+        publish(at_work, tokenizer.files, manifest, replace=replaces)
     return manifest
 
 

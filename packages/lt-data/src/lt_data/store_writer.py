@@ -10,6 +10,7 @@ per document that was encoded, and `special`, the special strings in each of tho
 them for `merge`; a whole store does not.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -189,8 +190,20 @@ class StoreWriter:
 
     def listed(self) -> list[SourceFile]:
         """The files of the sources that were read to their end."""
-        self._sources.flush()
+        with os_errors("write", self._sources.name):
+            self._sources.flush()
         return read_sources(Path(self._sources.name))
+
+    def side_hashes(self) -> dict[str, str]:
+        """SHA-256 (hex) of the side files, by name."""
+        found: dict[str, str] = {}
+        for side in (self._sources, self._entries, self._specials):
+            if side is not None:
+                with os_errors("read", side.name):
+                    side.flush()
+                    with open(side.name, "rb") as file:
+                        found[Path(side.name).name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return found
 
     def finish(self, intake: Intake, sources: Sequence[SourceFile]) -> tuple[Shard, ...]:
         """Close the last shard and count what stands after the last batch."""

@@ -1,0 +1,230 @@
+"""Which documents are taken: what is read is what is there plus what is reported, against a plain model."""
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_data import (
+    Amount,
+    DataError,
+    Document,
+    Manifest,
+    Selection,
+    Tokenizer,
+    TokenStore,
+    merge,
+    prepare,
+    prepare_documents,
+)
+
+limits = st.one_of(st.none(), st.integers(1, 12))
+texts = st.lists(
+    st.one_of(st.sampled_from(["", "a", "the fox", "a<|eos|>b", "1234567"]), st.text(max_size=20)), max_size=25
+)
+
+
+@st.composite
+def selections(draw: st.DrawFn) -> Selection:
+    bounds: dict[str, int | None] = {}
+    for unit in ("characters", "tokens"):
+        least, most = draw(limits), draw(limits)
+        if least is not None and most is not None and least > most:
+            least, most = most, least
+        bounds |= {f"min_{unit}": least, f"max_{unit}": most}
+    return Selection(**bounds, drop_duplicates=draw(st.booleans()))
+
+
+def model(
+    given: list[str], tokenizer: Tokenizer, selection: Selection
+) -> tuple[list[list[int]], dict[str, Amount], Amount, dict[str, int]]:
+    """Documents of the store, what is left out, what was read, and special strings: one document after the other."""
+    kept: list[list[int]] = []
+    out: dict[str, Amount] = {}
+    read = Amount()
+    special: Counter[str] = Counter()
+    seen: set[str] = set()
+    for text in given:
+        ids = [0, *tokenizer.encode_batch([text])[0].tolist(), 1]
+        n_bytes = len(text.encode())
+        encoded = Amount(documents=1, text_bytes=n_bytes, tokens=len(ids))
+        if not text:
+            reason, amount = "empty", Amount(documents=1)
+        elif selection.min_characters is not None and len(text) < selection.min_characters:
+            reason, amount = "too few characters", Amount(documents=1, text_bytes=n_bytes)
+        elif selection.max_characters is not None and len(text) > selection.max_characters:
+            reason, amount = "too many characters", Amount(documents=1, text_bytes=n_bytes)
+        elif selection.drop_duplicates and text in seen:
+            reason, amount = "duplicate", Amount(documents=1, text_bytes=n_bytes)
+        else:
+            seen.add(text)
+            if selection.min_tokens is not None and len(ids) < selection.min_tokens:
+                reason, amount = "too few tokens", encoded
+            elif selection.max_tokens is not None and len(ids) > selection.max_tokens:
+                reason, amount = "too many tokens", encoded
+            else:
+                kept.append(ids)
+                special.update({s: text.count(s) for s in tokenizer.special_strings if s in text})
+                read += encoded
+                continue
+        read += amount
+        out[reason] = out.get(reason, Amount()) + amount
+    return kept, out, read, dict(special)
+
+
+def check(store: TokenStore, given: list[str], tokenizer: Tokenizer, selection: Selection) -> None:
+    kept, out, read, special = model(given, tokenizer, selection)
+    manifest = store.manifest
+    assert [store.document(i).tolist() for i in range(store.n_documents)] == kept
+    assert dict(manifest.left_out) == out
+    assert manifest.read == read
+    assert manifest.special_strings == special
+    assert manifest.text_bytes == read.text_bytes - sum(amount.text_bytes for amount in out.values())
+    assert (manifest.documents, manifest.tokens) == (len(kept), sum(map(len, kept)))
+    assert manifest.selection == selection
+
+
+@given(given=texts, selection=selections(), shard_tokens=st.integers(1, 60), batch=st.integers(1, 40))
+def test_any_documents_and_selection(
+    tokenizer: Tokenizer, memory: Path, given: list[str], selection: Selection, shard_tokens: int, batch: int
+) -> None:
+    out = Path(tempfile.mkdtemp(dir=memory)) / "store"
+    documents = [Document(text=text, source=str(i)) for i, text in enumerate(given)]
+    options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "selection": selection}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lt_data.encode._BATCH_DOCUMENTS", batch)
+        patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", 1 + batch // 3)
+        if model(given, tokenizer, selection)[0]:
+            prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
+            check(TokenStore.open(out), given, tokenizer, selection)
+        else:
+            with pytest.raises(DataError, match="no text in the documents given"):
+                prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
+
+
+@given(
+    given=st.lists(texts, max_size=4),
+    selection=selections(),
+    shard_tokens=st.integers(1, 60),
+    batch=st.integers(1, 9),
+    later_batch=st.integers(1, 9),
+    cut=st.integers(1, 12),
+    world=st.integers(1, 3),
+)
+def test_any_cut_and_any_parts(
+    tokenizer: Tokenizer,
+    memory: Path,
+    given: list[list[str]],
+    selection: Selection,
+    shard_tokens: int,
+    batch: int,
+    later_batch: int,
+    cut: int,
+    world: int,
+) -> None:
+    folder = Path(tempfile.mkdtemp(dir=memory))
+    (folder / "in").mkdir()
+    for number, file in enumerate(given):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in file)
+        (folder / f"in/{number}.jsonl").write_text(lines, encoding="utf-8")
+    every = [text for file in given for text in file]
+    kept = model(every, tokenizer, selection)[0]
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "engine": "hf",
+        "selection": selection,
+        "shard_tokens": shard_tokens,
+        "out": folder / "store",
+        "world": world,
+    }
+    left = cut
+
+    def interrupt(*_: object) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    for rank in range(world):
+        for size, report in ((batch, interrupt), (later_batch, lambda *_: None)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr("lt_data.encode._BATCH_DOCUMENTS", size)
+                patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", size)
+                try:
+                    prepare([folder / "in"], rank=rank, progress=report, **options)
+                except KeyboardInterrupt:
+                    continue
+                except DataError as exc:
+                    said = str(exc)
+                    assert world == 1
+                    assert not kept
+                    assert "no text in" in said
+                    return
+            break
+    if world > 1:
+        if not kept:
+            with pytest.raises(DataError, match="no text in any of the"):
+                merge(folder / "store")
+            return
+        merge(folder / "store")
+    check(TokenStore.open(folder / "store"), every, tokenizer, selection)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"min_tokens": 0}, "min_tokens=0: at least 1"),
+        ({"max_characters": -1}, "max_characters=-1: at least 1"),
+        ({"min_characters": 5, "max_characters": 4}, "min_characters=5 and max_characters=4: no document can be both"),
+    ],
+)
+def test_selections_that_cannot_be(options: dict[str, int], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        Selection(**options)
+
+
+def test_a_manifest_whose_counts_do_not_add_up_is_refused(whole: dict[str, bytes]) -> None:
+    values = json.loads(whole["manifest.json"])
+    assert Manifest.from_json(values, "good").adds_up
+    for path in (("read", "documents"), ("read", "tokens"), ("left_out", "duplicate", "documents"), ("text_bytes",)):
+        changed = json.loads(whole["manifest.json"])
+        place = changed
+        for name in path[:-1]:
+            place = place[name]
+        place[path[-1]] += 1
+        with pytest.raises(DataError, match="what was read does not fit the other fields"):
+            Manifest.from_json(changed, "bad")
+
+
+def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tokenizer) -> None:
+    given = ["a", "ab 1", "the quick brown fox"]
+    sizes = [ids.size + 2 for ids in tokenizer.encode_batch(given)]
+    documents = [Document(text=text, source="") for text in given]
+    for least, most in ((sizes[1], sizes[1]), (sizes[0], sizes[1])):
+        out = Path(tempfile.mkdtemp(dir=memory)) / "store"
+        selection = Selection(min_tokens=least, max_tokens=most)
+        prepare_documents(documents, tokenizer=tokenizer, engine="hf", out=out, selection=selection)
+        assert TokenStore.open(out).lengths.tolist() == [size for size in sizes if least <= size <= most]
+
+
+def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) -> None:
+    given = ["b", "a", "b ", "a", "b", "\u00e9", "e\u0301", "a"]
+    out = Path(tempfile.mkdtemp(dir=memory)) / "store"
+    documents = [Document(text=text, source="") for text in given]
+    prepare_documents(
+        documents,
+        tokenizer=tokenizer,
+        engine="hf",
+        out=out,
+        bos=False,
+        eos=False,
+        selection=Selection(drop_duplicates=True),
+    )
+    store = TokenStore.open(out)
+    found = [tokenizer.decode(store.document(i)) for i in range(store.n_documents)]
+    assert found == ["b", "a", "b ", "\u00e9", "e\u0301"]  # byte for byte: nothing is normalized
