@@ -352,3 +352,11 @@ def test_a_document_of_100_megabytes_is_not_copied_around(tmp_path: Path, kind: 
     lengths, kibibytes = json.loads(run.stdout)
     assert lengths == ([size] if kind == "x.txt" else [1, size, 1])
     assert kibibytes * 1024 < 3 * size + 60_000_000  # two copies of it at a time, and Python
+
+
+def test_a_missing_file_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)
+    with pytest.raises(
+        DataError, match=r"cannot read gs://bucket/x\.txt: .*gcsfs.*install the fsspec package for gs://"
+    ):
+        read_documents(["gs://bucket/x.txt"])
