@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from lt_trainer.loop import TrainingError
 from lt_trainer.metrics import read_jsonl
 from lt_trainer.recipe import load
 from lt_trainer.run import run
+from lt_trainer.stop import StopSignals
 from lt_trainer.testing.bucket import Bucket, serve
 
 SOON_S = 120.0
@@ -180,6 +182,17 @@ def test_the_bucket_of_another_run_is_refused(bucket, url, recipe_base, fake_eng
     with pytest.raises(MirrorError, match="none of them is the same here"):
         check(load(base=recipe_base, sets=["run.engine=fake"]), environ={})
     assert bucket.names(url) == before
+    recipe_base["run"]["out"], by_hand = first, bucket.new()
+    for name in before:  # another's checkpoint, put there by hand: no name tells whose it is
+        if name.startswith("step-"):
+            source = {"Bucket": url.split("/")[2], "Key": f"run/{name}"}
+            bucket.client.copy_object(
+                Bucket=by_hand.split("/")[2], Key=f"run/{name.replace('06/', '09/')}", CopySource=source
+            )
+    recipe_base["run"]["out"] = str(tmp_path / "second")
+    assert start(recipe_base, f"checkpoint.mirror={other}", stop_at_step=6) == 75
+    with pytest.raises(MirrorError, match="none of them is the same here"):
+        start(recipe_base, f"checkpoint.mirror={by_hand}")
     recipe_base["run"]["out"] = first
     assert start(recipe_base, "optimizer.lr=1e-3", "checkpoint.mirror_keep_last=3") == 0, "its own may change"
 
@@ -204,6 +217,38 @@ def test_no_resume_means_no_checkpoint_there_either(bucket, url, recipe_base, fa
     with pytest.raises(RecipeError, match=r"already holds checkpoints \(newest: step 6\)"):
         start(recipe_base, "checkpoint.resume=false")
     assert [engine.rows for engine in fake_engine.opened[1:]] == [[]]
+
+
+def test_a_stop_while_a_checkpoint_is_fetched_takes_no_step(bucket, url, recipe_base, whole, fake_engine) -> None:
+    assert start(recipe_base, stop_at_step=9) == 75
+    lose(recipe_base)
+    bucket.line.hold("GET", "step-00000009/weights")
+    stop = StopSignals()
+
+    def strike() -> None:
+        assert bucket.line.wait(SOON_S)
+        stop._note(signal.SIGUSR1, None)
+        deadline = time.monotonic() + SOON_S
+        while "stop" not in agreed:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        bucket.line.let_go()
+
+    agreed: list[str] = []
+    real = mirroring.Mirroring._meanwhile
+    thread = threading.Thread(target=strike)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            mirroring.Mirroring, "_meanwhile", lambda self: (real(self), agreed.append("stop" if self._number else ""))
+        )
+        thread.start()
+        assert start(recipe_base, stop=stop) == 75
+        thread.join()
+    assert fake_engine.opened[-1].rows == []
+    assert list_steps(out(recipe_base) / "checkpoints") == []
+    assert events(recipe_base, "stop")[0]["signal"] == "SIGUSR1"
+    assert start(recipe_base) == 0
+    assert losses(recipe_base) == {step: whole[step] for step in range(10, 21)}
 
 
 def test_without_a_checkpoint_here_the_bucket_has_to_be_asked(bucket, url, recipe_base, fake_engine) -> None:

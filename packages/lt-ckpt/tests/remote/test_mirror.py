@@ -240,8 +240,10 @@ def test_a_bug_is_not_silent(store, bucket, toy, tmp_path, start, monkeypatch):
 
     store.before = bug
     toy.save(tmp_path / "run", 1)
-    running = start()
+    told = []
+    running = start(told=told.append)
     running._thread.join(SOON)
+    assert ["the mirror has failed" in str(item) for item in told] == [True]
     with running.sparing() as spared:
         assert spared == ()
     with pytest.raises(ZeroDivisionError):

@@ -3,8 +3,8 @@
 A run has a name, 16 random hex digits, from the first time that it has a mirror: it stands in the run directory
 (mirror.json) and in the bucket. Where both have one they decide. An empty machine has none: there the checkpoint in
 the bucket must come from the same recipe, in all that decides what is trained; only where things lie and how the work
-is divided may differ. A run directory with checkpoints and no name (its mirror is new) must have one of them in common
-with the bucket, bit for bit.
+is divided may differ. A run directory with checkpoints, where only one side or none has a name (the mirror is new),
+must have one of them in common with those that are in the bucket, bit for bit.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def settle(root: S3Folder, out: Path, recipe: Mapping[str, Any]) -> str:
     mine, owner = read_mirror_name(out), look(root)
     theirs = "" if owner is None else owner.run
     remedy = "give checkpoint.mirror a folder of its own"
-    if mine:
-        if theirs not in ("", mine):
+    if mine and theirs:
+        if mine != theirs:
             raise MirrorError(
                 f"checkpoint.mirror = {root.url!r}: belongs to another run (its name is {theirs}, that of {out} is "
                 f"{mine}); {remedy}"
@@ -65,7 +65,7 @@ def settle(root: S3Folder, out: Path, recipe: Mapping[str, Any]) -> str:
         return mine
     newest = newest_manifest(root)
     if newest is None:
-        return new_token()  # nothing was saved there; who claimed it before is told by its own next look
+        return mine or new_token()  # nothing was saved there; who claimed it before is told by its own next look
     url, manifest = newest
     if list_steps(out / "checkpoints"):
         if not _in_common(root, out / "checkpoints"):
@@ -78,7 +78,7 @@ def settle(root: S3Folder, out: Path, recipe: Mapping[str, Any]) -> str:
             f"checkpoint.mirror = {root.url!r}: holds a run with another recipe ({'; '.join(differs)}); {remedy}, or "
             "set these back: they can be changed when the run has come here once"
         )
-    return theirs or new_token()
+    return theirs or mine or new_token()
 
 
 def _in_common(root: S3Folder, checkpoints: Path) -> bool:

@@ -352,8 +352,8 @@ class Mirroring:
         patience_s = min(PATIENCE_S, self._guard.timeout_s / 4)
         try:
             missing = mirror.close(patience_s, stop_s=patience_s)
-        except CheckpointError as exc:
-            error.add_note(f"what is in the mirror could not be told: {exc}")
+        except BaseException as exc:  # noqa: BLE001 - the error that ends the run goes on, with this beside it
+            error.add_note(f"the mirror could not be finished: {type(exc).__name__}: {exc}")
             return
         self.tell()
         if missing:

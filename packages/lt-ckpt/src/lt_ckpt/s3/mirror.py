@@ -258,6 +258,8 @@ class Mirror:
             self._work()
         except BaseException as exc:
             self._bug = exc
+            text = f"the mirror has failed, and sends nothing more: {type(exc).__name__}: {exc}"
+            self._told(Problem(path=self.root, message=text, final=True))
             raise
         finally:
             self._current = None
