@@ -178,7 +178,7 @@ def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callab
             size = text_bytes
             texts.append(document.as_text())
         file, record = document.file, document.record
-        if size >= _BATCH_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
+        if size >= _BATCH_BYTES or own_bytes >= _LONG_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
             texts, ids, size, text_bytes = [], [], 0, 0
     if texts or ids:
