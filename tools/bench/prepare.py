@@ -1,0 +1,442 @@
+"""What preparing a token store costs, beside the tokenizer alone, with each engine, and how much memory it takes.
+
+    uv run python tools/bench/prepare.py collect [--folder F]      # the text and the tokenizer, once
+    uv run python tools/bench/prepare.py speed-1 speed-2 memory [peer]   # one round each; do it several times
+    uv run python tools/bench/prepare.py table [--out PAGE]        # medians of all rounds so far
+
+The text is what lies on a developer's machine: Python sources and the documentation beside them (of the interpreter and
+of its packages), manual pages and the files under /usr/share/doc. All of it is listed, ordered by the SHA-256 of the
+path, and taken until 100 MB (1 GB) of text are there; exact duplicates, files over 4 MB and what is not UTF-8 are left
+out. Where there is less than 1 GB it is walked again, and the page says so. The tokenizer is a byte-level BPE of 32000
+ids with the split of Llama 3, trained on the first 20 MB.
+
+    speed-N  CPU seconds, children included, of a whole `prepare` (start, imports, reading, hashing, writing, fsync)
+             with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same texts
+             in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where they
+             are. The ids of all runs must be the same.
+    memory   the most memory that each process had at 100 MB and at 1 GB of text
+    peer     datasets.map(tokenize) + group_texts + save_to_disk, as the examples of transformers do it, over 25 MB
+
+In each round every thing is measured once, in changing order, and the ratios are formed within the round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import hashlib
+import json
+import os
+import platform
+import random
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from datetime import date
+from importlib.metadata import version
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+MB = 10**6
+SMALL_BYTES = 100 * MB
+LARGE_BYTES = 1000 * MB
+PEER_BYTES = 25 * MB
+TRAIN_BYTES = 20 * MB
+MOST_FILE_BYTES = 4 * MB
+VOCAB = 32000
+SEQ_LEN = 4096
+ENGINES = ("hf", "gigatoken")
+
+
+def places() -> list[tuple[str, Path, tuple[str, ...]]]:
+    code = (".py", ".pyi", ".md", ".rst", ".txt")
+    return [
+        ("Python sources and their documentation", Path(sysconfig.get_path("stdlib")), code),
+        ("Python sources and their documentation", Path(sysconfig.get_path("purelib")), code),
+        ("Python sources and their documentation", Path("/usr/lib/python3"), code),
+        ("manual pages", Path("/usr/share/man"), (".gz",)),
+        ("/usr/share/doc", Path("/usr/share/doc"), (".gz", ".txt", ".md", ".rst", "copyright", "README", "NEWS")),
+    ]
+
+
+def listed() -> list[tuple[str, Path]]:
+    found: dict[Path, str] = {}
+    for kind, root, suffixes in places():
+        for folder, _, names in os.walk(root):
+            for name in names:
+                path = Path(folder, name)
+                if name.endswith(suffixes) and not path.is_symlink():
+                    found.setdefault(path, kind)
+    return [(found[path], path) for path in sorted(found, key=lambda p: hashlib.sha256(os.fsencode(p)).digest())]
+
+
+def content(path: Path) -> str | None:
+    """The text of a file; None when it is too large, empty, or not text."""
+    try:
+        data = path.read_bytes()
+        if path.suffix == ".gz":
+            with gzip.open(path) as file:
+                data = file.read(MOST_FILE_BYTES + 1)
+        if not 0 < len(data) <= MOST_FILE_BYTES or b"\0" in data:
+            return None
+        return data.decode()
+    except (OSError, EOFError, ValueError):
+        return None
+
+
+def collect(folder: Path) -> None:
+    from lt_data import train_bpe
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = listed()
+    facts: dict[str, Any] = {"python": platform.python_version(), "files_listed": len(files), "date": str(date.today())}
+    with (folder / "small.jsonl").open("w") as small, (folder / "large.jsonl").open("w") as large:
+        size = documents = passes = once = 0
+        kinds: Counter[str] = Counter()
+        first: list[str] = []
+        digest = hashlib.sha256()
+        while size < LARGE_BYTES:
+            passes += 1
+            seen: set[bytes] = set()
+            for kind, path in files:
+                text = content(path)
+                if text is None or (key := hashlib.sha256(text.encode()).digest()) in seen:
+                    continue
+                seen.add(key)
+                line = json.dumps({"text": text}, ensure_ascii=False) + "\n"
+                if size < SMALL_BYTES:
+                    small.write(line)
+                    digest.update(key)
+                    documents += 1
+                    kinds[kind] += len(text.encode())
+                if size < TRAIN_BYTES:
+                    first.append(text)
+                large.write(line)
+                size += len(text.encode())
+                if size >= LARGE_BYTES:
+                    break
+            once = once or size
+    facts["small"] = {"documents": documents, "bytes": dict(kinds), "sha256": digest.hexdigest()}
+    facts["large"] = {"bytes": size, "different_bytes": min(once, size), "passes": passes}
+    shutil.rmtree(folder / "tokenizer", ignore_errors=True)
+    train_bpe(first, vocab_size=VOCAB).save(folder / "tokenizer")
+    (folder / "facts.json").write_text(json.dumps(facts, indent=2))
+    print(json.dumps(facts, indent=2))
+
+
+def texts(path: Path) -> Iterator[str]:
+    with path.open() as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def batches(source: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in source:
+        batch.append(text)
+        size += len(text)
+        if size >= 1 << 20:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+# What a child process does; its last line of output is JSON.
+
+
+def child_raw(folder: Path, workers: int) -> dict[str, Any]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    made = list(batches(texts(folder / "small.jsonl")))
+    with get_context("fork").Pool(workers) as pool:
+        found = pool.starmap(raw_part, [(folder, made[i::workers]) for i in range(workers)], chunksize=1)
+    return {"cpu_s": sum(cpu for cpu, _ in found), "tokens": sum(tokens for _, tokens in found)}
+
+
+def raw_part(folder: Path, part: list[list[str]]) -> tuple[float, int]:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
+    tokenizer.encode_special_tokens = True  # as prepare does: what looks like a special token in a text is text
+    begin = time.process_time()
+    tokens = sum(sum(map(len, tokenizer.encode_batch_fast(batch, add_special_tokens=False))) for batch in part)
+    return time.process_time() - begin, tokens
+
+
+def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], workers: int) -> dict[str, Any]:
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    import lt_data
+
+    out = folder / f"store-{os.getpid()}"
+    try:
+        with Watch() as watch:
+            manifest = lt_data.prepare(
+                [folder / f"{name}.jsonl"],
+                tokenizer=folder / "tokenizer",
+                out=out,
+                bos=False,
+                eos=False,
+                engine=engine,
+                workers=workers,
+            )
+        ids = hashlib.sha256()
+        cpu = cpu_seconds()  # before the ids are compared, which is not part of the work
+        for shard in manifest.shards:
+            ids.update((out / f"shards/{shard.name}.bin").read_bytes())
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    return {
+        "cpu_s": cpu,
+        "tokens": manifest.tokens,
+        "text_bytes": manifest.text_bytes,
+        "ids": ids.hexdigest(),
+        "engine": manifest.engine["name"],
+        "memory_bytes": watch.most,
+    }
+
+
+def child_peer(folder: Path) -> dict[str, Any]:
+    """The tokenizing and grouping of transformers' run_clm.py and of NxD's get_dataset.py."""
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer/tokenizer.json"))
+
+    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {key: [value for row in rows for value in row] for key, rows in examples.items()}
+        total = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
+        made = {key: [row[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for key, row in joined.items()}
+        return {**made, "labels": made["input_ids"].copy()}
+
+    size = 0
+    chosen: list[str] = []
+    for text in texts(folder / "small.jsonl"):
+        if size >= PEER_BYTES:
+            break
+        chosen.append(text)
+        size += len(text.encode())
+    try:
+        with Watch() as watch:
+            dataset = Dataset.from_dict({"text": chosen})
+            encoded = dataset.map(
+                lambda rows: tokenizer(rows["text"], add_special_tokens=False, return_token_type_ids=False),
+                batched=True,
+                num_proc=2,
+                remove_columns=["text"],
+            )
+            encoded.map(group, batched=True, num_proc=2).save_to_disk(str(folder / "peer"))
+    finally:
+        shutil.rmtree(folder / "peer", ignore_errors=True)
+        shutil.rmtree(folder / "hf", ignore_errors=True)
+    return {"cpu_s": cpu_seconds(), "text_bytes": size, "memory_bytes": watch.most}
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process and of its children that ended."""
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
+
+
+class Watch:
+    """The most memory that this process and its children have had (VmHWM), each apart; a thread looks while they live.
+
+    Attributes:
+        most: of the process itself first, then of its children, largest first.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._look)
+        self.most: list[int] = []
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._note(os.getpid())
+        own = self._seen.pop(os.getpid())
+        self.most = [own, *sorted(self._seen.values(), reverse=True)]
+
+    def _look(self) -> None:
+        while not self._end.wait(0.2):
+            with open(f"/proc/self/task/{os.getpid()}/children") as file:
+                for child in file.read().split():
+                    self._note(int(child))
+
+    def _note(self, process: int) -> None:
+        try:
+            status = Path(f"/proc/{process}/status").read_text()
+        except OSError:  # it has ended
+            return
+        for line in status.splitlines():
+            if line.startswith("VmHWM:"):
+                self._seen[process] = int(line.split()[1]) * 1024
+
+
+CHILDREN = {"raw": child_raw, "prepare": child_prepare, "peer": child_peer}
+
+
+def run(folder: Path, *words: str | int) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--folder", str(folder), "child", *map(str, words)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(folder: Path, what: str) -> None:
+    """One round, appended to the file of results."""
+    if what.startswith("speed-"):
+        workers = int(what.removeprefix("speed-"))
+        things: list[tuple[str | int, ...]] = [("prepare", "small", engine, workers) for engine in ENGINES]
+        things.append(("raw", workers))
+    elif what == "memory":
+        things = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
+    else:
+        things = [("peer",)]
+    random.shuffle(things)
+    found = {" ".join(map(str, thing)): run(folder, *thing) for thing in things}
+    with (folder / "results.jsonl").open("a") as file:
+        file.write(json.dumps({"what": what, "found": found}) + "\n")
+    for name, result in found.items():
+        print(f"{name:<32} {json.dumps(result)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/lt-bench-prepare")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    if given.words[0] == "child":
+        kind, *rest = given.words[1:]
+        print(json.dumps(CHILDREN[kind](given.folder, *(int(w) if w.isdigit() else w for w in rest))))
+        return
+    for word in given.words:
+        if word == "collect":
+            collect(given.folder)
+        elif word == "table":
+            table(given.folder, given.out)
+        else:
+            measure(given.folder, word)
+
+
+def table(folder: Path, out: Path | None) -> None:
+    facts = json.loads((folder / "facts.json").read_text())
+    rounds = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+    lines = page(facts, rounds)
+    if out is None:
+        print("\n".join(lines))
+        return
+    # The page has tables of other scripts too: only what stands between the marks is this one's.
+    begin, end = "<!-- tools/bench/prepare.py -->", "<!-- end of tools/bench/prepare.py -->"
+    old = out.read_text() if out.exists() else "# Benchmarks of lt-data\n"
+    before, _, rest = old.partition(begin)
+    after = rest.partition(end)[2]
+    out.write_text(f"{before.rstrip()}\n\n{begin}\n\n" + "\n".join(lines) + f"\n\n{end}\n{after}")
+
+
+def page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
+    small, large = facts["small"], facts["large"]
+    kinds = ", ".join(f"{size / MB:.0f} MB {kind}" for kind, size in small["bytes"].items())
+    lines = [
+        "## Preparing a token store",
+        "",
+        f"{date.today()}, {machine()}. Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "gigatoken", "numpy", "datasets"))
+        + ". `tools/bench/prepare.py`; how it measures stands at its top.",
+        "",
+        f"Text: {sum(small['bytes'].values()) / MB:.1f} MB in {small['documents']} documents ({kinds}), SHA-256 "
+        f"`{small['sha256'][:16]}`; byte-level BPE of {VOCAB} ids with Llama 3's split.",
+        "",
+        "| processes | what | CPU-s (median) | MB per CPU-s | of raw | rounds |",
+        "|---|---|---|---|---|---|",
+    ]
+    notes: list[str] = []
+    for workers in (1, 2):
+        found = [entry["found"] for entry in rounds if entry["what"] == f"speed-{workers}"]
+        names = {"raw": f"raw {workers}"} | {engine: f"prepare small {engine} {workers}" for engine in ENGINES}
+        if not found:
+            continue
+        ids = {entry[names[engine]]["ids"] for entry in found for engine in ENGINES}
+        if len(ids) > 1:
+            raise SystemExit(f"the ids differ: {ids}")
+        size = found[0][names["hf"]]["text_bytes"]
+        cpu = {key: [entry[name]["cpu_s"] for entry in found] for key, name in names.items()}
+        for key in names:
+            share = statistics.median(raw / own for raw, own in zip(cpu["raw"], cpu[key], strict=True))
+            median = statistics.median(cpu[key])
+            label = "raw `encode_batch_fast`" if key == "raw" else f"`prepare`, {key}"
+            lines.append(
+                f"| {workers} | {label} | {median:.1f} | {size / MB / median:.2f} | {share:.1%} | {len(found)} |"
+            )
+        faster = [hf / fast for hf, fast in zip(cpu["hf"], cpu["gigatoken"], strict=True)]
+        notes.append(
+            f"- {workers} process{'es' if workers > 1 else ''}: `prepare` with gigatoken takes 1/"
+            f"{statistics.median(faster):.1f} of the CPU time of `prepare` with hf (rounds: "
+            f"{', '.join(f'{f:.1f}' for f in faster)}), start, imports and the parity check included; all ids "
+            f"identical (SHA-256 `{min(ids)[:16]}`)."
+        )
+    for workers in (1, 2):
+        found = [entry["found"] for entry in rounds if entry["what"] == f"speed-{workers}"]
+        shares = [entry[f"raw {workers}"]["cpu_s"] / entry[f"prepare small hf {workers}"]["cpu_s"] for entry in found]
+        if shares:
+            notes.append(f"- hf of raw, {workers}, round by round: {', '.join(f'{share:.1%}' for share in shares)}.")
+    lines += ["", *notes, "", *memory_lines(rounds, large), *peer_lines(rounds)]
+    return lines
+
+
+def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[str]:
+    found = [entry["found"] for entry in rounds if entry["what"] == "memory"]
+    if not found:
+        return []
+    lines = [
+        f"Most memory of a process (VmHWM), two workers; 1 GB is {large['different_bytes'] / MB:.0f} MB of "
+        + "different text"
+        + (", walked again." if large["passes"] > 1 else "."),
+        "",
+        "| engine | text | parent | larger worker | other worker |",
+        "|---|---|---|---|---|",
+    ]
+    for engine in ENGINES:
+        for name, size in (("small", "100 MB"), ("large", "1 GB")):
+            most = [entry[f"prepare {name} {engine} 2"]["memory_bytes"][:3] for entry in found]
+            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in zip(*most, strict=True))
+            lines.append(f"| {engine} | {size} | {cells} |")
+    return [*lines, ""]
+
+
+def peer_lines(rounds: list[dict[str, Any]]) -> list[str]:
+    found = [entry["found"]["peer"] for entry in rounds if entry["what"] == "peer"]
+    if not found:
+        return []
+    speed = statistics.median(entry["text_bytes"] / MB / entry["cpu_s"] for entry in found)
+    most = max(max(entry["memory_bytes"]) for entry in found)
+    return [
+        f"Peer: `datasets.map` + `group_texts` + `save_to_disk`, two processes, {found[0]['text_bytes'] / MB:.0f} MB: "
+        f"{speed:.2f} MB per CPU-s, {most / MB:.0f} MB in its largest process.",
+        "",
+    ]
+
+
+def machine() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{model}, {os.cpu_count()} CPUs, {memory / 2**30:.0f} GiB"
+
+
+if __name__ == "__main__":
+    main()
