@@ -11,9 +11,9 @@ out. Where there is less than 1 GB it is walked again, and the page says so. The
 ids with the split of Llama 3, trained on the first 20 MB.
 
     speed-N  CPU seconds, children included, of a whole `prepare` (start, imports, reading, hashing, writing, fsync)
-             with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same texts
-             in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where they
-             are. The ids of all runs must be the same.
+             with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same
+             texts in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where
+             they are. The ids of all runs must be the same.
     memory   the most memory that each process had at 100 MB and at 1 GB of text
     peer     datasets.map(tokenize) + group_texts + save_to_disk, as the examples of transformers do it, over 25 MB
 
