@@ -102,8 +102,10 @@ def test_a_stop_while_something_is_sent(prepared: Path, tmp_path: Path, bucket: 
     with start(prepared, tmp_path, bucket, url, "guard.grace_s=4") as run:
         assert bucket.line.wait(SOON_S), run.output(0)
         run.signal(signal.SIGTERM, 1)
+        deadline = time.monotonic() + SOON_S
         while not events(tmp_path / "run", "not_mirrored"):
             assert run.alive == [0, 1], run.output(0)
+            assert time.monotonic() < deadline
             time.sleep(0.05)
         bucket.line.let_go()
         assert run.wait(SOON_S) == [75, 75], run.output(0)

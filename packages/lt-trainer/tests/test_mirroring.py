@@ -6,12 +6,12 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from lt_ckpt import list_steps, verify
+from lt_ckpt import Mirror, list_steps, verify
 from lt_ckpt.s3 import owner as owners
 from lt_ckpt.s3.client import S3Folder
 from lt_ckpt.s3.fetching import download, latest_remote
@@ -29,6 +29,8 @@ from lt_trainer.testing.bucket import Bucket, serve
 SOON_S = 120.0
 WHOLE: dict[int, float] = {}
 """Made once: the recipe of all tests is the same."""
+MIRRORS: list[Mirror] = []
+"""Those that the runs of this file have made."""
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +61,12 @@ def bucket(server: Bucket, client: object, monkeypatch: pytest.MonkeyPatch) -> I
     monkeypatch.setattr(s3, "make_client", lambda: client)
     monkeypatch.setattr(mirroring, "PAUSE_S", 0.02)
     real = mirror.Mirror.__init__
-    monkeypatch.setattr(
-        mirror.Mirror, "__init__", lambda self, *a, **more: real(self, *a, **{"pause_s": 0.02, "poll_s": 0.05, **more})
-    )
+
+    def made(self, *args, **more) -> None:
+        MIRRORS.append(self)
+        real(self, *args, **{"pause_s": 0.02, "poll_s": 0.05, **more})
+
+    monkeypatch.setattr(mirror.Mirror, "__init__", made)
     yield server
     server.line.let_go()
     if server.line._listener is None:
@@ -76,6 +81,13 @@ def url(bucket: Bucket, recipe_base) -> str:
     recipe_base["checkpoint"]["keep_last"] = 9
     recipe_base["data"].pop("validation")
     return made
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + SOON_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def start(base, *sets: str, **options) -> int:
@@ -228,10 +240,7 @@ def test_a_stop_while_a_checkpoint_is_fetched_takes_no_step(bucket, url, recipe_
     def strike() -> None:
         assert bucket.line.wait(SOON_S)
         stop._note(signal.SIGUSR1, None)
-        deadline = time.monotonic() + SOON_S
-        while "stop" not in agreed:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: "stop" in agreed)
         bucket.line.let_go()
 
     agreed: list[str] = []
@@ -279,28 +288,16 @@ def test_a_run_that_can_go_on_does_while_the_bucket_is_away(
 def test_a_line_that_is_cut_in_the_middle_is_told_and_waited_for(
     bucket, url, recipe_base, whole, fake_engine, capsys
 ) -> None:
-    told = threading.Event()
-
     def on_step(call: int) -> None:
         if call == 5:
             bucket.line.down()
         if call == 10:
-            told.wait(SOON_S)
-        if call == 11:
+            wait_until(lambda: MIRRORS[-1].problems)
+        if call == 12:
             bucket.line.up()
 
-    real = mirroring.Mirroring.tell
-
-    def tell(self) -> None:
-        real(self)
-        if events(recipe_base, "mirror_problem"):
-            told.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mirroring.Mirroring, "tell", tell)
-        timer = threading.Timer(0.5, told.set)  # the main thread tells at step boundaries only
-        fake_engine.on_step = lambda call: (timer.start() if call == 10 else None, on_step(call))[1]
-        assert start(recipe_base) == 0
+    fake_engine.on_step = on_step
+    assert start(recipe_base) == 0
     assert losses(recipe_base) == whole
     problem = events(recipe_base, "mirror_problem")[0]
     assert problem["path"].endswith("step-00000006")
