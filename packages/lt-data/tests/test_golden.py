@@ -1,15 +1,19 @@
-"""A store that version 1 wrote, kept in tests/data: every version reads it, and the same text gives the same bytes."""
+"""Stores that each version wrote, kept in tests/data: they stay readable, and the same text gives the same bytes."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lt_data import Document, RowReader, Stream, TokenStore, open_pack, pack, prepare_documents
+from lt_data import Amount, Document, RowReader, Selection, Stream, TokenStore, open_pack, pack, prepare_documents
 from lt_data.packing import verify_packs
 
 GOLDEN = Path(__file__).parent / "data" / "store-v1"
 TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "", "x", "A literal <|eos|> is text. " * 3]
+GOLDEN_2 = GOLDEN.with_name("store-v2")
+TEXTS_2 = [*TEXTS[:4], "x", "y", TEXTS[4], TEXTS[4] * 3]
+SELECTION_2 = Selection(max_characters=200, min_tokens=4, drop_duplicates=True)
 
 
 @pytest.fixture
@@ -50,3 +54,39 @@ def test_gives_the_same_rows(golden: TokenStore) -> None:
     assert batch.row_ids.tolist() == [0, 3, 1, 2]
     assert batch.valid_tokens == 57
     assert np.array_equal(batch.rows.input_ids[0, :16], golden.document(1)[:16])
+
+
+def test_version_2_is_whole() -> None:
+    store = TokenStore.open(GOLDEN_2)
+    store.verify()
+    assert verify_packs(store) == 2
+    manifest = store.manifest
+    assert manifest.fingerprint == "3e4b0035bc4e17c30bdc6619c0b10f4a543b2d34421dffd2a2e8d49f24e65f88"
+    assert store.lengths.tolist() == [14, 27, 27]
+    assert manifest.read == Amount(documents=8, text_bytes=378, tokens=74)
+    assert manifest.left_out == {
+        "duplicate": Amount(documents=1, text_bytes=1),
+        "empty": Amount(documents=1),
+        "too few tokens": Amount(documents=2, text_bytes=2, tokens=6),
+        "too many characters": Amount(documents=1, text_bytes=243),
+    }
+    assert (manifest.selection, manifest.shard_tokens, manifest.merged_from) == (SELECTION_2, 30, 1)
+    assert manifest.engine["name"] == "hf"
+
+
+def test_version_2_has_the_same_bytes(tmp_path: Path) -> None:
+    documents = [Document(text=text, source=str(i)) for i, text in enumerate(TEXTS_2)]
+    tokenizer = TokenStore.open(GOLDEN_2).tokenizer()
+    store = tmp_path / "store"
+    prepare_documents(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=SELECTION_2)
+    for mode in ("bfd", "concat"):
+        pack(TokenStore.open(store), seq_len=16, mode=mode)
+    written = {path.relative_to(store) for path in store.rglob("*") if path.is_file()}
+    assert written == {path.relative_to(GOLDEN_2) for path in GOLDEN_2.rglob("*") if path.is_file()}
+    for path in sorted(written - {Path("manifest.json")}):
+        assert (store / path).read_bytes() == (GOLDEN_2 / path).read_bytes(), path
+    old, new = (json.loads((folder / "manifest.json").read_bytes()) for folder in (GOLDEN_2, store))
+    for manifest in (old, new):
+        manifest["engine"].pop("version")  # of `tokenizers`, whichever is installed
+        manifest.pop("checksum")
+    assert json.dumps(old) == json.dumps(new)

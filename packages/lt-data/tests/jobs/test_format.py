@@ -1,0 +1,185 @@
+"""A reader of token stores written from docs/formats/token-store.md, with nothing of lt_data, against the library."""
+
+import hashlib
+import json
+import struct
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lt_data
+from lt_data import Tokenizer, TokenStore
+
+Contents = Callable[[Path], dict[str, bytes]]
+GOLDEN = Path(__file__).parent.parent / "data"
+REASONS = {"empty", "too few characters", "too many characters", "duplicate", "too few tokens", "too many tokens"}
+
+
+def canonical(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_index(content: bytes, code: int) -> list[tuple[int, int]]:
+    """(offset in bytes, tokens) of each document."""
+    assert content[:9] == b"MMIDIDX\0\0"
+    version, found, n, borders = struct.unpack_from("<QBQQ", content, 9)
+    assert (version, found, borders) == (1, code, n + 1)
+    assert len(content) == 34 + 20 * n + 8
+    lengths = struct.unpack_from(f"<{n}i", content, 34)
+    offsets = struct.unpack_from(f"<{n}q", content, 34 + 4 * n)
+    assert struct.unpack_from(f"<{n + 1}q", content, 34 + 12 * n) == tuple(range(n + 1))
+    return list(zip(offsets, lengths, strict=True))
+
+
+def read_store(files: dict[str, bytes]) -> list[list[int]]:
+    """The documents of a store, all of it checked on the way."""
+    manifest = json.loads(files["manifest.json"])
+    assert manifest["format"] == "lt-data-store"
+    assert manifest["version"] in (1, 2)
+    size, letter, code = {"uint16": (2, "H", 8), "uint32": (4, "I", 4)}[manifest["dtype"]]
+    documents: list[list[int]] = []
+    for number, shard in enumerate(manifest["shards"]):
+        assert shard["name"] == f"{number:05d}"
+        content = files[f"shards/{shard['name']}.bin"]
+        index = files[f"shards/{shard['name']}.idx"]
+        assert len(content) == size * shard["tokens"]
+        assert hashlib.sha256(content).hexdigest() == shard["sha256"]
+        assert hashlib.sha256(index).hexdigest() == shard["idx_sha256"]
+        places = read_index(index, code)
+        assert len(places) == shard["documents"]
+        end = 0
+        for offset, tokens in places:
+            assert offset == end
+            assert tokens >= 1
+            documents.append(list(struct.unpack_from(f"<{tokens}{letter}", content, offset)))
+            end = offset + size * tokens
+        assert end == len(content)
+    assert len(documents) == manifest["documents"]
+    assert sum(map(len, documents)) == manifest["tokens"]
+    assert max(map(max, documents)) < manifest["tokenizer"]["vocab_size"]
+
+    digest = hashlib.sha256()
+    for name in sorted(manifest["tokenizer"]["files"]):
+        content = files[f"tokenizer/{name}"]
+        assert hashlib.sha256(content).hexdigest() == manifest["tokenizer"]["files"][name]
+        digest.update(f"{name} {len(content)}\n".encode() + content)
+    assert digest.hexdigest() == manifest["tokenizer"]["sha256"]
+    names = {name: manifest[name] for name in ("format", "bos", "eos", "dtype", "shards")}
+    assert manifest["fingerprint"] == canonical({**names, "version": 1, "tokenizer": manifest["tokenizer"]["sha256"]})
+    if manifest["version"] == 2:
+        assert manifest["checksum"] == canonical({name: manifest[name] for name in manifest if name != "checksum"})
+        check_counts(manifest)
+    listed = manifest["sources"]["listed"]
+    if len(listed) == manifest["sources"]["files"]:
+        lines = "".join(f"{file['sha256']} {file['bytes']} {file['path']}\n" for file in listed)
+        assert hashlib.sha256(lines.encode()).hexdigest() == manifest["sources"]["sha256"]
+        assert sum(file["bytes"] for file in listed) == manifest["sources"]["bytes"]
+    return documents
+
+
+def check_counts(manifest: dict[str, Any]) -> None:
+    assert set(manifest["left_out"]) <= REASONS
+    for name in ("documents", "text_bytes", "tokens"):
+        assert manifest["read"][name] == manifest[name] + sum(out[name] for out in manifest["left_out"].values())
+    for reason, amount in manifest["left_out"].items():
+        assert amount["documents"] > 0
+        if "tokens" not in reason and reason != "empty":
+            assert amount["tokens"] == 0
+    assert set(manifest["selection"]) == {
+        "min_characters",
+        "max_characters",
+        "min_tokens",
+        "max_tokens",
+        "drop_duplicates",
+    }
+
+
+def read_pack(files: dict[str, bytes], name: str) -> list[list[tuple[int, int]]]:
+    """The slices (start, tokens) of each row."""
+    arrays: dict[str, tuple[int, ...]] = {}
+    pack = json.loads(files[f"packs/{name}/pack.json"])
+    assert pack["format"] == "lt-data-pack"
+    for array, letter in {"row_offsets": "q", "start": "q", "length": "i"}.items():
+        content = files[f"packs/{name}/{array}.npy"]
+        assert content[:8] == b"\x93NUMPY\x01\x00"
+        begin = 10 + struct.unpack_from("<H", content, 8)[0]
+        arrays[array] = struct.unpack_from(
+            f"<{(len(content) - begin) // struct.calcsize(letter)}{letter}", content, begin
+        )
+    slices = list(zip(arrays["start"], arrays["length"], strict=True))
+    offsets = arrays["row_offsets"]
+    rows = [slices[begin:end] for begin, end in pairwise(offsets)]
+    assert all(sum(tokens for _, tokens in row) <= pack["seq_len"] for row in rows)
+    return rows
+
+
+def same_as_the_library(folder: Path, contents: Contents) -> None:
+    found = read_store(contents(folder))
+    store = TokenStore.open(folder)
+    assert found == [store.document(i).tolist() for i in range(store.n_documents)]
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_stores_parts_and_merged_stores(
+    fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents, whole: dict[str, bytes]
+) -> None:
+    documents = read_store(whole)
+    for rank in (0, 1):
+        lt_data.prepare([corpus], out=fast_path / "store", rank=rank, world=2, **options)
+        same_as_the_library(lt_data.part_folder(fast_path / "store", rank, 2), contents)
+    lt_data.merge(fast_path / "store")
+    same_as_the_library(fast_path / "store", contents)
+    assert read_store(contents(fast_path / "store")) == documents
+
+
+def test_the_files_of_a_part(fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents) -> None:
+    lt_data.prepare([corpus], out=fast_path / "store", rank=0, world=2, **options)
+    files = contents(lt_data.part_folder(fast_path / "store", 0, 2))
+    manifest = json.loads(files["manifest.json"])
+    part = {name.removeprefix("part/"): content for name, content in files.items() if name.startswith("part/")}
+    assert {name: hashlib.sha256(content).hexdigest() for name, content in part.items()} == manifest["part"]["files"]
+    assert [json.loads(line) for line in part["sources"].splitlines()] == manifest["sources"]["listed"]
+    entries = list(struct.iter_unpack("<16sQI", part["documents"]))
+    selection = manifest["selection"]
+    stored = [e for e in entries if selection["min_tokens"] <= e[2] <= selection["max_tokens"]]
+    assert [tokens for _, _, tokens in stored] == [len(document) for document in read_store(files)]
+    assert sum(text_bytes for _, text_bytes, _ in stored) == manifest["text_bytes"]
+    texts = {
+        hashlib.sha256(json.loads(line)["text"].encode()).digest()[:16]: json.loads(line)["text"]
+        for path in sorted(corpus.glob("*.jsonl"))
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "broken" not in line
+    } | {hashlib.sha256(p.read_bytes()).digest()[:16]: p.read_text(encoding="utf-8") for p in corpus.glob("*.txt")}
+    assert all(len(texts[digest].encode()) == text_bytes for digest, text_bytes, _ in entries)
+    special = [json.loads(line) for line in part["special"].splitlines()]
+    assert special
+    for entry in special:
+        text = texts[entries[entry["document"]][0]]
+        assert entry["special"] == {name: text.count(name) for name in ("<|bos|>", "<|eos|>") if name in text}
+
+
+def test_wide_ids(fast_path: Path, contents: Contents, tokenizer: Tokenizer) -> None:
+    model = json.loads(tokenizer.files["tokenizer.json"])
+    vocab = {token: id_ for token, id_ in model["model"]["vocab"].items() if len(token) == 1 or token.startswith("<|")}
+    model["model"] |= {"vocab": vocab | {"x": 70_000}, "merges": []}
+    wide = Tokenizer.from_bytes({**tokenizer.files, "tokenizer.json": json.dumps(model).encode()})
+    documents = [lt_data.Document(text=text, source="") for text in ("axa", "x")]
+    lt_data.prepare_documents(documents, tokenizer=wide, engine="hf", out=fast_path / "store", bos=False)
+    same_as_the_library(fast_path / "store", contents)
+    assert read_store(contents(fast_path / "store"))[1] == [70_000, 1]
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("store-v1", [14, 27, 3, 27]), ("store-v2", [14, 27, 27])])
+def test_golden_stores_and_their_packs(contents: Contents, name: str, lengths: list[int]) -> None:
+    files = contents(GOLDEN / name)
+    documents = read_store(files)
+    assert [len(document) for document in documents] == lengths
+    tokens = [token for document in documents for token in document]
+    for pack in ("bfd-16", "concat-16"):
+        rows = read_pack(files, pack)
+        assert rows
+        covered = sorted(position for row in rows for start, n in row for position in range(start, start + n))
+        assert covered == list(range(len(tokens)))
