@@ -90,6 +90,13 @@ def test_bad_ids(tmp_path: Path, value: str) -> None:
     assert reader.skipped == {"not a list of ids": 1}
 
 
+def test_the_highest_id(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text(f'{{"tokens": [0, {2**31 - 1}]}}')
+    (tmp_path / "x.parquet").write_bytes(parquet_of({"tokens": [[0, 2**31 - 1]]}))
+    found = [d.ids for d in read_documents([tmp_path], tokens_field="tokens")]
+    assert [ids.tolist() for ids in found if ids is not None] == [[0, 2**31 - 1]] * 2
+
+
 def test_bad_ids_in_columns(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     columns = {
@@ -97,6 +104,7 @@ def test_bad_ids_in_columns(tmp_path: Path) -> None:
         "nulls": pa.array([[1], [3, None], [2]]),
         "negative": pa.array([[1], [-1], [2]]),
         "big": pa.array([[1], [2**63], [2]], pa.list_(pa.uint64())),
+        "just too big": pa.array([[1], [7, 2**31], [2]]),
         "float": pa.array([[1.0], [2.0], [2.0]]),
         "text": pa.array(["1", "2", "3"]),
         "number": pa.array([1, 2, 3]),
