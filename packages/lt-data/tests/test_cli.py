@@ -45,7 +45,7 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     assert code == 0
     store = TokenStore.open("store")
     assert out.startswith(f"59 documents, {store.n_tokens} tokens of {store.manifest.text_bytes} bytes in store\n")
-    assert "1 empty documents left out" in out
+    assert "1 documents left out: empty" in out
     assert err.startswith("prepare: ")
     assert err.endswith(" s\n")
     assert (store.manifest.bos, store.manifest.eos) == (False, True)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from lt_data import cli_exports, cli_remote
+from lt_data import cli_exports, cli_prepare, cli_remote
 from lt_data.terminal import say as _say
 
 if TYPE_CHECKING:
@@ -53,44 +53,6 @@ def train_tokenizer(
         )
     tokenizer.save(out)
     _say(f"tokenizer of {tokenizer.vocab_size} ids in {out}")
-
-
-@app.command()
-def prepare(
-    sources: _Sources,
-    tokenizer: Annotated[Path, typer.Option(help="Folder that holds tokenizer.json.")],
-    out: Annotated[Path, typer.Option(help="Folder of the store to make.")],
-    workers: Annotated[int, typer.Option(help="Processes that encode; the result is the same.")] = 1,
-    bos: Annotated[bool, typer.Option(help="Begin each document with the BOS id.")] = True,
-    eos: Annotated[bool, typer.Option(help="End each document with the EOS id.")] = True,
-    suffix: _Suffixes = None,
-    text_field: _TextField = "text",
-    shard_tokens: Annotated[int, typer.Option(help="About how many ids go into one shard.")] = 2**27,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a token store at OUT.")] = False,
-) -> None:
-    """Read text, encode it and write a token store."""
-    import lt_data
-    from lt_data.bars import progress_bar
-
-    with progress_bar("prepare") as report:
-        manifest = lt_data.prepare(
-            sources,
-            tokenizer=tokenizer,
-            out=out,
-            bos=bos,
-            eos=eos,
-            workers=workers,
-            shard_tokens=shard_tokens,
-            suffixes=suffix,
-            text_field=text_field,
-            overwrite=overwrite,
-            progress=report,
-        )
-    _say(f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {out}")
-    if manifest.empty_documents:
-        _say(f"{manifest.empty_documents} empty documents left out")
-    for string, count in manifest.special_strings.items():
-        _say(f"special string {string} stands {count} times in the text; it was kept as text")
 
 
 @app.command()
@@ -165,6 +127,8 @@ def inspect(
 
 app.command()(cli_exports.export)
 app.command("import")(cli_exports.import_)
+app.command()(cli_prepare.prepare)
+app.command()(cli_prepare.merge)
 app.command()(cli_remote.upload)
 app.command()(cli_remote.download)
 
