@@ -5,19 +5,22 @@ float64; a value and its equal in another dtype are equal, which is what a cast 
 """
 
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from lt_ckpt.convert import BLOCK_BYTES, Progress
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.files import Progress as Tell
+from lt_ckpt.pipeline import in_order
 from lt_ckpt.shards import Box, row_blocks
 from lt_ckpt.source import Group, Reader, Source
 from lt_model import LlamaConfig
 
-WIDEST = 8
-"""Bytes of an element when it is compared as a number."""
+AHEAD = 3
+"""Blocks of both that are read and compared ahead, each by a thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +58,15 @@ def compare(a: Source, b: Source, *, progress: Tell | None = None) -> Iterator[C
     total = sum(spec.n_bytes for group in a.groups.values() for spec in group.specs.values())
     tell = Progress(total, progress)
     empty = Group(specs={}, places={})
-    with Reader(a.root) as read_a, Reader(b.root) as read_b:
+    with (
+        Reader(a.root) as read_a,
+        Reader(b.root) as read_b,
+        ThreadPoolExecutor(AHEAD, thread_name_prefix="lt-ckpt-compare") as pool,
+    ):
         for kind in kinds:
             left, right = a.groups.get(kind, empty), b.groups.get(kind, empty)
             for name in [*left.specs, *(name for name in right.specs if name not in left.specs)]:
-                yield _compare(kind, name, (left, read_a), (right, read_b), (a.path, b.path), tell)
+                yield _compare(kind, name, (left, read_a), (right, read_b), (a.path, b.path), pool, tell)
 
 
 def _compare(
@@ -68,6 +75,7 @@ def _compare(
     a: tuple[Group, Reader],
     b: tuple[Group, Reader],
     paths: tuple[object, object],
+    pool: Executor,
     tell: Progress,
 ) -> Comparison:
     shown = name if kind == "weights" else f"{kind}/{name}"
@@ -79,17 +87,22 @@ def _compare(
         return Comparison(name=shown, equal=False, problem=f"shapes {list(spec_a.shape)} and {list(spec_b.shape)}")
     n_different, max_abs, largest, n_elements = 0, 0.0, 0.0, 0
     equal: list[Box] = []
-    for box in row_blocks(spec_a.shape, BLOCK_BYTES // WIDEST):
+
+    def read(box: Box) -> tuple[Box, np.ndarray, np.ndarray, bool]:
         left, right = a[1].read(a[0], name, box), b[1].read(b[0], name, box)
+        return box, left, right, spec_a.dtype == spec_b.dtype and _same_bytes(left, right)
+
+    width = max(item_bytes(spec_a.dtype), item_bytes(spec_b.dtype))
+    reads = (partial(read, box) for box in row_blocks(spec_a.shape, BLOCK_BYTES // width))
+    for box, left, right, same in in_order(pool, reads, ahead=AHEAD):
         n_elements += left.size // item_bytes(spec_a.dtype)
         tell(left.size)
-        if spec_a.dtype == spec_b.dtype and (left == right).all():
+        if same:
             equal.append(box)
             continue
         x, y = (cast(raw, dtype, "F64").view("<f8") for raw, dtype in ((left, spec_a.dtype), (right, spec_b.dtype)))
         if spec_a.dtype == spec_b.dtype:
-            width = np.dtype(f"<u{item_bytes(spec_a.dtype)}")
-            different = left.view(width) != right.view(width)
+            different = left.view(f"<u{width}") != right.view(f"<u{width}")
         else:
             different = ~((x == y) | (np.isnan(x) & np.isnan(y)))
         n_different += int(different.sum())
@@ -108,6 +121,12 @@ def _compare(
         max_abs=max_abs,
         relative=max_abs / largest if largest else max_abs,
     )
+
+
+def _same_bytes(left: np.ndarray, right: np.ndarray) -> bool:
+    """Compares bytes, eight at a time."""
+    n = left.size // 8 * 8
+    return bool((left[:n].view("<u8") == right[:n].view("<u8")).all() and (left[n:] == right[n:]).all())
 
 
 def _largest(values: np.ndarray) -> float:
