@@ -1,9 +1,11 @@
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from lt_data import TokenStore, pack, stats
+from lt_data import Document, Tokenizer, TokenStore, pack, prepare_documents, stats
+from lt_data.summary_text import table
 
 
 def test_numbers_of_a_known_store(counting_store: Callable[..., TokenStore]) -> None:
@@ -27,6 +29,12 @@ def test_numbers_of_a_known_store(counting_store: Callable[..., TokenStore]) -> 
     # Cuts at 8, 16, 24, 32: in the documents [6, 10), [10, 17) and [17, 37).
     assert (concat.rows, concat.padding, concat.valid_tokens) == (5, 3, 36)
     assert (concat.cut_documents, concat.needlessly_cut, concat.current) == (3, 2, True)
+    assert (bfd.padding_rate, bfd.truncation_rate, bfd.needless_truncation_rate) == (3 / 40, 1 / 6, 0.0)
+    assert (concat.truncation_rate, concat.needless_truncation_rate) == (3 / 6, 2 / 6)
+    assert bfd.steps == ()
+    assert found.duplicates is None
+    (steps,) = stats(store, global_batch=2, dp_size=2).packs[0].steps
+    assert (steps.steps, steps.remainder) == (2, 1)
 
 
 def test_text_and_json(store: TokenStore, texts: list[str]) -> None:
@@ -47,3 +55,14 @@ def test_pack_left_over_from_another_store_is_marked(
     (found,) = stats(store).packs
     assert not found.current
     assert found.padding == pytest.approx(500 * 3)
+
+
+def test_exact_duplicates(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    texts = ["one", "two", "one", "three", "two", "one", "onet"]
+    documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
+    prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "store", shard_tokens=8)
+    store = TokenStore.open(tmp_path / "store")
+    found = stats(store, duplicates=True).duplicates
+    assert found is not None
+    assert (found.documents, found.tokens) == (3, int(store.lengths[[2, 4, 5]].sum()))
+    assert "exact duplicates     3 documents" in table(stats(store, duplicates=True))

@@ -1,16 +1,15 @@
 """The commands of `lt data`: thin wrappers of the library. Heavy modules are imported inside the functions."""
 
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from lt_data import cli_exports, cli_prepare, cli_remote
+from lt_data import cli_exports, cli_look, cli_prepare, cli_remote
 from lt_data.terminal import say as _say
 
 if TYPE_CHECKING:
-    from lt_data.summary import Stats
+    from lt_data.sources.options import OnBad
 
 app = typer.Typer(
     name="data",
@@ -20,13 +19,13 @@ app = typer.Typer(
     help="Text to token stores, packs and a deterministic stream of training rows.",
 )
 
-_Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders or fsspec URLs.")]
+_Sources = Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")]
 _Store = Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")]
 _Suffixes = Annotated[
     list[str] | None,
     typer.Option("--suffix", help="Which files of a folder are read; may be given again.", show_default=False),
 ]
-_TextField = Annotated[str, typer.Option(help="Field of a .jsonl line that holds the text.")]
+_TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
 
 
 @app.command("train-tokenizer")
@@ -36,6 +35,13 @@ def train_tokenizer(
     out: Annotated[Path, typer.Option(help="Folder to write the tokenizer to.")],
     suffix: _Suffixes = None,
     text_field: _TextField = "text",
+    on_bad: Annotated[str, typer.Option(help="What cannot be used: error, or skip (left out and counted).")] = "error",
+    config: Annotated[str | None, typer.Option(help="Configuration of a dataset of the hub.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a dataset, such as train[:10%].")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a dataset of the hub.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read a dataset of the hub without keeping it on the disk.")
+    ] = False,
 ) -> None:
     """Train a byte-level BPE tokenizer."""
     from lt_data.bars import progress_bar
@@ -43,7 +49,16 @@ def train_tokenizer(
     from lt_data.tokenizer import check_new_folder, train_bpe
 
     check_new_folder(out)
-    reader = DocumentReader(sources, suffixes=suffix, text_field=text_field)
+    reader = DocumentReader(
+        sources,
+        suffixes=suffix,
+        text_field=text_field,
+        on_bad=cast("OnBad", on_bad),
+        config=config,
+        split=split,
+        revision=revision,
+        streaming=streaming,
+    )
     with progress_bar("read") as report:
         texts = (document.as_text() for document in reader)
         tokenizer = train_bpe(
@@ -53,6 +68,8 @@ def train_tokenizer(
         )
     tokenizer.save(out)
     _say(f"tokenizer of {tokenizer.vocab_size} ids in {out}")
+    for reason, count in sorted(reader.skipped.items()):
+        _say(f"left out: {count} of {reason!r}, first {reader.examples[reason]}")
 
 
 @app.command()
@@ -74,86 +91,14 @@ def pack(
     _say(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
 
 
-@app.command()
-def stats(
-    store: _Store,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Documents, tokens, lengths, and the fill and padding of each pack."""
-    import lt_data
-
-    found = lt_data.stats(lt_data.TokenStore.open(store))
-    _say(json.dumps(found.to_dict(), indent=2) if as_json else _table(found))
-
-
-@app.command()
-def verify(store: _Store) -> None:
-    """Read everything and compare it with the hashes in the manifest."""
-    import lt_data
-    from lt_data.bars import progress_bar
-    from lt_data.packing import verify_packs
-
-    opened = lt_data.TokenStore.open(store)
-    with progress_bar("verify") as report:
-        opened.verify(progress=report)
-    packs = verify_packs(opened)
-    _say(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {packs} packs: all as written")
-
-
-@app.command()
-def inspect(
-    run: Annotated[Path, typer.Option(help="Run directory.")],
-    step: Annotated[int, typer.Option(help="Which step, from 1.")],
-    store: Annotated[
-        Path | None, typer.Option(help="The run's token store, where it is not found under the name in its recipe.")
-    ] = None,
-    row: Annotated[int | None, typer.Option(help="Only this row of the batch, from 0.")] = None,
-    rows: Annotated[str | None, typer.Option(metavar="A:B", help="Only the rows A to B - 1 of the batch.")] = None,
-    text: Annotated[bool, typer.Option("--text", help="Print the whole text.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the whole text.")] = False,
-) -> None:
-    """Show the documents that a step of a training run read."""
-    from shutil import get_terminal_size
-
-    from lt_data.inspection_text import parse_rows, step_lines
-    from lt_data.run_files import inspect_step
-
-    report = inspect_step(run, step, store=store, rows=parse_rows(row, rows))
-    if as_json:
-        _say(json.dumps(report.to_dict(), indent=2))
-    else:
-        _say("\n".join(step_lines(report, columns=get_terminal_size((120, 24)).columns, whole_text=text)))
-
-
+app.command()(cli_look.stats)
+app.command("steps-per-epoch")(cli_look.steps_per_epoch)
+app.command()(cli_look.inspect)
+app.command()(cli_look.verify)
+app.command()(cli_look.report)
 app.command()(cli_exports.export)
 app.command("import")(cli_exports.import_)
 app.command()(cli_prepare.prepare)
 app.command()(cli_prepare.merge)
 app.command()(cli_remote.upload)
 app.command()(cli_remote.download)
-
-
-def _table(found: "Stats") -> str:
-    facts: list[tuple[str, Any]] = [
-        ("documents", found.documents),
-        ("tokens", found.tokens),
-        ("text bytes", found.text_bytes),
-        ("bytes per token", f"{found.bytes_per_token:.3f}"),
-        ("vocabulary", found.vocab_size),
-        ("document length", f"{found.shortest} to {found.longest}, median {found.median:.0f}, mean {found.mean:.1f}"),
-        ("empty documents", found.empty_documents),
-        *((f"special string {string}", count) for string, count in found.special_strings.items()),
-        ("fingerprint", found.fingerprint),
-    ]
-    lines = [f"{name:<20} {value}" for name, value in facts]
-    lines += ["", f"{'length in tokens':<20} {'documents':>12} {'tokens':>16}"]
-    lines += [f"{f'{bin.least} to {bin.most}':<20} {bin.documents:>12} {bin.tokens:>16}" for bin in found.lengths]
-    if found.packs:
-        columns = f"{'rows':>10} {'fill':>9} {'padding':>12} {'labels':>14} {'cut':>9} {'needlessly':>10}"
-        lines += ["", f"{'pack':<20} {columns}"]
-    for pack in found.packs:
-        lines.append(
-            f"{pack.name:<20} {pack.rows:>10} {pack.fill:>9.4%} {pack.padding:>12} {pack.valid_tokens:>14} "
-            f"{pack.cut_documents:>9} {pack.needlessly_cut:>10}" + ("" if pack.current else "  (of another store)")
-        )
-    return "\n".join(lines)

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from lt_data.errors import DataError
 from lt_data.manifest import Manifest
-from lt_data.rows import RowReader
+from lt_data.packing import PackIndex
+from lt_data.store import TokenStore
 from lt_data.stream import Stream
 from lt_data.tokenizer import Tokenizer
 
@@ -100,12 +103,15 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
             raise DataError(f"row {index}: the batch has the rows 0 to {stream.global_batch - 1}")
     numbers = stream.global_rows(stream.state, stream.global_batch)
     tokenizer = stream.reader.locate(int(numbers[0]))[0].store.tokenizer()  # one for all sources of a mixture
+    sources: dict[int, Sequence[str] | None] = {}  # of each reader
     per_rank = stream.global_batch // stream.dp_size
     found: list[InspectedRow] = []
     for index in chosen:
         position = stream.state.row + index
         reader, row = stream.reader.locate(int(numbers[index]))
-        pieces = _pieces(reader, row, tokenizer, document_sources(reader.store.manifest))
+        if id(reader) not in sources:
+            sources[id(reader)] = document_sources(reader.store.manifest)
+        pieces = _pieces(reader.store, reader.pack, row, tokenizer, sources[id(reader)])
         found.append(
             InspectedRow(
                 index=index,
@@ -121,8 +127,40 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     return tuple(found)
 
 
-def _pieces(reader: RowReader, row: int, tokenizer: Tokenizer, sources: Sequence[str] | None) -> tuple[Piece, ...]:
-    pack, store = reader.pack, reader.store
+def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tuple[InspectedRow, ...]:
+    """Rows of a pack by their numbers in it; `index` and `position` are that number, as no stream has been asked.
+
+    Raises:
+        DataError: no such row in the pack, or the store's tokenizer is damaged.
+    """
+    for row in rows:
+        if not 0 <= row < pack.n_rows:
+            raise DataError(f"row {row}: the pack has the rows 0 to {pack.n_rows - 1}")
+    tokenizer, sources = store.tokenizer(), document_sources(store.manifest)
+    kinds = pack.buckets or ((pack.seq_len, pack.n_rows),)
+    ends = np.cumsum([n_rows for _, n_rows in kinds])
+    found: list[InspectedRow] = []
+    for row in rows:
+        pieces = _pieces(store, pack, row, tokenizer, sources)
+        seq_len = kinds[int(np.searchsorted(ends, row, side="right"))][0]
+        found.append(
+            InspectedRow(
+                index=row,
+                position=row,
+                epoch=0,
+                row=row,
+                rank=0,
+                labels=int(pack.valid[row]),
+                padding=seq_len - sum(piece.end - piece.begin for piece in pieces),
+                pieces=pieces,
+            )
+        )
+    return tuple(found)
+
+
+def _pieces(
+    store: TokenStore, pack: PackIndex, row: int, tokenizer: Tokenizer, sources: Sequence[str] | None
+) -> tuple[Piece, ...]:
     found: list[Piece] = []
     for i in range(int(pack.row_offsets[row]), int(pack.row_offsets[row + 1])):
         document, start, length = int(pack.document[i]), int(pack.start[i]), int(pack.length[i])

@@ -1,12 +1,16 @@
-"""How `lt data inspect` shows a step: a few lines per row, with the text on one line or whole.
+"""How `lt data inspect` shows rows: a few lines per row, with the text on one line or whole.
+
+Where a document begins and ends is said in words, and on a terminal with colours each document of a row has its own, in
+a bar beside its text.
 
 What a document holds must not change the terminal or the lines around it: everything but printable characters is
 written as an escape. Widths are those of a terminal's columns, so that a text in Chinese takes no more room.
 """
 
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from lt_data.colour import PLAIN, Paint
 from lt_data.errors import DataError
 from lt_data.inspection import InspectedRow, Piece
 from lt_data.run_files import StepReport
@@ -32,13 +36,14 @@ def parse_rows(row: int | None, rows: str | None) -> range | None:
     return range(int(begin), int(end))
 
 
-def step_lines(report: StepReport, *, columns: int, whole_text: bool = False) -> Iterator[str]:
+def step_lines(report: StepReport, *, columns: int, whole_text: bool = False, paint: Paint = PLAIN) -> Iterator[str]:
     """The lines that show a step.
 
     Args:
         report: what to show.
         columns: of the terminal.
         whole_text: show the whole text of each piece, not only how it begins.
+        paint: colours, or none.
     """
     columns = max(columns, LEAST_COLUMNS)
     event, first = report.event, report.first_position
@@ -54,23 +59,36 @@ def step_lines(report: StepReport, *, columns: int, whole_text: bool = False) ->
     yield f"store {report.store}: {event.fingerprint}"
     for row in report.rows:
         yield ""
-        yield from _row_lines(row, columns, whole_text)
+        place = f"row {row.index}: position {row.position}, epoch {row.epoch}, pack row {row.row}, rank {row.rank}"
+        yield from _row_lines(row, place, columns, whole_text, paint)
 
 
-def _row_lines(row: InspectedRow, columns: int, whole_text: bool) -> Iterator[str]:
+def pack_lines(
+    rows: Sequence[InspectedRow], *, columns: int, whole_text: bool = False, paint: Paint = PLAIN
+) -> Iterator[str]:
+    """The lines that show rows of a pack, in its own order; see `step_lines`."""
+    columns = max(columns, LEAST_COLUMNS)
+    for number, row in enumerate(rows):
+        if number:
+            yield ""
+        yield from _row_lines(row, f"row {row.row}", columns, whole_text, paint)
+
+
+def _row_lines(row: InspectedRow, place: str, columns: int, whole_text: bool, paint: Paint) -> Iterator[str]:
     padding = f", {row.padding} padding" if row.padding else ""
-    yield (
-        f"row {row.index}: position {row.position}, epoch {row.epoch}, pack row {row.row}, rank {row.rank}, "
-        f"{row.labels} labels{padding}"
-    )
-    for piece in row.pieces:
+    yield paint.bold(f"{place}, {row.labels} labels{padding}")
+    for number, piece in enumerate(row.pieces):
         source = "" if piece.source is None else f" ({escape(piece.source)})"
-        yield (
-            f"  document {piece.document}{source}: tokens {piece.begin} to {piece.end - 1} of {piece.document_tokens}, "
+        head = (
+            f"document {piece.document}{source}: tokens {piece.begin} to {piece.end - 1} of {piece.document_tokens}, "
             f"{_extent(piece)}, {piece.labels} labels"
         )
+        yield f"  {paint.piece(number, head)}"
         if whole_text:
-            yield from (f"    | {line}" for line in escape(piece.text, keep="\n\t\\").split("\n"))
+            bar = paint.piece(number, "|")
+            yield from (f"    {bar} {line}" for line in escape(piece.text, keep="\n\t\\").split("\n"))
+        elif paint.on:
+            yield f"    {paint.piece(number, '|')} {one_line(piece.text, columns - 6)}"
         else:
             yield f"    {one_line(piece.text, columns - 4)}"
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.filling import fill_best_fit, fill_buckets, fill_concat
+from lt_data.npy import open_array
 from lt_data.storage import new_folder, os_errors, write_file
 from lt_data.store import PACK_FOLDER, TokenStore
 
@@ -128,32 +129,26 @@ class PackIndex:
         """
         folder = Path(folder)
         header = _read_header(folder / FILE_NAME)
-        arrays: dict[str, Any] = {}
-        for name in _ARRAYS:
-            path = folder / f"{name}.npy"
-            try:
-                with os_errors("open", path):
-                    arrays[name] = np.load(path, mmap_mode="r", allow_pickle=False)
-            except DataError:  # is a ValueError too
-                raise
-            except (ValueError, EOFError) as exc:
-                raise DataError(f"{path}: broken ({exc}); make the pack again") from exc
-            stated = header["arrays"][name]
-            if [*arrays[name].shape] != stated["shape"] or arrays[name].dtype.str != stated["dtype"]:
-                raise DataError(f"{path}: not the array that {FILE_NAME} describes; make the pack again")
+        try:
+            stated = {
+                name: (str(header["arrays"][name]["dtype"]), [*map(int, header["arrays"][name]["shape"])])
+                for name in _ARRAYS
+            }
+            fields = {name: header[name] for name in ("seq_len", "mode", "store_fingerprint", "fingerprint")}
+        except (KeyError, TypeError, ValueError) as exc:
+            raise DataError(f"{folder / FILE_NAME}: broken ({exc}); make the pack again") from exc
+        arrays: dict[str, Any] = {
+            name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in stated.items()
+        }
         return cls(
-            seq_len=header["seq_len"],
-            mode=header["mode"],
-            store_fingerprint=header["store_fingerprint"],
-            fingerprint=header["fingerprint"],
             buckets=_read_buckets(header, folder / FILE_NAME),
             folder=folder,
-            # Plain arrays over the maps: slicing np.memmap itself is several times slower.
-            **{name: np.asarray(array) for name, array in arrays.items()},
+            **fields,
+            **arrays,
         )
 
     def verify(self) -> None:
-        """Compute the fingerprint again from the arrays.
+        """Compute the fingerprint again from the arrays, and compare the description with them.
 
         Raises:
             DataError: it is another one.
@@ -162,6 +157,8 @@ class PackIndex:
             raise DataError(
                 f"pack {self.mode}-{self.seq_len}: its arrays are not those it was made with; make it again"
             )
+        if self.folder is not None and _read_header(self.folder / FILE_NAME) != json.loads(json.dumps(self._header())):
+            raise DataError(f"{self.folder / FILE_NAME}: does not describe the arrays beside it; make the pack again")
 
     def _header(self) -> dict[str, Any]:
         return {
