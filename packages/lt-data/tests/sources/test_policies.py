@@ -1,8 +1,10 @@
 """What becomes of bad input: an error with file and line, or, by option, left out and counted. Never a silent loss."""
 
 import gzip
+import hashlib
 import io
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -220,6 +222,23 @@ def test_changed_bytes_never_change_a_text_unnoticed(tmp_path: Path, kind: str) 
         if kind in ("x.jsonl.gz", "x.jsonl.zst"):
             assert reader.skipped, at
             assert found == everything or reader.skipped["damaged file"] == 1
+
+
+@pytest.mark.parametrize("kind", ["x.jsonl.gz", "x.jsonl.zst"])
+def test_a_big_file_that_is_damaged_early_is_hashed_whole(tmp_path: Path, kind: str) -> None:
+    letters = random.Random(1).randbytes(2_200_000).hex()
+    whole = b"".join(b'{"text": "%s"}\n' % letters[i : i + 1000].encode() for i in range(0, len(letters), 1000))
+    packed = bytearray(gzip.compress(whole, 1) if kind.endswith(".gz") else zstandard_of(whole))
+    assert len(packed) > 2_000_000
+    packed[300_000] ^= 0x55
+    path = tmp_path / kind
+    path.write_bytes(packed)
+    reader = DocumentReader([path], on_bad="skip")
+    found = list(reader)
+    assert reader.skipped["damaged file"] == 1
+    assert 0 < len(found) < len(letters) // 1000
+    (file,) = reader.finished
+    assert (file.bytes, file.sha256) == (len(packed), hashlib.sha256(packed).hexdigest())
 
 
 def test_garbage_after_a_packed_file(tmp_path: Path) -> None:

@@ -155,6 +155,21 @@ def test_a_server_that_is_gone(web: Web) -> None:
             list(read_documents([url]))
 
 
+def test_what_the_libraries_say_is_cleaned_of_the_url() -> None:
+    from lt_data.sources.transfer import transfer_errors
+
+    url, name = "https://host/x.jsonl?signature=secret", "https://host/x.jsonl"
+    with (
+        pytest.raises(DataError, match=rf"cannot read {name}: failed for {name}; check the network") as caught,
+        transfer_errors(name, url),
+    ):
+        raise OSError(f"failed for {url}")
+    assert "secret" not in str(caught.value)
+    assert caught.value.__suppress_context__  # nor does a traceback show it
+    with pytest.raises(DataError, match="No space left on device; free some space"), transfer_errors(name, url):
+        raise OSError(28, "No space left on device")
+
+
 def test_user_and_password_of_a_url_are_not_shown() -> None:
     from lt_data.sources.listing import without_secrets
 
