@@ -8,7 +8,8 @@ in turn and several times: read the model's bytes and write the output's with pl
 disk's limits, without anything of ours), each alone (`read_limit_s`, `write_limit_s`) and both at the same time
 (`copy_limit_s`, which is what a conversion has to do), and convert, with the page cache emptied of the model first.
 `of_limit` is the slower direction's time over the conversion's, `of_copy_limit` that of both at once over the
-conversion's. Peak memory is that of a process of its own, beside one that converts a model of a few kB.
+conversion's. Peak memory is that of a process of its own, beside one that converts a model of a few kB; with
+`--cgroup-mib` (as root) the conversion lives in a control group with so much memory, page cache included.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,7 +99,7 @@ def direct_read(folder: Path, n_bytes: int) -> float:
     for path in sorted(folder.glob("*.safetensors")):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         position = 0
-        while done < n_bytes and (got := os.preadv(descriptor, [buffer], position)):
+        while done < n_bytes and (got := os.preadv(descriptor, [buffer.data], position)):
             position, done = position + got, done + got
         os.close(descriptor)
     return (time.perf_counter() - start) * n_bytes / max(done, 1)
@@ -110,7 +113,7 @@ def direct_write(folder: Path, n_bytes: int) -> float:
     start = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
     for _ in range(-(-n_bytes // BLOCK)):
-        os.write(descriptor, buffer)
+        os.write(descriptor, buffer.data)
     os.fsync(descriptor)
     os.close(descriptor)
     seconds = time.perf_counter() - start
@@ -127,14 +130,36 @@ def direct_copy(model: Path, folder: Path, n_read: int, n_written: int) -> float
     return time.perf_counter() - start
 
 
-def converted(model: Path, out: Path, arguments: list[str]) -> dict[str, float]:
+@contextmanager
+def control_group(mib: int) -> Iterator[Path]:
+    """A control group with so much memory (version 2, or the memory controller of version 1)."""
+    old = Path("/sys/fs/cgroup/memory")
+    group = (old if old.is_dir() else old.parent) / f"lt-bench-{os.getpid()}"
+    group.mkdir()
+    try:
+        limit = "memory.limit_in_bytes" if old.is_dir() else "memory.max"
+        (group / limit).write_text(str(mib * 2**20), encoding="ascii")
+        yield group
+    finally:
+        group.rmdir()
+
+
+def converted(model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0) -> dict[str, float]:
     """Convert in a process of its own; returns its seconds, CPU seconds, peak memory and what it wrote."""
     command = [sys.executable, __file__, CHILD, str(model), str(out), *arguments]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    with control_group(cgroup_mib) if cgroup_mib else nullcontext() as group:
+        if group:
+            command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
     made = [path for path in out.rglob("*") if path.is_file()]
     found["out_bytes"], found["files"] = sum(path.stat().st_size for path in made), len(made)
     return found
+
+
+def cpu_model() -> str:
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
 def child(arguments: list[str]) -> None:
@@ -154,6 +179,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where to work; needs two to three times the model")
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
+    parser.add_argument("--cgroup-mib", type=int, default=0, help="memory of the conversion, page cache included")
     options, arguments = parser.parse_known_args()
     preset = PRESETS[options.preset]
     config = replace(preset, n_layers=options.layers or preset.n_layers)
@@ -168,7 +194,7 @@ def main() -> None:
             forget(folder / "model")
             read = direct_read(folder / "model", n_bytes)
             forget(folder / "model")
-            found = converted(folder / "model", folder / "out", arguments)
+            found = converted(folder / "model", folder / "out", arguments, options.cgroup_mib)
             shutil.rmtree(folder / "out", ignore_errors=True)
             write = direct_write(folder, int(found["out_bytes"]))
             forget(folder / "model")
@@ -179,11 +205,12 @@ def main() -> None:
         largest = max(parameter.size for parameter in parameters(config)) * 2
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": f"{os.cpu_count()} x {platform.processor() or platform.machine()}, load {os.getloadavg()[0]:.1f}",
+        "machine": f"{os.cpu_count()} x {cpu_model()}, load {os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
         "preset": options.preset,
         "layers": config.n_layers,
         "arguments": arguments,
+        "cgroup_mib": options.cgroup_mib,
         "model_bytes": n_bytes,
         "rounds": rounds,
         "median_of_limit": statistics.median(r["of_limit"] for r in rounds),
