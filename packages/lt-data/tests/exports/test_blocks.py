@@ -131,7 +131,7 @@ def test_litespark_of_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
     """BOS 0 and EOS 1: each file for itself, with its remainder, as its documents were cut off at its end."""
     files = {
         "tokens_shard_000001.ds": [0, 8, 1, 0, 9, 9],
-        "tokens_shard_000000_remainder.ds": [0, 7, 1],
+        "tokens_shard_000000_remainder.ds": [0, 7, 7],
         "tokens_shard_000000.ds": [0, 5, 6, 1, 0, 5, 1, 1, 1],
     }
     folder = foreign_litespark(tmp_path / "in", files, {"token_size_bytes": 2, "sequence_length": 2})
@@ -143,11 +143,11 @@ def test_litespark_of_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
         store = TokenStore.open(tmp_path / name)
         return [store.document(i).tolist() for i in range(store.n_documents)]
 
-    assert imported("bos", borders="bos") == [[0, 5, 6, 1], [0, 5, 1, 1, 1], [0, 7, 1], [0, 8, 1], [0, 9, 9]]
-    assert imported("eos", borders="eos", pad_id=1) == [[0, 5, 6, 1], [0, 5, 1], [0, 7, 1], [0, 8, 1], [0, 9, 9]]
-    rows = [[0, 5, 6], [1, 0, 5], [1, 1, 1], [0, 7, 1], [0, 8, 1], [0, 9, 9]]
+    assert imported("bos", borders="bos") == [[0, 5, 6, 1], [0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
+    assert imported("eos", borders="eos", pad_id=1) == [[0, 5, 6, 1], [0, 5, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
+    rows = [[0, 5, 6], [1, 0, 5], [1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
     assert imported("rows", borders="rows") == rows
-    assert imported("files", borders="files", pad_id=9) == [[0, 5, 6, 1, 0, 5, 1, 1, 1], [0, 7, 1], [0, 8, 1, 0]]
+    assert imported("files", borders="files", pad_id=9) == [[0, 5, 6, 1, 0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1, 0]]
     with pytest.raises(DataError, match="9 ids are no whole number of rows of 5"):
         imported("rows5", borders="rows", seq_len=4)
     with pytest.raises(DataError, match="token_bytes=3: 2 or 4"):

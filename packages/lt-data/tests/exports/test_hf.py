@@ -140,6 +140,21 @@ def test_what_datasets_saved_is_imported(tmp_path: Path, wide_tokenizer: Tokeniz
     assert done.padding == 2
 
 
+def test_the_files_are_read_in_the_order_of_the_state(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
+    ids = [[i] for i in range(30)]
+    datasets.Dataset.from_dict({"input_ids": ids}).save_to_disk(str(tmp_path / "saved"), num_shards=3)
+    state = tmp_path / "saved" / "state.json"
+    values = json.loads(state.read_text())
+    state.write_text(json.dumps({**values, "_data_files": values["_data_files"][::-1]}))
+    import_tokens(
+        tmp_path / "saved", options=ImportOptions(format="hf"), tokenizer=wide_tokenizer, out=tmp_path / "store"
+    )
+    found = loaded(tmp_path / "saved")["input_ids"][:]
+    assert found != ids
+    store = TokenStore.open(tmp_path / "store")
+    assert [store.document(i).tolist() for i in range(store.n_documents)] == found
+
+
 def test_a_sliced_dataset_is_imported_whole(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
     """An indices mapping that `save_to_disk` flattens, and batches of other sizes."""
     ids = [list(range(i, i + i % 7 + 1)) for i in range(2500)]

@@ -132,7 +132,7 @@ def _parse(line: bytes, field: str, where: str) -> tuple[np.ndarray, int, str]:
 
 
 def _integers(values: object, where: str) -> np.ndarray:
-    if isinstance(values, list) and all(type(value) is int for value in values):
+    if isinstance(values, list) and {*map(type, values)} <= {int}:  # a bool is no id
         try:
             return np.array(values, np.int64)
         except OverflowError as exc:
