@@ -63,6 +63,8 @@ def test_suffixes_can_be_chosen(tmp_path: Path) -> None:
     write(tmp_path / "a.c", "c")
     write(tmp_path / "a.txt", "t")
     assert [d.text for d in read_documents([tmp_path], suffixes=[".c"])] == ["c"]
+    write(tmp_path / "B.TXT", "B")
+    assert [d.text for d in read_documents([tmp_path], suffixes=[".TXT"])] == ["B", "t"]
     for bad in ([], "txt", ["txt"]):
         with pytest.raises(DataError, match="suffixes="):
             read_documents([tmp_path], suffixes=bad)
