@@ -147,10 +147,10 @@ class Buckets:
     def _bucket_of(self, rows: np.ndarray) -> int:
         if not rows.size or not (rows.min() >= 0 and rows.max() < self._borders[-1]):
             raise IndexError(f"rows must be some and in 0..{self._borders[-1] - 1}")
-        found = np.unique(np.searchsorted(self._borders, rows, side="right") - 1)
-        if found.size > 1:
-            raise IndexError(f"rows of one bucket at a time, not of {[self._lengths[j] for j in found.tolist()]}")
-        return int(found[0])
+        found = sorted(set((np.searchsorted(self._borders, rows, side="right") - 1).tolist()))
+        if len(found) > 1:
+            raise IndexError(f"rows of one bucket at a time, not of {[self._lengths[j] for j in found]}")
+        return found[0]
 
     def _turn(self, position: int) -> int:
         if position % self.global_batch:

@@ -99,7 +99,7 @@ class Mixture:
         """
         source, number = self._turns.at(position, count)
         rows = np.empty(count, np.int64)
-        for j in np.unique(source).tolist():
+        for j in sorted(set(source.tolist())):
             places = np.flatnonzero(source == j)
             self._check_epochs(j, int(number[places[-1]]))
             key = f"{seed}/{self.names[j]}" if shuffle else None
@@ -118,7 +118,7 @@ class Mixture:
     def labels_in(self, rows: np.ndarray) -> int:
         """Positions with a label in some rows together."""
         source = self._source_of(rows)
-        return sum(self._readers[j].labels_in(rows[source == j] - self._borders[j]) for j in np.unique(source).tolist())
+        return sum(self._readers[j].labels_in(rows[source == j] - self._borders[j]) for j in set(source.tolist()))
 
     def gather(self, rows: np.ndarray) -> Rows:
         """The rows of these numbers (integers [n], repeats allowed), in this order, as int32 arrays."""
@@ -130,7 +130,7 @@ class Mixture:
         source = self._source_of(rows)
         parts: list[TokenRows] = []
         places: list[np.ndarray] = []
-        for j in np.unique(source).tolist():
+        for j in sorted(set(source.tolist())):
             places.append(np.flatnonzero(source == j))
             parts.append(self._readers[j].compact(rows[places[-1]] - self._borders[j]))
         if len(parts) == 1:

@@ -25,6 +25,7 @@ from lt_data.store import TokenStore
 
 IGNORE = -100  # the label of a position that has none
 NO_DOCUMENT = -1  # the document number of padding
+_TOUCH_BYTES = 2048
 
 
 @dataclass(frozen=True, eq=False)
@@ -253,6 +254,8 @@ class RowReader:
 
     def _copied(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
         """Rows of runs of the store, each with its row (in order), global offset and length; the rest is 0."""
+        if length.size == n and (length == self.seq_len).all() and (rows := self._full_rows(start)) is not None:
+            return rows
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
         padding = self.seq_len - used
         item = self.store.dtype.itemsize
@@ -265,6 +268,24 @@ class RowReader:
             for i in np.flatnonzero(padding)[::-1].tolist():
                 parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
+
+    def _full_rows(self, start: np.ndarray) -> np.ndarray | None:
+        """Rows that are one run each, where all of them lie in one local shard: one loop of copies, in C."""
+        borders = self.store.shard_borders
+        if not start.size or self.store.mapped(0) is None:
+            return None
+        shard = int(np.searchsorted(borders, start[0], side="right")) - 1
+        begin, end = int(borders[shard]), int(borders[shard + 1])
+        if int(start.min()) < begin or int(start.max()) + self.seq_len > end:
+            return None
+        ids = _local(self.store, shard)
+        row = np.dtype((np.void, self.seq_len * ids.itemsize))
+        # Every run of the shard as one item, which overlap; only those asked for are copied.
+        runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
+        source = start - begin
+        touch = np.arange(0, self.seq_len, _TOUCH_BYTES // ids.itemsize)
+        ids[(source[:, None] + touch).reshape(-1)]  # misses of memory and of pages for all rows at once, not in turn
+        return runs[source].view(ids.dtype).reshape(start.size, self.seq_len)
 
     def _shards_of(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """In how many shards each run lies."""
@@ -280,15 +301,18 @@ class RowReader:
         ends = source + length
         if (start + length > borders[shard + 1]).any() or self.store.mapped(0) is None:
             return self._runs_of_any_kind(start, length)
-        maps = {number: _local(self.store, number).data for number in np.unique(shard).tolist()}
+        shards = shard.tolist()
+        # Not np.unique, whose first call imports numpy.ma: more than everything else that a start does.
+        maps = {number: _local(self.store, number).data for number in set(shards)}
         if len(maps) == 1:
             (view,) = maps.values()
             return map(view.__getitem__, map(slice, source.tolist(), ends.tolist()))
-        columns = zip(shard.tolist(), source.tolist(), ends.tolist(), strict=True)
+        columns = zip(shards, source.tolist(), ends.tolist(), strict=True)
         return [maps[number][begin:end] for number, begin, end in columns]
 
     def _runs_of_any_kind(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
         borders = self.store.shard_borders
+        self.store.prefetch(start, length)
         for begin, n in zip(start.tolist(), length.tolist(), strict=True):
             number = int(np.searchsorted(borders, begin, side="right")) - 1
             while n > 0:
