@@ -294,3 +294,13 @@ def test_a_sentencepiece_model_alone(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0b")
     with pytest.raises(DataError, match=r"there is a SentencePiece tokenizer\.model.*AutoTokenizer and save it again"):
         Tokenizer.load(tmp_path)
+
+
+def test_the_command_takes_every_address(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("the quick brown fox", encoding="utf-8")
+    words = ["prepare", "a.txt", "--out", "store", "--tokenizer", "hf://org/tok@v1"]
+    run = subprocess.run(
+        [sys.executable, "-m", "lt_data", *words], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert TokenStore.open(tmp_path / "store").manifest.tokenizer.name == f"org/tok@{COMMIT[:12]}"

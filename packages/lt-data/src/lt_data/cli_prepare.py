@@ -23,7 +23,12 @@ _Fresh = Annotated[
 
 def prepare(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")],
-    tokenizer: Annotated[Path, typer.Option(help="Folder that holds tokenizer.json.")],
+    tokenizer: Annotated[
+        str,
+        typer.Option(
+            help="Folder that holds tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://)."
+        ),
+    ],
     out: Annotated[Path, typer.Option(help="Folder of the store to make.")],
     workers: Annotated[int, typer.Option(help="Processes that encode; the result is the same.")] = 1,
     bos: Annotated[bool, typer.Option(help="Begin each document with the BOS id.")] = True,

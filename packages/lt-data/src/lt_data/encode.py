@@ -33,7 +33,7 @@ __all__ = ["Batch", "Encoded", "Encoder", "encode_all"]
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _BATCHES_PER_WORKER = 3  # one at work, one waiting, one on its way back
-_LONG_BYTES = 1 << 20  # a document from this size on is encoded in pieces
+_LONG_BYTES = 1 << 19  # a document from this size on is encoded in pieces
 
 _Piece = tuple[np.ndarray, Mapping[str, int]]
 

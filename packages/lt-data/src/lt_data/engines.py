@@ -27,6 +27,7 @@ __all__ = ["CHECK_BYTES", "Asked", "Engine", "EngineChoice", "EngineName", "choo
 
 CHECK_BYTES = 2 << 20
 _PIECE_CHARACTERS = 1 << 17  # of a text at once; the reference needs some hundred bytes of memory for each
+_CALL_CHARACTERS = 1 << 19  # that `tokenizers` is given at once, for the same reason
 _PACKAGES: dict[EngineName, str] = {"hf": "tokenizers", "gigatoken": "gigatoken"}
 
 
@@ -85,7 +86,14 @@ class HfEngine:
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """One uint32 array of ids per text."""
-        return self._tokenizer.encode_batch(texts, specials=self._specials)
+        ids: list[np.ndarray] = []
+        begin = characters = 0
+        for end, text in enumerate(texts, start=1):
+            characters += len(text)
+            if characters >= _CALL_CHARACTERS or end == len(texts):
+                ids += self._tokenizer.encode_batch(texts[begin:end], specials=self._specials)
+                begin, characters = end, 0
+        return ids
 
 
 def check_asked(engine: str) -> Asked:
