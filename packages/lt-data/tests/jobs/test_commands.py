@@ -1,0 +1,83 @@
+"""`prepare` and `merge` from the command line: every option arrives, and what was left out is printed."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lt_data import Tokenizer, TokenStore
+from lt_data.__main__ import main
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(fast_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    monkeypatch.chdir(fast_path)
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["lt-data", *map(str, arguments)])
+        capsys.readouterr()
+        code = main()
+        captured = capsys.readouterr()
+        assert code is None or isinstance(code, int)
+        return code or 0, captured.out, captured.err
+
+    return call
+
+
+@pytest.fixture
+def prepared(fast_path: Path, tokenizer: Tokenizer) -> list[str]:
+    tokenizer.save(fast_path / "tok")
+    (fast_path / "in").mkdir()
+    for number in range(3):
+        lines = [json.dumps({"body": text}) for text in ("a" * 40, f"text {number} <|eos|> and more", "same", "")]
+        lines.append("{broken")
+        (fast_path / f"in/{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    words = "prepare in --tokenizer tok --out store --engine hf --specials ids --text-field body --on-bad skip"
+    return [*words.split(), "--drop-duplicates", "--min-tokens", "4", "--max-chars", "30", "--shard-tokens", "20"]
+
+
+def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
+    for rank in (0, 1):
+        code, out, err = run(*prepared, "--rank", rank, "--world", 2)
+        assert code == 0, err
+        assert f"in store.part-0000{rank}-of-00002\n" in out
+    code, out, err = run("merge", "store")
+    assert code == 0, err
+    assert out.splitlines()[1:] == [
+        "2 documents left out: duplicate (8 bytes)",
+        "3 documents left out: empty (0 bytes)",
+        "3 documents left out: too many characters (120 bytes)",
+        "3 records skipped: broken JSON line",
+        "special string <|eos|> stands 3 times in the text; it became the special id",
+        "merged from 2 parts, which are not needed any more",
+    ]
+    store = TokenStore.open("store")
+    assert (store.n_documents, store.manifest.specials, store.manifest.shard_tokens) == (4, "ids", 20)
+    assert run("merge", "store")[0] == 64
+    assert run("merge", "store", "--overwrite")[0] == 0
+    code, _, err = run("merge", "nothing")
+    assert code == 64
+    assert "no part of nothing is there" in err
+
+
+def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lt_data.encode._BATCH_DOCUMENTS", 2)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lt_data.store_writer.StoreWriter.finish", interrupted)
+        assert run(*prepared)[0] == 130
+    code, _, err = run(*prepared, "--no-bos")
+    assert code == 64
+    assert "bos was True and is False" in err
+    code, _, err = run(*prepared)
+    assert code == 0
+    assert "finished shards in " in err
+    assert run(*prepared)[0] == 64
+    assert run(*prepared, "--overwrite", "--fresh")[0] == 0
