@@ -184,3 +184,15 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 )
 def test_scaled(value: float, text: str) -> None:
     assert scaled(value) == text
+
+
+def test_pack_of_buckets(run: Run, store: TokenStore) -> None:
+    code, out, _ = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--shortest", 16)
+    index = open_pack(store, seq_len=64, mode="buckets", shortest=16)
+    assert code == 0
+    assert index.buckets is not None
+    (longest, middle, least) = (rows for _, rows in index.buckets)
+    assert out.startswith(f"{index.n_rows} rows (buckets: {longest} of 64, {middle} of 32, {least} of 16 tokens), 9")
+    code, _, err = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--shortest", 12)
+    assert code == 64
+    assert "shortest=12" in err

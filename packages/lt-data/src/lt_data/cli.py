@@ -75,8 +75,11 @@ def train_tokenizer(
 @app.command()
 def pack(
     store: _Store,
-    seq_len: Annotated[int, typer.Option(help="Tokens in a training row.")],
-    mode: Annotated[str, typer.Option(help="bfd (best-fit decreasing) or concat.")] = "bfd",
+    seq_len: Annotated[int, typer.Option(help="Tokens in a training row; with buckets, in the longest.")],
+    mode: Annotated[str, typer.Option(help="bfd (best-fit decreasing), concat or buckets.")] = "bfd",
+    shortest: Annotated[
+        int | None, typer.Option(help="Tokens in the shortest rows of buckets.", show_default="256")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the pack.", show_default="MODE-SEQ_LEN")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Make it again.")] = False,
 ) -> None:
@@ -84,11 +87,16 @@ def pack(
     import lt_data
     from lt_data.packing import Mode
 
+    opened = lt_data.TokenStore.open(store)
     index = lt_data.pack(
-        lt_data.TokenStore.open(store), seq_len=seq_len, mode=cast(Mode, mode), name=name, overwrite=overwrite
+        opened, seq_len=seq_len, mode=cast(Mode, mode), shortest=shortest, name=name, overwrite=overwrite
     )
-    fill = int(index.length.sum(dtype="int64")) / (index.n_rows * seq_len)
-    _say(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
+    fill = int(index.length.sum(dtype="int64")) / index.positions
+    if index.buckets is None:
+        _say(f"{index.n_rows} rows of {seq_len} tokens ({index.mode}), {fill:.4%} filled")
+    else:
+        rows = ", ".join(f"{rows} of {length}" for length, rows in index.buckets)
+        _say(f"{index.n_rows} rows (buckets: {rows} tokens), {fill:.4%} filled")
 
 
 app.command()(cli_look.stats)

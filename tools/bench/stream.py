@@ -1,0 +1,353 @@
+"""What packing, opening and reading a token store cost, each beside the limit that this machine has for it.
+
+    uv run python tools/bench/stream.py [pack open gather] [--folder F] [--peers] [--out PAGE]
+
+    pack    best-fit decreasing over ten million documents, from their lengths to the finished index, hash included
+    open    a store of 10^10 tokens (sparse files): open it and its pack, and give the batch of step 10^6; in processes
+            of their own, wall seconds and memory
+    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed places, nothing
+            else done) and against one memcpy of as many bytes in a single block; CPU seconds, ratios within a round,
+            medians of rounds, all from the page cache
+
+With --peers `datasets` reads the same rows, `with_format("numpy")`, from a table of 2-byte ids.
+The folder takes 0.5 GB; what is written there is removed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import hashlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lt_data import Mixture, RowReader, Stream, TokenStore
+from lt_data.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.megatron import encode_index, index_size
+from lt_data.packing import PackIndex, build_index
+
+SEQ_LEN = 4096
+BATCH = 256
+ROUNDS = 9
+SAME = "memcpy of the same rows, one loop in C"
+BLOCK = "memcpy of as many bytes, one block"
+STORE_TOKENS = 200_000_000
+
+
+def lognormal(n: int, median: float) -> np.ndarray:
+    """Lengths of documents as text has them."""
+    return np.random.default_rng(0).lognormal(np.log(median), 1.2, n).astype(np.int64) + 1
+
+
+def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False) -> TokenStore:
+    """A store of random 2-byte ids, or of holes that read as zeros; hashes are left out."""
+    (folder / "shards").mkdir(parents=True)
+    rng = np.random.default_rng(1)
+    ends = np.cumsum(lengths)
+    shards: list[Shard] = []
+    first = begin = 0
+    while first < lengths.size:
+        last = max(first + 1, int(np.searchsorted(ends, begin + shard_tokens, side="right")))
+        tokens = int(ends[last - 1]) - begin
+        name = f"{len(shards):05d}"
+        with (folder / "shards" / f"{name}.bin").open("wb") as file:
+            if sparse:
+                file.truncate(2 * tokens)
+            else:
+                rng.integers(0, 60_000, tokens, dtype=np.uint16).tofile(file)
+        with (folder / "shards" / f"{name}.idx").open("wb") as file:
+            if sparse:
+                file.truncate(index_size(last - first))
+            else:
+                file.write(encode_index(lengths[first:last], "uint16"))
+        shards.append(Shard(name=name, tokens=tokens, documents=last - first, sha256="", idx_sha256=""))
+        first, begin = last, int(ends[last - 1])
+    info = TokenizerInfo(sha256="", vocab_size=60_000, files={}, name="bench")
+    manifest = Manifest(
+        tokenizer=info, bos=False, eos=True, dtype="uint16", shards=tuple(shards), text_bytes=4 * int(ends[-1])
+    )
+    (folder / "manifest.json").write_text(json.dumps(manifest.to_json()), encoding="utf-8")
+    return TokenStore(folder, manifest)
+
+
+def reader_of(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowReader:
+    index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=store.manifest.fingerprint)
+    index.save(store.path / "packs" / f"{mode}-{seq_len}", replace=True)
+    return RowReader(store, PackIndex.load(store.path / "packs" / f"{mode}-{seq_len}"))
+
+
+def bench_pack() -> list[list[str]]:
+    """Index of ten million documents; CPU seconds, median of three."""
+    rows: list[list[str]] = []
+    shapes: list[tuple[str, np.ndarray, int]] = [
+        ("lognormal, median 490", lognormal(10_000_000, 490), 4096),
+        ("the same", lognormal(10_000_000, 490), 32_768),
+        ("the same", lognormal(10_000_000, 490), 131_072),
+        ("uniform, 1 to 2000", np.random.default_rng(0).integers(1, 2001, 10_000_000), 4096),
+        ("uniform, 1 to 20,000", np.random.default_rng(0).integers(1, 20_001, 10_000_000), 4096),
+    ]
+    for name, lengths, seq_len in shapes:
+        seconds: list[float] = []
+        index = None
+        for _ in range(3):
+            begin = time.process_time()
+            index = build_index(lengths, seq_len=seq_len, mode="bfd")
+            seconds.append(time.process_time() - begin)
+        assert index is not None
+        cut = np.bincount(index.document, minlength=lengths.size)
+        avoidable = int((cut > -(-lengths // seq_len)).sum())
+        fill = float(lengths.sum() / index.positions)
+        rows.append([name, str(seq_len), f"{statistics.median(seconds):.2f}", f"{fill:.4%}", str(avoidable)])
+    return rows
+
+
+OPENING = """
+import json, sys, time
+import numpy as np
+from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
+from lt_data.stream import sequence_fingerprint
+def memory():
+    found = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Rss"))
+    return [int(found[name].split()[0]) for name in ("RssAnon", "RssFile")]
+RowReader, Stream, np.zeros(1)
+before, begin, cpu = memory(), time.perf_counter(), time.process_time()
+store = TokenStore.open(sys.argv[1])
+reader = RowReader(store, open_pack(store, seq_len=4096, mode=sys.argv[2]))
+position = 10**6 * 256
+state = StreamState(step=10**6, row=position, seed=1, fingerprint=sequence_fingerprint(reader, shuffle=True))
+stream = Stream(reader, global_batch=256, dp_rank=3, dp_size=8, seed=1, state=state)
+batch = stream.next()
+wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
+after = memory()
+print(json.dumps({"wall": wall, "cpu": cpu, "own": after[0] - before[0], "mapped": after[1] - before[1],
+    "tokens": store.n_tokens, "rows": reader.n_rows,
+    "shape": batch.tokens.input_ids.shape}))
+"""
+
+
+def sparse_pack(store: TokenStore, mode: str, documents_per_row: int) -> None:
+    """A pack of the right size whose big arrays are holes but for what makes it readable."""
+    rows = store.n_tokens // SEQ_LEN
+    piece = SEQ_LEN // documents_per_row
+    n = rows * documents_per_row
+    folder = store.path / "packs" / f"{mode}-{SEQ_LEN}"
+    folder.mkdir(parents=True)
+    arrays: dict[str, np.ndarray] = {
+        "row_offsets": np.arange(0, n + 1, documents_per_row, dtype=np.int64),
+        "document": np.arange(n, dtype=np.uint32),
+        "start": np.arange(0, n * piece, piece, dtype=np.int64),
+        "length": np.full(n, piece, np.int32),
+        "labels": np.full(n, piece - 1, np.int32),
+        "valid": np.full(rows, documents_per_row * (piece - 1), np.int32),
+    }
+    for name, array in arrays.items():
+        np.save(folder / f"{name}.npy", array)
+    header = {
+        "format": "lt-data-pack",
+        "version": 1,
+        "seq_len": SEQ_LEN,
+        "mode": mode,
+        "rows": rows,
+        "slices": n,
+        "store_fingerprint": store.manifest.fingerprint,
+        "fingerprint": hashlib.sha256(mode.encode()).hexdigest(),
+        "arrays": {name: {"dtype": array.dtype.str, "shape": [*array.shape]} for name, array in arrays.items()},
+    }
+    (folder / "pack.json").write_text(json.dumps(header), encoding="utf-8")
+
+
+def bench_open(folder: Path) -> list[list[str]]:
+    """Open a store of N tokens and start at step 10^6; medians of seven processes."""
+    rows: list[list[str]] = []
+    for tokens in (10**8, 10**10):
+        lengths = np.full(tokens // 512, 512, np.int64)
+        store = make_store(folder / f"sparse-{tokens}", lengths, 2**27, sparse=True)
+        sparse_pack(store, "bfd", 8)
+        del lengths
+        found = []
+        for _ in range(7):
+            command = [sys.executable, "-c", OPENING, str(store.path), "bfd"]
+            found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+        assert found[0]["shape"] == [32, SEQ_LEN]
+        of = {key: statistics.median(one[key] for one in found) for key in ("wall", "cpu", "own", "mapped")}
+        shards = len(store.manifest.shards)
+        rows.append(
+            [
+                f"{found[0]['tokens']:.3g}",
+                str(shards),
+                f"{found[0]['rows']}",
+                f"{1000 * of['wall']:.1f}",
+                f"{1000 * of['cpu']:.1f}",
+                f"{of['own'] / 1024:.1f}",
+                f"{of['mapped'] / 1024:.1f}",
+            ]
+        )
+    return rows
+
+
+def measure(
+    things: dict[str, Callable[[np.ndarray], Any]], numbers: Callable[[], np.ndarray], repeat: int
+) -> dict[str, list[float]]:
+    """CPU seconds of each thing in every round, all of a round on batches drawn anew."""
+    found: dict[str, list[float]] = {name: [] for name in things}
+    for turn in range(ROUNDS):
+        names = list(things)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            batches = [numbers() for _ in range(repeat)]
+            begin = time.process_time()
+            for batch in batches:
+                things[name](batch)
+            found[name].append(time.process_time() - begin)
+    return found
+
+
+def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
+    """Random rows; CPU seconds against memcpy."""
+    rng = np.random.default_rng(2)
+    lengths = lognormal(STORE_TOKENS // 1000, 490)
+    lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), STORE_TOKENS))]
+    whole = make_store(folder / "one", lengths, 2**40)
+    sharded = make_store(folder / "many", lengths, 2**23)
+    concat, best = reader_of(whole, "concat"), reader_of(whole, "bfd")
+    spread = reader_of(sharded, "concat")
+    mixture = Mixture({"a": concat, "b": spread}, {"a": 1, "b": 1})
+    n_rows = min(concat.n_rows, best.n_rows) - 1
+    ids = whole.shard(0)
+    ids.sum()  # every page is mapped and in the page cache
+    for number in range(len(sharded.manifest.shards)):
+        sharded.shard(number).sum()
+    block = np.empty(BATCH * SEQ_LEN, np.uint16)
+    big = np.empty(32 * 2**20, np.uint16)
+    big[:] = 1
+
+    def one_block(numbers: np.ndarray) -> None:
+        begin = int(numbers[0]) % (n_rows - BATCH) * SEQ_LEN
+        block[:] = ids[begin : begin + block.size]
+
+    def big_block(numbers: np.ndarray) -> None:
+        begin = int(numbers[0] * SEQ_LEN) % (ids.size - big.size)
+        big[:] = ids[begin : begin + big.size]
+
+    runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
+
+    def same_rows(numbers: np.ndarray) -> np.ndarray:
+        return runs[numbers * SEQ_LEN]
+
+    things: dict[str, Callable[[np.ndarray], Any]] = {
+        SAME: same_rows,
+        BLOCK: one_block,
+        "ids, concat, one shard": concat.tokens,
+        "ids, concat, 24 shards": spread.tokens,
+        "ids, bfd": best.tokens,
+        "ids and borders, concat": concat.compact,
+        "ids and borders, bfd": best.compact,
+        "ids and borders, mixture of two": mixture.compact,
+        "four int32 arrays, concat": concat.gather,
+        "four int32 arrays, bfd": best.gather,
+    }
+    if peers:
+        things["datasets, with_format('numpy')"] = datasets_reader(folder, ids, n_rows)
+    repeat = 16
+    found = measure(things, lambda: rng.integers(0, n_rows, BATCH), repeat)
+    long = measure({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1)
+    same, block_of = found[SAME], found[BLOCK]
+    tokens = repeat * BATCH * SEQ_LEN
+    rows: list[list[str]] = []
+    speed = big.size / statistics.median(long["memcpy, 64 MB"]) / 1e6
+    rows.append(["memcpy, one block of 64 MB", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
+    for name, seconds in found.items():
+        speed = tokens / statistics.median(seconds) / 1e6
+        of = [statistics.median(a / b for a, b in zip(one, seconds, strict=True)) for one in (same, block_of)]
+        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", f"{of[0]:.2f}", f"{of[1]:.2f}"])
+    stream = Stream(best, global_batch=BATCH)
+    seconds: list[float] = []
+    for _ in range(ROUNDS):
+        begin = time.process_time()
+        for _ in range(4):
+            stream.next()
+        seconds.append(time.process_time() - begin)
+    speed = 4 * BATCH * SEQ_LEN / statistics.median(seconds) / 1e6
+    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
+    return rows
+
+
+def datasets_reader(folder: Path, ids: np.ndarray, n_rows: int) -> Callable[[np.ndarray], Any]:
+    """The same rows by `datasets`, saved to disk and mapped."""
+    import pyarrow as pa
+    from datasets import Dataset, load_from_disk
+
+    flat = pa.array(np.asarray(ids[: n_rows * SEQ_LEN]))
+    table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)})
+    Dataset(table).save_to_disk(folder / "hf")
+    dataset: Any = load_from_disk(folder / "hf").with_format("numpy")
+    return lambda numbers: dataset[numbers.tolist()]["input_ids"]
+
+
+TITLES = {
+    "pack": ("Packing", ["documents (10 M)", "seq_len", "CPU s", "fill", "cut although they fit"]),
+    "open": (
+        "Opening, and the batch of step 1,000,000",
+        ["tokens", "shards", "rows", "wall ms", "CPU ms", "own memory MiB", "mapped pages MiB"],
+    ),
+    "gather": (
+        f"Random rows of {SEQ_LEN} 2-byte ids, {BATCH} at a time",
+        ["what", "Mtok/CPU-s", "GB/CPU-s", "of memcpy, same rows", "of memcpy, one block"],
+    ),
+}
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def machine() -> str:
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "lt-data"))
+    load = os.getloadavg()[0]
+    return (
+        f"date {datetime.date.today()}, cpu {cpu}, {os.cpu_count()} cores, load {load:.1f}, "
+        f"python {platform.python_version()}, {packages}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="*", choices=[*TITLES, []], default=[*TITLES])
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--peers", action="store_true")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    lines = [machine(), ""]
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        for what in options.what or [*TITLES]:
+            title, head = TITLES[what]
+            rows = {
+                "pack": bench_pack,
+                "open": lambda: bench_open(folder),
+                "gather": lambda: bench_gather(folder, options.peers),
+            }[what]()
+            lines += [f"### {title}", "", *table(head, rows), ""]
+            print("\n".join(lines[-len(rows) - 5 :]), flush=True)
+    if options.out:
+        options.out.write_text("\n".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
