@@ -18,13 +18,14 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import pytest
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OLDER = COMMIT[::-1]
 
 
 @dataclass
 class Hub:
-    """Datasets by name, each a mapping from file to content.
+    """Datasets by name, each a mapping from file to content; with "@v1" behind the name an older state of it.
 
-    `private`: names that only a token opens. `large`: files that lie elsewhere, with a redirect. `asked`: the requests.
+    `private`: names that only a token opens. `asked`: the requests.
     """
 
     home: Path
@@ -87,14 +88,17 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(401, {"X-Error-Code": "RepoNotFound", "X-Error-Message": "Repository not found"})
         kind, _, rest = rest.partition("/")
         revision, _, name = rest.replace("refs/convert/parquet", "converted").partition("/")
-        if kind and revision not in ("main", "converted", COMMIT):
+        older = revision in ("v1", OLDER)
+        if kind and not older and revision not in ("main", "converted", COMMIT):
             return self.answer(404, {"X-Error-Code": "RevisionNotFound", "X-Error-Message": "Invalid rev id"})
-        files = self.hub.files[repo]
+        files = self.hub.files[f"{repo}@v1" if older else repo]
         if not api:
             return self.content(files, name)
         if kind in ("", "revision"):
             siblings = [{"rfilename": n, "size": len(data), "blobId": _blob(data)} for n, data in files.items()]
-            return self.json({"id": repo, "sha": COMMIT, "private": False, "tags": [], "siblings": siblings})
+            return self.json(
+                {"id": repo, "sha": OLDER if older else COMMIT, "private": False, "tags": [], "siblings": siblings}
+            )
         if kind == "tree":
             return self.json(_tree(files, name, "recursive=true" in self.path.lower()))
         if kind == "paths-info":
@@ -109,7 +113,11 @@ class Handler(BaseHTTPRequestHandler):
         if name not in files:
             return self.answer(404, {"X-Error-Code": "EntryNotFound", "X-Error-Message": "Entry not found"})
         data = files[name]
-        headers = {"ETag": f'"{_blob(data)}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{_blob(data)}"',
+            "X-Repo-Commit": OLDER if OLDER in self.path else COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if not (wanted := self.headers.get("Range")):
             return self.answer(200, headers, data)
         first, _, last = wanted.removeprefix("bytes=").partition("-")

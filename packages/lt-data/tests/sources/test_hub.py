@@ -35,6 +35,8 @@ CASES: dict[str, dict[str, Any]] = {
     "only split": {"sources": ["hf://org/one"]},
     "again": {"sources": ["hf://org/one"], "point": [0, 18], "world": 2},
     "by commit": {"sources": [f"hf://org/one@{COMMIT}"]},
+    "older": {"sources": ["hf://org/one@v1"]},
+    "older, streamed": {"sources": ["hf://org/one"], "options": {"revision": "v1", "streaming": True}},
     "two splits": {"sources": ["hf://org/two"]},
     "split": {"sources": ["hf://org/two"], "options": {"split": "test"}},
     "percent": {"sources": ["hf://org/two?split=train[:10%]"]},
@@ -81,6 +83,7 @@ def answers(hub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
     """Every case, read in one process: importing `datasets` takes seconds."""
     hub.files = {
         "org/one": {"data/train.jsonl": lines(TRAIN)},
+        "org/one@v1": {"data/train.jsonl": lines(TEST)},
         "org/unread": {"train.jsonl": lines(TRAIN)},
         "org/two": {
             "README.md": b"# two",
@@ -131,6 +134,9 @@ def test_whole_splits(answers: dict[str, dict[str, Any]]) -> None:
     assert answers["again"]["fingerprint"] == only["fingerprint"] == answers["by commit"]["fingerprint"]
     assert only["fingerprint"] != answers["split"]["fingerprint"]
     assert texts(answers["split"]) == TEST
+    for name in ("older", "older, streamed"):
+        assert texts(answers[name]) == TEST
+        assert answers[name]["files"][0][0].startswith(f"hf://org/one@{COMMIT[::-1]}/default/train/")
     assert "the splits are train, test; choose with split (--split)" in answers["two splits"]["error"]
 
 
