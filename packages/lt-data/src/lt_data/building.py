@@ -241,7 +241,7 @@ def building(target: Path, *, job: Mapping[str, Any], resumable: bool, fresh: bo
     try:
         opened = Building(target, lock, fresh=fresh)
     except BaseException:
-        os.close(lock)
+        _give_up(target, lock)
         raise
     keep = opened.begun
     try:
@@ -275,6 +275,10 @@ def _take_lock(target: Path) -> int:
                 lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:  # its owner has just finished and removed the folder
                 continue
+            except OSError:
+                with suppress(OSError):  # not empty: it was there before
+                    path.rmdir()
+                raise
         try:
             with os_errors("lock (flock)", path / _LOCK):
                 try:
@@ -284,15 +288,33 @@ def _take_lock(target: Path) -> int:
                     raise DataError(
                         f"another process is at work on {target} ({owner}): wait for it, or choose another place"
                     ) from exc
-                if _is_file(path / _LOCK, lock):
-                    os.ftruncate(lock, 0)
-                    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-                    return lock
         except BaseException:
             os.close(lock)
             raise
+        if _is_file(path / _LOCK, lock):
+            try:
+                with os_errors("write", path / _LOCK):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            except BaseException:
+                _give_up(target, lock)
+                raise
+            return lock
         os.close(lock)
     raise DataError(f"{path}: other processes come and go there; choose another place")
+
+
+def _give_up(target: Path, lock: int) -> None:
+    """Let go of a folder that cannot be used, and remove it if nothing was begun in it."""
+    path = target.with_name(target.name + SUFFIX)
+    with suppress(OSError):  # the error that led here is the one to tell
+        if {*os.listdir(path)} <= {_LOCK, _JOURNAL} and (
+            not (path / _JOURNAL).exists() or not (path / _JOURNAL).stat().st_size
+        ):
+            (path / _JOURNAL).unlink(missing_ok=True)
+            (path / _LOCK).unlink()
+            path.rmdir()
+    os.close(lock)
 
 
 def _is_file(path: Path, descriptor: int) -> bool:

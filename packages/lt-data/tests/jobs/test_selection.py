@@ -1,5 +1,6 @@
 """Which documents are taken: what is read is what is there plus what is reported, against a plain model."""
 
+import hashlib
 import json
 import tempfile
 from collections import Counter
@@ -172,7 +173,10 @@ def test_any_cut_and_any_parts(
                 merge(folder / "store")
             return
         merge(folder / "store")
-    check(TokenStore.open(folder / "store"), every, tokenizer, selection)
+    store = TokenStore.open(folder / "store")
+    check(store, every, tokenizer, selection)
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((folder / "in").iterdir())]
+    assert [file.sha256 for file in store.manifest.sources.listed] == hashes
 
 
 @pytest.mark.parametrize(
