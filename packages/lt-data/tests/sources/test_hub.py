@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "only split": {"sources": ["hf://org/one"]},
     "again": {"sources": ["hf://org/one"], "point": [0, 18], "world": 2},
     "by commit": {"sources": [f"hf://org/one@{COMMIT}"]},
+    "not streamed": {"sources": ["hf://org/one?streaming=false"], "options": {"streaming": True}},
     "older": {"sources": ["hf://org/one@v1"]},
     "older, streamed": {"sources": ["hf://org/one"], "options": {"revision": "v1", "streaming": True}},
     "two splits": {"sources": ["hf://org/two"]},
@@ -134,6 +135,7 @@ def test_whole_splits(answers: dict[str, dict[str, Any]]) -> None:
     assert answers["again"]["fingerprint"] == only["fingerprint"] == answers["by commit"]["fingerprint"]
     assert only["fingerprint"] != answers["split"]["fingerprint"]
     assert texts(answers["split"]) == TEST
+    assert answers["not streamed"]["documents"] == only["documents"]
     for name in ("older", "older, streamed"):
         assert texts(answers[name]) == TEST
         assert answers[name]["files"][0][0].startswith(f"hf://org/one@{COMMIT[::-1]}/default/train/")
