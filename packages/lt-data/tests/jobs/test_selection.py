@@ -155,7 +155,7 @@ def test_any_cut_and_any_parts(
         for size, report in ((batch, interrupt), (later_batch, lambda *_: None)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("lt_data.encode._BATCH_DOCUMENTS", size)
-                patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", size)
+                patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", 3 * size)
                 try:
                     prepare([folder / "in"], rank=rank, progress=report, **options)
                 except KeyboardInterrupt:
