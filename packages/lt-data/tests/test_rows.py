@@ -1,7 +1,7 @@
 """Rows against a plain rebuilding from the index, on stores in which the token at offset t is t + 1."""
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -194,6 +194,13 @@ class Elsewhere:
         self.asked.append((shard, begin, end))
         assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
         return self.store.shard(shard)[begin:end].copy()
+
+    def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        for shard, begin, end in spans:
+            assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
+
+    def bring(self, name: str) -> None:
+        assert (self.store.path / name).exists()
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])

@@ -12,6 +12,7 @@ which packing needs, are all documents at once (4 and 8 bytes each). `verify` re
 """
 
 import hashlib
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,6 +37,10 @@ class ShardBytes(Protocol):
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
         """The ids [begin, end) of a shard, in the dtype of the store."""
+        ...
+
+    def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
+        """Have many spans (shard, begin, end) at hand, fetched side by side."""
         ...
 
 
@@ -175,6 +180,21 @@ class TokenStore:
     def mapped(self, number: int) -> np.ndarray | None:
         """All ids of one shard as a view of the mapped file; None where the store is not local."""
         return None if self._contents is not None else self._shard(number)
+
+    def prefetch(self, start: np.ndarray, length: np.ndarray) -> None:
+        """Have runs of the store (global offsets and lengths, int64 [n]) at hand; a local store does nothing."""
+        if self._contents is None:
+            return
+        borders = self._token_borders
+        spans: list[tuple[int, int, int]] = []
+        for begin, n in zip(start.tolist(), length.tolist(), strict=True):
+            number = int(np.searchsorted(borders, begin, side="right")) - 1
+            while n > 0:
+                first = begin - int(borders[number])
+                last = min(first + n, int(borders[number + 1] - borders[number]))
+                spans.append((number, first, last))
+                begin, n, number = begin + last - first, n - (last - first), number + 1
+        self._contents.prefetch(spans)
 
     def verify(self, progress: Progress = silent) -> None:
         """Read every file and compare its hash with the manifest.
