@@ -115,7 +115,9 @@ def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, t
     (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[40:]))
 
     def prepare(out: Path, **more: int) -> lt_data.Manifest:
-        return lt_data.prepare([folder], tokenizer=tokenizer, out=out, on_bad="skip", shard_tokens=900, **more)
+        return lt_data.prepare(
+            [folder], tokenizer=tokenizer, out=out, on_bad="skip", engine="hf", shard_tokens=900, **more
+        )
 
     whole = prepare(tmp_path / "whole")
     assert ids_of(tmp_path / "whole") == expected(tokenizer, texts)
