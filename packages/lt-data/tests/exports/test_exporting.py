@@ -292,3 +292,39 @@ def test_kill_9_leaves_no_export_and_the_next_run_makes_it(
     )
     for file in files:
         assert (out / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+
+
+def test_kill_9_of_an_import_and_an_error_leave_the_way_free(
+    store: TokenStore, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    export(store, out=tmp_path / "out", options=ExportOptions(to="smp", gz=False))
+    script = (
+        "import os, signal, sys\n"
+        "from lt_data.exports import importing, smp\n"
+        "def read(path, field):\n"
+        "    for i, found in enumerate(smp.read(path, field)):\n"
+        "        if i == 40: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "        yield found\n"
+        "importing._READ_SAMPLES['smp'] = read\n"
+        "source, tokenizer, out = sys.argv[1:]\n"
+        "options = importing.ImportOptions(format='smp')\n"
+        "importing.import_tokens(source, options=options, tokenizer=tokenizer, out=out, shard_tokens=500)\n"
+    )
+    command = [sys.executable, "-c", script, tmp_path / "out", store.path / "tokenizer", tmp_path / "back"]
+    assert subprocess.run([*map(str, command)], check=False).returncode == -9
+    assert not (tmp_path / "back").exists()
+    data = tmp_path / "out" / "part-00000.json"
+    whole = data.read_text()
+    options = ImportOptions(format="smp")
+    data.write_text(whole + "{}\n")
+    with pytest.raises(DataError, match=f"part-00000.json:{store.n_documents + 1}: no field 'input_ids'"):
+        import_tokens(tmp_path / "out", options=options, tokenizer=tokenizer, out=tmp_path / "back", shard_tokens=500)
+    assert not (tmp_path / "back").exists()
+    data.write_text(whole)
+    for name in ("back", "undisturbed"):
+        import_tokens(tmp_path / "out", options=options, tokenizer=tokenizer, out=tmp_path / name, shard_tokens=500)
+    files = sorted(path.relative_to(tmp_path / "back") for path in (tmp_path / "back").rglob("*.*"))
+    assert len(files) > 20
+    for file in files:
+        assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "out", "store", "undisturbed"]
