@@ -19,9 +19,10 @@ from lt_trainer import mirroring
 from lt_trainer import run as run_module
 from lt_trainer.check import check
 from lt_trainer.errors import MirrorError, RecipeError
+from lt_trainer.identity import differences
 from lt_trainer.loop import TrainingError
 from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
+from lt_trainer.recipe import load, to_dict
 from lt_trainer.run import run
 from lt_trainer.stop import StopSignals
 from lt_trainer.testing.bucket import Bucket, serve
@@ -433,3 +434,25 @@ def test_recipes_that_cannot_be_right(recipe_base, fake_engine, monkeypatch) -> 
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
     with pytest.raises(RecipeError, match=r"boto3, which is not installed; pip install 'lt-ckpt\[s3\]'"):
         start(recipe_base, "checkpoint.mirror=s3://bucket/run")
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("run.out=elsewhere", ""),
+        ("data.store=elsewhere", ""),
+        ("batch.micro_batch=2", ""),
+        ("parallel.dp_replicate=2", ""),
+        ("checkpoint.interval=7", ""),
+        ("guard.timeout_s=9", ""),
+        ("run.seed=3", "run.seed: 0 there, 3 here"),
+        ("data.pack=concat", "data.pack: 'bfd' there, 'concat' here"),
+        ("batch.global_batch=16", "batch.global_batch: 8 there, 16 here"),
+        ("schedule.max_steps=30", "schedule.max_steps: 20 there, 30 here"),
+        ("model.n_layers=3", "model.n_layers: 2 there, 3 here"),
+        ("run.engine=neuron", "run.engine: 'gpu' there, 'neuron' here"),
+    ],
+)
+def test_what_an_empty_machine_may_have_otherwise(recipe_base, setting, told) -> None:
+    there, here = (to_dict(load(base=recipe_base, sets=sets).recipe) for sets in ([], [setting]))
+    assert differences(there, here) == ([told] if told else [])
