@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, prepare_documents, storage
+from lt_data import DataError, Document, Tokenizer, TokenStore, prepare_documents, storage, train_bpe
 from lt_data.exports import room
 from lt_data.exports.exporting import export
 from lt_data.exports.importing import ImportOptions, import_tokens
@@ -328,3 +328,14 @@ def test_kill_9_of_an_import_and_an_error_leave_the_way_free(
     for file in files:
         assert (tmp_path / "back" / file).read_bytes() == (tmp_path / "undisturbed" / file).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "out", "store", "undisturbed"]
+
+
+def test_padding_of_a_tokenizer_that_names_no_id_for_it_is_0(texts: list[str], tmp_path: Path) -> None:
+    bare = train_bpe(texts, vocab_size=300, special_tokens=())
+    documents = [Document(text=text, source="text") for text in texts[:3]]
+    prepare_documents(documents, tokenizer=bare, out=tmp_path / "store", bos=False, eos=False)
+    store = TokenStore.open(tmp_path / "store")
+    n = store.n_tokens
+    export(store, out=tmp_path / "out", options=ExportOptions(to="litespark", seq_len=n + 9))
+    found = np.fromfile(tmp_path / "out" / "train" / "tokens_shard_000000.ds", "<u2")
+    np.testing.assert_array_equal(found, [*store.tokens(0, n), *[0] * 10])
