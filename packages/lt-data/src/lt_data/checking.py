@@ -49,6 +49,7 @@ def problems(store: TokenStore, progress: Progress = silent) -> Iterator[str]:
 
 def pack_folders(store: TokenStore) -> list[Path]:
     """The folders of the packs of a store, by name."""
+    store.bring(PACK_FOLDER)
     folder = store.path / PACK_FOLDER
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
@@ -91,6 +92,7 @@ def _of_index(store: TokenStore, number: int) -> Iterator[str]:
     shard = store.manifest.shards[number]
     path = store.path / SHARD_FOLDER / f"{shard.name}.idx"
     try:
+        store.bring(f"{SHARD_FOLDER}/{shard.name}.idx")
         with os_errors("read", path):
             content = path.read_bytes()
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:

@@ -265,6 +265,7 @@ def verify_packs(store: TokenStore) -> int:
     Raises:
         DataError: one differs.
     """
+    store.bring(PACK_FOLDER)
     folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{FILE_NAME}"))
     for folder in folders:
         index = PackIndex.load(folder)
@@ -358,6 +359,7 @@ def _folder(store: TokenStore, lengths: list[int], mode: Mode, name: str | None)
     name = _name(lengths, mode) if name is None else name
     if not name or name in (".", "..") or "/" in name:
         raise DataError(f"name={name!r}: one folder name")
+    store.bring(f"{PACK_FOLDER}/{name}")
     return store.path / PACK_FOLDER / name
 
 

@@ -26,6 +26,7 @@ from lt_data.store import TokenStore
 IGNORE = -100  # the label of a position that has none
 NO_DOCUMENT = -1  # the document number of padding
 _TOUCH_BYTES = 2048
+_ROWS_PER_SHARD = 4  # fewer than that are copied faster one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,22 +271,34 @@ class RowReader:
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
 
     def _full_rows(self, start: np.ndarray) -> np.ndarray | None:
-        """Rows that are one run each, where all of them lie in one local shard: one loop of copies, in C."""
+        """Rows that are one run each, in few local shards and across no border: one loop of copies in C per shard."""
         borders = self.store.shard_borders
         if not start.size or self.store.mapped(0) is None:
             return None
-        shard = int(np.searchsorted(borders, start[0], side="right")) - 1
-        begin, end = int(borders[shard]), int(borders[shard + 1])
-        if int(start.min()) < begin or int(start.max()) + self.seq_len > end:
+        shard = np.searchsorted(borders, start, side="right") - 1
+        if (start + self.seq_len > borders[shard + 1]).any():
             return None
-        ids = _local(self.store, shard)
+        source = start - borders[shard]
+        shards = set(shard.tolist())
+        if len(shards) == 1:
+            return self._runs_of_shard(shards.pop(), source)
+        if len(shards) * _ROWS_PER_SHARD > start.size:
+            return None
+        rows = np.empty((start.size, self.seq_len), self.store.dtype)
+        for number in shards:
+            places = np.flatnonzero(shard == number)
+            rows[places] = self._runs_of_shard(number, source[places])
+        return rows
+
+    def _runs_of_shard(self, number: int, source: np.ndarray) -> np.ndarray:
+        """Runs of `seq_len` tokens of one local shard, which begin at these tokens of it."""
+        ids = _local(self.store, number)
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
         # Every run of the shard as one item, which overlap; only those asked for are copied.
         runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
-        source = start - begin
         touch = np.arange(0, self.seq_len, _TOUCH_BYTES // ids.itemsize)
         ids[(source[:, None] + touch).reshape(-1)]  # misses of memory and of pages for all rows at once, not in turn
-        return runs[source].view(ids.dtype).reshape(start.size, self.seq_len)
+        return runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
 
     def _shards_of(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """In how many shards each run lies."""

@@ -29,11 +29,12 @@ from lt_data.tokenizer import Tokenizer
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_FOLDER = "shards"
 PACK_FOLDER = "packs"
+_READ_IDS = 2**22  # at a time, of a shard that is not a local file
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
 
 
 class ShardBytes(Protocol):
-    """Where ids come from when the shards are not local files."""
+    """Where a store comes from when it is not in a local folder, such as lt_data.remote.reading."""
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
         """The ids [begin, end) of a shard, in the dtype of the store."""
@@ -41,6 +42,10 @@ class ShardBytes(Protocol):
 
     def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
         """Have many spans (shard, begin, end) at hand, fetched side by side."""
+        ...
+
+    def bring(self, name: str) -> None:
+        """Have a file of the store, or all files of a folder of it, in the local folder."""
         ...
 
 
@@ -67,12 +72,38 @@ class TokenStore:
         return (_reopened, (type(self), self.path, self.manifest, self._contents))
 
     @classmethod
-    def open(cls, path: str | Path) -> "TokenStore":
-        """Open the store in a folder.
+    def open(
+        cls,
+        path: str | Path,
+        *,
+        cache: str | Path | None = None,
+        cache_bytes: int | None = None,
+        endpoint_url: str | None = None,
+    ) -> "TokenStore":
+        """Open the store in a folder, or one that stays in S3 and is read block by block (lt_data.remote.reading).
+
+        Args:
+            path: the folder, or `s3://bucket/folder`.
+            cache: of a store in S3: folder for what was fetched; `lt-data` in the user's cache folder if not given.
+            cache_bytes: bytes that blocks may take there; 20 GiB if not given.
+            endpoint_url: another store of objects than Amazon's.
 
         Raises:
             DataError: no store, another version, or a shard is missing or has another size than the manifest says.
         """
+        if isinstance(path, str) and path.startswith("s3://"):
+            from lt_data.remote.reading import DEFAULT_CACHE_BYTES, RemoteShards
+            from lt_data.remote.s3 import S3Options
+
+            shards = RemoteShards(
+                path,
+                cache=None if cache is None else Path(cache),
+                cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
+                options=S3Options(endpoint_url=endpoint_url),
+            )
+            return cls(shards.folder, shards.manifest, contents=shards)
+        if (cache, cache_bytes, endpoint_url) != (None, None, None):
+            raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
         store = cls(path, read_manifest(path))
         for shard in store.manifest.shards:
@@ -196,6 +227,11 @@ class TokenStore:
                 begin, n, number = begin + last - first, n - (last - first), number + 1
         self._contents.prefetch(spans)
 
+    def bring(self, name: str) -> None:
+        """Have a file of the store, or all files of a folder of it, in its local folder; a local store has them."""
+        if self._contents is not None:
+            self._contents.bring(name)
+
     def verify(self, progress: Progress = silent) -> None:
         """Read every file and compare its hash with the manifest.
 
@@ -208,12 +244,15 @@ class TokenStore:
         for name, sha256 in tokenizer.files.items():
             self._check_hash(self.path / TOKENIZER_FOLDER / name, sha256)
         self.tokenizer()
-        for shard in self.manifest.shards:
+        for number, shard in enumerate(self.manifest.shards):
             self._check_hash(self._idx(shard), shard.idx_sha256)
             lengths = self._shard_lengths(shard)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
                 raise DataError(f"{self._idx(shard)}: its lengths do not add up to {shard.tokens} tokens")
-            self._check_hash(self._bin(shard), shard.sha256)
+            if self._contents is None:
+                self._check_hash(self._bin(shard), shard.sha256)
+            else:
+                self._check_ids(number)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
 
@@ -221,6 +260,7 @@ class TokenStore:
         return self.path / SHARD_FOLDER / f"{shard.name}.bin"
 
     def _idx(self, shard: Shard) -> Path:
+        self.bring(f"{SHARD_FOLDER}/{shard.name}.idx")
         return self.path / SHARD_FOLDER / f"{shard.name}.idx"
 
     def _open_shard(self, number: int) -> np.ndarray:
@@ -261,6 +301,13 @@ class TokenStore:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != expected:
             raise DataError(f"{path}: its SHA-256 is not the one in the manifest: copy it again or prepare again")
+
+    def _check_ids(self, number: int) -> None:
+        shard, digest = self.manifest.shards[number], hashlib.sha256()
+        for begin in range(0, shard.tokens, _READ_IDS):
+            digest.update(np.ascontiguousarray(self.read(number, begin, min(begin + _READ_IDS, shard.tokens))).data)
+        if digest.hexdigest() != shard.sha256:
+            raise DataError(f"shard {shard.name}: its SHA-256 is not the one in the manifest: upload it again")
 
 
 def _reopened(

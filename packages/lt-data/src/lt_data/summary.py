@@ -147,6 +147,7 @@ def stats(
     if not lengths.size:
         raise DataError(f"{store.path}: the store has no documents")
     text_tokens = store.n_tokens - store.n_documents * (manifest.bos + manifest.eos)
+    store.bring(PACK_FOLDER)
     folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{FILE_NAME}"))
     return Stats(
         documents=store.n_documents,

@@ -180,13 +180,13 @@ class RemoteShards:
         Raises:
             DataError: see `read`.
         """
-        for file_name, file in self._files.items():
-            if file_name == name or file_name.startswith(f"{name}/"):
-                path = self.folder / file_name
-                with os_errors("look at", path):
-                    there = path.is_file() and path.stat().st_size == file.n_bytes
-                if not there:
-                    self._keep(file_name, file, self._pieces(file_name, file))
+        names = [name] if name in self._files else [other for other in self._files if other.startswith(f"{name}/")]
+        for name in names:
+            path, file = self.folder / name, self._files[name]
+            with os_errors("look at", path):
+                there = path.is_file() and path.stat().st_size == file.n_bytes
+            if not there:
+                self._keep(name, file, self._pieces(name, file))
 
     def _pieces(self, name: str, file: RemoteFile) -> Iterator[bytes]:
         """A whole file, some pieces at a time."""
