@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from lt_data import DataError, Document, prepare, prepare_documents
+from lt_data import DataError, Document, merge, prepare, prepare_documents
 from lt_data import storage as storage_module
 from lt_data.building import Building
 
@@ -231,6 +231,40 @@ def test_prepare_over_an_older_store(
         assert contents(folder) == {f"store/{name}": content for name, content in whole.items()}, what
         shutil.rmtree(folder)
     assert aside > 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
+def test_merge(
+    fast_path: Path, corpus: Path, few: dict[str, Any], contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = fast_path / "root"
+    for rank in (0, 1):
+        prepare([corpus], out=root / "store", rank=rank, world=2, **few)
+    shutil.copytree(root, fast_path / "whole")
+    merge(fast_path / "whole/store")
+    whole = contents(fast_path / "whole")
+    states, n_calls = states_of(monkeypatch, root, lambda root: merge(root / "store"))
+    assert n_calls > 40
+    gone_on = 0
+    for number, state in enumerate(states):
+        folder = fast_path / str(number)
+        build(folder, state.files)
+        published = (folder / "store").exists()
+        notices: list[str] = []
+        try:
+            merge(folder / "store", notice=notices.append)
+        except DataError as exc:
+            said = str(exc)
+            assert not (folder / "store.building").exists(), state.what
+        else:
+            said = "holds a token store already"
+        assert "holds a token store already" in said, state.what
+        after = [int(found[1]) for n in notices if (found := re.search(r"goes on after (\d+) finished shards", n))]
+        assert published or sum(after) >= state.finished, state.what
+        gone_on += bool(after)
+        assert contents(folder) == whole, state.what
+        shutil.rmtree(folder)
+    assert gone_on > 10
 
 
 @pytest.mark.usefixtures("small_batches")
