@@ -39,11 +39,13 @@ class Slices(NamedTuple):
 def fill_best_fit(offsets: np.ndarray, seq_len: int) -> Slices:
     """Rows of `seq_len` tokens; `offsets` as for `fill_buckets`."""
     document, start, length, is_last = _pieces(offsets, seq_len)
-    order, bins = best_fit(length, seq_len)
+    # Full pieces are the longest and fill the first rows in their order, which needs no search.
+    full, short = np.flatnonzero(length == seq_len), np.flatnonzero(length < seq_len)
+    order, bins = best_fit(length[short], seq_len)
     by_row = np.argsort(bins, kind="stable")
-    bins = bins[by_row]
-    slices = order[by_row]
-    del order, by_row
+    slices = np.concatenate([full, short[order[by_row]]])
+    bins = np.concatenate([np.arange(full.size), bins[by_row] + full.size])
+    del order, by_row, full, short
     # Random access is what costs here, so each array is looked up once, and the mark of the last piece rides along.
     length = length[slices]
     start = (start * 2 + is_last)[slices]

@@ -26,7 +26,6 @@ from lt_data.store import TokenStore
 IGNORE = -100  # the label of a position that has none
 NO_DOCUMENT = -1  # the document number of padding
 _TOUCH_BYTES = 2048
-_ROWS_PER_SHARD = 4  # fewer than that are copied faster one by one
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,7 +270,7 @@ class RowReader:
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
 
     def _full_rows(self, start: np.ndarray) -> np.ndarray | None:
-        """Rows that are one run each, in few local shards and across no border: one loop of copies in C per shard."""
+        """Rows that are one run each, where all of them lie in one local shard: one loop of copies, in C."""
         borders = self.store.shard_borders
         if not start.size or self.store.mapped(0) is None:
             return None
@@ -279,20 +278,9 @@ class RowReader:
         if (start + self.seq_len > borders[shard + 1]).any():
             return None
         source = start - borders[shard]
-        shards = set(shard.tolist())
-        if len(shards) == 1:
-            return self._runs_of_shard(shards.pop(), source)
-        if len(shards) * _ROWS_PER_SHARD > start.size:
+        if int(shard.min()) != int(shard.max()):
             return None
-        rows = np.empty((start.size, self.seq_len), self.store.dtype)
-        for number in shards:
-            places = np.flatnonzero(shard == number)
-            rows[places] = self._runs_of_shard(number, source[places])
-        return rows
-
-    def _runs_of_shard(self, number: int, source: np.ndarray) -> np.ndarray:
-        """Runs of `seq_len` tokens of one local shard, which begin at these tokens of it."""
-        ids = _local(self.store, number)
+        ids = _local(self.store, int(shard[0]))
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
         # Every run of the shard as one item, which overlap; only those asked for are copied.
         runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
@@ -312,16 +300,20 @@ class RowReader:
         shard = np.searchsorted(borders, start, side="right") - 1
         source = start - borders[shard]
         ends = source + length
-        if (start + length > borders[shard + 1]).any() or self.store.mapped(0) is None:
+        if not start.size or self.store.mapped(0) is None:
             return self._runs_of_any_kind(start, length)
+        crossing = np.flatnonzero(start + length > borders[shard + 1])
         shards = shard.tolist()
         # Not np.unique, whose first call imports numpy.ma: more than everything else that a start does.
         maps = {number: _local(self.store, number).data for number in set(shards)}
-        if len(maps) == 1:
+        if len(maps) == 1 and not crossing.size:
             (view,) = maps.values()
             return map(view.__getitem__, map(slice, source.tolist(), ends.tolist()))
         columns = zip(shards, source.tolist(), ends.tolist(), strict=True)
-        return [maps[number][begin:end] for number, begin, end in columns]
+        parts = [maps[number][begin:end] for number, begin, end in columns]
+        for i in crossing[::-1].tolist():
+            parts[i : i + 1] = self._runs_of_any_kind(start[i : i + 1], length[i : i + 1])
+        return parts
 
     def _runs_of_any_kind(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
         borders = self.store.shard_borders
