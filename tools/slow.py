@@ -2,7 +2,8 @@
 
 One test after the other, with what they print as they go: most of them start several ranks at a time, which two tests
 side by side would only slow down. Arguments are passed on to pytest, so `tools/slow.py tests/test_kill.py` narrows it.
-LT_KILLS and LT_SEED choose how many kills `tests/test_kill.py` counts, and which.
+LT_KILLS and LT_SEED choose how many kills `tests/test_kill.py` and lt-ckpt's own count, and which; LT_FUZZ how many
+changes of files lt-ckpt's `test_hostile.py` makes per format.
 """
 
 from __future__ import annotations

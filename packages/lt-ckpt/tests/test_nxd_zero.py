@@ -526,3 +526,45 @@ def test_hugging_face_is_made_of_a_step(tmp_path):
     made = open_hf(out)
     for key, tensor in by_hand(opened.root, "master").items():
         assert read(made, "weights", key).tobytes() == tensor.contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize("folder", CASES)
+def test_a_checkpoint_of_ours_gets_moments_masters_and_step(folder, tmp_path):
+    """What a run goes on from: strictly the groups and tensors that a trainer expects, at the step of the optimizer."""
+    from lt_ckpt import Checkpoint, expected
+    from lt_ckpt.cli.convert import convert as command
+
+    config = STEPS / "hf-start" / "config.json"
+    apart = ZERO in folder.parents  # its norms' gradients lack the sum over ranks, so the copies differ
+    if apart:
+        with pytest.raises(CheckpointError, match=r"its copy of model\.\S+ differs .*--unequal-copies"):
+            command(str(folder), tmp_path / "no", "lt", config, masters=True, optimizer=True)
+        assert not (tmp_path / "no").exists()
+    command(str(folder), tmp_path / "ck", "lt", config, masters=True, optimizer=True, unequal_copies=apart)
+    made = Checkpoint.open(tmp_path / "ck" / "step-00000003")
+    made.require(expected(LlamaConfig.from_hf(CONFIG)))
+    assert made.step == 3
+    root = open_nxd(folder, config=CONFIG).root
+    for group, kind in (("weights", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
+        for key, tensor in by_hand(root, kind).items():
+            assert made.read(group, key).tobytes() == tensor.contiguous().numpy().tobytes(), (group, key)
+
+
+def test_moments_go_where_they_can_be_kept_and_from_one_step_only(copy, tmp_path):
+    from lt_ckpt.cli.convert import convert as command
+
+    config = STEPS / "hf-start" / "config.json"
+    for to in ("hf", "nxd", "dcp", "pt"):
+        with pytest.raises(CheckpointError, match=f"--optimizer: has no effect with --to {to}, .* use --to lt"):
+            command(str(copy), tmp_path / "out", to, config, optimizer=True)
+    with pytest.raises(CheckpointError, match="optimizer and head_order have no effect on hf"):
+        command(str(DATA / "llama2-mha-tp2" / "hf"), tmp_path / "out", "lt", optimizer=True)
+    change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)), EVERY)
+    refuse(copy, r"its optimizer's tensors are of the steps \['3\.0', '4\.0'\]")
+    change(copy, lambda tree: [state.update(step=torch.tensor(2.5)) for state in tree["base_state"].values()], EVERY)
+    refuse(copy, "its optimizer is of step 2.5, which is none")
+    change(copy, lambda tree: [state.update(step="3") for state in tree["base_state"].values()], EVERY)
+    refuse(copy, "the step of tensor 0 is a str")
+    change(copy, lambda tree: [state.pop("step") for state in tree["base_state"].values()], EVERY)
+    assert "step" not in open_nxd(copy, config=CONFIG, optimizer=True).about
+    assert not (tmp_path / "out").exists()

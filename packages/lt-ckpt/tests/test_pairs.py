@@ -41,7 +41,9 @@ def models(draw: st.DrawFn) -> LlamaConfig:
 def cuts(draw: st.DrawFn, config: LlamaConfig) -> NxdOptions:
     """A cut that the model admits, of every kind."""
     pp = draw(st.integers(1, config.n_layers))
-    common: dict[str, Any] = {"pp": pp, "layout": draw(st.sampled_from(["v1", "v2"])), "xser": draw(st.booleans())}
+    chunks = draw(st.integers(1, config.n_layers // pp))
+    common: dict[str, Any] = {"pp": pp, "virtual_pp": chunks, "xser": draw(st.booleans())}
+    common["layout"] = draw(st.sampled_from(["v1", "v2"]))
     if common["layout"] == "v2" and draw(st.booleans()):
         common["tag"] = "step_3"
     grouped = [
@@ -92,7 +94,7 @@ def assert_equal(a: Path, b: Path, config: Path) -> None:
 @given(data=st.data())
 def test_there_and_back_is_the_same_bits(first: str, second: str, data: st.DataObject) -> None:
     config = data.draw(models())
-    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32]))
+    dtype = data.draw(st.sampled_from([torch.bfloat16, torch.float32, torch.float16, torch.float64]))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         start = write_hf(root / "hf", config, dtype)
@@ -101,6 +103,39 @@ def test_there_and_back_is_the_same_bits(first: str, second: str, data: st.DataO
         back = made(b, root / ("c.pt" if first == "pt" else "c"), first, start, data.draw(cuts(config)))
         for path in (a, b, back):
             assert_equal(start, path, start)
+
+
+SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 8, "n_heads": 12, "n_kv_heads": 2}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["hf", "lt", "dcp", "pt"])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_multiplier=2, qkv="gqa", xser=True, tag="step_3"),
+        NxdOptions(tp=4, pp=3, kv_multiplier=2, qkv="gqa_fused", layout="v1"),
+        NxdOptions(tp=2, pp=2, virtual_pp=3, qkv="separate", layout="v1", xser=True),
+        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_multiplier=2, qkv="gqa_fused"),
+    ],
+    ids=["chunks, gqa, xser", "remainder, fused, v1", "chunks, separate, xser v1", "chunks, fused"],
+)
+def test_cuts_with_everything_come_back(tmp_path: Path, kind: str, cut: NxdOptions, tied: bool) -> None:
+    """Seven layers: a remainder for any cut. Into NxD, on to another format, into NxD again: the same files."""
+    config = LlamaConfig(**SHAPE, n_layers=7, tie_word_embeddings=tied)
+    start = write_hf(tmp_path / "hf", config, torch.bfloat16)
+    first = made(start, tmp_path / "first", "nxd", start, cut)
+    about = open_source(first, config=start).about
+    assert (about["tp"], about["pp"], about["virtual_pp"]) == (cut.tp, cut.pp, cut.virtual_pp)
+    assert (about["qkv"], about["kv_multiplier"], about["xser"]) == (cut.qkv, cut.kv_multiplier, cut.xser)
+    between = made(first, tmp_path / ("b.pt" if kind == "pt" else "b"), kind, start, cut)
+    second = made(between, tmp_path / "second", "nxd", start, cut)
+    contents = [
+        {path.relative_to(out).as_posix(): path.read_bytes() for path in out.rglob("*") if path.is_file()}
+        for out in (first, second)
+    ]
+    assert contents[0] == contents[1]
+    assert_equal(start, between, start)
 
 
 def test_a_70b_cut_has_256_files_with_the_right_names() -> None:

@@ -84,6 +84,7 @@ def open_source(
     config: str | os.PathLike[str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     masters: bool = False,
+    optimizer: bool = False,
     head_order: str = "trn1",
     progress: files.Progress | None = None,
 ) -> Source:
@@ -94,6 +95,7 @@ def open_source(
         config: A config.json, or a folder with one, for formats that carry none (NxD, a .pt, DCP).
         cache: Where models of the hub are kept; by default the user's cache folder.
         masters: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
+        optimizer: Of an NxD checkpoint, the moments of its ZeRO-1 state too.
         head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; it cannot be seen in the files.
         progress: Told the bytes downloaded.
 
@@ -110,8 +112,8 @@ def open_source(
         return replace(found, about={**found.about, **fetched.about})
     place = Path(path)
     kind = detect(place)
-    if kind != "nxd" and (masters or head_order != "trn1"):
-        raise CheckpointError(f"{place}: masters and head_order have no effect on {kind}; leave them out")
+    if kind != "nxd" and (masters or optimizer or head_order != "trn1"):
+        raise CheckpointError(f"{place}: masters, optimizer and head_order have no effect on {kind}; leave them out")
     if kind == "lt":
         from lt_ckpt.discover import resolve
         from lt_ckpt.lt_format import open_lt
@@ -137,7 +139,9 @@ def open_source(
 
         if head_order not in get_args(HeadOrder):
             raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
-        return open_nxd(place, config=known, masters=masters, head_order=cast(HeadOrder, head_order))
+        return open_nxd(
+            place, config=known, masters=masters, optimizer=optimizer, head_order=cast(HeadOrder, head_order)
+        )
     if kind == "dcp":
         from lt_ckpt.dcp.format import open_dcp
 

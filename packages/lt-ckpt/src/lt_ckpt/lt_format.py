@@ -153,7 +153,7 @@ def _shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard
     shards: list[Shard] = []
     for kind, group in source.groups.items():
         for name, spec in group.specs.items():
-            if kind == "weights" and name == HEAD and model.tie_word_embeddings:
+            if name == HEAD and model.tie_word_embeddings:
                 continue
             target = dtype if dtype and kind == "weights" else spec.dtype
             require_cast(spec.dtype, target)

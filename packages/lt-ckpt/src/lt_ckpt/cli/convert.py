@@ -33,6 +33,9 @@ def convert(
     masters: Annotated[
         bool, typer.Option("--masters", help="From NxD: the fp32 masters of its ZeRO-1 state as the weights.")
     ] = False,
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="From NxD to lt: the moments of its ZeRO-1 state, and its step, too.")
+    ] = False,
     source_head_order: Annotated[
         str, typer.Option("--source-head-order", help="From NxD: trn1 or trn2; the files do not show it.")
     ] = "trn1",
@@ -63,6 +66,8 @@ def convert(
     useless = [name for name, given in nxd.items() if given and to != "nxd"]
     if useless:
         raise CheckpointError(f"{', '.join(useless)}: has no effect with --to {to}; leave it out, or use --to nxd")
+    if optimizer and to != "lt":
+        raise CheckpointError(f"--optimizer: has no effect with --to {to}, which holds weights alone; use --to lt")
     options = None
     if to == "nxd":
         from lt_ckpt.nxd.options import NxdOptions
@@ -83,7 +88,7 @@ def convert(
             tag=tag,
             head_order=cast("Literal['trn1', 'trn2']", head_order),
         )
-    source = open_model(path, config, masters=masters, head_order=source_head_order)
+    source = open_model(path, config, masters=masters, optimizer=optimizer, head_order=source_head_order)
     wish = Wish(
         unequal_copies=unequal_copies,
         format=to,

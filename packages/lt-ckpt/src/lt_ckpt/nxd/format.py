@@ -6,7 +6,8 @@ gets its markers last; without a tag the output is that of NxD's own converter. 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from lt_ckpt.convert import Target
@@ -16,9 +17,10 @@ from lt_ckpt.nxd.grid import BEGUN, DONE
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.read import examine, model_group
+from lt_ckpt.nxd.resplitting import require_equal_steps
 from lt_ckpt.nxd.xser import XserWriter
-from lt_ckpt.nxd.zero import MASTER, model_groups, read_states
-from lt_ckpt.source import Group, Source
+from lt_ckpt.nxd.zero import MASTER, RankState, model_groups, read_states
+from lt_ckpt.source import Group, Reader, Source
 from lt_ckpt.torchfile.file import TorchWriter
 from lt_model import LlamaConfig
 
@@ -39,7 +41,8 @@ def open_nxd(
         config: The content of the model's config.json; NxD's folders have none.
         options: What the checkpoint must be: its tag, if given, is the one to open, its head order is believed, and all
             else must be as the files say. None: whatever the files say, in the head order of trn1.
-        optimizer: Open the ZeRO-1 state too: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`.
+        optimizer: Open the ZeRO-1 state too: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`; its step is
+            then that of the source.
         masters: Take the weights from the fp32 masters of the ZeRO-1 state, not from the model files.
         head_order: Without options: the head order of the GQA layer, which the files do not show.
 
@@ -71,11 +74,12 @@ def open_nxd(
         states = read_states(examined)
         about["dp"] = len(next(iter(states.values())).shards)
         groups = model_groups(model, examined.layout, states, str(found.root))
+        about |= _step(states.values(), found.root) if optimizer else {}
     if masters and MASTER not in groups:
         raise CheckpointError(
             f"{found.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
         )
-    weights = groups[MASTER] if masters else model_group(examined)
+    weights = groups.pop(MASTER) if masters else model_group(examined)
     return Source(
         format="nxd",
         path=found.root,
@@ -84,6 +88,24 @@ def open_nxd(
         groups={"weights": weights, **(groups if optimizer else {})},
         about=about,
     )
+
+
+def _step(states: Iterable[RankState], root: Path) -> dict[str, int]:
+    """Returns the step of the optimizer, where it keeps one.
+
+    Raises:
+        CheckpointError: Not all tensors of all ranks are of one step.
+    """
+    with Reader(root) as reader:
+        steps = {step for state in states for step in require_equal_steps(state, reader)}
+    if len(steps) > 1:
+        raise CheckpointError(f"{root}: its optimizer's tensors are of the steps {sorted(map(str, steps))}")
+    step = next(iter(steps), None)
+    if step is None:
+        return {}
+    if not 0 <= step < 2**53 or step != int(step):
+        raise CheckpointError(f"{root}: its optimizer is of step {step:g}, which is none")
+    return {"step": int(step)}
 
 
 def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None) -> Target:

@@ -20,7 +20,7 @@ import numpy as np
 from lt_ckpt import files
 from lt_ckpt.containers import Container
 from lt_ckpt.convert import BLOCK_BYTES, NewFolder, Progress
-from lt_ckpt.dtypes import item_bytes
+from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
@@ -81,7 +81,7 @@ def resplit(
     states = read_states(examined)
     with Reader(root) as reader:
         for state in states.values():
-            _require_equal_steps(state, reader)
+            require_equal_steps(state, reader)
         n_bytes = sum(_n_bytes(state, dp) for state in states.values())
         tell = Progress(n_bytes, progress)
         with storage("writing optimizer states", folder):
@@ -181,21 +181,33 @@ def _blocks(part: _Part, reader: Reader) -> Iterator[np.ndarray]:
         yield np.zeros(prod(shape) * item_bytes(spec.dtype), np.uint8)
 
 
-def _require_equal_steps(state: RankState, reader: Reader) -> None:
-    """Refuses shards of different steps, of which a state made of them would be a mixture."""
-    steps: list[list[bytes | None]] = []
+def require_equal_steps(state: RankState, reader: Reader) -> list[float | None]:
+    """Refuses shards of different steps, of which a state made of them would be a mixture.
+
+    Returns:
+        The step of each tensor, None where none is kept.
+
+    Raises:
+        CheckpointError: Two shards differ, or a step is no number.
+    """
+    steps: list[list[float | None]] = []
     for saved in state.shards:
-        found: list[bytes | None] = []
-        for index, entry in saved.tree[STATES].items():
-            step = entry.get("step")
-            if isinstance(step, TorchTensor | TensorReference):
-                part = _as_it_is(saved, step, (STATES, index, "step"))
-                found.append(reader.read(part.group, part.name).tobytes())
-            else:
-                found.append(None if step is None else repr(step).encode())
-        steps.append(found)
-        if found != steps[0]:
+        steps.append([_step(saved, index, entry.get("step"), reader) for index, entry in saved.tree[STATES].items()])
+        if steps[-1] != steps[0]:
             raise CheckpointError(
                 f"{saved.root / saved.file}: is of another step than {state.shards[0].file}; these are shards of two "
                 "saves"
             )
+    return steps[0]
+
+
+def _step(saved: Saved, index: Any, step: Any, reader: Reader) -> float | None:
+    if isinstance(step, TorchTensor | TensorReference):
+        part = _as_it_is(saved, step, (STATES, index, "step"))
+        data = reader.read(part.group, part.name)
+        if part.spec.dtype in ("I64", "I32"):
+            return float(int.from_bytes(data.tobytes(), "little", signed=True))
+        return float(cast(data, part.spec.dtype, "F64").view("<f8")[0])
+    if step is not None and type(step) not in (int, float):
+        raise CheckpointError(f"{saved.root / saved.file}: the step of tensor {index} is a {type(step).__name__}")
+    return None if step is None else float(step)
