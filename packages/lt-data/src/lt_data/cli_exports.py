@@ -9,7 +9,7 @@ _Format = Annotated[str, typer.Option(metavar="FORMAT", help="hf, megatron, smp,
 
 
 def export(
-    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")],
+    store: Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token store, or s3://bucket/folder.")],
     to: _Format,
     out: Annotated[Path, typer.Option(help="Folder to make.")],
     seq_len: Annotated[

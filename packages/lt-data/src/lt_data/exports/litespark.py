@@ -57,7 +57,7 @@ def _metadata(job: Job, files: Files) -> dict[str, Any]:
         "total_size_human": f"{scaled(files.bytes)}B",
     }
     return {
-        "dataset": job.store.path.name,
+        "dataset": f"lt-data store {manifest.fingerprint[:16]}",
         "tokenizer": manifest.tokenizer.name,
         "vocab_size": manifest.tokenizer.vocab_size,
         "sequence_length": job.options.seq_len,
