@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lt_data.exports.exporting import export
     from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
-    from lt_data.inspection import InspectedRow, Piece, inspect_batch
+    from lt_data.inspection import InspectedRow, Piece, inspect_batch, inspect_rows
     from lt_data.manifest import Amount, Manifest, Selection
     from lt_data.merging import merge
     from lt_data.mixture import Mixture
@@ -23,10 +23,14 @@ if TYPE_CHECKING:
     from lt_data.prefetch import Prefetcher
     from lt_data.preparation import part_folder, prepare, prepare_documents
     from lt_data.progress import Progress
+    from lt_data.remote.fetching import download
+    from lt_data.remote.sending import upload
+    from lt_data.report import write_report
     from lt_data.rows import IGNORE, RowReader, Rows, TokenRows
     from lt_data.run_files import StepReport, inspect_step
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
+    from lt_data.steps import EpochSteps, steps_per_epoch
     from lt_data.store import TokenStore
     from lt_data.stream import Stream, StreamBatch, StreamState
     from lt_data.summary import Stats, stats
@@ -39,6 +43,7 @@ _MODULES = {
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
+    "EpochSteps": "steps",
     "ExportOptions": "exports.options",
     "ExportReport": "exports.options",
     "ImportOptions": "exports.importing",
@@ -64,9 +69,11 @@ _MODULES = {
     "TokenRows": "rows",
     "TokenStore": "store",
     "Tokenizer": "tokenizer",
+    "download": "remote.fetching",
     "export": "exports.exporting",
     "import_tokens": "exports.importing",
     "inspect_batch": "inspection",
+    "inspect_rows": "inspection",
     "inspect_step": "run_files",
     "merge": "merging",
     "open_pack": "packing",
@@ -76,7 +83,10 @@ _MODULES = {
     "prepare_documents": "preparation",
     "read_documents": "sources.reader",
     "stats": "summary",
+    "steps_per_epoch": "steps",
     "train_bpe": "tokenizer",
+    "upload": "remote.sending",
+    "write_report": "report",
 }
 
 __all__ = [
@@ -86,6 +96,7 @@ __all__ = [
     "DataError",
     "Document",
     "DocumentReader",
+    "EpochSteps",
     "ExportOptions",
     "ExportReport",
     "ImportOptions",
@@ -111,9 +122,11 @@ __all__ = [
     "TokenRows",
     "TokenStore",
     "Tokenizer",
+    "download",
     "export",
     "import_tokens",
     "inspect_batch",
+    "inspect_rows",
     "inspect_step",
     "merge",
     "open_pack",
@@ -123,7 +136,10 @@ __all__ = [
     "prepare_documents",
     "read_documents",
     "stats",
+    "steps_per_epoch",
     "train_bpe",
+    "upload",
+    "write_report",
 ]
 
 
