@@ -233,6 +233,19 @@ def test_the_cache_keeps_to_its_limit_and_to_what_was_read_last(
     assert cache.usage() == size_of(cache)
 
 
+def test_reading_a_block_makes_it_the_newest(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, LEAST_BYTES)
+    for number in range(16):
+        cache.write("key", number, block(number))
+        os.utime(tmp_path / "blocks" / "key" / f"{number:08d}", ns=(number, number))
+    assert size_of(cache) == LEAST_BYTES
+    assert cache.read("key", 0, 0, 4, BLOCK_BYTES, None) == block(0)[:4]
+    cache.write("key", 99, block(99))
+    there = {int(path.name) for path in (tmp_path / "blocks" / "key").iterdir()}
+    assert {0, 99} <= there
+    assert 1 not in there
+
+
 WRITER = """
 import sys
 from pathlib import Path

@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -246,6 +247,23 @@ def test_complete_files_of_an_earlier_download_are_verified(
     proxy.fault = lambda r: None
     download(bucket.url, tmp_path / "copy")
     assert tree(tmp_path / "copy") == tree(files)
+
+
+def test_all_that_was_fetched_is_on_the_disk_before_it_has_its_name(
+    files: Path, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload(files, bucket.url)
+    synced: set[int] = set()
+    target = tmp_path / "copy"
+
+    def fsync(descriptor: int) -> None:
+        assert not target.exists() or os.path.samestat(os.fstat(descriptor), tmp_path.stat()), "only the parent after"
+        synced.add(os.fstat(descriptor).st_ino)
+
+    monkeypatch.setattr("lt_data.storage.os.fsync", fsync)
+    download(bucket.url, target)
+    for path in (target, tmp_path, *target.rglob("*")):
+        assert path.stat().st_ino in synced, path
 
 
 def test_something_else_at_the_target_stays(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
