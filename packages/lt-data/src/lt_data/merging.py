@@ -47,6 +47,8 @@ from lt_data.store_writer import (
 
 _CHUNK_TOKENS = 1 << 22
 
+_CHECKED = "checked_bytes"
+
 _SAME = ("bos", "eos", "dtype", "specials", "selection", "shard_tokens")
 """What the parts of one job have in common, beside the tokenizer and the listing of the sources."""
 
@@ -308,9 +310,11 @@ def _tokenizer_files(part: _Part) -> dict[str, bytes]:
 
 
 def _engine(parts: Sequence[_Part]) -> dict[str, Any]:
-    """What encoded, where all parts say the same, else what each says."""
+    """What encoded: the parts' own words where they agree, with the text of all their checks; else what each says."""
+    engines = [dict(part.manifest.engine) for part in parts if part.manifest.engine]
+    checked = sum(engine.get(_CHECKED, 0) for engine in engines)
     distinct: list[dict[str, Any]] = []
-    for part in parts:
-        if part.manifest.engine and dict(part.manifest.engine) not in distinct:
-            distinct.append(dict(part.manifest.engine))
-    return distinct[0] if len(distinct) == 1 else {"parts": distinct}
+    for engine in engines:
+        if all(engine | {_CHECKED: 0} != other | {_CHECKED: 0} for other in distinct):
+            distinct.append(engine)
+    return distinct[0] | {_CHECKED: checked} if len(distinct) == 1 else {"parts": distinct}

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,34 @@ def test_ready_made_ids(fast_path: Path, tokenizer: Tokenizer, contents: Content
     merged = merge(fast_path / "store")
     assert merged.fingerprint == whole.fingerprint
     assert merged.left_out == whole.left_out
+
+
+def test_what_the_parts_say_of_their_engines(fast_path: Path, options: dict[str, Any]) -> None:
+    """The same engine, checked on the text of each part; or another one in one part."""
+    (fast_path / "in").mkdir()
+    for number in range(2):
+        (fast_path / f"in/{number}.txt").write_text("the quick brown fox " * (20 + number), encoding="utf-8")
+    choices = [
+        {"name": "gigatoken", "version": "1", "asked": "auto", "why": "same ids", "checked_bytes": 400 + rank}
+        for rank in (0, 1)
+    ]
+    other = choices[1] | {"name": "hf", "checked_bytes": 0}
+    for second, said in ((choices[1], choices[0] | {"checked_bytes": 801}), (other, {"parts": [choices[0], other]})):
+        for rank, choice in enumerate((choices[0], second)):
+            prepare(
+                [fast_path / "in"],
+                out=fast_path / "store",
+                rank=rank,
+                world=2,
+                overwrite=True,
+                **{**options, "selection": None},
+            )
+            path = part_folder(fast_path / "store", rank, 2) / "manifest.json"
+            manifest = Manifest.from_json(json.loads(path.read_bytes()), "")
+            path.write_text(json.dumps(replace(manifest, engine=choice).to_json()), encoding="utf-8")
+        merged = merge(fast_path / "store", overwrite=True)
+        assert merged.engine == said
+        assert merged.documents == 2
 
 
 @pytest.fixture
