@@ -231,6 +231,8 @@ def prepare_documents(
             part=part,
         )
         publish(at_work, tokenizer.files, manifest, replace=replaces)
+    for reason, example in sorted(reader.examples.items()) if reader else ():
+        notice(f"skipped as {reason}: for example {example}")
     return manifest
 
 

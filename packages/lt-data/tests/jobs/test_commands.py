@@ -45,6 +45,7 @@ def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
         code, out, err = run(*prepared, "--rank", rank, "--world", 2)
         assert code == 0, err
         assert f"in store.part-0000{rank}-of-00002\n" in out
+        assert f"skipped as broken JSON line: for example in/{rank}.jsonl:5: " in err
     code, out, err = run("merge", "store")
     assert code == 0, err
     assert out.splitlines()[1:] == [
