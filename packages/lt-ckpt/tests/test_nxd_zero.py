@@ -18,7 +18,7 @@ from lt_ckpt.convert import convert
 from lt_ckpt.dtypes import cast
 from lt_ckpt.hf.format import hf_target, open_hf
 from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd.format import open_nxd
+from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.resplitting import resplit
@@ -568,3 +568,18 @@ def test_moments_go_where_they_can_be_kept_and_from_one_step_only(copy, tmp_path
     change(copy, lambda tree: [state.pop("step") for state in tree["base_state"].values()], EVERY)
     assert "step" not in open_nxd(copy, config=CONFIG, optimizer=True).about
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("folder", CASES[2:])
+def test_the_model_files_are_written_again_key_for_key(folder, tmp_path):
+    """Out to Hugging Face and back: what NxD saved after its steps, norms of another dtype in it.
+
+    The ranks of the other case have norms of their own (`test_copies_show_ranks_that_went_apart`).
+    """
+    opened = open_nxd(folder, config=CONFIG)
+    hf = convert(opened, hf_target(opened), tmp_path / "hf")
+    source = open_hf(hf)
+    cut = NxdOptions(tp=2, tag="step_3", xser=opened.about["xser"])
+    out = convert(source, nxd_target(source, cut), tmp_path / "out")
+    for t in range(2):
+        same(load(out / "step_3" / "model" / name(0, t)), load(opened.root / "model" / name(0, t)))
