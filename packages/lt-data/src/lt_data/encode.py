@@ -34,6 +34,7 @@ _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 1024
 _BATCHES_PER_WORKER = 3  # one at work, one waiting, one on its way back
 _LONG_BYTES = 1 << 19  # a document from this size on is encoded in pieces
+_PIECE_CHARACTERS = 1 << 18
 
 _Piece = tuple[np.ndarray, Mapping[str, int]]
 
@@ -152,7 +153,7 @@ def _pieces(batch: Batch, encoder: Encoder) -> Sequence[str]:
     """The pieces of a long document; none when the batch is to be encoded as it is."""
     if len(batch.texts) != 1 or batch.text_bytes < _LONG_BYTES or not encoder.cutter.possible:
         return ()
-    return encoder.cutter.cut(batch.texts[0])
+    return encoder.cutter.cut(batch.texts[0], _PIECE_CHARACTERS)
 
 
 def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callable[[], int]) -> Iterator[Batch]:

@@ -19,7 +19,6 @@ from typing import Any
 
 from lt_data.tokenizer import MODEL_FILE, SPLIT, Specials
 
-PIECE_CHARACTERS = 1 << 18
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -59,6 +58,7 @@ class Cutter:
             or _AT_BORDERS.search(token["content"])
             for token in added
         )
+        # A normalizer works on what stands between such tokens, so no cut is made beside one of them.
         self._added = tuple(token["content"] for token in added if specials == "ids" or not token.get("special"))
         self._drop = False  # whether the space at which a text is cut is left out
         self._border: re.Pattern[str] | None = None
@@ -71,7 +71,7 @@ class Cutter:
             self._drop = model.get("normalizer") is not None
         self.possible = self._border is not None
 
-    def cut(self, text: str, characters: int = PIECE_CHARACTERS) -> list[str]:
+    def cut(self, text: str, characters: int) -> list[str]:
         """The text in pieces of about that many characters; longer ones where there is no place to cut."""
         if self._border is None:
             return [text]
@@ -80,7 +80,7 @@ class Cutter:
         while found := self._border.search(text, max(search, begin + characters)):
             place = found.start()
             search = place + 1
-            if not self._added or not text.endswith(self._added, 0, place):
+            if not self._added or not (text.endswith(self._added, 0, place) or text.startswith(self._added, place + 1)):
                 pieces.append(text[begin:place])
                 begin = place + 1 if self._drop else place
         pieces.append(text[begin:])
