@@ -149,6 +149,21 @@ def test_auto_takes_the_reference_when_ids_differ(
     assert "for difficult text: id " in choice.why
 
 
+@pytest.mark.parametrize(
+    ("ids", "place"), [([7, 8, 9], None), ([7, 8, 5], 2), ([6, 8, 9], 0), ([7, 8], 2), ([7, 8, 9, 9], 3), ([], 0)]
+)
+def test_every_difference_is_seen(ids: list[int], place: int | None) -> None:
+    class Fixed:
+        def __init__(self, ids: list[int]) -> None:
+            self.ids = np.array(ids, np.uint32)
+
+        def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+            return [self.ids if text == "last" else self.ids[:0] for text in texts]
+
+    found = difference(Fixed(ids), Fixed([7, 8, 9]), ["first", "last"])
+    assert found == ("" if place is None else f"id {place} of 3 of the text 'last'")
+
+
 def test_a_difference_that_comes_later_is_an_error(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_data.engines.GigatokenEngine", Wrong)
     monkeypatch.setattr(Wrong, "word", "later")
