@@ -233,6 +233,20 @@ def test_the_cache_keeps_to_its_limit_and_to_what_was_read_last(
     assert cache.usage() == size_of(cache)
 
 
+def test_blocks_on_their_way_count_and_are_left_alone(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, LEAST_BYTES)
+    begun = [cache._begin(cache._path("key", number), BLOCK_BYTES) for number in range(16)]
+    cache.write("key", 99, block(99))
+    assert size_of(cache) == LEAST_BYTES
+    assert cache.read("key", 99, 0, 4, BLOCK_BYTES, None) is None, "no room: it is given, and not kept"
+    for one in begun:
+        assert one is not None
+        os.close(one[0])  # as if their processes had ended
+    cache.write("key", 99, block(99))
+    assert cache.read("key", 99, 0, 4, BLOCK_BYTES, None) == block(99)[:4]
+    assert not [*tmp_path.rglob("*.tmp")]
+
+
 def test_reading_a_block_makes_it_the_newest(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, LEAST_BYTES)
     for number in range(16):
