@@ -18,6 +18,7 @@ import subprocess
 import sys
 import textwrap
 import zipfile
+import zlib
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from lt_ckpt.formats import Wish, convert_to, open_source
 from lt_ckpt.manifest import commit_bytes
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.resplitting import resplit
-from lt_ckpt.torchfile.file import write_pt
+from lt_ckpt.torchfile.file import load_pt, write_pt
 from lt_model import ModelError
 
 TESTS = Path(__file__).parent
@@ -434,3 +435,22 @@ def test_records_with_names_that_lead_out_write_nothing(every, tmp_path):
         with pytest.raises(CheckpointError, match=r"a name that torch does not give|folders, not in one"):
             open_source(path, config=every["model"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.pt"]
+
+
+def test_records_that_lie_in_one_another_are_refused(tmp_path):
+    """How a small archive unpacks to a huge one: a record's bytes hold another record, header and all."""
+    path = tmp_path / "x.pt"
+    inner = zipfile.ZipInfo("x/data/1", date_time=(1980, 1, 1, 0, 0, 0))
+    inner.file_size = inner.compress_size = 8
+    inner.CRC = zlib.crc32(b"12345678")
+    with zipfile.ZipFile(path, "w") as made:
+        made.writestr("x/data.pkl", pickle.dumps({}, 2))
+        made.writestr("x/data/0", inner.FileHeader() + b"12345678")
+        outer = made.getinfo("x/data/0")
+        inner.header_offset = outer.header_offset + len(outer.FileHeader())
+        made.filelist.append(inner)
+        made.NameToInfo[inner.filename] = inner
+    with zipfile.ZipFile(path) as theirs:
+        assert theirs.read("x/data/1") == b"12345678"  # a good archive but for that
+    with pytest.raises(CheckpointError, match=r"record 'x/data/1' overlaps another"):
+        load_pt(path)
