@@ -223,7 +223,7 @@ def _require_boto3(recipe: Recipe) -> None:
         raise RecipeError(
             "a mirror needs boto3, which is not installed",
             values={"checkpoint.mirror": recipe.checkpoint.mirror},
-            remedy="pip install 'lt-ckpt[s3]', or leave checkpoint.mirror out",
+            remedy="pip install 'lt-trainer[s3]', or leave checkpoint.mirror out",
         )
 
 
