@@ -186,13 +186,14 @@ def test_the_commands_take_an_address(
 
 
 def size_of(cache: BlockCache) -> int:
-    """Bytes on the disk; a file that another process renames meanwhile counts once, one that it removes does not."""
+    """Bytes on the disk while nothing is added or removed; a file that is renamed meanwhile counts once."""
     found: dict[int, int] = {}
-    for folder, _, names in os.walk(cache.folder / "blocks"):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):
-                entry = os.stat(os.path.join(folder, name))
-                found[entry.st_ino] = entry.st_size
+    with cache._locked():
+        for folder, _, names in os.walk(cache.folder / "blocks"):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    entry = os.stat(os.path.join(folder, name))
+                    found[entry.st_ino] = entry.st_size
     return sum(found.values())
 
 

@@ -3,10 +3,11 @@
     FOLDER/usage              8 bytes: what the blocks take; the lock of the cache
     FOLDER/blocks/KEY/NUMBER  one block; its modification time is when it was last read
 
-A block is written under another name and renamed, so that who reads it sees all of it. Its bytes are counted, under the
-lock, before they are written; a process that is killed in between leaves the count too high, never too low. When the
-count would go over the limit, the blocks are counted anew and those read longest ago go, down to nine tenths. Files on
-their way are locked by who writes them, so that those of the dead can be told and removed.
+A block is written under another name and renamed, so that who reads it sees all of it. Its bytes are counted before
+they are written, and counting, renaming and making room are done under the lock; a process that is killed in between
+leaves the count too high, never too low. When the count would go over the limit, the blocks are counted anew and those
+read longest ago go, down to nine tenths. Files on their way are locked by who writes them: those of the dead can
+be told and removed.
 
 Nothing is synced: what a crash of the machine leaves is found by its hash when a process reads a block for the first
 time. Cost: some 20 µs for each read; one look at every block for each tenth of the limit that comes in.
@@ -98,7 +99,7 @@ class BlockCache:
                 view = memoryview(data)
                 while view:
                     view = view[os.write(at, view) :]
-                with suppress(FileNotFoundError):  # taken for one of the dead in the instant before it was locked
+                with self._locked():  # a file that is renamed under its eyes would be left out by a count
                     tmp.rename(path)
             except BaseException:
                 tmp.unlink(missing_ok=True)
