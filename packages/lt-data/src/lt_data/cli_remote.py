@@ -29,9 +29,7 @@ def upload(
 
     options = S3Options(endpoint_url=endpoint_url, connections=connections)
     with stage_bars() as bar:
-        done = send(
-            folder, url, overwrite=overwrite, options=options, comparing=bar("compare"), progress=bar("upload")
-        )
+        done = send(folder, url, overwrite=overwrite, options=options, comparing=bar("compare"), progress=bar("upload"))
     say(f"{folder} is at {done.url}: {len(done.sent)} files sent ({done.n_bytes} bytes), {len(done.kept)} were there")
     if done.taken_up:
         say(f"of the bytes sent, {done.taken_up} were there from an upload that was cut off")
