@@ -49,7 +49,8 @@ def test_a_store_goes_up_and_comes_down(store: TokenStore, bucket: Any, proxy: A
     listing = json.loads(objects.pop(LISTING))
     assert objects == before
     assert set(listing["files"]) == set(before)
-    puts = [request.key.removeprefix("data/store/") for request in proxy.sent("PUT")]
+    # Each once: a request that a busy machine answers late is sent again.
+    puts = list(dict.fromkeys(request.key.removeprefix("data/store/") for request in proxy.sent("PUT")))
     assert puts[-2:] == [LISTING, "manifest.json"], "what makes the store whole comes last"
     assert sorted(puts) == sorted([*before, LISTING])
     assert puts.index("packs/bfd-64/pack.json") > max(i for i, name in enumerate(puts) if name.endswith(".npy"))
