@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lt_model.generation import generate
     from lt_model.init import init_model, init_slice
     from lt_model.llama import Llama, LlamaBlock
-    from lt_model.loss import IGNORE, cross_entropy_sum, linear_cross_entropy_sum
+    from lt_model.loss import IGNORE, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
     from lt_model.params import Parameter, parameters
     from lt_model.presets import PRESETS, preset
 
@@ -32,8 +32,10 @@ _MODULES = {
     "Llama": "llama",
     "LlamaBlock": "llama",
     "IGNORE": "loss",
+    "LossParts": "loss",
     "cross_entropy_sum": "loss",
     "linear_cross_entropy_sum": "loss",
+    "linear_loss_parts": "loss",
     "Parameter": "params",
     "parameters": "params",
     "PRESETS": "presets",
@@ -46,6 +48,7 @@ __all__ = [
     "Llama",
     "LlamaBlock",
     "LlamaConfig",
+    "LossParts",
     "Memory",
     "ModelError",
     "Parameter",
@@ -56,6 +59,7 @@ __all__ = [
     "init_model",
     "init_slice",
     "linear_cross_entropy_sum",
+    "linear_loss_parts",
     "memory",
     "n_parameters",
     "parameters",

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from lt_model.attention import Attention, attention_backend, document_bias
 from lt_model.config import LlamaConfig
-from lt_model.loss import linear_cross_entropy_sum
+from lt_model.errors import ModelError
+from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.norm import RMSNorm
 from lt_model.rope import apply_rope, rope_tables
 
@@ -120,16 +121,22 @@ class Llama(nn.Module):
     Args:
         config: the shape.
         attention: name of the attention backend (`attention.BACKENDS`).
+        pad_vocab_to: the loss does its matrix products with the vocabulary rounded up to a multiple of this. Results,
+            parameters and their shapes are the same for every value (see `loss`).
 
     Attributes:
         config: the shape it was made with.
+        pad_vocab_to: as given.
         model: embedding, `layers` (an `nn.ModuleList` of `LlamaBlock`) and last norm.
         lm_head: the output head; tied to the embedding when the config says so.
     """
 
-    def __init__(self, config: LlamaConfig, *, attention: str = "sdpa") -> None:
+    def __init__(self, config: LlamaConfig, *, attention: str = "sdpa", pad_vocab_to: int = 1) -> None:
         super().__init__()
+        if pad_vocab_to < 1:
+            raise ModelError(f"pad_vocab_to = {pad_vocab_to} must be at least 1 (1: no padding)")
         self.config = config
+        self.pad_vocab_to = pad_vocab_to
         self.model = LlamaModel(config, attention_backend(attention))
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
@@ -142,7 +149,9 @@ class Llama(nn.Module):
         position_ids_BT: Tensor | None = None,
         doc_ids_BT: Tensor | None = None,
         labels_BT: Tensor | None = None,
-    ) -> Tensor:
+        z_loss: float = 0.0,
+        with_parts: bool = False,
+    ) -> Tensor | LossParts:
         """Compute logits, or the summed loss when labels are given.
 
         Args:
@@ -151,16 +160,23 @@ class Llama(nn.Module):
             doc_ids_BT: document number of each token: it sees earlier tokens with the same number only; all one
                 document when absent.
             labels_BT: the token that follows each position (already shifted), -100 where none is to be learnt.
+            z_loss: coefficient of logsumexp(logits)^2, added for every counted label; for training only, so give none
+                where a validation loss is wanted.
+            with_parts: return a `LossParts`: the loss, and its cross-entropy and z-loss apart.
 
         Returns:
-            Logits [B, T, V] in the weights' dtype; or the sum of cross-entropy over labels != -100 in nats, a scalar in
-            fp32 (float64 for float64 weights). With labels the head's weight is used a chunk of tokens at a time
-            (`linear_cross_entropy_sum`), so `lm_head` itself is not called and hooks on it do not run.
+            Logits [B, T, V] in the weights' dtype; or the sum of cross-entropy (and z-loss) over labels != -100 in
+            nats, a scalar in fp32 (float64 for float64 weights). With labels the head's weight is used a chunk of
+            tokens at a time (`linear_cross_entropy_sum`), so `lm_head` itself is not called and hooks on it do not run.
+
+        Raises:
+            ModelError: a negative or infinite `z_loss`.
         """
         hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, doc_ids_BT=doc_ids_BT)
         if labels_BT is None:
             return self.lm_head(hidden_BTD)
-        return linear_cross_entropy_sum(hidden_BTD, self.lm_head.weight, labels_BT)
+        parts = linear_loss_parts(hidden_BTD, self.lm_head.weight, labels_BT, z_loss=z_loss, pad_to=self.pad_vocab_to)
+        return parts if with_parts else parts.total
 
     def hidden_states(
         self,
