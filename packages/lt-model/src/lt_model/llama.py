@@ -12,12 +12,13 @@ Shapes: B batch, T tokens, D hidden_size, H query heads, G key/value heads, K he
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lt_model.attention import Attention, attention_backend, document_bias
+from lt_model.attention import Attention, attention_backend
 from lt_model.config import LlamaConfig
 from lt_model.errors import ModelError
 from lt_model.loss import LossParts, linear_loss_parts
@@ -60,9 +61,7 @@ class LlamaAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=False)
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
         """Return the attention output [B, T, D]; head counts follow the projections, so they may be sharded."""
         heads = (*x_BTD.shape[:2], -1, self.head_dim)
         q_BTHK = apply_rope(self.q_proj(x_BTD).view(heads), rope)
@@ -70,7 +69,7 @@ class LlamaAttention(nn.Module):
         v_BTGK = self.v_proj(x_BTD).view(heads)
         if cache is not None:
             k_BTGK, v_BTGK = cache.update(k_BTGK, v_BTGK)
-        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, bias).flatten(2))
+        return self.o_proj(self.attend(q_BTHK, k_BTGK, v_BTGK, mask).flatten(2))
 
 
 class LlamaMLP(nn.Module):
@@ -97,11 +96,9 @@ class LlamaBlock(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
 
-    def forward(
-        self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], bias: Tensor | None, cache: KVCache | None = None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
         """Return the residual stream after this layer, [B, T, D]."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, bias, cache)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), rope, mask, cache)
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
@@ -120,7 +117,8 @@ class Llama(nn.Module):
 
     Args:
         config: the shape.
-        attention: name of the attention backend (`attention.BACKENDS`).
+        attention: name of the attention backend (`attention.BACKENDS`). Whether it can run on the weights' device and
+            in their dtype is asked at the first forward pass.
         pad_vocab_to: the loss does its matrix products with the vocabulary rounded up to a multiple of this. Results,
             parameters and their shapes are the same for every value (see `loss`).
 
@@ -131,13 +129,14 @@ class Llama(nn.Module):
         lm_head: the output head; tied to the embedding when the config says so.
     """
 
-    def __init__(self, config: LlamaConfig, *, attention: str = "sdpa", pad_vocab_to: int = 1) -> None:
+    def __init__(self, config: LlamaConfig, *, attention: str = "auto", pad_vocab_to: int = 1) -> None:
         super().__init__()
         if pad_vocab_to < 1:
             raise ModelError(f"pad_vocab_to = {pad_vocab_to} must be at least 1 (1: no padding)")
         self.config = config
         self.pad_vocab_to = pad_vocab_to
-        self.model = LlamaModel(config, attention_backend(attention))
+        self._backend = attention_backend(attention)
+        self.model = LlamaModel(config, self._backend.attend)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
@@ -158,7 +157,8 @@ class Llama(nn.Module):
             input_ids_BT: token ids, integers.
             position_ids_BT: rotary position of each token; 0..T-1 when absent.
             doc_ids_BT: document number of each token: it sees earlier tokens with the same number only; all one
-                document when absent.
+                document when absent. They may lie on the CPU whatever the model's device: most backends ask the host
+                where documents begin, and would otherwise wait for the device.
             labels_BT: the token that follows each position (already shifted), -100 where none is to be learnt.
             z_loss: coefficient of logsumexp(logits)^2, added for every counted label; for training only, so give none
                 where a validation loss is wanted.
@@ -170,7 +170,7 @@ class Llama(nn.Module):
             tokens at a time (`linear_cross_entropy_sum`), so `lm_head` itself is not called and hooks on it do not run.
 
         Raises:
-            ModelError: a negative or infinite `z_loss`.
+            ModelError: a negative or infinite `z_loss`, or an attention backend that cannot run here.
         """
         hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, doc_ids_BT=doc_ids_BT)
         if labels_BT is None:
@@ -200,7 +200,7 @@ class Llama(nn.Module):
             first = caches[0].filled if caches else 0
             position_ids_BT = torch.arange(first, first + input_ids_BT.shape[1], device=input_ids_BT.device)
         rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
-        bias = document_bias(doc_ids_BT, x_BTD.dtype)
+        mask = self._backend.mask(doc_ids_BT, x_BTD.device, x_BTD.dtype)
         for index, layer in enumerate(self.model.layers):
-            x_BTD = layer(x_BTD, rope, bias, caches[index]) if caches else layer(x_BTD, rope, bias)
+            x_BTD = layer(x_BTD, rope, mask, caches[index]) if caches else layer(x_BTD, rope, mask)
         return self.model.norm(x_BTD)

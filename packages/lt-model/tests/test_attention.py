@@ -1,0 +1,217 @@
+"""Every attention backend against the formula; who may run where; how the kernels of others are called."""
+
+import sys
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+
+from lt_model import Llama, ModelError  # noqa: E402
+from lt_model.attention import BACKENDS, attention_backend, obstacle, usable_backends  # noqa: E402
+from lt_model.documents import (  # noqa: E402
+    find_documents,
+    flash_attn_attention,
+    varlen_attention,
+    varlen_documents,
+)
+from lt_model.sdpa import reference_attention, sdpa_attention  # noqa: E402
+
+CPU = torch.device("cpu")
+# Two rows of 12: three documents and padding; one document and padding at once.
+ROWS = torch.tensor([[4] * 5 + [1] + [2] * 4 + [-1] * 2, [0] * 11 + [-1]])
+
+
+def _heads(doc_ids, *, n_heads=6, n_kv_heads=2, width=8, dtype=torch.float64, device="cpu"):
+    """Return q, k, v and an upstream gradient."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = [
+        torch.randn(*doc_ids.shape, heads, width, generator=generator, dtype=torch.float64).to(device, dtype)
+        for heads in (n_heads, n_kv_heads, n_kv_heads, n_heads)
+    ]
+    return [tensor.requires_grad_() for tensor in tensors[:3]], tensors[3]
+
+
+def _results(attend, mask, qkv, upstream):
+    """Return output and gradients."""
+    out = attend(*qkv, mask)
+    return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
+
+
+def _expected(doc_ids, qkv, upstream):
+    backend = BACKENDS["reference"]
+    mask = backend.mask(doc_ids, upstream.device, upstream.dtype)
+    return _results(backend.attend, mask, qkv, upstream)
+
+
+@pytest.mark.parametrize("doc_ids", [ROWS, ROWS[:, :5], None], ids=["documents", "whole rows", "none"])
+@pytest.mark.parametrize("kv_heads", [6, 2, 1])
+@pytest.mark.parametrize("name", sorted(set(usable_backends("cpu", torch.float64)) - {"reference"}))
+def test_every_backend_of_the_cpu_equals_the_formula(name, kv_heads, doc_ids):
+    qkv, upstream = _heads(ROWS if doc_ids is None else doc_ids, n_kv_heads=kv_heads)
+    backend = attention_backend(name, device="cpu", dtype=torch.float64)
+    found = _results(backend.attend, backend.mask(doc_ids, CPU, torch.float64), qkv, upstream)
+    torch.testing.assert_close(found, _expected(doc_ids, qkv, upstream), rtol=1e-11, atol=1e-12)
+
+
+@given(lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3))
+@settings(max_examples=60, deadline=None)
+def test_documents_are_found_where_they_lie(lengths):
+    width = max(map(sum, lengths))
+    rows = [[i for i, n in enumerate(row) for _ in range(n)] + [-1] * (width - sum(row)) for row in lengths]
+    ids = torch.tensor(rows, dtype=torch.int32)
+    documents = find_documents(ids, CPU)
+    if all(len(set(row)) == 1 for row in rows):
+        assert documents is None
+        return
+    expected = [n for row in lengths for n in (*row, width - sum(row)) if n]
+    assert documents.lengths == expected
+    assert documents.bounds.tolist() == [sum(expected[:i]) for i in range(len(expected) + 1)]
+    assert (documents.bounds.dtype, documents.longest) == (torch.int32, width)
+    qkv, upstream = _heads(ids)
+    backend = BACKENDS["split"]
+    found = _results(backend.attend, documents, qkv, upstream)
+    torch.testing.assert_close(found, _expected(ids, qkv, upstream), rtol=1e-11, atol=1e-12)
+
+
+def test_a_document_that_comes_back_is_refused():
+    with pytest.raises(ModelError, match="row 1 comes back to a document that it has left"):
+        find_documents(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]]), CPU)
+
+
+def test_the_cpu_takes_documents_apart_by_default(gqa_config):
+    model = Llama(gqa_config)
+    assert type(BACKENDS["auto"].mask(ROWS, CPU, torch.float32)).__name__ == "Documents"
+    ids = torch.arange(24).view(2, 12)
+    out = model(ids, doc_ids_BT=ROWS)
+    reference = Llama(gqa_config, attention="reference")
+    reference.load_state_dict(model.state_dict())
+    torch.testing.assert_close(out, reference(ids, doc_ids_BT=ROWS), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash", "varlen", "flex"])
+def test_what_cannot_run_here_says_why_and_what_can(name, gqa_config):
+    with pytest.raises(ModelError, match=rf"{name}' cannot run here: it runs on cuda, not on cpu; .* auto, reference"):
+        attention_backend(name, device="cpu")
+    model = Llama(gqa_config, attention=name)  # it may yet be moved to a device that can
+    with pytest.raises(ModelError, match="it runs on cuda, not on cpu"):
+        model(torch.arange(8)[None])
+
+
+def test_dtypes_and_missing_modules_are_obstacles(monkeypatch):
+    assert obstacle("cudnn", "cuda", torch.float32) == "it takes bfloat16, float16, not float32"
+    assert obstacle("cudnn", "cuda", torch.bfloat16) is None
+    monkeypatch.setattr("lt_model.attention.find_spec", lambda name: None)
+    with pytest.raises(
+        ModelError, match=r"flash_attn is not there .*: pip install flash-attn; those that can are auto"
+    ):
+        attention_backend("flash-attn")
+    with pytest.raises(ModelError, match=r"torch.nn.attention.varlen is not there .*: it came with torch 2\.10"):
+        attention_backend("varlen", device="cuda", dtype=torch.bfloat16)
+    assert usable_backends("cuda", torch.bfloat16) == ["auto", "reference", "sdpa", "cudnn", "flash", "split", "flex"]
+
+
+def test_flash_takes_whole_rows_only():
+    make_mask = BACKENDS["flash"].make_mask
+    assert make_mask(ROWS[:, :5], CPU, torch.bfloat16) is None
+    with pytest.raises(ModelError, match="cannot keep the documents of a row apart"):
+        make_mask(ROWS, CPU, torch.bfloat16)
+
+
+def _by_documents(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
+    """What a kernel for documents of any length computes, by the formula, on the CPU."""
+    assert torch.equal(bounds_q, bounds_k)
+    assert bounds_q.dtype == torch.int32
+    sizes = bounds_q.diff()
+    assert longest_q == longest_k >= sizes.max()
+    parts = (x[None].split(sizes.tolist(), dim=1) for x in (q, k, v))
+    return torch.cat([reference_attention(*part, None)[0] for part in zip(*parts, strict=True)])
+
+
+def _varlen_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
+    assert is_causal
+    assert query.shape[1] == key.shape[1]
+    return _by_documents(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+def _varlen_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+    assert tuple(window_size) == (-1, 0)
+    assert query.shape[1] == key.shape[1]
+    return _by_documents(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+def _varlen_2_13(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
+):
+    assert tuple(window_size) == (-1, 0)
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    return _by_documents(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k)
+
+
+@pytest.mark.parametrize("kernel", [_varlen_2_10, _varlen_2_11, _varlen_2_13])
+def test_varlen_calls_each_version_of_the_kernel_rightly(monkeypatch, kernel):
+    """The real kernel needs CUDA (see the test on the device); these have the signatures that torch has had."""
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = kernel
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    qkv, upstream = _heads(ROWS)
+    found = _results(varlen_attention, varlen_documents(ROWS, CPU), qkv, upstream)
+    torch.testing.assert_close(found, _expected(ROWS, qkv, upstream), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("doc_ids", [ROWS, None], ids=["documents", "none"])
+def test_flash_attn_is_called_rightly(monkeypatch, doc_ids):
+    def flash_attn_func(q, k, v, *, causal=False):
+        assert causal
+        return sdpa_attention(q, k, v, None)
+
+    def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, causal=False):
+        assert causal
+        return _by_documents(q, k, v, cu_q, cu_k, max_q, max_k)
+
+    module = types.ModuleType("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    assert obstacle("flash-attn", "cuda", torch.bfloat16) is None
+    qkv, upstream = _heads(ROWS)
+    found = _results(flash_attn_attention, find_documents(doc_ids, CPU), qkv, upstream)
+    torch.testing.assert_close(found, _expected(doc_ids, qkv, upstream), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile")
+def test_flex_sees_what_the_formula_sees():
+    """Forward only and not compiled: the CPU has no more of it."""
+    from torch.nn.attention.flex_attention import flex_attention
+
+    from lt_model.flex import call_flex, flex_mask
+
+    q, k, v = (tensor.detach() for tensor in _heads(ROWS, dtype=torch.float32)[0])
+    with torch.no_grad():
+        found = call_flex(flex_attention, q, k, v, flex_mask(ROWS, CPU))
+        bias = BACKENDS["reference"].mask(ROWS, CPU, torch.float32)
+        torch.testing.assert_close(found, reference_attention(q, k, v, bias), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("documents", [True, False])
+@pytest.mark.parametrize("name", sorted(set(BACKENDS) - {"reference"}))
+def test_every_backend_of_the_device_equals_the_formula(name, documents):
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    if why := obstacle(name, "cuda", torch.bfloat16):
+        pytest.skip(f"{name}: {why}")
+    if name == "flash" and documents:
+        pytest.skip("flash takes whole rows only")
+    doc_ids = ROWS.repeat_interleave(32, dim=1) if documents else None
+    qkv, upstream = _heads(ROWS.repeat_interleave(32, dim=1), width=64, dtype=torch.bfloat16, device="cuda")
+    backend = BACKENDS[name]
+    found = _results(backend.attend, backend.mask(doc_ids, upstream.device, torch.bfloat16), qkv, upstream)
+    wide = [tensor.detach().double().requires_grad_() for tensor in qkv]
+    on_device = None if doc_ids is None else doc_ids.to("cuda")
+    for one, other in zip(found, _expected(on_device, wide, upstream.double()), strict=True):
+        assert ((one.double() - other).norm() / other.norm()).item() < 2e-2
