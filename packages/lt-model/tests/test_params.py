@@ -11,12 +11,16 @@ COUNTS = {
     "tiny-2m": 1_967_808,
     "tiny-5m": 4_951_296,
     "litespark-default": 134_769_408,
+    "llama-160m": 162_417_408,
+    "llama-1b": 1_100_048_384,
+    "llama-30b": 32_528_943_616,
     "llama2-7b": 6_738_415_616,
     "llama2-13b": 13_015_864_320,
     "llama2-70b": 68_976_648_192,
     "llama3-8b": 8_030_261_248,
     "llama3-70b": 70_553_706_496,
     "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
 }
 
 
@@ -25,7 +29,7 @@ def test_preset_counts_are_exact(name):
     assert n_parameters(PRESETS[name]) == COUNTS[name]
 
 
-@pytest.mark.parametrize("name", ["litespark-default", "llama3-8b", "llama3.2-1b"])
+@pytest.mark.parametrize("name", ["litespark-default", "llama-1b", "llama3-8b", "llama3.2-1b", "llama3.2-3b"])
 def test_table_has_the_names_and_shapes_of_transformers(name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
@@ -122,4 +126,9 @@ def test_sizes_that_are_no_multiple_of_64_are_named():
     (warning,) = alignment_warnings(PRESETS["litespark-default"])
     assert warning.startswith("intermediate_size = 2072 is not a multiple of 64")
     assert "2048 or 2112" in warning
+    odd = LlamaConfig(vocab_size=32003, hidden_size=768, intermediate_size=2048)
+    (warning,) = alignment_warnings(odd)
+    assert warning.startswith("vocab_size = 32003")
+    assert "pad_vocab_to" in warning
+    assert [name for name, config in PRESETS.items() if alignment_warnings(config)] == ["litespark-default"]
     assert alignment_warnings(PRESETS["tiny-5m"]) == alignment_warnings(PRESETS["llama3-8b"]) == []

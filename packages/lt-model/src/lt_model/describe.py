@@ -18,7 +18,11 @@ def alignment_warnings(config: LlamaConfig) -> list[str]:
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     return [
         f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
-        f"({_nearest(size)} would be aligned)"
+        + (
+            f"(Llama(pad_vocab_to={ALIGNMENT}) rounds them up, with the same results)"
+            if name == "vocab_size"
+            else f"({_nearest(size)} would be aligned)"
+        )
         for name, size in sizes.items()
         if size % ALIGNMENT
     ]

@@ -1,6 +1,8 @@
 """Known model shapes by name. Parameter counts are exact and tested.
 
 litespark-default is what the Litespark marketplace listing trains when no size is given (vocabulary of Llama 2). The
+numbered ones without a maker's version are public shapes of that size: llama-160m (JackFram), llama-1b (TinyLlama
+1.1B), llama-30b (the first Llama's, 32.5 B, with today's context). Their names tell the class, the counts the size. The
 tiny shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the embedding is tied, so
 that most of the parameters stand in the blocks.
 """
@@ -39,6 +41,21 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             tie_word_embeddings=True,
         ),
         "litespark-default": LlamaConfig(vocab_size=32000),  # 134,769,408
+        "llama-160m": LlamaConfig(
+            vocab_size=32000, intermediate_size=3072, max_position_embeddings=2048
+        ),  # 162,417,408
+        "llama-1b": LlamaConfig(  # 1,100,048,384
+            vocab_size=32000,
+            hidden_size=2048,
+            intermediate_size=5632,
+            n_heads=32,
+            n_kv_heads=4,
+            n_layers=22,
+            max_position_embeddings=2048,
+        ),
+        "llama-30b": LlamaConfig(  # 32,528,943,616
+            vocab_size=32000, hidden_size=6656, intermediate_size=17920, n_heads=52, n_kv_heads=52, n_layers=60
+        ),
         "llama2-7b": LlamaConfig(  # 6,738,415,616
             vocab_size=32000, hidden_size=4096, intermediate_size=11008, n_heads=32, n_kv_heads=32, n_layers=32
         ),
@@ -75,6 +92,20 @@ PRESETS: Mapping[str, LlamaConfig] = MappingProxyType(
             n_heads=32,
             n_kv_heads=8,
             n_layers=16,
+            max_position_embeddings=131072,
+            rope_theta=500000.0,
+            rope_scaling=RopeScaling(
+                factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+            ),
+            tie_word_embeddings=True,
+        ),
+        "llama3.2-3b": LlamaConfig(  # 3,212,749,824
+            vocab_size=128256,
+            hidden_size=3072,
+            intermediate_size=8192,
+            n_heads=24,
+            n_kv_heads=8,
+            n_layers=28,
             max_position_embeddings=131072,
             rope_theta=500000.0,
             rope_scaling=RopeScaling(
