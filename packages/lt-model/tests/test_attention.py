@@ -96,6 +96,10 @@ def test_the_cpu_takes_documents_apart_by_default(gqa_config):
 def test_what_cannot_run_here_says_why_and_what_can(name, gqa_config):
     with pytest.raises(ModelError, match=rf"{name}' cannot run here: it runs on cuda, not on cpu; .* auto, reference"):
         attention_backend(name, device="cpu")
+    if obstacle(name, None, None):  # torch 2.9 has no varlen: said when the model is made
+        with pytest.raises(ModelError, match="is not there"):
+            Llama(gqa_config, attention=name)
+        return
     model = Llama(gqa_config, attention=name)  # it may yet be moved to a device that can
     with pytest.raises(ModelError, match="it runs on cuda, not on cpu"):
         model(torch.arange(8)[None])

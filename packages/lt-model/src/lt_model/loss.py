@@ -3,8 +3,8 @@
 `linear_cross_entropy_sum` goes from the last hidden states to the loss a few hundred tokens at a time: logits of one
 chunk are computed, turned in place into their gradient (softmax - one-hot), and used for the gradients of hidden
 states and head before the next chunk overwrites them. The whole [N, V] matrix never exists, forward does the work of
-backward, and backward only scales. This does the same multiplications as the plain way and is about 1.8 times as fast
-on the CPU, where fresh large tensors are dear. Without gradients only the forward half runs. Idea: Liger Kernel
+backward, and backward only scales. This does the same multiplications as the plain way; on CPUs it has been between 0.9 and 1.8
+times as fast (`docs/benchmarks/model.md`). Without gradients only the forward half runs. Idea: Liger Kernel
 (arXiv:2410.10989).
 
 The z-loss adds z_loss * logsumexp(logits)^2 per label (PaLM, arXiv:2204.02311, section 5), which keeps the softmax's
