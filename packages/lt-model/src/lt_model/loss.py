@@ -3,9 +3,9 @@
 `linear_cross_entropy_sum` goes from the last hidden states to the loss a few hundred tokens at a time: logits of one
 chunk are computed, turned in place into their gradient (softmax - one-hot), and used for the gradients of hidden
 states and head before the next chunk overwrites them. The whole [N, V] matrix never exists, forward does the work of
-backward, and backward only scales. This does the same multiplications as the plain way; on CPUs it has been between 0.9 and 1.8
-times as fast (`docs/benchmarks/model.md`). Without gradients only the forward half runs. Idea: Liger Kernel
-(arXiv:2410.10989).
+backward, and backward only scales. This does the same multiplications as the plain way; on CPUs it has been between
+0.9 and 1.8 times as fast (docs/benchmarks/model.md has the latest). Without gradients only the forward half runs. Idea:
+Liger Kernel (arXiv:2410.10989).
 
 The z-loss adds z_loss * logsumexp(logits)^2 per label (PaLM, arXiv:2204.02311, section 5), which keeps the softmax's
 normaliser near 1. With p = softmax(logits), its gradient is 2 * z_loss * logsumexp(logits) * p, so it costs one factor
