@@ -432,7 +432,7 @@ def test_recipes_that_cannot_be_right(recipe_base, fake_engine, monkeypatch) -> 
         with pytest.raises(RecipeError, match=message):
             load(base=recipe_base, sets=sets)
     monkeypatch.setattr(run_module, "find_spec", lambda name: None)
-    with pytest.raises(RecipeError, match=r"boto3, which is not installed; pip install 'lt-ckpt\[s3\]'"):
+    with pytest.raises(RecipeError, match=r"boto3, which is not installed; pip install 'lt-trainer\[s3\]'"):
         start(recipe_base, "checkpoint.mirror=s3://bucket/run")
 
 

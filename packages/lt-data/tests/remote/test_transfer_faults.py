@@ -93,7 +93,7 @@ def test_many_uploads_in_trouble(folder: Path, bucket: Any, proxy: Any) -> None:
         for name in bucket.objects():
             bucket.delete(name)
         done += check_upload(folder, bucket, proxy, seed)
-    assert set(done) == {"status", "reset", "lost", "etag", "spoil", "cut", "flip"}
+    assert set(done) == {"status", "reset", "lost", "etag", "spoil"}
 
 
 @pytest.mark.parametrize("seed", range(SEED, SEED + 3))

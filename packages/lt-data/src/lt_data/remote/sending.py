@@ -390,7 +390,9 @@ class _Sender:
             if exc.code not in _SURPRISES:
                 raise
         good = content is not None and _holds(target.look(file.name), content)
-        left = {*self._unfinished.pop(file.name, []), file.upload}
+        self._unfinished.pop(file.name, None)
+        # Asked again: an answer that was lost leaves one that nobody here has heard of.
+        left = {*target.unfinished([file.name]).get(file.name, []), file.upload}
         for upload in left - {file.upload} if good else left:
             target.give_up(file.name, upload)
         return content if good else None
