@@ -152,7 +152,7 @@ def converted(model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0)
             command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    made = [path for path in out.rglob("*") if path.is_file()]
+    made = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     found["out_bytes"], found["files"] = sum(path.stat().st_size for path in made), len(made)
     return found
 
@@ -195,7 +195,7 @@ def main() -> None:
             read = direct_read(folder / "model", n_bytes)
             forget(folder / "model")
             found = converted(folder / "model", folder / "out", arguments, options.cgroup_mib)
-            shutil.rmtree(folder / "out", ignore_errors=True)
+            shutil.rmtree(folder / "out") if (folder / "out").is_dir() else (folder / "out").unlink()
             write = direct_write(folder, int(found["out_bytes"]))
             forget(folder / "model")
             copy = direct_copy(folder / "model", folder, n_bytes, int(found["out_bytes"]))
