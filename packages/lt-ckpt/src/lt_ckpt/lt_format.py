@@ -32,7 +32,7 @@ from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig
 
 GENERATION = "generation_config.json"
-SLICE_BYTES = 16 * 2**20
+SLICE_BYTES = 8 * 2**20
 
 AHEAD = 2
 """Slices that are read ahead, each by a thread."""

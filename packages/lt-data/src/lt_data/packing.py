@@ -348,10 +348,11 @@ def _read_buckets(header: dict[str, Any], path: Path) -> tuple[tuple[int, int], 
         return None
     try:
         buckets = tuple((int(length), int(rows)) for length, rows in header["buckets"])
+        n_rows = int(header["rows"])
     except (KeyError, TypeError, ValueError) as exc:
         raise DataError(f"{path}: broken list of buckets ({exc!r}); make the pack again") from exc
-    if sum(rows for _, rows in buckets) != header["rows"]:
-        raise DataError(f"{path}: its buckets do not hold its {header['rows']} rows; make the pack again")
+    if sum(rows for _, rows in buckets) != n_rows:
+        raise DataError(f"{path}: its buckets do not hold its {n_rows} rows; make the pack again")
     return buckets
 
 
