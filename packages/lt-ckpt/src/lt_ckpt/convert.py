@@ -205,7 +205,8 @@ def _write_tensors(
             for name, box, data in in_order(readers, tasks, ahead=READERS):
                 if len(behind) == BEHIND:
                     finish(behind.popleft())
-                cuts = [(cut.file, cut.piece.box) for cut in walk[name]]
+                # Of a tensor that many files share, a block of rows goes to few.
+                cuts = [(cut.file, cut.piece.box) for cut in walk[name] if not box[1] or intersect(box, cut.piece.box)]
                 behind.append([writers.submit(f, write, opened[f], box, data, wanted) for f, wanted in cuts])
                 del data
             while behind:
