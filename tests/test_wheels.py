@@ -21,7 +21,7 @@ SIBLINGS = {
     "lt-trainer": {"lt-data", "lt-model", "lt-ckpt"},
     "lt-trainer-gpu": {"lt-trainer", "lt-data", "lt-model", "lt-ckpt"},
     "lt-trainer-neuron": {"lt-trainer", "lt-data", "lt-model", "lt-ckpt"},
-    "lt-launch": set(),
+    "lt-launch": {"lt-ckpt", "lt-data", "lt-model", "lt-trainer"},
 }
 NEEDS_TORCH = {"lt-trainer-gpu"}
 HEAVY = ["torch", "transformers", "boto3", "datasets", "matplotlib"]
