@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lt_ckpt.errors import CheckpointError as CheckpointError
     from lt_ckpt.expectation import expected as expected
     from lt_ckpt.formats import Wish as Wish
+    from lt_ckpt.formats import config_of as config_of
     from lt_ckpt.formats import convert_to as convert_to
     from lt_ckpt.formats import detect as detect
     from lt_ckpt.formats import open_source as open_source
@@ -80,6 +81,7 @@ _OWNERS = {
     "begin_trial": "trial",
     "commit": "save",
     "compare": "comparison",
+    "config_of": "formats",
     "convert_to": "formats",
     "detect": "formats",
     "differences": "checkpoint",
@@ -129,6 +131,7 @@ __all__ = [
     "begin_trial",
     "commit",
     "compare",
+    "config_of",
     "convert_to",
     "detect",
     "differences",

@@ -7,6 +7,7 @@ Face, rank files one of NxD, `consolidated.*.pth` one of Meta; a file is a torch
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -149,6 +150,32 @@ def open_source(
     from lt_ckpt.torchfile.format import open_pt
 
     return open_pt(place, config=known)
+
+
+def config_of(
+    path: str | os.PathLike[str],
+    *,
+    config: str | os.PathLike[str] | None = None,
+    cache: str | os.PathLike[str] | None = None,
+) -> Mapping[str, Any]:
+    """Returns the Hugging Face configuration of a model, of which nothing else is fetched when it lies on a hub.
+
+    Args:
+        path: As for `open_source`.
+        config: As for `open_source`.
+        cache: As for `open_source`.
+
+    Raises:
+        CheckpointError: As for `open_source`.
+    """
+    if config is None and str(path).startswith(HUB):
+        from lt_ckpt.hub.model import fetch_config
+
+        return fetch_config(str(path), cache=cache)[0]
+    found = open_source(path, config=config).config if config is None else read_config(Path(config))
+    if found is None:
+        raise CheckpointError(f"{path}: this checkpoint carries no model configuration; give a config.json")
+    return found
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from urllib.parse import quote, unquote
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.hf.folder import CONFIG, INDEX, MAX_JSON_BYTES, SINGLE, TOKENIZER_NAMES
+from lt_ckpt.hf.folder import CONFIG, INDEX, MAX_JSON_BYTES, SINGLE, TOKENIZER_NAMES, read_json
 from lt_ckpt.hub.download import SHA1, SHA256, HubFile, download
 from lt_ckpt.hub.http import Hub
 from lt_ckpt.summary import size
@@ -128,6 +128,54 @@ def fetch_model(
         if found is not None:
             return found
     hub = hub or Hub()
+    commit, listed = _ask(hub, address, shelf)
+    with storage("making the cache", shelf):
+        files.make_folders(shelf)
+    with _locked(shelf / f"{commit}.lock"):
+        found = _here(shelf, address, commit)
+        if found is None:
+            folder = shelf / commit / address.subfolder
+            _fill(hub, address, commit, listed, folder, progress)
+            found = HubModel(path=folder, address=address, commit=commit)
+    return found
+
+
+def fetch_config(
+    url: str, *, cache: str | os.PathLike[str] | None = None, hub: Hub | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Brings only the config.json of a model of a hub here, for what needs its shape and not yet its weights.
+
+    Args:
+        url: `hf://org/name[@revision][/folder]`.
+        cache: As for `fetch_model`, which goes on from what is here then.
+        hub: As for `fetch_model`.
+
+    Returns:
+        The configuration, and what a manifest should say about the model (its commit is the "revision").
+
+    Raises:
+        CheckpointError: As for `fetch_model`.
+    """
+    address = Address.parse(url)
+    shelf = Path(cache if cache is not None else cache_folder()) / address.repo.replace("/", "--")
+    if SHA1.fullmatch(address.revision):
+        found = _here(shelf, address, address.revision)
+        if found is not None:
+            return read_json(found.path / CONFIG), found.about
+    hub = hub or Hub()
+    commit, listed = _ask(hub, address, shelf)
+    model = HubModel(path=shelf / commit / address.subfolder, address=address, commit=commit)
+    with storage("making the cache", shelf):
+        files.make_folders(model.path)
+    with _locked(shelf / f"{commit}.lock"):
+        if not (model.path / CONFIG).is_file():  # only a whole, checked file has this name
+            path = f"/{address.repo}/resolve/{commit}/{quote(listed[CONFIG].name)}"
+            download(hub, path, address.repo, listed[CONFIG], model.path / CONFIG)
+    return read_json(model.path / CONFIG), model.about
+
+
+def _ask(hub: Hub, address: Address, shelf: Path) -> tuple[str, dict[str, HubFile]]:
+    """Returns the commit that an address names, and the files of the hub's list that may be needed."""
     if hub.offline:
         kept = [name for name in _entries(shelf) if SHA1.fullmatch(name) and _here(shelf, address, name) is not None]
         raise CheckpointError(
@@ -141,16 +189,7 @@ def fetch_model(
         raise CheckpointError(f"{address}: {hub.endpoint} names no commit; does HF_ENDPOINT lead to a hub?")
     if SHA1.fullmatch(address.revision) and commit != address.revision:
         raise CheckpointError(f"{address}: {hub.endpoint} answers for another commit, {commit}")
-    listed = _listed(listing, address)
-    with storage("making the cache", shelf):
-        files.make_folders(shelf)
-    with _locked(shelf / f"{commit}.lock"):
-        found = _here(shelf, address, commit)
-        if found is None:
-            folder = shelf / commit / address.subfolder
-            _fill(hub, address, commit, listed, folder, progress)
-            found = HubModel(path=folder, address=address, commit=commit)
-    return found
+    return commit, _listed(listing, address)
 
 
 def _entries(folder: Path) -> list[str]:
