@@ -52,6 +52,45 @@ def test_constant_stays_at_the_peak() -> None:
     assert [lr(step, schedule, 1.0) for step in range(8)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 1.0, 1.0]
 
 
+def wsd(max_steps: int, warmup: int, decay: int, shape: str = "linear", floor: float = 0.0) -> ScheduleOptions:
+    return ScheduleOptions(
+        kind="wsd",
+        max_steps=max_steps,
+        warmup_steps=warmup,
+        min_lr=floor,
+        decay_steps=decay,
+        decay_shape=shape,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def test_wsd_warms_up_stays_and_falls_at_the_end() -> None:
+    assert [lr(step, wsd(8, 2, 4), 1.0) for step in range(10)] == [0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0]
+    got = [lr(step, wsd(8, 2, 4, "1-sqrt", 0.2), 1.0) for step in range(9)]
+    fall = [0.2 + 0.8 * (1 - math.sqrt(p)) for p in (0.25, 0.5, 0.75)]
+    assert got == [0.5, 1.0, 1.0, 1.0, *fall, 0.2, 0.2]
+
+
+@pytest.mark.parametrize("shape", ["linear", "1-sqrt"])
+@pytest.mark.parametrize("floor", [4e-4, 1e-5, 0.1, 0.0])
+def test_the_last_update_of_wsd_uses_exactly_min_lr(shape: str, floor: float) -> None:
+    schedule = wsd(70, 3, 7, shape, floor)
+    assert lr(69, schedule, 0.3) == floor
+    assert lr(62, schedule, 0.3) == 0.3
+    assert lr(63, schedule, 0.3) < 0.3
+
+
+def test_wsd_decays_for_a_tenth_unless_told() -> None:
+    assert ScheduleOptions(kind="wsd", max_steps=1000, warmup_steps=0).decay == 100
+    assert ScheduleOptions(kind="wsd", max_steps=1001, warmup_steps=0).decay == 101
+    assert ScheduleOptions(kind="wsd", max_steps=100, warmup_steps=98).decay == 2
+    only_warmup = wsd(4, 4, 0)
+    assert [lr(step, only_warmup, 1.0) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_the_stable_part_of_wsd_does_not_depend_on_the_length_of_the_run() -> None:
+    assert [lr(s, wsd(100, 5, 10), 1.0) for s in range(90)] == [lr(s, wsd(1000, 5, 10), 1.0) for s in range(90)]
+
+
 def test_no_warmup_starts_in_the_decay_and_only_warmup_ends_at_the_peak() -> None:
     assert [lr(step, plan("linear", 4, 0, 0.0), 1.0) for step in range(4)] == [0.75, 0.5, 0.25, 0.0]
     assert [lr(step, plan("cosine", 4, 4, 0.0), 1.0) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]

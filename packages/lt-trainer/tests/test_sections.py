@@ -95,6 +95,24 @@ CHECKS = [
         "leave schedule.min_lr (MIN_LR) out, or set schedule.kind to cosine or linear",
     ),
     (
+        ScheduleOptions,
+        {"decay_shape": "linear"},
+        "schedule.decay_shape = 'linear', schedule.kind = 'cosine': only a wsd schedule has it; "
+        "leave schedule.decay_shape out, or set schedule.kind to wsd",
+    ),
+    (
+        ScheduleOptions,
+        {"kind": "linear", "decay_steps": 10},
+        "schedule.decay_steps = 10, schedule.kind = 'linear': only a wsd schedule has it; "
+        "leave schedule.decay_steps out, or set schedule.kind to wsd",
+    ),
+    (
+        ScheduleOptions,
+        {"kind": "wsd", "max_steps": 600, "decay_steps": 101},
+        "schedule.decay_steps = 101, schedule.warmup_steps = 500, schedule.max_steps = 600: warm-up and decay are "
+        "longer than the run; set schedule.decay_steps to at most 100",
+    ),
+    (
         ParallelOptions,
         {"sequence_parallel": True},
         "parallel.sequence_parallel = True, parallel.tp = 1: sequence parallelism has no effect without tensor "
