@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_trainer import metrics as module
+from lt_trainer import records as module
 from lt_trainer.errors import RunDirError
 from lt_trainer.metrics import (
     METRIC_DEFINITIONS,
