@@ -41,6 +41,9 @@ EVERY_FIELD = {
     "optimizer.beta2": 0.99,
     "optimizer.eps": 1e-9,
     "optimizer.grad_clip": 0.5,
+    "optimizer.decay_embeddings": True,
+    "optimizer.moments": "bfloat16",
+    "optimizer.z_loss": 1e-4,
     "schedule.kind": "linear",
     "schedule.max_steps": 1000,
     "schedule.warmup_steps": 10,
@@ -76,7 +79,7 @@ def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
     assert {name: found[name] for name in EVERY_FIELD} == EVERY_FIELD
     assert resolved.origins["run.seed"] == f"{path}:2"
     assert resolved.origins["model.rope_scaling.factor"] == f"{path}:16"
-    assert resolved.origins["metrics.eval_interval"] == f"{path}:69"
+    assert resolved.origins["metrics.eval_interval"] == f"{path}:72"
     defaults = {name: leaf.default for name, leaf in leaves(Recipe).items()}
     assert [name for name, value in EVERY_FIELD.items() if value == defaults[name]] == []
 

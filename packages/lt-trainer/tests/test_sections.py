@@ -82,6 +82,19 @@ CHECKS = [
     (OptimizerOptions, {"beta1": 1}, "optimizer.beta1 = 1.0: must lie in [0, 1); the default is 0.9"),
     (OptimizerOptions, {"beta2": -0.1}, "optimizer.beta2 = -0.1: must lie in [0, 1); the default is 0.95"),
     (OptimizerOptions, {"grad_clip": -1}, "optimizer.grad_clip = -1.0: must be at least 0; use 0 or more"),
+    (OptimizerOptions, {"z_loss": -1}, "optimizer.z_loss = -1.0: must be at least 0; use 0 or more"),
+    (
+        OptimizerOptions,
+        {"decay_embeddings": True, "weight_decay": 0},
+        "optimizer.decay_embeddings = True, optimizer.weight_decay = 0.0: without weight decay there is none for the "
+        "embedding; set optimizer.weight_decay (WEIGHT_DECAY) above 0, or leave optimizer.decay_embeddings out",
+    ),
+    (
+        OptimizerOptions,
+        {"moments": "bfloat16", "beta2": 0.999},
+        "optimizer.beta2 = 0.999, optimizer.moments = 'bfloat16': a moment in bfloat16 that decays so slowly is "
+        "rounded back to what it was; set optimizer.beta2 to at most 0.99609375, or optimizer.moments to float32",
+    ),
     (
         ScheduleOptions,
         {"max_steps": 100},

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lt_trainer.fields import check_types, option
+from lt_trainer.sections import at_least, wrong
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,10 +19,37 @@ class GpuOptions:
         "dtype of forward and backward; auto is bfloat16 on cuda and float32 on a CPU; weights and moments are "
         "float32 (float64 with float64)",
     )
-    attention: Literal["sdpa", "reference"] = option("sdpa", "attention backend of lt-model")
+    attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "split", "varlen", "flex", "flash-attn"] = option(
+        "sdpa", "attention backend of lt-model; auto takes the fastest that can run"
+    )
+    compile: bool = option(False, "compile each block with torch.compile")
+    activation_checkpointing: Literal["none", "full", "selective", "budget"] = option(
+        "none",
+        "what of a block's activations is computed again in the backward pass: nothing, all, all but attention and "
+        "every other matrix product, or what torch.compile chooses for engine.gpu.activation_budget",
+    )
+    activation_budget: float = option(
+        0.5, "share of a block's activations that is kept, 0 to 1; for activation_checkpointing = budget"
+    )
+    pad_vocab_to: int = option(
+        0, "the head's matrix products are done with a multiple of this many rows; same results; 0 = not"
+    )
+    reshard_after_forward: bool = option(
+        True, "let go of a block's gathered weights between forward and backward: less memory, one more gathering"
+    )
+    reduce_each_micro_batch: bool = option(
+        False, "reduce gradients after every micro-batch, not once a step: less memory, more traffic"
+    )
     deterministic: bool = option(
         False, "deterministic kernels only, slower on cuda; without it a resume on cuda is close, not bit-equal"
     )
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
+        at_least(self, "engine.gpu", 0, "pad_vocab_to")
+        if not 0 <= self.activation_budget <= 1:
+            raise wrong(self, "engine.gpu", "activation_budget", "must lie in [0, 1]", "the default is 0.5")
+        if self.activation_checkpointing != "budget" and self.activation_budget != GpuOptions.activation_budget:
+            problem = "only activation_checkpointing = 'budget' has a budget"
+            remedy = "leave engine.gpu.activation_budget out, or set engine.gpu.activation_checkpointing to budget"
+            raise wrong(self, "engine.gpu", "activation_budget activation_checkpointing", problem, remedy)

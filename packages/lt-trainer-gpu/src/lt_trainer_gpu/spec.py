@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
+from lt_trainer.sections import OptimizerOptions
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ class GpuSpec:
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
         recipe.accumulation(world.size)
+        _refuse_what_is_not_built(recipe)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
         """Variables to set before torch loads: deterministic cuBLAS needs its workspace fixed beforehand."""
@@ -53,6 +56,20 @@ class GpuSpec:
         from lt_trainer_gpu.engine import GpuEngine
 
         return GpuEngine(recipe, model, world)
+
+
+def _refuse_what_is_not_built(recipe: Recipe) -> None:
+    options, optimizer = recipe.engine["gpu"], recipe.optimizer
+    plain, built = GpuOptions(), ("device", "dtype", "attention", "deterministic")
+    given = {f"engine.gpu.{f.name}": (getattr(options, f.name), getattr(plain, f.name)) for f in fields(GpuOptions)}
+    given = {name: pair for name, pair in given.items() if name.rpartition(".")[2] not in built}
+    given |= {
+        f"optimizer.{name}": (getattr(optimizer, name), getattr(OptimizerOptions, name))
+        for name in ("decay_embeddings", "moments", "z_loss")
+    }
+    for name, (value, default) in given.items():
+        if value != default:
+            raise RecipeError("not built yet", values={name: value}, remedy=f"leave {name} out")
 
 
 SPEC = GpuSpec()
