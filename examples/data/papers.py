@@ -13,7 +13,7 @@ from pathlib import Path
 import lt_data
 from lt_data.exports.exporting import export
 from lt_data.exports.options import ExportOptions
-from lt_data.steps import steps_per_epoch
+from lt_data.looking.steps import steps_per_epoch
 
 
 def main() -> None:

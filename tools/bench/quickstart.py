@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 REPEATS = 5
-IMPORTS = "import lt_trainer.run, lt_trainer_gpu.engine, lt_data.stream, lt_ckpt.save, torch._dynamo"
+IMPORTS = "import lt_trainer.run, lt_trainer_gpu.engine, lt_data.streaming.stream, lt_ckpt.save, torch._dynamo"
 """What a training process imports; torch.optim brings in torch._dynamo, which takes as long as torch itself."""
 
 

@@ -34,9 +34,9 @@ from typing import Any
 import numpy as np
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
-from lt_data.manifest import Manifest, Shard, TokenizerInfo
-from lt_data.megatron import encode_index, index_size
-from lt_data.packing import PackIndex, build_index
+from lt_data.packing.packs import PackIndex, build_index
+from lt_data.store.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.store.megatron import encode_index, index_size
 
 SEQ_LEN = 4096
 BATCH = 256
@@ -117,7 +117,7 @@ OPENING = """
 import json, sys, time
 import numpy as np
 from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
-from lt_data.stream import sequence_fingerprint
+from lt_data.streaming.stream import sequence_fingerprint
 def memory():
     found = dict(line.split(":") for line in open("/proc/self/status") if line.startswith("Rss"))
     return [int(found[name].split()[0]) for name in ("RssAnon", "RssFile")]

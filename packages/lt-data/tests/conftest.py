@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
-from lt_data.manifest import Manifest, Shard, TokenizerInfo
-from lt_data.megatron import encode_index
+from lt_data.store.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.store.megatron import encode_index
 
 settings.register_profile("lt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lt")

@@ -12,7 +12,7 @@ import pytest
 
 from lt_data import TokenStore, open_pack
 from lt_data.__main__ import main
-from lt_data.bars import progress_bar, scaled
+from lt_data.showing.bars import progress_bar, scaled
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -157,7 +157,7 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    monkeypatch.setattr("lt_data.bars.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lt_data.showing.bars.time.monotonic", lambda: now[0])
     with progress_bar("work") as report:
         for second in range(1, 31):
             now[0] = 100.0 + second

@@ -10,7 +10,7 @@ import pytest
 
 from lt_data import TokenStore, pack
 from lt_data.__main__ import main
-from lt_data.colour import wanted
+from lt_data.showing.colour import wanted
 
 Run = Callable[..., tuple[int, str, str]]
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lt_data import Amount, Document, RowReader, Selection, Stream, TokenStore, open_pack, pack, prepare_documents
-from lt_data.packing import verify_packs
+from lt_data.packing.packs import verify_packs
 
 GOLDEN = Path(__file__).parent / "data" / "store-v1"
 TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "", "x", "A literal <|eos|> is text. " * 3]

@@ -71,7 +71,7 @@ def test_exports_for_type_checkers_are_the_same() -> None:
 def test_only_one_module_imports_tokenizers() -> None:
     importing = [
         path.name
-        for path in (ROOT / "src/lt_data").glob("*.py")
+        for path in (ROOT / "src/lt_data").rglob("*.py")
         if re.search(r"^\s*(from|import) tokenizers\b", path.read_text(encoding="utf-8"), re.MULTILINE)
     ]
     assert importing == ["tokenizer.py"]

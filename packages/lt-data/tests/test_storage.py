@@ -22,7 +22,7 @@ class FailingDisk:
         self.fail_at = -1
         for owner, name in ((storage_module, "write"), (os, "fsync"), (Path, "rename")):
             monkeypatch.setattr(owner, name, self._wrapped(getattr(owner, name), name))
-        monkeypatch.setattr("lt_data.shards.write", storage_module.write)
+        monkeypatch.setattr("lt_data.store.shards.write", storage_module.write)
 
     def _wrapped(self, original: Callable[..., object], kind: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:

@@ -7,86 +7,86 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_data.buckets import Buckets
     from lt_data.errors import DataError
     from lt_data.exports.exporting import export
     from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
-    from lt_data.inspection import InspectedRow, Piece, inspect_batch, inspect_rows
-    from lt_data.manifest import Amount, Manifest, Selection
-    from lt_data.merging import merge
-    from lt_data.mixture import Mixture
-    from lt_data.ngram import NgramCounts
-    from lt_data.packing import PackIndex, open_pack, pack
-    from lt_data.permutation import KeyedPermutation
-    from lt_data.phases import Phase
-    from lt_data.prefetch import Prefetcher
-    from lt_data.preparation import part_folder, prepare, prepare_documents
+    from lt_data.looking.inspection import InspectedRow, Piece, inspect_batch, inspect_rows
+    from lt_data.looking.ngram import NgramCounts
+    from lt_data.looking.run_files import StepReport, inspect_step
+    from lt_data.looking.steps import EpochSteps, steps_per_epoch
+    from lt_data.looking.summary import Stats, stats
+    from lt_data.packing.packs import PackIndex, open_pack, pack
+    from lt_data.preparing.merging import merge
+    from lt_data.preparing.preparation import part_folder, prepare, prepare_documents
     from lt_data.progress import Progress
     from lt_data.remote.fetching import download
     from lt_data.remote.sending import upload
-    from lt_data.report import write_report
-    from lt_data.rows import IGNORE, RowReader, Rows, TokenRows
-    from lt_data.run_files import StepReport, inspect_step
+    from lt_data.showing.report import write_report
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
-    from lt_data.steps import EpochSteps, steps_per_epoch
-    from lt_data.store import TokenStore
-    from lt_data.stream import Stream, StreamBatch, StreamState
-    from lt_data.summary import Stats, stats
-    from lt_data.tokenizer import Tokenizer, train_bpe
+    from lt_data.store.manifest import Amount, Manifest, Selection
+    from lt_data.store.token_store import TokenStore
+    from lt_data.streaming.buckets import Buckets
+    from lt_data.streaming.mixture import Mixture
+    from lt_data.streaming.permutation import KeyedPermutation
+    from lt_data.streaming.phases import Phase
+    from lt_data.streaming.prefetch import Prefetcher
+    from lt_data.streaming.rows import IGNORE, RowReader, Rows, TokenRows
+    from lt_data.streaming.stream import Stream, StreamBatch, StreamState
+    from lt_data.tokenizing.tokenizer import Tokenizer, train_bpe
 
 _MODULES = {
-    "IGNORE": "rows",
-    "Amount": "manifest",
-    "Buckets": "buckets",
+    "IGNORE": "streaming.rows",
+    "Amount": "store.manifest",
+    "Buckets": "streaming.buckets",
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
-    "EpochSteps": "steps",
+    "EpochSteps": "looking.steps",
     "ExportOptions": "exports.options",
     "ExportReport": "exports.options",
     "ImportOptions": "exports.importing",
     "ImportReport": "exports.importing",
-    "InspectedRow": "inspection",
-    "KeyedPermutation": "permutation",
-    "Manifest": "manifest",
-    "Mixture": "mixture",
-    "NgramCounts": "ngram",
-    "PackIndex": "packing",
-    "Phase": "phases",
-    "Piece": "inspection",
-    "Prefetcher": "prefetch",
+    "InspectedRow": "looking.inspection",
+    "KeyedPermutation": "streaming.permutation",
+    "Manifest": "store.manifest",
+    "Mixture": "streaming.mixture",
+    "NgramCounts": "looking.ngram",
+    "PackIndex": "packing.packs",
+    "Phase": "streaming.phases",
+    "Piece": "looking.inspection",
+    "Prefetcher": "streaming.prefetch",
     "Progress": "progress",
-    "RowReader": "rows",
-    "Rows": "rows",
-    "Selection": "manifest",
-    "Stats": "summary",
-    "StepReport": "run_files",
-    "Stream": "stream",
-    "StreamBatch": "stream",
-    "StreamState": "stream",
-    "TokenRows": "rows",
-    "TokenStore": "store",
-    "Tokenizer": "tokenizer",
+    "RowReader": "streaming.rows",
+    "Rows": "streaming.rows",
+    "Selection": "store.manifest",
+    "Stats": "looking.summary",
+    "StepReport": "looking.run_files",
+    "Stream": "streaming.stream",
+    "StreamBatch": "streaming.stream",
+    "StreamState": "streaming.stream",
+    "TokenRows": "streaming.rows",
+    "TokenStore": "store.token_store",
+    "Tokenizer": "tokenizing.tokenizer",
     "download": "remote.fetching",
     "export": "exports.exporting",
     "import_tokens": "exports.importing",
-    "inspect_batch": "inspection",
-    "inspect_rows": "inspection",
-    "inspect_step": "run_files",
-    "merge": "merging",
-    "open_pack": "packing",
-    "pack": "packing",
-    "part_folder": "preparation",
-    "prepare": "preparation",
-    "prepare_documents": "preparation",
+    "inspect_batch": "looking.inspection",
+    "inspect_rows": "looking.inspection",
+    "inspect_step": "looking.run_files",
+    "merge": "preparing.merging",
+    "open_pack": "packing.packs",
+    "pack": "packing.packs",
+    "part_folder": "preparing.preparation",
+    "prepare": "preparing.preparation",
+    "prepare_documents": "preparing.preparation",
     "read_documents": "sources.reader",
-    "stats": "summary",
-    "steps_per_epoch": "steps",
-    "train_bpe": "tokenizer",
+    "stats": "looking.summary",
+    "steps_per_epoch": "looking.steps",
+    "train_bpe": "tokenizing.tokenizer",
     "upload": "remote.sending",
-    "write_report": "report",
+    "write_report": "showing.report",
 }
 
 __all__ = [

@@ -20,8 +20,8 @@ except ModuleNotFoundError as exc:
     raise ModuleNotFoundError('lt_data.torch needs torch: pip install "lt-data[torch]"', name="torch") from exc
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from lt_data.rows import IGNORE, TokenRows
-from lt_data.stream import RowSource, Stream, StreamBatch, StreamState
+from lt_data.streaming.rows import IGNORE, TokenRows
+from lt_data.streaming.stream import RowSource, Stream, StreamBatch, StreamState
 
 Batch = dict[str, torch.Tensor]
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from lt_data import DataError, Tokenizer, TokenStore
-from lt_data import megatron as index_format
 from lt_data.exports.exporting import export
 from lt_data.exports.importing import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
-from lt_data.megatron import encode_index
+from lt_data.store import megatron as index_format
+from lt_data.store.megatron import encode_index
 
 TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 

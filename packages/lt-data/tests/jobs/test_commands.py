@@ -66,13 +66,13 @@ def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
 
 
 def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_data.encode._BATCH_DOCUMENTS", 2)
+    monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", 2)
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lt_data.store_writer.StoreWriter.finish", interrupted)
+        patch.setattr("lt_data.preparing.store_writer.StoreWriter.finish", interrupted)
         assert run(*prepared)[0] == 130
     code, _, err = run(*prepared, "--no-bos")
     assert code == 64

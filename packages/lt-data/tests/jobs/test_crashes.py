@@ -20,10 +20,10 @@ import pytest
 
 from lt_data import DataError, Document, merge, prepare, prepare_documents
 from lt_data import storage as storage_module
-from lt_data.building import Building
+from lt_data.preparing.building import Building
 
 Contents = Callable[[Path], dict[str, bytes]]
-MODULES = ("storage", "shards", "journal", "store_writer")  # that write
+MODULES = ("storage", "store.shards", "preparing.journal", "preparing.store_writer")  # that write
 
 
 class Disk:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data.duplicates import HASH, SeenHashes, hash_ids, hash_text
+from lt_data.preparing.duplicates import HASH, SeenHashes, hash_ids, hash_text
 
 blocks = st.lists(st.lists(st.binary(min_size=16, max_size=16), max_size=9), max_size=12)
 close = st.lists(

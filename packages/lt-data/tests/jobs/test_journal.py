@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lt_data import DataError
-from lt_data.journal import Journal, decode_journal, encode_record
+from lt_data.preparing.journal import Journal, decode_journal, encode_record
 
 RECORDS = [{"job": {"name": "naïve\n"}}, {"shard": 1, "sides": {}}, {"finished": "f" * 64}]
 

@@ -76,7 +76,7 @@ def test_goes_on_to_the_same_bytes_wherever_it_was_cut(
         kept.add(journaled)
         notices: list[str] = []
         with monkeypatch.context() as patch:
-            patch.setattr("lt_data.encode._BATCH_BYTES", batch_bytes)
+            patch.setattr("lt_data.tokenizing.encode._BATCH_BYTES", batch_bytes)
             prepare([corpus], out=out, notice=notices.append, **options)
         assert contents(out) == whole
         assert not at_work.exists()

@@ -98,8 +98,8 @@ def test_any_documents_and_selection(
     documents = [Document(text=text, source=str(i)) for i, text in enumerate(given)]
     options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "selection": selection}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_data.encode._BATCH_DOCUMENTS", batch)
-        patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", 1 + batch // 3)
+        patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", batch)
+        patch.setattr("lt_data.preparing.intake._BLOCK_DOCUMENTS", 1 + batch // 3)
         if model(given, tokenizer, selection)[0]:
             prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
             check(TokenStore.open(out), given, tokenizer, selection)
@@ -154,8 +154,8 @@ def test_any_cut_and_any_parts(
     for rank in range(world):
         for size, report in ((batch, interrupt), (later_batch, lambda *_: None)):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("lt_data.encode._BATCH_DOCUMENTS", size)
-                patch.setattr("lt_data.intake._BLOCK_DOCUMENTS", 3 * size)
+                patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", size)
+                patch.setattr("lt_data.preparing.intake._BLOCK_DOCUMENTS", 3 * size)
                 try:
                     prepare([folder / "in"], rank=rank, progress=report, **options)
                 except KeyboardInterrupt:

@@ -13,7 +13,7 @@ import pytest
 
 from lt_data import DataError, TokenStore, pack
 from lt_data.__main__ import main
-from lt_data.packing import verify_packs
+from lt_data.packing.packs import verify_packs
 from lt_data.remote.contents import LISTING
 from lt_data.remote.fetching import download
 from lt_data.remote.s3 import RemoteError, S3Options

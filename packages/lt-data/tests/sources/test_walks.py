@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Document, DocumentReader
-from lt_data.manifest import SourceFile
 from lt_data.sources.reader import sources_of
+from lt_data.store.manifest import SourceFile
 
 # One file: its kind, and what stands in each of its records: a text, or None for one that is bad.
 FILES = st.lists(

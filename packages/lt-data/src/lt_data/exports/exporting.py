@@ -18,7 +18,7 @@ from lt_data.exports.options import ExportOptions, ExportReport
 from lt_data.exports.room import check_room
 from lt_data.progress import Progress, silent
 from lt_data.storage import new_folder, os_errors
-from lt_data.store import TokenStore
+from lt_data.store.token_store import TokenStore
 
 
 def export(

@@ -5,9 +5,9 @@ r"""Folders of Hugging Face `datasets`, as `save_to_disk` writes them: written a
     state.json                      the files, in order
 
 Rows (with `seq_len`) have the columns of the trainers of AWS Neuron and of `transformers`: input_ids (int32),
-attention_mask (int8, 0 in padding) and labels (int32). Those trainers shift inside the row: they compare what position
-t predicts with labels[t + 1]. So labels[t + 1] here is what lt_data.rows would predict at t, or -100, and labels[0] is
-never used. Without padding and `bfd`, that makes labels equal to input_ids.
+attention_mask (int8, 0 in padding) and labels (int32). Those trainers shift inside the row: they compare what
+position t predicts with labels[t + 1]. So labels[t + 1] here is what lt_data.streaming.rows would predict at t, or
+-100, and labels[0] is never used. Without padding and `bfd`, that makes labels equal to input_ids.
 
 Documents (without) have the column input_ids. The features are written as "Sequence", which old and new versions of
 `datasets` read. Memory: one batch of about a million tokens.
@@ -27,8 +27,8 @@ from lt_data.errors import DataError
 from lt_data.exports.files import Files
 from lt_data.exports.job import Job, Written
 from lt_data.exports.samples import document_batches, row_batches, runs
-from lt_data.rows import IGNORE
 from lt_data.storage import os_errors
+from lt_data.streaming.rows import IGNORE
 
 FILE_BYTES = 500_000_000  # the custom of `datasets`
 INFO_FILE = "dataset_info.json"

@@ -18,11 +18,11 @@ from lt_data.exports import hf, litespark, litpkds, mds, megatron, smp
 from lt_data.exports.blocks import Borders, Chunk, Cut, documents
 from lt_data.exports.note import FILE_NAME, Note, read_note
 from lt_data.exports.options import FORMATS, Format
-from lt_data.manifest import Manifest
-from lt_data.preparation import SHARD_TOKENS, prepare_documents
+from lt_data.preparing.preparation import SHARD_TOKENS, prepare_documents
 from lt_data.progress import Progress, silent
 from lt_data.sources.document import Document
-from lt_data.tokenizer import Tokenizer
+from lt_data.store.manifest import Manifest
+from lt_data.tokenizing.tokenizer import Tokenizer
 
 _FIELDS: dict[Format, str] = {"hf": "input_ids", "smp": "input_ids", "mds": "tokens"}
 _READ_SAMPLES: dict[Format, Callable[[Path, str], Iterator[tuple[np.ndarray, int, str]]]] = {

@@ -5,10 +5,10 @@ from functools import cached_property
 
 from lt_data.errors import DataError
 from lt_data.exports.options import ExportOptions
-from lt_data.packing import FILE_NAME, PackIndex, build_index, open_pack
+from lt_data.packing.packs import FILE_NAME, PackIndex, build_index, open_pack
 from lt_data.progress import Progress, silent
-from lt_data.rows import RowReader
-from lt_data.store import PACK_FOLDER, TokenStore
+from lt_data.store.token_store import PACK_FOLDER, TokenStore
+from lt_data.streaming.rows import RowReader
 
 
 @dataclass(frozen=True, kw_only=True)

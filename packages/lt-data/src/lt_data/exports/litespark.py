@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from lt_data.bars import scaled
 from lt_data.errors import DataError
 from lt_data.exports.blocks import Chunk, numbered
 from lt_data.exports.files import Files
 from lt_data.exports.job import Job, Written
 from lt_data.exports.samples import block_batches
+from lt_data.showing.bars import scaled
 from lt_data.storage import os_errors
 
 FILE_BYTES = 1 << 28

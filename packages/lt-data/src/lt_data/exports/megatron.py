@@ -15,8 +15,8 @@ from lt_data.errors import DataError
 from lt_data.exports.files import Files
 from lt_data.exports.job import Job, Written
 from lt_data.exports.samples import document_batches
-from lt_data.megatron import MAGIC, index_parts, index_size
 from lt_data.storage import os_errors
+from lt_data.store.megatron import MAGIC, index_parts, index_size
 
 PREFIX = "tokens"
 _DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from lt_data.bars import scaled
 from lt_data.errors import DataError
+from lt_data.showing.bars import scaled
 from lt_data.storage import os_errors
 
 

@@ -4,7 +4,7 @@ Three shapes of the same tokens, each in the order of the store or of the pack, 
 million tokens; a longer document is a batch of its own):
 
 - `document_batches`: whole documents, for formats that keep borders.
-- `row_batches`: the rows of a pack with labels, for formats of samples (lt_data.rows).
+- `row_batches`: the rows of a pack with labels, for formats of samples (lt_data.streaming.rows).
 - `block_batches`: all documents joined and cut every so many tokens, for formats that are one run of tokens.
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lt_data.rows import RowReader, Rows
-from lt_data.store import TokenStore
+from lt_data.store.token_store import TokenStore
+from lt_data.streaming.rows import RowReader, Rows
 
 BATCH_TOKENS = 1 << 20
 

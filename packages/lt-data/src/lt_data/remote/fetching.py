@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.manifest import FILE_NAME as MANIFEST
 from lt_data.names import local
-from lt_data.packing import verify_packs
+from lt_data.packing.packs import verify_packs
 from lt_data.progress import Progress, silent
 from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import fsync, fsync_folder, os_errors, write_file
-from lt_data.store import TokenStore
+from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.store.token_store import TokenStore
 
 _RANGE_BLOCKS = 8  # blocks in one request
 _TRIES = 4  # for a block that came with other bytes

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.manifest import FILE_NAME as MANIFEST
-from lt_data.manifest import FORMAT, Manifest
-from lt_data.megatron import index_size
 from lt_data.names import portable
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
 from lt_data.storage import os_errors
-from lt_data.store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, TokenStore
+from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.store.manifest import FORMAT, Manifest
+from lt_data.store.megatron import index_size
+from lt_data.store.token_store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, TokenStore
 
 MARKS = (LISTING, MANIFEST)  # what makes a folder whole, in the order in which they are written
 _LARGEST_MARK = 2**31

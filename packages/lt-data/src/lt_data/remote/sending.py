@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.manifest import FILE_NAME as MANIFEST
 from lt_data.progress import Progress, silent
 from lt_data.remote.contents import (
     LISTING,
@@ -41,6 +40,7 @@ from lt_data.remote.parcel import LocalParcel, of_folder
 from lt_data.remote.s3 import Remote, RemoteError, S3Folder, S3Options, SentPart
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import os_errors
+from lt_data.store.manifest import FILE_NAME as MANIFEST
 
 _LARGEST_LISTING = 2**31
 _OPEN_FILES = 8  # files whose last parts are still on the way

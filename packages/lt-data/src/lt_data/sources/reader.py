@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.manifest import LISTED_SOURCES, SourceFile, Sources
 from lt_data.sources.bytes_in import Tally
 from lt_data.sources.document import Document
 from lt_data.sources.listing import Listing
 from lt_data.sources.options import OnBad, ReadOptions
 from lt_data.sources.record import Bad, Damaged, Record
 from lt_data.sources.unit import Unit
+from lt_data.store.manifest import LISTED_SOURCES, SourceFile, Sources
 
 
 def read_documents(

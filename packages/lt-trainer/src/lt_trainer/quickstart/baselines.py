@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lt_data import NgramCounts, RowReader, Rows, Stream
-from lt_data.ngram import Order
+from lt_data.looking.ngram import Order
 from lt_trainer.quickstart.settings import Settings
 from lt_trainer.quickstart.stages import Packed
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lt_data import TokenStore
-from lt_data.bars import progress_bar
+from lt_data.showing.bars import progress_bar
 from lt_model import PRESETS, ModelError, n_parameters, preset
 from lt_trainer.quickstart import report
 from lt_trainer.quickstart.baselines import Comparison, compare

@@ -29,9 +29,9 @@ HEAVY = (
     "torch.optim",
     "torch._dynamo",  # by far the longest to load of what an optimizer imports when it is made
     "numpy.random",
-    "lt_data.rows",
-    "lt_data.store",
-    "lt_data.stream",
+    "lt_data.streaming.rows",
+    "lt_data.store.token_store",
+    "lt_data.streaming.stream",
     "lt_ckpt.checkpoint",
     "lt_ckpt.discover",
     "lt_ckpt.save",

@@ -1,0 +1,1 @@
+"""How things look: on a terminal and on a page."""

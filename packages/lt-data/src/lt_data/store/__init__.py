@@ -1,0 +1,1 @@
+"""The token store as it lies on the disk: manifest, shards and their Megatron indices."""

@@ -1,0 +1,132 @@
+"""Writing shards: a flat run of ids and document lengths in, pairs of `.bin` and `.idx` files out.
+
+Documents are appended whole and in order; a shard is closed before the document that would take it over its size. Each
+byte is hashed as it is written, each file is synced when it is closed; then the caller is told, and may begin later
+after the shards that are closed by now. Memory: 8 bytes per document of the open shard.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Literal
+
+import numpy as np
+
+from lt_data.errors import DataError
+from lt_data.storage import create, fsync, os_errors, write, write_file
+from lt_data.store.manifest import Shard
+from lt_data.store.megatron import encode_index
+
+
+class ShardWriter:
+    """Appends documents to shards in a folder. As a context manager it closes the file that is open."""
+
+    def __init__(
+        self,
+        folder: Path,
+        shard_tokens: int,
+        dtype: Literal["uint16", "uint32"],
+        *,
+        closed: Callable[[Shard, int], None],
+        finished: Sequence[Shard] = (),
+    ) -> None:
+        """Begin after some shards.
+
+        Args:
+            folder: where the files are made.
+            shard_tokens: about how many ids go into one shard; a longer document has one to itself.
+            dtype: of the ids.
+            closed: called when a shard is closed, with it and the documents that the `append` at work has put into it
+                and those before it.
+            finished: shards that lie in the folder already.
+        """
+        self._folder = folder
+        self._shard_tokens = shard_tokens
+        self._dtype: Literal["uint16", "uint32"] = dtype
+        self._closed = closed
+        self._shards: list[Shard] = list(finished)
+        self._file: BinaryIO | None = None
+        self._digest = hashlib.sha256()
+        self._lengths: list[np.ndarray] = []
+        self._tokens = 0
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._file is not None:  # the work failed: a full disk may refuse this too, and the first error is the one
+            with suppress(OSError):
+                self._file.close()
+
+    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        """Append documents.
+
+        Args:
+            tokens: the ids of all of them, one after the other, in the dtype of the store.
+            lengths: tokens of each (int64), all positive.
+
+        Raises:
+            DataError: the file system refuses, or a document has 2^31 tokens or more.
+        """
+        if lengths.size and int(lengths.max()) >= 2**31:
+            raise DataError(f"a document of {int(lengths.max())} tokens: an index holds at most 2147483647; split it")
+        ends = np.cumsum(lengths)
+        assert tokens.size == (int(ends[-1]) if ends.size else 0)
+        first = 0  # document
+        begin = 0  # token
+        while first < lengths.size:
+            last = int(np.searchsorted(ends, begin + self._shard_tokens - self._tokens, side="right"))
+            if last <= first and self._tokens:
+                self._close(first)
+                continue
+            last = max(last, first + 1)  # a document longer than a shard has one to itself
+            end = int(ends[last - 1])
+            self._write(tokens[begin:end], lengths[first:last])
+            first, begin = last, end
+
+    def finish(self) -> tuple[Shard, ...]:
+        """Close the last shard and give back the description of all."""
+        self._close(0)
+        return tuple(self._shards)
+
+    @property
+    def _path(self) -> Path:
+        return self._folder / f"{len(self._shards):05d}.bin"
+
+    def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        with os_errors("write", self._path):
+            if self._file is None:
+                self._file = create(self._path)
+            content = np.ascontiguousarray(tokens).view(np.uint8).data
+            write(self._file, content)
+        self._digest.update(content)
+        self._lengths.append(lengths)
+        self._tokens += tokens.size
+
+    def _close(self, appended: int) -> None:
+        if self._file is None:
+            return
+        with os_errors("write", self._path):
+            self._file.flush()
+            fsync(self._file.fileno())
+            self._file.close()
+        lengths = np.concatenate(self._lengths)
+        index = encode_index(lengths, self._dtype)
+        write_file(self._path.with_suffix(".idx"), index)
+        shard = Shard(
+            name=self._path.stem,
+            tokens=self._tokens,
+            documents=lengths.size,
+            sha256=self._digest.hexdigest(),
+            idx_sha256=hashlib.sha256(index).hexdigest(),
+        )
+        self._shards.append(shard)
+        self._file = None
+        self._digest = hashlib.sha256()
+        self._lengths = []
+        self._tokens = 0
+        self._closed(shard, appended)

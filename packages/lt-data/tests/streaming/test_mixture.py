@@ -1,0 +1,241 @@
+"""Mixtures: exact counts, each source in its own order and epochs, one sequence whatever the ranks and the stops."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_data import DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore
+from lt_data.packing.packs import build_index
+from lt_data.streaming.order import shuffled_rows
+
+SEQ_LEN = 4
+
+
+@pytest.fixture(scope="session")
+def make(counting_store: Callable[..., TokenStore]) -> Callable[..., RowReader]:
+    cache: dict[tuple, RowReader] = {}
+
+    def make(n_rows: int, *, seq_len: int = SEQ_LEN, mode: str = "bfd", document_mask: bool = True) -> RowReader:
+        key = (n_rows, seq_len, mode, document_mask)
+        if key not in cache:
+            store = counting_store([seq_len] * (n_rows - 1) + [seq_len - 1])
+            index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=store.manifest.fingerprint)
+            cache[key] = RowReader(store, index, document_mask=document_mask)
+        return cache[key]
+
+    return make
+
+
+SIZES = st.lists(st.integers(1, 12), min_size=1, max_size=4)
+PHASES = st.lists(
+    st.tuples(st.integers(1, 40), st.lists(st.integers(0, 7), min_size=4, max_size=4)), min_size=1, max_size=3
+)
+
+
+def mixture_of(make: Callable[..., RowReader], sizes: list[int], phases: list[tuple[int, list[int]]]) -> Mixture:
+    """A mixture of sources s0, s1, ...; each phase is (rows since the one before, weights); s0 always has some."""
+    start, made = 0, []
+    for i, (rows, weights) in enumerate(phases):
+        start += rows if i else 0
+        of_sources = {f"s{j}": weight + (j == 0) for j, weight in enumerate(weights[: len(sizes)])}
+        made.append(Phase(weights=of_sources, from_row=start))
+    return Mixture({f"s{j}": make(size) for j, size in enumerate(sizes)}, made)
+
+
+@settings(max_examples=60)
+@given(SIZES, PHASES, st.integers(0, 2**40), st.booleans())
+def test_each_source_gives_its_own_sequence_and_exact_counts(
+    make: Callable[..., RowReader], sizes: list[int], phases: list, seed: int, shuffle: bool
+) -> None:
+    mixture = mixture_of(make, sizes, phases)
+    rows = mixture.rows_at(0, 150, seed=seed, shuffle=shuffle)
+    names = np.array(mixture.source_names(rows))
+    begin = 0
+    for j, (name, reader) in enumerate(mixture.sources.items()):
+        own = rows[names == name] - sum(sizes[:j])
+        expected = shuffled_rows(np.arange(own.size), reader.n_rows, f"{seed}/{name}" if shuffle else None)
+        assert own.tolist() == expected.tolist()
+        for epoch in range(own.size // reader.n_rows):  # each epoch is every row once, also across phases
+            part = own[epoch * reader.n_rows : (epoch + 1) * reader.n_rows]
+            assert sorted(part.tolist()) == list(range(reader.n_rows))
+        begin += reader.n_rows
+    for position in range(0, 151, 7):
+        assert mixture.counts(position) == {name: int((names[:position] == name).sum()) for name in mixture.names}
+    starts = [0, *np.cumsum([length for length, _ in phases[1:]]).tolist()]
+    for i, start in enumerate(starts):  # within one row of the ideal at each row of a phase
+        end = min(starts[i + 1] if i + 1 < len(starts) else 150, 150)
+        shares = mixture.shares[i]
+        for name, share in shares.items():
+            given_rows = np.cumsum(names[start:end] == name)
+            ideal = np.arange(1, given_rows.size + 1) * share / sum(shares.values())
+            assert (np.abs(given_rows - ideal) < 1).all()
+
+
+@settings(max_examples=60)
+@given(SIZES, PHASES, st.integers(0, 200), st.integers(0, 60), st.integers(0, 60))
+def test_any_part_alone_is_that_of_the_whole(
+    make: Callable[..., RowReader], sizes: list[int], phases: list, position: int, first: int, second: int
+) -> None:
+    mixture = mixture_of(make, sizes, phases)
+    whole = mixture.rows_at(position, first + second, seed=1, shuffle=True).tolist()
+    parts = [
+        *mixture.rows_at(position, first, seed=1, shuffle=True).tolist(),
+        *mixture.rows_at(position + first, second, seed=1, shuffle=True).tolist(),
+    ]
+    assert parts == whole
+
+
+def test_a_start_far_away_is_that_of_the_whole(make: Callable[..., RowReader]) -> None:
+    mixture = Mixture({"a": make(7), "b": make(5)}, {"a": 0.7, "b": 0.3})
+    position = 10**15 + 3
+    counts = mixture.counts(position)
+    assert counts == {"a": 7 * 10**14 + 2, "b": 3 * 10**14 + 1}
+    row = int(mixture.rows_at(position, 1, seed=9, shuffle=True)[0])
+    (name,) = mixture.source_names(np.array([row]))
+    number = np.array([counts[name]])
+    expected = shuffled_rows(number, mixture.sources[name].n_rows, f"9/{name}")
+    assert row == int(expected[0]) + (7 if name == "b" else 0)
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))
+def test_any_ranks_batches_and_stops_give_one_sequence(
+    make: Callable[..., RowReader], runs: list[tuple[int, int, int]]
+) -> None:
+    mixture = Mixture(
+        {"web": make(11), "code": make(6), "math": make(3)},
+        [
+            Phase(weights={"web": 0.7, "code": 0.3}),
+            Phase(weights={"web": 1, "code": 1, "math": 1}, from_row=13),
+            Phase(weights={"math": 1}, from_row=31),
+        ],
+    )
+    state: StreamState | None = None
+    seen: list[int] = []
+    for dp_size, per_rank, steps in runs:
+        for _ in range(steps):
+            batches = [
+                Stream(mixture, global_batch=dp_size * per_rank, dp_rank=r, dp_size=dp_size, seed=5, state=state).next()
+                for r in range(dp_size)
+            ]
+            ids = np.concatenate([batch.row_ids for batch in batches])
+            expected = mixture.gather(ids)
+            for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+                assert np.array_equal(
+                    np.concatenate([getattr(batch.rows, name) for batch in batches]), getattr(expected, name)
+                )
+            assert {batch.valid_tokens for batch in batches} == {int(expected.loss_mask.sum())}
+            seen += ids.tolist()
+            assert len({batch.state for batch in batches}) == 1
+            state = StreamState.from_json(batches[0].state.to_json())
+    assert mixture.rows_at(0, len(seen), seed=5, shuffle=True).tolist() == seen
+
+
+@given(st.lists(st.integers(0, 19), max_size=12))
+def test_gathered_rows_are_those_of_the_sources(make: Callable[..., RowReader], chosen: list[int]) -> None:
+    mixture = Mixture({"a": make(11), "b": make(6, mode="concat"), "c": make(3)}, {"a": 1, "b": 1, "c": 1})
+    rows = mixture.gather(np.array(chosen, np.int64))
+    for i, row in enumerate(chosen):
+        reader, number = mixture.locate(row)
+        expected = reader.gather(np.array([number]))
+        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+            assert np.array_equal(getattr(rows, name)[i : i + 1], getattr(expected, name))
+    assert mixture.labels_in(np.array(chosen, np.int64)) == int(rows.loss_mask.sum())
+
+
+def test_unlike_sources_of_one_size_have_unlike_orders(make: Callable[..., RowReader]) -> None:
+    mixture = Mixture({"a": make(12), "b": make(12)}, {"a": 1, "b": 1})
+    rows = mixture.rows_at(0, 24, seed=0, shuffle=True)
+    assert rows[rows < 12].tolist() != (rows[rows >= 12] - 12).tolist()
+
+
+def test_weights_ahead_may_change_and_those_behind_may_not(make: Callable[..., RowReader]) -> None:
+    sources = {"a": make(11), "b": make(6)}
+
+    def mixture(second: Mapping[str, float], first: float = 1, more: Mapping[str, RowReader] | None = None) -> Mixture:
+        phases = [Phase(weights={"a": first, "b": 1}), Phase(weights=second, from_row=8)]
+        return Mixture(sources | (more or {}), phases)
+
+    before = mixture({"a": 1})
+    stream = Stream(before, global_batch=4, seed=2)
+    states = [stream.next().state for _ in range(3)]
+    for state in states[:2]:  # rows 0 to 7 are read: the second phase has not begun
+        other = Stream(mixture({"c": 1}, more={"c": make(3)}), global_batch=4, seed=2, state=state)
+        assert other.state == state
+        assert other.reader.rows_at(8, 3, seed=2, shuffle=True).min() >= 17
+    with pytest.raises(DataError, match=r"weights@8: a=1 before, b=1 now"):
+        Stream(mixture({"b": 1}), global_batch=4, seed=2, state=states[2])
+    with pytest.raises(DataError, match=r"weights@0: a=1,b=1 before, a=2,b=1 now"):
+        Stream(mixture({"a": 1}, first=2), global_batch=4, seed=2, state=states[0])
+    with pytest.raises(DataError, match=r"a\.store: \w+ before, \w+ now; a\.pack"):
+        Stream(Mixture({**sources, "a": make(10)}, {"a": 1, "b": 1}), global_batch=4, seed=2, state=states[0])
+    Stream(mixture({"a": 1}), global_batch=6, dp_rank=2, dp_size=3, seed=2, state=states[2])
+
+
+def test_a_source_without_weight_is_not_part_of_the_sequence(make: Callable[..., RowReader]) -> None:
+    state = Stream(Mixture({"a": make(11), "b": make(6)}, {"a": 1}), global_batch=4).next().state
+    Stream(Mixture({"a": make(11)}, {"a": 1}), global_batch=4, state=state)
+    assert state.fingerprint.count("store:") == 1
+
+
+def test_a_source_that_is_exhausted_says_so_at_its_last_row(make: Callable[..., RowReader]) -> None:
+    mixture = Mixture({"a": make(11), "b": make(3)}, {"a": 1, "b": 1}, max_epochs={"b": 2})
+    first_too_many = next(p for p in range(100) if mixture.counts(p + 1)["b"] == 7)
+    assert mixture.rows_at(0, first_too_many, seed=0, shuffle=True).size == first_too_many
+    with pytest.raises(DataError, match=r"source b: its 3 rows were read 2 times, which is its max_epochs"):
+        mixture.rows_at(0, first_too_many + 1, seed=0, shuffle=True)
+    assert mixture.epochs(first_too_many)["b"] == 2.0
+    stream = Stream(mixture, global_batch=first_too_many // 2)
+    stream.next()
+    stream.next()
+    state = stream.state
+    with pytest.raises(DataError, match="source b"):
+        stream.next()
+    assert stream.state == state
+
+
+@pytest.mark.parametrize(
+    ("sizes", "weights", "options", "message"),
+    [
+        ({}, {}, {}, "a mixture needs a source"),
+        ({"a b": 3}, {"a b": 1}, {}, "source 'a b': a name is made of"),
+        ({"a/b": 3}, {"a/b": 1}, {}, "source 'a/b'"),
+        ({"a": 3}, {"b": 1}, {}, "weights: no source 'b'; the sources are a"),
+        ({"a": 3}, {"a": 0}, {}, "the weights of a are all 0"),
+        ({"a": 3}, {"a": 1}, {"max_epochs": {"a": 0}}, "max_epochs of a: 0"),
+        ({"a": 3}, {"a": 1}, {"max_epochs": {"c": 1}}, "max_epochs: no source 'c'"),
+        ({"a": 3}, [], {}, r"phases begin at rows \[\]"),
+        ({"a": 3}, [Phase(weights={"a": 1}, from_row=3)], {}, r"phases begin at rows \[3\]"),
+        ({"a": 3}, [Phase(weights={"a": 1}), Phase(weights={"a": 1})], {}, r"phases begin at rows \[0, 0\]"),
+    ],
+)
+def test_wrong_mixtures(
+    make: Callable[..., RowReader], sizes: dict[str, int], weights: dict | list, options: dict, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        Mixture({name: make(size) for name, size in sizes.items()}, weights, **options)
+
+
+def test_sources_that_do_not_fit_together(
+    make: Callable[..., RowReader], counting_store: Callable[..., TokenStore]
+) -> None:
+    with pytest.raises(DataError, match=r"sources a and b differ in their row length \(4 and 5\)"):
+        Mixture({"a": make(3), "b": make(3, seq_len=5)}, {"a": 1})
+    with pytest.raises(DataError, match=r"differ in their document_mask"):
+        Mixture({"a": make(3), "b": make(3, document_mask=False)}, {"a": 1})
+    store = counting_store([4, 4])
+    other = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, sha256="f" * 64))
+    changed = TokenStore(store.path, other)
+    index = build_index(store.lengths, seq_len=SEQ_LEN, mode="bfd", store_fingerprint=other.fingerprint)
+    with pytest.raises(DataError, match=r"sources a and b differ in their tokenizer \( and f{16}\)"):
+        Mixture({"a": make(3), "b": RowReader(changed, index)}, {"a": 1})
+
+
+@pytest.mark.parametrize("from_row", [-1, 1.0, True])
+def test_wrong_phase(from_row: object) -> None:
+    with pytest.raises(DataError, match="from_row="):
+        Phase(weights={"a": 1}, from_row=from_row)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,342 @@
+"""One global sequence of rows, whatever the ranks, the batch and the stops."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_data import (
+    IGNORE,
+    DataError,
+    Document,
+    KeyedPermutation,
+    RowReader,
+    Stream,
+    StreamState,
+    Tokenizer,
+    TokenStore,
+    pack,
+    prepare_documents,
+)
+from lt_data.packing.packs import build_index
+from lt_data.streaming.stream import changed_parts
+
+
+@pytest.fixture(scope="session")
+def make_reader(counting_store: Callable[..., TokenStore]) -> Callable[..., RowReader]:
+    cache: dict[tuple, RowReader] = {}
+
+    def make(n_rows: int, mode: str = "bfd", document_mask: bool = True, seq_len: int = 4) -> RowReader:
+        """A reader of that many rows, each one document that fills it but for the last, which is shorter."""
+        key = (n_rows, mode, document_mask, seq_len)
+        if key not in cache:
+            store = counting_store([seq_len] * (n_rows - 1) + [seq_len - 1])
+            fingerprint = store.manifest.fingerprint
+            index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=fingerprint)
+            assert index.n_rows == n_rows
+            cache[key] = RowReader(store, index, document_mask=document_mask)
+        return cache[key]
+
+    return make
+
+
+def global_batch(reader: RowReader, state: StreamState | None, batch: int, dp_size: int, **options: int) -> tuple:
+    """The rows that all ranks together get in one step, the valid tokens and the state after it."""
+    streams = [
+        Stream(reader, global_batch=batch, dp_rank=rank, dp_size=dp_size, state=state, **options)
+        for rank in range(dp_size)
+    ]
+    batches = [stream.next() for stream in streams]
+    assert len({batch.state for batch in batches}) == 1
+    assert len({batch.valid_tokens for batch in batches}) == 1
+    ids = np.concatenate([batch.row_ids for batch in batches])
+    expected = reader.gather(ids)
+    for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+        together = np.concatenate([getattr(batch.rows, name) for batch in batches])
+        assert np.array_equal(together, getattr(expected, name))
+    assert batches[0].valid_tokens == int((expected.labels != IGNORE).sum())
+    return ids, batches[0].state
+
+
+@settings(max_examples=40)
+@given(
+    n_rows=st.integers(3, 30),
+    seed=st.integers(0, 2**63),
+    runs=st.lists(st.tuples(st.sampled_from([1, 2, 4, 8]), st.integers(1, 3), st.integers(0, 4)), max_size=6),
+)
+def test_any_ranks_batches_and_stops_give_one_sequence(
+    make_reader: Callable[..., RowReader], n_rows: int, seed: int, runs: list[tuple[int, int, int]]
+) -> None:
+    """Runs of some steps each with other dp_size and global batch, each going on from the saved state of the last."""
+    reader = make_reader(n_rows)
+    state: StreamState | None = None
+    seen: list[int] = []
+    steps = 0
+    for dp_size, per_rank, n_steps in [(4, 1, 1), *runs, (2, 3, 1), (1, 2, 2), (8, 1, 3)]:
+        for _ in range(n_steps):
+            ids, state = global_batch(reader, state, dp_size * per_rank, dp_size, seed=seed)
+            seen += ids.tolist()
+            steps += 1
+            state = StreamState.from_json(json.loads(json.dumps(state.to_json())))
+    assert state is not None
+    assert (state.step, state.row) == (steps, len(seen))
+    fresh = Stream(reader, global_batch=1, seed=seed)
+    assert fresh.global_rows(fresh.state, len(seen)).tolist() == seen
+    for epoch in range(len(seen) // n_rows):
+        assert sorted(seen[epoch * n_rows : (epoch + 1) * n_rows]) == list(range(n_rows))
+
+
+@pytest.fixture(scope="session")
+def mixed_reader(counting_store: Callable[..., TokenStore]) -> RowReader:
+    """Rows with several documents, cut ones and padding: 13 rows of 16 positions from 6 shards."""
+    store = counting_store([5, 40, 1, 16, 7, 7, 30, 2, 3, 11, 16, 9, 25, 6, 1, 15])
+    index = build_index(store.lengths, seq_len=16, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    assert index.n_rows == 13
+    return RowReader(store, index)
+
+
+ARRAYS = ("input_ids", "labels", "position_ids", "doc_ids")
+
+
+@settings(max_examples=60)
+@given(
+    dp_sizes=st.permutations([4, 2, 1, 8]),
+    steps=st.lists(st.integers(0, 5), min_size=4, max_size=4),
+    skips=st.lists(st.one_of(st.just(0), st.integers(0, 30)), min_size=4, max_size=4),
+    batches=st.lists(st.sampled_from([8, 16, 24]), min_size=4, max_size=4),
+    seed=st.integers(0, 2**63),
+)
+def test_ranks_come_and_go_and_the_sequence_is_that_of_one_rank(
+    mixed_reader: RowReader,
+    dp_sizes: list[int],
+    steps: list[int],
+    skips: list[int],
+    batches: list[int],
+    seed: int,
+) -> None:
+    """Four parts of a run, each with other ranks, from the saved state of the part before; one rank does the same."""
+    reader, n_rows = mixed_reader, mixed_reader.n_rows
+    state: StreamState | None = None
+    skipped: list[int] = []
+    read: list[int] = []
+    rows: list[int] = []
+    alone = Stream(reader, global_batch=8, seed=seed)
+    for dp_size, n_steps, skip, batch in zip(dp_sizes, steps, skips, batches, strict=True):
+        alone = Stream(reader, global_batch=batch, seed=seed, state=alone.state)
+        ranks = [
+            Stream(reader, global_batch=batch, dp_rank=rank, dp_size=dp_size, seed=seed, state=state)
+            for rank in range(dp_size)
+        ]
+        skipped += range(alone.state.row, alone.state.row + skip)
+        for stream in (alone, *ranks):
+            stream.skip(skip)
+        for _ in range(n_steps):
+            read += range(alone.state.row, alone.state.row + batch)
+            expected = alone.next()
+            rows += expected.row_ids.tolist()
+            parts = [stream.next() for stream in ranks]
+            assert np.concatenate([part.row_ids for part in parts]).tolist() == expected.row_ids.tolist()
+            for name in ARRAYS:
+                together = np.concatenate([getattr(part.rows, name) for part in parts])
+                assert np.array_equal(together, getattr(expected.rows, name)), name
+            assert {(part.state, part.valid_tokens, part.step) for part in parts} == {
+                (expected.state, expected.valid_tokens, expected.step)
+            }
+        states = {StreamState.from_json(json.loads(json.dumps(stream.state.to_json()))) for stream in ranks}
+        assert states == {alone.state}
+        (state,) = states
+    assert state is not None
+    assert sorted(read + skipped) == list(range(state.row))
+    assert [position for begin, end in state.skipped for position in range(begin, end)] == skipped
+    assert state.step == sum(steps)
+    # By the definition of the sequence, whatever was skipped.
+    epochs = [
+        KeyedPermutation(n_rows, f"{seed}/{epoch}".encode())(np.arange(n_rows)).tolist()
+        for epoch in range(state.row // n_rows + 1)
+    ]
+    assert rows == [epochs[position // n_rows][position % n_rows] for position in read]
+    for epoch in range(state.row // n_rows):
+        inside = range(epoch * n_rows, (epoch + 1) * n_rows)
+        left_out = [epochs[epoch][position % n_rows] for position in skipped if position in inside]
+        got = [row for position, row in zip(read, rows, strict=True) if position in inside]
+        assert sorted(got + left_out) == list(range(n_rows)), "each row once in an epoch"
+
+
+def test_the_order_is_the_one_that_is_documented(make_reader: Callable[..., RowReader]) -> None:
+    stream = Stream(make_reader(7), global_batch=10, seed=3)
+    first, second = (KeyedPermutation(7, f"3/{epoch}".encode())(np.arange(7)).tolist() for epoch in (0, 1))
+    assert stream.next().row_ids.tolist() == [*first, *second[:3]]
+    assert first != second
+    assert Stream(make_reader(7), global_batch=7, seed=4).next().row_ids.tolist() != first
+
+
+def test_ranks_take_consecutive_parts(make_reader: Callable[..., RowReader]) -> None:
+    reader = make_reader(12)
+    whole = Stream(reader, global_batch=6).next().row_ids
+    for rank in range(3):
+        part = Stream(reader, global_batch=6, dp_rank=rank, dp_size=3).next()
+        assert part.row_ids.tolist() == whole[2 * rank : 2 * rank + 2].tolist()
+        assert part.rows.input_ids.shape == (2, 4)
+
+
+def test_without_shuffle(make_reader: Callable[..., RowReader]) -> None:
+    stream = Stream(make_reader(5), global_batch=3, shuffle=False)
+    assert [stream.next().row_ids.tolist() for _ in range(4)] == [[0, 1, 2], [3, 4, 0], [1, 2, 3], [4, 0, 1]]
+
+
+def test_steps_states_and_valid_tokens(make_reader: Callable[..., RowReader]) -> None:
+    stream = Stream(make_reader(5), global_batch=2, shuffle=False)
+    assert (stream.steps_per_epoch, stream.epoch_remainder) == (2, 1)
+    assert stream.state == StreamState(step=0, row=0, seed=0, fingerprint=stream.state.fingerprint)
+    batches = [stream.next() for _ in range(3)]
+    assert [batch.step for batch in batches] == [0, 1, 2]
+    assert [(batch.state.step, batch.state.row) for batch in batches] == [(1, 2), (2, 4), (3, 6)]
+    # Documents of 4 tokens have 3 labels, the last one of 3 has 2.
+    assert [batch.valid_tokens for batch in batches] == [6, 6, 5]
+    assert stream.state == batches[-1].state
+
+
+def test_looking_ahead_changes_nothing(make_reader: Callable[..., RowReader]) -> None:
+    stream = Stream(make_reader(9), global_batch=4)
+    stream.next()
+    ahead = stream.global_rows(stream.state, 8).tolist()
+    assert [*stream.next().row_ids.tolist(), *stream.next().row_ids.tolist()] == ahead
+    assert stream.global_rows(stream.state, 0).tolist() == []
+
+
+def test_batch_larger_than_the_pack(make_reader: Callable[..., RowReader]) -> None:
+    ids = Stream(make_reader(3), global_batch=8).next().row_ids.tolist()
+    assert sorted(ids[:3]) == sorted(ids[3:6]) == [0, 1, 2]
+
+
+def test_skipping_is_noted_and_leaves_the_sequence_as_it_is(make_reader: Callable[..., RowReader]) -> None:
+    reader = make_reader(10)
+    plain = Stream(reader, global_batch=1)
+    sequence = plain.global_rows(plain.state, 20).tolist()
+    stream = Stream(reader, global_batch=2)
+    first = stream.next().row_ids.tolist()
+    stream.skip(3)
+    stream.skip(0)
+    stream.skip(2)
+    resumed = Stream(reader, global_batch=2, state=StreamState.from_json(stream.state.to_json()))
+    second = resumed.next().row_ids.tolist()
+    resumed.skip(1)
+    assert (first, second) == (sequence[:2], sequence[7:9])
+    assert resumed.state.skipped == ((2, 7), (9, 10))
+    assert (resumed.state.step, resumed.state.row) == (2, 10)
+    with pytest.raises(DataError, match="n_rows=-1"):
+        stream.skip(-1)
+
+
+def test_state_of_other_data_is_refused_and_what_differs_is_named(make_reader: Callable[..., RowReader]) -> None:
+    state = Stream(make_reader(10), global_batch=2, seed=1).next().state
+    cases = [
+        ({"reader": make_reader(11), "seed": 1}, r"store: \w+ before, \w+ now; pack: bfd-4:\w+ before"),
+        ({"reader": make_reader(10, mode="concat"), "seed": 1}, r"pack: bfd-4:\w+ before, concat-4:\w+ now"),
+        ({"reader": make_reader(10, document_mask=False), "seed": 1}, "document_mask: on before, off now"),
+        ({"reader": make_reader(10), "seed": 2}, "seed: 1 before, 2 now"),
+        ({"reader": make_reader(10), "seed": 1, "shuffle": False}, "order: shuffled-1 before, pack now"),
+    ]
+    for options, message in cases:
+        with pytest.raises(DataError, match=message):
+            Stream(global_batch=2, state=state, **options)
+    Stream(make_reader(10), global_batch=6, dp_rank=2, dp_size=3, seed=1, state=state)
+
+
+def parts_named(error: DataError) -> set[str]:
+    """What an error about a state says has changed."""
+    listed = str(error).partition("(")[2].partition("): ")[0]
+    assert all(" before, " in part and part.endswith(" now") for part in listed.split("; ")), listed
+    return {part.partition(":")[0] for part in listed.split("; ")}
+
+
+def test_each_change_of_a_real_store_is_refused_by_its_name(
+    tmp_path: Path, documents: list[Document], tokenizer: Tokenizer
+) -> None:
+    def reader(name: str, texts: list[Document], seq_len: int = 64, mode: str = "bfd", **options: bool) -> RowReader:
+        if not (tmp_path / name).exists():
+            prepare_documents(texts, tokenizer=tokenizer, out=tmp_path / name, **options)
+        store = TokenStore.open(tmp_path / name)
+        return RowReader(store, pack(store, seq_len=seq_len, mode=mode))  # pyright: ignore[reportArgumentType]
+
+    before = reader("store", documents)
+    state = Stream(before, global_batch=4, seed=1).next().state
+    swapped = [replace(documents[0], text=documents[0].text[::-1]), *documents[1:]]
+    again = reader("again", documents)  # the same text once more is the same data
+    Stream(again, global_batch=4, seed=1, state=state)
+    store = before.store
+    cases: list[tuple[RowReader, dict[str, object], set[str]]] = [
+        (reader("text", swapped), {}, {"store", "pack"}),
+        (reader("order", documents[::-1]), {}, {"store", "pack"}),
+        (reader("no eos", documents, eos=False), {}, {"store", "pack"}),
+        (reader("store", documents, seq_len=48), {}, {"pack"}),
+        (reader("store", documents, mode="concat"), {}, {"pack"}),
+        (RowReader(store, before.pack, document_mask=False), {}, {"document_mask"}),
+        (before, {"seed": 2}, {"seed"}),
+        (before, {"shuffle": False}, {"order"}),
+        (RowReader(store, before.pack, document_mask=False), {"seed": 2}, {"seed", "document_mask"}),
+    ]
+    for now, options, names in cases:
+        with pytest.raises(DataError, match="belongs to another sequence of rows") as caught:
+            Stream(now, global_batch=4, state=state, **{"seed": 1, **options})  # pyright: ignore[reportArgumentType]
+        assert parts_named(caught.value) == names
+
+
+def test_one_token_of_the_same_length_is_another_store(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Nothing but the tokens themselves differs: lengths, slices and rows are those of the store before."""
+    readers: list[RowReader] = []
+    for name, text in (("one", "~^~"), ("two", "~~~")):
+        prepare_documents([Document(text=text, source="")], tokenizer=tokenizer, out=tmp_path / name)
+        store = TokenStore.open(tmp_path / name)
+        readers.append(RowReader(store, pack(store, seq_len=4)))
+    one, two = readers
+    assert one.store.lengths.tolist() == two.store.lengths.tolist()
+    assert one.pack.start.tolist() == two.pack.start.tolist()
+    with pytest.raises(DataError, match=r"store: \w+ before"):
+        Stream(two, global_batch=1, state=Stream(one, global_batch=1).state)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "named"),
+    [
+        ("store:a pack:b", "store:a pack:b", []),
+        ("store:a pack:b", "store:a pack:c", ["pack: b before, c now"]),
+        ("store:a old:b", "store:a", ["old: b before, None now"]),
+        ("store:a", "store:a new:b", ["new: None before, b now"]),
+        ("store:a pack:b", "pack:b store:a", ["'store:a pack:b' before, 'pack:b store:a' now"]),
+    ],
+)
+def test_what_differs_in_a_fingerprint_is_named(before: str, now: str, named: list[str]) -> None:
+    assert changed_parts(before, now) == named
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"global_batch": 6, "dp_size": 4}, r"global_batch=6 over dp_size=4 ranks: give a multiple"),
+        ({"global_batch": 0}, "global_batch=0"),
+        ({"global_batch": 4, "dp_size": 2, "dp_rank": 2}, "dp_rank=2: from 0 to dp_size - 1 = 1"),
+        ({"global_batch": 4, "dp_size": 2, "dp_rank": -1}, "dp_rank=-1"),
+    ],
+)
+def test_bad_division(make_reader: Callable[..., RowReader], options: dict[str, int], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Stream(make_reader(3), **options)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"step": -1}, {"row": 1.5}, {"row": True}, {"skipped": [[1]]}, {"skipped": 3}, {"extra": 1}, {"seed": "0"}],
+)
+def test_broken_state(change: dict[str, object]) -> None:
+    values = StreamState(step=1, row=2, seed=3, fingerprint="x", skipped=((0, 1),)).to_json()
+    assert StreamState.from_json(values).to_json() == values
+    with pytest.raises(DataError, match="not the state of a stream"):
+        StreamState.from_json({**values, **change})
+    with pytest.raises(DataError, match="not the state of a stream"):
+        StreamState.from_json({"step": 1})
