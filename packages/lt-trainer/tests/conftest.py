@@ -14,6 +14,7 @@ from lt_model import LlamaConfig
 from lt_trainer import engine as engine_module
 from lt_trainer.engine import Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
 from lt_trainer.recipe import Recipe
+from lt_trainer.timing import HostStopwatch
 
 WIDTH = 16
 
@@ -28,6 +29,8 @@ class FakeEngine:
         self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
         self.control = SoloControl()
         self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
+        self.stopwatch = HostStopwatch()
+        self.recomputed_flops_per_token = 0.0
         self.weights = np.arange(WIDTH, dtype=np.float64)
         self.steps = self.calls = 0
         self.reads: list[int] = []
@@ -40,6 +43,7 @@ class FakeEngine:
 
     def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
         assert batch.input_ids.dtype == np.int32
+        self.stopwatch.lap("forward_backward")
         self.lrs.append(lr)
         self.rows.extend(row.tobytes() for row in batch.input_ids.reshape(-1, batch.input_ids.shape[-1]))
         gradient = np.bincount(batch.input_ids.ravel() % WIDTH, minlength=WIDTH) / batch.valid_tokens

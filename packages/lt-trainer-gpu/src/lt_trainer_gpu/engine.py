@@ -44,6 +44,8 @@ from lt_trainer.torch import (
 )
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.peak import peak_flops
+from lt_trainer_gpu.recompute import recomputed_flops_per_token
+from lt_trainer_gpu.timing import stopwatch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -100,6 +102,10 @@ class GpuEngine:
         self.device = Device(
             name=name, kind=self._torch_device.type, count=world.size, peak_flops=peak, peak_source=source
         )
+        self.stopwatch = stopwatch(self._torch_device)
+        self.recomputed_flops_per_token = recomputed_flops_per_token(
+            config, recipe.data.seq_len, options.activation_checkpointing
+        )
 
     def step(self, batch: StepBatch, lr: float) -> Pending:
         """Forward and backward of all micro-batches, clip, update; returns without waiting for the device.
@@ -111,6 +117,7 @@ class GpuEngine:
             return self._step(batch, lr)
 
     def _step(self, batch: StepBatch, lr: float) -> Pending:
+        self.stopwatch.lap("forward_backward")
         self._model.train()
         n_micro = batch.input_ids.shape[0]
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
@@ -122,6 +129,7 @@ class GpuEngine:
         loss = loss_sum / batch.valid_tokens
         if self.topology.world > 1:
             dist.all_reduce(loss)
+        self.stopwatch.lap("optimizer")
         grad_norm = self._clip()
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
         self._optimizer.found_inf = (~finite).to(torch.float32)  # pyright: ignore[reportAttributeAccessIssue]

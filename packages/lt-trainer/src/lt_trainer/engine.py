@@ -153,12 +153,34 @@ class SoloControl:
         return value
 
 
+class Stopwatch(Protocol):
+    """Where this rank's time goes, in laps of the parts that `timing.PARTS` names.
+
+    `timing.HostStopwatch` is one. On a device that runs ahead of the host, laps are marks in the device's queue, and a
+    part is the time between two marks there: what the host waits for while the device is busy costs nothing.
+    """
+
+    def lap(self, part: str) -> None:
+        """What is begun from here on belongs to `part`; never waits for the device."""
+        ...
+
+    def times(self) -> Mapping[str, float]:
+        """Seconds by part since this was last asked, up to the newest lap; asked only right after `Engine.read`."""
+        ...
+
+
 class Engine(Protocol):
-    """A model, its optimizer and its devices, ready to step."""
+    """A model, its optimizer and its devices, ready to step.
+
+    An engine laps its stopwatch in `step`: "forward_backward", then "optimizer". The loop does all the other parts.
+    """
 
     topology: Topology
     control: Control
     device: Device
+    stopwatch: Stopwatch
+    recomputed_flops_per_token: float
+    """Of `lt_model.flops_per_token`, how many are done a second time per token; nan where that is not known."""
 
     def step(self, batch: StepBatch, lr: float) -> Any:
         """Run all micro-batches of a step and update the weights; returns a handle without waiting for the device.

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -62,12 +62,15 @@ class RankLog:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one update of the whole run costs, for the rates."""
+    """What rows cost, for the rates; how many an update has may change from step to step."""
 
-    micro_batches: int
-    rows: int
+    micro_batch: int
+    """Rows of a micro-batch."""
     seq_len: int
+    """Positions of a row."""
     flops_per_token: float
+    recomputed_flops_per_token: float = 0.0
+    """Of these, done a second time; nan where that is not known."""
 
 
 class SilentJournal:
@@ -79,7 +82,7 @@ class SilentJournal:
     def event(self, kind: str, **values: object) -> None:
         """Nothing is told."""
 
-    def steps(self, records: list[StepRecord], memory_bytes: int) -> None:
+    def steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
         """Nothing is told."""
 
     def validation(self, step: int, loss_sum: float, tokens: int) -> None:
@@ -129,14 +132,18 @@ class RunJournal:
         """Note something that happened."""
         self._run_dir.event(kind, **values)
 
-    def steps(self, records: list[StepRecord], memory_bytes: int) -> None:
+    def steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
         """Write the record of the last of these steps; all of them count for the rates."""
         if not records:
             return
-        work, n = self._work, len(records)
-        tokens = n * work.rows * work.seq_len
+        work, rows = self._work, sum(record.rows for record in records)
+        tokens = rows * work.seq_len
         self._throughput.update(
-            batches=n * work.micro_batches, samples=n * work.rows, tokens=tokens, flops=tokens * work.flops_per_token
+            batches=rows / work.micro_batch,
+            samples=rows,
+            tokens=tokens,
+            flops=tokens * work.flops_per_token,
+            again=tokens * work.recomputed_flops_per_token,
         )
         rates, last = self._throughput.rates(), records[-1]
         self._write(
@@ -153,6 +160,8 @@ class RunJournal:
                 memory_gib=memory_bytes / GIB,
                 valid_tokens=last.valid_tokens,
                 elapsed_s=self._clock() - self._start,
+                hfu=rates.hfu,
+                **{f"{part}_s": seconds for part, seconds in times.items()},
             )
         )
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lt_data import StreamState
@@ -39,6 +39,8 @@ class StepRecord:
     grad_norm: float
     learning_rate: float
     valid_tokens: int
+    rows: int
+    """Of the whole run."""
 
 
 class TrainingError(TrainerError):
@@ -65,8 +67,8 @@ class Batches(Protocol):
 class Journal(Protocol):
     """Who hears what happens; on ranks other than 0 a silent one."""
 
-    def steps(self, records: list[StepRecord], memory_bytes: int) -> None:
-        """The steps since the last call, read just now."""
+    def steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
+        """The steps since the last call, read just now, and where the time since then went (see `timing.py`)."""
         ...
 
     def validation(self, step: int, loss_sum: float, tokens: int) -> None:
@@ -185,11 +187,14 @@ class Loop:
             if save or evaluate:
                 self.journal.pause()
                 if evaluate:
+                    self.engine.stopwatch.lap("validation")
                     self._evaluate(step)
                 if save:
+                    self.engine.stopwatch.lap("checkpoint")
                     self.watch.mark("save", step)
                     self.saves.save(self.batches.state, wait=bool(stopped_by) or last)
                     self._forget_skipped()
+                self.engine.stopwatch.lap("rest")
                 self.journal.proceed()
             if stopped_by and not last:
                 if step == stop_at_step:
@@ -211,19 +216,29 @@ class Loop:
     def _step(self, step: int) -> tuple[StepRecord, object]:
         """Start step number `step` (from 0); the record's loss and norm are filled in when it is read."""
         self.watch.mark("data", step + 1)
+        self.engine.stopwatch.lap("data")
         batch = self.batches.next_batch()
         lr = learning_rate(step, self.recipe.schedule, self.recipe.optimizer.lr)
         self.watch.mark("step", step + 1)
         pending = self.engine.step(batch, lr)
+        self.engine.stopwatch.lap("rest")
+        n_micro, micro_batch, _ = batch.input_ids.shape
         return StepRecord(
-            step=step + 1, loss=math.nan, grad_norm=math.nan, learning_rate=lr, valid_tokens=batch.valid_tokens
+            step=step + 1,
+            loss=math.nan,
+            grad_norm=math.nan,
+            learning_rate=lr,
+            valid_tokens=batch.valid_tokens,
+            rows=n_micro * micro_batch * self.engine.topology.dp_size,
         ), pending
 
     def _read(self, waiting: list[tuple[StepRecord, object]], step: int) -> None:
         self.watch.mark("read", step)
         numbers = self.engine.read([pending for _, pending in waiting])
-        records = [_with(record, n.loss, n.grad_norm) for (record, _), n in zip(waiting, numbers, strict=True)]
-        self.journal.steps(records, self.engine.memory_bytes())
+        records = [
+            replace(record, loss=n.loss, grad_norm=n.grad_norm) for (record, _), n in zip(waiting, numbers, strict=True)
+        ]
+        self.journal.steps(records, self.engine.memory_bytes(), self.engine.stopwatch.times())
         for record, found in zip(records, numbers, strict=True):
             if not found.finite:
                 self._skipped += 1
@@ -249,19 +264,21 @@ class Loop:
             raise TrainingError(f"{what} {times}".strip() + f": training has diverged; {advice}")
         self._rewinds += 1
         self.watch.mark("restore", step)
+        self.engine.stopwatch.lap("checkpoint")
         self.journal.pause()
         self.saves.finish()
         try:
             self.batches = self.go_back(self.batches.state)
         except NothingToGoBackTo as exc:
             raise TrainingError(f"{what}, and {exc}: training has diverged; {advice}") from exc
+        self.engine.stopwatch.lap("rest")
         self.journal.proceed()
         self._skipped, self._clean = 0, True
         return self.batches.state.step
 
     def _finish(self, record: StepRecord, pending: object) -> StepRecord:
         (numbers,) = self.engine.read([pending])
-        return _with(record, numbers.loss, numbers.grad_norm)
+        return replace(record, loss=numbers.loss, grad_norm=numbers.grad_norm)
 
     def _evaluate(self, step: int) -> None:
         assert self.validation is not None
@@ -276,13 +293,3 @@ class Loop:
 
 def _due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
-
-
-def _with(record: StepRecord, loss: float, grad_norm: float) -> StepRecord:
-    return StepRecord(
-        step=record.step,
-        loss=loss,
-        grad_norm=grad_norm,
-        learning_rate=record.learning_rate,
-        valid_tokens=record.valid_tokens,
-    )

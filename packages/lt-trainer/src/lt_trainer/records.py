@@ -81,7 +81,7 @@ METRIC_DEFINITIONS: tuple[dict[str, str], ...] = tuple(
 
 
 def as_dict(record: Any) -> dict[str, Any]:
-    """A record (dataclass or mapping) as a dict of plain values, in order, without a dataclass's fields that are None."""
+    """A record (dataclass or mapping) as plain values, in order, without the fields of a dataclass that are None."""
     if isinstance(record, Mapping):
         return dict(record)
     return {name: value for name, value in dataclasses.asdict(record).items() if value is not None}

@@ -198,14 +198,14 @@ def _rehearse(checkpoints: Checkpoints, engine: Engine, journal: RunJournal | Si
 
 
 def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
-    """What one update costs, from the recipe's numbers."""
+    """What rows cost, from the recipe's numbers."""
     from lt_model import flops_per_token
 
     return Work(
-        micro_batches=recipe.batch.global_batch // recipe.batch.micro_batch,
-        rows=recipe.batch.global_batch,
+        micro_batch=recipe.batch.micro_batch,
         seq_len=recipe.data.seq_len,
         flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
+        recomputed_flops_per_token=engine.recomputed_flops_per_token,
     )
 
 
