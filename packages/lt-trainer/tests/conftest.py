@@ -13,6 +13,7 @@ from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig
 from lt_trainer import engine as engine_module
 from lt_trainer.engine import Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.pretrained import Pretrained
 from lt_trainer.recipe import Recipe
 from lt_trainer.timing import HostStopwatch
 
@@ -81,6 +82,10 @@ class FakeEngine:
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weights = checkpoint.read("weights", "w").view(np.float64).copy()
         self.steps = int(checkpoint.manifest.small["optimizer_step"])
+
+    def load_weights(self, pretrained: Pretrained) -> None:
+        parts = pretrained.read("model.norm.weight", (0,), (WIDTH,), "F64")
+        self.weights = np.concatenate([part.view(np.float64) for part in parts])
 
     def close(self) -> None:
         self.closed = True

@@ -29,11 +29,13 @@ from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
 from lt_model.llama import Llama
 from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.pretrained import Pretrained
 from lt_trainer.recipe import Recipe
 from lt_trainer.torch import (
     GlooControl,
     as_shard,
     fill_from,
+    fill_from_pretrained,
     host_memory,
     initialise,
     local_part,
@@ -227,6 +229,10 @@ class GpuEngine:
         )
         fill_from(checkpoint, groups)
         self._set_optimizer_step(int(checkpoint.manifest.small["optimizer_step"]))
+
+    def load_weights(self, pretrained: Pretrained) -> None:
+        """Take over a model's weights, cast to the master dtype; moments and step count stay as new."""
+        fill_from_pretrained(pretrained, {name: parameter.data for name, parameter in self._parameters.items()})
 
     def _groups(self) -> dict[str, dict[str, Tensor]]:
         state = self._optimizer.state

@@ -50,7 +50,7 @@ def open_data(recipe: Recipe) -> TrainingData:
     data = recipe.data
     store = TokenStore.open(data.store)
     given, found = recipe.model.vocab_size, store.vocab_size
-    if given and given != found:
+    if given and given != found and not (recipe.model.init_from and given > found):
         raise RecipeError(
             f"does not fit the tokenizer of {data.store}, which has {found} ids",
             values={"model.vocab_size": given},

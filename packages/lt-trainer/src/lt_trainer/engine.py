@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from lt_ckpt import Checkpoint, Shard
     from lt_model import LlamaConfig
+    from lt_trainer.pretrained import Pretrained
     from lt_trainer.recipe import Recipe
 
 ENGINES = "lt.engines"
@@ -222,6 +223,10 @@ class Engine(Protocol):
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take over a checkpoint's tensors (sharded in any way) and small state; strict about names, shapes, dtypes."""
+        ...
+
+    def load_weights(self, pretrained: Pretrained) -> None:
+        """Take over a model's weights, this rank's slices of them; the optimizer stays as new."""
         ...
 
     def close(self) -> None:

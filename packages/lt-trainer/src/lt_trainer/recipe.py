@@ -127,14 +127,15 @@ class Resolved:
 
     recipe: Recipe
     origins: Mapping[str, str]
-    """By dotted name: "default", "preset tiny-2m", "run.toml:12", "hyperparameter LEARNING_RATE" or "--set"."""
+    """By dotted name: "default", "preset tiny-2m", "init_from PATH", "run.toml:12", "hyperparameter LEARNING_RATE",
+    "--set"."""
     unchecked: tuple[str, ...] = ()
     """Engine sections ("engine.neuron") left raw, because the package that knows their options is not installed."""
 
     def given(self, name: str) -> bool:
-        """Whether some source gave this field, rather than a default or a preset."""
+        """Whether some source gave this field, rather than a default, a preset or the model to start from."""
         origin = self.origins[name]
-        return origin != DEFAULT and not origin.startswith("preset ")
+        return origin != DEFAULT and not origin.startswith(("preset ", "init_from "))
 
 
 def load(
@@ -182,6 +183,7 @@ def _resolve(merged: Mapping[str, Given]) -> Resolved:
     values = typed(core, schema)
     origins = {name: core[name].source if name in core else DEFAULT for name in schema}
     _fill_from_preset(values, origins)
+    _fill_from_pretrained(values, origins)
     of_engines = {name: given for name, given in merged.items() if name not in core}
     engines = engine_tables(of_engines, values.get("run.engine", RunOptions.engine), origins["run.engine"])
     origins |= engines.origins
@@ -208,17 +210,41 @@ def _fill_from_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
             origins=origins,
             remedy=f"{hint}the presets are {', '.join(PRESETS)}",
         )
-    config = PRESETS[name]
-    names = [leaf for leaf in leaves(ModelOptions) if "." not in leaf and leaf not in ("preset", "vocab_size")]
-    found = {f"model.{leaf}": getattr(config, leaf) for leaf in names}
-    if config.rope_scaling is not None:
-        found |= {
-            f"model.rope_scaling.{leaf}": getattr(config.rope_scaling, leaf) for leaf in leaves(RopeScalingOptions)
-        }
+    found = _model_values(PRESETS[name])
+    del found["model.vocab_size"]
     for dotted, value in found.items():
         if dotted not in values:
             values[dotted] = value
             origins[dotted] = f"preset {name}"
+
+
+def _fill_from_pretrained(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Give the model fields that no source gave the values of the model to start from, or of the run's checkpoint."""
+    given = {leaf: values[f"model.{leaf}"] for leaf in leaves(ModelOptions) if f"model.{leaf}" in values}
+    own = ("preset", "init_from", "init_config", "init_any_tokenizer", "resize_vocab")
+    wanted = {leaf for leaf in leaves(ModelOptions) if leaf not in own and not leaf.startswith("rope_scaling.")}
+    if not given.get("init_from") or not wanted - given.keys():
+        return  # a recipe that was written out in full says it all
+    from lt_trainer.pretrained import architecture
+
+    try:
+        config, where = architecture(
+            given,
+            Path(values.get("run.out", RunOptions.out)),
+            values.get("checkpoint.resume", CheckpointOptions.resume),
+        )
+    except RecipeError as exc:
+        raise exc.located(origins) from exc
+    for dotted, value in _model_values(config).items():
+        if dotted not in values and not (dotted == "model.vocab_size" and given.get("resize_vocab")):
+            values[dotted] = value
+            origins[dotted] = f"init_from {where}"
+
+
+def _model_values(config: "LlamaConfig") -> dict[str, Any]:
+    """The fields of `[model]` that describe `config`, by dotted name."""
+    plain = {f"model.{name}": value for name, value in config.to_dict().items() if name != "rope_scaling"}
+    return plain | (values_of(config.rope_scaling, "model.rope_scaling.") if config.rope_scaling else {})
 
 
 def engine_options(recipe: Recipe, name: str, options: type[T]) -> T:
@@ -273,11 +299,16 @@ def llama_config(recipe: Recipe, vocab_size: int) -> "LlamaConfig":
     from lt_model import LlamaConfig, RopeScaling
 
     model = recipe.model
-    if model.vocab_size not in (0, vocab_size):
+    if model.init_from and model.vocab_size > vocab_size:
+        vocab_size = model.vocab_size  # more rows than the data has ids: models are often padded, or had more tokens
+    elif model.vocab_size not in (0, vocab_size):
         raise RecipeError(
             f"the tokenizer of the data has {vocab_size} ids",
             values={"model.vocab_size": model.vocab_size},
-            remedy=f"leave model.vocab_size (VOCAB_SIZE) out or set it to {vocab_size}, or prepare the data anew",
+            remedy="set model.resize_vocab to true, which adds the rows that are missing, or prepare the data with the "
+            "model's own tokenizer"
+            if model.init_from
+            else f"leave model.vocab_size (VOCAB_SIZE) out or set it to {vocab_size}, or prepare the data anew",
         )
     scaling = model.rope_scaling
     return LlamaConfig(

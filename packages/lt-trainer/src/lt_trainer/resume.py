@@ -7,6 +7,7 @@ documents of any step long after.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.loop import NothingToGoBackTo
 
 if TYPE_CHECKING:
+    from lt_model import LlamaConfig
     from lt_trainer.engine import Engine, StepBatch
     from lt_trainer.journal import RunJournal, SilentJournal
     from lt_trainer.mirroring import Mirroring
@@ -50,6 +52,9 @@ class Position:
     checkpoints: Checkpoints
     journal: RunJournal | SilentJournal
     mirroring: Mirroring
+    model: LlamaConfig
+    go_on: Callable[[], None]
+    """Tells the watchdog that this rank goes on."""
 
     def first(self) -> StreamBatches:
         """The batches to start with: behind the newest valid checkpoint, which is restored, or from the beginning.
@@ -67,7 +72,7 @@ class Position:
         if brought is not None:  # its bytes were verified on the way
             checkpoint = Checkpoint.open(brought)
         if checkpoint is None:
-            return self._batches(None)
+            return self._anew()
         if not self.recipe.checkpoint.resume:
             raise RecipeError(
                 f"run.out = {self.recipe.run.out!r} already holds checkpoints (newest: {checkpoint.path.name})",
@@ -77,6 +82,23 @@ class Position:
         batches = self._restored(checkpoint)
         self.journal.event("resume", step=checkpoint.step, path=str(checkpoint.path))
         self.journal.say(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+        if self.recipe.model.init_from:
+            self.journal.say(f"model.init_from = {self.recipe.model.init_from!r} is not read: this run goes on")
+        return batches
+
+    def _anew(self) -> StreamBatches:
+        """The first batches of a run that starts with initial weights, or with those of `model.init_from`."""
+        batches = self._batches(None)
+        options, engine = self.recipe.model, self.engine
+        if options.init_from:
+            from lt_trainer.pretrained import open_pretrained
+
+            with open_pretrained(
+                options, self.model, self.data.tokenizer_files, engine.control, engine.topology.rank, self.go_on
+            ) as pretrained:
+                engine.load_weights(pretrained)
+                self.journal.event("init_from", address=options.init_from, model=pretrained.about)
+                self.journal.say(pretrained.describe())
         return batches
 
     def go_back(self, now: StreamState) -> StreamBatches:

@@ -159,6 +159,8 @@ def run(
                 checkpoints=checkpoints,
                 journal=journal,
                 mirroring=mirroring,
+                model=plan.model,
+                go_on=watch.go_on,
             )
             batches = position.first()
             mirroring.start()

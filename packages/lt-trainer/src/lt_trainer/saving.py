@@ -230,19 +230,49 @@ def patiently(
         meanwhile: Called on all ranks after each time that they meet, in the same order.
         pause_s: Seconds between two meetings.
     """
-    outcome: list[str | BaseException] = []
-
-    def act() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as exc:  # noqa: BLE001 - raised below, where the others hear of it
-            outcome.append(exc)
+    outcome = _outcome(control, mine, action, meanwhile, pause_s)
 
     def result() -> str:
         (found,) = outcome
         if isinstance(found, BaseException):
             raise found
         return found
+
+    return together(control, mine, result)
+
+
+def all_patiently(
+    control: Control, action: Callable[[], object], meanwhile: Callable[[], None], pause_s: float
+) -> None:
+    """As `patiently`, for what every rank does for itself; where one fails, all raise.
+
+    Raises:
+        TrainerError: and CheckpointError: what the action has raised here; or that another rank has failed.
+    """
+
+    def act() -> str:
+        action()
+        return ""
+
+    (found,) = _outcome(control, True, act, meanwhile, pause_s)
+    failed = control.all_max(int(isinstance(found, BaseException)))
+    if isinstance(found, BaseException):
+        raise found
+    if failed:
+        raise CheckpointError("another rank could not do what this one has done; its message names the cause")
+
+
+def _outcome(
+    control: Control, mine: bool, action: Callable[[], str], meanwhile: Callable[[], None], pause_s: float
+) -> list[str | BaseException]:
+    """What `action` gave or raised on the ranks that act (nothing on others), when it is done on all of them."""
+    outcome: list[str | BaseException] = []
+
+    def act() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as exc:  # noqa: BLE001 - the callers raise it, where the others hear of it
+            outcome.append(exc)
 
     thread = threading.Thread(target=act, name="lt-trainer-patience", daemon=True)
     if mine:
@@ -252,4 +282,4 @@ def patiently(
         meanwhile()
         if mine:
             thread.join(pause_s)
-    return together(control, mine, result)
+    return outcome

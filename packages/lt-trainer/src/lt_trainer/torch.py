@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lt_ckpt import Checkpoint, Shard, TensorSpec, Want
 from lt_model import LlamaConfig, Parameter, parameters
 from lt_trainer.errors import PeerError
+from lt_trainer.pretrained import Pretrained
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Torch dtypes and their safetensors codes, for what an optimizer state may hold."""
@@ -175,6 +176,21 @@ def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor]]
                 fill_batch()
     fill_batch()
     checkpoint.read_into([want for want, _ in straight], [memory for _, memory in straight])
+
+
+def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor]) -> None:
+    """Copy a model's weights, cast to the tensors' dtype, into tensors, or this rank's slices into theirs."""
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            local, offset = local_part(tensor)
+            flat, at = torch.empty(local.shape, dtype=local.dtype), 0
+            memory = flat.view(-1)
+            for block in pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype]):
+                values = torch.from_numpy(block).view(local.dtype)
+                memory[at : at + len(values)] = values
+                at += len(values)
+            assert at == len(memory), (name, at, len(memory))
+            local.copy_(flat)
 
 
 def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:

@@ -46,6 +46,17 @@ class ModelOptions:
     norm_eps: float = option(1e-5, "epsilon of the RMS norms")
     tie_word_embeddings: bool = option(False, "one matrix for input embedding and output head")
     rope_scaling: RopeScalingOptions = field(default_factory=RopeScalingOptions)
+    init_from: str = option(
+        "",
+        "model to start from: a folder or file in any format that `lt ckpt` reads, or hf://org/name@revision; fields "
+        "of this section that are not written take its values",
+    )
+    init_config: str = option("", "config.json of init_from, where its format carries none")
+    init_any_tokenizer: bool = option(False, "start also where the ids of the data stand for other tokens than there")
+    resize_vocab: bool = option(
+        False,
+        "give init_from's model the data's vocabulary: new rows are the mean of the others, last rows go",
+    )
 
     def __post_init__(self) -> None:
         check_types(self, "model")
@@ -61,6 +72,7 @@ class ModelOptions:
             remedy = f"set model.n_kv_heads (N_KV_HEADS) to a divisor of {self.n_heads}"
             raise wrong(self, "model", "n_heads n_kv_heads", problem, remedy)
         self._check_preset_was_used()
+        self._check_start()
 
     def _check_preset_was_used(self) -> None:
         """Only `load` fills in a preset; made by hand, its name alone would silently train the default shape."""
@@ -76,3 +88,14 @@ class ModelOptions:
         if untouched and any(getattr(self, name) != getattr(config, name) for name in shape):
             remedy = 'make the recipe with load(base={"model": {"preset": ...}}), or leave the preset out'
             raise wrong(self, "model", "preset", "the preset has no effect: every size is the default one", remedy)
+
+    def _check_start(self) -> None:
+        """What concerns the model to start from has no effect without one."""
+        if not self.init_from:
+            for name in ("init_config", "init_any_tokenizer", "resize_vocab"):
+                if getattr(self, name):
+                    problem = "has no effect without model.init_from"
+                    raise wrong(self, "model", name, problem, "name the model to start from, or leave it out")
+        elif self.preset:
+            problem = "the model to start from brings its own architecture"
+            raise wrong(self, "model", "preset init_from", problem, "leave one of the two out")

@@ -1,0 +1,319 @@
+"""A run that starts from a model: the architecture it takes over, the slices it reads, and every refusal."""
+
+import http.server
+import json
+import shutil
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from lt_ckpt import CheckpointError, convert_to, open_source
+from lt_ckpt.formats import Wish
+from lt_data import TokenStore
+from lt_model import LlamaConfig, RopeScaling, parameters
+from lt_trainer.engine import SoloControl
+from lt_trainer.errors import RecipeError
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.pretrained import open_pretrained
+from lt_trainer.recipe import ModelOptions, load, to_toml
+from lt_trainer.run import run
+
+CONFIG = LlamaConfig(
+    vocab_size=300,
+    hidden_size=32,
+    intermediate_size=48,
+    n_heads=4,
+    n_kv_heads=2,
+    n_layers=2,
+    max_position_embeddings=64,
+    rope_theta=5e5,
+    rope_scaling=RopeScaling(
+        factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+    ),
+    norm_eps=1e-6,
+)
+SHAPE = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "norm_eps", "tie_word_embeddings")
+
+
+def weights_of(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in parameters(config)}
+
+
+def write_model(folder: Path, config: LlamaConfig, tokenizer: dict[str, bytes] | None = None) -> dict[str, np.ndarray]:
+    folder.mkdir()
+    weights = weights_of(config)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    for name, data in (tokenizer or {}).items():
+        (folder / name).write_bytes(data)
+    return weights
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_model(tmp_path / "model", CONFIG)
+    return tmp_path / "model"
+
+
+def opened(options: ModelOptions, config: LlamaConfig, tokenizer: dict[str, bytes] | None = None):
+    return open_pretrained(options, config, tokenizer or {}, SoloControl(), 0, lambda: None)
+
+
+def joined(blocks, shape, dtype=np.float32) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.uint8), *blocks]).view(dtype).reshape(shape)
+
+
+def test_the_model_decides_the_architecture(model, tmp_path) -> None:
+    base = {"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model)}}
+    resolved = load(base=base)
+    made = resolved.recipe.model
+    assert {name: getattr(made, name) for name in SHAPE} == {name: getattr(CONFIG, name) for name in SHAPE}
+    assert (made.vocab_size, made.rope_theta, made.max_position_embeddings) == (300, 5e5, 64)
+    assert (made.rope_scaling.factor, made.rope_scaling.original_max_position_embeddings) == (8.0, 16)
+    assert resolved.origins["model.n_layers"] == f"init_from {model}"
+    assert not resolved.given("model.n_layers")
+    longer = load(base=base, sets=["model.max_position_embeddings=128", "model.rope_theta=1e6"])
+    assert longer.recipe.model.max_position_embeddings == 128
+    assert longer.recipe.model.rope_theta == 1e6
+    assert load(base=base, sets=["model.resize_vocab=true"]).recipe.model.vocab_size == 0, "the data's"
+
+    written = tmp_path / "written.toml"
+    written.write_text(to_toml(resolved.recipe, resolved.origins))
+    shutil.rmtree(model)
+    assert load(written).recipe == resolved.recipe, "a recipe that says everything needs the model no more"
+    with pytest.raises(RecipeError, match=r"model\.init_from = .*no such file or folder"):
+        load(base=base)
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["model.preset=tiny-2m"], r"model\.preset.*brings its own architecture"),
+        (["model.init_from=", "model.resize_vocab=true"], r"resize_vocab.*no effect without model\.init_from"),
+        (["model.init_from=", "model.init_config=c.json"], r"init_config.*no effect without"),
+    ],
+)
+def test_options_without_effect_are_refused(model, sets, words) -> None:
+    with pytest.raises(RecipeError, match=words):
+        load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model)}}, sets=sets)
+
+
+def test_another_model_than_the_recipe_says_is_refused(model) -> None:
+    base = {"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model), "n_layers": 3}}
+    options = load(base=base).recipe.model
+    three = LlamaConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
+    with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; leave these fields out"):
+        opened(options, three)
+    longer = LlamaConfig.from_dict(CONFIG.to_dict() | {"rope_theta": 1e6, "max_position_embeddings": 128})
+    with opened(options, longer) as pretrained:
+        assert "max_position_embeddings 64 -> 128, " not in pretrained.describe()
+        assert "rope_theta 500000.0 -> 1000000.0" in pretrained.describe()
+        assert "max_position_embeddings 64 -> 128" in pretrained.describe()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_slice_is_the_models(model, data, monkeypatch) -> None:
+    """Also in blocks of a row or two, and cast to another dtype."""
+    monkeypatch.setattr("lt_trainer.pretrained.BLOCK_BYTES", data.draw(st.sampled_from([1, 700, 2**24])))
+    weights = weights_of(CONFIG)
+    parameter = data.draw(st.sampled_from(parameters(CONFIG)))
+    offset, shape = [], []
+    for size in parameter.shape:
+        begin = data.draw(st.integers(0, size))
+        offset.append(begin)
+        shape.append(data.draw(st.integers(0, size - begin)))
+    wanted = weights[parameter.name][tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
+    with opened(ModelOptions(init_from=str(model)), CONFIG) as pretrained:
+        for dtype, kind in (("F32", np.float32), ("F64", np.float64)):
+            found = joined(pretrained.read(parameter.name, tuple(offset), tuple(shape), dtype), shape, kind)
+            assert (found == wanted).all()
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(new=st.integers(200, 420), begin=st.integers(0, 419), n=st.integers(0, 420), column=st.integers(0, 31))
+def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch) -> None:
+    monkeypatch.setattr("lt_trainer.pretrained.BLOCK_BYTES", 999)
+    weights = weights_of(CONFIG)
+    begin = min(begin, new)
+    n = min(n, new - begin)
+    resized = LlamaConfig.from_dict(CONFIG.to_dict() | {"vocab_size": new})
+    with opened(ModelOptions(init_from=str(model), resize_vocab=True), resized) as pretrained:
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            old = weights[name].astype(np.float64)
+            whole = np.concatenate([old, np.tile(old.mean(axis=0), (max(0, new - 300), 1))])[:new]
+            blocks = pretrained.read(name, (begin, column), (n, 32 - column), "F64")
+            found = joined(blocks, (n, 32 - column), np.float64)
+            np.testing.assert_allclose(found, whole[begin : begin + n, column:], rtol=1e-12, atol=1e-14)
+            kept = max(0, min(n, 300 - begin))
+            assert (found[:kept] == whole[begin : begin + kept, column:]).all()
+        assert (
+            joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,)) == weights["model.norm.weight"]
+        ).all()
+        assert new == 300 or f"vocabulary of 300 ids becomes one of {new}" in pretrained.describe()
+
+
+def test_without_resize_the_vocabulary_must_be_the_models(model) -> None:
+    grown = LlamaConfig.from_dict(CONFIG.to_dict() | {"vocab_size": 320})
+    with pytest.raises(RecipeError, match=r"model\.vocab_size = 320.*vocab_size = 300.*model\.resize_vocab"):
+        opened(ModelOptions(init_from=str(model)), grown)
+
+
+def test_every_format_is_a_start(model, tmp_path) -> None:
+    source = open_source(model)
+    convert_to(source, tmp_path / "one.pt", Wish(format="pt", dtype="BF16"))
+    convert_to(source, tmp_path / "dcp", Wish(format="dcp"))
+    convert_to(source, tmp_path / "lt", Wish(format="lt"))
+    config = model / "config.json"
+    weights = weights_of(CONFIG)
+    for path, given_config in ((tmp_path / "one.pt", config), (tmp_path / "dcp", config), (tmp_path / "lt", "")):
+        options = ModelOptions(init_from=str(path), init_config=str(given_config))
+        with opened(options, CONFIG) as pretrained:
+            name = "model.layers.1.self_attn.k_proj.weight"
+            found = joined(pretrained.read(name, (0, 0), (16, 32), "F32"), (16, 32))
+            assert (np.abs(found - weights[name]) <= (2**-8 * np.abs(weights[name]) if path.suffix else 0)).all(), path
+    with pytest.raises(RecipeError, match=r"model\.init_from = .*one\.pt.*does not say what the model is"):
+        load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "one.pt")}})
+
+
+@pytest.fixture
+def own_tokenizer(little_data) -> dict[str, bytes]:
+    return dict(TokenStore.open(little_data / "train").tokenizer().files)
+
+
+def changed(files: dict[str, bytes], change) -> dict[str, bytes]:
+    table = json.loads(files["tokenizer.json"])
+    change(table)
+    return files | {"tokenizer.json": json.dumps(table).encode()}
+
+
+def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
+    """Data of another tokenizer trains without any error, and ruins the model."""
+
+    def swap(table) -> None:
+        vocab = table["model"]["vocab"]
+        first, second = list(vocab)[40:42]
+        vocab[first], vocab[second] = vocab[second], vocab[first]
+
+    def shorten(table) -> None:
+        vocab = table["model"]["vocab"]
+        for token, number in list(vocab.items()):
+            if number >= 290:
+                del vocab[token]
+
+    write_model(tmp_path / "same", CONFIG, own_tokenizer)
+    write_model(tmp_path / "swapped", CONFIG, changed(own_tokenizer, swap))
+    write_model(tmp_path / "short", CONFIG, changed(own_tokenizer, shorten))
+    write_model(tmp_path / "none", CONFIG)
+    for name in ("same", "none"):
+        opened(ModelOptions(init_from=str(tmp_path / name)), CONFIG, own_tokenizer).close()
+    with pytest.raises(RecipeError, match=r"another tokenizer than the model's: id \d+ is .* in the data and .* there"):
+        opened(ModelOptions(init_from=str(tmp_path / "swapped")), CONFIG, own_tokenizer)
+    with pytest.raises(RecipeError, match=r"10 ids of the data are not in its tokenizer"):
+        opened(ModelOptions(init_from=str(tmp_path / "short")), CONFIG, own_tokenizer)
+    opened(ModelOptions(init_from=str(tmp_path / "short"), resize_vocab=True), CONFIG, own_tokenizer).close()
+    with pytest.raises(RecipeError, match="another tokenizer"):
+        opened(ModelOptions(init_from=str(tmp_path / "swapped"), resize_vocab=True), CONFIG, own_tokenizer)
+    anyway = ModelOptions(init_from=str(tmp_path / "swapped"), init_any_tokenizer=True)
+    opened(anyway, CONFIG, own_tokenizer).close()
+
+
+@pytest.fixture
+def hub(model, tmp_path, monkeypatch):
+    """A hub of one model whose branch moves at every look: (its log, its commits)."""
+    commits = [f"{i:040x}" for i in range(1, 9)]
+    log: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            log.append(self.path)
+            parts = self.path.partition("?")[0].split("/")
+            if parts[1] == "api":
+                asked = parts[-1]
+                commit = commits.pop(0) if asked == "main" else asked
+                siblings = [{"rfilename": p.name, "size": p.stat().st_size} for p in model.iterdir()]
+                body = json.dumps({"id": "org/name", "sha": commit, "siblings": siblings}).encode()
+            else:
+                body = (model / parts[-1]).read_bytes()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.send_header("ETag", '"x"')
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    yield log, commits
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_model_of_a_hub(hub, tmp_path) -> None:
+    """The recipe needs its configuration alone; ranks agree on one commit, although the branch moves."""
+    log, commits = hub
+    resolved = load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": "hf://org/name"}})
+    assert resolved.recipe.model.n_layers == 2
+    assert [path.rpartition("/")[2].partition("?")[0] for path in log] == ["main", "config.json"]
+    first = commits[0]
+    with opened(resolved.recipe.model, CONFIG) as pretrained:
+        assert pretrained.about["revision"] == first
+        assert f"org/name at commit {first}" in pretrained.describe()
+    assert commits[0] != first
+    asked = [path for path in log if path.startswith("/api/")]
+    assert [path.partition("?")[0].rpartition("/")[2] for path in asked] == ["main", "main"], "once for all ranks"
+
+
+def start(base, sets=()) -> int:
+    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={})
+
+
+def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engine, capsys) -> None:
+    recipe_base["model"] = {"init_from": str(model)}
+    recipe_base["data"]["seq_len"] = 32
+    out = Path(recipe_base["run"]["out"])
+    assert start(recipe_base, ["schedule.max_steps=6"]) == 0
+    events = read_jsonl(out / "events.jsonl")
+    (event,) = [e for e in events if e["event"] == "init_from"]
+    assert event["model"]["format"] == "hf"
+    lrs = fake_engine.opened[0].lrs
+    assert lrs[0] == pytest.approx(1.6e-3 / 2), "the schedule starts anew"
+    assert f"starting from the weights of {model} (hf)" in capsys.readouterr().out
+    norm = weights_of(CONFIG)["model.norm.weight"].astype(np.float64)
+    first = read_jsonl(out / "metrics.jsonl")[0]["loss"]
+    assert abs(first - np.abs(norm[:16]).sum()) < 0.5, "its weights, not the engine's own"
+
+    shutil.rmtree(model)  # the run goes on without it
+    assert start(recipe_base, ["schedule.max_steps=9"]) == 0
+    said = capsys.readouterr().out
+    assert "resuming after step 6" in said
+    assert "is not read: this run goes on" in said
+    assert len([e for e in read_jsonl(out / "events.jsonl") if e["event"] == "init_from"]) == 1
+    assert fake_engine.opened[1].lrs[0] != lrs[0]
+
+    recipe_base["run"]["out"] = str(out.parent / "other")
+    with pytest.raises(RecipeError, match=r"model\.init_from"):
+        start(recipe_base)
+
+
+def test_a_damaged_model_ends_the_start(model, recipe_base, fake_engine) -> None:
+    recipe_base["model"] = {"init_from": str(model)}
+    resolved = load(base=recipe_base, sets=["run.engine=fake"])
+    with open(model / "model.safetensors", "r+b") as file:
+        file.truncate(5000)
+    with pytest.raises((RecipeError, CheckpointError), match=r"model\.safetensors"):
+        run(resolved, environ={})
+    assert not list((Path(recipe_base["run"]["out"]) / "checkpoints").glob("step-*"))
