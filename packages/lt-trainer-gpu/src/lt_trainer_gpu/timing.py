@@ -2,7 +2,7 @@
 
 An event says when the device got there. So a part's time is the device's: where the host waits for its batches while
 the device is still busy with the step before, "data" gets nothing, and where the device stands idle for them, it gets
-just that. Parts of a step overlap with communication on other streams only as far as the stream itself goes on meanwhile.
+just that. Communication on other streams counts where the stream waits for it.
 
 Cost: some microseconds of the host per lap; events are used again once they have been read.
 """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PARTS = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
+PARTS: tuple[str, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
 """waiting for batches; forward and backward passes; clipping and the update; saving or restoring; validating; all else:
 agreeing with other ranks about a stop, reading numbers, reporting."""
 
