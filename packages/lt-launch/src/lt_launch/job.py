@@ -19,16 +19,36 @@ from typing import Any, Literal
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import check_types, option
 
-__all__ = ["Container", "Job", "Pipeline", "Resources", "Restart", "Stage", "as_table"]
+__all__ = ["Container", "Job", "Pipeline", "Resources", "Restart", "Stage", "as_table", "check_env"]
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SECRET = re.compile(
+    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY|ACCESS_KEY_ID|PRIVATE_KEY)$"
+)
+"""Names of variables whose values must not be kept with a launch."""
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that say who a process is; a job cannot set them."""
 
 
 def _wrong(name: str, value: object, problem: str, remedy: str) -> RecipeError:
     return RecipeError(problem, values={name: value}, remedy=remedy)
+
+
+def check_env(where: str, env: Mapping[str, object]) -> None:
+    """Refuse variables that cannot be set, that the launcher sets itself, or that would keep a secret.
+
+    Raises:
+        RecipeError: naming `where`, the variable and what to do.
+    """
+    for name, value in env.items():
+        if SECRET.search(name.upper()):
+            problem = "looks like a secret, and what a launch sets is kept with it"
+            raise _wrong(f"{where}.{name}", "...", problem, f'hand it on by name: pass_env = ["{name}"]')
+        if not isinstance(value, str) or not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
+            raise _wrong(f"{where}.{name}", value, "is not an environment variable", "write NAME = 'one line of text'")
+        if name in OURS:
+            raise _wrong(f"{where}.{name}", value, "the launcher sets this one itself", "leave it out")
 
 
 def _at_least(made: object, section: str, least: float, *names: str) -> None:
@@ -109,6 +129,9 @@ class Job:
     procs_per_node: int = option(1, "processes on each machine, one for each device")
     env: Mapping[str, str] = field(default_factory=dict)
     """Variables for the processes, beside those of the profile; never secrets, they are kept with the launch."""
+    pass_env: tuple[str, ...] = option(
+        (), "names of variables to hand on from where the launch runs; their values are never written anywhere"
+    )
     cwd: str = option("", "working folder on the nodes; empty = where the launch was made")
     spawner: Literal["direct", "torchrun", "srun"] = option(
         "direct",
@@ -140,13 +163,10 @@ class Job:
             raise _wrong("job.argv", list(self.argv), "there is nothing to run", 'set it, as in ["python", "train.py"]')
         if self.completion == "run_dir" and not self.run_dir:
             raise _wrong("job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.out")
-        for name, value in self.env.items():
-            if not isinstance(value, str) or not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
-                raise _wrong(
-                    f"job.env.{name}", value, "is not an environment variable", "write NAME = 'one line of text'"
-                )
-            if name in OURS:
-                raise _wrong(f"job.env.{name}", value, "the launcher sets this one itself", "leave it out")
+        check_env("job.env", self.env)
+        for name in self.pass_env:
+            if not VARIABLE.fullmatch(name):
+                raise _wrong("job.pass_env", name, "is not the name of an environment variable", "give names alone")
 
     @property
     def world(self) -> int:

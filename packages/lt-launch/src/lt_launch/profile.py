@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
+from lt_launch.job import check_env
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, leaves
 from lt_trainer.resolve import Given, from_toml, typed
@@ -48,7 +49,11 @@ class Profile:
     @property
     def python(self) -> str:
         """The interpreter on the nodes; it must have lt-trainer and the engine."""
-        value = self._plain("python", "python3")
+        return self.python_or("python3")
+
+    def python_or(self, default: str) -> str:
+        """The interpreter that the profile names, else `default`."""
+        value = self._plain("python", default)
         if not isinstance(value, str) or not value:
             raise self._wrong("python", "expected text", 'write python = "/path/to/python"')
         return value
@@ -64,7 +69,9 @@ class Profile:
     @property
     def env(self) -> dict[str, str]:
         """Variables for every process; those of the job win."""
-        return self.table("env", of_text=True)
+        found = self.table("env", of_text=True)
+        check_env("env", found)
+        return found
 
     def table(self, name: str, *, of_text: bool = False) -> dict[str, Any]:
         """A table with keys that a person chooses (env, prices), by key."""
