@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from lt_model.attention import Attention, attention_backend
 from lt_model.config import LlamaConfig
@@ -24,6 +23,7 @@ from lt_model.errors import ModelError
 from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.norm import RMSNorm
 from lt_model.rope import apply_rope, rope_tables
+from lt_model.swiglu import swiglu
 
 
 class KVCache:
@@ -83,7 +83,7 @@ class LlamaMLP(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """Return the feed-forward output [B, T, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return self.down_proj(swiglu(self.gate_proj(x_BTD), self.up_proj(x_BTD)))
 
 
 class LlamaBlock(nn.Module):

@@ -1,0 +1,114 @@
+"""The formulas of `lt_model.activations` against the tensors that torch really keeps."""
+
+import pytest
+import torch
+
+from lt_model import LlamaConfig, ModelError
+from lt_model.activations import (
+    SELECTIVE,
+    block_backward_per_token,
+    chunk_rows,
+    kept_per_token,
+    loss_bytes,
+    outer_per_token,
+)
+from lt_model.llama import Llama
+from lt_model.loss import _chunk_rows
+from lt_model.swiglu import swiglu
+
+SHAPES = {
+    "gqa": LlamaConfig(vocab_size=96, hidden_size=64, intermediate_size=160, n_heads=4, n_kv_heads=2, n_layers=3),
+    "mha, wide": LlamaConfig(vocab_size=64, hidden_size=48, intermediate_size=200, n_heads=6, n_kv_heads=6, n_layers=2),
+}
+
+
+def kept_bytes(config: LlamaConfig, batch: int, n_tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the distinct storages that the decoder keeps for its backward pass, parameters not counted."""
+    model = Llama(config, attention="sdpa").to(dtype)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, tuple[torch.Tensor, int]] = {}  # the tensor is held so that no address is used twice
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own and tensor.dim() > 0:
+            kept[storage.data_ptr()] = (tensor, storage.nbytes())
+        return tensor
+
+    ids = torch.randint(0, config.vocab_size, (batch, n_tokens))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.hidden_states(ids)
+    return sum(size for _, size in kept.values())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 2), (torch.float32, 4)])
+def test_what_blocks_keep_is_what_the_formula_says(shape: str, dtype: torch.dtype, size: int) -> None:
+    config = SHAPES[shape]
+    tokens = 2 * 96
+    said = config.n_layers * sum(kept_per_token(config, element_bytes=size).values())
+    said += outer_per_token(config, element_bytes=size)
+    assert kept_bytes(config, 2, 96, dtype) == pytest.approx(said * tokens, rel=0.01)
+
+
+def test_each_width_counts_by_itself() -> None:
+    """A wider feed-forward, one more key head and one more block change the bytes by what the formula says."""
+    base = SHAPES["gqa"]
+    for change in ({"intermediate_size": 224}, {"n_kv_heads": 4}, {"n_layers": 5}):
+        other = LlamaConfig(**{**base.to_dict(), "rope_scaling": None, **change})
+        found = kept_bytes(other, 1, 64, torch.bfloat16) - kept_bytes(base, 1, 64, torch.bfloat16)
+        said = [config.n_layers * sum(kept_per_token(config).values()) * 64 for config in (other, base)]
+        assert found == pytest.approx(said[0] - said[1], rel=0.01), change
+
+
+def test_recomputation_keeps_less_and_brings_it_back_one_block_at_a_time() -> None:
+    config = SHAPES["gqa"]
+    none, selective, full = (sum(kept_per_token(config, mode).values()) for mode in ("none", "selective", "full"))
+    assert full == 2 * config.hidden_size
+    assert full < selective < none
+    assert set(SELECTIVE) < set(kept_per_token(config, "selective"))
+    plain = block_backward_per_token(config)
+    assert block_backward_per_token(config, "full") - plain == none - full
+
+
+def test_tensor_parallelism_divides_what_lies_between_the_products() -> None:
+    config = SHAPES["gqa"]
+    whole, split = kept_per_token(config), kept_per_token(config, tp=2)
+    for name in ("queries", "keys", "values", "attention output", "softmax normalisers", "gate", "up", "product"):
+        assert split[name] == whole[name] / 2, name
+    for name in ("input", "first norm", "stream between", "second norm"):
+        assert split[name] == whole[name], name
+    both = kept_per_token(config, tp=2, sequence_parallel=True)
+    assert both["input"] == whole["input"] / 2
+    assert both["first norm"] == pytest.approx(whole["first norm"], rel=0.05)  # gathered for the products
+
+
+def test_the_loss_holds_a_chunk() -> None:
+    config = SHAPES["gqa"]
+    held = loss_bytes(config, 4096, rows=256)
+    assert held["logits"] == 256 * 96 * 6
+    assert held["gradient of the head"] == 96 * 64 * 6
+    assert loss_bytes(config, 100, rows=256)["logits"] == 100 * 96 * 6
+    for vocab in (96, 32000, 128_256):
+        weight = torch.empty(vocab, 8, device="meta")
+        assert chunk_rows(vocab) == _chunk_rows(torch.empty(4, 8, device="meta"), weight)
+
+
+def test_swiglu_is_its_formula_and_keeps_two_tensors() -> None:
+    gate, up = (torch.randn(5, 7, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    plain = torch.nn.functional.silu(gate) * up
+    assert torch.equal(swiglu(gate, up), plain)
+    upstream = torch.randn_like(plain)
+    wanted = torch.autograd.grad(plain, (gate, up), upstream)
+    found = torch.autograd.grad(swiglu(gate, up), (gate, up), upstream)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-14, atol=0)
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        swiglu(gate, up)
+    assert len(kept) == 2
+
+
+@pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"tp": 0}, {"element_bytes": 0}])
+def test_what_makes_no_sense_is_refused(wrong: dict) -> None:
+    with pytest.raises(ModelError, match=next(iter(wrong))):
+        kept_per_token(SHAPES["gqa"], **wrong)
