@@ -17,14 +17,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Protocol
 
 from lt_trainer.engine import Device
 from lt_trainer.errors import RunDirError
 from lt_trainer.loop import StepRecord
 from lt_trainer.metrics import JsonlSink, LogFile, MetricsRecord, Throughput, ValidationRecord, as_dict, line
 from lt_trainer.rundir import RunDir
+from lt_trainer.sinks.fan import Sinks
 
 GIB = 2**30
+JOULES_PER_KWH = 3.6e6
 SHADOW = "shadow.jsonl"
 
 
@@ -73,6 +76,22 @@ class Work:
     """Of these, done a second time; nan where that is not known."""
 
 
+class Monitor(Protocol):
+    """Who looks at the machines; asked by the main thread, which must not wait for it."""
+
+    def joules(self) -> float | None:
+        """Energy of the run's GPUs since its first start; None where nobody counts it."""
+        ...
+
+    def scalars(self) -> dict[str, float]:
+        """The newest numbers of this node by tag, for the sinks."""
+        ...
+
+    def problems(self) -> list[str]:
+        """What went wrong since this was last asked."""
+        ...
+
+
 class SilentJournal:
     """The journal of every rank but 0."""
 
@@ -114,8 +133,13 @@ class RunJournal:
         device: Device,
         work: Work,
         *,
+        sinks: Sinks | None = None,
+        monitor: Monitor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._sinks, self._monitor = sinks or Sinks(), monitor
+        self._tokens = 0
+        self._joules = self._first_joules = None if monitor is None else monitor.joules()
         self._run_dir, self._device, self._work, self._clock = run_dir, device, work, clock
         self._log, self._shown = log, True
         self._metrics = JsonlSink(run_dir.metrics)
@@ -162,8 +186,24 @@ class RunJournal:
                 elapsed_s=self._clock() - self._start,
                 hfu=rates.hfu,
                 **{f"{part}_s": seconds for part, seconds in times.items()},
+                **self._energy(tokens),
             )
         )
+        for text in [] if self._monitor is None else self._monitor.problems():
+            self.say(f"monitor: {text}")
+
+    def _energy(self, tokens: int) -> dict[str, float]:
+        """Energy since the last record and of the whole run, where somebody counts it."""
+        joules = None if self._monitor is None else self._monitor.joules()
+        if joules is None:
+            return {}
+        before, self._joules = self._joules, joules
+        found = {"energy_kwh": joules / JOULES_PER_KWH}
+        if before is None or self._first_joules is None:  # the first look begins the count
+            self._first_joules = joules
+            return found
+        self._tokens += tokens
+        return {"joules_per_token": (joules - before) / tokens, **found}
 
     def validation(self, step: int, loss_sum: float, tokens: int) -> None:
         """Write the validation loss in nats per token with a label."""
@@ -201,7 +241,16 @@ class RunJournal:
     def _write(self, record: MetricsRecord | ValidationRecord) -> None:
         self._show(line(record))
         self._log.write(line(record))
-        self._metrics.write(as_dict(record))
+        values = as_dict(record)
+        self._metrics.write(values)
+        beside = self._monitor.scalars() if self._monitor is not None and "loss" in values else {}
+        self.sinks_lost(self._sinks.write(values, beside))
+
+    def sinks_lost(self, lost: Mapping[str, str]) -> None:
+        """Note the sinks that have failed; the run goes on without them."""
+        for name, error in lost.items():
+            self.say(f"warning: the sink {name} has failed and gets no more records in this start: {error}")
+            self._run_dir.event("sink_failed", sink=name, error=error)
 
     def _show(self, text: str) -> None:
         """A line on standard output, as long as there is one: a closed terminal must not end a run of weeks."""
@@ -218,7 +267,13 @@ class RunJournal:
             self._run_dir.event("stdout_lost", error=exc.strerror)
 
     def close(self) -> None:
-        """Close the metrics file."""
+        """Note the energy of this start, close the sinks and the metrics file."""
+        if self._joules is not None and self._first_joules is not None and self._tokens:
+            spent = self._joules - self._first_joules
+            self._run_dir.event(
+                "energy", joules=spent, joules_per_token=spent / self._tokens, run_kwh=self._joules / JOULES_PER_KWH
+            )
+        self.sinks_lost(self._sinks.close())
         self._metrics.close()
 
     def __enter__(self) -> RunJournal:

@@ -23,6 +23,7 @@ from lt_trainer.errors import PeerError, RecipeError
 from lt_trainer.journal import GIB, RankLog, RunJournal, SilentJournal, Work
 from lt_trainer.loop import Loop, Outcome
 from lt_trainer.mirroring import Mirroring, Stopped
+from lt_trainer.observing import node_monitor, require_observable, run_sinks
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
 from lt_trainer.resume import Position
 from lt_trainer.rundir import RunDir
@@ -63,6 +64,7 @@ class Plan:
             spec.check(recipe, world)
             _require_capabilities(recipe, spec)
             _require_boto3(recipe)
+            require_observable(recipe, spec, world)
             data = open_data(recipe)
             model = llama_config(recipe, data.vocab_size)
         except RecipeError as exc:
@@ -126,11 +128,14 @@ def run(
         watch = stack.enter_context(
             Watchdog(out, rank=rank, world=plan.world.size, attempt=attempt, timeout_s=recipe.guard.timeout_s, log=log)
         )
+        monitor = stack.enter_context(node_monitor(recipe, world=plan.world, attempt=attempt, engine=engine, log=log))
         journal = SilentJournal()
         if run_dir is not None:
             costs = work(recipe, plan.model, engine)
-            journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs))
+            sinks, lost = run_sinks(recipe, run_dir)
+            journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs, sinks=sinks, monitor=monitor))
             _announce(journal, recipe, engine, run_dir)
+            journal.sinks_lost(lost)
         mirroring = stack.enter_context(
             Mirroring(
                 recipe,

@@ -7,6 +7,9 @@
     environment.json    interpreter, machine, package versions (see `environment.py`)
     metrics.jsonl       one record per logging step
     events.jsonl        starts, stops, checkpoints, warnings
+    monitor/            samples of each node (see `monitor/node.py`)
+    profile/  memory/   traces and memory histories that were asked for
+    tensorboard/  wandb/  wandb.json   what sinks keep, where the recipe has them
     mirror.json         the run's name in its mirror, where it has one: {"run": ...} (see `mirroring.py`)
     alive/              each rank's heartbeat (see `watchdog.py`)
     checkpoints/  logs/
@@ -32,7 +35,7 @@ from lt_trainer.fields import flatten
 from lt_trainer.metrics import JsonlSink
 from lt_trainer.recipe import Resolved, to_dict, to_toml
 
-__all__ = ["FORMAT", "VERSION", "RunDir", "read_mirror_name"]
+__all__ = ["FORMAT", "VERSION", "RunDir", "read_mirror_name", "write_whole"]
 
 FORMAT, VERSION = "lt-run", 1
 MARKER, LOCK = ".lt-run", ".lt-run.lock"
@@ -101,14 +104,14 @@ class RunDir:
     def _describe(self, resolved: Resolved | None, extra: Mapping[str, Any]) -> None:
         self.checkpoints.mkdir(exist_ok=True)
         self.logs.mkdir(exist_ok=True)
-        _write(self.path / "environment.json", _json(environment() | dict(extra)))
+        write_whole(self.path / "environment.json", _json(environment() | dict(extra)))
         if resolved is not None:
             values = to_dict(resolved.recipe)
             self.changes = _changes(self.path / "recipe.json", values)
             unchecked = list(resolved.unchecked)
             record = {"recipe": values, "origins": dict(resolved.origins), "unchecked": unchecked}
-            _write(self.path / "recipe.json", _json(record))
-            _write(self.path / "recipe.toml", to_toml(resolved.recipe, resolved.origins))
+            write_whole(self.path / "recipe.json", _json(record))
+            write_whole(self.path / "recipe.toml", to_toml(resolved.recipe, resolved.origins))
 
     @property
     def checkpoints(self) -> Path:
@@ -133,7 +136,7 @@ class RunDir:
     def name_mirror(self, name: str) -> None:
         """Keep the run's name in its mirror."""
         try:
-            _write(self.path / MIRROR, _json({"run": name}))
+            write_whole(self.path / MIRROR, _json({"run": name}))
         except OSError as exc:
             raise _unusable(self.path, exc) from exc
 
@@ -172,7 +175,7 @@ def _claim(path: Path) -> None:
     """Make the folder ours, or check that it is."""
     path.mkdir(parents=True, exist_ok=True)
     if not _is_run(path):
-        _write(path / MARKER, _json({"format": FORMAT, "version": VERSION}))
+        write_whole(path / MARKER, _json({"format": FORMAT, "version": VERSION}))
 
 
 def _is_run(path: Path) -> bool:
@@ -247,7 +250,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a small file so that it is there in full or not at all, also after a power cut."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

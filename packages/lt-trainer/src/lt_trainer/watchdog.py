@@ -47,6 +47,11 @@ LOOKS = 3, 9
 """How often every rank is looked at to find a cause: at least, and until each was seen alive at most."""
 
 
+def heartbeat_path(run: Path, rank: int) -> Path:
+    """Where a rank's heartbeat lies in a run directory."""
+    return run / ALIVE / f"rank{rank:05}.json"
+
+
 class Watchdog:
     """Watches this rank's main thread and the other ranks; a context around training, entered by the main thread.
 
@@ -276,7 +281,7 @@ class Watchdog:
         return record if record is not None and (record.attempt, record.rank) == (self._attempt, rank) else None
 
     def _path(self, rank: int) -> Path:
-        return self._folder / f"rank{rank:05}.json"
+        return heartbeat_path(self._folder.parent, rank)
 
     def _say(self, text: str) -> None:
         """Append lines to the rank's log, each with the time in UTC as its other lines have it."""
