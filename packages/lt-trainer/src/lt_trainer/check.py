@@ -130,9 +130,9 @@ def _describe_data(plan: Plan, table: Table) -> None:
             f"{reader.n_rows} rows of {reader.seq_len} ({recipe.data.pack})",
             f"the run reads {wanted} rows, {wanted / reader.n_rows:.2f} epochs",
         ]
-    if plan.data.validation is not None:
-        with table.row("validation") as words:
-            words.append(f"{plan.data.validation.n_rows} rows of {plan.data.validation.seq_len}")
+    for one in plan.data.validation:
+        with table.row(f"validation {one.name}".rstrip()) as words:
+            words.append(f"{one.reader.n_rows} rows of {one.reader.seq_len}, {one.text_bytes} bytes of text")
 
 
 def _reserve(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table) -> None:

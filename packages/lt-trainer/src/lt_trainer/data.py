@@ -28,14 +28,25 @@ IGNORE = -100
 
 
 @dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """Rows to validate on; all of them are read each time."""
+
+    name: str
+    """That of its section in the recipe; "" for data.validation."""
+    reader: RowReader
+    text_bytes: int
+    """UTF-8 bytes of the text behind all rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TrainingData:
     """What a run reads.
 
-    Rows to train on, rows to validate on (or None), and the vocabulary that both were made with.
+    Rows to train on, the sets to validate on, and the vocabulary that all were made with.
     """
 
     train: RowReader
-    validation: RowReader | None
+    validation: tuple[ValidationSet, ...]
     vocab_size: int
     tokenizer_files: dict[str, bytes]
 
@@ -67,21 +78,43 @@ def open_data(recipe: Recipe) -> TrainingData:
             "with the tokenizer that you mean",
         )
     train = RowReader(store, open_pack(store, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
-    validation = None
-    if data.validation:
-        other = TokenStore.open(data.validation)
-        if other.manifest.tokenizer.sha256 != tokenizer.sha256:
+    return TrainingData(
+        train=train,
+        validation=_open_validation(data, tokenizer.sha256),
+        vocab_size=found,
+        tokenizer_files=dict(store.tokenizer().files),
+    )
+
+
+def _open_validation(data: DataOptions, tokenizer_sha256: str) -> tuple[ValidationSet, ...]:
+    """The sets to validate on, data.validation first."""
+    named = {name: (f"data.validation_sets.{name}.store", entry.store) for name, entry in data.validation_sets.items()}
+    first = {"": ("data.validation", data.validation)} if data.validation else {}
+    found: list[ValidationSet] = []
+    for name, (option, path) in (first | named).items():
+        store = TokenStore.open(path)
+        if store.manifest.tokenizer.sha256 != tokenizer_sha256:
             raise RecipeError(
                 f"was made with another tokenizer than data.store = {data.store!r}",
-                values={"data.validation": data.validation},
+                values={option: path},
                 remedy="prepare both with the same tokenizer",
             )
-        validation = RowReader(
-            other, open_pack(other, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask
-        )
-    return TrainingData(
-        train=train, validation=validation, vocab_size=found, tokenizer_files=dict(store.tokenizer().files)
-    )
+        pack = open_pack(store, seq_len=data.seq_len, mode=data.pack)
+        reader = RowReader(store, pack, document_mask=data.document_mask)
+        found.append(ValidationSet(name=name, reader=reader, text_bytes=text_bytes(store)))
+    return tuple(found)
+
+
+def text_bytes(store: TokenStore) -> int:
+    """UTF-8 bytes of a store's text, which bits per byte are over.
+
+    The manifest knows them where the store was made from text. A store that was made from ids knows no text: its
+    documents are decoded without special tokens, which takes about a second for a million tokens.
+    """
+    if store.manifest.text_bytes or not store.n_documents:
+        return store.manifest.text_bytes
+    tokenizer = store.tokenizer()
+    return sum(len(tokenizer.decode(store.document(i), skip_special=True).encode()) for i in range(store.n_documents))
 
 
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:

@@ -1,7 +1,8 @@
 """The codec between frozen dataclasses and what people write: TOML tables, hyperparameter strings, `--set a.b=c`.
 
-A *leaf* is a field that holds a value; a *section* is a field that holds another dataclass. Leaves are addressed by
-dotted names (`optimizer.lr`). `leaves` reads the schema off the dataclasses, `flatten` turns nested tables into dotted
+A *leaf* is a field that holds a value; a *section* is a field that holds another dataclass, and a field of type
+`Mapping[str, X]` holds sections whose names the person chooses. Leaves are addressed by dotted names (`optimizer.lr`).
+`leaves` reads the schema off the dataclasses, `flatten` turns nested tables into dotted
 names, `coerce` turns a value into the declared type, and `build` makes the dataclasses from values by dotted name.
 
 Coercion goes by the declared type and never guesses. Values that already have a type (from TOML or from Python) are
@@ -29,6 +30,8 @@ __all__ = [
     "build",
     "check_types",
     "coerce",
+    "entry_leaves",
+    "entry_tables",
     "flatten",
     "leaves",
     "option",
@@ -70,8 +73,44 @@ def _is_open(hint: Any) -> bool:
     return typing.get_origin(hint) in (dict, Mapping) or hint in (dict, Mapping)
 
 
+def _entry(hint: Any) -> type | None:
+    """The dataclass X of a field of type `Mapping[str, X]`: a table of sections whose names the person chooses."""
+    entry = typing.get_args(hint)[1] if _is_open(hint) and typing.get_args(hint) else None
+    return entry if isinstance(entry, type) and dataclasses.is_dataclass(entry) else None
+
+
+def entry_tables(cls: type, prefix: str = "") -> dict[str, type]:
+    """The dataclass of the entries of every table of named sections, by the table's dotted name."""
+    found: dict[str, type] = {}
+    for name, hint, _ in _schema(cls):
+        if dataclasses.is_dataclass(hint):
+            assert isinstance(hint, type)
+            found |= entry_tables(hint, f"{prefix}{name}.")
+        elif (entry := _entry(hint)) is not None:
+            found[f"{prefix}{name}"] = entry
+    return found
+
+
+def entry_leaves(cls: type, names: Iterable[str]) -> dict[str, Leaf]:
+    """The leaves of the named sections that these dotted names stand in, in the order in which they come."""
+    names, found = list(names), dict[str, Leaf]()
+    for table, entry in entry_tables(cls).items():
+        for key in _keys(names, table):
+            found |= leaves(entry, f"{table}.{key}.")
+    return found
+
+
+def _keys(names: Iterable[str], table: str) -> list[str]:
+    """The names of a table's sections, from the dotted names of what stands in them."""
+    inside = (name.removeprefix(f"{table}.") for name in names if name.startswith(f"{table}."))
+    return list(dict.fromkeys(name.partition(".")[0] for name in inside))
+
+
 def leaves(cls: type, prefix: str = "") -> dict[str, Leaf]:
-    """Every leaf of a dataclass by dotted name, in the order of declaration; open tables (`Mapping`) are left out."""
+    """Every leaf of a dataclass by dotted name, in the order of declaration.
+
+    Open tables (`Mapping`) are left out, since their names are not known here.
+    """
     found: dict[str, Leaf] = {}
     for name, hint, item in _schema(cls):
         dotted = f"{prefix}{name}"
@@ -114,6 +153,9 @@ def values_of(made: Any, prefix: str = "") -> dict[str, Any]:
         value = getattr(made, name)
         if dataclasses.is_dataclass(hint):
             found |= values_of(value, f"{prefix}{name}.")
+        elif _entry(hint) is not None:
+            for key, entry in value.items():
+                found |= values_of(entry, f"{prefix}{name}.{key}.")
         elif not _is_open(hint):
             found[f"{prefix}{name}"] = value
     return found
@@ -134,6 +176,9 @@ def build(cls: type[T], values: Mapping[str, Any], prefix: str = "", **given: An
         if dataclasses.is_dataclass(hint):
             assert isinstance(hint, type)
             arguments.setdefault(name, build(hint, values, f"{dotted}."))
+        elif (entry := _entry(hint)) is not None:
+            sections = {key: build(entry, values, f"{dotted}.{key}.") for key in _keys(values, dotted)}
+            arguments.setdefault(name, sections)
         elif dotted in values:
             arguments[name] = values[dotted]
     return cls(**arguments)

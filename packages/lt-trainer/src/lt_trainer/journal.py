@@ -8,6 +8,7 @@ that two runs can be compared digit by digit; rates look back over the last reco
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -29,6 +30,8 @@ from lt_trainer.sinks.fan import Sinks
 GIB = 2**30
 JOULES_PER_KWH = 3.6e6
 SHADOW = "shadow.jsonl"
+MOST_NATS = 700.0
+"""exp of more is no longer a float."""
 
 
 class RankLog:
@@ -104,7 +107,7 @@ class SilentJournal:
     def steps(self, records: list[StepRecord], memory_bytes: int, times: Mapping[str, float]) -> None:
         """Nothing is told."""
 
-    def validation(self, step: int, loss_sum: float, tokens: int) -> None:
+    def validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
         """Nothing is told."""
 
     def skipped(self, record: StepRecord, count: int) -> None:
@@ -205,11 +208,18 @@ class RunJournal:
         self._tokens += tokens
         return {"joules_per_token": (joules - before) / tokens, **found}
 
-    def validation(self, step: int, loss_sum: float, tokens: int) -> None:
-        """Write the validation loss in nats per token with a label."""
+    def validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
+        """Write what the loss over a validation set comes to (see `loop.Journal`)."""
+        loss = loss_sum / tokens
         self._write(
             ValidationRecord(
-                step=step, val_loss=loss_sum / tokens, val_tokens=tokens, elapsed_s=self._clock() - self._start
+                step=step,
+                val_loss=loss,
+                val_tokens=tokens,
+                elapsed_s=self._clock() - self._start,
+                val_perplexity=math.exp(loss) if loss < MOST_NATS else math.inf,
+                val_bits_per_byte=loss_sum / math.log(2) / text_bytes if text_bytes else None,
+                val_set=name or None,
             )
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -64,6 +64,16 @@ class Batches(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """A set to validate on."""
+
+    name: str
+    text_bytes: int
+    batches: Callable[[], Iterable[StepBatch]]
+    """All of it, as many batches on every rank."""
+
+
 class Journal(Protocol):
     """Who hears what happens; on ranks other than 0 a silent one."""
 
@@ -71,8 +81,16 @@ class Journal(Protocol):
         """The steps since the last call, read just now, and where the time since then went (see `timing.py`)."""
         ...
 
-    def validation(self, step: int, loss_sum: float, tokens: int) -> None:
-        """The loss over the whole validation set after `step`."""
+    def validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
+        """The loss over a whole validation set after `step`: its sum in nats over `tokens` tokens with a label.
+
+        Args:
+            step: Updates done.
+            name: The set's; "" for data.validation.
+            loss_sum: In nats.
+            tokens: Positions with a label.
+            text_bytes: UTF-8 bytes of the set's text.
+        """
         ...
 
     def skipped(self, record: StepRecord, count: int) -> None:
@@ -141,7 +159,7 @@ class Loop:
     go_back: Callable[[StreamState], Batches]
     """Restores the newest checkpoint into the engine; returns the batches behind the rows read since (the argument's
     position), or raises TrainingError when there is nothing to go back to."""
-    validation: Callable[[], Iterable[StepBatch]] | None = None
+    validation: Sequence[Validation] = ()
     _skipped: int = field(default=0, init=False)
     """Steps, since two checkpoints had none between them."""
     _clean: bool = field(default=True, init=False)
@@ -175,9 +193,7 @@ class Loop:
             last = step == max_steps
             save = bool(stopped_by) or last or _due(step, recipe.checkpoint.interval)
             # A stop has to be quick: its step is validated no more.
-            evaluate = self.validation is not None and (
-                last or (_due(step, recipe.metrics.eval_interval) and not stopped_by)
-            )
+            evaluate = bool(self.validation) and (last or (_due(step, recipe.metrics.eval_interval) and not stopped_by))
             if save or evaluate or _due(step, recipe.metrics.log_interval):
                 self._read(waiting, step)
                 waiting = []
@@ -281,14 +297,14 @@ class Loop:
         return replace(record, loss=numbers.loss, grad_norm=numbers.grad_norm)
 
     def _evaluate(self, step: int) -> None:
-        assert self.validation is not None
-
         def watched(batches: Iterable[StepBatch]) -> Iterable[StepBatch]:
             for batch in batches:
                 self.watch.mark("evaluate", step)
                 yield batch
 
-        self.journal.validation(step, *self.engine.evaluate(watched(self.validation())))
+        for one in self.validation:
+            loss_sum, tokens = self.engine.evaluate(watched(one.batches()))
+            self.journal.validation(step, one.name, loss_sum, tokens, one.text_bytes)
 
 
 def _due(step: int, interval: int) -> bool:

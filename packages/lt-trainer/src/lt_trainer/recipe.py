@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import build, flatten, leaves, suggest, values_of
-from lt_trainer.resolve import DEFAULT, Given, engine_tables, from_set, from_toml, nested, typed
+from lt_trainer.fields import build, entry_leaves, flatten, leaves, suggest, values_of
+from lt_trainer.resolve import DEFAULT, Given, engine_tables, from_set, from_toml, nested, typed, without_empty_tables
 from lt_trainer.sections import (
     BatchOptions,
     CheckpointOptions,
@@ -90,7 +90,7 @@ class Recipe:
                 values={"schedule.min_lr": self.schedule.min_lr, "optimizer.lr": self.optimizer.lr},
                 remedy=f"set schedule.min_lr (MIN_LR) to at most {self.optimizer.lr!r}; a tenth of it is usual",
             )
-        if self.metrics.eval_interval and not self.data.validation:
+        if self.metrics.eval_interval and not (self.data.validation or self.data.validation_sets):
             raise RecipeError(
                 "there is nothing to evaluate on",
                 values={"metrics.eval_interval": self.metrics.eval_interval, "data.validation": self.data.validation},
@@ -179,12 +179,13 @@ def load(
 def _resolve(merged: Mapping[str, Given]) -> Resolved:
     """Check the winning assignments against the schema and make the recipe."""
     core = {name: given for name, given in merged.items() if name.partition(".")[0] != "engine"}
-    schema = leaves(Recipe)
+    core = without_empty_tables(core, Recipe)
+    schema = leaves(Recipe) | entry_leaves(Recipe, core)
     values = typed(core, schema)
     origins = {name: core[name].source if name in core else DEFAULT for name in schema}
     _fill_from_preset(values, origins)
     _fill_from_pretrained(values, origins)
-    of_engines = {name: given for name, given in merged.items() if name not in core}
+    of_engines = {name: given for name, given in merged.items() if name.partition(".")[0] == "engine"}
     engines = engine_tables(of_engines, values.get("run.engine", RunOptions.engine), origins["run.engine"])
     origins |= engines.origins
     try:

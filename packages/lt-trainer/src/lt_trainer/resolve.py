@@ -12,10 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import Leaf, build, coerce, flatten, leaves, section_names, suggest
+from lt_trainer.fields import Leaf, build, coerce, entry_tables, flatten, leaves, section_names, suggest
 from lt_trainer.toml import line_numbers
 
-__all__ = ["DEFAULT", "ENGINE_PACKAGES", "EngineTables", "Given", "engine_tables", "from_set", "from_toml", "typed"]
+__all__ = [
+    "DEFAULT",
+    "ENGINE_PACKAGES",
+    "EngineTables",
+    "Given",
+    "engine_tables",
+    "from_set",
+    "from_toml",
+    "nested",
+    "typed",
+    "without_empty_tables",
+]
 
 DEFAULT = "default"
 
@@ -84,6 +95,20 @@ def typed(assignments: Mapping[str, Given], schema: Mapping[str, Leaf]) -> dict[
             problem, remedy = _unknown(name, schema, sections)
             raise RecipeError(problem, values={name: given.value}, origins={name: given.source}, remedy=remedy)
     return values
+
+
+def without_empty_tables(assignments: Mapping[str, Given], cls: type) -> dict[str, Given]:
+    """The assignments without tables of named sections that hold none, which say nothing.
+
+    Raises:
+        RecipeError: a named section is empty.
+    """
+    tables = entry_tables(cls)
+    for name, given in assignments.items():
+        if given.value == {} and name.rpartition(".")[0] in tables:
+            problem, remedy = "an empty section", "write its fields below it, or leave it out"
+            raise RecipeError(problem, values={name: given.value}, origins={name: given.source}, remedy=remedy)
+    return {name: given for name, given in assignments.items() if not (given.value == {} and name in tables)}
 
 
 def _unknown(name: str, schema: Mapping[str, Leaf], sections: Iterable[str]) -> tuple[str, str]:

@@ -21,7 +21,7 @@ from lt_trainer.data import TrainingData, open_data, validation_batches
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import PeerError, RecipeError
 from lt_trainer.journal import GIB, RankLog, RunJournal, SilentJournal, Work
-from lt_trainer.loop import Loop, Outcome
+from lt_trainer.loop import Loop, Outcome, Validation
 from lt_trainer.mirroring import Mirroring, Stopped
 from lt_trainer.observing import node_monitor, require_observable, run_sinks
 from lt_trainer.recipe import Recipe, Resolved, llama_config, to_dict
@@ -256,10 +256,15 @@ def _announce(journal: RunJournal, recipe: Recipe, engine: Engine, run_dir: RunD
         journal.say(f"the recipe has changed since this run was last started: {name} was {before!r}, is {now!r}")
 
 
-def _validation(data: TrainingData, engine: Engine, recipe: Recipe):
-    if data.validation is None:
-        return None
-    return partial(validation_batches, data.validation, engine.topology, recipe.batch.micro_batch)
+def _validation(data: TrainingData, engine: Engine, recipe: Recipe) -> list[Validation]:
+    return [
+        Validation(
+            name=one.name,
+            text_bytes=one.text_bytes,
+            batches=partial(validation_batches, one.reader, engine.topology, recipe.batch.micro_batch),
+        )
+        for one in data.validation
+    ]
 
 
 def _leave(outcome: Outcome, journal: RunJournal | SilentJournal) -> int:

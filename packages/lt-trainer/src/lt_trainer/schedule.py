@@ -16,9 +16,9 @@ so the last update, t = N, uses exactly min_lr (but for constant), and any updat
 calls: a resumed run asks for the same numbers.
 
 Warm-up, stable, decay (wsd) is of Hu and others, "MiniCPM", https://arxiv.org/abs/2404.06395, where the rate falls in
-a tenth of the steps; the shape 1 - sqrt of Hagele and others, "Scaling Laws and Compute-Optimal Training Beyond Fixed Training
-Durations", https://arxiv.org/abs/2405.18392. Since nothing before the decay depends on N, a run can be made longer
-from a checkpoint of its stable part, or decayed from there more than once.
+a tenth of the steps; the shape 1 - sqrt of Hagele and others, "Scaling Laws and Compute-Optimal Training Beyond Fixed
+Training Durations", https://arxiv.org/abs/2405.18392. Since nothing before the decay depends on N, a run can be made
+longer from a checkpoint of its stable part, or decayed from there more than once.
 """
 
 import math

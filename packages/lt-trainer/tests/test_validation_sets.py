@@ -1,0 +1,104 @@
+"""Several validation sets: each whole, at each interval, over any number of ranks, with bits per byte of its text."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, read_documents
+from lt_trainer.data import open_data, validation_batches
+from lt_trainer.engine import Topology
+from lt_trainer.errors import RecipeError
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.recipe import load
+from lt_trainer.run import run
+
+
+def start(base, *sets: str, **options) -> int:
+    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+
+
+def validations(base) -> list[dict]:
+    return [r for r in read_jsonl(Path(base["run"]["out"]) / "metrics.jsonl") if "val_loss" in r]
+
+
+def valid_tokens(folder: Path) -> int:
+    store = TokenStore.open(folder)
+    return int(RowReader(store, open_pack(store, seq_len=32)).valid.sum())
+
+
+def test_each_set_is_evaluated_whole_at_each_interval(recipe_base, fake_engine, little_data, capsys) -> None:
+    recipe_base["data"]["validation_sets"] = {
+        "web": {"store": str(little_data / "train")},
+        "again": {"store": str(little_data / "validation")},
+    }
+    assert start(recipe_base, "metrics.eval_interval=8") == 0
+    found = validations(recipe_base)
+    assert [(r["step"], r.get("val_set", "")) for r in found] == [
+        (step, name) for step in (8, 16, 20) for name in ("", "again", "web")
+    ]
+    small, large = valid_tokens(little_data / "validation"), valid_tokens(little_data / "train")
+    assert [r["val_tokens"] for r in found] == [small, small, large] * 3
+    for record in found:
+        store = TokenStore.open(little_data / ("train" if record.get("val_set") == "web" else "validation"))
+        bits = record["val_loss"] * record["val_tokens"] / math.log(2)
+        assert record["val_perplexity"] == math.exp(record["val_loss"])
+        assert record["val_bits_per_byte"] == pytest.approx(bits / store.manifest.text_bytes, rel=1e-15)
+    lines = [line for line in capsys.readouterr().out.splitlines() if "val_loss=" in line]
+    assert len(lines) == 9
+    assert all("=" in word for line in lines for word in line.split(" "))
+
+
+def test_named_sets_need_no_unnamed_one(recipe_base, fake_engine, little_data) -> None:
+    recipe_base["data"]["validation"] = ""
+    recipe_base["data"]["validation_sets"] = {"web": {"store": str(little_data / "validation")}}
+    assert start(recipe_base) == 0
+    assert [(r["step"], r["val_set"]) for r in validations(recipe_base)] == [(20, "web")]
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch: int) -> None:
+    reader = open_data(load(base=recipe_base).recipe).validation[0].reader
+    rounds: list[int] = []
+    seen: list[bytes] = []
+    tokens = 0
+    for rank in range(dp_size):
+        topology = Topology(rank=rank, world=dp_size, dp_rank=rank, dp_size=dp_size)
+        batches = list(validation_batches(reader, topology, micro_batch))
+        rounds.append(len(batches))
+        for batch in batches:
+            assert batch.input_ids.shape == (1, micro_batch, 32)
+            assert batch.valid_tokens == int((batch.labels != -100).sum())
+            tokens += batch.valid_tokens
+            padding = (batch.doc_ids == -1).all(axis=2)
+            seen += [row.tobytes() for row in batch.input_ids[~padding]]
+    everything = reader.gather(np.arange(reader.n_rows))
+    assert sorted(seen) == sorted(row.tobytes() for row in everything.input_ids)
+    assert tokens == int((everything.labels != -100).sum())
+    assert len(set(rounds)) == 1, "a rank with fewer batches would leave the others waiting"
+
+
+def test_a_store_made_from_ids_is_decoded_for_its_bytes(recipe_base, little_data, tmp_path) -> None:
+    texts = [document.text for document in read_documents([little_data / "text-validation"])]
+    whole = TokenStore.open(little_data / "validation")
+    documents = [Document(ids=whole.document(i).astype(np.int64), source=str(i)) for i in range(whole.n_documents)]
+    prepare_documents(documents, tokenizer=whole.tokenizer(), out=tmp_path / "ids")
+    store = TokenStore.open(tmp_path / "ids")
+    pack(store, seq_len=32)
+    assert store.manifest.text_bytes == 0
+    recipe_base["data"]["validation"] = str(tmp_path / "ids")
+    (found,) = open_data(load(base=recipe_base).recipe).validation
+    assert found.text_bytes == sum(len((text or "").encode()) for text in texts) > 0
+
+
+def test_a_set_of_another_tokenizer_is_refused_by_name(recipe_base, little_data, tmp_path) -> None:
+    from lt_data import prepare, train_bpe
+
+    folder = little_data / "text-validation"
+    other = train_bpe((document.text for document in read_documents([folder])), vocab_size=280)
+    prepare([folder], tokenizer=other, out=tmp_path / "other")
+    recipe_base["data"]["validation_sets"] = {"web": {"store": str(tmp_path / "other")}}
+    with pytest.raises(RecipeError, match=r"data\.validation_sets\.web\.store = .* another tokenizer"):
+        open_data(load(base=recipe_base).recipe)
