@@ -1,0 +1,76 @@
+"""Weights of a model that is already trained, read by each rank for the slices that it holds."""
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from lt_model import LlamaConfig, parameters
+from lt_trainer.engine import World
+from lt_trainer.pretrained import open_pretrained
+from lt_trainer.recipe import load
+from lt_trainer_gpu.spec import SPEC
+
+
+def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
+    """In a rank: what its engine holds after it took over the model's weights."""
+    base = {
+        "data": {"store": "unused", "seq_len": 24},
+        "model": {"init_from": folder, "resize_vocab": True},
+        "batch": {"global_batch": 4, "micro_batch": 1},
+        "schedule": {"max_steps": 1, "warmup_steps": 0},
+        "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
+    }
+    recipe, world = load(base=base, sets=sets).recipe, World.from_env(os.environ)
+    engine = SPEC.open(recipe, config, world)
+    with open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None) as pretrained:
+        engine.load_weights(pretrained)
+    kinds = {"F32": np.float32, "F64": np.float64}
+    held = [
+        (s.group, s.name, s.offset, s.bytes().view(kinds[s.dtype]).reshape(s.shape).copy())
+        for s in engine.state().shards
+    ]
+    engine.close()
+    return held
+
+
+def written(folder: Path, config: LlamaConfig) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    weights = {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in parameters(config)}
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    return weights
+
+
+def check(pieces: list[tuple], wanted: dict[str, np.ndarray]) -> None:
+    seen = {name: np.zeros(array.shape, bool) for name, array in wanted.items()}
+    for group, name, offset, values in pieces:
+        if group != "weights":
+            assert not values.any(), "moments start from nothing"
+            continue
+        box = tuple(slice(o, o + n) for o, n in zip(offset, values.shape, strict=True))
+        np.testing.assert_allclose(values, wanted[name][box], rtol=1e-6, atol=1e-7)
+        if name not in ("model.embed_tokens.weight", "lm_head.weight"):
+            assert (values == wanted[name][box]).all()
+        seen[name][box] = True
+    assert all(part.all() for part in seen.values())
+
+
+def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) -> None:
+    """Three ranks cut nothing evenly; the vocabulary grows by rows that no rank boundary fits."""
+    weights = written(tmp_path / "model", config)
+    grown = replace(config, vocab_size=config.vocab_size + 5)
+    wanted = dict(weights)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in wanted:
+            mean = wanted[name].astype(np.float64).mean(axis=0, keepdims=True)
+            wanted[name] = np.concatenate([wanted[name], np.repeat(mean, 5, axis=0).astype(np.float32)])
+    for n, dtype in ((1, "float64"), (3, "float32"), (3, "bfloat16")):
+        sets = (f"batch.global_batch={n}",)
+        for target, expected in ((config, weights), (grown, wanted)):
+            pieces = ranks.run(first_state, str(tmp_path / "model"), target, dtype, sets, ranks=n)
+            check([piece for rank in pieces for piece in rank], expected)
