@@ -1,0 +1,178 @@
+"""Checks a request against SageMaker's own service model, which botocore brings as a file: nothing is sent for it.
+
+botocore itself checks required members, types and minima; lengths, maxima, patterns and enumerations reach the person
+only as a refusal by the service, after minutes. The walk below checks all of them and names field, value and limit.
+What the model cannot say (either an image or an algorithm, spot needs a longer wait, ...) is in `rules`.
+
+Cost: reading the model is 0.06 CPU-seconds; botocore is not imported.
+"""
+
+import gzip
+import json
+import re
+import unicodedata
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lt_launch.sagemaker.errors import SageMakerError
+from lt_launch.sagemaker.rules import broken_rules
+
+__all__ = ["Violation", "check", "model_shapes", "violations"]
+
+SHOWN = 80
+"""Characters of a value that an error shows."""
+CLASSES = {
+    "L": "a-zA-Z",
+    "N": "0-9",
+    "Z": " ",
+    "P": r"""!"#%&'()*,\-./:;?@\[\\\]_{}""",
+    "S": r"$+<=>\^`|~",
+    "M": "\x01",
+    "Alnum": "a-zA-Z0-9",
+}
+"""ASCII members of the Unicode classes in patterns, which Python's `re` does not know."""
+STAND_INS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\x01"}
+"""What a character outside ASCII is taken for in a pattern, by the first letter of its category."""
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One broken constraint: the field, and the limit with what was given."""
+
+    field: str
+    problem: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
+@cache
+def model_shapes() -> Mapping[str, Any]:
+    """The shapes of SageMaker's service model by name.
+
+    Raises:
+        SageMakerError: botocore is not installed.
+    """
+    spec = find_spec("botocore")
+    if spec is None or not spec.submodule_search_locations:
+        raise SageMakerError("checking a SageMaker request needs boto3: pip install 'lt-launch[sagemaker]'")
+    versions = sorted((Path(spec.submodule_search_locations[0]) / "data" / "sagemaker").iterdir())
+    packed, plain = versions[-1] / "service-2.json.gz", versions[-1] / "service-2.json"
+    text = gzip.decompress(packed.read_bytes()) if packed.exists() else plain.read_bytes()
+    return json.loads(text)["shapes"]
+
+
+def check(shape: str, request: Mapping[str, Any]) -> None:
+    """Refuse a request that the service would refuse.
+
+    Raises:
+        SageMakerError: naming each field that breaks a constraint, with the limit.
+    """
+    found = [*violations(shape, request), *(Violation(*rule) for rule in broken_rules(shape, request))]
+    if found:
+        raise SageMakerError("SageMaker would refuse this request:\n" + "\n".join(f"  {item}" for item in found))
+
+
+def violations(shape: str, value: Any, field: str = "") -> list[Violation]:
+    """Every constraint of the service model that `value` breaks as the shape of that name."""
+    return list(_walk(shape, value, field))
+
+
+def _walk(name: str, value: Any, field: str) -> Iterator[Violation]:
+    shape = model_shapes()[name]
+    kind = shape["type"]
+    expected, fits = _TYPES[kind]
+    if not fits(value):
+        yield Violation(field or name, f"expected {expected}, got {_shown(value)}")
+        return
+    yield from _limits(shape, value, field or name)
+    if kind == "structure":
+        yield from _members(shape, value, field)
+    elif kind == "list":
+        for at, item in enumerate(value):
+            yield from _walk(shape["member"]["shape"], item, f"{field}[{at}]")
+    elif kind == "map":
+        for key, item in value.items():
+            yield from _walk(shape["key"]["shape"], key, f"{field} key {key!r}")
+            yield from _walk(shape["value"]["shape"], item, f"{field}.{key}")
+
+
+def _members(shape: Mapping[str, Any], value: Mapping[str, Any], field: str) -> Iterator[Violation]:
+    prefix = f"{field}." if field else ""
+    for missing in (member for member in shape.get("required", ()) if member not in value):
+        yield Violation(f"{prefix}{missing}", "is required and missing")
+    if shape.get("union") and len(value) != 1:
+        yield Violation(field, f"takes exactly one of {', '.join(shape['members'])}")
+    for member, item in value.items():
+        if member in shape["members"]:
+            yield from _walk(shape["members"][member]["shape"], item, f"{prefix}{member}")
+        else:
+            yield Violation(f"{prefix}{member}", "is no field of SageMaker's")
+
+
+def _limits(shape: Mapping[str, Any], value: Any, field: str) -> Iterator[Violation]:
+    counted = shape["type"] in ("string", "list", "map", "blob")
+    size, unit = (len(value), {"string": " characters"}.get(shape["type"], " entries")) if counted else (value, "")
+    shown = f"it has {size}" if counted else f"got {_shown(value)}"
+    if "min" in shape and size < shape["min"]:
+        yield Violation(field, f"must be at least {shape['min']}{unit}, {shown}")
+    if "max" in shape and size > shape["max"]:
+        yield Violation(field, f"must be at most {shape['max']}{unit}, {shown}")
+    if "enum" in shape and value not in shape["enum"]:
+        yield Violation(field, f"{_shown(value)} is not one of {_some(shape['enum'], value)}")
+    if "pattern" in shape and not _pattern(shape["pattern"]).fullmatch(_as_ascii(value)):
+        yield Violation(field, f"{_shown(value)} does not fit the pattern {shape['pattern']}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "structure": ("an object", lambda value: isinstance(value, Mapping)),
+    "map": ("an object", lambda value: isinstance(value, Mapping)),
+    "list": ("a list", lambda value: isinstance(value, list | tuple)),
+    "string": ("text", lambda value: isinstance(value, str)),
+    "boolean": ("true or false", lambda value: isinstance(value, bool)),
+    "integer": ("a whole number", _is_whole),
+    "long": ("a whole number", _is_whole),
+    "float": ("a number", _is_number),
+    "double": ("a number", _is_number),
+    "timestamp": ("a time", lambda value: value is not None),
+    "blob": ("bytes", lambda value: isinstance(value, bytes)),
+}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def _some(choices: list[str], value: Any) -> str:
+    """All of a few choices; of many, those that look like what was given."""
+    if len(choices) <= 8 or not isinstance(value, str):
+        return ", ".join(choices[:8]) + (", ..." if len(choices) > 8 else "")
+    from difflib import get_close_matches
+
+    near = get_close_matches(value, choices, n=4, cutoff=0.3)
+    return f"the {len(choices)} that SageMaker has" + (f"; near it: {', '.join(near)}" if near else "")
+
+
+@cache
+def _pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern of the service model, which is written for Java."""
+    return re.compile(re.sub(r"\\p\{(\w+)\}", lambda found: CLASSES[found[1]], pattern))
+
+
+def _as_ascii(text: str) -> str:
+    if text.isascii():
+        return text
+    return "".join(char if char.isascii() else STAND_INS.get(unicodedata.category(char)[0], "\x00") for char in text)

@@ -1,0 +1,23 @@
+"""Golden files of this folder."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compares text with a file of `data/`; LT_WRITE_GOLDEN=1 writes it, to be looked at before it is committed."""
+
+    def compare(name: str, text: str) -> None:
+        path = DATA / name
+        if os.environ.get("LT_WRITE_GOLDEN"):
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert text == path.read_text(encoding="utf-8")
+
+    return compare
