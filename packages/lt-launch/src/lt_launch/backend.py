@@ -49,6 +49,8 @@ class Rendered:
     printed; it is known only then."""
     notes: tuple[str, ...] = ()
     """Sentences for the person: what was left out, what to check."""
+    remarks: tuple[str, ...] = ()
+    """Sentences that explain the text itself; `render` shows them, `run` does not."""
 
 
 @dataclass(frozen=True, kw_only=True)

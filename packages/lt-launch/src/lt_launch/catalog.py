@@ -36,6 +36,7 @@ class KnownCommand:
 COMMANDS = {
     "ckpt": KnownCommand("inspect, verify and export checkpoints", "lt-ckpt[cli]"),
     "data": KnownCommand("text to token store, packs, statistics", "lt-data[cli]"),
+    "launch": KnownCommand("start, watch and finish runs here, over ssh, on Slurm, on SageMaker", "lt-launch"),
     "model": KnownCommand("presets, shapes, parameters, costs", "lt-model[cli]"),
     "quickstart": KnownCommand("a whole pre-training run on this machine", "lt-trainer[quickstart]"),
     "train": KnownCommand("train a model from a recipe", "lt-trainer[cli]"),

@@ -165,10 +165,10 @@ def home() -> Path:
     return Path(os.environ.get("LT_LAUNCH_HOME") or Path.home() / ".local" / "state" / "lt-launch")
 
 
-def event(launch: Launch, kind: str, **values: Any) -> None:
+def event(launch: Launch, what: str, /, **values: Any) -> None:
     """Append an event, with the time in UTC; what cannot be written is left out."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    row = json.dumps({"time": now, "event": kind, **values}, ensure_ascii=False)
+    row = json.dumps({"time": now, "event": what, **values}, ensure_ascii=False)
     with suppress(OSError), open(launch.directory / "events.jsonl", "a", encoding="utf-8") as file:
         file.write(row + "\n")
 

@@ -160,7 +160,7 @@ def _stage(shared: Mapping[str, Given], own: Mapping[str, Given], path: Path, wa
     values = typed(stage_values, {k: v for k, v in leaves(Stage, "stage.").items() if not k.startswith("stage.job.")})
     sources = {key: value.source for key, value in (given | stage_values).items()}
     try:
-        return build(Stage, values, "stage.", job=job)
+        return Stage(job=job, **{key.partition(".")[2]: value for key, value in values.items()})
     except RecipeError as exc:
         raise exc.located(sources) from None
 

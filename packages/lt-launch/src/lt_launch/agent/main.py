@@ -38,10 +38,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     if start is None:
         return USER_ERROR
     outbox = Outbox()
+    node = Node(spec, place, start, given.attempt, outbox, 0 if given.control else None)
     try:
-        return Node(spec, place, start, given.attempt, outbox, 0 if given.control else None).run()
+        return node.run()
     finally:
-        outbox.close()
+        outbox.close(0.0 if node.alone else 5.0)
 
 
 def open_attempt(spec: Table, place: Place) -> int:

@@ -56,6 +56,8 @@ class Node:
         self.spec, self.start, self.folder, self.outbox = spec, start, place.attempt(attempt), outbox
         self.place, self.attempt, self.control = place, attempt, control
         self.ranks: list[Rank] = []
+        self.alone = False
+        """Whether whoever gave the orders is gone: nobody reads what is written any more."""
         self.host = socket.gethostname()
         self.run_dir = _inside(spec.get("cwd", ""), spec.get("run_dir", ""))
         self.events_before = events_size(self.run_dir) if self.run_dir else 0
@@ -215,7 +217,8 @@ class Node:
     def _beat(self, now: float) -> None:
         if self.control is not None:
             self.outbox.put(b'{"beat": 1}\n', may_drop=True)
-            if now - self._heard > float(self.spec.get("link_timeout_s", 5.0)):
+            patience = float(self.spec.get("link_timeout_s") or 0)
+            if patience and now - self._heard > patience:
                 self._lost(f"no order came for {now - self._heard:.0f} s")
         if not self._failed and (self.folder / "first.json").exists():
             self._failed = True
@@ -259,7 +262,7 @@ class Node:
         if self.control is None:
             return
         self.control = None
-        self._asked = True
+        self._asked = self.alone = True
         self.note("lost", reason=why)
         for rank in self.ranks:
             rank.send(signal.SIGTERM)
