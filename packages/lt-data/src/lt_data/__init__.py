@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from lt_data.streaming.permutation import KeyedPermutation
     from lt_data.streaming.phases import Phase
     from lt_data.streaming.prefetch import Prefetcher
+    from lt_data.streaming.ramp import BatchRamp
     from lt_data.streaming.rows import IGNORE, RowReader, Rows, TokenRows
     from lt_data.streaming.stream import Stream, StreamBatch, StreamState
     from lt_data.tokenizing.tokenizer import Tokenizer, train_bpe
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "IGNORE": "streaming.rows",
     "Amount": "store.manifest",
+    "BatchRamp": "streaming.ramp",
     "Buckets": "streaming.buckets",
     "DataError": "errors",
     "Document": "sources.document",
@@ -92,6 +94,7 @@ _MODULES = {
 __all__ = [
     "IGNORE",
     "Amount",
+    "BatchRamp",
     "Buckets",
     "DataError",
     "Document",

@@ -92,6 +92,10 @@ def inspect(
     store: Annotated[
         Path | None, typer.Option(help="The run's token store, where it is not found under the name in its recipe.")
     ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=STORE", help="Likewise the store of a source of the run's mixture."),
+    ] = None,
     seq_len: _SeqLen = None,
     mode: _Mode = None,
     row: Annotated[int | None, typer.Option(help="Only this row, from 0.", show_default=False)] = None,
@@ -122,13 +126,17 @@ def inspect(
     if run is not None:
         if step is None:
             raise DataError("--run: give --step too, from 1")
-        report = inspect_step(run, step, store=store, rows=chosen)
+        pairs = [one.partition("=") for one in source or ()]
+        if wrong := [name for name, equals, folder_ in pairs if not (name and equals and folder_)]:
+            raise DataError(f"--source {wrong[0]}: write NAME=STORE")
+        stores = {name: folder_ for name, _, folder_ in pairs}
+        report = inspect_step(run, step, store=store, sources=stores, rows=chosen)
         lines = step_lines(report, columns=columns, whole_text=text, paint=paint)
         say(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(lines))
         return
     assert folder is not None
-    if step is not None or store is not None:
-        raise DataError("--step and --store: they belong to --run")
+    if step is not None or store is not None or source:
+        raise DataError("--step, --store and --source: they belong to --run")
     opened = TokenStore.open(folder)
     pack = _pack(opened, seq_len, mode)
     found = inspect_rows(opened, pack, range(min(4, pack.n_rows)) if chosen is None else chosen)

@@ -17,7 +17,9 @@ from lt_data.errors import DataError
 from lt_data.packing.packs import PackIndex
 from lt_data.store.manifest import Manifest
 from lt_data.store.token_store import TokenStore
-from lt_data.streaming.stream import Stream
+from lt_data.streaming.buckets import Buckets
+from lt_data.streaming.mixture import Mixture
+from lt_data.streaming.stream import RowSource, Stream
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 
@@ -64,13 +66,14 @@ class InspectedRow:
 
     Attributes:
         index: number of the row in the global batch.
-        position: in the global sequence.
-        epoch: pass over the pack that the position belongs to.
-        row: number of the row in the pack.
+        position: in the global sequence; with buckets, that of the row of the longest bucket in whose place it is.
+        epoch: pass over the pack, the mixture's source or the bucket that the row belongs to.
+        row: number of the row in that pack or bucket.
         rank: data-parallel rank that gets it.
         labels: positions with a label.
         padding: positions without a token.
         pieces: what stands in it, in order.
+        origin: name of the mixture's source, or tokens in a row of the bucket; "" for a single pack.
     """
 
     index: int
@@ -81,6 +84,7 @@ class InspectedRow:
     labels: int
     padding: int
     pieces: tuple[Piece, ...]
+    origin: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """All of it as JSON values."""
@@ -97,17 +101,18 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
     Raises:
         DataError: no such row in the batch, or the store's tokenizer is damaged.
     """
-    chosen = range(stream.global_batch) if rows is None else rows
+    first, positions = stream.state.row, stream.batch_rows(stream.state.step)
+    numbers = stream.global_rows(stream.state, positions)  # of a short bucket more than there are positions
+    epochs = stream.reader.epochs_at(first, positions)
+    chosen = range(numbers.size) if rows is None else rows
     for index in chosen:
-        if not 0 <= index < stream.global_batch:
-            raise DataError(f"row {index}: the batch has the rows 0 to {stream.global_batch - 1}")
-    numbers = stream.global_rows(stream.state, stream.global_batch)
+        if not 0 <= index < numbers.size:
+            raise DataError(f"row {index}: the batch has the rows 0 to {numbers.size - 1}")
     tokenizer = stream.reader.locate(int(numbers[0]))[0].store.tokenizer()  # one for all sources of a mixture
     sources: dict[int, Sequence[str] | None] = {}  # of each reader
-    per_rank = stream.global_batch // stream.dp_size
+    per_rank = numbers.size // stream.dp_size
     found: list[InspectedRow] = []
     for index in chosen:
-        position = stream.state.row + index
         reader, row = stream.reader.locate(int(numbers[index]))
         if id(reader) not in sources:
             sources[id(reader)] = document_sources(reader.store.manifest)
@@ -115,16 +120,23 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
         found.append(
             InspectedRow(
                 index=index,
-                position=position,
-                epoch=position // stream.reader.n_rows,
+                position=first + index * positions // numbers.size,
+                epoch=int(epochs[index]),
                 row=row,
                 rank=index // per_rank,
                 labels=int(reader.valid[row]),
                 padding=reader.seq_len - sum(piece.end - piece.begin for piece in pieces),
                 pieces=pieces,
+                origin=_origin(stream.reader, int(numbers[index])),
             )
         )
     return tuple(found)
+
+
+def _origin(source: RowSource, row: int) -> str:
+    if isinstance(source, Mixture):
+        return source.source_names(np.array([row]))[0]
+    return str(source.locate(row)[0].seq_len) if isinstance(source, Buckets) else ""
 
 
 def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tuple[InspectedRow, ...]:

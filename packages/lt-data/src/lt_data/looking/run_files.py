@@ -10,12 +10,19 @@ S + k reads the positions R + (k - 1) B to R + k B - 1 of the global sequence, B
 over from its own step on, also where that is an earlier step than the run had reached; so for step N the last event in
 file order with `step` < N decides. Its fingerprint must be that of the rows found now.
 
+Where the batch grows, the event has a `ramp` (lt_data.BatchRamp as JSON), and step S + k reads as many rows as it says.
+Where the rows are not those of one pack, the event's `rows` say what they are:
+
+    {"kind": "mixture", "stores": {NAME: FOLDER}, "phases": [{"from_row": 0, "weights": {NAME: W}}], "max_epochs": {}}
+    {"kind": "buckets", "store": FOLDER, "shortest": TOKENS, "phases": [] or as above, by the length of rows}
+    any other kind: rows that are in no token store, such as random ones; nothing can be said of them
+
 Cost: the two files and RUN/metrics.jsonl are read whole.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +32,12 @@ from lt_data.names import local, portable
 from lt_data.packing.packs import open_pack
 from lt_data.storage import os_errors
 from lt_data.store.token_store import TokenStore
+from lt_data.streaming.buckets import Buckets
+from lt_data.streaming.mixture import Mixture
+from lt_data.streaming.phases import Phase
+from lt_data.streaming.ramp import BatchRamp
 from lt_data.streaming.rows import RowReader
-from lt_data.streaming.stream import Stream, StreamState, changed_parts, sequence_fingerprint
+from lt_data.streaming.stream import RowSource, Stream, StreamState, changed_parts, sequence_fingerprint
 
 RECIPE, EVENTS, METRICS = "recipe.json", "events.jsonl", "metrics.jsonl"
 
@@ -43,6 +54,8 @@ class DataEvent:
         seed: of the shuffle.
         fingerprint: of the sequence.
         skipped: ranges [start, end) of positions that were jumped over.
+        ramp: how the batch grows to `global_batch`; None where it does not.
+        rows: what the rows are, where they are not those of the recipe's one store.
     """
 
     step: int
@@ -52,13 +65,19 @@ class DataEvent:
     seed: int
     fingerprint: str
     skipped: tuple[tuple[int, int], ...] = ()
+    ramp: BatchRamp | None = None
+    rows: Mapping[str, Any] = field(default_factory=dict)
 
     def state_before(self, step: int) -> StreamState:
         """The stream's state before step `step` (the first is 1)."""
         done = step - 1
+        if self.ramp is None:
+            read = (done - self.step) * self.global_batch
+        else:
+            read = self.ramp.rows_before(done) - self.ramp.rows_before(self.step)
         return StreamState(
             step=done,
-            row=self.row + (done - self.step) * self.global_batch,
+            row=self.row + read,
             seed=self.seed,
             fingerprint=self.fingerprint,
             skipped=self.skipped,
@@ -74,7 +93,8 @@ class StepReport:
         recorded: whether the run's files show that it came so far; else this is what it would read.
         last_recorded: the last step of which the run's files tell.
         event: what decides.
-        store: folder of the token store.
+        stores: folder of each token store, by the name of the mixture's source; "" where there is only one.
+        batch_rows: rows of the step over all ranks.
         rows: the rows asked for.
     """
 
@@ -82,8 +102,14 @@ class StepReport:
     recorded: bool
     last_recorded: int
     event: DataEvent
-    store: Path
+    stores: Mapping[str, Path]
+    batch_rows: int
     rows: tuple[InspectedRow, ...]
+
+    @property
+    def store(self) -> Path:
+        """Folder of the token store; of a mixture's first."""
+        return next(iter(self.stores.values()))
 
     @property
     def first_position(self) -> int:
@@ -97,8 +123,10 @@ class StepReport:
             "step": self.step,
             "recorded": self.recorded,
             "last_recorded": self.last_recorded,
-            "store": portable(str(self.store)),
+            **({"store": portable(str(self.stores[""]))} if "" in self.stores else {}),
+            **({} if "" in self.stores else {"stores": {name: portable(str(p)) for name, p in self.stores.items()}}),
             "first_position": self.first_position,
+            "batch_rows": self.batch_rows,
             "global_batch": event.global_batch,
             "dp_size": event.dp_size,
             "seed": event.seed,
@@ -109,7 +137,12 @@ class StepReport:
 
 
 def inspect_step(
-    run: str | Path, step: int, *, store: str | Path | None = None, rows: Sequence[int] | None = None
+    run: str | Path,
+    step: int,
+    *,
+    store: str | Path | None = None,
+    sources: Mapping[str, str | Path] | None = None,
+    rows: Sequence[int] | None = None,
 ) -> StepReport:
     """Say what a step of a run read.
 
@@ -117,6 +150,7 @@ def inspect_step(
         run: the run directory.
         step: which step, from 1.
         store: the token store, where it is no longer found under the name in the recipe.
+        sources: likewise stores of a mixture, by the names of its sources.
         rows: numbers of rows in the global batch, from 0; all when not given.
 
     Raises:
@@ -129,11 +163,12 @@ def inspect_step(
     data = _data_section(run)
     events = list(_lines(run / EVENTS))
     event, after = deciding_event(events, step, str(run / EVENTS))
-    reader = _reader(run, data, store)
+    reader = _rows(run, data, event, store, sources or {})
     fingerprint = sequence_fingerprint(reader, shuffle=data["shuffle"], position=event.row)
     if changed := changed_parts(event.fingerprint, fingerprint):
+        folders = ", ".join(map(str, _folders(reader).values()))
         raise DataError(
-            f"{reader.store.path}: not the rows that step {step} of {run} read ({'; '.join(changed)}): give the store "
+            f"{folders}: not the rows that step {step} of {run} read ({'; '.join(changed)}): give the store "
             f"that the run read with --store, and look at the data section of {run / RECIPE}"
         )
     stream = Stream(
@@ -143,6 +178,7 @@ def inspect_step(
         seed=event.seed,
         shuffle=data["shuffle"],
         state=event.state_before(step),
+        ramp=event.ramp,
     )
     last = _last_recorded(run, after)
     return StepReport(
@@ -150,7 +186,8 @@ def inspect_step(
         recorded=step <= last,
         last_recorded=last,
         event=event,
-        store=reader.store.path,
+        stores=_folders(reader),
+        batch_rows=stream.global_rows(stream.state, stream.batch_rows(stream.state.step)).size,
         rows=inspect_batch(stream, rows),
     )
 
@@ -196,7 +233,16 @@ def _data_event(values: Mapping[str, Any], source: str) -> DataEvent:
         skipped = tuple((int(start), int(end)) for start, end in values.get("skipped", ()))
     except (TypeError, ValueError) as exc:
         raise DataError(damaged) from exc
-    event = DataEvent(**numbers, fingerprint=fingerprint, skipped=skipped)
+    ramp, kind = values.get("ramp"), values.get("rows", {})
+    if not isinstance(kind, Mapping) or not isinstance(ramp, Mapping | None):
+        raise DataError(damaged)
+    event = DataEvent(
+        **numbers,
+        fingerprint=fingerprint,
+        skipped=skipped,
+        ramp=None if ramp is None else BatchRamp.from_json(ramp),
+        rows=kind,
+    )
     if min(event.step, event.row) < 0 or min(event.global_batch, event.dp_size) < 1:
         raise DataError(damaged)
     return event
@@ -227,19 +273,64 @@ def _data_section(run: Path) -> dict[str, Any]:
     return data
 
 
-def _reader(run: Path, data: Mapping[str, Any], store: str | Path | None) -> RowReader:
-    path = Path(local(data["store"]) if store is None else store)
+def _rows(
+    run: Path,
+    data: Mapping[str, Any],
+    event: DataEvent,
+    store: str | Path | None,
+    sources: Mapping[str, str | Path],
+) -> RowReader | Mixture | Buckets:
+    """What the run read, opened anew."""
+    how = event.rows
+    kind = how.get("kind")
+    if kind not in (None, "mixture", "buckets"):
+        raise DataError(f"{run}: from step {event.step + 1} on it read {kind} rows, which are in no token store")
+    seq_len, mask = data["seq_len"], data["document_mask"]
+    unknown = sorted(set(sources) - set(how.get("stores", ())))
+    if unknown or (kind == "mixture" and store is not None):
+        given = f"source {unknown[0]!r}" if unknown else "--store"
+        names = ", ".join(how.get("stores", ())) or "none"
+        raise DataError(f"{given}: the sources of the run's mixture are: {names}; give one with --source NAME=FOLDER")
     try:
-        opened = TokenStore.open(path)
+        phases = tuple(Phase(weights=phase["weights"], from_row=phase["from_row"]) for phase in how.get("phases", ()))
+        if kind == "mixture":
+            opened = {
+                name: _opened(run, f"the source {name}", path, sources.get(name), "--source NAME=FOLDER")
+                for name, path in how["stores"].items()
+            }
+            readers = {
+                name: RowReader(one, open_pack(one, seq_len=seq_len, mode=data["pack"]), document_mask=mask)
+                for name, one in opened.items()
+            }
+            return Mixture(readers, phases, max_epochs=how["max_epochs"])
+        one = _opened(run, "data.store", how["store"] if kind == "buckets" else data["store"], store, "--store")
+        if kind is None:
+            return RowReader(one, open_pack(one, seq_len=seq_len, mode=data["pack"]), document_mask=mask)
+        index = open_pack(one, seq_len=seq_len, mode="buckets", shortest=how["shortest"])
+        return Buckets(one, index, global_batch=event.global_batch, weights=phases or None, document_mask=mask)
+    except (KeyError, TypeError, AttributeError) as exc:
+        raise DataError(f"{run / EVENTS}: not rows that this version reads ({exc!r}): {dict(how)!r}") from exc
+
+
+def _opened(run: Path, what: str, recorded: str, given: str | Path | None, option: str) -> TokenStore:
+    path = Path(local(recorded) if given is None else given)
+    try:
+        return TokenStore.open(path)
     except DataError as exc:
-        if store is not None:
+        if given is not None:
             raise
         where = "" if path.is_absolute() else ", a path relative to the folder in which the run was started"
+        file = run / (RECIPE if what == "data.store" else EVENTS)
         raise DataError(
-            f"{exc}; {run / RECIPE} says data.store = {data['store']!r}{where}: give the store's folder with --store"
+            f"{exc}; {file} says {what} = {recorded!r}{where}: give the store's folder with {option}"
         ) from exc
-    index = open_pack(opened, seq_len=data["seq_len"], mode=data["pack"])
-    return RowReader(opened, index, document_mask=data["document_mask"])
+
+
+def _folders(source: RowSource) -> dict[str, Path]:
+    """The folder of each store, by the name of the mixture's source; "" where there is only one."""
+    if isinstance(source, Mixture):
+        return {name: reader.store.path for name, reader in source.sources.items()}
+    return {"": source.locate(0)[0].store.path}
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

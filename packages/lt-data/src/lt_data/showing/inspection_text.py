@@ -52,14 +52,21 @@ def step_lines(report: StepReport, *, columns: int, whole_text: bool = False, pa
             f"step {report.step} has not been run yet, as far as the run's files tell (the last step in them is "
             f"{report.last_recorded}); going on as it was last started, it would read:"
         )
+    batch = event.global_batch if event.ramp is None else event.ramp.rows_of(report.step - 1)
     yield (
-        f"step {report.step}: positions {first} to {first + event.global_batch - 1}, {event.global_batch} rows over "
+        f"step {report.step}: positions {first} to {first + batch - 1}, {report.batch_rows} rows over "
         f"{event.dp_size} data-parallel rank{'' if event.dp_size == 1 else 's'}, seed {event.seed}"
     )
-    yield f"store {report.store}: {event.fingerprint}"
+    for name, folder in report.stores.items():
+        yield f"store {folder}: {event.fingerprint}" if not name else f"store {folder}: source {name}"
+    if "" not in report.stores:
+        yield f"mixture: {event.fingerprint}"
     for row in report.rows:
         yield ""
-        place = f"row {row.index}: position {row.position}, epoch {row.epoch}, pack row {row.row}, rank {row.rank}"
+        origin = f"{row.origin}, " if row.origin else ""
+        place = (
+            f"row {row.index}: position {row.position}, {origin}epoch {row.epoch}, pack row {row.row}, rank {row.rank}"
+        )
         yield from _row_lines(row, place, columns, whole_text, paint)
 
 

@@ -126,6 +126,15 @@ class Buckets:
             steps.append(shuffled_rows(positions, self.readers[length].n_rows, key) + self._borders[j])
         return np.concatenate(steps)
 
+    def epochs_at(self, position: int, count: int) -> np.ndarray:
+        """Which pass over its bucket each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
+        source, number = self._turns.at(self._turn(position), self._turn(count))
+        steps: list[np.ndarray] = [np.zeros(0, np.int64)]
+        for j, before in zip(source.tolist(), number.tolist(), strict=True):
+            n = self.rows_per_step(self._lengths[j])
+            steps.append(np.arange(before * n, (before + 1) * n) // self.readers[self._lengths[j]].n_rows)
+        return np.concatenate(steps)
+
     def locate(self, row: int) -> tuple[RowReader, int]:
         """The reader of the bucket that has a row, and its number there."""
         j = self._bucket_of(np.array([row]))

@@ -106,6 +106,11 @@ class Mixture:
             rows[places] = shuffled_rows(number[places], self._readers[j].n_rows, key) + self._borders[j]
         return rows
 
+    def epochs_at(self, position: int, count: int) -> np.ndarray:
+        """Which pass over its source each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
+        source, number = self._turns.at(position, count)
+        return number // np.array([reader.n_rows for reader in self._readers])[source]
+
     def locate(self, row: int) -> tuple[RowReader, int]:
         """The reader that has a row, and its number there."""
         j = int(self._source_of(np.array([row]))[0])

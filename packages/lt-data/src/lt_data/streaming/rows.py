@@ -193,6 +193,10 @@ class RowReader:
         """Numbers of the rows at some positions of the endless sequence: epoch after epoch (int64 [count])."""
         return shuffled_rows(np.arange(position, position + count), self.n_rows, str(seed) if shuffle else None)
 
+    def epochs_at(self, position: int, count: int) -> np.ndarray:
+        """Which pass over the pack each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
+        return np.arange(position, position + count) // self.n_rows
+
     def locate(self, row: int) -> tuple["RowReader", int]:
         """The reader that has a row, and its number there."""
         return self, row

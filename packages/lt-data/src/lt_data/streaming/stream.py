@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from lt_data.errors import DataError
+from lt_data.streaming.ramp import BatchRamp
 from lt_data.streaming.rows import RowReader, Rows, TokenRows
 
 
@@ -35,6 +36,10 @@ class RowSource(Protocol):
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
         """Numbers of the rows at some positions (int64)."""
+        ...
+
+    def epochs_at(self, position: int, count: int) -> np.ndarray:
+        """Which pass over its source each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
         ...
 
     def labels_in(self, rows: np.ndarray) -> int:
@@ -119,6 +124,7 @@ class Stream:
     Args:
         reader: the rows: of one pack, a mixture, or buckets.
         global_batch: rows per step over all ranks; with buckets, in rows of the longest bucket.
+        ramp: how the batch grows to `global_batch`, by the number of the step; None: it is always that.
         dp_rank: this rank.
         dp_size: ranks that share the batch.
         seed: of the shuffle.
@@ -142,11 +148,18 @@ class Stream:
         seed: int = 0,
         shuffle: bool = True,
         state: StreamState | None = None,
+        ramp: BatchRamp | None = None,
     ) -> None:
         if global_batch < 1 or dp_size < 1 or global_batch % dp_size:
             raise DataError(
                 f"global_batch={global_batch} over dp_size={dp_size} ranks: give a multiple of the ranks, so that all "
                 "have the same number of rows"
+            )
+        if ramp is not None and (ramp.final != global_batch or ramp.start % dp_size or ramp.increment % dp_size):
+            raise DataError(
+                f"a batch that grows from {ramp.start} by {ramp.increment} to {ramp.final} rows, with "
+                f"global_batch={global_batch} over dp_size={dp_size} ranks: it must end at global_batch, and each step "
+                "have a multiple of the ranks"
             )
         if not 0 <= dp_rank < dp_size:
             raise DataError(f"dp_rank={dp_rank}: from 0 to dp_size - 1 = {dp_size - 1}")
@@ -154,6 +167,7 @@ class Stream:
             raise DataError("the pack has no rows")
         self.reader = reader
         self.global_batch = global_batch
+        self.ramp = ramp
         self.dp_rank = dp_rank
         self.dp_size = dp_size
         self.seed = seed
@@ -162,7 +176,7 @@ class Stream:
         fingerprint = sequence_fingerprint(reader, shuffle=shuffle, position=row)
         self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
         _check_same(self.state, seed, fingerprint)
-        self.global_rows(self.state, global_batch)  # says now what the first batch would say
+        self.global_rows(self.state, self.batch_rows(self.state.step))  # says now what the first batch would say
 
     @property
     def steps_per_epoch(self) -> int:
@@ -180,7 +194,7 @@ class Stream:
     def next(self) -> StreamBatch:
         """The next batch of this rank."""
         state = self.state
-        rows = self.global_rows(state, self.global_batch)
+        rows = self.global_rows(state, self.batch_rows(state.step))
         part = rows.size // self.dp_size
         own = rows[self.dp_rank * part : (self.dp_rank + 1) * part]
         after = self.ahead(1)
@@ -204,12 +218,22 @@ class Stream:
             begin, skipped = skipped[-1][0], skipped[:-1]
         if n_rows:
             moved = self._moved(self.state, end, skipped=(*skipped, (begin, end)))
-            self.global_rows(moved, self.global_batch)  # where no batch can begin nothing is skipped
+            self.global_rows(moved, self.batch_rows(moved.step))  # where no batch can begin nothing is skipped
             self.state = moved
 
     def ahead(self, batches: int) -> StreamState:
         """The state some batches later, computed; nothing is read and the stream stays where it is."""
-        return self._moved(self.state, self.state.row + batches * self.global_batch, step=self.state.step + batches)
+        step = self.state.step + batches
+        rows = (
+            batches * self.global_batch
+            if self.ramp is None
+            else self.ramp.rows_before(step) - self.ramp.rows_before(self.state.step)
+        )
+        return self._moved(self.state, self.state.row + rows, step=step)
+
+    def batch_rows(self, step: int) -> int:
+        """Rows of a step (from 0) over all ranks; with buckets, in rows of the longest bucket."""
+        return self.global_batch if self.ramp is None else self.ramp.rows_of(step)
 
     def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
         """Numbers of the next `n_rows` rows of the global sequence (int64). Changes nothing."""

@@ -1,0 +1,138 @@
+"""A batch that grows: its closed form against walking there step by step, and streams that read by it."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_data import BatchRamp, DataError, RowReader, Stream, StreamState, TokenStore, open_pack
+
+
+@st.composite
+def ramps(draw: st.DrawFn) -> BatchRamp:
+    start, increment, levels = draw(st.integers(1, 9)), draw(st.integers(1, 7)), draw(st.integers(1, 9))
+    length = draw(st.integers(1, 60))
+    counted = {"steps": length} if draw(st.booleans()) else {"rows": length * 5}
+    return BatchRamp(start=start, final=start + increment * levels, increment=increment, **counted)
+
+
+@given(ramp=ramps())
+def test_it_is_what_walking_there_gives(ramp: BatchRamp) -> None:
+    n = ramp.levels
+    read = level = 0
+    for step in range(120):
+        if ramp.steps:
+            level = min(n, step * n // ramp.steps)
+        else:  # a level ends with the first step that has read its part
+            while level < n and read * n >= (level + 1) * ramp.rows:
+                level += 1
+        assert ramp.rows_of(step) == ramp.start + level * ramp.increment
+        assert ramp.rows_before(step) == read
+        read += ramp.rows_of(step)
+
+
+def test_known_values() -> None:
+    ramp = BatchRamp(start=2, final=8, increment=2, steps=6)
+    assert [ramp.rows_of(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+    assert ramp.rows_before(10**9) == 2 * (2 + 4 + 6) + 8 * (10**9 - 6)
+    ramp = BatchRamp(start=2, final=8, increment=2, rows=30)  # until 10, 20 and 30 rows are read
+    assert [ramp.rows_of(step) for step in range(11)] == [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8]
+    assert [ramp.rows_before(step) for step in (5, 8, 10)] == [10, 22, 34]
+
+
+def test_there_and_back() -> None:
+    ramp = BatchRamp(start=2, final=8, increment=2, rows=30)
+    assert BatchRamp.from_json(json.loads(json.dumps(ramp.to_json()))) == ramp
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"start": 8, "final": 8, "increment": 1, "steps": 5}, "grows from 8 to 8 rows"),
+        ({"start": 0, "final": 8, "increment": 1, "steps": 5}, "grows from 0 to 8 rows"),
+        ({"start": 2, "final": 8, "increment": 4, "steps": 5}, "an increment that divides 6"),
+        ({"start": 2, "final": 8, "increment": 2}, "steps=0 or rows=0: give one of the two"),
+        ({"start": 2, "final": 8, "increment": 2, "steps": 1, "rows": 1}, "give one of the two"),
+        ({"start": 2, "final": 8, "increment": 2.0, "steps": 1}, "not a batch that grows"),
+        ({"start": 2, "final": 8}, "not a batch that grows"),
+    ],
+)
+def test_refusals(values: dict, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        BatchRamp.from_json(values)
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
+    from lt_data import Document, pack, prepare_documents, train_bpe
+
+    texts = [f"document {i} of a little store " * (i % 5 + 1) for i in range(40)]
+    tokenizer = train_bpe(iter(texts), vocab_size=280)
+    out = tmp_path_factory.mktemp("ramp") / "store"
+    prepare_documents(
+        (Document(text=text, source=str(i)) for i, text in enumerate(texts)), tokenizer=tokenizer, out=out
+    )
+    store = TokenStore.open(out)
+    pack(store, seq_len=16)
+    return RowReader(store, open_pack(store, seq_len=16))
+
+
+@given(
+    ramp=ramps(),
+    stop=st.integers(0, 12),
+    ranks=st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 3)]),
+    skip=st.integers(0, 9),
+)
+def test_elastic_resume_and_skips_read_each_position_once(
+    reader: RowReader, ramp: BatchRamp, stop: int, ranks: tuple[int, int], skip: int
+) -> None:
+    """Ramps whose batches divide by the ranks; after some steps the run goes on over another number of them."""
+    by = 6
+    ramp = BatchRamp(
+        start=ramp.start * by,
+        final=ramp.final * by,
+        increment=ramp.increment * by,
+        steps=ramp.steps,
+        rows=ramp.rows * by,
+    )
+
+    def read(state: StreamState | None, size: int, steps: int) -> tuple[list[list[int]], StreamState]:
+        streams = [
+            Stream(reader, global_batch=ramp.final, ramp=ramp, dp_rank=rank, dp_size=size, seed=3, state=state)
+            for rank in range(size)
+        ]
+        rows: list[list[int]] = []
+        for _ in range(steps):
+            batches = [stream.next() for stream in streams]
+            rows.append([int(row) for batch in batches for row in batch.row_ids])
+            valid = int(reader.valid[rows[-1]].sum())
+            assert all(batch.valid_tokens == valid for batch in batches)
+        assert all(stream.state == streams[0].state for stream in streams)
+        return rows, streams[0].state
+
+    first, state = read(None, ranks[0], stop)
+    assert (state.step, state.row) == (stop, ramp.rows_before(stop))
+    moved = Stream(reader, global_batch=ramp.final, ramp=ramp, seed=3, state=state)
+    assert moved.ahead(4).row - state.row == ramp.rows_before(stop + 4) - ramp.rows_before(stop)
+    moved.skip(skip)
+    second, end = read(moved.state, ranks[1], 4)
+    assert [len(rows) for rows in first + second] == [ramp.rows_of(step) for step in range(stop + 4)]
+    whole = reader.rows_at(0, end.row, seed=3, shuffle=True).tolist()
+    assert [row for rows in first for row in rows] == whole[: state.row]
+    assert [row for rows in second for row in rows] == whole[state.row + skip :]
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(reader: RowReader) -> None:
+    ramp = BatchRamp(start=2, final=8, increment=2, steps=4)
+    with pytest.raises(DataError, match="a multiple of the ranks"):
+        Stream(reader, global_batch=8, dp_size=4, ramp=ramp)
+    with pytest.raises(DataError, match="must end at global_batch"):
+        Stream(reader, global_batch=16, ramp=ramp)
+
+
+def test_epochs_of_positions_are_told_by_every_source(reader: RowReader) -> None:
+    n = reader.n_rows
+    assert reader.epochs_at(n - 2, 4).tolist() == [0, 0, 1, 1]
+    assert np.array_equal(reader.epochs_at(0, 3 * n), np.arange(3 * n) // n)
