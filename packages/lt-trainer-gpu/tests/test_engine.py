@@ -180,7 +180,38 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
 @pytest.mark.parametrize(
     ("sets", "world", "message"),
     [
-        (["parallel.tp=2"], World(size=2, local_size=2), r"parallel.tp = 2.*set parallel.tp to 1"),
+        (
+            ["parallel.pp=2"],
+            World(size=2, local_size=2),
+            r"parallel.pp = 2: pipeline .* set parallel.pp to 1",
+        ),
+        (
+            ["parallel.cp=2"],
+            World(size=2, local_size=2),
+            r"parallel.cp = 2: context .* set parallel.cp to 1",
+        ),
+        (
+            ["parallel.tp=4", "model.n_kv_heads=2", "model.intermediate_size=2048"],
+            World(size=4, local_size=4),
+            r"parallel.tp = 4, model.n_kv_heads = 2: each rank needs whole key and value heads.* to a divisor of 2,",
+        ),
+        (
+            ["parallel.tp=8", "model.n_heads=8", "model.n_kv_heads=8", "model.intermediate_size=2052"],
+            World(size=8, local_size=8),
+            r"parallel.tp = 8, model.intermediate_size = 2052: .* to a divisor of 4,",
+        ),
+        (
+            ["parallel.tp=2", "parallel.sequence_parallel=true", "data.seq_len=31"],
+            World(size=2, local_size=2),
+            r"data.seq_len = 31, parallel.tp = 2: .* to a multiple of 2",
+        ),
+        (["parallel.dp_shard=3", "parallel.tp=2"], World(size=4, local_size=4), r"parallel.tp = 2.*need 6 ranks"),
+        (
+            ["parallel.tp=2", "engine.gpu.reshard_after_forward=false"],
+            World(size=2, local_size=2),
+            r"engine.gpu.reshard_after_forward = False: has no effect",
+        ),
+        (["engine.gpu.reduce_each_micro_batch=true"], World(), r"reduce_each_micro_batch = True: has no effect"),
         (["parallel.n_nodes=2"], World(), r"parallel.n_nodes = 2: the ranks were started on 1 node"),
         (["parallel.dp_shard=2"], World(), r"parallel.dp_shard = 2.*need 2 ranks"),
         (

@@ -89,8 +89,8 @@ def train(root: str, micro_batch: int, tied: bool) -> Trained:
         labels.append(int((batch.rows.labels >= 0).sum()))
         if step in (0, STEPS - 1):
             states.append(state())
-    assert data.validation is not None
-    validation = engine.evaluate(validation_batches(data.validation, engine.topology, micro_batch))
+    (validated,) = data.validation
+    validation = engine.evaluate(validation_batches(validated.reader, engine.topology, micro_batch))
     engine.close()
     first, second, third = states
     return Trained(

@@ -36,17 +36,21 @@ def state(snapshot: Snapshot) -> dict[tuple[str, str], np.ndarray]:
     return {(s.group, s.name): s.bytes().copy() for s in snapshot.shards}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
-def test_a_step_that_is_not_finite_leaves_no_trace(config, batches, open_engine, dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "moments"),
+    [("float64", "float32"), ("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")],
+)
+def test_a_step_that_is_not_finite_leaves_no_trace(config, batches, open_engine, dtype, moments) -> None:
     """Dividing by no tokens at all makes the loss and every gradient infinite or nan."""
     good = batches(3, n_micro=2, micro_batch=2)
     bad = replace(good[1], valid_tokens=0)
-    engine = open_engine(config, f"engine.gpu.dtype={dtype}")
+    sets = (f"engine.gpu.dtype={dtype}", f"optimizer.moments={moments}")
+    engine = open_engine(config, *sets)
     numbers = engine.read([engine.step(batch, 1e-2) for batch in (good[0], bad, good[1], bad, bad, good[2])])
     found, small = state(engine.state()), engine.state().small
     assert [n.finite for n in numbers] == [True, False, True, False, False, True]
 
-    clean = open_engine(config, f"engine.gpu.dtype={dtype}")
+    clean = open_engine(config, *sets)
     wanted = clean.read([clean.step(batch, 1e-2) for batch in good])
     expected = state(clean.state())
     assert small == clean.state().small == {"optimizer_step": 3}
@@ -68,23 +72,26 @@ def test_an_infinite_gradient_norm_alone_is_reason_enough(config, batches, open_
     assert all((after[key] == before[key]).all() for key in before)
 
 
-def test_the_decision_is_made_without_reading_a_value_back(config, batches, open_engine, monkeypatch) -> None:
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_the_decision_is_made_without_reading_a_value_back(
+    config, batches, open_engine, monkeypatch, moments: str
+) -> None:
     """From the norm on, nothing may turn a tensor into a number: on CUDA that is where the host would wait."""
     (batch,) = batches(1, n_micro=2, micro_batch=2)
-    engine = open_engine(config)
+    engine = open_engine(config, f"optimizer.moments={moments}")
     engine.step(batch, 1e-2)
 
     def refuse(*args: object) -> None:
         raise AssertionError("the host asked for a value")
 
     with monkeypatch.context() as patch:
-        clip = engine._clip
+        agree = engine._agree
 
-        def from_here_on() -> torch.Tensor:
+        def from_here_on(*args) -> tuple[torch.Tensor, torch.Tensor]:
             for name in ("item", "tolist", "__bool__", "__float__", "__int__"):
                 patch.setattr(torch.Tensor, name, refuse)
-            return clip()
+            return agree(*args)
 
-        patch.setattr(engine, "_clip", from_here_on)
+        patch.setattr(engine, "_agree", from_here_on)
         pending = engine.step(replace(batch, valid_tokens=0), 1e-2)
     assert not engine.read([pending])[0].finite

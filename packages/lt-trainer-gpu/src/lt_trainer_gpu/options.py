@@ -20,7 +20,7 @@ class GpuOptions:
         "float32 (float64 with float64)",
     )
     attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "split", "varlen", "flex", "flash-attn"] = option(
-        "sdpa", "attention backend of lt-model; auto takes the fastest that can run"
+        "auto", "attention backend of lt-model; auto takes the fastest that can run"
     )
     compile: bool = option(False, "compile each block with torch.compile")
     activation_checkpointing: Literal["none", "full", "selective", "budget"] = option(
@@ -53,3 +53,11 @@ class GpuOptions:
             problem = "only activation_checkpointing = 'budget' has a budget"
             remedy = "leave engine.gpu.activation_budget out, or set engine.gpu.activation_checkpointing to budget"
             raise wrong(self, "engine.gpu", "activation_budget activation_checkpointing", problem, remedy)
+        if self.activation_checkpointing == "budget" and not self.compile:
+            problem = "the budget is torch.compile's"
+            remedy = "set engine.gpu.compile to true, or engine.gpu.activation_checkpointing to selective"
+            raise wrong(self, "engine.gpu", "activation_checkpointing compile", problem, remedy)
+        if self.compile and self.attention == "split":
+            problem = "this attention would be compiled anew for every batch"
+            remedy = "set engine.gpu.attention to auto, sdpa, varlen or flex"
+            raise wrong(self, "engine.gpu", "attention compile", problem, remedy)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
-from lt_trainer.sections import OptimizerOptions
+from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.refusals import check_compile_version, check_layout, check_vocabulary
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -16,11 +18,11 @@ if TYPE_CHECKING:
 
 
 class GpuSpec:
-    """The torch-native engine: FSDP2 on CUDA, and with the same code on the CPU."""
+    """The torch-native engine: FSDP2 and tensor parallelism on CUDA, and with the same code on the CPU."""
 
     name = "gpu"
     options = GpuOptions
-    capabilities = frozenset({"document_mask"})
+    capabilities = frozenset({"document_mask", "profile", "memory_snapshot"})
 
     def check(self, recipe: Recipe, world: World) -> None:
         """Refuse what this engine cannot do on `world`.
@@ -29,47 +31,33 @@ class GpuSpec:
             RecipeError: naming field, value and remedy.
         """
         parallel = recipe.parallel
-        for axis in ("tp", "pp", "cp", "dp_replicate"):
-            degree = getattr(parallel, axis)
-            if degree != 1:
-                raise RecipeError(
-                    "the gpu engine of this version splits the run over data-parallel shards only",
-                    values={f"parallel.{axis}": degree},
-                    remedy=f"set parallel.{axis} to 1; parallel.dp_shard = 0 shards over all ranks",
-                )
         if parallel.n_nodes != world.n_nodes:
             raise RecipeError(
                 f"the ranks were started on {world.n_nodes} node(s)",
                 values={"parallel.n_nodes": parallel.n_nodes},
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
+        check_layout(recipe, world.size)
         recipe.accumulation(world.size)
-        _refuse_what_is_not_built(recipe)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
-        """Variables to set before torch loads: deterministic cuBLAS needs its workspace fixed beforehand."""
+        """Variables to set before torch loads.
+
+        Deterministic cuBLAS needs its workspace fixed beforehand; the flight recorder is told where its dumps go.
+        """
         options = recipe.engine["gpu"]
-        return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
+        fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
+        return fixed | flight_recorder.variables(Path(recipe.run.out) / "flight", os.environ)
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
         """Take the device, build the model, the optimizer and the process group."""
+        check_vocabulary(model, recipe.parallel.tp)
+        import torch
+
+        check_compile_version(recipe.engine["gpu"], recipe.parallel.tp, torch.__version__)
         from lt_trainer_gpu.engine import GpuEngine
 
         return GpuEngine(recipe, model, world)
-
-
-def _refuse_what_is_not_built(recipe: Recipe) -> None:
-    options, optimizer = recipe.engine["gpu"], recipe.optimizer
-    plain, built = GpuOptions(), ("device", "dtype", "attention", "deterministic")
-    given = {f"engine.gpu.{f.name}": (getattr(options, f.name), getattr(plain, f.name)) for f in fields(GpuOptions)}
-    given = {name: pair for name, pair in given.items() if name.rpartition(".")[2] not in built}
-    given |= {
-        f"optimizer.{name}": (getattr(optimizer, name), getattr(OptimizerOptions, name))
-        for name in ("decay_embeddings", "moments", "z_loss")
-    }
-    for name, (value, default) in given.items():
-        if value != default:
-            raise RecipeError("not built yet", values={name: value}, remedy=f"leave {name} out")
 
 
 SPEC = GpuSpec()

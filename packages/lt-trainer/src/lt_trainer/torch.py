@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec, Want
-from lt_model import LlamaConfig, Parameter, parameters
+from lt_model import LlamaConfig, parameters
 from lt_trainer.errors import PeerError
 from lt_trainer.pretrained import Pretrained
 
@@ -75,8 +77,43 @@ class GlooControl:
         return json.loads(box.numpy().tobytes())
 
 
-def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's slice of a tensor (a DTensor or a plain one) and where it starts in the whole."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """This rank's slice of a tensor that no single rank need hold.
+
+    Attributes:
+        local: The slice.
+        shape: Shape of the whole.
+        offset: Where the slice starts in the whole.
+        copies: How many ranks hold this same slice.
+        copy: Which of them this one is. Each gives its share of the rows to a checkpoint: nothing is written twice.
+    """
+
+    local: Tensor
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    copies: int = 1
+    copy: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The slice's dtype."""
+        return self.local.dtype
+
+    def share(self) -> Part:
+        """The rows of the slice that this rank gives to a checkpoint; together the ranks give all."""
+        if self.copies == 1:
+            return self
+        rows = self.local.shape[0]
+        first = rows * self.copy // self.copies
+        local = self.local[first : rows * (self.copy + 1) // self.copies]
+        return Part(local=local, shape=self.shape, offset=(self.offset[0] + first, *self.offset[1:]))
+
+
+def local_part(tensor: Tensor | Part) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's slice of a tensor (a `Part`, a DTensor or a plain one) and where it starts in the whole."""
+    if isinstance(tensor, Part):
+        return tensor.local, tensor.offset
     if hasattr(tensor, "placements"):
         from torch.distributed.tensor import DTensor
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -87,13 +124,13 @@ def local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     return tensor, (0,) * tensor.ndim
 
 
-def as_shard(group: str, name: str, tensor: Tensor) -> Shard | None:
-    """A tensor's local slice as a shard; None where it is empty.
+def as_shard(group: str, name: str, tensor: Tensor | Part) -> Shard | None:
+    """What this rank gives of a tensor to a checkpoint, as a shard; None where that is nothing.
 
     On the CPU its data views the tensor's memory, and changes with it. On a device it is copied when it is asked for.
     """
-    local, offset = local_part(tensor)
-    if local.numel() == 0 and tensor.numel() != 0:
+    local, offset = local_part(tensor.share() if isinstance(tensor, Part) else tensor)
+    if local.numel() == 0 and math.prod(tensor.shape) != 0:
         return None
     local = local.detach()
 
@@ -135,12 +172,12 @@ def host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
     return memory
 
 
-def spec_of(tensor: Tensor) -> TensorSpec:
+def spec_of(tensor: Tensor | Part) -> TensorSpec:
     """The dtype and the global shape of a tensor, as checkpoints know them (`Checkpoint.require`)."""
     return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
 
 
-def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor]]) -> None:
+def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | Part]]) -> None:
     """Copy a checkpoint's tensors of the same dtypes and shapes, or this rank's slices of them, into tensors.
 
     Args:
@@ -178,7 +215,7 @@ def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor]]
     checkpoint.read_into([want for want, _ in straight], [memory for _, memory in straight])
 
 
-def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor]) -> None:
+def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor | Part]) -> None:
     """Copy a model's weights, cast to the tensors' dtype, into tensors, or this rank's slices into theirs."""
     with torch.no_grad():
         for name, tensor in tensors.items():
@@ -193,30 +230,29 @@ def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor]) 
             local.copy_(flat)
 
 
-def initialise(model: nn.Module, config: LlamaConfig, seed: int) -> None:
-    """Give every parameter its initial value; each rank computes only the slices that it holds, equal on every mesh."""
+def initialise(parts: Mapping[str, Part], config: LlamaConfig, seed: int) -> None:
+    """Give every parameter its initial value; each rank computes only the slices that it holds, equal on every mesh.
+
+    Args:
+        parts: This rank's slices by name.
+        config: The model.
+        seed: The run's.
+    """
     from lt_model.init import init_slice
 
-    named = dict(model.named_parameters())
     table = {parameter.name: parameter for parameter in parameters(config)}
-    assert named.keys() == table.keys(), named.keys() ^ table.keys()
+    assert parts.keys() == table.keys(), parts.keys() ^ table.keys()
     with torch.no_grad():
-        for name, tensor in named.items():
-            local, offset = local_part(tensor)
+        for name, part in parts.items():
+            local, shape = part.local, tuple(part.local.shape)
             local.copy_(
-                init_slice(
-                    table[name], seed, offset=offset, shape=tuple(local.shape), dtype=local.dtype, device=local.device
-                )
+                init_slice(table[name], seed, offset=part.offset, shape=shape, dtype=local.dtype, device=local.device)
             )
 
 
-def parameter_groups(model: nn.Module, config: LlamaConfig, weight_decay: float) -> list[dict[str, Any]]:
-    """Optimizer groups by the parameter table: matrices decay, norms and embeddings do not."""
-    decays: dict[str, Parameter] = {parameter.name: parameter for parameter in parameters(config) if parameter.decay}
-    decayed = [tensor for name, tensor in model.named_parameters() if name in decays]
-    kept = [tensor for name, tensor in model.named_parameters() if name not in decays]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": kept, "weight_decay": 0.0}]
-    return [group for group in groups if group["params"]]
+def decayed(config: LlamaConfig, *, embeddings: bool = False) -> set[str]:
+    """Names of the parameters that weight decay applies to: matrices, and with `embeddings` the input embedding too."""
+    return {row.name for row in parameters(config) if row.decay or (embeddings and row.role == "embed")}
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:

@@ -1,0 +1,105 @@
+"""What the engine refuses before anything is loaded: layouts that do not fit the model, options that contradict.
+
+Torch-free; `compiled_with` is told torch's version by whoever has loaded it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lt_trainer.errors import RecipeError
+from lt_trainer_gpu.options import GpuOptions
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+    from lt_trainer.recipe import Recipe
+
+NOT_BUILT = {
+    "pp": "pipeline parallelism is not built: sharding with tensor parallelism holds models of 70B parameters",
+    "cp": "context parallelism is not built: a row's positions stay on one tensor-parallel group",
+}
+
+COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ()
+"""Versions of torch (major, minor) with which compiled blocks under tensor parallelism have passed the parity tests."""
+
+
+def check_layout(recipe: Recipe, world: int) -> None:
+    """Refuse degrees of parallelism that are not built, or that the model's shape does not divide by.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    parallel, model, options = recipe.parallel, recipe.model, recipe.engine["gpu"]
+    for axis, why in NOT_BUILT.items():
+        if getattr(parallel, axis) != 1:
+            raise RecipeError(
+                why, values={f"parallel.{axis}": getattr(parallel, axis)}, remedy=f"set parallel.{axis} to 1"
+            )
+    for name, what in (
+        ("n_kv_heads", "each rank needs whole key and value heads"),
+        ("n_heads", "each rank needs whole attention heads"),
+        ("intermediate_size", "each rank needs as much of the feed-forward layer"),
+    ):
+        if getattr(model, name) % parallel.tp:
+            fits = math.gcd(model.n_kv_heads, model.n_heads, model.intermediate_size)
+            raise RecipeError(
+                f"{what}, and parallel.tp does not divide model.{name}",
+                values={"parallel.tp": parallel.tp, f"model.{name}": getattr(model, name)},
+                remedy=f"set parallel.tp to a divisor of {fits}, and use more data-parallel ranks instead",
+            )
+    if parallel.sequence_parallel and recipe.data.seq_len % parallel.tp:
+        raise RecipeError(
+            "sequence parallelism gives each rank as many positions",
+            values={"data.seq_len": recipe.data.seq_len, "parallel.tp": parallel.tp},
+            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
+        )
+    if parallel.data_parallel(world) == 1:
+        _refuse_without_effect(options, "there is one data-parallel rank", "reshard_after_forward")
+        _refuse_without_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
+
+
+def _refuse_without_effect(options: GpuOptions, reason: str, name: str) -> None:
+    value = getattr(options, name)
+    if value != getattr(GpuOptions, name):
+        raise RecipeError(
+            f"has no effect: {reason}",
+            values={f"engine.gpu.{name}": value},
+            remedy=f"leave engine.gpu.{name} out, or start more ranks",
+        )
+
+
+def check_vocabulary(config: LlamaConfig, tp: int) -> None:
+    """Refuse a vocabulary of which a tensor-parallel rank would have nothing.
+
+    Any other is cut into parts that differ by one row at most; which sizes are fast is `pad_vocab_to`'s matter.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if config.vocab_size < tp:
+        raise RecipeError(
+            f"each tensor-parallel rank needs a row of the vocabulary, which has {config.vocab_size}",
+            values={"parallel.tp": tp},
+            remedy=f"set parallel.tp to at most {config.vocab_size}",
+        )
+
+
+def check_compile_version(options: GpuOptions, tp: int, torch_version: str) -> None:
+    """Refuse to compile under tensor parallelism with a torch for which the parity tests have not passed.
+
+    Some versions have trained such models wrongly without a word.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if not options.compile or tp == 1:
+        return
+    major, minor = (int(part) for part in torch_version.split(".")[:2])
+    if (major, minor) not in COMPILES_WITH_TP:
+        known = ", ".join(f"{a}.{b}" for a, b in COMPILES_WITH_TP) or "none"
+        raise RecipeError(
+            f"compiled blocks under tensor parallelism have not been shown to train rightly with torch {torch_version}",
+            values={"engine.gpu.compile": True, "parallel.tp": tp},
+            remedy=f"set engine.gpu.compile to false, or parallel.tp to 1 (versions that passed: {known})",
+        )
