@@ -64,6 +64,12 @@ class FakeEngine:
         tokens = sum(batch.valid_tokens for batch in batches)
         return float(self.weights[0]) * tokens, tokens
 
+    def boundary(self, step: int) -> list[Path]:
+        return []
+
+    def last_words(self, folder: Path) -> str:
+        return ""
+
     def memory_bytes(self) -> int:
         return 3 * 2**30
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lt_trainer.errors import RecipeError
@@ -202,6 +203,20 @@ class Engine(Protocol):
         """Sum of the loss in nats and number of valid tokens over all ranks; every rank brings as many batches."""
         ...
 
+    def boundary(self, step: int) -> Sequence[Path]:
+        """Step number `step`, counted from 1, comes next: where views that `[metrics]` asks for begin and end.
+
+        Returns the files that were finished, such as a profiler's trace.
+        """
+        ...
+
+    def last_words(self, folder: Path) -> str:
+        """Write into `folder` what shows why a run hangs; returns what to read there, "" where there is nothing.
+
+        Called by the watchdog's thread while the main thread may hang in any of the other methods.
+        """
+        ...
+
     def memory_bytes(self) -> int:
         """Peak memory of this rank's device (on a CPU: of the process) since it was last asked, in bytes."""
         ...
@@ -240,7 +255,7 @@ class EngineSpec(Protocol):
     name: str
     options: type
     capabilities: frozenset[str]
-    """Of what a recipe may ask for, what the engine can do: "document_mask"."""
+    """Of what a recipe may ask for, what the engine can do: "document_mask", "profile", "memory_snapshot"."""
 
     def check(self, recipe: Recipe, world: World) -> None:
         """Refuse a recipe that this engine cannot run on `world`, naming field, value and remedy (RecipeError)."""

@@ -116,6 +116,9 @@ class SilentJournal:
     def saved(self, step: int, path: Path) -> None:
         """Nothing is told."""
 
+    def view(self, path: Path) -> None:
+        """Nothing is told."""
+
     def shadow(self, record: StepRecord) -> None:
         """Nothing is told."""
 
@@ -234,6 +237,11 @@ class RunJournal:
     def saved(self, step: int, path: Path) -> None:
         """Note a committed checkpoint."""
         self._run_dir.event("checkpoint", step=step, path=str(path))
+
+    def view(self, path: Path) -> None:
+        """Note a trace or a memory history."""
+        self._run_dir.event("view", path=str(path))
+        self.say(f"written: {path}")
 
     def shadow(self, record: StepRecord) -> None:
         """Append a shadow step's numbers to a file of their own: they are no part of the run."""

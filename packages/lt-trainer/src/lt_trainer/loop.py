@@ -17,6 +17,7 @@ import math
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Protocol
 
 from lt_data import StreamState
@@ -95,6 +96,10 @@ class Journal(Protocol):
 
     def skipped(self, record: StepRecord, count: int) -> None:
         """A step that the engine skipped; the run goes back when `count` exceeds guard.max_skipped."""
+        ...
+
+    def view(self, path: Path) -> None:
+        """A file that shows some steps closely is done: a profiler's trace, a history of memory."""
         ...
 
     def shadow(self, record: StepRecord) -> None:
@@ -217,6 +222,7 @@ class Loop:
                     for shadow in range(step, min(step + shadow_steps, max_steps)):
                         self.journal.shadow(self._finish(*self._step(shadow)))
                 return Outcome(step=step, stopped_by=stopped_by)
+        self._boundary(step + 1)
         return Outcome(step=step, stopped_by=0)
 
     def _agree(self, step: int) -> int:
@@ -231,6 +237,7 @@ class Loop:
 
     def _step(self, step: int) -> tuple[StepRecord, object]:
         """Start step number `step` (from 0); the record's loss and norm are filled in when it is read."""
+        self._boundary(step + 1)
         self.watch.mark("data", step + 1)
         self.engine.stopwatch.lap("data")
         batch = self.batches.next_batch()
@@ -247,6 +254,10 @@ class Loop:
             valid_tokens=batch.valid_tokens,
             rows=n_micro * micro_batch * self.engine.topology.dp_size,
         ), pending
+
+    def _boundary(self, step: int) -> None:
+        for path in self.engine.boundary(step):
+            self.journal.view(path)
 
     def _read(self, waiting: list[tuple[StepRecord, object]], step: int) -> None:
         self.watch.mark("read", step)

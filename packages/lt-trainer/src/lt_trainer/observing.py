@@ -41,16 +41,16 @@ def require_observable(recipe: Recipe, spec: EngineSpec, world: World) -> None:
                 values={f"metrics.{field}": getattr(options, field)},
                 remedy=f"leave metrics.{field} out, or choose another engine with run.engine",
             )
-    for field in ("profile_start_step", "memory_snapshot_step"):
-        wanted = field != "profile_start_step" or options.profile_steps
-        if wanted and getattr(options, field) > recipe.schedule.max_steps:
+    last_steps = {"memory_snapshot_step": options.memory_snapshot_step}
+    if options.profile_steps:
+        last_steps["profile_start_step profile_steps"] = options.profile_start_step + options.profile_steps - 1
+    for fields, step in last_steps.items():
+        if step > recipe.schedule.max_steps:
+            values = {f"metrics.{field}": getattr(options, field) for field in fields.split()}
             raise RecipeError(
-                "the run ends before that update",
-                values={
-                    f"metrics.{field}": getattr(options, field),
-                    "schedule.max_steps": recipe.schedule.max_steps,
-                },
-                remedy=f"choose an earlier one, or leave metrics.{field} out",
+                f"the run ends before update {step}",
+                values=values | {"schedule.max_steps": recipe.schedule.max_steps},
+                remedy="look at earlier updates, or at none",
             )
     if options.profile_steps and max(options.profile_ranks) >= world.size:
         raise RecipeError(

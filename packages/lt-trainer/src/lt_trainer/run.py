@@ -126,7 +126,15 @@ def run(
         log = stack.enter_context(RankLog(out, rank))
         attempt = engine.control.broadcast(secrets.token_hex(8))
         watch = stack.enter_context(
-            Watchdog(out, rank=rank, world=plan.world.size, attempt=attempt, timeout_s=recipe.guard.timeout_s, log=log)
+            Watchdog(
+                out,
+                rank=rank,
+                world=plan.world.size,
+                attempt=attempt,
+                timeout_s=recipe.guard.timeout_s,
+                log=log,
+                last_words=partial(engine.last_words, out / "flight" / attempt),
+            )
         )
         monitor = stack.enter_context(node_monitor(recipe, world=plan.world, attempt=attempt, engine=engine, log=log))
         journal = SilentJournal()

@@ -12,6 +12,7 @@
     tensorboard/  wandb/  wandb.json   what sinks keep, where the recipe has them
     mirror.json         the run's name in its mirror, where it has one: {"run": ...} (see `mirroring.py`)
     alive/              each rank's heartbeat (see `watchdog.py`)
+    flight/             the last collectives of ranks that hung, by start of the run
     checkpoints/  logs/
 
 Opening an existing run directory goes on in it: metrics and events are appended to, the three description files are

@@ -43,6 +43,8 @@ ALIVE = "alive"
 BEATS = 40
 """Beats of one timeout, unless that makes a beat shorter or longer than these."""
 SHORTEST_S, LONGEST_S = 0.05, 5.0
+LAST_WORDS_S = 5.0
+"""How long a rank that ends may take to write what shows why."""
 LOOKS = 3, 9
 """How often every rank is looked at to find a cause: at least, and until each was seen alive at most."""
 
@@ -65,6 +67,7 @@ class Watchdog:
         timeout_s: how long a rank may hang or be silent.
         log: this rank's log.
         beat_s: time between heartbeats, the same on all ranks; by default a fortieth of the timeout, up to 5 s.
+        last_words: writes what shows why a run hangs and says what to read; "" where there is nothing.
         end: what ends the process, with the exit code.
     """
 
@@ -78,10 +81,12 @@ class Watchdog:
         timeout_s: float,
         log: RankLog,
         beat_s: float | None = None,
+        last_words: Callable[[], str] = lambda: "",
         end: Callable[[int], object] = os._exit,
     ) -> None:
         self._folder, self._logs, self._log_path = run / ALIVE, log.path.parent, log.path
         self._rank, self._attempt, self._end = rank, attempt, end
+        self._last_words = last_words
         self._beat_s = min(max(timeout_s / BEATS, SHORTEST_S), LONGEST_S) if beat_s is None else beat_s
         self._limit = max(math.ceil(timeout_s / self._beat_s), 2)
         self._others = [other for other in range(world) if other != rank]
@@ -210,9 +215,28 @@ class Watchdog:
         text = f"rank {self._rank} ends, as the run cannot go on: {verdict.text}"
         self._say(text)
         self._write()
+        words = self._hear_last_words()
+        if words:
+            self._say(words)
+            text = f"{text}; {words}"
         with suppress(OSError):  # nobody may be there to read it
             os.write(2, f"error: {text}\n".encode())
         self._end(EXIT_REQUEUE)
+
+    def _hear_last_words(self) -> str:
+        """What the engine has to show, from a thread of its own: it may hang just as the main thread does."""
+        heard: list[str] = []
+
+        def listen() -> None:
+            try:
+                heard.append(self._last_words())
+            except Exception as exc:  # noqa: BLE001 - whatever a torch of another release raises, the rank must end
+                heard.append(f"its last collectives could not be written: {type(exc).__name__}: {exc}")
+
+        listener = threading.Thread(target=listen, name="last words", daemon=True)
+        listener.start()
+        listener.join(LAST_WORDS_S)
+        return heard[0] if heard else ""
 
     def _observe(self, ranks: Iterable[int]) -> Observer:
         return Observer(ranks, limit=self._limit, beat_s=self._beat_s, logs=self._logs)
