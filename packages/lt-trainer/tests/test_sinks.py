@@ -1,0 +1,365 @@
+"""TensorBoard and W&B files read back by their own readers; sinks that are missing, refuse, fail, and go back."""
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import textwrap
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_trainer.errors import RecipeError, RunDirError
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.recipe import load
+from lt_trainer.run import run
+from lt_trainer.sinks import Sinks, require_sinks
+from lt_trainer.sinks.opening import About, SinkRefused, open_sinks
+from lt_trainer.sinks.tags import scalars
+
+TRAIN = {"step": 3, "loss": 2.5, "learning_rate": 0.1, "mfu": math.nan, "data_s": 0.25, "energy_kwh": 1.5}
+
+
+def about(run: Path, step: int = 0) -> About:
+    return About(
+        run=run, recipe={"run": {"seed": 1}, "metrics": {"sinks": ["wandb"]}}, toml="[run]\nseed = 1", step=step
+    )
+
+
+# ---- the fan ----
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        self.calls.append(("write", step, time_s, dict(values)))
+
+    def go_on_at(self, step: int) -> None:
+        self.calls.append(("go on at", step))
+
+    def close(self) -> None:
+        self.calls.append(("close",))
+
+
+class Broken(Recorder):
+    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
+        raise ConnectionError("the service is away")
+
+
+def test_numbers_are_grouped_and_text_stays_out() -> None:
+    assert scalars({**TRAIN, "mfu": 0.5}) == {
+        "train/loss": 2.5,
+        "train/learning_rate": 0.1,
+        "speed/mfu": 0.5,
+        "time/data_s": 0.25,
+        "energy/energy_kwh": 1.5,
+    }
+    one = {"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_bits_per_byte": 0.5}
+    assert scalars(one) == {"validation/loss": 2.0, "validation/tokens": 7.0, "validation/bits_per_byte": 0.5}
+    assert scalars({**one, "val_set": "code"})["validation/code/loss"] == 2.0
+
+
+def test_every_field_of_a_training_record_has_a_tag() -> None:
+    from dataclasses import fields
+
+    from lt_trainer.metrics import MetricsRecord
+
+    record = {field.name: 1.0 for field in fields(MetricsRecord)}
+    assert len(scalars(record)) == len(record) - 1  # all but the step
+
+
+def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
+    sink = Recorder()
+    sinks = Sinks({"one": sink}, clock=lambda: 1234.5)
+    for step in (2, 4, 6, 4, 6):
+        sinks.write({"step": step, "loss": float(step)})
+        if step == 4:
+            sinks.write({"step": step, "val_loss": 1.0, "elapsed_s": 0.0})
+    sinks.close()
+    words = [call[:2] for call in sink.calls]
+    assert words == [
+        ("go on at", 2),
+        ("write", 2),
+        ("write", 4),
+        ("write", 4),
+        ("write", 6),
+        ("go on at", 4),
+        ("write", 4),
+        ("write", 4),
+        ("write", 6),
+        ("close",),
+    ]
+    assert sink.calls[1][2:] == (1234.5, {"train/loss": 2.0})
+
+
+def test_a_sink_that_fails_is_told_once_and_the_others_go_on() -> None:
+    good, bad = Recorder(), Broken()
+    sinks = Sinks({"bad": bad, "good": good})
+    assert sinks.write({"step": 1, "loss": 1.0}) == {"bad": "ConnectionError: the service is away"}
+    assert sinks.write({"step": 2, "loss": 1.0}) == {}
+    assert sinks.close() == {}
+    assert [call[:2] for call in good.calls if call[0] == "write"] == [("write", 1), ("write", 2)]
+    assert ("close",) not in bad.calls
+
+
+# ---- what is refused ----
+
+
+def test_a_missing_library_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        RecipeError,
+        match=r"metrics.sinks = \('tensorboard', 'wandb'\): the sink wandb .*pip install 'lt-trainer\[wandb\]'",
+    ):
+        require_sinks(("tensorboard", "wandb"))
+
+
+def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
+    (tmp_path / "wandb").mkdir()  # as W&B leaves one where it was started
+    script = """
+        import sys
+        sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
+        sys.path = [entry for entry in sys.path if "site-packages" not in entry]
+        from lt_trainer.sinks.opening import _installed
+        sys.exit(0 if not _installed("wandb") else "a folder was taken for a library")
+    """
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1] / "src")])
+    subprocess.run(
+        [sys.executable, "-S", "-c", textwrap.dedent(script)], check=True, env={**os.environ, "PYTHONPATH": path}
+    )
+
+
+def test_importing_a_run_loads_no_sink() -> None:
+    script = "import sys, lt_trainer.run; sys.exit(bool({'tensorboard', 'wandb', 'rich'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+# ---- TensorBoard ----
+
+
+def events(run: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    accumulator = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
+    sinks, lost = open_sinks(("tensorboard",), about(tmp_path))
+    assert lost == {}
+    sinks.write(TRAIN, {"node0/cpu_percent": 12.5})
+    sinks.write({"step": 3, "val_loss": 2.0, "val_tokens": 7, "elapsed_s": 1.0, "val_set": "code"})
+    assert sinks.close() == {}
+    found = events(tmp_path)
+    assert set(found.Tags()["scalars"]) == {
+        "train/loss",
+        "train/learning_rate",
+        "speed/mfu",
+        "time/data_s",
+        "energy/energy_kwh",
+        "node0/cpu_percent",
+        "validation/code/loss",
+        "validation/code/tokens",
+    }
+    (loss,) = found.Scalars("train/loss")
+    assert (loss.step, loss.value) == (3, 2.5)
+    assert loss.wall_time == pytest.approx(os.stat(tmp_path).st_mtime, abs=3600)
+    assert math.isnan(found.Scalars("speed/mfu")[0].value)
+    (text,) = found.Tensors("recipe/text_summary")
+    assert text.tensor_proto.string_val[0] == b"```toml\n[run]\nseed = 1\n```"
+    assert found.SummaryMetadata("recipe/text_summary").plugin_data.plugin_name == "text"
+
+
+def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
+    """A way back within a start, then a start behind an older checkpoint: each step has its newest value, once."""
+    first, _ = open_sinks(("tensorboard",), about(tmp_path))
+    for step, loss in ((1, 1.0), (2, 2.0), (3, 3.0), (2, 2.5), (3, 3.5), (4, 4.5)):
+        first.write({"step": step, "loss": loss})
+    first.close()
+    second, _ = open_sinks(("tensorboard",), about(tmp_path))
+    for step, loss in ((3, 30.0), (4, 40.0), (5, 50.0)):
+        second.write({"step": step, "loss": loss})
+    second.close()
+    found = [(one.step, one.value) for one in events(tmp_path).Scalars("train/loss")]
+    assert found == [(1, 1.0), (2, 2.5), (3, 30.0), (4, 40.0), (5, 50.0)]
+
+
+def test_tensorboard_on_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("in the way")
+    with pytest.raises(RunDirError, match=r"cannot write .*tensorboard: File exists; free space or mend"):
+        open_sinks(("tensorboard",), about(tmp_path))
+
+
+# ---- W&B ----
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """W&B without a network, as a person sets it, with a key that must not turn up anywhere."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    yield
+    import wandb
+
+    wandb.teardown()
+
+
+def wandb_records(run: Path) -> list[Any]:
+    """The records of all W&B transaction logs below a run directory, in the order of their files' names.
+
+    The format is LevelDB's log, whose reader W&B has in its core program only: blocks of 32 KiB, and in them chunks
+    with a checksum of type and data, a length and a type (1 whole, 2 first, 3 middle, 4 last).
+    """
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = []
+    for path in sorted((run / "wandb").glob("*/run-*.wandb")):
+        data = path.read_bytes()
+        assert data[:4] == b":W&B"
+        at, parts = 7, b""
+        while at + 7 <= len(data):
+            left = 32768 - at % 32768
+            if left < 7:
+                at += left
+                continue
+            checksum, length, kind = struct.unpack_from("<IHB", data, at)
+            chunk = data[at + 7 : at + 7 + length]
+            assert checksum == zlib.crc32(chunk, zlib.crc32(bytes([kind]))), path
+            parts = parts + chunk if kind in (3, 4) else chunk
+            at += 7 + length
+            if kind in (1, 4):
+                record = Record()
+                record.ParseFromString(parts)
+                found.append(record)
+    return found
+
+
+def history(run: Path) -> list[dict[str, Any]]:
+    rows = []
+    for record in wandb_records(run):
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def test_wandb_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path, offline: None) -> None:
+    first, lost = open_sinks(("wandb",), about(tmp_path))
+    assert lost == {}
+    first.write({"step": 1, "loss": 1.5}, {"node0/cpu_percent": 12.5})
+    first.write({"step": 2, "loss": 1.25})
+    first.write({"step": 2, "val_loss": 2.0, "elapsed_s": 1.0})
+    first.write({"step": 1, "loss": 9.0})  # a way back: W&B has these steps already
+    first.write({"step": 2, "loss": 9.0})
+    first.write({"step": 3, "loss": 1.125})
+    assert first.close() == {}
+    second, _ = open_sinks(("wandb",), about(tmp_path, step=3))
+    second.write({"step": 3, "loss": 9.0})
+    second.write({"step": 4, "loss": 1.0})
+    assert second.close() == {}
+
+    assert history(tmp_path) == [
+        {"step": 1, "train/loss": 1.5, "node0/cpu_percent": 12.5},
+        {"step": 2, "train/loss": 1.25},
+        {"step": 2, "validation/loss": 2.0},
+        {"step": 3, "train/loss": 1.125},
+        {"step": 4, "train/loss": 1.0},
+    ]
+    kept = json.loads((tmp_path / "wandb.json").read_text())
+    runs = [record.run for record in wandb_records(tmp_path) if record.WhichOneof("record_type") == "run"]
+    assert {one.run_id for one in runs} == {kept["id"]}
+    assert {one.display_name for one in runs} == {tmp_path.name}
+    config = {item.key: json.loads(item.value_json) for item in runs[0].config.update}
+    assert config["run"] == {"seed": 1}
+    for path in tmp_path.rglob("*"):
+        assert not path.is_file() or b"k" * 40 not in path.read_bytes(), path
+
+
+def test_wandb_without_a_key_is_refused_with_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+    from wandb.errors import UsageError
+
+    def refuse(**options: object) -> None:
+        raise UsageError("No API key configured.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    with pytest.raises(SinkRefused, match=r"No API key configured.; set WANDB_API_KEY, or WANDB_MODE=offline"):
+        open_sinks(("tensorboard", "wandb"), about(tmp_path))
+
+
+def test_a_service_that_is_away_at_the_start_does_not_keep_the_run_from_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+    from wandb.errors import CommError
+
+    def away(**options: object) -> None:
+        raise CommError("timed out")
+
+    monkeypatch.setattr(wandb, "init", away)
+    sinks, lost = open_sinks(("wandb", "tensorboard"), about(tmp_path))
+    assert lost == {"wandb": "CommError: timed out"}
+    assert sinks.write({"step": 1, "loss": 1.0}) == {}
+    sinks.close()
+    assert events(tmp_path).Scalars("train/loss")[0].value == 1.0
+
+
+def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
+    (tmp_path / "wandb.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"wandb.json: .*; remove it to begin a new W&B run"):
+        open_sinks(("wandb",), about(tmp_path))
+
+
+# ---- in a run ----
+
+
+def start(base: Any, *sets: str, **options: Any) -> int:
+    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+
+
+def test_a_stopped_and_resumed_run_has_every_step_once(recipe_base, fake_engine, capsys) -> None:
+    recipe_base["metrics"] |= {"sinks": ["tensorboard"], "eval_interval": 5}
+    assert start(recipe_base, stop_at_step=9) == 75
+    assert start(recipe_base) == 0
+    assert "the recipe has changed" not in capsys.readouterr().out
+    out = Path(recipe_base["run"]["out"])
+    records = read_jsonl(out / "metrics.jsonl")
+    found = events(out)
+    for tag, field in (("train/loss", "loss"), ("validation/loss", "val_loss"), ("time/rest_s", "rest_s")):
+        wanted = [(record["step"], record[field]) for record in records if field in record]
+        assert [one.step for one in found.Scalars(tag)] == [step for step, _ in wanted]
+        assert [one.value for one in found.Scalars(tag)] == pytest.approx([value for _, value in wanted])
+    assert "[metrics]" in found.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
+
+
+def test_a_sink_that_fails_in_a_run_is_noted_and_the_run_goes_on(recipe_base, fake_engine, capsys, monkeypatch) -> None:
+    from lt_trainer.sinks import opening
+
+    monkeypatch.setattr(opening, "_open", lambda name: lambda about: Broken())
+    recipe_base["metrics"]["sinks"] = ["tensorboard"]
+    assert start(recipe_base) == 0
+    assert capsys.readouterr().out.count("the sink tensorboard has failed") == 1
+    out = Path(recipe_base["run"]["out"])
+    failed = [event for event in read_jsonl(out / "events.jsonl") if event["event"] == "sink_failed"]
+    assert [(event["sink"], event["error"]) for event in failed] == [
+        ("tensorboard", "ConnectionError: the service is away")
+    ]
+    assert sum("loss" in record for record in read_jsonl(out / "metrics.jsonl")) == 20
+
+
+def test_a_missing_sink_is_refused_before_the_run_directory_is_made(recipe_base, fake_engine, monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    recipe_base["metrics"]["sinks"] = ["tensorboard"]
+    with pytest.raises(RecipeError, match=r"pip install 'lt-trainer\[tensorboard\]'"):
+        start(recipe_base)
+    assert not Path(recipe_base["run"]["out"]).exists()
