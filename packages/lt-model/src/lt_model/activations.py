@@ -101,8 +101,8 @@ def block_backward_per_token(
 ) -> float:
     """Return the bytes per token that the backward pass of one block holds beyond what is kept.
 
-    The gradients of the stream, and the four of the feed-forward's width that meet in the backward pass of SwiGLU; with
-    recomputation also what it brings back.
+    The gradient of the stream, and in the backward pass of SwiGLU four tensors of the feed-forward's width where one
+    that was kept has just gone; with recomputation also what it brings back.
 
     Args:
         config: the model.
@@ -115,7 +115,7 @@ def block_backward_per_token(
         ModelError: as there.
     """
     options = {"element_bytes": element_bytes, "tp": tp, "sequence_parallel": sequence_parallel}
-    held = 2 * config.hidden_size * element_bytes + 4 * config.intermediate_size * element_bytes / tp
+    held = (config.hidden_size + 3 * config.intermediate_size / tp) * element_bytes
     if checkpointing != "none":
         whole, kept = (sum(kept_per_token(config, mode, **options).values()) for mode in ("none", checkpointing))
         held += whole - min(kept, whole)

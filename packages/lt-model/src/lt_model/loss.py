@@ -33,6 +33,7 @@ from lt_model.errors import ModelError
 IGNORE = -100  # a label of this value is not counted (as in torch and transformers)
 
 _CPU_ROWS = 256  # a chunk's logits stay in cache for small vocabularies
+_CPU_SLAB = 2048  # rows of the head's gradient that a CPU adds to at a time
 _DEVICE_ELEMENTS = 1 << 27  # 0.5 GiB of fp32 logits: large enough to keep a GPU busy
 
 
@@ -217,10 +218,17 @@ def _chunk_rows(hidden_ND: Tensor, weight_VD: Tensor) -> int:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total`, which may be wider.
+
+    A CPU widens the product into fresh memory before it adds; a slab at a time that memory stays in the cache.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
-    else:
+    elif total.device.type != "cpu":
         total += a @ b
+    else:
+        for first in range(0, total.shape[0], _CPU_SLAB):
+            total[first : first + _CPU_SLAB] += a[first : first + _CPU_SLAB] @ b
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:

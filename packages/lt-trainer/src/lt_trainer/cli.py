@@ -172,6 +172,39 @@ def show(
 
 
 @app.command()
+def plan(
+    recipe: RecipeFile,
+    devices: Annotated[int, typer.Option(help="Devices of a node.", min=1)],
+    device: Annotated[
+        str, typer.Option(help="Kind of device: h100, h200, a100, l40s, ... (an unknown one lists all).")
+    ],
+    nodes: Annotated[int, typer.Option(help="Nodes; 0: as the recipe's parallel.n_nodes.", min=0)] = 0,
+    mfu: Annotated[float, typer.Option(help="Measured MFU, such as 0.42; 0: assume one, and say which.")] = 0.0,
+    sets: Sets = None,
+    hyperparameters: Hyperparameters = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Tell memory by part, time and energy of a run before it is started; needs no device and no torch.
+
+    What does not fit is told with the nearest layout that does. Exit codes: 0 it fits, 1 it does not, 64 something to
+    mend in the recipe.
+    """
+    from lt_trainer.planning.devices import planned_device
+    from lt_trainer.planning.plan import make, to_values
+    from lt_trainer.planning.text import page
+
+    made = make(
+        _load(recipe, sets, hyperparameters),
+        device=planned_device(device),
+        devices=devices,
+        nodes=nodes or None,
+        mfu=mfu or None,
+    )
+    typer.echo(json.dumps(to_values(made), indent=1) if as_json else page(made), nl=as_json)
+    raise typer.Exit(0 if made.fits else 1)
+
+
+@app.command()
 def sample(
     checkpoint: Annotated[
         Path,

@@ -1,0 +1,117 @@
+"""The plan's memory against every byte that torch's CPU allocator hands out during a step of the engine.
+
+The profiler records each allocation and release, those inside torch's own kernels among them. What was there before the
+step are weights and moments. Shapes are chosen so that in each case another moment of the step is the peak.
+"""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lt_trainer.engine import StepBatch, World
+from lt_trainer.planning.layout import of
+from lt_trainer.planning.memory import planned_memory
+from lt_trainer.recipe import Recipe, llama_config, load
+from lt_trainer_gpu.spec import SPEC
+
+ROWS_OF_LOSS = 256  # what lt_model.loss takes on a CPU
+NEAR = 0.05
+NEAR_RANKS = 0.2  # gloo's threads let go of what they send when they come to it, so two runs differ by as much
+
+ACTIVE = {
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "n_heads": 4,
+    "n_kv_heads": 2,
+    "n_layers": 4,
+}
+HEAVY = {"vocab_size": 256, "hidden_size": 256, "intermediate_size": 704, "n_heads": 4, "n_kv_heads": 4, "n_layers": 4}
+WORDY = {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 192, "n_heads": 4, "n_kv_heads": 4, "n_layers": 2}
+
+
+def recipe_of(
+    model: dict[str, int], seq_len: int, micro_batch: int, passes: int, ranks: int, sets: Sequence[str]
+) -> Recipe:
+    base: dict[str, Any] = {
+        "model": model,
+        "data": {"store": "unused", "seq_len": seq_len, "document_mask": False},
+        "batch": {"global_batch": micro_batch * passes * ranks, "micro_batch": micro_batch},
+        "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16"}},
+    }
+    return load(base=base, sets=list(sets)).recipe
+
+
+def measured_bytes(recipe: Recipe, passes: int) -> int:
+    """The most that lives during the second step, in this process as the rank that its environment describes."""
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(1)
+    config = llama_config(recipe, recipe.model.vocab_size)
+    engine = SPEC.open(recipe, config, World.from_env(os.environ))
+    rng, shape = np.random.default_rng(0), (passes, recipe.batch.micro_batch, recipe.data.seq_len)
+    ids = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
+    positions = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy()
+    tokens = recipe.batch.global_batch * shape[2]
+    batch = StepBatch(
+        input_ids=ids, labels=ids, position_ids=positions, doc_ids=np.zeros(shape, np.int32), valid_tokens=tokens
+    )
+    engine.step(batch, 1e-4)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.step(batch, 1e-4)
+    state = engine.state_bytes()
+    engine.close()
+    assert profiler.profiler is not None
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = most = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        live += event.nbytes()
+        most = max(most, live)
+    return state + most
+
+
+CASES = {
+    "activations": (ACTIVE, 256, 4, 1, (), "last block"),
+    "all recomputed": (ACTIVE, 256, 4, 1, ("engine.gpu.activation_checkpointing=full",), "first block"),
+    "some recomputed": (ACTIVE, 256, 4, 1, ("engine.gpu.activation_checkpointing=selective",), "last block"),
+    "state": (HEAVY, 64, 1, 1, (), "block reduction"),
+    "weights stay whole": (ACTIVE, 256, 4, 1, ("engine.gpu.reshard_after_forward=false",), "last block"),
+    "several passes": (HEAVY, 64, 1, 2, (), "last block"),
+    "head": (WORDY, 512, 1, 1, (), "loss"),
+    "narrow moments": (HEAVY, 64, 1, 1, ("optimizer.moments=bfloat16",), "update"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")  # the profiler's own
+@pytest.mark.parametrize("case", CASES)
+def test_one_process_holds_what_the_plan_says(case: str) -> None:
+    model, seq_len, micro_batch, passes, sets, moment = CASES[case]
+    recipe = recipe_of(model, seq_len, micro_batch, passes, 1, sets)
+    config = llama_config(recipe, recipe.model.vocab_size)
+    said = planned_memory(config, seq_len, of(recipe, devices=1, nodes=1), rows_of_loss=ROWS_OF_LOSS)
+    assert said.moment == moment
+    assert measured_bytes(recipe, passes) == pytest.approx(said.peak, rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    ("case", "sets"),
+    [
+        ("activations", ("engine.gpu.activation_checkpointing=full",)),
+        ("state", ()),
+        ("activations", ("parallel.tp=2", "parallel.sequence_parallel=true")),
+        ("activations", ("parallel.tp=2",)),
+    ],
+)
+def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ...]) -> None:
+    model, seq_len, micro_batch = CASES[case][:3]
+    data_parallel = 1 if "parallel.tp=2" in sets else 2
+    recipe = recipe_of(model, seq_len, micro_batch, 1, data_parallel, sets)
+    config = llama_config(recipe, recipe.model.vocab_size)
+    layout = of(recipe, devices=2, nodes=1)
+    said = planned_memory(config, seq_len, layout, rows_of_loss=ROWS_OF_LOSS)
+    for found in ranks.run(measured_bytes, recipe, 1, ranks=2):
+        assert found == pytest.approx(said.peak, rel=NEAR_RANKS)

@@ -1,0 +1,72 @@
+"""The devices that plans know, with where each number comes from.
+
+Peaks are dense bfloat16 tensor-core FLOP/s (no sparsity) and power is the board's limit, both from NVIDIA's datasheets
+of the products (https://www.nvidia.com/en-us/data-center/, one PDF each). Memory is the total that `nvidia-smi` shows
+on such a board: a little less than the rounded number in the datasheet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lt_trainer.errors import RecipeError
+from lt_trainer.fields import suggest
+
+_MIB = 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedDevice:
+    """One kind of device.
+
+    Attributes:
+        name: as `--device` takes it.
+        title: as the datasheet calls it.
+        memory_bytes: all of it, as nvidia-smi shows.
+        peak_flops: dense bfloat16 FLOP/s.
+        power_w: limit of the board.
+    """
+
+    name: str
+    title: str
+    memory_bytes: int
+    peak_flops: float
+    power_w: float
+
+
+def _device(name: str, title: str, memory_mib: int, peak_tflops: float, power_w: float) -> PlannedDevice:
+    return PlannedDevice(
+        name=name, title=title, memory_bytes=memory_mib * _MIB, peak_flops=peak_tflops * 1e12, power_w=power_w
+    )
+
+
+_TABLE = (
+    _device("a10g", "NVIDIA A10G", 23028, 70, 300),
+    _device("l4", "NVIDIA L4", 23034, 121, 72),
+    _device("l40s", "NVIDIA L40S", 46068, 362, 350),
+    _device("a100-40gb", "NVIDIA A100 SXM 40 GB", 40960, 312, 400),
+    _device("a100", "NVIDIA A100 SXM 80 GB", 81920, 312, 400),
+    _device("h100", "NVIDIA H100 SXM", 81559, 989, 700),
+    _device("h100-pcie", "NVIDIA H100 PCIe", 81559, 756, 350),
+    _device("h100-nvl", "NVIDIA H100 NVL", 95830, 835, 400),
+    _device("h200", "NVIDIA H200 SXM", 143771, 989, 700),
+    _device("b200", "NVIDIA B200", 183359, 2250, 1000),
+)
+DEVICES: Mapping[str, PlannedDevice] = MappingProxyType({device.name: device for device in _TABLE})
+
+
+def planned_device(name: str) -> PlannedDevice:
+    """Return a device of the table.
+
+    Raises:
+        RecipeError: it is not in the table.
+    """
+    if name.lower() in DEVICES:
+        return DEVICES[name.lower()]
+    near = suggest(name, DEVICES)
+    hint = f"did you mean {near}? " if near else ""
+    raise RecipeError(
+        "no such device in the table", values={"--device": name}, remedy=f"{hint}the devices are {', '.join(DEVICES)}"
+    )

@@ -1,0 +1,98 @@
+"""How long a run takes and what it draws, from one number: MFU, assumed or measured.
+
+MFU is the model's FLOPs ("full" convention, `lt_model.costs`) per second over the device's dense bfloat16 peak. Where
+none is given, the hardware is assumed to be busy for `ASSUMED_HFU` of its peak with all FLOPs that are really done,
+those of recomputation included; what it spends on them is lost to MFU. Neither communication nor the size of the
+products is modelled: measure (`lt train bench`) and give `--mfu`.
+
+Energy is the boards' power limit times the time: hosts, network and cooling come on top.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lt_model import LlamaConfig, flops_per_token
+from lt_model.params import parameters
+from lt_trainer.planning.devices import PlannedDevice
+from lt_trainer.planning.layout import PlannedLayout
+from lt_trainer.recipe import Recipe
+
+ASSUMED_HFU = 0.45
+"""Published bfloat16 runs of dense Llamas on H100 reach 0.36 to 0.48 of the peak, on A100 up to 0.68."""
+
+# Share of the products' and of the attention's forward FLOPs that is done a second time.
+_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTime:
+    """Of a whole run.
+
+    Attributes:
+        mfu: model FLOPs over the peak.
+        mfu_source: "given" or what was assumed.
+        hfu: with what is computed again.
+        step_s: seconds of one update.
+        tokens_per_s: of all devices.
+        tokens: of the whole run.
+        seconds: of the whole run, without saves and validation.
+        energy_kwh: of the boards, at their limit.
+    """
+
+    mfu: float
+    mfu_source: str
+    hfu: float
+    step_s: float
+    tokens_per_s: float
+    tokens: int
+    seconds: float
+    energy_kwh: float
+
+
+def planned_time(
+    recipe: Recipe, config: LlamaConfig, layout: PlannedLayout, device: PlannedDevice, mfu: float | None
+) -> PlannedTime:
+    """Return time and energy of the whole run.
+
+    Args:
+        recipe: for the batch and the number of updates.
+        config: the model.
+        layout: how the run lies on its devices.
+        device: one of them.
+        mfu: measured share of the peak in the "full" convention; assumed when None.
+    """
+    seq_len = recipe.data.seq_len
+    flops = flops_per_token(config, seq_len)
+    more = 1 + recomputed_flops_per_token(config, seq_len, layout) / flops
+    source = "given"
+    if mfu is None:
+        mfu, source = ASSUMED_HFU / more, f"assumed: {ASSUMED_HFU:.0%} of the peak for all that is computed"
+    per_s = layout.world * device.peak_flops * mfu / flops
+    tokens_of_step = recipe.batch.global_batch * seq_len
+    tokens = recipe.schedule.max_steps * tokens_of_step
+    seconds = tokens / per_s
+    return PlannedTime(
+        mfu=mfu,
+        mfu_source=source,
+        hfu=mfu * more,
+        step_s=tokens_of_step / per_s,
+        tokens_per_s=per_s,
+        tokens=tokens,
+        seconds=seconds,
+        energy_kwh=layout.world * device.power_w * seconds / 3.6e6,
+    )
+
+
+def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
+    """Return the FLOPs per token that are done a second time.
+
+    "selective" keeps attention and every other product: half of the products' FLOPs, roughly, and no attention. A
+    budget is taken to recompute in proportion to what it does not keep.
+    """
+    products = 2 * sum(row.size for row in parameters(config) if row.layer is not None)
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
+    if layout.checkpointing == "budget":
+        return (1 - layout.budget) * (products + attention)
+    share = _AGAIN[layout.checkpointing]
+    return share * products + (attention if layout.checkpointing == "full" else 0.0)
