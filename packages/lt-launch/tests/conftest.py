@@ -105,3 +105,13 @@ def run_lt(demo_path: Path) -> Callable[..., "subprocess.CompletedProcess[str]"]
         return subprocess.run(command, capture_output=True, text=True, env=environ, check=False)
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No test reads the profile of whoever runs it, or adds to their list of launches."""
+    home = tmp_path_factory.mktemp("home")
+    (home / "profile.toml").touch()
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(home))
+    monkeypatch.setenv("LT_LAUNCH_PROFILE", str(home / "profile.toml"))
+    return home

@@ -5,6 +5,7 @@ import os
 import sys
 
 if not __package__:  # run as a folder: make the folder a package of its own name
+    sys.dont_write_bytecode = True  # many nodes share the folder
     _folder = os.path.dirname(os.path.abspath(__file__))
     sys.path[0] = os.path.dirname(_folder)
     __package__ = os.path.basename(_folder)

@@ -242,9 +242,10 @@ class Node:
 
     def _settle(self) -> None:
         now = time.monotonic()
+        settle_s = float(self.spec.get("settle_s", SETTLE_S))
         if not self._asked and self._term_at is None:
-            self._term_at = now + SETTLE_S
-        self._kill_by(now + SETTLE_S + FAILED_S)
+            self._term_at = now + settle_s
+        self._kill_by(now + settle_s + float(self.spec.get("failed_s", FAILED_S)))
 
     # --- orders
 

@@ -1,0 +1,158 @@
+"""`lt launch run --on ssh` over two real hosts: ranks, failures, and no orphan when launcher, link or host dies."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+TRAINER = Path(__file__).parent.parent / "fake_trainer.py"
+PYTHON = [sys.executable, "-S", "-E"]
+ORPHANS_S = 10
+"""Within this time nothing may be left on any host."""
+
+
+def run_file(net, argv: list[str], *, nodes: int = 2, procs: int = 2, more: str = "", env: str = "") -> None:
+    (net.folder / "run.toml").write_text(
+        f'[job]\nname = "x"\nargv = {json.dumps(argv)}\nnodes = {nodes}\nprocs_per_node = {procs}\n{more}\n'
+        f"[job.env]\n{env}\n"
+    )
+
+
+def trainer(net, steps: int, *, nodes: int = 2, env: str = "", more: str = "") -> None:
+    argv = [*PYTHON, str(TRAINER), "runs/x", str(steps), "0.05"]
+    run_file(net, argv, nodes=nodes, more=f'completion = "run_dir"\nrun_dir = "runs/x"\n{more}', env=env)
+
+
+def launch_on(net, *hosts: str) -> list[str]:
+    return ["run", "run.toml", "--on", "ssh", "--hostfile", net.hostfile(*hosts)]
+
+
+def result(net, attempt: int = 0) -> dict:
+    path = net.folder / f"runs/x/launch/stages/x/attempt-{attempt:03}/exit.json"
+    return json.loads(path.read_text())
+
+
+def training(net) -> list[int]:
+    return [pid for machine in net.machines.values() for pid in machine.processes("fake_trainer.py")]
+
+
+def checkpoint(net, step: int) -> Path:
+    return net.folder / f"runs/x/checkpoints/step-{step:08}/COMMIT"
+
+
+def test_ranks_follow_the_hostfile_and_variables_arrive(net) -> None:
+    """The hosts stand in the file against the order of their names."""
+    names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR FROM_JOB FROM_LINE FROM_FILE MY_TOKEN HOME_OF_LAUNCHER"
+    program = f"import os, socket; print(socket.gethostname(), *[os.environ.get(n) for n in '{names}'.split()])"
+    run_file(net, [*PYTHON, "-c", program], more='pass_env = ["MY_TOKEN"]', env='FROM_JOB = "it\'s 5"')
+    hostfile = net.hostfile("b", "a", more="env.FROM_FILE=f")
+    arguments = ["run", "run.toml", "--on", "ssh", "--hostfile", hostfile, "--env", "FROM_LINE=a b"]
+    shown = net.lt(*arguments, env={"MY_TOKEN": "hush-hush", "HOME_OF_LAUNCHER": "not handed on"})
+    attempt = net.folder / "runs/x/launch/stages/x/attempt-000"
+    master = net.machines["b"].address
+    assert [(attempt / f"rank-{rank:05}.log").read_text() for rank in range(4)] == [
+        f"{'ba'[rank // 2]} {rank} 4 {rank % 2} {master} it's 5 a b f hush-hush None\n" for rank in range(4)
+    ]
+    assert shown.splitlines()[0] == (attempt / "rank-00000.log").read_text().strip()
+    kept = [path for path in (net.folder / "runs").rglob("*") if path.is_file() and path.parent != attempt]
+    assert kept
+    assert not [path for path in kept if b"hush" in path.read_bytes()]
+
+
+def test_a_run_that_is_done(net) -> None:
+    trainer(net, 3)
+    net.lt(*launch_on(net, "a", "b"))
+    assert (result(net)["kind"], result(net)["step"]) == ("done", 3)
+    row = json.loads(net.lt("status", "x", "--json"))[0]
+    assert (row["state"], row["nodes"], row["on"]) == ("done", ["a", "b"], "ssh")
+
+
+@pytest.mark.parametrize(("rank", "what", "code"), [(3, "9", 9), (0, "64", 64), (2, "-9", 137), (1, "-11", 139)])
+def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code: int) -> None:
+    trainer(net, 1000, env=f'FAULT_ALWAYS = "{rank}:3:{what}"', more="[job.restart]\nmax_restarts = 0")
+    shown = net.lt(*launch_on(net, "a", "b"), code=code)
+    first = result(net)["first"]
+    assert (first["rank"], first["host"], first["code"]) == (rank, "ab"[rank // 2], int(what))
+    assert f"rank {rank} on {'ab'[rank // 2]} was the first to fail" in shown
+    assert f"    rank {rank}: planted {what}" in shown
+    assert not training(net)
+
+
+def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> None:
+    trainer(net, 1000, env='FAULT = "3:2:hang"')  # one rank does not even listen to SIGTERM
+    process = net.start(*launch_on(net, "a", "b"))
+    until(checkpoint(net, 3).exists)
+    assert len(training(net)) == 4
+    process.kill()
+    until(lambda: not training(net), ORPHANS_S)
+    assert not [pid for machine in net.machines.values() for pid in machine.processes("launch/agent")]
+
+
+def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
+    trainer(net, 1000, env='FAULT = "3:2:hang"', more="[job.restart]\nmax_restarts = 0")
+    process = net.start(*launch_on(net, "a", "b"))
+    until(checkpoint(net, 3).exists)
+    net.machines["b"].cut()
+    until(lambda: not net.machines["b"].processes("fake_trainer.py"), ORPHANS_S)
+    out, _ = process.communicate()
+    assert process.returncode == 75, out
+    assert "host b is lost (ranks 2 to 3): no sign of life for" in out
+    assert not training(net)
+
+
+def test_a_host_that_dies_is_named_and_another_takes_its_place(net, until) -> None:
+    net.add("c")
+    trainer(net, 60)
+    process = net.start(*launch_on(net, "a", "b", "c"))
+    until(checkpoint(net, 3).exists)
+    net.machines["b"].kill()
+    out, _ = process.communicate()
+    assert process.returncode == 0, out
+    assert "host b is lost (ranks 2 to 3)" in out
+    assert (result(net, 0)["kind"], result(net, 1)["kind"]) == ("lost", "done")
+    resumed = [line for line in out.splitlines() if line.startswith("rank 0 of 4 goes on")]
+    assert len(resumed) == 2
+    assert not resumed[1].endswith("step 0")
+    assert json.loads(net.lt("status", "x", "--json"))[0]["nodes"] == ["a", "c"]
+
+
+def test_a_host_that_cannot_be_reached_is_named_before_anything_starts(net) -> None:
+    run_file(net, ["true"], more="[job.restart]\nmax_restarts = 0")
+    net.machines["b"].kill()
+    shown = net.lt(*launch_on(net, "a", "b"), code=75)
+    assert "cannot start on host b: " in shown
+    assert "Connection refused" in shown
+
+
+def test_a_key_that_is_not_taken_is_for_the_person_to_mend(net) -> None:
+    run_file(net, ["true"])
+    (net.keys / "authorized_keys").write_text("")
+    shown = net.lt(*launch_on(net, "a", "b"), code=64)
+    assert "cannot start on host " in shown
+    assert "Permission denied" in shown
+
+
+def test_hosts_without_a_shared_folder_get_what_they_need_and_their_logs_are_fetched(net) -> None:
+    """And doctor says that they do not share it."""
+    net.add("far", private=net.folder)
+    run_file(net, ["bash", "-c", "echo rank $RANK; hostname"], procs=1)
+    net.lt(*launch_on(net, "a", "far"))
+    assert not (net.folder / "runs/x/launch/stages/x/attempt-000/rank-00001.log").exists()
+    assert net.lt("logs", "x", "--rank", "1") == "rank 1\nfar\n"
+    shown = net.lt("doctor", "--on", "ssh", "--hostfile", net.hostfile("a", "b", "far"), "run.toml", code=64)
+    assert f"wrong far: shared folder: {net.folder}/runs/x is not the one of a" in shown.replace("\n", " ")
+    assert "ok b: shared folder: " in shown
+    assert "ok far: clock: within 1 s" in shown
+    assert f"ok far: ports: reaches {net.machines['a'].address}:" in shown
+    assert not list((net.folder / "runs/x").glob(".lt-doctor*"))
+
+
+def test_nodes_and_an_array_over_the_hosts(net) -> None:
+    shown = net.lt("nodes", "--on", "ssh", "--hostfile", net.hostfile("a", "b"))
+    assert [row.split()[:2] for row in shown.splitlines()[1:]] == [["a", "up"], ["b", "up"]]
+    (net.folder / "run.toml").write_text(
+        '[[stages]]\nname = "p"\narray = 4\nargv = ["bash", "-c", "hostname > part.$LT_ARRAY_INDEX"]\n'
+    )
+    net.lt(*launch_on(net, "a", "b"))
+    assert [(net.folder / f"part.{i}").read_text() for i in range(4)] == ["a\n", "b\n", "a\n", "b\n"]

@@ -1,0 +1,119 @@
+"""Jobs, stages and pipelines: what is refused when they are made, and that a launch reads back what it kept."""
+
+from typing import Any
+
+import pytest
+
+from lt_launch.job import Container, Job, Pipeline, Resources, Restart, Stage, as_table
+from lt_launch.record import pipeline_from
+from lt_trainer.errors import RecipeError
+
+
+def job(name: str = "train", **values: Any) -> Job:
+    return Job(name=name, **{"argv": ("python", "x.py"), **values})
+
+
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"argv": ()}, "job.argv"),
+        ({"nodes": 0}, "job.nodes"),
+        ({"procs_per_node": 0}, "job.procs_per_node"),
+        ({"grace_s": -1.0}, "job.grace_s"),
+        ({"completion": "run_dir"}, "job.run_dir"),
+        ({"completion": "never"}, "job.completion"),
+        ({"spawner": "mpirun"}, "job.spawner"),
+        ({"env": {"RANK": "3"}}, "job.env.RANK"),
+        ({"env": {"A B": "3"}}, "job.env.A B"),
+        ({"env": {"A": "two\nlines"}}, "job.env.A"),
+        ({"pass_env": ("HF_TOKEN=x",)}, "job.pass_env"),
+        ({"nodes": "2"}, "job.nodes"),
+    ],
+)
+def test_what_cannot_be_run_is_refused_by_field(values: dict[str, Any], field: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        job(**values)
+    assert field in caught.value.values
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize("name", ["", "-a", "a-", "a b", "a/b", "x" * 64, "ä"])
+def test_names_that_some_target_would_refuse(name: str) -> None:
+    with pytest.raises(RecipeError, match=r"job\.name"):
+        job(name)
+
+
+@pytest.mark.parametrize("name", ["a", "llama-3.1_70B", "x" * 63])
+def test_names_that_every_target_takes(name: str) -> None:
+    assert job(name).name == name
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "db_password", "MY_SECRET", "TOKEN"],
+)
+def test_a_secret_is_refused_and_its_value_is_not_repeated(name: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        job(env={name: "hush-hush"})
+    assert "hush" not in str(caught.value)
+    assert f'pass_env = ["{name}"]' in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "KEYS"])
+def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
+    assert job(env={name: "1"}).env == {name: "1"}
+
+
+def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:
+    first, second = Stage(job=job("a")), Stage(job=job("b"), after=("a",))
+    assert Pipeline(name="p", stages=(first, second)).stage("b") == second
+    with pytest.raises(RecipeError, match="no stage before it"):
+        Pipeline(name="p", stages=(second, first))
+    with pytest.raises(RecipeError, match="two stages have this name"):
+        Pipeline(name="p", stages=(first, first))
+    with pytest.raises(RecipeError, match="a pipeline needs stages"):
+        Pipeline(name="p", stages=())
+
+
+def test_only_is_the_job_of_a_lone_stage() -> None:
+    assert Pipeline.of(job()).only == job()
+    with pytest.raises(RecipeError, match="runs one job"):
+        _ = Pipeline(name="p", stages=(Stage(job=job("a")), Stage(job=job("b")))).only
+    with pytest.raises(RecipeError, match="runs one job"):
+        _ = Pipeline(name="p", stages=(Stage(job=job("a"), array=2),)).only
+
+
+def test_an_array_is_no_job_of_several_processes() -> None:
+    assert Stage(job=job(), array=3).indexes == (0, 1, 2)
+    assert Stage(job=job()).indexes == (None,)
+    with pytest.raises(RecipeError, match="either an array"):
+        Stage(job=job(procs_per_node=2), array=3)
+
+
+def test_what_a_launch_keeps_reads_back_equal() -> None:
+    import json
+
+    full = job(
+        nodes=2,
+        procs_per_node=8,
+        env={"A": "1"},
+        pass_env=("HF_TOKEN",),
+        completion="run_dir",
+        run_dir="runs/x",
+        recipe="[run]\n",
+        resources=Resources(gpus_per_node=8, constraint="a100"),
+        container=Container(image="x.sqsh", mounts=("/a:/b:ro",)),
+        restart=Restart(max_restarts=1),
+    )
+    made = Pipeline(
+        name="p",
+        stages=(Stage(job=job("a"), array=4, array_limit=2), Stage(job=full, after=("a",), inputs=("x",))),
+        out="o",
+    )
+    assert pipeline_from(json.loads(json.dumps(as_table(made)))) == made
+
+
+@pytest.mark.parametrize("mount", ["/a", "/a:", ":/b", "a:b:c:d"])
+def test_mounts_that_are_none(mount: str) -> None:
+    with pytest.raises(RecipeError, match="is not a mount"):
+        Container(image="x", mounts=(mount,))

@@ -1,0 +1,308 @@
+"""`lt launch run --on local` as a person and a scheduler meet it: ends, kills, restarts, pipelines, background."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TRAINER = Path(__file__).with_name("fake_trainer.py")
+PYTHON = [sys.executable, "-S", "-E"]
+
+
+class Lt:
+    """The `lt` command in a folder, and what it started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+
+    def run(self, *arguments: str, code: int = 0, env: dict[str, str] | None = None) -> str:
+        """Run a command to its end; both streams, after checking its exit code."""
+        done = subprocess.run(
+            [sys.executable, "-m", "lt_launch", "launch", *arguments],
+            cwd=self.folder,
+            env={**os.environ, **(env or {})},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout + done.stderr
+
+    def start(self, *arguments: str) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lt_launch", "launch", *arguments],
+            cwd=self.folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def write(self, text: str) -> None:
+        (self.folder / "run.toml").write_text(text)
+
+    def trainer(self, steps: int, pause: float = 0.0, *, procs: int = 2, more: str = "", env: str = "") -> None:
+        """A run file with the fake trainer, whose run directory is also the launch's folder."""
+        argv = json.dumps([*PYTHON, str(TRAINER), "runs/x", str(steps), str(pause)])
+        self.write(
+            f'[job]\nname = "x"\nargv = {argv}\nprocs_per_node = {procs}\ncompletion = "run_dir"\nrun_dir = "runs/x"\n'
+            f"grace_s = 20.0\n{more}\n[job.env]\n{env}\n"
+        )
+
+    def events(self, run: str = "x") -> list[dict[str, Any]]:
+        path = self.folder / "runs" / run / "launch" / "events.jsonl"
+        return [json.loads(row) for row in path.read_text().splitlines()]
+
+    def attempts(self, run: str = "x") -> list[tuple[str, int]]:
+        return [(event["kind"], event["step"]) for event in self.events(run) if event["event"] == "attempt_ended"]
+
+    def pids(self, stage: str = "x", run: str = "x", attempt: int = 0) -> list[int]:
+        path = self.folder / "runs" / run / "launch" / "stages" / stage / f"attempt-{attempt:03}" / "node-00000.jsonl"
+        if not path.exists():
+            return []
+        rows = [json.loads(row) for row in path.read_text().splitlines()]
+        return [row["pid"] for row in rows if row["event"] == "started"]
+
+    def until(self, what: Callable[[], object]) -> None:
+        deadline = time.monotonic() + 60
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def lt(tmp_path: Path) -> Iterator[Lt]:
+    made = Lt(tmp_path)
+    yield made
+    for process in made.started:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
+
+
+def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> None:
+    lt.trainer(3, env='GREETING = "hello"')
+    shown = lt.run("run", "run.toml", env={"MY_PRIVATE_KEY": "hush-hush"})
+    assert "rank 0 of 2 goes on from step 0" in shown
+    assert lt.attempts() == [("done", 3)]
+    kept = lt.folder / "runs" / "x" / "launch"
+    assert json.loads((kept / "rendered" / "x.spec.json").read_text())["env"] == {"GREETING": "hello"}
+    assert json.loads((kept / "launch.json").read_text())["backend"] == "local"
+    assert "lt-launch" in json.loads((kept / "environment.json").read_text())["packages"]
+    assert all(b"hush" not in path.read_bytes() for path in kept.rglob("*") if path.is_file())
+    assert (lt.folder / "runs" / "x" / ".lt-run").exists()  # lt-trainer takes the folder as its own
+    assert "done already, skipped" in lt.run("run", "run.toml")
+    assert lt.attempts() == [("done", 3)]
+
+
+def test_success_is_rank_0s_note_and_not_an_exit_code(lt: Lt) -> None:
+    lt.trainer(3, env='FAULT = "0:2:quiet"', procs=1)
+    shown = lt.run("run", "run.toml", code=70)
+    assert "rank 0 has not noted" in shown
+    assert lt.attempts() == [("failed", 1)]
+
+
+def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) -> None:
+    lt.trainer(6, 0.05, env='FAULT = "1:4:-9"')
+    shown = lt.run("run", "run.toml")
+    assert f"rank 1 on {os.uname().nodename} was the first to fail: killed by SIGKILL" in shown
+    assert "restart 1 of at most 10" in shown
+    kinds = [kind for kind, _ in lt.attempts()]
+    assert kinds == ["killed", "done"]
+    resumed = [line for line in shown.splitlines() if line.startswith("rank 0 of 2 goes on")]
+    assert resumed[0].endswith("step 0")
+    assert not resumed[1].endswith("step 0")
+
+
+def test_no_restart_loop_when_no_new_checkpoint_comes(lt: Lt) -> None:
+    lt.trainer(9, 0.02, env='FAULT_ALWAYS = "0:3:-9"', procs=1, more="[job.restart]\nmax_without_progress = 2")
+    shown = lt.run("run", "run.toml", code=137)
+    assert lt.attempts() == [("killed", 2), ("killed", 2), ("killed", 2)]
+    assert "2 attempt(s) in a row made no new checkpoint" in shown
+
+
+def test_restarts_are_counted(lt: Lt) -> None:
+    lt.trainer(
+        9, env='FAULT_ALWAYS = "0:1:75"', procs=1, more="[job.restart]\nmax_restarts = 1\nmax_without_progress = 9"
+    )
+    assert "1 of 1 restarts are used up" in lt.run("run", "run.toml", code=75)
+    assert [kind for kind, _ in lt.attempts()] == ["requeue", "requeue"]
+
+
+@pytest.mark.parametrize(("what", "code"), [("64", 64), ("70", 70), ("3", 3)])
+def test_what_would_only_happen_again_is_not_started_again(lt: Lt, what: str, code: int) -> None:
+    lt.trainer(9, env=f'FAULT = "1:2:{what}"')
+    shown = lt.run("run", "run.toml", code=code)
+    assert f"was the first to fail: exit code {code}" in shown
+    assert f"    rank 1: planted {what}" in shown
+    assert len(lt.attempts()) == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal.Signals) -> None:
+    lt.trainer(1000, 0.05)
+    process = lt.start("run", "run.toml")
+    lt.until(lambda: (lt.folder / "runs" / "x" / "checkpoints" / "step-00000002" / "COMMIT").exists())
+    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # a second one changes nothing
+    out, _ = process.communicate()
+    assert process.returncode == 75, out
+    assert lt.attempts()[0][0] == "stopped"
+    assert "stopped as it was told" in out
+    assert "rank 0 stopped" in out
+    assert not any(alive(pid) for pid in lt.pids())
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ties a process to its parent")
+def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
+    lt.trainer(1000, 0.05, env='FAULT = "1:2:hang"')  # one rank does not even listen to SIGTERM
+    process = lt.start("run", "run.toml")
+    log = lt.folder / "runs/x/launch/stages/x/attempt-000/rank-00001.log"
+    lt.until(lambda: log.exists() and "planted hang" in log.read_text())
+    pids = lt.pids()
+    assert len(pids) == 2
+    process.kill()
+    start = time.monotonic()
+    while any(alive(pid) for pid in pids):
+        assert time.monotonic() - start < 10
+        time.sleep(0.05)
+    assert "whoever ran it is gone" in lt.run("status", "x")
+
+
+PIPELINE = """
+[pipeline]
+out = "runs/wiki"
+[[stages]]
+name = "download"
+argv = ["bash", "-c", "echo ran >> download.log; echo text > text.txt"]
+outputs = ["text.txt"]
+[[stages]]
+name = "prepare"
+after = ["download"]
+array = 3
+argv = ["bash", "-c", "echo ran >> prepare.$LT_ARRAY_INDEX.log; cat text.txt > part.$LT_ARRAY_INDEX"]
+inputs = ["text.txt"]
+[[stages]]
+name = "convert"
+argv = ["bash", "-c", "echo ran >> convert.log; test -e allowed && cat part.0 part.1 part.2 > whole"]
+after = ["prepare"]
+inputs = ["part.0", "part.1", "part.2"]
+outputs = ["whole"]
+[[stages]]
+name = "export"
+after = ["convert"]
+argv = ["bash", "-c", "echo ran >> export.log; cp whole exported"]
+inputs = ["whole"]
+outputs = ["exported"]
+"""
+
+
+def ran(lt: Lt) -> dict[str, int]:
+    return {path.stem: len(path.read_text().split()) for path in sorted(lt.folder.glob("*.log"))}
+
+
+def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_content(lt: Lt) -> None:
+    lt.write(PIPELINE)
+    shown = lt.run("run", "run.toml", code=1)
+    assert "convert: failed: rank 0" in shown
+    once = {"download": 1, "prepare.0": 1, "prepare.1": 1, "prepare.2": 1}
+    assert ran(lt) == once | {"convert": 1}
+    states = {row["stage"]: row["state"] for row in json.loads(lt.run("status", "wiki", "--json"))}
+    assert states == {f"prepare.{i}": "done" for i in range(3)} | {
+        "download": "done",
+        "convert": "failed",
+        "export": "waiting",
+    }
+    (lt.folder / "allowed").touch()
+    lt.run("run", "run.toml")
+    assert ran(lt) == once | {"convert": 2, "export": 1}
+    assert (lt.folder / "exported").read_text() == "text\n" * 3
+    lt.run("run", "run.toml")
+    assert ran(lt) == once | {"convert": 2, "export": 1}
+    (lt.folder / "part.1").write_text("mended\n")  # an input of convert changes: it and what comes after it run again
+    lt.run("run", "run.toml")
+    assert ran(lt) == once | {"convert": 3, "export": 2}
+    assert (lt.folder / "exported").read_text() == "text\nmended\ntext\n"
+    (lt.folder / "exported").unlink()
+    lt.run("run", "run.toml")
+    assert ran(lt) == once | {"convert": 3, "export": 3}
+
+
+def test_a_changed_command_is_another_stage_and_what_comes_after_it_too(lt: Lt) -> None:
+    lt.write(PIPELINE)
+    (lt.folder / "allowed").touch()
+    lt.run("run", "run.toml")
+    lt.write(PIPELINE.replace("echo text > text.txt", "echo words > text.txt"))
+    lt.run("run", "run.toml")
+    assert set(ran(lt).values()) == {2}
+    assert (lt.folder / "exported").read_text() == "words\n" * 3
+
+
+def test_a_stage_that_does_not_make_what_it_promised_has_failed(lt: Lt) -> None:
+    lt.write('[job]\nargv = ["true"]\n[[stages]]\nname = "a"\noutputs = ["gone.txt"]\n')
+    assert "did not make gone.txt" in lt.run("run", "run.toml", code=70)
+
+
+def test_one_stage_alone(lt: Lt) -> None:
+    lt.write(PIPELINE)
+    lt.run("run", "run.toml", "--stage", "download")
+    assert ran(lt) == {"download": 1}
+
+
+def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:
+    lt.trainer(1000, 0.05)
+    assert "in the background as process" in lt.run("run", "run.toml", "--detach")
+    lt.until(lambda: (lt.folder / "runs/x/checkpoints/step-00000002/COMMIT").exists())
+    assert "x is being launched by process" in lt.run("run", "run.toml", code=64).replace(
+        str(lt.folder / "runs") + "/", ""
+    )
+    row = json.loads(lt.run("status", "x", "--json"))[0]
+    assert (row["state"], row["attempt"], row["code"]) == ("running", 0, None)
+    assert lt.run("logs", "runs/x") == "rank 0 of 2 goes on from step 0\n"
+    assert lt.run("logs", "runs/x", "--rank", "1") == "rank 1 of 2 goes on from step 0\n"
+    follower = lt.start("logs", "x", "-f")
+    assert "training saves and leaves" in lt.run("cancel", "x")
+    assert follower.communicate()[0] == "rank 0 of 2 goes on from step 0\nrank 0 stopped\n"
+    lt.until(lambda: lt.attempts())
+    lt.until(lambda: json.loads(lt.run("status", "x", "--json"))[0]["state"] == "cancelled")
+    assert "nobody runs it" in lt.run("cancel", "x")
+    assert "cancelled" in lt.run("list")
+
+
+def test_torchrun_as_the_spawner_keeps_codes_that_it_would_lose(lt: Lt) -> None:
+    pytest.importorskip("torch")
+    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n"
+    (lt.folder / "fails.py").write_text(program)
+    lt.write('[job]\nname = "x"\nargv = ["python", "fails.py"]\nprocs_per_node = 2\nspawner = "torchrun"\n')
+    assert "rank 1 on" in lt.run("run", "run.toml", code=7)
+
+
+def test_what_this_machine_alone_cannot_do_is_refused_before_anything_is_written(lt: Lt) -> None:
+    lt.write('[job]\nargv = ["true"]\nnodes = 2\n')
+    assert "job.nodes = 2" in lt.run("run", "run.toml", code=64)
+    assert not (lt.folder / "runs").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(lt: Lt) -> None:
+    (lt.folder / "mine" / "launch").mkdir(parents=True)
+    (lt.folder / "mine" / "launch" / "thesis.txt").touch()
+    lt.write('[job]\nargv = ["true"]\n')
+    assert "is not a launch directory" in lt.run("run", "run.toml", "--out", "mine", code=64)
+    assert [path.name for path in (lt.folder / "mine" / "launch").iterdir()] == ["thesis.txt"]
