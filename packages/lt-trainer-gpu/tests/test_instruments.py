@@ -1,0 +1,195 @@
+"""The profiler's windows, memory histories, the flight recorder, HFU's factor and the stopwatch of a real engine."""
+
+import gzip
+import json
+import mmap
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lt_model import LlamaConfig, flops_per_token
+from lt_model.llama import Llama
+from lt_trainer.errors import RecipeError
+from lt_trainer.sections import MetricsOptions
+from lt_trainer.timing import PARTS
+from lt_trainer_gpu import flight_recorder
+from lt_trainer_gpu.activation_checkpointing import checkpoint_blocks
+from lt_trainer_gpu.instruments import Instruments
+from lt_trainer_gpu.recompute import recomputed_flops_per_token
+from lt_trainer_gpu.spec import SPEC
+
+CPU = torch.device("cpu")
+LITTLE = LlamaConfig(
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=48,
+    n_heads=4,
+    n_kv_heads=2,
+    n_layers=2,
+    max_position_embeddings=24,
+)
+
+
+def instruments(out: Path, rank: int = 0, **options: object) -> Instruments:
+    return Instruments(MetricsOptions(**options), out=out, rank=rank, device=CPU)  # type: ignore[arg-type]
+
+
+def train(made: Instruments, steps: int) -> dict[int, list[Path]]:
+    """Steps whose matrix products have the step's number in their shape; what was finished before each."""
+    finished = {}
+    for step in range(1, steps + 1):
+        finished[step] = made.boundary(step)
+        torch.ones(2, 100 + step) @ torch.ones(100 + step, 3)
+    finished[steps + 1] = made.boundary(steps + 1)
+    return {step: paths for step, paths in finished.items() if paths}
+
+
+def widths(path: Path) -> set[int]:
+    """The inner sizes of the matrix products in a trace."""
+    with gzip.open(path, "rt") as file:
+        trace = json.load(file)
+    products = [event for event in trace["traceEvents"] if event.get("name") == "aten::mm"]
+    return {event["args"]["Input Dims"][0][1] for event in products}
+
+
+# ---- the profiler ----
+
+
+def test_a_window_shows_its_steps_and_no_others(tmp_path: Path) -> None:
+    finished = train(instruments(tmp_path, rank=1, profile_steps=2, profile_start_step=3, profile_ranks=(1,)), 6)
+    path = tmp_path / "profile" / "steps-00000003-00000004-rank00001.json.gz"
+    assert finished == {5: [path]}
+    assert widths(path) == {103, 104}
+    assert [found.name for found in path.parent.iterdir()] == [path.name]
+
+
+def test_a_window_that_ends_with_the_run_is_written(tmp_path: Path) -> None:
+    finished = train(instruments(tmp_path, profile_steps=1, profile_start_step=4), 4)
+    assert finished == {5: [tmp_path / "profile" / "steps-00000004-00000004-rank00000.json.gz"]}
+    assert widths(finished[5][0]) == {104}
+
+
+def test_other_ranks_and_other_runs_are_not_profiled(tmp_path: Path) -> None:
+    assert train(instruments(tmp_path, rank=1, profile_steps=1, profile_start_step=2), 3) == {}
+    assert train(instruments(tmp_path), 3) == {}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_steps_that_are_done_again_are_not_profiled_again(tmp_path: Path) -> None:
+    made = instruments(tmp_path, profile_steps=1, profile_start_step=2)
+    assert list(train(made, 4)) == [3]
+    assert train(made, 4) == {}
+
+
+# ---- memory ----
+
+
+@pytest.mark.parametrize("field", [{"memory_snapshot_step": 3}, {"memory_snapshot_on_oom": True}])
+def test_a_memory_history_on_a_cpu_is_refused_with_the_reason(tmp_path: Path, field: dict[str, object]) -> None:
+    with pytest.raises(RecipeError, match=r"torch keeps a history of CUDA memory only, and this run computes on a CPU"):
+        instruments(tmp_path, **field)
+
+
+@pytest.mark.gpu
+def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted(
+    tmp_path: Path, cuda: torch.device
+) -> None:
+    options = MetricsOptions(memory_snapshot_step=1, memory_snapshot_on_oom=True)
+    made = Instruments(options, out=tmp_path, rank=0, device=cuda)
+    assert made.boundary(1) == []
+    held = torch.ones(1 << 20, device=cuda)
+    (path,) = made.boundary(2)
+    assert made.boundary(3) == []
+    sizes = [entry["size"] for trace in pickle.loads(path.read_bytes())["device_traces"] for entry in trace]
+    assert held.nbytes in sizes
+    with pytest.raises(torch.OutOfMemoryError), made.watching_memory():
+        torch.empty(1 << 60, dtype=torch.uint8, device=cuda)
+    assert (tmp_path / "memory" / "out-of-memory-rank00000.pickle").exists()
+
+
+# ---- the flight recorder ----
+
+
+def test_variables_leave_what_the_person_has_set(tmp_path: Path) -> None:
+    found = flight_recorder.variables(tmp_path, {"TORCH_FR_BUFFER_SIZE": "7"})
+    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert flight_recorder.variables(Path("x"), {})["TORCH_FR_DUMP_TEMP_FILE"] == f"{os.getcwd()}/x/rank_"
+
+
+def test_torch_knows_the_variables() -> None:
+    folder = Path(torch.__file__).parent / "lib"
+    libraries = [path for path in folder.glob("libtorch*") if path.suffix in (".so", ".dylib")]
+    missing = set(flight_recorder.variables(Path("x"), {}))
+    for path in sorted(libraries, key=lambda path: path.stat().st_size):
+        with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            missing = {name for name in missing if content.find(name.encode()) < 0}
+        if not missing:
+            break
+    assert missing == set()
+
+
+def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp_path: Path) -> None:
+    made = recipe(f"run.out={tmp_path}/run")
+    assert SPEC.env(made)["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/flight/rank_"
+    assert "memory_snapshot" in SPEC.capabilities
+    assert "profile" in SPEC.capabilities
+
+
+def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
+    engine = open_on("cpu", LITTLE)
+    torch.distributed.all_reduce(torch.ones(17))
+    said = engine.last_words(tmp_path / "flight" / "abc")
+    path = tmp_path / "flight" / "abc" / "rank_0"
+    assert str(path) in said
+    assert f"fr_trace {path.parent} -p rank_" in said
+    entry = pickle.loads(path.read_bytes())["entries"][-1]
+    assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[17]])
+
+
+# ---- HFU ----
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
+    def counted(checkpointing: str) -> int:
+        model = Llama(LITTLE, attention="sdpa")
+        if checkpointing != "none":
+            checkpoint_blocks(list(model.model.layers), checkpointing)
+        ids, positions = torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).repeat(2, 1)
+        with FlopCounterMode(display=False) as counter:
+            model(ids, position_ids_BT=positions, doc_ids_BT=None, labels_BT=ids).backward()
+        return counter.get_total_flops()
+
+    again = recomputed_flops_per_token(LITTLE, 16, mode)
+    assert counted(mode) - counted("none") == 2 * 16 * again > 0
+    assert again < flops_per_token(LITTLE, 16, "full") / 3
+
+
+def test_what_a_compiler_chooses_is_not_known() -> None:
+    assert recomputed_flops_per_token(LITTLE, 16, "none") == 0
+    assert recomputed_flops_per_token(LITTLE, 16, "budget") != recomputed_flops_per_token(LITTLE, 16, "budget")  # nan
+
+
+# ---- the stopwatch ----
+
+
+def test_a_step_is_told_apart_and_the_parts_fill_the_time(device: str, open_on, batches) -> None:
+    engine = open_on(device, LITTLE)
+    (batch,) = batches(1, n_micro=2, micro_batch=2)
+    engine.read([engine.step(batch, 0.1)])
+    engine.stopwatch.lap("rest")
+    engine.read([engine.step(batch, 0.1)])
+    engine.stopwatch.times()
+    engine.stopwatch.lap("data")
+    pending = engine.step(batch, 0.1)
+    engine.stopwatch.lap("rest")
+    engine.read([pending])
+    times = engine.stopwatch.times()
+    assert set(times) == set(PARTS)
+    assert times["forward_backward"] > times["data"] >= 0
+    assert times["optimizer"] > 0
+    assert times["checkpoint"] == times["validation"] == 0
