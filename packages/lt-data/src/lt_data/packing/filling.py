@@ -26,48 +26,60 @@ class Slices(NamedTuple):
         start: token offset in the store (int64).
         length: in tokens.
         labels: positions with a label.
-        row: number of the row, ascending, none left out (int64).
+        row_offsets: first slice of each row, and the end of the last (int64 [n_rows + 1]); no row is empty.
     """
 
     document: np.ndarray
     start: np.ndarray
     length: np.ndarray
     labels: np.ndarray
-    row: np.ndarray
+    row_offsets: np.ndarray
 
 
 def fill_best_fit(offsets: np.ndarray, seq_len: int) -> Slices:
     """Rows of `seq_len` tokens; `offsets` as for `fill_buckets`."""
-    document, start, length, is_last = _pieces(offsets, seq_len)
-    # Full pieces are the longest and fill the first rows in their order, which needs no search.
-    full, short = np.flatnonzero(length == seq_len), np.flatnonzero(length < seq_len)
-    order, bins = best_fit(length[short], seq_len)
-    by_row = np.argsort(bins, kind="stable")
-    slices = np.concatenate([full, short[order[by_row]]])
-    bins = np.concatenate([np.arange(full.size), bins[by_row] + full.size])
-    del order, by_row, full, short
-    # Random access is what costs here, so each array is looked up once, and the mark of the last piece rides along.
-    length = length[slices]
-    start = (start * 2 + is_last)[slices]
-    return Slices(document[slices], start >> 1, length, length - (start & 1).astype(np.int32), bins)
-
-
-def _pieces(offsets: np.ndarray, seq_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Documents cut every `seq_len` tokens: document, start, length (int32) and being the last, of each piece."""
+    # Memory that is touched for the first time is what costs here: there is no array of all pieces but those that are
+    # given back, and these are filled in place.
     n_documents = offsets.size - 1
-    n_pieces = -(-(offsets[1:] - offsets[:-1]) // seq_len)
-    last = np.cumsum(n_pieces) - 1
-    n = int(last[-1]) + 1 if n_documents else 0
-    document = np.repeat(np.arange(n_documents, dtype=np.uint32 if n_documents <= 2**32 else np.int64), n_pieces)
-    start = np.repeat(offsets[:-1], n_pieces)
-    is_last = np.zeros(n, bool)
-    is_last[last] = True
-    long = np.flatnonzero(n_pieces > 1)
-    piece = counted(n_pieces[long])
-    start[np.repeat(last[long] - n_pieces[long] + 1, n_pieces[long]) + piece] += piece * seq_len
-    length = np.full(n, seq_len, np.int32)
-    length[last] = offsets[1:] - start[last]
-    return document, start, length, is_last
+    lengths = np.empty(n_documents, np.int32)
+    np.subtract(offsets[1:], offsets[:-1], out=lengths, casting="unsafe")
+    n_full = lengths // seq_len
+    rest = lengths - n_full * seq_len
+    ends = np.cumsum(n_full, dtype=np.int64)  # of each document's full pieces among all of them
+    full = int(ends[-1]) if n_documents else 0
+    short = np.flatnonzero(rest)
+    document = np.empty(full + short.size, np.uint32 if n_documents <= 2**32 else np.int64)
+    start = np.empty(document.size, np.int64)
+    length = np.full(document.size, seq_len, np.int32)
+    # Full pieces are the longest and fill the first rows in their order, which needs no search. From one to the next it
+    # is `seq_len` tokens, or more where a document begins.
+    cut = np.flatnonzero(n_full)
+    n_cut = n_full[cut]
+    document[:full] = np.repeat(cut.astype(document.dtype), n_cut)
+    start[:full] = seq_len
+    step = offsets[cut]
+    step[1:] -= step[:-1] + (n_cut[:-1] - 1).astype(np.int64) * seq_len
+    start[ends[cut] - n_cut] = step
+    np.cumsum(start[:full], out=start[:full])
+    # The rest of each document ends with it.
+    order, bins = best_fit(rest[short], seq_len)
+    counts = np.bincount(bins)
+    short = short[order[np.argsort(bins, kind="stable")]]
+    document[full:] = short
+    length[full:] = rest[short]
+    np.subtract(offsets[1:][short], length[full:], out=start[full:])
+    labels = length.copy()
+    labels[full:] -= 1
+    labels[ends[rest == 0] - 1] -= 1  # documents that end with a full piece
+    return Slices(document, start, length, labels, _row_offsets(full, counts))
+
+
+def _row_offsets(alone: int, counts: np.ndarray) -> np.ndarray:
+    """Where rows begin: first rows of one slice, then rows of so many."""
+    offsets = np.ones(alone + counts.size + 1, np.int64)
+    offsets[0] = 0
+    offsets[alone + 1 :] = counts
+    return np.cumsum(offsets, out=offsets)
 
 
 def fill_concat(offsets: np.ndarray, seq_len: int) -> Slices:
@@ -81,7 +93,7 @@ def fill_concat(offsets: np.ndarray, seq_len: int) -> Slices:
     length = np.minimum(end[document], (row + 1) * seq_len) - start
     labels = length.copy()
     labels[-1:] -= 1  # nothing follows the last token of the store
-    return Slices(document, start, length, labels, row)
+    return Slices(document, start, length, labels, _row_offsets(0, np.bincount(row)))
 
 
 def fill_buckets(offsets: np.ndarray, lengths: list[int]) -> tuple[Slices, list[int]]:
@@ -96,7 +108,7 @@ def fill_buckets(offsets: np.ndarray, lengths: list[int]) -> tuple[Slices, list[
     """
     longest, shortest = lengths[0], lengths[-1]
     begin, end = offsets[:-1], offsets[1:]
-    parts: list[Slices] = []
+    parts: list[tuple[np.ndarray, ...]] = []
     counts: list[int] = []
     full = (end - begin) // longest
     document = np.repeat(np.arange(begin.size), full)
@@ -107,19 +119,19 @@ def fill_buckets(offsets: np.ndarray, lengths: list[int]) -> tuple[Slices, list[
             document = np.flatnonzero(rest >= length)
             start = (end - rest)[document]
         labels = np.where(start + length == end[document], length - 1, length)
-        rows = np.arange(document.size) + sum(counts)
-        parts.append(Slices(document, start, np.full(document.size, length), labels, rows))
+        parts.append((document, start, np.full(document.size, length), labels))
         counts.append(document.size)
     rest = (end - begin) % shortest
     document = np.flatnonzero(rest)
     order, bins = best_fit(rest[document], shortest)
-    by_row = np.argsort(bins, kind="stable")
-    document = document[order[by_row]]
+    document = document[order[np.argsort(bins, kind="stable")]]
     length = rest[document]
-    rows = bins[by_row] + sum(counts)
-    parts.append(Slices(document, end[document] - length, length, length - 1, rows))
-    counts[-1] += int(bins.max()) + 1 if bins.size else 0
-    return Slices(*(np.concatenate(column) for column in zip(*parts, strict=True))), counts
+    parts.append((document, end[document] - length, length, length - 1))
+    joined = np.bincount(bins)
+    row_offsets = _row_offsets(sum(counts), joined)
+    counts[-1] += joined.size
+    document, start, length, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+    return Slices(document, start, length, labels, row_offsets), counts
 
 
 def counted(counts: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ alone. Cost: 28 bytes per slice on disk, opened without reading.
 import hashlib
 import io
 import json
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -286,17 +287,14 @@ def build_index(
         buckets = tuple(zip(row_lengths, counts, strict=True))
     else:
         filled = (fill_best_fit if mode == "bfd" else fill_concat)(offsets, seq_len)
-    document, start, length, labels, row = filled
-    n_rows = int(row[-1]) + 1 if row.size else 0
-    row_offsets = np.zeros(n_rows + 1, np.int64)
-    np.cumsum(np.bincount(row, minlength=n_rows), out=row_offsets[1:])
+    document, start, length, labels, row_offsets = filled
     arrays = {
         "row_offsets": row_offsets,
-        "document": document.astype(np.uint32 if lengths.size <= 2**32 else np.int64),
+        "document": document.astype(np.uint32 if lengths.size <= 2**32 else np.int64, copy=False),
         "start": start,
-        "length": length.astype(np.int32),
-        "labels": labels.astype(np.int32),
-        "valid": np.add.reduceat(labels, row_offsets[:-1]).astype(np.int32) if n_rows else np.zeros(0, np.int32),
+        "length": length.astype(np.int32, copy=False),
+        "labels": labels.astype(np.int32, copy=False),
+        "valid": _sums(labels, row_offsets),
     }
     return PackIndex(
         seq_len=seq_len,
@@ -306,6 +304,19 @@ def build_index(
         buckets=buckets,
         **arrays,
     )
+
+
+def _sums(labels: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
+    """Labels in each row (int32)."""
+    n_rows = row_offsets.size - 1
+    # The rows of one slice that come first, of long documents, need no sum. No row is empty, so they are where slice i
+    # begins row i.
+    alone = bisect_left(range(1, n_rows + 1), True, key=lambda row: bool(row_offsets[row] > row))
+    sums = np.empty(n_rows, np.int32)
+    sums[:alone] = labels[:alone]
+    total = np.cumsum(labels[alone:], dtype=np.int64)
+    sums[alone:] = np.diff(total[row_offsets[alone + 1 :] - (alone + 1)], prepend=0)
+    return sums
 
 
 def _made_again(values: dict[str, Any]) -> PackIndex:  # for pickle

@@ -24,6 +24,7 @@ from lt_data.progress import Progress, silent
 from lt_data.storage import os_errors
 from lt_data.store.manifest import Manifest, Shard, read_manifest
 from lt_data.store.megatron import LENGTHS_AT, decode_index, index_size
+from lt_data.store.together import together
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 TOKENIZER_FOLDER = "tokenizer"
@@ -66,6 +67,7 @@ class TokenStore:
         self._document_borders = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
         self._places = lru_cache(maxsize=_OPEN_SHARDS)(self._open_places)
+        self._joined = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself; a map would be copied.
@@ -212,6 +214,33 @@ class TokenStore:
         """All ids of one shard as a view of the mapped file; None where the store is not local."""
         return None if self._contents is not None else self._shard(number)
 
+    def mapped_together(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Some shards of a local store as parts of one array (lt_data.store.together).
+
+        Args:
+            shards: their numbers, in any order and number (int64 [n]).
+
+        Returns:
+            The array, and where in it each of these begins (int64 [n]); None where the store is not local, or they are
+            more than can be open at a time.
+        """
+        if self._contents is not None:
+            return None
+        ids, begin = self._joined
+        begins = begin[shards]
+        if begins.size and begins.min() < 0:
+            wanted = set(shards.tolist())
+            together_with = wanted | set(np.flatnonzero(begin >= 0).tolist())
+            numbers = sorted(together_with if len(together_with) <= _OPEN_SHARDS else wanted)
+            if len(numbers) > _OPEN_SHARDS:
+                return None
+            ids, places = together([self._shard(number) for number in numbers])
+            begin = np.full(begin.size, -1)
+            begin[numbers] = places
+            self._joined = (ids, begin)  # one assignment: other threads see the old pair or the new one
+            begins = begin[shards]
+        return ids, begins
+
     def prefetch(self, start: np.ndarray, length: np.ndarray) -> None:
         """Have runs of the store (global offsets and lengths, int64 [n]) at hand; a local store does nothing."""
         if self._contents is None:
@@ -267,7 +296,10 @@ class TokenStore:
         path = self._bin(self.manifest.shards[number])
         with os_errors("open", path):
             # A plain array over the map: slicing np.memmap itself is several times slower.
-            return np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
+            ids = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
+        if ids.size != self.manifest.shards[number].tokens:
+            self._check_size(path, self.manifest.shards[number].tokens * self.dtype.itemsize)
+        return ids
 
     def _open_places(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Lengths in tokens and begins in bytes of a shard's documents, as views of its mapped index."""

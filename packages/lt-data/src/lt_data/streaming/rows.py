@@ -258,8 +258,12 @@ class RowReader:
 
     def _copied(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
         """Rows of runs of the store, each with its row (in order), global offset and length; the rest is 0."""
-        if length.size == n and (length == self.seq_len).all() and (rows := self._full_rows(start)) is not None:
+        if length.size == n and (rows := self._one_run_each(start, length)) is not None:
             return rows
+        return self._joined(row, start, length, n)
+
+    def _joined(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
+        """As `_copied`, piece by piece."""
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
         padding = self.seq_len - used
         item = self.store.dtype.itemsize
@@ -273,24 +277,27 @@ class RowReader:
                 parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
 
-    def _full_rows(self, start: np.ndarray) -> np.ndarray | None:
-        """Rows that are one run each, where all of them lie in one local shard: one loop of copies, in C."""
+    def _one_run_each(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
+        """Rows that are one run each, most of them full and in one local shard: one loop of copies, in C."""
         borders = self.store.shard_borders
-        if not start.size or self.store.mapped(0) is None:
-            return None
         shard = np.searchsorted(borders, start, side="right") - 1
-        if (start + self.seq_len > borders[shard + 1]).any():
+        whole = (length == self.seq_len) & (start + self.seq_len <= borders[shard + 1])
+        others = np.flatnonzero(~whole)
+        if 2 * others.size >= start.size or (found := self.store.mapped_together(shard[whole])) is None:
             return None
-        source = start - borders[shard]
-        if int(shard.min()) != int(shard.max()):
-            return None
-        ids = _local(self.store, int(shard[0]))
+        ids, begin = found
+        source = (start - borders[shard])[whole] + begin
+        if others.size:  # something in their place, for now
+            source = np.insert(source, others - np.arange(others.size), source[0])
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
-        # Every run of the shard as one item, which overlap; only those asked for are copied.
+        # Every run of the shards as one item, which overlap; only those asked for are copied.
         runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
         touch = np.arange(0, self.seq_len, _TOUCH_BYTES // ids.itemsize)
         ids[(source[:, None] + touch).reshape(-1)]  # misses of memory and of pages for all rows at once, not in turn
-        return runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
+        rows = runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
+        if others.size:
+            rows[others] = self._joined(np.arange(others.size), start[others], length[others], others.size)
+        return rows
 
     def _shards_of(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
         """In how many shards each run lies."""
@@ -301,20 +308,22 @@ class RowReader:
     def _runs(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
         """The bytes of each run, one part for each shard that it lies in."""
         borders = self.store.shard_borders
+        if start.size and not (start.min() >= 0 and start.max() < borders[-1]):
+            raise DataError(f"a pack of {self.store.path} has rows outside the store: lt data verify says which")
         shard = np.searchsorted(borders, start, side="right") - 1
-        source = start - borders[shard]
-        ends = source + length
-        if not start.size or self.store.mapped(0) is None:
+        if (found := self.store.mapped_together(shard)) is None:
             return self._runs_of_any_kind(start, length)
+        ids, begin = found
         crossing = np.flatnonzero(start + length > borders[shard + 1])
-        shards = shard.tolist()
-        # Not np.unique, whose first call imports numpy.ma: more than everything else that a start does.
-        maps = {number: _local(self.store, number).data for number in set(shards)}
-        if len(maps) == 1 and not crossing.size:
-            (view,) = maps.values()
-            return map(view.__getitem__, map(slice, source.tolist(), ends.tolist()))
-        columns = zip(shards, source.tolist(), ends.tolist(), strict=True)
-        parts = [maps[number][begin:end] for number, begin, end in columns]
+        source = start - borders[shard] + begin
+        source[crossing] = begin[crossing]
+        ends = source + length
+        ends[crossing] = source[crossing]
+        # Views of no more than each run, which copy nothing.
+        parts = map(ids.data.__getitem__, map(slice, source.tolist(), ends.tolist()))
+        if not crossing.size:
+            return parts
+        parts = list(parts)
         for i in crossing[::-1].tolist():
             parts[i : i + 1] = self._runs_of_any_kind(start[i : i + 1], length[i : i + 1])
         return parts
@@ -330,18 +339,16 @@ class RowReader:
                 yield np.ascontiguousarray(part).data
                 begin, n, number = begin + part.size, n - part.size, number + 1
 
-    def _tokens_at(self, positions: np.ndarray) -> list[int]:
+    def _tokens_at(self, positions: np.ndarray) -> np.ndarray | list[int]:
         """Single tokens of the store."""
         borders = self.store.shard_borders
         shard = np.searchsorted(borders, positions, side="right") - 1
-        columns = zip(shard.tolist(), (positions - borders[shard]).tolist(), strict=True)
-        return [int(self.store.read(number, place, place + 1)[0]) for number, place in columns]
-
-
-def _local(store: TokenStore, number: int) -> np.ndarray:
-    mapped = store.mapped(number)
-    assert mapped is not None
-    return mapped
+        place = positions - borders[shard]
+        if (found := self.store.mapped_together(shard)) is not None:
+            ids, begin = found
+            return ids[place + begin]
+        columns = zip(shard.tolist(), place.tolist(), strict=True)
+        return [int(self.store.read(number, one, one + 1)[0]) for number, one in columns]
 
 
 def _place(row: np.ndarray, length: np.ndarray, seq_len: int) -> np.ndarray:
