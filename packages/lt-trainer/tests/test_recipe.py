@@ -101,7 +101,7 @@ def test_every_field_has_an_origin_and_a_description() -> None:
 def test_store_is_required() -> None:
     assert message_of(load) == (
         "data.store = '' (default): a run needs data; set data.store to a token store "
-        "(make one: lt data prepare SOURCE... --tokenizer PATH --out STORE)"
+        "(make one: lt data prepare SOURCE... --tokenizer PATH --out STORE), or data.synthetic to true for random rows"
     )
 
 
@@ -119,13 +119,13 @@ def test_store_is_required() -> None:
         ),
         (
             "qqqq = 5\n",
-            "qqqq = 5 (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, model, "
-            "model.rope_scaling, optimizer, parallel, run, schedule",
+            "qqqq = 5 (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, guard, "
+            "metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "[zzzzzz]\n",
-            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, checkpoint, data, engine, guard, metrics, "
-            "model, model.rope_scaling, optimizer, parallel, run, schedule",
+            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, guard, "
+            "metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "batch = 5\n",

@@ -21,9 +21,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
+from lt_data import Mixture
 from lt_model import parameters
-from lt_trainer.data import open_stream, step_batch
-from lt_trainer.engine import Engine, StepMetrics
+from lt_trainer.batches import open_batches
+from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.journal import GIB
 from lt_trainer.mirroring import describe
@@ -33,6 +34,7 @@ from lt_trainer.rundir import RunDir
 from lt_trainer.saver import Saver
 from lt_trainer.saving import Checkpoints, checkpoints_held, together
 from lt_trainer.schedule import lr as learning_rate
+from lt_trainer.synthetic import SyntheticRows
 
 SCRATCH = ".lt-run.check-"
 
@@ -122,14 +124,24 @@ def check(resolved: Resolved, *, environ: Mapping[str, str] | None = None) -> li
 
 
 def _describe_data(plan: Plan, table: Table) -> None:
-    recipe, reader = plan.recipe, plan.data.train
+    recipe, rows = plan.recipe, plan.data.train
+    ramp, steps = recipe.batch.grows(recipe.data.seq_len), recipe.schedule.max_steps
+    wanted = steps * recipe.batch.global_batch if ramp is None else ramp.rows_before(steps)
     with table.row("data") as words:
-        wanted = recipe.schedule.max_steps * recipe.batch.global_batch
-        words += [
-            f"{reader.store.n_documents} documents, {reader.store.n_tokens} tokens, vocabulary {plan.data.vocab_size}",
-            f"{reader.n_rows} rows of {reader.seq_len} ({recipe.data.pack})",
-            f"the run reads {wanted} rows, {wanted / reader.n_rows:.2f} epochs",
-        ]
+        if rows is None or isinstance(rows, SyntheticRows):
+            words.append(f"rows of {recipe.data.loader}" if recipe.data.loader else "rows of random ids")
+            words += [f"vocabulary {plan.data.vocab_size}", f"the run reads {wanted} rows"]
+        elif isinstance(rows, Mixture):
+            words.append(f"a mixture of {len(rows.names)} sources, vocabulary {plan.data.vocab_size}")
+            words.append(f"the run reads {wanted} rows of {rows.seq_len} ({recipe.data.pack})")
+            words += [f"{name}: {epochs:.2f} epochs" for name, epochs in rows.epochs(wanted).items()]
+        else:
+            store = rows.store
+            words += [
+                f"{store.n_documents} documents, {store.n_tokens} tokens, vocabulary {plan.data.vocab_size}",
+                f"{rows.n_rows} rows of {rows.seq_len} ({recipe.data.pack})",
+                f"the run reads {wanted} rows, {wanted / rows.n_rows:.2f} epochs",
+            ]
     for one in plan.data.validation:
         with table.row(f"validation {one.name}".rstrip()) as words:
             words.append(f"{one.reader.n_rows} rows of {one.reader.seq_len}, {one.text_bytes} bytes of text")
@@ -144,17 +156,16 @@ def _reserve(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table)
 
 def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table) -> None:
     recipe = plan.recipe
-    stream = open_stream(recipe, plan.data, engine.topology, None)
+    batches = open_batches(recipe, plan.data, engine.topology, engine.control)
 
-    def step() -> tuple[StepMetrics, float]:
+    def step(batch: StepBatch, number: int) -> tuple[StepMetrics, float]:
         start = time.monotonic()
-        batch = step_batch(stream.next(), recipe.batch.micro_batch)
-        rate = learning_rate(stream.state.step - 1, recipe.schedule, recipe.optimizer.lr)
+        rate = learning_rate(number, recipe.schedule, recipe.optimizer.lr)
         (numbers,) = engine.read([engine.step(batch, rate)])
         return numbers, time.monotonic() - start
 
     with table.row("one step") as words:
-        numbers, seconds = step()
+        numbers, seconds = step(batches.next_batch(), 0)
         uniform = math.log(plan.data.vocab_size)
         words += [
             f"loss {numbers.loss:.4f} (a model that knows nothing: {uniform:.4f})",
@@ -167,7 +178,7 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
                 f"the first step has loss {numbers.loss} and grad_norm {numbers.grad_norm}; "
                 "compute in another dtype, or look at the data"
             )
-    position = stream.state
+    position = batches.saved()
     with table.row("one save") as words:
         start = time.monotonic()
         path = checkpoints.save(engine, position)
@@ -179,7 +190,9 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
                 "your scheduler leaves between its signal and SIGKILL"
             )
     with table.row("read back") as words:
-        expected, seconds = step()
+        following = batches.next_batch()
+        batches.close()
+        expected, seconds = step(following, 1)
         words.append(f"a step takes {seconds:.2f} s")
         if plan.world.rank == 0:
             report = verify(path)
@@ -189,8 +202,13 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
                 )
         checkpoint = Checkpoint.open(path)
         engine.restore(checkpoint)
-        stream = open_stream(recipe, plan.data, engine.topology, checkpoints.stream_state(checkpoint))
-        again, _ = step()
+        if recipe.data.kind != "loader":  # one without a state could not be opened there, and need not be
+            opened = open_batches(
+                recipe, plan.data, engine.topology, engine.control, checkpoints.data_state(checkpoint)
+            )
+            following = opened.next_batch()
+            opened.close()
+        again, _ = step(following, 1)
         words.append(f"loss of the next step {expected.loss!r}, after a restore {again.loss!r}")
         if not math.isclose(again.loss, expected.loss, rel_tol=1e-3):
             raise CheckError(f"the step after a restore has loss {again.loss}, without it {expected.loss}")

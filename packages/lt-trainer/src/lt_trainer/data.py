@@ -1,24 +1,24 @@
-"""From the recipe's data section to step batches.
+"""What a run reads, from the recipe's data section: stores opened and checked, streams over them, and step batches.
 
-Opens stores and packs, checks them against the recipe, and cuts a stream's rows into micro-batches.
-
-Costs nothing at start: the store and the pack are memory-mapped, no index is built.
+Costs nothing at start: stores and packs are memory-mapped, no index is built. (A validation store that was made from
+ids is decoded once, for the bytes of its text.)
 
 Shapes: M micro-batches, B rows per micro-batch, T positions per row; a stream's rows come as [M * B, T].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_data import RowReader, Rows, Stream, StreamState, TokenStore, open_pack
+from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamState, TokenStore, open_pack
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
 from lt_trainer.sections import DataOptions
+from lt_trainer.synthetic import SyntheticRows
 
 if TYPE_CHECKING:
     from lt_data import StreamBatch
@@ -42,67 +42,113 @@ class ValidationSet:
 class TrainingData:
     """What a run reads.
 
-    Rows to train on, the sets to validate on, and the vocabulary that all were made with.
+    Rows to train on (None where a loader of the user's own gives them), the sets to validate on, and the vocabulary
+    that all were made with.
     """
 
-    train: RowReader
+    train: RowReader | Mixture | Buckets | SyntheticRows | None
     validation: tuple[ValidationSet, ...]
     vocab_size: int
     tokenizer_files: dict[str, bytes]
+    """Empty where no store has a tokenizer."""
 
 
 def open_data(recipe: Recipe) -> TrainingData:
     """Open and check the stores that a recipe names.
 
     Raises:
-        RecipeError: the vocabulary, the tokenizer or the two stores do not agree.
-        DataError: a store or a pack is missing or damaged.
+        RecipeError: the vocabulary, the tokenizer or the stores do not agree.
+        DataError: a store or a pack is missing or damaged, or a mixture's weights are wrong.
     """
     data = recipe.data
-    store = TokenStore.open(data.store)
-    given, found = recipe.model.vocab_size, store.vocab_size
-    if given and given != found and not (recipe.model.init_from and given > found):
-        raise RecipeError(
-            f"does not fit the tokenizer of {data.store}, which has {found} ids",
-            values={"model.vocab_size": given},
-            remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the "
-            "tokenizer that you mean",
+    if data.loader:
+        from lt_trainer.loading import find_factory
+
+        find_factory(data.loader)  # what is not there is said before anything is loaded
+    stores = _open_stores(data)
+    first = next(iter(stores.values()), None)
+    vocab_size = recipe.model.vocab_size if first is None else _vocab_size(recipe, first)
+    train = None
+    if data.kind == "synthetic":
+        train = SyntheticRows(vocab_size=vocab_size, seq_len=data.seq_len, seed=recipe.run.seed)
+    elif data.kind == "mixture":
+        readers = {name: _reader(data, stores[f"data.mixture.{name}.store"]) for name in data.mixture}
+        most = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
+        train = Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=most)
+    elif data.kind == "store" and data.pack == "buckets":
+        store = stores["data.store"]
+        train = Buckets(
+            store,
+            open_pack(store, seq_len=data.seq_len, mode="buckets", shortest=data.shortest),
+            global_batch=recipe.batch.global_batch,
+            weights=[Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None,
+            document_mask=data.document_mask,
         )
-    tokenizer = store.manifest.tokenizer
+    elif data.kind == "store":
+        train = _reader(data, stores["data.store"])
+    return TrainingData(
+        train=train,
+        validation=tuple(_validation_sets(data, stores)),
+        vocab_size=vocab_size,
+        tokenizer_files={} if first is None else dict(first.tokenizer().files),
+    )
+
+
+def _open_stores(data: DataOptions) -> dict[str, TokenStore]:
+    """Every store that the section names, by the name of its field, all of one tokenizer."""
+    paths = {"data.store": data.store}
+    paths |= {f"data.mixture.{name}.store": source.store for name, source in data.mixture.items()}
+    paths |= {"data.validation": data.validation}
+    paths |= {f"data.validation_sets.{name}.store": one.store for name, one in data.validation_sets.items()}
+    stores = {name: TokenStore.open(path) for name, path in paths.items() if path}
+    if not stores:
+        return {}
+    first = next(iter(stores))
+    for name, store in stores.items():
+        if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
+            raise RecipeError(
+                f"was made with another tokenizer than {first} = {paths[first]!r}",
+                values={name: paths[name]},
+                remedy="prepare both with the same tokenizer",
+            )
+    tokenizer = stores[first].manifest.tokenizer
     # The default name asks for nothing: a recipe written out with all its values must load again.
     if data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
         raise RecipeError(
-            f"{data.store} was made with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
+            f"{paths[first]} was made with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
             values={"data.tokenizer": data.tokenizer},
             remedy="leave data.tokenizer (TOKENIZER) out, since the store carries its own, or prepare the data "
             "with the tokenizer that you mean",
         )
-    train = RowReader(store, open_pack(store, seq_len=data.seq_len, mode=data.pack), document_mask=data.document_mask)
-    return TrainingData(
-        train=train,
-        validation=_open_validation(data, tokenizer.sha256),
-        vocab_size=found,
-        tokenizer_files=dict(store.tokenizer().files),
-    )
+    return stores
 
 
-def _open_validation(data: DataOptions, tokenizer_sha256: str) -> tuple[ValidationSet, ...]:
+def _vocab_size(recipe: Recipe, store: TokenStore) -> int:
+    """Ids of a store's tokenizer, which must be those of the recipe; a model may have rows to spare."""
+    given, found = recipe.model.vocab_size, store.vocab_size
+    if given and given != found and not (recipe.model.init_from and given > found):
+        raise RecipeError(
+            f"does not fit the tokenizer of {store.path}, which has {found} ids",
+            values={"model.vocab_size": given},
+            remedy="leave model.vocab_size (VOCAB_SIZE) out to take the store's, or prepare the data with the "
+            "tokenizer that you mean",
+        )
+    return found
+
+
+def _reader(data: DataOptions, store: TokenStore) -> RowReader:
+    """Rows of one store, of seq_len positions all."""
+    mode = "bfd" if data.pack == "buckets" else data.pack
+    return RowReader(store, open_pack(store, seq_len=data.seq_len, mode=mode), document_mask=data.document_mask)
+
+
+def _validation_sets(data: DataOptions, stores: Mapping[str, TokenStore]) -> Iterator[ValidationSet]:
     """The sets to validate on, data.validation first."""
-    named = {name: (f"data.validation_sets.{name}.store", entry.store) for name, entry in data.validation_sets.items()}
-    first = {"": ("data.validation", data.validation)} if data.validation else {}
-    found: list[ValidationSet] = []
-    for name, (option, path) in (first | named).items():
-        store = TokenStore.open(path)
-        if store.manifest.tokenizer.sha256 != tokenizer_sha256:
-            raise RecipeError(
-                f"was made with another tokenizer than data.store = {data.store!r}",
-                values={option: path},
-                remedy="prepare both with the same tokenizer",
-            )
-        pack = open_pack(store, seq_len=data.seq_len, mode=data.pack)
-        reader = RowReader(store, pack, document_mask=data.document_mask)
-        found.append(ValidationSet(name=name, reader=reader, text_bytes=text_bytes(store)))
-    return tuple(found)
+    fields = {"": "data.validation", **{name: f"data.validation_sets.{name}.store" for name in data.validation_sets}}
+    for name, field in fields.items():
+        if field in stores:
+            store = stores[field]
+            yield ValidationSet(name=name, reader=_reader(data, store), text_bytes=text_bytes(store))
 
 
 def text_bytes(store: TokenStore) -> int:
@@ -117,8 +163,38 @@ def text_bytes(store: TokenStore) -> int:
     return sum(len(tokenizer.decode(store.document(i), skip_special=True).encode()) for i in range(store.n_documents))
 
 
+def _phases(recipe: Recipe) -> list[dict[str, Any]]:
+    """The phases of the weights as `lt_data.Phase` takes them; a phase that is counted in steps begins with its row."""
+    ramp, batch = recipe.batch.grows(recipe.data.seq_len), recipe.batch.global_batch
+    phases = recipe.data.phases(lambda step: batch * step if ramp is None else ramp.rows_before(step))
+    return [{"from_row": row, "weights": weights} for row, weights in phases]
+
+
+def position_facts(recipe: Recipe) -> dict[str, Any]:
+    """What, beside the position, says which rows a step reads: for the event `data` (lt_data.looking.run_files)."""
+    data, ramp = recipe.data, recipe.batch.grows(recipe.data.seq_len)
+    facts: dict[str, Any] = {} if ramp is None else {"ramp": ramp.to_json()}
+    if data.kind == "mixture":
+        sources = data.mixture.items()
+        facts["rows"] = {
+            "kind": "mixture",
+            "stores": {name: source.store for name, source in sources},
+            "phases": _phases(recipe),
+            "max_epochs": {name: source.max_epochs for name, source in sources if source.max_epochs},
+        }
+    elif data.pack == "buckets" and data.kind == "store":
+        phases = _phases(recipe) if data.bucket_weights else []
+        facts["rows"] = {"kind": "buckets", "store": data.store, "shortest": data.shortest, "phases": phases}
+    elif data.kind == "synthetic":
+        facts["rows"] = {"kind": "synthetic"}
+    elif data.kind == "loader":
+        facts["rows"] = {"kind": "loader", "loader": data.loader}
+    return facts
+
+
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
     """The deterministic stream of this rank's rows, from the start or from a checkpoint's state."""
+    assert data.train is not None, "a loader's rows are in no stream"
     return Stream(
         data.train,
         global_batch=recipe.batch.global_batch,
@@ -127,6 +203,7 @@ def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: S
         seed=recipe.run.seed,
         shuffle=recipe.data.shuffle,
         state=state,
+        ramp=recipe.batch.grows(recipe.data.seq_len),
     )
 
 
@@ -144,9 +221,16 @@ def micro_batches(rows: Rows, micro_batch: int, valid_tokens: int) -> StepBatch:
     )
 
 
-def step_batch(batch: StreamBatch, micro_batch: int) -> StepBatch:
-    """This rank's rows of one step as a step batch."""
-    return micro_batches(batch.rows, micro_batch, batch.valid_tokens)
+def step_batch(batch: StreamBatch, micro_batch: int, seq_len: int = 0) -> StepBatch:
+    """This rank's rows of one step as a step batch.
+
+    Args:
+        batch: of a stream.
+        micro_batch: rows of a micro-batch.
+        seq_len: positions of such a row; of shorter ones a micro-batch has as many more as make up for it.
+    """
+    shorter = max(1, seq_len // batch.rows.input_ids.shape[1])
+    return micro_batches(batch.rows, micro_batch * shorter, batch.valid_tokens)
 
 
 def validation_batches(reader: RowReader, topology: Topology, micro_batch: int) -> Iterator[StepBatch]:

@@ -142,6 +142,10 @@ class Control(Protocol):
         """Rank 0's `value` (anything JSON can hold) on every rank."""
         ...
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything JSON can hold) on every rank, by rank."""
+        ...
+
 
 class SoloControl:
     """Control of a world of one process."""
@@ -153,6 +157,10 @@ class SoloControl:
     def broadcast(self, value: Any) -> Any:
         """The value itself."""
         return value
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value itself, alone."""
+        return [value]
 
 
 class Stopwatch(Protocol):

@@ -6,7 +6,7 @@ values came from; the loader, which knows, adds the sources with `RecipeError.lo
 
 from collections.abc import Mapping
 
-__all__ = ["MirrorError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
+__all__ = ["LoaderError", "MirrorError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
 
 
 class TrainerError(ValueError):
@@ -17,6 +17,10 @@ class TrainerError(ValueError):
 
 class RunDirError(TrainerError):
     """A run directory that cannot be used, written or read."""
+
+
+class LoaderError(TrainerError):
+    """A data loader of the user's own that fails, gives rows that cannot be trained on, or cannot go on."""
 
 
 class PeerError(TrainerError):

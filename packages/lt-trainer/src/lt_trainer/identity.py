@@ -9,6 +9,7 @@ must have one of them in common with those that are in the bucket, bit for bit.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,8 @@ from lt_trainer.rundir import read_mirror_name
 if TYPE_CHECKING:
     from lt_ckpt.s3.client import S3Folder
 
-FREE = ("run.out", "data.store", "data.validation", "model.preset", "batch.micro_batch")
+FREE = ("run.out", "data.store", "data.validation", "data.prefetch", "model.preset", "batch.micro_batch")
+FREE_STORES = re.compile(r"data\.(mixture|validation_sets)\.[^.]+\.store")
 FREE_SECTIONS = ("parallel", "checkpoint", "metrics", "guard", "engine")
 """What an empty machine may have otherwise; the store's content is compared when the data is opened."""
 
@@ -37,7 +39,10 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     return [
         f"{name}: {theirs[name]!r} there, {ours[name]!r} here"
         for name in sorted(theirs.keys() & ours.keys())
-        if theirs[name] != ours[name] and name not in FREE and name.partition(".")[0] not in FREE_SECTIONS
+        if theirs[name] != ours[name]
+        and name not in FREE
+        and not FREE_STORES.fullmatch(name)
+        and name.partition(".")[0] not in FREE_SECTIONS
     ]
 
 

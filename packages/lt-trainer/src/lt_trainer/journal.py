@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Protocol
@@ -77,6 +77,12 @@ class Work:
     flops_per_token: float
     recomputed_flops_per_token: float = 0.0
     """Of these, done a second time; nan where that is not known."""
+    flops_by_length: Mapping[int, float] = field(default_factory=dict)
+    """`flops_per_token` in rows of another length, whose attention sees less."""
+
+    def share(self, record: StepRecord) -> float:
+        """What a token of a step costs, in parts of one in a row of seq_len."""
+        return self.flops_by_length.get(record.row_length, self.flops_per_token) / self.flops_per_token
 
 
 class Monitor(Protocol):
@@ -168,12 +174,13 @@ class RunJournal:
             return
         work, rows = self._work, sum(record.rows for record in records)
         tokens = rows * work.seq_len
+        weighed = sum(record.rows * work.share(record) for record in records) * work.seq_len
         self._throughput.update(
             batches=rows / work.micro_batch,
             samples=rows,
             tokens=tokens,
-            flops=tokens * work.flops_per_token,
-            again=tokens * work.recomputed_flops_per_token,
+            flops=weighed * work.flops_per_token,
+            again=weighed * work.recomputed_flops_per_token,
         )
         rates, last = self._throughput.rates(), records[-1]
         self._write(

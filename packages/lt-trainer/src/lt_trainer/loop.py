@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from lt_data import StreamState
+from lt_trainer.batches import Batches
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import TrainerError
 from lt_trainer.recipe import Recipe
@@ -41,7 +42,9 @@ class StepRecord:
     learning_rate: float
     valid_tokens: int
     rows: int
-    """Of the whole run."""
+    """Of the whole run; shorter ones count as rows of data.seq_len with as many positions."""
+    row_length: int
+    """Positions of a row."""
 
 
 class TrainingError(TrainerError):
@@ -50,19 +53,6 @@ class TrainingError(TrainerError):
 
 class NothingToGoBackTo(Exception):
     """No checkpoint was saved yet."""
-
-
-class Batches(Protocol):
-    """Where the loop's batches come from."""
-
-    @property
-    def state(self) -> StreamState:
-        """The position after the last batch."""
-        ...
-
-    def next_batch(self) -> StepBatch:
-        """This rank's part of the next step."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +151,9 @@ class Loop:
     stop: StopSignals
     watch: Watch
     saves: Saves
-    go_back: Callable[[StreamState], Batches]
-    """Restores the newest checkpoint into the engine; returns the batches behind the rows read since (the argument's
-    position), or raises TrainingError when there is nothing to go back to."""
+    go_back: Callable[[Batches], None]
+    """Restores the newest checkpoint into the engine, and takes the batches to its step and behind the rows that were
+    read since; raises NothingToGoBackTo when there is none."""
     validation: Sequence[Validation] = ()
     _skipped: int = field(default=0, init=False)
     """Steps, since two checkpoints had none between them."""
@@ -213,7 +203,7 @@ class Loop:
                 if save:
                     self.engine.stopwatch.lap("checkpoint")
                     self.watch.mark("save", step)
-                    self.saves.save(self.batches.state, wait=bool(stopped_by) or last)
+                    self.saves.save(self.batches.saved(), wait=bool(stopped_by) or last)
                     self._forget_skipped()
                 self.engine.stopwatch.lap("rest")
                 self.journal.proceed()
@@ -245,14 +235,15 @@ class Loop:
         self.watch.mark("step", step + 1)
         pending = self.engine.step(batch, lr)
         self.engine.stopwatch.lap("rest")
-        n_micro, micro_batch, _ = batch.input_ids.shape
+        length, seq_len = batch.input_ids.shape[-1], self.recipe.data.seq_len
         return StepRecord(
             step=step + 1,
             loss=math.nan,
             grad_norm=math.nan,
             learning_rate=lr,
             valid_tokens=batch.valid_tokens,
-            rows=n_micro * micro_batch * self.engine.topology.dp_size,
+            rows=batch.input_ids.size // seq_len * self.engine.topology.dp_size,
+            row_length=length,
         ), pending
 
     def _boundary(self, step: int) -> None:
@@ -295,7 +286,7 @@ class Loop:
         self.journal.pause()
         self.saves.finish()
         try:
-            self.batches = self.go_back(self.batches.state)
+            self.go_back(self.batches)
         except NothingToGoBackTo as exc:
             raise TrainingError(f"{what}, and {exc}: training has diverged; {advice}") from exc
         self.engine.stopwatch.lap("rest")

@@ -96,6 +96,18 @@ class Recipe:
                 values={"metrics.eval_interval": self.metrics.eval_interval, "data.validation": self.data.validation},
                 remedy="set data.validation to a token store, or leave metrics.eval_interval out",
             )
+        if self.data.kind in ("synthetic", "loader") and not self.model.vocab_size:
+            raise RecipeError(
+                f"no store says how many ids there are with data.{self.data.kind}",
+                values={"model.vocab_size": 0, f"data.{self.data.kind}": getattr(self.data, self.data.kind)},
+                remedy="set model.vocab_size (VOCAB_SIZE)",
+            )
+        if self.batch.ramp.start and self.data.pack == "buckets":
+            raise RecipeError(
+                "buckets are read in steps of one size, since a step takes all its rows from one of them",
+                values={"batch.ramp.start": self.batch.ramp.start, "data.pack": self.data.pack},
+                remedy="leave batch.ramp out, or set data.pack to bfd",
+            )
         longest = self.model.max_position_embeddings
         if longest and longest < self.data.seq_len:
             raise RecipeError(
@@ -117,6 +129,16 @@ class Recipe:
                 f"{ranks} data parallel ranks take {rows} rows at a time, which does not divide the global batch",
                 values={"batch.global_batch": self.batch.global_batch, "batch.micro_batch": self.batch.micro_batch},
                 remedy=f"set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of {rows}, or micro_batch lower",
+            )
+        if self.batch.unit % rows:
+            raise RecipeError(
+                f"{ranks} data parallel ranks take {rows} rows at a time, which does not divide every step's batch",
+                values={
+                    "batch.ramp.start": self.batch.ramp.start,
+                    "batch.ramp.increment": self.batch.ramp_increment,
+                    "batch.micro_batch": self.batch.micro_batch,
+                },
+                remedy=f"set them to multiples of {rows}",
             )
         return self.batch.global_batch // rows
 
@@ -166,12 +188,13 @@ def load(
     merged |= {name: Given(value, source, True) for name, (value, source) in named(hyperparameters or {}).items()}
     merged |= dict(from_set(text) for text in sets)
     resolved = _resolve(merged)
-    if not resolved.recipe.data.store:
+    if not resolved.recipe.data.kind:
         raise RecipeError(
             "a run needs data",
             values={"data.store": ""},
             origins=resolved.origins,
-            remedy="set data.store to a token store (make one: lt data prepare SOURCE... --tokenizer PATH --out STORE)",
+            remedy="set data.store to a token store (make one: lt data prepare SOURCE... --tokenizer PATH --out STORE)"
+            ", or data.synthetic to true for random rows",
         )
     return resolved
 

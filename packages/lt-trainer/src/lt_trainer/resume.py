@@ -1,45 +1,29 @@
 """Where a run goes on: behind its newest valid checkpoint, or behind the rows that led it astray.
 
 Every time a position is taken up, an event `data` says which rows the steps from there on read: step S + k (k from 1)
-reads the positions R + (k - 1) * B to R + k * B - 1 of the global sequence. With it, `lt data inspect` finds the
-documents of any step long after.
+reads the positions R + (k - 1) * B to R + k * B - 1 of the global sequence; where the batch grows, or the rows are not
+of one store, the event says that too. With it, `lt data inspect` finds the documents of any step long after.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lt_ckpt import Checkpoint
-from lt_data import Stream, StreamState
-from lt_trainer.data import TrainingData, open_stream, step_batch
+from lt_trainer.batches import Batches, open_batches
+from lt_trainer.data import TrainingData, position_facts
 from lt_trainer.errors import RecipeError
 from lt_trainer.loop import NothingToGoBackTo
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.engine import Engine, StepBatch
+    from lt_trainer.engine import Engine
     from lt_trainer.journal import RunJournal, SilentJournal
     from lt_trainer.mirroring import Mirroring
     from lt_trainer.recipe import Recipe
     from lt_trainer.saving import Checkpoints
-
-
-class StreamBatches:
-    """A stream's rows as the loop's step batches."""
-
-    def __init__(self, stream: Stream, micro_batch: int) -> None:
-        self.stream, self._micro_batch = stream, micro_batch
-
-    @property
-    def state(self) -> StreamState:
-        """The stream's position."""
-        return self.stream.state
-
-    def next_batch(self) -> StepBatch:
-        """This rank's rows of the next step."""
-        return step_batch(self.stream.next(), self._micro_batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +40,7 @@ class Position:
     go_on: Callable[[], None]
     """Tells the watchdog that this rank goes on."""
 
-    def first(self) -> StreamBatches:
+    def first(self) -> Batches:
         """The batches to start with: behind the newest valid checkpoint, which is restored, or from the beginning.
 
         Where the run has a mirror with a newer valid checkpoint, that one is brought here and taken.
@@ -86,7 +70,7 @@ class Position:
             self.journal.say(f"model.init_from = {self.recipe.model.init_from!r} is not read: this run goes on")
         return batches
 
-    def _anew(self) -> StreamBatches:
+    def _anew(self) -> Batches:
         """The first batches of a run that starts with initial weights, or with those of `model.init_from`."""
         batches = self._batches(None)
         options, engine = self.recipe.model, self.engine
@@ -101,8 +85,8 @@ class Position:
                 self.journal.say(pretrained.describe())
         return batches
 
-    def go_back(self, now: StreamState) -> StreamBatches:
-        """Restore the newest checkpoint, and go on with the rows behind `now`.
+    def go_back(self, batches: Batches) -> None:
+        """Restore the newest checkpoint; the batches go on at its step, with the rows behind those that were read.
 
         Raises:
             NothingToGoBackTo: there is no checkpoint.
@@ -110,14 +94,16 @@ class Position:
         checkpoint = self._newest()
         if checkpoint is None:
             raise NothingToGoBackTo("no checkpoint was saved yet")
-        batches = self._restored(checkpoint, to_row=now.row)
+        from_step = batches.state.step
+        batches.go_back(self.checkpoints.stream_state(checkpoint))
+        self.engine.restore(checkpoint)
+        self._note(batches)
         first, last = batches.state.skipped[-1]
-        self.journal.event("rewind", step=checkpoint.step, from_step=now.step, rows=[first, last])
+        self.journal.event("rewind", step=checkpoint.step, from_step=from_step, rows=[first, last])
         self.journal.say(
-            f"back to {checkpoint.path.name} from step {now.step}; the rows at positions {first} to {last - 1} are "
+            f"back to {checkpoint.path.name} from step {from_step}; the rows at positions {first} to {last - 1} are "
             "skipped"
         )
-        return batches
 
     def _newest(self) -> Checkpoint | None:
         said: list[str] = []
@@ -126,17 +112,22 @@ class Position:
             self.journal.say(text)
         return checkpoint
 
-    def _restored(self, checkpoint: Checkpoint, to_row: int | None = None) -> StreamBatches:
-        state = self.checkpoints.stream_state(checkpoint)
-        batches = self._batches(state, to_row)  # refuses other data before any tensor is read
+    def _restored(self, checkpoint: Checkpoint) -> Batches:
+        batches = self._batches(self.checkpoints.data_state(checkpoint))  # refuses other data before a tensor is read
         self.engine.restore(checkpoint)
         return batches
 
-    def _batches(self, state: StreamState | None, to_row: int | None = None) -> StreamBatches:
-        topology = self.engine.topology
-        stream = open_stream(self.recipe, self.data, topology, state)
-        if to_row is not None:
-            stream.skip(to_row - stream.state.row)
-        position = stream.state.to_json()
-        self.journal.event("data", global_batch=stream.global_batch, dp_size=topology.dp_size, **position)
-        return StreamBatches(stream, self.recipe.batch.micro_batch)
+    def _batches(self, saved: Mapping[str, Any] | None) -> Batches:
+        batches = open_batches(self.recipe, self.data, self.engine.topology, self.engine.control, saved)
+        self._note(batches)
+        return batches
+
+    def _note(self, batches: Batches) -> None:
+        """Say in the events where the rows of the steps from here on stand."""
+        self.journal.event(
+            "data",
+            global_batch=self.recipe.batch.global_batch,
+            dp_size=self.engine.topology.dp_size,
+            **batches.state.to_json(),
+            **position_facts(self.recipe),
+        )

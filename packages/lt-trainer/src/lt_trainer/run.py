@@ -176,6 +176,7 @@ def run(
                 go_on=watch.go_on,
             )
             batches = position.first()
+            stack.callback(batches.close)
             mirroring.start()
             outcome = Loop(
                 recipe=recipe,
@@ -220,6 +221,7 @@ def work(recipe: Recipe, model: LlamaConfig, engine: Engine) -> Work:
         micro_batch=recipe.batch.micro_batch,
         seq_len=recipe.data.seq_len,
         flops_per_token=flops_per_token(model, recipe.data.seq_len, FLOPS_CONVENTION),
+        flops_by_length={n: flops_per_token(model, n, FLOPS_CONVENTION) for n in recipe.data.row_lengths[1:]},
         recomputed_flops_per_token=engine.recomputed_flops_per_token,
     )
 

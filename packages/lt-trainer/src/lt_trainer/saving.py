@@ -33,6 +33,7 @@ from lt_ckpt import (
     write_trial,
 )
 from lt_data import StreamState
+from lt_trainer.batches import position
 from lt_trainer.errors import RecipeError, TrainerError
 
 if TYPE_CHECKING:
@@ -157,7 +158,11 @@ class Checkpoints:
         return Checkpoint.open(path) if path else None
 
     def stream_state(self, checkpoint: Checkpoint) -> StreamState:
-        """The data position of `checkpoint`, after checking that it is a checkpoint of this run's model.
+        """The data position of `checkpoint`; see `data_state`."""
+        return position(self.data_state(checkpoint))
+
+    def data_state(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
+        """The data state of `checkpoint`, after checking that it is a checkpoint of this run's model.
 
         Raises:
             RecipeError: the checkpoint holds another model.
@@ -175,7 +180,7 @@ class Checkpoints:
                 "or set the [model] section back to what this run was started with"
             )
         assert checkpoint.manifest.data is not None, "a training checkpoint always holds its data position"
-        return StreamState.from_json(checkpoint.manifest.data)
+        return checkpoint.manifest.data
 
 
 def checkpoints_held(recipe: Recipe) -> int:

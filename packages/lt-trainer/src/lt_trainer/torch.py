@@ -76,6 +76,16 @@ class GlooControl:
             dist.broadcast(box, src=0, group=self._group)
         return json.loads(box.numpy().tobytes())
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value on every rank."""
+        text = json.dumps(value).encode()
+        longest, ranks = self.all_max(len(text)), dist.get_world_size(self._group)
+        mine = torch.from_numpy(np.frombuffer(text.ljust(longest), dtype=np.uint8).copy())  # JSON ends in no blanks
+        boxes = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
+        with peers():
+            dist.all_gather(boxes, mine, group=self._group)
+        return [json.loads(box.numpy().tobytes()) for box in boxes]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:

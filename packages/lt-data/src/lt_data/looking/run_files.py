@@ -22,7 +22,7 @@ Cost: the two files and RUN/metrics.jsonl are read whole.
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -171,13 +171,16 @@ def inspect_step(
             f"{folders}: not the rows that step {step} of {run} read ({'; '.join(changed)}): give the store "
             f"that the run read with --store, and look at the data section of {run / RECIPE}"
         )
+    state = event.state_before(step)
+    # The event's fingerprint tells of the phases that had begun at its row; more may have begun before the step.
+    at_step = sequence_fingerprint(reader, shuffle=data["shuffle"], position=state.row)
     stream = Stream(
         reader,
         global_batch=event.global_batch,
         dp_size=event.dp_size,
         seed=event.seed,
         shuffle=data["shuffle"],
-        state=event.state_before(step),
+        state=replace(state, fingerprint=at_step),
         ramp=event.ramp,
     )
     last = _last_recorded(run, after)

@@ -6,10 +6,10 @@ in `recipe.py`. An option that would have no effect is an error, because whoever
 The upper-case names (`hp`) are the hyperparameters of the Litespark training algorithm on SageMaker.
 """
 
-from lt_trainer.sections.batch import BatchOptions
+from lt_trainer.sections.batch import BatchOptions, RampOptions
 from lt_trainer.sections.checkpoint import CheckpointOptions
 from lt_trainer.sections.checks import above_zero, at_least, wrong
-from lt_trainer.sections.data import DataOptions
+from lt_trainer.sections.data import BucketOptions, DataOptions, SourceOptions, ValidationOptions
 from lt_trainer.sections.guard import GuardOptions
 from lt_trainer.sections.metrics import MetricsOptions
 from lt_trainer.sections.model import ModelOptions, RopeScalingOptions
@@ -20,6 +20,7 @@ from lt_trainer.sections.schedule import ScheduleOptions
 
 __all__ = [
     "BatchOptions",
+    "BucketOptions",
     "CheckpointOptions",
     "DataOptions",
     "GuardOptions",
@@ -27,9 +28,12 @@ __all__ = [
     "ModelOptions",
     "OptimizerOptions",
     "ParallelOptions",
+    "RampOptions",
     "RopeScalingOptions",
     "RunOptions",
     "ScheduleOptions",
+    "SourceOptions",
+    "ValidationOptions",
     "above_zero",
     "at_least",
     "wrong",

@@ -1,0 +1,297 @@
+"""Mixtures, buckets, random rows, batches that grow; stops, ways back and `inspect_step` know of all of them."""
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
+from lt_trainer.batches import StreamBatches
+from lt_trainer.data import open_data, open_stream
+from lt_trainer.engine import Topology
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.recipe import load
+from lt_trainer.run import run
+from lt_trainer.synthetic import SyntheticRows
+
+Base = dict[str, dict[str, Any]]
+
+
+def start(base: Base, *sets: str, **options: Any) -> int:
+    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+
+
+def out(base: Base) -> Path:
+    return Path(base["run"]["out"])
+
+
+def losses(base: Base) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(out(base) / "metrics.jsonl") if "loss" in r}
+
+
+def events(base: Base, kind: str) -> list[dict[str, Any]]:
+    return [e for e in read_jsonl(out(base) / "events.jsonl") if e["event"] == kind]
+
+
+def mixture(base: Base, little_data: Path) -> None:
+    base["data"] = {
+        "seq_len": 32,
+        "mixture": {
+            "large": {"store": str(little_data / "train"), "weight": 3, "phase_weights": [1]},
+            "small": {"store": str(little_data / "validation"), "weight": 1},
+        },
+        "phase_steps": [7],
+    }
+
+
+def buckets(base: Base, little_data: Path) -> None:
+    for half in ("train", "validation"):
+        pack(TokenStore.open(little_data / half), seq_len=32, mode="buckets", shortest=8)
+    base["data"] |= {"pack": "buckets", "shortest": 8}
+
+
+def weighted_buckets(base: Base, little_data: Path) -> None:
+    buckets(base, little_data)
+    base["data"] |= {
+        "bucket_weights": {"8": {"weight": 2, "phase_weights": [0]}, "32": {"weight": 1}},
+        "phase_rows": [80],
+    }
+
+
+def synthetic(base: Base, little_data: Path) -> None:
+    base["data"] = {"seq_len": 32, "synthetic": True}
+    base["model"]["vocab_size"] = 300
+
+
+def ramp(base: Base, little_data: Path) -> None:
+    base["batch"] |= {"global_batch": 16, "ramp": {"start": 4, "steps": 11}}
+
+
+def ramped_mixture(base: Base, little_data: Path) -> None:
+    mixture(base, little_data)
+    base["batch"] |= {"global_batch": 16, "ramp": {"start": 4, "tokens": 4000}}
+
+
+KINDS = [mixture, buckets, weighted_buckets, synthetic, ramp, ramped_mixture]
+each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+Kind = Callable[[Base, Path], None]
+
+
+@each_kind
+def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data, tmp_path, kind: Kind) -> None:
+    kind(recipe_base, little_data)
+    assert start(recipe_base) == 0
+    whole, rows = losses(recipe_base), fake_engine.opened[0].rows
+    recipe_base["run"]["out"] = str(tmp_path / "stopped")
+    assert start(recipe_base, stop_at_step=9) == 75
+    assert start(recipe_base, "data.prefetch=0") == 0
+    assert losses(recipe_base) == whole
+    assert fake_engine.opened[1].rows + fake_engine.opened[2].rows == rows
+    assert len(set(rows[:32])) > 8, "rows differ from one another"
+
+
+@each_kind
+def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_data, kind: Kind) -> None:
+    """Two ranks read the two halves of each step that one rank reads, and the position is the same."""
+    kind(recipe_base, little_data)
+    recipe_base["batch"]["micro_batch"] = 2
+    recipe = load(base=recipe_base).recipe
+    data = open_data(recipe)
+
+    def batches(rank: int, size: int) -> StreamBatches:
+        return StreamBatches(recipe, data, Topology(rank=rank, world=size, dp_rank=rank, dp_size=size))
+
+    one, two = batches(0, 1), [batches(rank, 2) for rank in range(2)]
+    for step in range(20):
+        whole, halves = one.next_batch(), [rank.next_batch() for rank in two]
+        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+            length = getattr(whole, name).shape[-1]
+            parts = [getattr(half, name).reshape(-1, length) for half in halves]
+            assert np.array_equal(getattr(whole, name).reshape(-1, length), np.concatenate(parts))
+        assert {half.valid_tokens for half in halves} == {whole.valid_tokens}
+        assert whole.valid_tokens == int((whole.labels != -100).sum()) > 0
+        assert {rank.state for rank in two} == {one.state}
+        assert one.state.step == step + 1
+        assert whole.input_ids.shape[1] * whole.input_ids.shape[2] == 2 * 32, "as many positions in each micro-batch"
+    for opened in (one, *two):
+        opened.close()
+
+
+@pytest.mark.parametrize("kind", [mixture, buckets, weighted_buckets, ramp, ramped_mixture], ids=lambda k: k.__name__)
+def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
+    recipe_base, fake_engine, little_data, kind: Kind
+) -> None:
+    kind(recipe_base, little_data)
+    fake_engine.poison = lambda call, batch: call in (8, 9, 10)
+    assert start(recipe_base, "guard.max_skipped=2") == 0
+    (rewind,) = events(recipe_base, "rewind")
+    assert (rewind["step"], rewind["from_step"]) == (6, 10)
+    first, last = rewind["rows"]
+    last_data = events(recipe_base, "data")[-1]
+    assert (last_data["step"], last_data["row"], last_data["skipped"]) == (6, last, [[first, last]])
+    trained = iter(fake_engine.opened[0].rows)
+    stores = {name: TokenStore.open(little_data / name) for name in ("train", "validation")}
+    recipe = load(base=recipe_base).recipe
+    unskipped = open_stream(recipe, open_data(recipe), Topology(rank=0, world=1, dp_rank=0, dp_size=1), None)
+    for call in range(1, 25):  # calls 1 to 10 were steps 1 to 10, the others 7 to 20
+        if 6 < call <= 10:  # the events tell what these steps have read since
+            state = unskipped.ahead(call - 1)
+            for _ in unskipped.global_rows(state, unskipped.batch_rows(call - 1)):
+                next(trained)
+            continue
+        report = inspect_step(out(recipe_base), call if call <= 6 else call - 4)
+        assert report.recorded
+        assert report.batch_rows == len(report.rows)
+        for row in report.rows:
+            ids: list[int] = []
+            for piece in row.pieces:
+                store = stores["validation" if row.origin == "small" else "train"]
+                begin, _ = store.document_span(piece.document)
+                ids += store.tokens(begin + piece.begin, piece.end - piece.begin).tolist()
+            length = int(row.origin) if row.origin.isdigit() else 32
+            assert len(ids) + row.padding == length
+            assert next(trained) == np.array(ids + [0] * row.padding, np.int32).tobytes()
+    assert next(trained, None) is None
+
+
+def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
+    mixture(recipe_base, little_data)
+    recipe = load(base=recipe_base).recipe
+    readers = {}
+    for name, half in (("large", "train"), ("small", "validation")):
+        store = TokenStore.open(little_data / half)
+        readers[name] = RowReader(store, open_pack(store, seq_len=32))
+    phases = [
+        Phase(weights={"large": 3, "small": 1}),
+        Phase(weights={"large": 1, "small": 1}, from_row=7 * 8),
+    ]
+    wanted = Stream(Mixture(readers, phases), global_batch=8, seed=0)
+    found = open_stream(recipe, open_data(recipe), Topology(rank=0, world=1, dp_rank=0, dp_size=1), None)
+    for _ in range(12):
+        a, b = wanted.next(), found.next()
+        assert np.array_equal(a.row_ids, b.row_ids)
+        assert a.state == b.state
+
+
+def test_phases_of_a_growing_batch_begin_with_their_step(recipe_base, little_data) -> None:
+    ramped_mixture(recipe_base, little_data)
+    recipe = load(base=recipe_base).recipe
+    grows = recipe.batch.grows(32)
+    assert grows is not None
+    ((_, first), (row, second)) = recipe.data.phases(grows.rows_before)
+    assert row == grows.rows_before(7) != 7 * 16
+    assert (first, second) == ({"large": 3, "small": 1}, {"large": 1, "small": 1})
+
+
+def test_changed_weights_are_refused_where_they_were_read_and_free_ahead(recipe_base, fake_engine, little_data) -> None:
+    mixture(recipe_base, little_data)
+    assert start(recipe_base, stop_at_step=5) == 75
+    with pytest.raises(DataError, match=r"another sequence of rows \(weights@0"):
+        start(recipe_base, "data.mixture.small.weight=2")
+    assert start(recipe_base, "data.mixture.large.phase_weights=2", stop_at_step=9) == 75
+    with pytest.raises(DataError, match="weights@56"):
+        start(recipe_base, "data.mixture.large.phase_weights=5")
+    recipe_base["data"]["mixture"]["more"] = {"store": str(little_data / "train")}
+    with pytest.raises(DataError, match="another sequence of rows"):
+        start(recipe_base, "data.mixture.large.phase_weights=2")
+
+
+def test_a_source_that_may_not_be_read_again_ends_the_run(recipe_base, fake_engine, little_data) -> None:
+    mixture(recipe_base, little_data)
+    with pytest.raises(DataError, match=r"source small: its \d+ rows were read 1 times, which is its max_epochs"):
+        start(recipe_base, "data.mixture.small.max_epochs=1", "schedule.max_steps=400")
+
+
+def test_a_batch_that_grows_reads_what_its_closed_form_says(recipe_base, fake_engine, little_data) -> None:
+    ramp(recipe_base, little_data)
+    assert start(recipe_base) == 0
+    grows = load(base=recipe_base).recipe.batch.grows(32)
+    assert grows is not None
+    assert [grows.rows_of(step) for step in range(13)] == [4] * 4 + [8] * 4 + [12] * 3 + [16] * 2
+    (engine,) = fake_engine.opened
+    assert len(engine.rows) == grows.rows_before(20)
+    records = [r for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "loss" in r]
+    assert [r["learning_rate"] for r in records] == engine.lrs
+    by_step = [r["samples_per_sec"] / r["batches_per_sec"] for r in records]
+    assert by_step == pytest.approx([4] * 20), "samples are real rows: micro_batch of them in each micro-batch"
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    vocab=st.integers(2, 2**18),
+    rows=st.lists(st.integers(0, 2**61), min_size=1, max_size=5),
+    seq_len=st.integers(2, 40),
+)
+def test_random_rows_are_a_function_of_seed_and_row(seed: int, vocab: int, rows: list[int], seq_len: int) -> None:
+    made = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed)
+    numbers = np.array(rows)
+    together = made.compact(numbers).widen()
+    for i, row in enumerate(rows):
+        alone = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed).compact(np.array([row])).widen()
+        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+            assert np.array_equal(getattr(together, name)[i], getattr(alone, name)[0])
+    assert together.input_ids.min() >= 0
+    assert max(together.input_ids.max(), together.labels.max()) < vocab
+    assert np.array_equal(together.labels[:, :-1], together.input_ids[:, 1:])
+    assert made.labels_in(numbers) == int((together.labels != -100).sum()) == len(rows) * seq_len
+
+
+def test_random_rows_stay_the_same_in_every_version_and_look_uniform() -> None:
+    made = SyntheticRows(vocab_size=50000, seq_len=8, seed=1)
+    known = made.compact(np.array([0, 1, 10**12])).widen()
+    assert known.input_ids.tolist() == KNOWN
+    assert [[_id(1, row, place) for place in range(8)] for row in (0, 1, 10**12)] == KNOWN
+    rows = SyntheticRows(vocab_size=16, seq_len=999, seed=0).compact(np.arange(64)).widen().input_ids
+    counts = np.bincount(rows.ravel(), minlength=16)
+    assert ((counts - counts.mean()) ** 2).sum() / counts.mean() < 50  # chi-squared with 15 degrees of freedom
+    pairs = np.bincount((rows[:, :-1] * 16 + rows[:, 1:]).ravel(), minlength=256)
+    assert ((pairs - pairs.mean()) ** 2).sum() / pairs.mean() < 400
+    other = SyntheticRows(vocab_size=50000, seq_len=8, seed=2).compact(np.array([0])).widen()
+    assert other.input_ids[0].tolist() != KNOWN[0]
+
+
+def _id(seed: int, row: int, place: int) -> int:
+    """The id below 50000 as the module's text says it, in plain integers."""
+
+    def mixed(value: int) -> int:
+        value ^= value >> 30
+        value = value * 0xBF58476D1CE4E5B9 % 2**64
+        value ^= value >> 27
+        value = value * 0x94D049BB133111EB % 2**64
+        return value ^ value >> 31
+
+    gamma = 0x9E3779B97F4A7C15
+    key = int.from_bytes(hashlib.sha256(f"lt synthetic rows 1 {seed}".encode()).digest()[:8], "little")
+    return (mixed((mixed((row * gamma + key) % 2**64) + place * gamma) % 2**64) >> 32) * 50000 >> 32
+
+
+KNOWN = [
+    [39482, 35443, 2088, 37028, 7369, 31557, 22049, 47798],
+    [16251, 22735, 39454, 381, 35510, 10575, 7939, 23100],
+    [47878, 12674, 33825, 10554, 3321, 47731, 23255, 14461],
+]
+
+
+def test_random_rows_are_in_no_store(recipe_base, fake_engine, little_data) -> None:
+    synthetic(recipe_base, little_data)
+    assert start(recipe_base, stop_at_step=3) == 75
+    with pytest.raises(DataError, match="it read synthetic rows, which are in no token store"):
+        inspect_step(out(recipe_base), 2)
+    with pytest.raises(DataError, match="seed: 0 before, 1 now"):
+        start(recipe_base, "run.seed=1")
+
+
+def test_random_rows_may_be_validated_on_text(recipe_base, fake_engine, little_data) -> None:
+    synthetic(recipe_base, little_data)
+    recipe_base["data"]["validation"] = str(little_data / "validation")
+    assert start(recipe_base) == 0
+    assert [r["step"] for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "val_loss" in r] == [20]
+    recipe_base["model"]["vocab_size"] = 299
+    with pytest.raises(ValueError, match=r"model\.vocab_size = 299.*300 ids"):
+        start(recipe_base)
