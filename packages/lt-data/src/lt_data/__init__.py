@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lt_data.exports.exporting import export
     from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
+    from lt_data.looking.checking import verify
     from lt_data.looking.inspection import InspectedRow, Piece, inspect_batch, inspect_rows
     from lt_data.looking.ngram import NgramCounts
     from lt_data.looking.run_files import StepReport, inspect_step
@@ -88,6 +89,7 @@ _MODULES = {
     "steps_per_epoch": "looking.steps",
     "train_bpe": "tokenizing.tokenizer",
     "upload": "remote.sending",
+    "verify": "looking.checking",
     "write_report": "showing.report",
 }
 
@@ -142,6 +144,7 @@ __all__ = [
     "steps_per_epoch",
     "train_bpe",
     "upload",
+    "verify",
     "write_report",
 ]
 

@@ -64,7 +64,7 @@ def test_documents_as_plain_json(store: TokenStore, tmp_path: Path, run: Run) ->
     (tmp_path / "ids.json").write_text('{"ids": [5, 6]}\n{"ids": []}\n')
     code, text, _ = run(
         *("import", tmp_path / "ids.json", "--from", "smp", "--field", "ids", "--eos", "--bos"),
-        *("--tokenizer", store.path / "tokenizer", "--out", tmp_path / "st"),
+        *("--tokenizer", f"file://{store.path}/tokenizer", "--out", tmp_path / "st"),  # a URL, as s3://bucket/prefix
     )
     assert (code, text) == (0, f"1 documents, 4 tokens in {tmp_path / 'st'}\n1 empty documents left out\n")
     code, _, _ = run("export", tmp_path / "st", "--to", "smp", "--no-gz", "--out", tmp_path / "out")

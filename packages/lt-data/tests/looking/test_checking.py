@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents, verify
 from lt_data.__main__ import main
-from lt_data.looking.checking import problems
 from lt_data.packing.packs import PackIndex
 
 
@@ -31,7 +30,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, texts:
 
 def found(folder: Path) -> list[str]:
     try:
-        return list(problems(TokenStore.open(folder)))
+        return verify(TokenStore.open(folder))
     except DataError as exc:
         return [str(exc)]
 
@@ -97,7 +96,7 @@ def test_ids_beyond_the_vocabulary(whole: Path, tmp_path: Path) -> None:
     store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
     highest = max(int(store.shard(i).max()) for i in range(len(store.manifest.shards)))
     smaller = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, vocab_size=highest))
-    told = [problem for problem in problems(TokenStore(store.path, smaller)) if "has the id" in problem]
+    told = [problem for problem in verify(TokenStore(store.path, smaller)) if "has the id" in problem]
     assert told
     assert f"has the id {highest}, the tokenizer's highest is {highest - 1}" in told[0]
 
@@ -137,7 +136,7 @@ def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole:
     made = replace(made, fingerprint=made._compute_fingerprint())
     shutil.rmtree(folder)
     made.save(folder)
-    told = list(problems(store))
+    told = verify(store)
     assert told
     assert all(str(folder) in problem for problem in told)
 

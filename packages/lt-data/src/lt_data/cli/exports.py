@@ -63,7 +63,7 @@ def import_(
     format: Annotated[
         str, typer.Option("--from", metavar="FORMAT", help="hf, megatron, smp, litespark, litpkds, mds.")
     ],
-    tokenizer: Annotated[Path, typer.Option(help="Folder of the tokenizer that made the ids.")],
+    tokenizer: Annotated[str, typer.Option(help="The tokenizer that made the ids: folder, model of the hub, or URL.")],
     out: Annotated[Path, typer.Option(help="Folder of the store to make.")],
     borders: Annotated[
         str | None,

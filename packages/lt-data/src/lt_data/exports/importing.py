@@ -111,7 +111,7 @@ def import_tokens(
     Args:
         path: the folder or file, see the module of each format.
         options: the format, and how it is read.
-        tokenizer: the one that made the ids, or its folder.
+        tokenizer: the one that made the ids, or where it is: a folder, a model of the hub, a URL (`Tokenizer.load`).
         out: folder of the store. It appears when all is done.
         shard_tokens: about how many ids go into one shard.
         overwrite: replace `out` if it is a token store.

@@ -47,6 +47,11 @@ def problems(store: TokenStore, progress: Progress = silent) -> Iterator[str]:
         yield from _of_pack(store, folder, rows=indexes_good)
 
 
+def verify(store: TokenStore, progress: Progress = silent) -> list[str]:
+    """Check a store and its packs: what is wrong, each with the file it is in; nothing: all is as it was written."""
+    return list(problems(store, progress))
+
+
 def pack_folders(store: TokenStore) -> list[Path]:
     """The folders of the packs of a store, by name."""
     store.bring(PACK_FOLDER)
