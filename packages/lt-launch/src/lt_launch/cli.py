@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from lt_launch.profile import Profile
     from lt_launch.runfile import RunFile
 
 app = typer.Typer(
@@ -38,8 +40,24 @@ Stage = Annotated[str, typer.Option(help="Only this stage of a pipeline.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a launch (its --out), or its name.")]
 
 
+def _room(on: str, profile: Profile) -> tuple[int, int]:
+    """Nodes and processes per node that a target has; 0 where only the person can know."""
+    if on == "local":
+        from lt_launch.local import devices
+
+        return 1, devices()
+    if on == "ssh":
+        from lt_launch.hosts import slots
+        from lt_launch.ssh import SshOptions, hosts_of
+
+        hosts = hosts_of(profile.options("ssh", SshOptions))
+        return len(hosts), slots(hosts)
+    return 0, 0
+
+
 def _read(
     file: Path,
+    on: str,
     profile: Path | None,
     nodes: int | None,
     nproc_per_node: int | None,
@@ -60,19 +78,17 @@ def _read(
             raise LaunchError(f"--env {text}: write it as NAME=VALUE")
         variables[name] = value
     mine = load_profile(profile)
-    if hostfile is not None:
-        mine = mine.with_values({"ssh.hostfile": str(hostfile)}, "--hostfile")
     wanted = Wanted(
-        nodes=nodes, procs_per_node=nproc_per_node, out=out, env=variables, sets=tuple(sets or []), stage=stage
+        nodes=nodes,
+        procs_per_node=nproc_per_node,
+        out=out,
+        env=variables,
+        sets=tuple(sets or []),
+        stage=stage,
+        room=lambda found: _room(on, found.with_hostfile(hostfile)),
     )
-    read_file = read(file, mine, wanted)
-    if hostfile is None:
-        return read_file
-    return type(read_file)(
-        pipeline=read_file.pipeline,
-        profile=read_file.profile.with_values({"ssh.hostfile": str(hostfile)}, "--hostfile"),
-        path=read_file.path,
-    )
+    found = read(file, mine, wanted)
+    return replace(found, profile=found.profile.with_hostfile(hostfile))
 
 
 @app.command()
@@ -95,7 +111,7 @@ def run(
     """
     from lt_launch.launching import launch
 
-    wanted = _read(file, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
+    wanted = _read(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
     sys.exit(launch(wanted.pipeline, wanted.profile, on, detach=detach))
 
 
@@ -117,7 +133,7 @@ def render(
     from lt_launch.backend import backend
     from lt_launch.launching import as_text, write_rendered
 
-    wanted = _read(file, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
+    wanted = _read(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
     rendered = backend(on).render(wanted.pipeline, wanted.profile)
     if to is None:
         typer.echo(as_text(rendered), nl=False)
@@ -200,5 +216,37 @@ def doctor(
 
     wanted = None
     if file is not None:
-        wanted = _read(file, profile, nodes, nproc_per_node, None, None, hostfile, "", "")
+        wanted = _read(file, on, profile, nodes, nproc_per_node, None, None, hostfile, "", "")
     sys.exit(examine(on, wanted, profile, hostfile))
+
+
+@app.command("sagemaker-entry")
+def sagemaker_entry(
+    root: Annotated[Path, typer.Option(help="What stands for /opt/ml.")] = Path("/opt/ml"),
+) -> None:
+    """What a SageMaker training container runs: reads the contract below /opt/ml, trains, leaves model or failure.
+
+    Exit codes: 0 the model is there, 75 stopped and saved, else the first failure's code.
+    """
+    import os
+
+    from lt_launch.sagemaker.entry import entry
+
+    sys.exit(entry(root, os.environ, lambda text: typer.echo(f"# {text}")))
+
+
+@app.command("sagemaker-algorithm")
+def sagemaker_algorithm(
+    name: Annotated[str, typer.Option(help="Of the algorithm.")],
+    image: Annotated[str, typer.Option(help="The training image in ECR, with tag.")],
+    digest: Annotated[str, typer.Option(help="Of the image, sha256:...")] = "",
+    engine: Annotated[list[str] | None, typer.Option(help="gpu, neuron or both; gpu if none is given.")] = None,
+    description: Annotated[str, typer.Option(help="For the console.")] = "",
+) -> None:
+    """Print the CreateAlgorithm request that publishes a training image, made of the recipe's schema."""
+    import json
+
+    from lt_launch.sagemaker.algorithm import algorithm
+
+    made = algorithm(name=name, image=image, digest=digest, description=description, engines=engine or ["gpu"])
+    typer.echo(json.dumps(made, indent=1))

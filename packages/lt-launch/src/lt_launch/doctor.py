@@ -21,9 +21,7 @@ def examine(on: str, wanted: RunFile | None, profile: Path | None, hostfile: Pat
     from rich.console import Console
     from rich.markup import escape
 
-    mine: Profile = wanted.profile if wanted else load_profile(profile)
-    if hostfile is not None:
-        mine = mine.with_values({"ssh.hostfile": str(hostfile)}, "--hostfile")
+    mine: Profile = (wanted.profile if wanted else load_profile(profile)).with_hostfile(hostfile)
     console, worst = Console(highlight=False, soft_wrap=True), "ok"
     for finding in _findings(on, mine, wanted):
         where = f"{finding.where}: " if finding.where else ""

@@ -104,6 +104,13 @@ class Profile:
         """The profile with values of a run file, which win."""
         return Profile(given={**self.given, **given})
 
+    def with_hostfile(self, path: Path | None) -> Profile:
+        """The profile with the hosts of a hostfile in place of its own; unchanged without one."""
+        if path is None:
+            return self
+        others = {name: given for name, given in self.given.items() if name != "ssh.hosts"}
+        return Profile(given=others).with_values({"ssh.hostfile": str(path)}, "--hostfile")
+
     def as_table(self) -> dict[str, Any]:
         """Values by dotted name, for JSON."""
         return {name: given.value for name, given in self.given.items()}

@@ -30,7 +30,7 @@ for each job that trains; no engine is opened and nothing heavy is imported.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,8 @@ class Wanted:
     """Overrides of the recipe of every job that trains."""
     stage: str = ""
     """Only this stage, without those before it."""
+    room: Callable[[Profile], tuple[int, int]] | None = None
+    """Nodes and processes per node that the target has, for a job that trains and says neither; 0 = not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,16 +93,19 @@ def read(path: str | Path, profile: Profile, wanted: Wanted | None = None) -> Ru
     _refuse_unknown_tables(given)
     of_profile = {name.partition(".")[2]: value for name, value in given.items() if name.startswith("profile.")}
     check_names(of_profile)
+    mine = profile.over(of_profile)
     shared = {name: value for name, value in given.items() if name.startswith("job.")}
     tables = given["stages"].value if "stages" in given else None
     header = _header(given)
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
     if tables is None:
-        stages = [_stage(shared, {}, path, wanted, wanted.name or stem)]
+        stages = [_stage(shared, {}, path, wanted, mine, wanted.name or stem)]
     else:
-        stages = [_stage(shared, _table(table, number, path), path, wanted, "") for number, table in enumerate(tables)]
+        stages = [
+            _stage(shared, _table(table, number, path), path, wanted, mine, "") for number, table in enumerate(tables)
+        ]
     pipeline = _pipeline(stages, header, wanted, stem, alone=tables is None)
-    return RunFile(pipeline=pipeline, profile=profile.over(of_profile), path=path)
+    return RunFile(pipeline=pipeline, profile=mine, path=path)
 
 
 def _pipeline(stages: list[Stage], header: Mapping[str, str], wanted: Wanted, stem: str, *, alone: bool) -> Pipeline:
@@ -142,13 +147,16 @@ def _table(table: Any, number: int, path: Path) -> dict[str, Given]:
     return {name: Given(value, source) for name, value in flatten(table).items()}
 
 
-def _stage(shared: Mapping[str, Given], own: Mapping[str, Given], path: Path, wanted: Wanted, name: str) -> Stage:
+def _stage(
+    shared: Mapping[str, Given], own: Mapping[str, Given], path: Path, wanted: Wanted, profile: Profile, name: str
+) -> Stage:
     """One stage from what all share and its own table, whose keys are those of a job and of a stage."""
     of_stage = {leaf.partition(".")[2] for leaf in leaves(Stage, "stage.") if not leaf.startswith("stage.job.")}
+    of_job = leaves(Job, "job.")
     given = dict(shared)
     stage_values: dict[str, Given] = {}
     for key, value in own.items():
-        if key in of_stage:
+        if key in of_stage or (f"job.{key}" not in of_job and suggest(key, {*of_stage, *of_job}) in of_stage):
             stage_values[f"stage.{key}"] = value
         else:
             given[f"job.{key}"] = value
@@ -156,7 +164,7 @@ def _stage(shared: Mapping[str, Given], own: Mapping[str, Given], path: Path, wa
         if not name:
             raise LaunchError(f'{path}: a [[stages]] table has no name; add name = "prepare" or the like')
         given["job.name"] = Given(name, str(path))
-    job = _job(given, path, wanted, alone=bool(name))
+    job = _job(given, path, wanted, profile, alone=bool(name))
     values = typed(stage_values, {k: v for k, v in leaves(Stage, "stage.").items() if not k.startswith("stage.job.")})
     sources = {key: value.source for key, value in (given | stage_values).items()}
     try:
@@ -165,7 +173,7 @@ def _stage(shared: Mapping[str, Given], own: Mapping[str, Given], path: Path, wa
         raise exc.located(sources) from None
 
 
-def _job(given: Mapping[str, Given], path: Path, wanted: Wanted, *, alone: bool) -> Job:
+def _job(given: Mapping[str, Given], path: Path, wanted: Wanted, profile: Profile, *, alone: bool) -> Job:
     env = {name[8:]: value for name, value in given.items() if name.startswith("job.env.")}
     plain = {name: value for name, value in given.items() if not name.startswith("job.env") and value.value != {}}
     recipe, sets = plain.pop("job.recipe", None), plain.pop("job.sets", None)
@@ -178,7 +186,7 @@ def _job(given: Mapping[str, Given], path: Path, wanted: Wanted, *, alone: bool)
     schema = {name: leaf for name, leaf in leaves(Job, "job.").items() if name != "job.recipe"}
     derived: dict[str, Any] = {}
     if recipe is not None:
-        derived = _training(plain, recipe, sets, path, wanted)
+        derived = _training(plain, recipe, sets, path, wanted, profile)
     elif sets is not None:
         problem, remedy = "has no effect without a recipe", "set recipe, or leave it out"
         raise RecipeError(problem, values={"job.sets": sets.value}, origins={"job.sets": sets.source}, remedy=remedy)
@@ -191,9 +199,12 @@ def _job(given: Mapping[str, Given], path: Path, wanted: Wanted, *, alone: bool)
 
 
 def _training(
-    plain: Mapping[str, Given], recipe: Given, sets: Given | None, path: Path, wanted: Wanted
+    plain: Mapping[str, Given], recipe: Given, sets: Given | None, path: Path, wanted: Wanted, profile: Profile
 ) -> dict[str, Any]:
-    """What a job that trains takes from its recipe, unless the run file says otherwise."""
+    """What a job that trains takes from its recipe, unless the run file says otherwise.
+
+    The number of nodes is the launcher's: the recipe that is sent says the same.
+    """
     from lt_trainer.recipe import load, to_toml
 
     if "job.argv" in plain:
@@ -202,16 +213,29 @@ def _training(
         raise RecipeError(problem, values={"job.argv": found.value}, origins={"job.argv": found.source}, remedy=remedy)
     if not isinstance(recipe.value, str):
         raise RecipeError("expected text", values={"job.recipe": recipe.value}, origins={"job.recipe": recipe.source})
-    words = list(sets.value) if sets is not None else []
-    resolved = load(path.parent / recipe.value, sets=[*words, *wanted.sets])
+    words = [*(list(sets.value) if sets is not None else []), *wanted.sets]
+    file = path.parent / recipe.value
+    resolved = load(file, sets=words)
+    has_nodes, has_procs = wanted.room(profile) if wanted.room is not None else (0, 0)
+    nodes = resolved.recipe.parallel.n_nodes if resolved.given("parallel.n_nodes") else has_nodes or 1
+    nodes = plain["job.nodes"].value if "job.nodes" in plain else nodes
+    procs = plain["job.procs_per_node"].value if "job.procs_per_node" in plain else has_procs or 1
+    if nodes != resolved.recipe.parallel.n_nodes:
+        resolved = load(file, sets=[*words, f"parallel.n_nodes={nodes}"])
     made = resolved.recipe
+    if isinstance(nodes, int) and isinstance(procs, int):
+        try:
+            made.accumulation(nodes * procs)  # degrees and batch fit the ranks, or it is said now
+        except RecipeError as exc:
+            raise exc.located(resolved.origins) from None
     return {
         "argv": TRAINS,
         "completion": "run_dir",
         "run_dir": made.run.out,
         "engine": made.run.engine,
         "grace_s": made.guard.grace_s,
-        "nodes": made.parallel.n_nodes,
+        "nodes": nodes,
+        "procs_per_node": procs,
         "recipe": to_toml(made, resolved.origins),
     }
 

@@ -5,10 +5,12 @@ Pure but for reading the agent's source from beside this file.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from lt_launch.job import Pipeline, Stage
@@ -39,11 +41,12 @@ def spec(
         cwd: the working folder when the job names none.
         more: further values for the agent (link_timeout_s, lost_grace_s, show).
     """
-    job = stage.job
+    job, found = stage.job, profile.python_or(python or "python3")
     return {
         "version": VERSION,
         "name": job.name,
-        "argv": with_python(job.argv, profile.python_or(python or "python3")),
+        "argv": with_python(job.argv, found),
+        "bin": str(PurePosixPath(found).parent) if "/" in found else "",
         "setup": list(profile.setup),
         "env": {**profile.env, **job.env},
         "pass_env": list(job.pass_env),
@@ -53,7 +56,7 @@ def spec(
         "spawner": job.spawner,
         "completion": job.completion,
         "run_dir": job.run_dir,
-        "recipe": job.recipe,
+        "recipe": _digest(job.recipe),
         "image": job.container.image,
         "grace_s": job.grace_s,
         "restart": asdict(job.restart),
@@ -63,6 +66,13 @@ def spec(
         "outputs": list(stage.outputs),
         **more,
     }
+
+
+def _digest(recipe: str) -> str:
+    """A hash of a recipe's values: comments say where each came from, and decide nothing."""
+    if not recipe:
+        return ""
+    return hashlib.sha256(json.dumps(tomllib.loads(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def agent_files() -> dict[str, str]:

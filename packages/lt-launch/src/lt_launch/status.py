@@ -253,9 +253,7 @@ def show_nodes(on: str, profile: Path | None, hostfile: Path | None) -> None:
 
     from lt_launch.profile import load_profile
 
-    mine = load_profile(profile)
-    if hostfile is not None:
-        mine = mine.with_values({"ssh.hostfile": str(hostfile)}, "--hostfile")
+    mine = load_profile(profile).with_hostfile(hostfile)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("NODE", "PARTITION", "STATE", "DEVICES", "REASON"):
         table.add_column(name, no_wrap=name != "REASON")

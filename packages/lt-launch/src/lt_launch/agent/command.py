@@ -15,8 +15,8 @@ from .places import Table
 
 TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGUSR2,SIGHUP,SIGQUIT"
 
-RECIPE = "{recipe}"
-"""The word of a command line that stands for the path of the resolved recipe."""
+RECIPE, INDEX, ARRAY = "{recipe}", "{index}", "{array}"
+"""Words of a command line that stand for the path of the resolved recipe, an element's index, the array's width."""
 
 
 class Start:
@@ -38,9 +38,12 @@ def torchrun(spec: Table) -> bool:
     return spec.get("spawner") == "torchrun"
 
 
-def argv_of(spec: Table, start: Start, folder: Path) -> list[str]:
+def argv_of(spec: Table, start: Start, folder: Path, index: int | None) -> list[str]:
     """The command line of one process, or of the torchrun that makes them all; the recipe stands beside the spec."""
-    argv = [str(folder / "recipe.toml") if word == RECIPE else word for word in spec["argv"]]
+    words = {RECIPE: str(folder / "recipe.toml")}
+    if index is not None:
+        words.update({INDEX: str(index), ARRAY: str(spec.get("array") or 0)})
+    argv = [words.get(word, word) for word in spec["argv"]]
     if torchrun(spec):
         argv = torchrun_argv(argv, start)
     setup = spec.get("setup") or []
@@ -77,6 +80,8 @@ def environment_of(
     """The environment of one process: this agent's, the job's, and who the process is."""
     env = dict(os.environ if environ is None else environ)
     env.update(spec.get("env") or {})
+    if spec.get("bin"):  # commands of the interpreter's own environment (lt, torchrun) before others
+        env["PATH"] = f"{spec['bin']}{os.pathsep}{env.get('PATH', os.defpath)}"
     local = rank - start.node * start.procs
     if torchrun(spec):
         grace = str(math.ceil(float(spec["grace_s"])))

@@ -118,7 +118,7 @@ class Node:
 
     def _spawn(self) -> None:
         for rank in self.start.ranks[:1] if torchrun(self.spec) else self.start.ranks:
-            argv = argv_of(self.spec, self.start, self.place.stage)
+            argv = argv_of(self.spec, self.start, self.place.stage, self.place.index)
             env = environment_of(self.spec, self.start, rank, self.place.index, self.attempt, self.folder)
             try:
                 started = Rank(rank, argv, env, self.spec.get("cwd", ""), self.folder)

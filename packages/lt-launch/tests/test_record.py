@@ -1,0 +1,102 @@
+"""What is kept of a launch: the working folder's state as a patch that applies, and never a secret."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lt_launch.backend import Rendered
+from lt_launch.errors import LaunchError
+from lt_launch.job import Job, Pipeline
+from lt_launch.profile import Profile
+from lt_launch.record import create, find, git_state, hold, holder, known, open_launch, remember
+from lt_launch.spec import spec
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "train.py").write_text("one\ntwo\n")
+    (folder / ".gitignore").write_text("ignored\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "x")
+    return folder
+
+
+def test_the_patch_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path) -> None:
+    (repository / "train.py").write_text("one\nchanged\n")
+    (repository / "new file.py").write_text("new\n")
+    (repository / "ä.bin").write_bytes(bytes(range(256)))
+    (repository / "ignored").write_text("x")
+    (repository / ".env").write_text("KEY=hush-hush")
+    (repository / "my_credentials.json").write_text("hush-hush")
+    (repository / "big").write_bytes(b"x" * (2 << 20))
+    state, patch = git_state(repository)
+    assert state["commit"] == git(repository, "rev-parse", "HEAD")
+    assert (state["branch"], state["changed"]) == ("main", ["train.py"])
+    assert sorted(state["untracked"]) == [".env", "big", "my_credentials.json", "new file.py", "ä.bin"]
+    assert sorted(state["untracked_not_kept"]) == [".env", "big", "my_credentials.json"]
+    assert "hush" not in patch
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    (tmp_path / "patch").write_text(patch, encoding="utf-8", errors="surrogateescape")
+    git(clone, "apply", str(tmp_path / "patch"))
+    for name in ("train.py", "new file.py", "ä.bin"):
+        assert (clone / name).read_bytes() == (repository / name).read_bytes()
+
+
+def test_without_a_repository_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == ({}, "")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline = Pipeline.of(Job(name="x", argv=("true",)))
+
+    def make(pipeline: Pipeline = pipeline):
+        specs = {stage.name: spec(stage, pipeline, Profile()) for stage in pipeline.stages}
+        return create(pipeline, Profile(), "local", Rendered(files={"a/b.sh": "text"}), specs)
+
+    return make
+
+
+def test_a_launch_is_found_by_folder_and_by_name_and_reads_back(made, tmp_path: Path) -> None:
+    launch = made()
+    assert launch.directory == tmp_path / "runs" / "x" / "launch"
+    assert (launch.directory / "rendered" / "a" / "b.sh").read_text() == "text"
+    remember(launch, {"x": "42"})
+    for name in ("runs/x", "runs/x/launch", "x", tmp_path / "runs/x"):
+        found = open_launch(name)
+        assert (found.pipeline, found.ids, found.backend) == (launch.pipeline, {"x": "42"}, "local")
+    made()
+    assert known() == [launch.directory]
+    with pytest.raises(LaunchError, match="no launch here"):
+        find("y")
+
+
+def test_a_launch_is_held_by_one_process(made) -> None:
+    launch = made()
+    assert holder(launch.directory) == ""
+    with hold(launch):
+        assert holder(launch.directory).startswith("process ")
+        with pytest.raises(LaunchError, match="is being launched by process"), hold(launch):
+            pass
+        with pytest.raises(LaunchError, match="is being launched by process"):
+            made()
+    assert holder(launch.directory) == ""
+
+
+def test_damage_is_named(made) -> None:
+    launch = made()
+    (launch.directory / "launch.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"launch\.json is damaged"):
+        open_launch("runs/x")

@@ -1,0 +1,150 @@
+"""The status table: what a person reads, from launch directories and from plain run directories."""
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from lt_launch.agent.places import Place, write_table
+from lt_launch.backend import Rendered
+from lt_launch.job import Job, Pipeline, Stage
+from lt_launch.profile import Profile
+from lt_launch.record import create, event, hold
+from lt_launch.spec import spec
+from lt_launch.status import duration, list_known, overall, rows_of, show
+from lt_launch.training import progress
+
+STEPS, BATCH, SEQ = 1000, 8, 128
+
+
+def run_directory(folder: Path, *, step: int, last: str = "start", speed: float = 512.0) -> None:
+    """What lt-trainer leaves after `step` steps on two devices."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".lt-run").write_text('{"format": "lt-run", "version": 1}')
+    recipe = {"schedule": {"max_steps": STEPS}, "batch": {"global_batch": BATCH}, "data": {"seq_len": SEQ}}
+    (folder / "recipe.json").write_text(json.dumps({"recipe": recipe}))
+    events = [{"event": "start", "world": 2}, {"event": "checkpoint", "step": step}]
+    events += [{"event": last}] if last != "start" else []
+    (folder / "events.jsonl").write_text("".join(json.dumps(row) + "\n" for row in events))
+    rows = [{"step": s, "loss": 3.5, "tokens_per_sec": speed, "mfu": "nan"} for s in range(10, step + 1, 10)]
+    rows.append({"step": step, "val_loss": 9.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9')
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    train = Job(name="train", argv=("x",), completion="run_dir", run_dir="runs/p/run", nodes=1, procs_per_node=2)
+    stages = (
+        Stage(job=Job(name="prepare", argv=("x",)), array=20),
+        Stage(job=train, after=("prepare",)),
+        Stage(job=Job(name="export", argv=("x",)), after=("train",)),
+    )
+    pipeline = Pipeline(name="p", stages=stages, out="runs/p")
+    specs = {stage.name: spec(stage, pipeline, Profile()) for stage in pipeline.stages}
+    made = create(pipeline, Profile(), "local", Rendered(files={}), specs)
+    for index in range(20):
+        place = Place(made.directory / "stages/prepare/spec.json", index)
+        number = place.new_attempt()
+        done = {"kind": "failed", "code": 3, "reason": "rank 0 on h was the first to fail: exit code 3"}
+        if index != 7:
+            write_table(place.stamp, {"key": "k"})
+            done = {"kind": "done", "code": 0, "reason": ""}
+        write_table(place.attempt(number) / "exit.json", done)
+    place = Place(made.directory / "stages/train/spec.json")
+    place.new_attempt()
+    event(made, "attempt", stage="train", attempt=0, hosts=["h1", "h2", "h3", "h4"])
+    run_directory(tmp_path / "runs/p/run", step=250)
+    return made
+
+
+def test_progress_of_a_run(launch) -> None:
+    found = progress("runs/p/run")
+    assert found is not None
+    assert (found.step, found.steps, found.loss, found.tokens_per_sec) == (250, STEPS, 3.5, 1024.0)
+    assert found.eta_s == 750 * BATCH * SEQ / 1024
+    assert progress("runs/p") is None
+
+
+def test_the_table(launch, capsys: pytest.CaptureFixture[str]) -> None:
+    with hold(launch):
+        show(["p"], as_json=False)
+    shown = capsys.readouterr().out.splitlines()
+    assert " ".join(shown[0].split()) == "RUN ON STAGE STATE AGE STEP LOSS TOKENS/S MFU ETA WHERE"
+    cells = [row.split() for row in shown]
+    assert cells[1][:6] == ["p", "local", "prepare[19", "of", "20]", "done"]
+    assert cells[2][:4] == ["p", "local", "prepare.7", "failed"]
+    train = cells[3]
+    assert train[:4] == ["p", "local", "train", "running"]
+    assert train[5:] == ["250/1000", "25%", "3.5000", "1.02k", "12m30s", "h1,", "h2,", "h3", "and", "1", "more"]
+    assert cells[4] == ["p", "local", "export", "waiting"]
+    assert shown[5] == "p prepare.7: rank 0 on h was the first to fail: exit code 3"
+
+
+def test_states_when_nobody_runs_it(launch) -> None:
+    rows = {row["status"].stage: row["status"] for row in rows_of("p")}
+    assert (rows["train"].state, rows["train"].reason) == ("lost", "whoever ran it is gone")
+    assert rows["export"].state == "waiting"
+    place = Place(launch.directory / "stages/train/spec.json")
+    for kind, cancelled, state in [
+        ("stopped", False, "requeued"),
+        ("stopped", True, "cancelled"),
+        ("killed", False, "failed"),
+        ("lost", False, "lost"),
+        ("failed", False, "failed"),
+    ]:
+        if cancelled:
+            event(launch, "cancel")
+        write_table(place.attempt(0) / "exit.json", {"kind": kind, "code": 75, "reason": "why"})
+        assert {row["status"].stage: row["status"].state for row in rows_of("p")}["train"] == state, kind
+
+
+def test_json_holds_the_same(launch, capsys: pytest.CaptureFixture[str]) -> None:
+    show(["p"], as_json=True)
+    rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}
+    assert (rows["train"]["state"], rows["train"]["progress"]["step"]) == ("lost", 250)
+    assert rows["train"]["progress"]["mfu"] is None
+    assert rows["export"]["progress"] is None
+
+
+@pytest.mark.parametrize(("last", "state"), [("done", "done"), ("stop", "requeued"), ("start", "lost")])
+def test_a_run_that_was_started_without_a_launcher(tmp_path: Path, last: str, state: str) -> None:
+    run_directory(tmp_path / "run", step=20, last=last)
+    (row,) = rows_of(tmp_path / "run")
+    assert (row["status"].state, row["progress"].step) == (state, 20)
+
+
+def test_colours_on_a_terminal(launch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
+    show(["p"], as_json=False)
+    assert "\x1b[1;31mlost\x1b[0m" in capsys.readouterr().out
+
+
+def test_the_list_of_launches(launch, capsys: pytest.CaptureFixture[str]) -> None:
+    list_known()
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["p", "local", "failed"]
+
+
+def test_the_worst_state_is_the_launchs() -> None:
+    assert overall(["done", "running", "waiting"]) == "running"
+    assert overall(["done", "failed", "running"]) == "failed"
+    assert overall(["done", "done"]) == "done"
+
+
+def test_spans_of_time() -> None:
+    spans = [0, 59.4, 59.6, 3599, 3600, 86399, 86400, 1e6]
+    assert [duration(span) for span in spans] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d00h", "11d13h"]
+
+
+def test_the_age_is_counted_from_the_attempts_begin(launch) -> None:
+    place = Place(launch.directory / "stages/train/spec.json")
+    then = time.time() - 3700
+    os.utime(place.attempt(0), (then, then))
+    with hold(launch):
+        status = {row["status"].stage: row["status"] for row in rows_of("p")}["train"]
+    assert status.since == then
