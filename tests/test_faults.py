@@ -1,6 +1,7 @@
 """Faults planted in real runs: each ends in a run that goes on, or in one clear message and the right exit code."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -89,6 +90,12 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: 
     assert "stuck_reader" in logs[1]
     assert "rank 1" in said[0]
     assert "rank 1" in logs[0]
+    newest = re.compile(r"number (\d+) of group 0 default_pg, gloo:\S+ of \S+, (not done|done)")
+    begun = [newest.findall(log) for log in logs]
+    ((waiting, state),), ((absent, _),) = begun  # rank 0 has begun what rank 1 has not
+    assert (int(waiting), state) == (int(absent) + 1, "not done")
+    (folder,) = (tmp_path / "run" / "flight").iterdir()
+    assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
 
 
 def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_path: Path) -> None:

@@ -3,15 +3,17 @@
 Torch reads its settings from the environment when the process group is made. The names are those that the libraries of
 torch 2.9, 2.11 and 2.15 know; what the person has set stays.
 
-Our watchdog ends a hanging run before NCCL's own would, so it asks for the dump itself (`dump`). The file is torch's
-pickle, for `python -m torch.distributed.flight_recorder.fr_trace`, which compares the ranks and names the collective
-that they do not share. Open such files only where you trust who wrote them.
+Our watchdog ends a hanging run before NCCL's own would, so it asks for the dump itself (`dump`), and says in words
+which collective came last: ranks that have counted differently have parted there. The file is torch's pickle; for
+NCCL's, `python -m torch.distributed.flight_recorder.fr_trace` compares the ranks (gloo's lack the groups that it
+wants). Open such files only where you trust who wrote them.
 
 Cost: some hundred nanoseconds per collective and 2000 entries of memory.
 """
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -46,10 +48,21 @@ def dump(folder: Path, *, rank: int, on_gpu: bool) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{PREFIX}{rank}"
     path.write_bytes(data)
-    return (
-        f"the last collectives of this rank are in {path}; with those of all ranks there, "
-        f"`python -m torch.distributed.flight_recorder.fr_trace {folder} -p {PREFIX}` says where they part"
-    )
+    said = f"the last collectives of this rank are in {path}; the newest of each group: {_newest(data)}"
+    command = f"python -m torch.distributed.flight_recorder.fr_trace {folder} -p {PREFIX}"
+    return f"{said}; with those of all ranks there, `{command}` says where they part" if on_gpu else said
+
+
+def _newest(data: bytes) -> str:
+    """The collective that was begun last in each group of ranks, in words."""
+    entries = pickle.loads(data)["entries"] if data else []  # noqa: S301 - this process has made it a moment ago
+    newest = {tuple(entry["process_group"]): entry for entry in sorted(entries, key=lambda entry: entry["record_id"])}
+    said = []
+    for group, entry in sorted(newest.items()):
+        what = f"{entry['profiling_name']} of {entry['input_sizes']}"
+        done = "done" if entry["retired"] or entry["state"] == "completed" else "not done"
+        said.append(f"number {entry['collective_seq_id']} of group {' '.join(group)}, {what}, {done}")
+    return "; ".join(said) or "none"
 
 
 def _trace(on_gpu: bool) -> bytes:
