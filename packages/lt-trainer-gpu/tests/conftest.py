@@ -46,8 +46,8 @@ def make_batches(n_steps: int, *, n_micro: int, micro_batch: int, seed: int = 0)
 
 @pytest.fixture(scope="session")
 def ranks() -> RankPool:
-    """Up to four ranks with the engine loaded; their server starts when a test first asks for some."""
-    return RankPool(4, preload=("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+    """Up to eight ranks with the engine loaded; their server starts when a test first asks for some."""
+    return RankPool(8, preload=("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """One process: a step against plain torch in float64, state out and in, and what the engine refuses."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import BackgroundSaver, Checkpoint, CheckpointError, Meta, begin, commit, write_part
 from lt_model import LlamaConfig, parameters
@@ -25,12 +27,12 @@ def open_engine(open_on, device: str) -> Callable[..., GpuEngine]:
 
 
 def plain_torch(
-    config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float
+    config: LlamaConfig, batches: list[StepBatch], lr: float, clip: float, *, embeddings: bool = False
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """The same steps with one backward over all rows at once and torch's own clip and AdamW."""
     model = Llama(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
-    decays = {parameter.name for parameter in parameters(config) if parameter.decay}
+    decays = {p.name for p in parameters(config) if p.decay or (embeddings and p.role == "embed")}
     groups = [
         {"params": [p for n, p in model.named_parameters() if n in decays], "weight_decay": 0.01},
         {"params": [p for n, p in model.named_parameters() if n not in decays], "weight_decay": 0.0},
@@ -77,6 +79,38 @@ def test_steps_equal_plain_torch_with_and_without_accumulation(
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert relative(found[name], tensor.numpy().ravel()) < weight_near, name
+
+
+def test_embeddings_decay_when_the_recipe_says_so(open_on, config, batches) -> None:
+    steps = batches(3, n_micro=1, micro_batch=4)
+    _, _, wanted = plain_torch(config, steps, lr=1e-2, clip=1.0, embeddings=True)
+    _, _, other = plain_torch(config, steps, lr=1e-2, clip=1.0)
+    engine = open_on("cpu", config, "optimizer.decay_embeddings=true")
+    engine.read([engine.step(batch, 1e-2) for batch in steps])
+    found = weights(engine)["model.embed_tokens.weight"]
+    assert relative(found, wanted["model.embed_tokens.weight"].numpy().ravel()) < 1e-10
+    assert relative(found, other["model.embed_tokens.weight"].numpy().ravel()) > 1e-5
+
+
+@pytest.mark.parametrize(
+    ("mode", "products", "attentions"), [("none", 3 * 7, 1), ("full", 3 * 7 + 6, 2), ("selective", 3 * 7 + 3, 1)]
+)
+def test_what_is_computed_a_second_time(open_on, config, batches, mode: str, products: int, attentions: int) -> None:
+    """Matrix products of a block's 7 weights: one forward, two backward, and again what is not kept: all but the last,
+    whose result the backward pass does not need, or every other one, and then not attention."""
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            counted[func.name()] += 1
+            return func(*args, **(kwargs or {}))
+
+    (batch,) = batches(1, n_micro=1, micro_batch=2)
+    engine = open_on("cpu", config, f"engine.gpu.activation_checkpointing={mode}", "engine.gpu.attention=sdpa")
+    counted: Counter[str] = Counter()
+    with Counting():
+        engine.step(batch, 1e-2)
+    assert counted["aten::mm"] == products * config.n_layers
+    assert counted["aten::_scaled_dot_product_flash_attention_for_cpu"] == attentions * config.n_layers
 
 
 def test_grad_clip_0_leaves_gradients_alone(open_engine, device, config, batches) -> None:

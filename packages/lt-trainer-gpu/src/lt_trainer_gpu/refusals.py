@@ -95,11 +95,16 @@ def check_compile_version(options: GpuOptions, tp: int, torch_version: str) -> N
     """
     if not options.compile or tp == 1:
         return
-    major, minor = (int(part) for part in torch_version.split(".")[:2])
-    if (major, minor) not in COMPILES_WITH_TP:
+    if release(torch_version) not in COMPILES_WITH_TP:
         known = ", ".join(f"{a}.{b}" for a, b in COMPILES_WITH_TP) or "none"
         raise RecipeError(
             f"compiled blocks under tensor parallelism have not been shown to train rightly with torch {torch_version}",
             values={"engine.gpu.compile": True, "parallel.tp": tp},
             remedy=f"set engine.gpu.compile to false, or parallel.tp to 1 (versions that passed: {known})",
         )
+
+
+def release(torch_version: str) -> tuple[int, int]:
+    """Major and minor of a version such as "2.11.0+cu130"."""
+    major, minor = torch_version.split(".")[:2]
+    return int(major), int(minor)
