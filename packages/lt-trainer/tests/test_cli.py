@@ -37,7 +37,17 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     done = CliRunner().invoke(cli.app, ["tune", "--steps", "5"])
     assert done.output == "tuned for 5 steps\n"
     command = typer.main.get_command(cli.app)
-    assert command.list_commands(None) == ["run", "check", "torchrun", "show", "sample", "other", "tune"]
+    assert command.list_commands(None) == [
+        "run",
+        "check",
+        "torchrun",
+        "show",
+        "plan",
+        "watch",
+        "sample",
+        "other",
+        "tune",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -205,6 +205,21 @@ def plan(
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory, of a run that goes on or is over.")],
+    interval: Annotated[float, typer.Option(help="Seconds between looks.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show what is there and leave.")] = False,
+) -> None:
+    """Show in the terminal what a run does, from its files; Ctrl-C ends the view, not the run."""
+    from contextlib import suppress
+
+    from lt_trainer.watch.showing import watch as show_run
+
+    with suppress(KeyboardInterrupt):
+        show_run(run, interval_s=interval, once=once)
+
+
+@app.command()
 def sample(
     checkpoint: Annotated[
         Path,
