@@ -31,11 +31,11 @@ CLASSES = {
     "Z": " ",
     "P": r"""!"#%&'()*,\-./:;?@\[\\\]_{}""",
     "S": r"$+<=>\^`|~",
-    "M": "\x01",
+    "M": "\ue000",
     "Alnum": "a-zA-Z0-9",
 }
 """ASCII members of the Unicode classes in patterns, which Python's `re` does not know."""
-STAND_INS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\x01"}
+STAND_INS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\ue000"}
 """What a character outside ASCII is taken for in a pattern, by the first letter of its category."""
 
 

@@ -42,7 +42,9 @@ class SageMakerOptions:
     input_mode: Literal["File", "FastFile"] = option("File", "copy S3 channels to disk first, or read them as they go")
     retries: int = option(0, "how often SageMaker starts the job again after a failure of its own")
     tags: tuple[str, ...] = option((), "tags of the job, as KEY=VALUE")
-    work: str = option("runs/sagemaker-local", "sagemaker-local: where the folders that stand for /opt/ml are made")
+    folders: tuple[str, ...] = option(
+        (), "sagemaker-local: the folder that stands for an address, as s3://BUCKET/FOLDER=/path"
+    )
 
     def __post_init__(self) -> None:
         check_types(self, "sagemaker")
@@ -52,7 +54,7 @@ class SageMakerOptions:
                 values={"sagemaker.image": self.image, "sagemaker.algorithm": self.algorithm},
                 remedy="leave one of them out",
             )
-        for name in ("channels", "tags"):
+        for name in ("channels", "tags", "folders"):
             pairs(getattr(self, name), f"sagemaker.{name}")
 
 

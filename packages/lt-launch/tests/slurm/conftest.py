@@ -1,0 +1,306 @@
+"""A real Slurm cluster on this machine: slurmctld, three slurmd and munge in a scratch folder, gone at the end.
+
+It needs root and Debian's packages (slurmctld slurmd slurm-client munge libslurm-dev gcc); without them these tests are
+skipped, and say so.
+"""
+
+import ctypes
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
+STUB = Path(__file__).with_name("spank_stub.c")
+CONFIGURATION = """
+ClusterName=ci
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={base}/munge.socket
+CredType=cred/munge
+StateSaveLocation={base}/state
+SlurmdSpoolDir={base}/spool/%n
+SlurmctldPidFile={base}/run/ctld.pid
+SlurmdPidFile={base}/run/slurmd-%n.pid
+SlurmctldLogFile={base}/log/ctld.log
+SlurmdLogFile={base}/log/slurmd-%n.log
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SchedulerParameters=sched_interval=1,bf_interval=1,batch_sched_delay=0,sched_min_interval=0
+PriorityType=priority/multifactor
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=20
+MinJobAge=3600
+SlurmctldTimeout=10
+SlurmdTimeout=5
+MailProg=/bin/true
+MpiDefault=none
+PlugStackConfig={base}/plugstack.conf
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=8 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=8 RealMemory=4000
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={n3} CPUs=8 RealMemory=4000
+PartitionName=low Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
+PartitionName=high Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
+"""
+
+
+class Cluster:
+    """The daemons of a cluster in one folder."""
+
+    nodes = ("n1", "n2", "n3")
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+        self._hurried: set[tuple[str, str]] = set()
+        self.daemons: dict[str, subprocess.Popen[bytes]] = {}
+        for name in ("state", "run", "log", *(f"spool/{node}" for node in self.nodes)):
+            (base / name).mkdir(parents=True)
+        ports = _free_ports(4)
+        values = {"host": socket.gethostname(), "base": base, "port": ports[0]}
+        text = CONFIGURATION.format(**values, **dict(zip(self.nodes, ports[1:], strict=True)))
+        (base / "slurm.conf").write_text(text)
+        (base / "plugstack.conf").write_text(f"required {base}/stub.so\n")
+        (base / "munge.key").write_bytes(os.urandom(1024))
+        (base / "munge.key").chmod(0o600)
+        os.environ["SLURM_CONF"] = str(base / "slurm.conf")
+        subprocess.run(["gcc", "-shared", "-fPIC", "-o", base / "stub.so", STUB], check=True)
+
+    def start(self) -> None:
+        """Start everything and wait until all nodes are idle."""
+        base = self.base
+        munge = ["munged", "--force", f"--key-file={base}/munge.key", f"--socket={base}/munge.socket"]
+        munge += [f"--pid-file={base}/munged.pid", f"--log-file={base}/munged.log", f"--seed-file={base}/munged.seed"]
+        self._daemon("munged", *munge[1:], "--foreground")
+        self.wait_for((base / "munge.socket").exists, "munge")
+        self.start_controller("-c")
+        for node in self.nodes:
+            self.start_node(node, "-c")
+        self.wait_for(lambda: self.states() == dict.fromkeys(self.nodes, "idle"), "all nodes idle")
+
+    def start_controller(self, *options: str) -> None:
+        self._daemon("slurmctld", "-D", *options)
+        self.wait_for(lambda: "is UP" in self.run("scontrol", "ping", code=None), "the controller")
+
+    def start_node(self, node: str, *options: str) -> None:
+        self._daemon(f"slurmd-{node}", "-D", "-N", node, *options)
+
+    def _daemon(self, name: str, *options: str) -> None:
+        """A child that the kernel kills when this process dies, however that may be."""
+        program = shutil.which(name.partition("-")[0])
+        assert program is not None
+        nowhere = subprocess.DEVNULL
+        self.daemons[name] = subprocess.Popen(
+            [program, *options], stdin=nowhere, stdout=nowhere, stderr=nowhere, preexec_fn=_die_with_parent
+        )
+
+    def stop_controller(self) -> None:
+        self.daemons["slurmctld"].terminate()
+        self.daemons["slurmctld"].wait(60)
+
+    def kill_node(self, node: str) -> None:
+        """SIGKILL to slurmd of a node and to everything that it runs, as if the machine lost its power."""
+        self.daemons[f"slurmd-{node}"].kill()
+        self.daemons[f"slurmd-{node}"].wait(60)
+        for pid in self._of_node(node):
+            if _alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def _of_node(self, node: str) -> list[int]:
+        """What runs on a node: tasks say so in their environment, and their parents are the node's step daemons."""
+        found: list[int] = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                environment = (folder / "environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            mine = f"SLURM_CONF={self.base}/slurm.conf".encode() in environment
+            if not mine or f"SLURMD_NODENAME={node}".encode() not in environment:
+                continue
+            pid = int(folder.name)
+            found.append(pid)
+            while (parent := _parent(pid)) > 1 and "slurmstepd" in _command(parent):
+                found.append(parent)
+                pid = parent
+        return list(dict.fromkeys(found))
+
+    def states(self) -> dict[str, str]:
+        rows = self.run("sinfo", "-h", "-N", "-p", "low", "-o", "%N %t", code=None).splitlines()
+        return dict(row.split() for row in rows)
+
+    def run(self, *words: str, code: int | None = 0) -> str:
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert code is None or done.returncode == code, (words, done.stdout, done.stderr)
+        return done.stdout
+
+    def job(self, id_: str) -> dict[str, str]:
+        """What the controller shows of a job."""
+        text = self.run("scontrol", "-o", "show", "job", id_)
+        return dict(word.split("=", 1) for word in text.split() if "=" in word)
+
+    def go_now(self, id_: str) -> None:
+        """Spare a requeued job the two minutes that Slurm lets it wait; not the second in which its old credential
+        was revoked, or the new one counts as revoked too."""
+        start = (id_, self.job(id_).get("Restarts", "0"))
+        if start not in self._hurried:
+            self._hurried.add(start)
+            subprocess.run(["scontrol", "update", f"JobId={id_}", "StartTime=now+3"], capture_output=True, check=False)
+
+    def wait_for(self, condition: Callable[[], Any], what: str, timeout_s: float = 120.0) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            found = condition()
+            if found:
+                return found
+            assert time.monotonic() < deadline, f"{what} did not come; {self.tail()}"
+            time.sleep(0.1)
+
+    def wait_for_end(self, id_: str, timeout_s: float = 240.0, *, hurry: bool = True) -> dict[str, str]:
+        """Wait until a job has ended for good; requeued ones are started at once."""
+
+        def ended() -> dict[str, str] | None:
+            job = self.job(id_)
+            if hurry and job["JobState"] == "PENDING" and int(job.get("Restarts", "0")):
+                self.go_now(id_)
+            return job if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") else None
+
+        return self.wait_for(ended, f"the end of job {id_}", timeout_s)
+
+    def tail(self) -> str:
+        text = "".join(f"--- {path.name}\n" + path.read_text()[-800:] for path in sorted((self.base / "log").iterdir()))
+        return text + self.run("scontrol", "-o", "show", "job", code=None)
+
+    def close(self) -> None:
+        """Kill all that belongs to the folder."""
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(["scancel", "--user=root"], capture_output=True, check=False, timeout=20)
+        for node in self.nodes:
+            for pid in self._of_node(node):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        for daemon in self.daemons.values():
+            daemon.kill()
+            daemon.wait(60)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return ""
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """The cluster of this test session."""
+    missing = [name for name in NEEDED if shutil.which(name) is None]
+    if missing or os.geteuid() != 0:
+        pytest.skip(
+            "NO SLURM CLUSTER IS TESTED HERE: it needs root and "
+            f"apt-get install slurmctld slurmd slurm-client munge libslurm-dev gcc (missing: {', '.join(missing)})"
+        )
+    base = Path(tempfile.mkdtemp(prefix="lt-slurm-", dir="/tmp"))
+    before = os.environ.get("SLURM_CONF")
+    made = Cluster(base)
+    try:
+        made.start()
+        yield made
+    finally:
+        made.close()
+        shutil.rmtree(base, ignore_errors=True)
+        if before is None:
+            os.environ.pop("SLURM_CONF", None)
+        else:
+            os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture(scope="session")
+def python() -> str:
+    """The interpreter of the nodes."""
+    return sys.executable
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small packed token store."""
+    root = tmp_path_factory.mktemp("data")
+    words = [
+        "the",
+        "loss",
+        "of",
+        "a",
+        "model",
+        "falls",
+        "when",
+        "its",
+        "data",
+        "is",
+        "read",
+        "in",
+        "order",
+        "and",
+        "its",
+        "state",
+        "is",
+        "kept",
+    ]
+    (root / "text").mkdir()
+    for i in range(60):
+        text = " ".join(words[(i * 5 + j * j + j // 7) % len(words)] for j in range(8 + 13 * i % 170))
+        (root / "text" / f"{i:03}.txt").write_text(f"train {i}: {text}.\n")
+    lt = str(Path(sys.executable).with_name("lt"))
+    for words in (
+        ["train-tokenizer", "text", "--vocab-size", "320", "--out", "tokenizer"],
+        ["prepare", "text", "--tokenizer", "tokenizer", "--out", "store"],
+        ["pack", "store", "--seq-len", "64", "--mode", "bfd"],
+    ):
+        subprocess.run([lt, "data", *words], cwd=root, check=True, capture_output=True)
+    return root / "store"

@@ -1,0 +1,265 @@
+"""What the scripts do on a real cluster, with jobs that cost nothing: chains, arrays, orders, options, refusals."""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch.agent.places import Place, read_table
+from lt_launch.backend import Launch
+from lt_launch.errors import LaunchError
+from lt_launch.launching import launch
+from lt_launch.profile import Profile
+from lt_launch.record import open_launch, remember
+from lt_launch.runfile import Wanted, read
+from lt_launch.slurm.target import SlurmBackend
+
+Submit = Callable[[str], Launch]
+
+
+@pytest.fixture
+def submit(cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submit a run file given as text."""
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+
+    def go(text: str) -> Launch:
+        (tmp_path / "run.toml").write_text(text.replace("PYTHON", python))
+        file = read("run.toml", Profile(), Wanted())
+        assert launch(file.pipeline, file.profile, "slurm") == 0
+        return open_launch(tmp_path / file.pipeline.out)
+
+    return go
+
+
+def states(launch: Launch) -> dict[str, str]:
+    return {one.stage: one.state for one in SlurmBackend().status(launch)}
+
+
+def wait(cluster: Any, launch: Launch) -> dict[str, str]:
+    for id_ in launch.ids.values():
+        cluster.wait_for(lambda id_=id_: _over(cluster, id_), f"the end of {id_}")
+    return states(launch)
+
+
+def _over(cluster: Any, id_: str) -> bool:
+    rows = cluster.run("scontrol", "-o", "show", "job", id_).splitlines()
+    found = [re.search(r"JobState=(\S+)", row) for row in rows if row]
+    return all(match and match[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") for match in found)
+
+
+PIPELINE = """
+[pipeline]
+name = "chain"
+[job]
+restart = { max_restarts = 0 }
+[[stages]]
+name = "prepare"
+argv = ["bash", "-c", "echo part $LT_ARRAY_INDEX of $LT_ARRAY_SIZE >part-$LT_ARRAY_INDEX"]
+array = 3
+[[stages]]
+name = "merge"
+after = ["prepare"]
+argv = ["bash", "-c", "cat part-0 part-1 part-2 >merged; echo merged >>order"]
+outputs = ["merged"]
+[[stages]]
+name = "train"
+after = ["merge"]
+argv = ["bash", "-c", "test -s merged && echo train >>order"]
+[profile]
+python = "PYTHON"
+"""
+
+
+def test_a_pipeline_runs_in_order_and_again_only_where_something_changed(
+    cluster: Any, submit: Submit, tmp_path: Path
+) -> None:
+    made = submit(PIPELINE)
+    assert wait(cluster, made) == {
+        "prepare.0": "done",
+        "prepare.1": "done",
+        "prepare.2": "done",
+        "merge": "done",
+        "train": "done",
+    }
+    assert (tmp_path / "merged").read_text() == "part 0 of 3\npart 1 of 3\npart 2 of 3\n"
+    assert (tmp_path / "order").read_text() == "merged\ntrain\n"
+    (tmp_path / "merged").unlink()
+    made = submit(PIPELINE)
+    assert set(wait(cluster, made).values()) == {"done"}
+    assert (tmp_path / "order").read_text() == "merged\ntrain\nmerged\n", "what stands behind a stage keeps its content"
+
+
+FAILS = """
+[[stages]]
+name = "first"
+argv = ["bash", "-c", "if [ $RANK = 1 ]; then echo this is why; exit 7; fi; sleep 30"]
+nodes = 2
+procs_per_node = 2
+[[stages]]
+name = "second"
+after = ["first"]
+argv = ["true"]
+[profile]
+python = "PYTHON"
+"""
+
+
+def test_a_failure_is_named_and_what_waits_for_it_is_cancelled(cluster: Any, submit: Submit) -> None:
+    made = submit(FAILS)
+    assert wait(cluster, made) == {"first": "failed", "second": "cancelled"}
+    first, second = SlurmBackend().status(made)
+    assert first.code == 7
+    assert "rank 1 on " in first.reason
+    assert "exit code 7" in first.reason
+    assert "DependencyNeverSatisfied" in second.reason
+    assert cluster.job(made.ids["first"])["ExitCode"] == "7:0"
+    lines = list(SlurmBackend().logs(made, stage="first", rank=1, follow=False))
+    assert lines == ["this is why"]
+
+
+RANKS = r'''
+[job]
+name = "ranks"
+argv = ["bash", "-c", """
+echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $SLURMD_NODENAME \\
+$STUB_AUTO_RESUME $STUB_CONTAINER_IMAGE $STUB_CONTAINER_MOUNTS"""]
+nodes = 3
+procs_per_node = 2
+spawner = "SPAWNER"
+resources = { cpus_per_proc = 2 }
+container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
+[profile]
+python = "PYTHON"
+[profile.slurm]
+auto_resume = "on"
+srun = ["--cpu-bind=none"]
+'''
+
+
+@pytest.mark.parametrize("spawner", ["direct", "srun"])
+def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit: Submit, spawner: str) -> None:
+    made = submit(RANKS.replace("SPAWNER", spawner))
+    assert wait(cluster, made) == {"ranks": "done"}
+    (status,) = SlurmBackend().status(made)
+    assert status.nodes == ("n[1-3]",)
+    for rank in range(6):
+        (line,) = SlurmBackend().logs(made, stage="ranks", rank=rank, follow=False)
+        words = line.split()
+        assert words[:5] == [str(rank), str(rank % 2), "6", "2", f"n{rank // 2 + 1}"]
+        assert words[5:7] == ["1", "/shared/lt.sqsh"]
+        assert words[7] == f"{made.directory}:{made.directory},/shared:/shared:ro"
+
+
+def test_a_partition_that_is_not_there_is_refused_and_nothing_stays_in_the_queue(cluster: Any, submit: Submit) -> None:
+    text = PIPELINE.replace('name = "train"\n', 'name = "train"\nresources = { partition = "nowhere" }\n')
+    with pytest.raises(
+        LaunchError, match=r"(?s)Slurm refuses stage train: .*invalid partition.*2 stage\(s\) before it"
+    ):
+        submit(text)
+    assert cluster.run("squeue", "-h", "-t", "PENDING,RUNNING") == ""
+
+
+WARNED = """
+[job]
+name = "warned"
+argv = ["bash", "-c", "echo attempt $LT_ATTEMPT >>seen; [ 1 = $LT_ATTEMPT ] || { trap 'exit 75' USR1; sleep 99& wait; }"]
+grace_s = 5
+time_limit = "1m"
+[profile]
+python = "PYTHON"
+[profile.slurm]
+warn_s = 50
+"""
+
+
+def test_the_warning_ahead_of_the_time_limit_is_a_requeue(cluster: Any, submit: Submit, tmp_path: Path) -> None:
+    made = submit(WARNED)
+    job = cluster.wait_for_end(made.ids["warned"])
+    assert job["JobState"] == "COMPLETED"
+    assert job["Restarts"] == "1"
+    assert (tmp_path / "seen").read_text() == "attempt 0\nattempt 1\n"
+    place = Place(made.directory / "stages" / "warned" / "spec.json")
+    first = read_table(place.attempt(0) / "exit.json")
+    assert first is not None
+    assert (first["kind"], first["code"]) == ("stopped", 75)
+
+
+WAITS = """
+[job]
+name = "waits"
+argv = ["bash", "-c", "sleep 600"]
+grace_s = 2
+[profile]
+python = "PYTHON"
+"""
+
+
+def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Submit) -> None:
+    made = submit(WAITS)
+    id_ = made.ids["waits"]
+    cluster.wait_for(lambda: states(made) == {"waits": "running"}, "the job running")
+    file = made.directory / "stages" / "waits" / "attempt-000" / "node-00000.jsonl"
+    cluster.wait_for(lambda: file.exists() and "started" in file.read_text(), "its process")
+    assert list(SlurmBackend().cancel(made)) == [f"waits: job {id_} was told to save and stop"]
+    cluster.wait_for_end(id_)
+    assert states(made) == {"waits": "cancelled"}
+    made = remember(made, {"waits": "99999"})  # a number that the controller does not know, as after MinJobAge
+    cluster.run("scontrol", "show", "job", "99999", code=1)
+    assert states(made) == {"waits": "cancelled"}
+    (made.directory / "stages" / "waits" / "attempt-000" / "exit.json").unlink()
+    (made.directory / "stages" / "waits" / "cancelled").unlink()
+    (status,) = SlurmBackend().status(made)
+    assert status.state == "lost"
+    assert "forgotten" in status.reason
+
+
+def test_a_waiting_job_is_removed_and_nodes_are_shown(cluster: Any, submit: Submit) -> None:
+    cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=bad fan")
+    try:
+        shown = {(node.name, node.partition): node for node in SlurmBackend().nodes(Profile())}
+        assert set(shown) == {(f"n{i}", name) for i in (1, 2, 3) for name in ("low", "high")}
+        assert shown["n1", "low"].state == "idle"
+        assert shown["n3", "low"].state == "drained"
+        assert shown["n3", "low"].reason == "bad fan"
+        made = submit(WAITS.replace("argv", "nodes = 3\nargv"))
+        (status,) = SlurmBackend().status(made)
+        assert status.state == "waiting"
+        assert list(SlurmBackend().list(Profile()))[-1].id == made.ids["waits"]
+        assert list(SlurmBackend().cancel(made)) == [f"waits: job {made.ids['waits']} was waiting and is removed"]
+        assert states(made) == {"waits": "cancelled"}
+    finally:
+        cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+
+
+def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:
+    """Submitted by hand with the system's own python: nothing of lt-launch is installed there."""
+    made = submit('[job]\nname = "alone"\nargv = ["bash", "-c", "echo here >>ran"]\n[profile]\npython = "python3"\n')
+    assert wait(cluster, made) == {"alone": "done"}
+    (made.directory / "stages" / "alone" / "done.json").unlink()
+    rendered = made.directory / "rendered"
+    id_ = subprocess.run(
+        ["sbatch", "--parsable", "alone.sbatch"], cwd=rendered, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
+    assert (tmp_path / "ran").read_text() == "here\nhere\n"
+    elsewhere = subprocess.run(
+        ["sbatch", "--parsable", f"--output={tmp_path}/elsewhere.out", str(rendered / "alone.sbatch")],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    assert cluster.wait_for_end(elsewhere)["ExitCode"] == "64:0"
+    assert "submit this script in the folder where it stands" in (tmp_path / "elsewhere.out").read_text()
+
+
+def test_events_of_a_launch_hold_the_ids(cluster: Any, submit: Submit) -> None:
+    made = submit('[job]\nname = "noted"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n')
+    rows = [json.loads(line) for line in (made.directory / "events.jsonl").read_text().splitlines()]
+    assert [row["ids"] for row in rows if row["event"] == "submitted"] == [dict(made.ids)]
+    wait(cluster, made)

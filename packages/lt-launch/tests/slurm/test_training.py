@@ -1,0 +1,262 @@
+"""Training on a real cluster, preempted, warned, killed, robbed of nodes at random steps: all losses are bit-equal."""
+
+import json
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch.agent.places import Place, read_table
+from lt_launch.backend import Launch
+from lt_launch.launching import launch
+from lt_launch.profile import Profile
+from lt_launch.record import open_launch
+from lt_launch.runfile import Wanted, read
+from lt_launch.slurm.target import SlurmBackend
+
+RECIPE = """
+[run]
+out = "run"
+[model]
+hidden_size = 64
+intermediate_size = 128
+n_heads = 4
+n_kv_heads = 2
+n_layers = 2
+tie_word_embeddings = true
+[data]
+store = "{store}"
+seq_len = 64
+[batch]
+global_batch = 8
+micro_batch = 2
+[optimizer]
+lr = 3e-3
+[schedule]
+max_steps = {steps}
+warmup_steps = 3
+min_lr = 3e-4
+[checkpoint]
+interval = 5
+[metrics]
+log_interval = 1
+[guard]
+grace_s = 15
+timeout_s = 60
+[parallel]
+n_nodes = 2
+[engine.gpu]
+device = "cpu"
+"""
+JOB = """
+[job]
+name = "train"
+recipe = "recipe.toml"
+nodes = 2
+procs_per_node = 1
+spawner = "{spawner}"
+env = {{ OMP_NUM_THREADS = "1" }}
+restart = {{ max_restarts = 100 }}
+[profile]
+python = "{python}"
+[profile.slurm]
+partition = "low"
+"""
+SEED = int(os.environ.get("LT_SEED", "7"))
+
+
+@pytest.fixture
+def submit(
+    cluster: Any, store: Path, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Any]:
+    """Submit a training job; gives the launch and the job's id."""
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+
+    def go(name: str, spawner: str, steps: int) -> tuple[Launch, str]:
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        (folder / "recipe.toml").write_text(RECIPE.format(store=store, steps=steps))
+        (folder / "job.toml").write_text(JOB.format(spawner=spawner, python=python))
+        file = read("job.toml", Profile(), Wanted())
+        assert launch(file.pipeline, file.profile, "slurm") == 0
+        made = open_launch(folder / "run")
+        return made, made.ids["train"]
+
+    return go
+
+
+def losses(launch: Launch) -> dict[int, float]:
+    """Loss by step; steps that were done twice must have had the same."""
+    found: dict[int, float] = {}
+    file = launch.directory.parent / "metrics.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:  # cut by a kill
+            continue
+        if "loss" in row:
+            assert found.setdefault(row["step"], row["loss"]) == row["loss"], row["step"]
+    return found
+
+
+def exits(launch: Launch) -> list[dict[str, Any]]:
+    place = Place(launch.directory / "stages" / "train" / "spec.json")
+    return [read_table(place.attempt(number) / "exit.json") or {} for number in place.attempts()]
+
+
+class Disturber:
+    """Ways in which a cluster cuts an attempt short."""
+
+    def __init__(self, cluster: Any, launch: Launch, id_: str) -> None:
+        self.cluster, self.launch, self.id = cluster, launch, id_
+        self.kinds = [self.warning, self.preemption, self.rank_killed, self.node_killed, self.controller_restarted]
+
+    def warning(self) -> None:
+        """What Slurm sends ahead of a time limit."""
+        self.cluster.run("scancel", "--signal=USR1", "--batch", self.id)
+        self.requeued()
+
+    def preemption(self) -> None:
+        other = self.cluster.run("sbatch", "--parsable", "-p", "high", "-N3", "--exclusive", "--wrap=true").strip()
+        self.requeued()
+        self.cluster.wait_for_end(other)
+
+    def rank_killed(self) -> None:
+        os.kill(self.pid(1), signal.SIGKILL)
+        self.requeued()
+
+    def node_killed(self) -> None:
+        nodes = self.cluster.run("scontrol", "show", "hostnames", self.cluster.job(self.id)["NodeList"]).split()
+        self.cluster.kill_node(nodes[1])
+        self.requeued()
+        self.cluster.start_node(nodes[1])
+        self.cluster.wait_for(lambda: self.cluster.states()[nodes[1]] in ("idle", "alloc", "mix"), "the node")
+
+    def controller_restarted(self) -> None:
+        """Nothing is cut short: jobs do not notice."""
+        self.cluster.stop_controller()
+        self.cluster.start_controller()
+
+    def requeued(self) -> None:
+        def again() -> bool:
+            job = self.cluster.job(self.id)
+            if job["JobState"] == "PENDING" and int(job["Restarts"]) > self.before:
+                self.cluster.go_now(self.id)
+                return True
+            assert job["JobState"] in ("RUNNING", "COMPLETING", "PENDING"), (job, exits(self.launch))
+            return False
+
+        self.cluster.wait_for(again, "the job in the queue again")
+
+    def pid(self, rank: int) -> int:
+        place = Place(self.launch.directory / "stages" / "train" / "spec.json")
+        rows = (place.attempt(place.attempts()[-1]) / f"node-{rank:05}.jsonl").read_text().splitlines()
+        return next(row["pid"] for row in map(json.loads, rows) if row["event"] == "started")
+
+    def at_step(self, step: int) -> None:
+        def there() -> bool:
+            job = self.cluster.job(self.id)
+            assert job["JobState"] in ("RUNNING", "PENDING", "COMPLETING"), (job, exits(self.launch))
+            if job["JobState"] == "PENDING" and int(job["Restarts"]):
+                self.cluster.go_now(self.id)
+            return job["JobState"] == "RUNNING" and max(losses(self.launch), default=0) >= step
+
+        self.cluster.wait_for(there, f"step {step}", 240)
+        self.before = int(self.cluster.job(self.id)["Restarts"])
+
+
+def disturbed(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> tuple[Launch, list[str]]:
+    """A run that is disturbed at `count` random steps, in all ways in turn."""
+    chance = random.Random(SEED)
+    made, id_ = submit("disturbed", "direct", steps)
+    disturber = Disturber(cluster, made, id_)
+    done = []
+    for at in range(count):
+        room = steps // (count + 1)
+        disturber.at_step(at * room + chance.randint(3, room))
+        kind = disturber.kinds[at % len(disturber.kinds)]
+        kind()
+        done.append(kind.__name__)
+    job = cluster.wait_for_end(id_)
+    assert job["JobState"] == "COMPLETED", (job, exits(made), (made.directory / "stages" / "train").iterdir())
+    return made, done
+
+
+def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> None:
+    undisturbed, id_ = submit("undisturbed", "srun", steps)
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(undisturbed)
+    wanted = losses(undisturbed)
+    assert sorted(wanted) == list(range(1, steps + 1))
+    made, done = disturbed(cluster, submit, count, steps)
+    assert losses(made) == wanted
+    ended = exits(made)
+    cuts = [name for name in done if name != "controller_restarted"]
+    assert len(ended) == len(cuts) + 1, "one attempt for each cut, and no loop"
+    assert ended[-1]["kind"] == "done"
+    kinds = {"warning": ("stopped",), "preemption": ("stopped",), "rank_killed": ("killed",), "node_killed": ("lost",)}
+    for name, result in zip(cuts, ended, strict=False):
+        assert result["kind"] in kinds[name], (name, result)
+        if name == "rank_killed":
+            assert (result["first"]["rank"], result["first"]["code"]) == (1, -9)
+    (status,) = SlurmBackend().status(made)
+    assert (status.state, status.attempt, status.id) == ("done", len(cuts), made.ids["train"])
+
+
+def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
+    check(cluster, submit, 5, 60)
+
+
+@pytest.mark.slow
+def test_twenty_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
+    check(cluster, submit, int(os.environ.get("LT_KILLS", "20")), 420)
+
+
+def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
+    made, id_ = submit("torchrun", "torchrun", 100000)
+    cluster.wait_for(lambda: max(losses(made), default=0) >= 3, "step 3")
+    assert list(SlurmBackend().cancel(made)) == [f"train: job {id_} was told to save and stop"]
+    job = cluster.wait_for_end(id_)
+    assert job["JobState"] == "FAILED"
+    assert job["ExitCode"] == "75:0"
+    (status,) = SlurmBackend().status(made)
+    assert (status.state, status.code) == ("cancelled", 75)
+    assert len(exits(made)) == 1, "it does not come back"
+    steps = sorted((made.directory.parent / "checkpoints").glob("step-*/COMMIT"))
+    assert int(steps[-1].parent.name.removeprefix("step-")) == max(losses(made))
+
+
+def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
+    """A rank that is killed again and again before a checkpoint: two attempts, then it ends with the reason."""
+    made, id_ = submit("stuck", "direct", 100000)
+    disturber = Disturber(cluster, made, id_)
+    for _ in range(2):
+        attempts = len(exits(made))
+        cluster.wait_for(lambda: _running(made), "a rank")
+        os.kill(disturber.pid(0), signal.SIGKILL)
+        cluster.wait_for(lambda attempts=attempts: exits(made)[attempts - 1 :][:1] != [{}], "the end of the attempt")
+        time.sleep(1)
+        if cluster.job(id_)["JobState"] == "PENDING":
+            cluster.go_now(id_)
+    job = cluster.wait_for_end(id_)
+    assert job["JobState"] == "FAILED"
+    assert job["ExitCode"] == "137:0"
+    (status,) = SlurmBackend().status(made)
+    assert status.state == "failed"
+    assert "rank 0" in status.reason
+    assert "SIGKILL" in status.reason
+    assert len(exits(made)) == 2
+
+
+def _running(made: Launch) -> bool:
+    place = Place(made.directory / "stages" / "train" / "spec.json")
+    attempts = place.attempts()
+    if not attempts or (place.attempt(attempts[-1]) / "exit.json").exists():
+        return False
+    file = place.attempt(attempts[-1]) / "node-00000.jsonl"
+    return file.exists() and '"started"' in file.read_text()
