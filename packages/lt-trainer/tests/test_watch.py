@@ -115,7 +115,7 @@ def test_a_run_that_goes_on(folder: Path) -> None:
         "41.2%",
         "61.50",
         "data 10%, forward + backward 70%, optimizer 10%",
-        " to 9.985",
+        "9.985 to 9.005",
         "1.2500",
         "code",
         "2.5000",
