@@ -135,14 +135,13 @@ class LoaderBatches:
                 raise self._error(f"the checkpoint belongs to other rows: {what} {there} there, {here} here")
         states = saved.get("loader", {}).get("states", {})
         self.state = state
-        own = states.get(str(topology.dp_rank))
-        if self._stateful and own is not None:
+        if self._stateful and states:
             if len(states) != topology.dp_size:
                 raise self._error(
                     f"the checkpoint holds the states of {len(states)} data-parallel ranks, and the run has "
                     f"{topology.dp_size}: go on with {len(states)}"
                 )
-            self._loader.load_state_dict(own)
+            self._loader.load_state_dict(states[str(topology.dp_rank)])
             self._drawn = state.row // topology.dp_size
             return
         if self._recipe.data.loader_resume == "refuse":
