@@ -3,7 +3,7 @@
 Rates are over the time since the sample before, so the first sample has none. What a system does not tell is left out.
 In a container, CPU and memory are the machine's, not the container's share.
 
-Cost: about a millisecond of CPU per sample, and a tenth more per process (tools/bench/monitor.py measures it).
+Cost: a fifth of a millisecond of CPU per sample, and a tenth more per process (tools/bench/monitor.py measures it).
 """
 
 from __future__ import annotations
