@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lt_trainer.batches import StreamBatches
 from lt_trainer.engine import Device
 from lt_trainer.errors import RecipeError
 from lt_trainer.journal import RankLog, RunJournal, Work
 from lt_trainer.loop import StepRecord
 from lt_trainer.metrics import METRIC_DEFINITIONS, MetricsRecord, line, newest_way, read_jsonl
 from lt_trainer.recipe import load
-from lt_trainer.resume import StreamBatches
 from lt_trainer.run import run
 from lt_trainer.rundir import RunDir
 from lt_trainer.timing import PARTS, HostStopwatch

@@ -31,6 +31,7 @@ from lt_trainer.recipe import (
     to_dict,
     to_toml,
 )
+from lt_trainer.sections import RampOptions, SourceOptions, ValidationOptions
 
 STORE = {"data": {"store": "stores/train"}}
 
@@ -63,6 +64,20 @@ def recipes(draw: st.DrawFn) -> Recipe:
     micro = draw(st.integers(1, 64))
     tp = draw(st.integers(1, 64))
     validation = draw(st.just("") | word)
+    named = draw(st.dictionaries(st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,9}", fullmatch=True), word, max_size=3))
+    phases = draw(st.lists(st.integers(1, 10**9), max_size=3, unique=True).map(sorted)) if named else []
+    weights = st.floats(0, 1e6)
+    sources = {
+        name: SourceOptions(
+            store=store,
+            weight=draw(weights),
+            phase_weights=tuple(draw(weights) for _ in phases),
+            max_epochs=draw(st.integers(0, 9)),
+        )
+        for name, store in named.items()
+    }
+    batch = micro * draw(st.integers(2, 64))
+    start = draw(st.sampled_from([0, micro * (batch // micro - 1)]))
     scaling = draw(
         st.just(RopeScalingOptions())
         | st.builds(
@@ -85,7 +100,10 @@ def recipes(draw: st.DrawFn) -> Recipe:
             rope_scaling=scaling,
         ),
         data=DataOptions(
-            store=draw(word),
+            store="" if named else draw(word),
+            mixture=sources,
+            phase_rows=tuple(phases),
+            validation_sets={name: ValidationOptions(store=store) for name, store in named.items()},
             validation=validation,
             seq_len=seq_len,
             pack=draw(st.sampled_from(["bfd", "concat"])),
@@ -93,7 +111,11 @@ def recipes(draw: st.DrawFn) -> Recipe:
             shuffle=draw(st.booleans()),
             tokenizer=draw(word),
         ),
-        batch=BatchOptions(global_batch=micro * draw(st.integers(1, 64)), micro_batch=micro),
+        batch=BatchOptions(
+            global_batch=batch,
+            micro_batch=micro,
+            ramp=RampOptions(start=start, tokens=draw(st.integers(1, 10**9)) if start else 0),
+        ),
         optimizer=OptimizerOptions(
             lr=lr,
             weight_decay=draw(st.floats(0, 10)),

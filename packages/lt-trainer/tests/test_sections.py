@@ -19,6 +19,7 @@ from lt_trainer.recipe import (
     ScheduleOptions,
     load,
 )
+from lt_trainer.sections import BucketOptions, RampOptions, SourceOptions
 
 STORE = {"data": {"store": "stores/train"}}
 
@@ -65,6 +66,127 @@ CHECKS = [
         DataOptions,
         {"tokenizer": ""},
         "data.tokenizer = '': the name is empty; leave it out to use the store's tokenizer",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "synthetic": True},
+        "data.store = 'a', data.synthetic = True: only one of these can be trained on; leave the others out",
+    ),
+    (
+        DataOptions,
+        {"synthetic": True, "shuffle": False},
+        "data.shuffle = False: has no effect with data.synthetic; leave it out",
+    ),
+    (
+        DataOptions,
+        {"loader": "a:b", "prefetch": 3},
+        "data.prefetch = 3: has no effect with data.loader; leave it out",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "loader_resume": "replay"},
+        "data.loader_resume = 'replay': has no effect without data.loader; leave it out",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "shortest": 128},
+        "data.shortest = 128: has no effect without data.pack = 'buckets'; leave it out",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "pack": "buckets", "seq_len": 1000},
+        "data.shortest = 256, data.seq_len = 1000: the shortest rows are seq_len divided by a power of two; "
+        "set data.shortest to one of 1000, 500, 250",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions(store="a")}, "pack": "buckets"},
+        "data.pack = 'buckets', data.mixture = ['a']: rows of several lengths come from one store; "
+        "set data.pack to bfd or concat, or data.store to the one store to read in buckets",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "bucket_weights": {"256": BucketOptions()}},
+        "data.bucket_weights = ['256'], data.pack = 'bfd': only buckets have lengths; set data.pack to buckets",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "pack": "buckets", "seq_len": 512, "bucket_weights": {"128": BucketOptions()}},
+        "data.bucket_weights = '128': no such length of rows, which are 512, 256 positions long; "
+        "write [data.bucket_weights.512] and the like",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions()}},
+        "data.mixture.a.store = '': this section needs data; set it to a store",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions(store="a", weight=-1)}},
+        "data.mixture.a.weight = -1.0: a weight is 0 or more; use 0 for none",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions(store="a")}, "phase_steps": (5,)},
+        "data.phase_steps = (5,): no weight changes there; give phase_weights to [data.mixture.NAME] or "
+        "[data.bucket_weights.LENGTH], or leave it out",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions(store="a", phase_weights=(1, 2))}, "phase_rows": (5,)},
+        "data.mixture.a.phase_weights = (1.0, 2.0), data.phase_rows = (5,): needs a weight for each of the 1 later "
+        "phases; give as many, or leave phase_weights out to keep the weight",
+    ),
+    (
+        DataOptions,
+        {"mixture": {"a": SourceOptions(store="a", phase_weights=(1, 2))}, "phase_rows": (5, 5)},
+        "data.phase_rows = (5, 5): phases begin after 0, each later than the one before; put them in order",
+    ),
+    (
+        DataOptions,
+        {"store": "a", "phase_rows": (5,), "phase_steps": (5,)},
+        "data.phase_steps = (5,), data.phase_rows = (5,): phases are counted in one of the two; leave one out",
+    ),
+    (
+        RampOptions,
+        {"steps": 5},
+        "batch.ramp.steps = 5: has no effect without batch.ramp.start; set batch.ramp.start, or leave it out",
+    ),
+    (
+        RampOptions,
+        {"start": 8},
+        "batch.ramp.steps = 0, batch.ramp.tokens = 0: a batch grows over so many steps, or over so many tokens; "
+        "set one of the two",
+    ),
+    (
+        BatchOptions,
+        {"global_batch": 8, "ramp": RampOptions(start=8, steps=5)},
+        "batch.ramp.start = 8: a batch grows from fewer rows than batch.global_batch = 8; set a lower one, or 0 for "
+        "none",
+    ),
+    (
+        BatchOptions,
+        {"global_batch": 16, "ramp": RampOptions(start=8, increment=3, steps=5), "micro_batch": 1},
+        "batch.ramp.start = 8, batch.ramp.increment = 3: equal levels must lead from start to batch.global_batch = 16; "
+        "use a divisor of 8",
+    ),
+    (
+        BatchOptions,
+        {"global_batch": 16, "ramp": RampOptions(start=6, steps=5)},
+        "batch.ramp.start = 6, batch.ramp.increment = 0: every step must be a whole number of micro-batches of 4 rows; "
+        "use multiples of 4",
+    ),
+    (
+        Recipe,
+        {"data": DataOptions(synthetic=True)},
+        "model.vocab_size = 0, data.synthetic = True: no store says how many ids there are with data.synthetic; "
+        "set model.vocab_size (VOCAB_SIZE)",
+    ),
+    (
+        Recipe,
+        {"data": DataOptions(store="a", pack="buckets"), "batch": BatchOptions(ramp=RampOptions(start=64, steps=9))},
+        "batch.ramp.start = 64, data.pack = 'buckets': buckets are read in steps of one size, since a step takes all "
+        "its rows from one of them; leave batch.ramp out, or set data.pack to bfd",
     ),
     (
         BatchOptions,
@@ -186,6 +308,12 @@ def test_data_parallel_and_accumulation() -> None:
         "(dp_shard = 0 takes what remains)"
     )
     assert "these degrees need 4 ranks, and the run has 8" in message_of(ParallelOptions(dp_shard=4).data_parallel, 8)
+    ramped = Recipe(batch=BatchOptions(ramp=RampOptions(start=96, steps=9)))
+    assert ramped.accumulation(8) == 8
+    assert message_of(ramped.accumulation, 16) == (
+        "batch.ramp.start = 96, batch.ramp.increment = 32, batch.micro_batch = 4: 16 data parallel ranks take 64 rows "
+        "at a time, which does not divide every step's batch; set them to multiples of 64"
+    )
     assert message_of(Recipe().accumulation, 48) == (
         "batch.global_batch = 256, batch.micro_batch = 4: 48 data parallel ranks take 192 rows at a time, which does "
         "not divide the global batch; set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of 192, "

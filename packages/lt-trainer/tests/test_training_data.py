@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
 from lt_trainer.batches import StreamBatches
+from lt_trainer.check import check
 from lt_trainer.data import open_data, open_stream
 from lt_trainer.engine import Topology
 from lt_trainer.metrics import read_jsonl
@@ -93,6 +94,21 @@ def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data,
     assert losses(recipe_base) == whole
     assert fake_engine.opened[1].rows + fake_engine.opened[2].rows == rows
     assert len(set(rows[:32])) > 8, "rows differ from one another"
+
+
+@each_kind
+def test_check_tries_a_start(recipe_base, fake_engine, little_data, kind: Kind) -> None:
+    kind(recipe_base, little_data)
+    lines = check(load(base=recipe_base, sets=["run.engine=fake"]), environ={})
+    assert all(line.startswith("ok") for line in lines)
+    (said,) = [line for line in lines if line.split()[1] == "data"]
+    wanted = {
+        "mixture": "large: 1.03 epochs; small: 9.43 epochs",
+        "ramped_mixture": "small: ",
+        "synthetic": "random ids",
+        "ramp": "epochs",
+    }
+    assert wanted.get(kind.__name__, "(buckets)") in said
 
 
 @each_kind

@@ -43,8 +43,8 @@ class StepRecord:
     valid_tokens: int
     rows: int
     """Of the whole run; shorter ones count as rows of data.seq_len with as many positions."""
-    row_length: int
-    """Positions of a row."""
+    row_length: int = 0
+    """Positions of a row, where it is not data.seq_len."""
 
 
 class TrainingError(TrainerError):
