@@ -1,0 +1,68 @@
+"""Real training under `lt launch run --on local`: two gloo ranks, one of them killed, end with a quiet run's bits."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.testing import start_run
+
+
+@pytest.fixture
+def recipe(prepared: Path, tmp_path: Path) -> Path:
+    text = (prepared / "run.toml").read_text(encoding="utf-8").replace("max_steps = 20", "max_steps = 40")
+    (tmp_path / "run.toml").write_text(text, encoding="utf-8")
+    return tmp_path / "run.toml"
+
+
+def losses(run: Path) -> dict[int, float]:
+    return {row["step"]: row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row}
+
+
+def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(recipe: Path, tmp_path: Path) -> None:
+    quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
+    for folder in (quiet, disturbed):
+        folder.mkdir()
+    with start_run(["run", recipe], ranks=2, cwd=quiet) as run:
+        assert run.wait(300) == [0, 0], run.output()
+    command = [sys.executable, "-m", "lt_launch", "launch"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "LT_LAUNCH_HOME": str(tmp_path)}
+    out, launch = disturbed / "run", disturbed / "run" / "launch"
+    with (
+        open(tmp_path / "said.txt", "w", encoding="utf-8") as said,
+        subprocess.Popen(
+            [*command, "run", str(recipe), "--nproc-per-node", "2"],
+            cwd=disturbed,
+            env=environ,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        ) as process,
+    ):
+        deadline = time.monotonic() + 240
+        while not (out / "checkpoints" / "step-00000008" / "COMMIT").exists():
+            assert process.poll() is None, (tmp_path / "said.txt").read_text(encoding="utf-8")
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        rows = read_jsonl(launch / "stages" / "run" / "attempt-000" / "node-00000.jsonl")
+        os.kill(next(row["pid"] for row in rows if row["event"] == "started" and row["rank"] == 1), signal.SIGKILL)
+        code = process.wait(400)
+    text = (tmp_path / "said.txt").read_text(encoding="utf-8")
+    assert code == 0, text
+    assert f"rank 1 on {os.uname().nodename} was the first to fail: killed by SIGKILL" in text
+    kinds = [row["kind"] for row in read_jsonl(launch / "events.jsonl") if row["event"] == "attempt_ended"]
+    assert kinds == ["killed", "done"]
+    expected = losses(quiet / "run")
+    assert sorted(expected) == list(range(1, 41))
+    assert losses(out) == expected
+    done = subprocess.run(
+        [*command, "status", "run", "--json"], cwd=disturbed, env=environ, capture_output=True, text=True, check=True
+    )
+    (row,) = json.loads(done.stdout)
+    assert (row["state"], row["attempt"], row["progress"]["step"]) == ("done", 1, 40)
+    assert row["progress"]["loss"] == expected[40]
