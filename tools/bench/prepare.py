@@ -14,7 +14,8 @@ ids with the split of Llama 3, trained on the first 20 MB.
              with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same
              texts in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where
              they are. The ids of all runs must be the same.
-    memory   the most memory that each process had at 100 MB and at 1 GB of text
+    memory   the most memory that each process had at 100 MB and at 1 GB of text; memory-hf, memory-gigatoken-large and
+             the like measure a part of it
     peer     datasets.map(tokenize) + group_texts + save_to_disk, as the examples of transformers do it, over 25 MB
 
 In each round every thing is measured once, in changing order, and the ratios are formed within the round.
@@ -302,8 +303,9 @@ def measure(folder: Path, what: str) -> None:
         workers = int(what.removeprefix("speed-"))
         things: list[tuple[str | int, ...]] = [("prepare", "small", engine, workers) for engine in ENGINES]
         things.append(("raw", workers))
-    elif what == "memory":
+    elif what.startswith("memory"):
         things = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
+        things = [thing for thing in things if all(part in thing for part in what.split("-")[1:])]
     else:
         things = [("peer",)]
     random.shuffle(things)
@@ -399,7 +401,7 @@ def page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
 
 
 def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[str]:
-    found = [entry["found"] for entry in rounds if entry["what"] == "memory"]
+    found = [entry["found"] for entry in rounds if entry["what"].startswith("memory")]
     if not found:
         return []
     lines = [
@@ -412,7 +414,10 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
     ]
     for engine in ENGINES:
         for name, size in (("small", "100 MB"), ("large", "1 GB")):
-            most = [entry[f"prepare {name} {engine} 2"]["memory_bytes"][:3] for entry in found]
+            thing = f"prepare {name} {engine} 2"
+            most = [entry[thing]["memory_bytes"][:3] for entry in found if thing in entry]
+            if not most:
+                continue
             cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in zip(*most, strict=True))
             lines.append(f"| {engine} | {size} | {cells} |")
     return [*lines, ""]

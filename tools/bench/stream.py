@@ -1,16 +1,18 @@
 """What packing, opening and reading a token store cost, each beside the limit that this machine has for it.
 
-    uv run python tools/bench/stream.py [pack open gather] [--folder F] [--peers] [--out PAGE]
+    uv run python tools/bench/stream.py [open gather pack] [--folder F] [--peers] [--out docs/benchmarks/data.md]
 
     pack    best-fit decreasing over ten million documents, from their lengths to the finished index, hash included
     open    a store of 10^10 tokens (sparse files): open it and its pack, and give the batch of step 10^6; in processes
             of their own, wall seconds and memory
     gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed places, nothing
-            else done) and against one memcpy of as many bytes in a single block; CPU seconds, ratios within a round,
-            medians of rounds, all from the page cache
+            else done), against one memcpy of as many bytes in a single block, and, where rows are made of pieces,
+            against the memcpy of prepared views of the same pieces (the join of a bytearray, in C, nothing looked up);
+            CPU seconds, ratios within a round, medians of rounds, all from the page cache
 
 With --peers `datasets` reads the same rows, `with_format("numpy")`, from a table of 2-byte ids.
-The folder takes 0.5 GB; what is written there is removed.
+The folder takes 0.9 GB; what is written there is removed. Of a page only what stands between the marks of the parts
+that were run is replaced.
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ BATCH = 256
 ROUNDS = 9
 SAME = "memcpy of the same rows, one loop in C"
 BLOCK = "memcpy of as many bytes, one block"
+PIECES = "memcpy of the same pieces of bfd rows, prepared"
 STORE_TOKENS = 200_000_000
 
 
@@ -198,14 +201,18 @@ def bench_open(folder: Path) -> list[list[str]]:
 
 
 def measure(
-    things: dict[str, Callable[[np.ndarray], Any]], numbers: Callable[[], np.ndarray], repeat: int
+    things: dict[str, Callable[[Any], Any]],
+    numbers: Callable[[], np.ndarray],
+    repeat: int,
+    prepare: dict[str, Callable[[np.ndarray], Any]],
 ) -> dict[str, list[float]]:
-    """CPU seconds of each thing in every round, all of a round on batches drawn anew."""
+    """CPU seconds of each thing in every round, all of a round on batches drawn anew, `prepare` not counted."""
     found: dict[str, list[float]] = {name: [] for name in things}
     for turn in range(ROUNDS):
         names = list(things)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            batches = [numbers() for _ in range(repeat)]
+            made = prepare.get(name, lambda batch: batch)
+            batches = [made(numbers()) for _ in range(repeat)]
             begin = time.process_time()
             for batch in batches:
                 things[name](batch)
@@ -221,7 +228,7 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
     whole = make_store(folder / "one", lengths, 2**40)
     sharded = make_store(folder / "many", lengths, 2**23)
     concat, best = reader_of(whole, "concat"), reader_of(whole, "bfd")
-    spread = reader_of(sharded, "concat")
+    spread, many = reader_of(sharded, "concat"), reader_of(sharded, "bfd")
     mixture = Mixture({"a": concat, "b": spread}, {"a": 1, "b": 1})
     n_rows = min(concat.n_rows, best.n_rows) - 1
     ids = whole.shard(0)
@@ -245,32 +252,47 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
     def same_rows(numbers: np.ndarray) -> np.ndarray:
         return runs[numbers * SEQ_LEN]
 
-    things: dict[str, Callable[[np.ndarray], Any]] = {
+    def views(numbers: np.ndarray) -> list[memoryview]:
+        rows = [slice(int(best.pack.row_offsets[n]), int(best.pack.row_offsets[n + 1])) for n in numbers.tolist()]
+        pieces = [
+            (begin, begin + length)
+            for row in rows
+            for begin, length in zip(best.pack.start[row].tolist(), best.pack.length[row].tolist(), strict=True)
+        ]
+        return [ids.data[begin:end] for begin, end in pieces]
+
+    shards = len(sharded.manifest.shards)
+    things: dict[str, Callable[[Any], Any]] = {
         SAME: same_rows,
         BLOCK: one_block,
-        "ids, concat, one shard": concat.tokens,
-        "ids, concat, 24 shards": spread.tokens,
-        "ids, bfd": best.tokens,
-        "ids and borders, concat": concat.compact,
-        "ids and borders, bfd": best.compact,
-        "ids and borders, mixture of two": mixture.compact,
-        "four int32 arrays, concat": concat.gather,
-        "four int32 arrays, bfd": best.gather,
+        PIECES: lambda pieces: bytearray().join(pieces),
+        "`tokens`, concat, one shard": concat.tokens,
+        f"`tokens`, concat, {shards} shards": spread.tokens,
+        "`tokens`, bfd": best.tokens,
+        f"`tokens`, bfd, {shards} shards": many.tokens,
+        "`compact` (ids and borders), concat": concat.compact,
+        "`compact`, bfd": best.compact,
+        "`compact`, mixture of two": mixture.compact,
+        "`gather` (four int32 arrays), concat": concat.gather,
+        "`gather`, bfd": best.gather,
     }
     if peers:
-        things["datasets, with_format('numpy')"] = datasets_reader(folder, ids, n_rows)
+        things['`datasets`, `with_format("numpy")`, ids only'] = datasets_reader(folder, ids, n_rows)
     repeat = 16
-    found = measure(things, lambda: rng.integers(0, n_rows, BATCH), repeat)
-    long = measure({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1)
-    same, block_of = found[SAME], found[BLOCK]
+    found = measure(things, lambda: rng.integers(0, n_rows, BATCH), repeat, {PIECES: views})
+    long = measure({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1, {})
+    same, block_of, pieces_of = found[SAME], found[BLOCK], found[PIECES]
     tokens = repeat * BATCH * SEQ_LEN
     rows: list[list[str]] = []
     speed = big.size / statistics.median(long["memcpy, 64 MB"]) / 1e6
-    rows.append(["memcpy, one block of 64 MB", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
+    rows.append(["memcpy, one block of 64 MB", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", "", ""])
     for name, seconds in found.items():
         speed = tokens / statistics.median(seconds) / 1e6
-        of = [statistics.median(a / b for a, b in zip(one, seconds, strict=True)) for one in (same, block_of)]
-        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", f"{of[0]:.2f}", f"{of[1]:.2f}"])
+        of = [
+            f"{statistics.median(a / b for a, b in zip(one, seconds, strict=True)):.2f}"
+            for one in (same, block_of, pieces_of)
+        ]
+        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", *of[:2], of[2] if "bfd" in name else ""])
     stream = Stream(best, global_batch=BATCH)
     seconds: list[float] = []
     for _ in range(ROUNDS):
@@ -279,7 +301,7 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
             stream.next()
         seconds.append(time.process_time() - begin)
     speed = 4 * BATCH * SEQ_LEN / statistics.median(seconds) / 1e6
-    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", ""])
+    rows.append(["a stream's batches, bfd, shuffled", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", "", ""])
     return rows
 
 
@@ -296,14 +318,27 @@ def datasets_reader(folder: Path, ids: np.ndarray, n_rows: int) -> Callable[[np.
 
 
 TITLES = {
-    "pack": ("Packing", ["documents (10 M)", "seq_len", "CPU s", "fill", "cut although they fit"]),
     "open": (
-        "Opening, and the batch of step 1,000,000",
+        "Opening a store and its pack and giving a rank's 32 rows of step 1,000,000, in a process of its own, imports "
+        "not counted; medians of 7.",
         ["tokens", "shards", "rows", "wall ms", "CPU ms", "own memory MiB", "mapped pages MiB"],
     ),
     "gather": (
-        f"Random rows of {SEQ_LEN} 2-byte ids, {BATCH} at a time",
-        ["what", "Mtok/CPU-s", "GB/CPU-s", "of memcpy, same rows", "of memcpy, one block"],
+        f"Rows of {SEQ_LEN} 2-byte ids at random from {STORE_TOKENS // 10**6} million, {BATCH} at a time, page cache, "
+        f"one process; medians of {ROUNDS} rounds.",
+        [
+            "what",
+            "Mtok per CPU-s",
+            "GB per CPU-s",
+            "of memcpy of the rows",
+            "of memcpy of a block",
+            "of memcpy of the pieces",
+        ],
+    ),
+    "pack": (
+        "Best-fit decreasing over 10 million documents, from lengths to the finished index with its hash; CPU seconds, "
+        "median of 3.",
+        ["lengths", "seq_len", "CPU s", "fill", "documents cut although they fit"],
     ),
 }
 
@@ -314,16 +349,23 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def machine() -> str:
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        platform.processor(),
-    )
-    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "lt-data"))
-    load = os.getloadavg()[0]
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    packages = ", ".join(f"{name} {version(name)}" for name in ("numpy", "datasets"))
     return (
-        f"date {datetime.date.today()}, cpu {cpu}, {os.cpu_count()} cores, load {load:.1f}, "
-        f"python {platform.python_version()}, {packages}"
+        f"{datetime.date.today()}, {cpu}, {os.cpu_count()} CPUs, {memory / 2**30:.0f} GiB, "
+        f"load {os.getloadavg()[0]:.1f}. Python {platform.python_version()}, {packages}."
     )
+
+
+def put(page: Path, part: str, lines: list[str]) -> None:
+    """Replace what stands between the marks of a part."""
+    begin, end = f"<!-- tools/bench/stream.py {part} -->", f"<!-- end of tools/bench/stream.py {part} -->"
+    old = page.read_text(encoding="utf-8") if page.exists() else ""
+    before, _, rest = old.partition(begin)
+    after = rest.partition(end)[2]
+    page.write_text("\n".join([before.rstrip(), "", begin, "", *lines, "", end]) + (after or "\n"), encoding="utf-8")
 
 
 def main() -> None:
@@ -333,20 +375,20 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    lines = [machine(), ""]
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         for what in options.what or [*TITLES]:
             title, head = TITLES[what]
+            where = machine()
             rows = {
                 "pack": bench_pack,
                 "open": lambda: bench_open(folder),
                 "gather": lambda: bench_gather(folder, options.peers),
             }[what]()
-            lines += [f"### {title}", "", *table(head, rows), ""]
-            print("\n".join(lines[-len(rows) - 5 :]), flush=True)
-    if options.out:
-        options.out.write_text("\n".join(lines), encoding="utf-8")
+            lines = [title, "", where, "", *table(head, rows)]
+            print("\n".join(lines), flush=True)
+            if options.out:
+                put(options.out, what, lines)
 
 
 if __name__ == "__main__":

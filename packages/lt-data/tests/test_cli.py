@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -41,6 +42,10 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     code, out, err = run("train-tokenizer", "corpus", "--vocab-size", 300, "--out", "tok")
     assert (code, out) == (0, "tokenizer of 300 ids in tok\n")
     assert "read: " in err
+    code, out, _ = run("train-tokenizer", "corpus", "--vocab-size", 9999, "--out", "all")
+    assert re.fullmatch(
+        r"tokenizer of \d{3,4} ids in all \(9999 were asked for: the text has no more to merge\)\n", out
+    )
     code, out, err = run("prepare", "corpus", "--tokenizer", "tok", "--out", "store", "--no-bos", "--shard-tokens", 999)
     assert code == 0
     store = TokenStore.open("store")

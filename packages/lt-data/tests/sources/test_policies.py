@@ -57,7 +57,8 @@ def stream_of(texts: list[str], rows: int) -> bytes:
         (
             b'{"input_ids": [1]}',
             "no field 'text'",
-            r".*are the ids in 'input_ids' meant\? Then tokens_field='input_ids'",
+            r".*name the field with text_field \(--text-field\); are the ids in 'input_ids' meant\? "
+            r"Then tokens_field='input_ids' \(--tokens-field input_ids\)",
         ),
         (b'{"text": null}', "not a string", "field 'text' holds NoneType, not a string"),
     ],

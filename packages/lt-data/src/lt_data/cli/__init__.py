@@ -67,7 +67,10 @@ def train_tokenizer(
             progress=lambda _done, _total, _unit: report(reader.read_bytes, reader.total_bytes, "bytes"),
         )
     tokenizer.save(out)
-    _say(f"tokenizer of {tokenizer.vocab_size} ids in {out}")
+    fewer = (
+        f" ({vocab_size} were asked for: the text has no more to merge)" if tokenizer.vocab_size < vocab_size else ""
+    )
+    _say(f"tokenizer of {tokenizer.vocab_size} ids in {out}{fewer}")
     for reason, count in sorted(reader.skipped.items()):
         _say(f"left out: {count} of {reason!r}, first {reader.examples[reason]}")
 

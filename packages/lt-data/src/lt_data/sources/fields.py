@@ -26,7 +26,7 @@ def value_of(record: Any, options: ReadOptions) -> "tuple[str | np.ndarray | Bad
     name = options.tokens_field or options.text_field
     option = "tokens_field" if options.tokens_field else "text_field"
     if not isinstance(record, dict):
-        return Bad("not a record", f"no field {name!r} (found {_kind(record)}); name the field with {option}"), 0
+        return Bad("not a record", f"no field {name!r} (found {_kind(record)}); name the field with {_said(option)}"), 0
     if name not in record:
         return missing(name, option, list(record)), 0
     value = record[name]
@@ -40,9 +40,16 @@ def value_of(record: Any, options: ReadOptions) -> "tuple[str | np.ndarray | Bad
 def missing(name: str, option: str, found: Sequence[str]) -> Bad:
     """What to say where a field or column is not there."""
     ids = next((field for field in TOKENS if field in found), None)
-    hint = f"; are the ids in {ids!r} meant? Then tokens_field={ids!r}" if ids and option == "text_field" else ""
+    meant = f"; are the ids in {ids!r} meant? Then tokens_field={ids!r} (--tokens-field {ids})"
+    hint = meant if ids and option == "text_field" else ""
     names = ", ".join(map(repr, found))
-    return Bad(f"no field {name!r}", f"no field {name!r} (found fields {names}); name the field with {option}{hint}")
+    remedy = f"name the field with {_said(option)}{hint}"
+    return Bad(f"no field {name!r}", f"no field {name!r} (found fields {names}); {remedy}")
+
+
+def _said(option: str) -> str:
+    """An option as Python and as the command line name it."""
+    return f"{option} (--{option.replace('_', '-')})"
 
 
 def ids_of(name: str, value: Any, mask: Any = None) -> "tuple[np.ndarray | Bad, int]":
