@@ -6,6 +6,7 @@ world, data against the recipe, run directory, then engine, the checkpoint folde
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import signal
@@ -261,6 +262,16 @@ def _announce(journal: RunJournal, recipe: Recipe, engine: Engine, run_dir: RunD
     journal.say(
         "mfu: FLOPs counted in full (6 per parameter and token without the input embedding, plus 12 x layers x "
         f"width x seq_len); peak {device.peak_flops:.4g} FLOP/s per device ({device.peak_source})"
+    )
+    again = engine.recomputed_flops_per_token
+    journal.say(
+        "hfu: as mfu, "
+        + (
+            "plus what is computed again, which is not known"
+            if math.isnan(again)
+            else f"plus {again:.4g} FLOPs per token"
+        )
+        + " (activation checkpointing)"
     )
     for name, (before, now) in sorted(run_dir.changes.items()):
         journal.say(f"the recipe has changed since this run was last started: {name} was {before!r}, is {now!r}")
