@@ -231,3 +231,10 @@ def test_what_is_not_buckets(store: TokenStore) -> None:
         buckets.gather(np.array([0, index.n_rows - 1]))
     with pytest.raises(IndexError, match="rows must be some and in"):
         buckets.gather(np.array([index.n_rows]))
+
+
+def test_epochs_count_how_often_a_row_has_come(counting_store: Callable[..., TokenStore]) -> None:
+    buckets = buckets_of(counting_store([32, 16, 8, 4, 31, 17, 5]), 32, 4)
+    rows = buckets.rows_at(0, 60, seed=4, shuffle=True).tolist()
+    assert max(rows) > 3
+    assert buckets.epochs_at(0, 60).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]

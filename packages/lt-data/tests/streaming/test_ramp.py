@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import BatchRamp, DataError, RowReader, Stream, StreamState, TokenStore, open_pack
+from lt_data import BatchRamp, DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore, open_pack
 
 
 @st.composite
@@ -84,11 +84,17 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
     stop=st.integers(0, 12),
     ranks=st.sampled_from([(1, 1), (1, 2), (3, 1), (2, 3)]),
     skip=st.integers(0, 9),
+    mixed=st.booleans(),
 )
 def test_elastic_resume_and_skips_read_each_position_once(
-    reader: RowReader, ramp: BatchRamp, stop: int, ranks: tuple[int, int], skip: int
+    reader: RowReader, ramp: BatchRamp, stop: int, ranks: tuple[int, int], skip: int, mixed: bool
 ) -> None:
-    """Ramps whose batches divide by the ranks; after some steps the run goes on over another number of them."""
+    """Of one pack, or of a mixture whose weights change on the way; after some steps other ranks go on.
+
+    Each batch is a multiple of 6 rows, which all these ranks can share.
+    """
+    phases = (Phase(weights={"a": 2, "b": 1}), Phase(weights={"a": 1, "b": 3}, from_row=37))
+    source = Mixture({"a": reader, "b": reader}, phases) if mixed else reader
     by = 6
     ramp = BatchRamp(
         start=ramp.start * by,
@@ -100,26 +106,26 @@ def test_elastic_resume_and_skips_read_each_position_once(
 
     def read(state: StreamState | None, size: int, steps: int) -> tuple[list[list[int]], StreamState]:
         streams = [
-            Stream(reader, global_batch=ramp.final, ramp=ramp, dp_rank=rank, dp_size=size, seed=3, state=state)
+            Stream(source, global_batch=ramp.final, ramp=ramp, dp_rank=rank, dp_size=size, seed=3, state=state)
             for rank in range(size)
         ]
         rows: list[list[int]] = []
         for _ in range(steps):
             batches = [stream.next() for stream in streams]
             rows.append([int(row) for batch in batches for row in batch.row_ids])
-            valid = int(reader.valid[rows[-1]].sum())
+            valid = source.labels_in(np.array(rows[-1]))
             assert all(batch.valid_tokens == valid for batch in batches)
         assert all(stream.state == streams[0].state for stream in streams)
         return rows, streams[0].state
 
     first, state = read(None, ranks[0], stop)
     assert (state.step, state.row) == (stop, ramp.rows_before(stop))
-    moved = Stream(reader, global_batch=ramp.final, ramp=ramp, seed=3, state=state)
+    moved = Stream(source, global_batch=ramp.final, ramp=ramp, seed=3, state=state)
     assert moved.ahead(4).row - state.row == ramp.rows_before(stop + 4) - ramp.rows_before(stop)
     moved.skip(skip)
     second, end = read(moved.state, ranks[1], 4)
     assert [len(rows) for rows in first + second] == [ramp.rows_of(step) for step in range(stop + 4)]
-    whole = reader.rows_at(0, end.row, seed=3, shuffle=True).tolist()
+    whole = source.rows_at(0, end.row, seed=3, shuffle=True).tolist()
     assert [row for rows in first for row in rows] == whole[: state.row]
     assert [row for rows in second for row in rows] == whole[state.row + skip :]
 
@@ -133,6 +139,11 @@ def test_a_batch_that_the_ranks_cannot_share_is_refused(reader: RowReader) -> No
 
 
 def test_epochs_of_positions_are_told_by_every_source(reader: RowReader) -> None:
+    """Of a mixture, by counting how often each row has come; each source gives a row once in each of its epochs."""
+    mixture = Mixture({"a": reader, "b": reader}, {"a": 3, "b": 1})
+    rows = mixture.rows_at(0, 100, seed=1, shuffle=True).tolist()
+    assert mixture.epochs_at(0, 100).tolist() == [rows[:i].count(row) for i, row in enumerate(rows)]
+    assert mixture.epochs_at(60, 7).tolist() == mixture.epochs_at(0, 100).tolist()[60:67]
     n = reader.n_rows
     assert reader.epochs_at(n - 2, 4).tolist() == [0, 0, 1, 1]
     assert np.array_equal(reader.epochs_at(0, 3 * n), np.arange(3 * n) // n)
