@@ -20,7 +20,7 @@ NOT_BUILT = {
     "cp": "context parallelism is not built: a row's positions stay on one tensor-parallel group",
 }
 
-COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ()
+COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ((2, 15),)
 """Versions of torch (major, minor) with which compiled blocks under tensor parallelism have passed the parity tests."""
 
 
