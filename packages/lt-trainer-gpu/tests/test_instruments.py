@@ -116,8 +116,8 @@ def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted
 
 def test_variables_leave_what_the_person_has_set(tmp_path: Path) -> None:
     found = flight_recorder.variables(tmp_path, {"TORCH_FR_BUFFER_SIZE": "7"})
-    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    assert flight_recorder.variables(Path("x"), {})["TORCH_FR_DUMP_TEMP_FILE"] == f"{os.getcwd()}/x/rank_"
+    assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
+    assert flight_recorder.variables(Path("x"), {})["TORCH_FR_DUMP_TEMP_FILE"] == f"{os.getcwd()}/x/collectives_rank_"
 
 
 def test_torch_knows_the_variables() -> None:
@@ -134,7 +134,7 @@ def test_torch_knows_the_variables() -> None:
 
 def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp_path: Path) -> None:
     made = recipe(f"run.out={tmp_path}/run")
-    assert SPEC.env(made)["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/flight/rank_"
+    assert SPEC.env(made)["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/logs/collectives_rank_"
     assert "memory_snapshot" in SPEC.capabilities
     assert "profile" in SPEC.capabilities
 

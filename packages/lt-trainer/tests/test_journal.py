@@ -138,12 +138,13 @@ def test_energy_is_per_token_since_the_last_record_and_in_kwh_since_the_first_st
         one.steps([step(1, 32)], 0, {})
         monitor.value = 1720.0
         one.steps([step(2, 8)], 0, {})
+        monitor.value = 1740.0  # the last save
     first, second = records(tmp_path)
     assert first["joules_per_token"] == 2.0
     assert first["energy_kwh"] == 1640.0 / 3.6e6
     assert second["joules_per_token"] == 1.0
     (event,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "energy"]
-    assert (event["joules"], event["joules_per_token"], event["run_kwh"]) == (720.0, 720 / 400, 1720.0 / 3.6e6)
+    assert (event["joules"], event["joules_per_token"], event["run_kwh"]) == (740.0, 740 / 400, 1740.0 / 3.6e6)
 
 
 def test_energy_that_is_counted_late_begins_with_the_first_look(tmp_path: Path) -> None:

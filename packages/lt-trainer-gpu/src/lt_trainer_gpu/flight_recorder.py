@@ -19,15 +19,22 @@ from pathlib import Path
 
 ENTRIES = 2000
 PREFIX = "rank_"
+OWN_PREFIX = "collectives_rank_"
+"""Of the files that torch writes when a collective takes longer than its own timeout."""
 NCCL_NAMES = ("nccl", "nccl2")
 """What the backend for CUDA calls itself where a recorder of its own stands beside NCCL's (torch 2.15)."""
 
 
 def variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What to set so that torch records collectives and, on its own timeout, writes them to `<folder>/rank_<RANK>`."""
+    """What to set so that torch records collectives and, on its own timeout, writes them to a file per rank.
+
+    Args:
+        folder: where to; torch makes no folder, so it must be there when the time comes.
+        environ: what is set already, which stays.
+    """
     wanted = {
         "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.absolute() / PREFIX),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder.absolute() / OWN_PREFIX),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
     return {name: value for name, value in wanted.items() if name not in environ}

@@ -47,7 +47,7 @@ class GpuSpec:
         """
         options = recipe.engine["gpu"]
         fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
-        return fixed | flight_recorder.variables(Path(recipe.run.out) / "flight", os.environ)
+        return fixed | flight_recorder.variables(Path(recipe.run.out) / "logs", os.environ)
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
         """Take the device, build the model, the optimizer and the process group."""

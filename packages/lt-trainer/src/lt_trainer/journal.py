@@ -293,7 +293,8 @@ class RunJournal:
 
     def close(self) -> None:
         """Note the energy of this start, close the sinks and the metrics file."""
-        if self._joules is not None and self._first_joules is not None and self._tokens:
+        if self._monitor is not None and self._first_joules is not None and self._tokens:
+            self._joules = self._monitor.joules() or self._first_joules
             spent = self._joules - self._first_joules
             self._run_dir.event(
                 "energy", joules=spent, joules_per_token=spent / self._tokens, run_kwh=self._joules / JOULES_PER_KWH

@@ -28,7 +28,7 @@ from lt_trainer.rundir import write_whole
 from lt_trainer.sinks.opening import About, SinkRefused
 
 FILE = "wandb.json"
-FINISH_S = 60.0
+FINISH_S = 30.0
 """How long the end of a run waits for what is still to be sent."""
 QUIET = {
     "console": "off",
@@ -88,7 +88,7 @@ class Wandb:
         self._sent = self._highest
 
     def close(self) -> None:
-        """Finish, for at most a minute: what is not sent by then is in the run directory, for `wandb sync`.
+        """Finish, for at most half a minute: what is not sent by then is in the run directory, for `wandb sync`.
 
         Raises:
             TimeoutError: it took longer.
