@@ -251,6 +251,21 @@ def test_a_z_loss_is_the_same_on_every_layout_and_stays_out_of_the_loss_that_is_
     assert one.losses[2] != pytest.approx(plain.losses[2], rel=1e-6)
 
 
+@pytest.mark.parametrize(("n", "sets"), [(2, (TP2, SP)), (4, (TP2,))], ids=["tp-sp", "fsdp-tp"])
+def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, sets: tuple[str, ...]) -> None:
+    """Sums over ranks in bfloat16 round; the masters are float32 and equal on all ranks that hold the same."""
+    one: Trained = alone(False)
+    found = ranks.run(train, ("engine.gpu.dtype=bfloat16", *sets), False, 2, ranks=n)
+    assert found[0].losses == pytest.approx(one.losses, rel=1e-2)
+    assert found[0].norms == pytest.approx(one.norms, rel=5e-2)
+    assert all(rank.losses == found[0].losses and rank.norms == found[0].norms for rank in found)
+    assert {piece.dtype for rank in found for piece in rank.states[0]} == {"F32"}
+    before, after = (whole([rank.states[i] for rank in found]) for i in (0, 2))
+    start = whole([one.states[0]])
+    assert all((before[key] == start[key].astype(np.float32)).all() for key in before)
+    assert all((before[key] != after[key]).any() for key in before)
+
+
 def interrupted(sets: tuple[str, ...], tied: bool, folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
     """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
     engine = open_engine(sets, tied)

@@ -48,7 +48,7 @@ class Trained:
     states: tuple[list[Piece], list[Piece], list[Piece]]
 
 
-def recipe_of(root: str, micro_batch: int, tied: bool) -> Recipe:
+def recipe_of(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -> Recipe:
     base = {
         "model": {
             "hidden_size": 32,
@@ -64,12 +64,12 @@ def recipe_of(root: str, micro_batch: int, tied: bool) -> Recipe:
         "schedule": {"max_steps": STEPS, "warmup_steps": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    return load(base=base).recipe
+    return load(base=base, sets=sets).recipe
 
 
-def train(root: str, micro_batch: int, tied: bool) -> Trained:
+def train(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -> Trained:
     """One rank's training, in that rank."""
-    recipe, world = recipe_of(root, micro_batch, tied), World.from_env(os.environ)
+    recipe, world = recipe_of(root, micro_batch, tied, sets), World.from_env(os.environ)
     SPEC.check(recipe, world)
     data = open_data(recipe)
     engine = SPEC.open(recipe, llama_config(recipe, data.vocab_size), world)
@@ -188,6 +188,20 @@ def test_ranks_train_as_one_process(ranks, alone, root: str, n: int, micro_batch
     # After one step exp_avg is the clipped gradient times 1 - beta1.
     assert_near(*(gradients(tensors, one.norms[0]) for tensors in after_1))
     assert_near(*after_all)
+
+
+def test_tensor_parallel_ranks_read_the_same_rows(ranks, alone, root: str) -> None:
+    """Pairs of ranks compute together; between the pairs the rows are shared out. (All layouts: test_layouts.py.)"""
+    one: Trained = alone(False)
+    found: list[Trained] = ranks.run(train, root, 2, False, ("parallel.tp=2",), ranks=4)
+    for step in range(STEPS):
+        rows = [rank.rows[step].tolist() for rank in found]
+        assert rows[0] == rows[1] != rows[2] == rows[3]
+        assert rows[0] + rows[2] == one.rows[step].tolist()
+    assert found[0].losses == pytest.approx(one.losses, rel=NEAR)
+    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
+    assert found[0].validation == pytest.approx(one.validation, rel=NEAR)
+    assert_near(whole([rank.states[2] for rank in found]), whole([one.states[2]]))
 
 
 def gradients(tensors: dict[tuple[str, str], np.ndarray], norm: float) -> dict[tuple[str, str], np.ndarray]:
