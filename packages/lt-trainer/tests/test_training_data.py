@@ -1,6 +1,7 @@
 """Mixtures, buckets, random rows, batches that grow; stops, ways back and `inspect_step` know of all of them."""
 
 import hashlib
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,43 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
             assert len(ids) + row.padding == length
             assert next(trained) == np.array(ids + [0] * row.padding, np.int32).tobytes()
     assert next(trained, None) is None
+
+
+def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake_engine, little_data, tmp_path) -> None:
+    copies = {name: tmp_path / "here" / name for name in ("train", "validation")}
+    for name, copy in copies.items():
+        shutil.copytree(little_data / name, copy)
+    mixture(recipe_base, tmp_path / "here")
+    assert start(recipe_base, stop_at_step=3) == 75
+    rows = inspect_step(out(recipe_base), 2).rows
+    assert {row.origin for row in rows} == {"large", "small"}
+    copies["validation"].rename(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"events\.jsonl says the source small = .*with --source NAME=FOLDER"):
+        inspect_step(out(recipe_base), 2)
+    assert inspect_step(out(recipe_base), 2, sources={"small": tmp_path / "elsewhere"}).rows == rows
+    with pytest.raises(DataError, match="source 'web': the sources of the run's mixture are: large, small"):
+        inspect_step(out(recipe_base), 2, sources={"web": tmp_path / "elsewhere"})
+    with pytest.raises(DataError, match="--store: the sources of the run's mixture are: large, small"):
+        inspect_step(out(recipe_base), 2, store=tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"here/train, .*here/train: not the rows that step 2 .*small\.store"):
+        inspect_step(out(recipe_base), 2, sources={"small": copies["train"]})
+
+
+def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_data, capsys) -> None:
+    from typer.testing import CliRunner
+
+    from lt_data.cli import app
+
+    mixture(recipe_base, little_data)
+    assert start(recipe_base, stop_at_step=3) == 75
+    where = f"small={little_data / 'validation'}"
+    done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", where])
+    assert done.exit_code == 0, done.output
+    assert f"store {little_data / 'validation'}: source small" in done.output
+    assert "position 8, large, epoch 0, pack row" in done.output
+    assert done.output.count("small, epoch") == 2
+    done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", "small"])
+    assert "--source small: write NAME=STORE" in str(done.exception or done.output)
 
 
 def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
