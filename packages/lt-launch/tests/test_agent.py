@@ -148,6 +148,30 @@ def test_a_success_leaves_a_stamp_and_is_skipped_next_time(stage: Callable[..., 
     assert made.open() == "1"
 
 
+def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("before")
+    made = stage("open('in.txt', 'w').write('after')", procs_per_node=1, cwd=str(tmp_path), inputs=["in.txt"])
+    attempt = made.open()
+    assert made.start(attempt).wait() == 0
+    assert made.verdict(attempt)[0] == 0
+    assert made.open() == "1"
+
+
+def test_what_an_earlier_attempt_completed_proves_nothing(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "done"}\n')
+    made = stage("pass", procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
+    attempt = made.open()
+    assert made.start(attempt).wait() == 0
+    assert made.verdict(attempt)[0] == 70
+    program = (
+        f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "done"}}\\n\')'
+    )
+    made = stage(program, procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
+    attempt = made.open()
+    assert made.start(attempt).wait() == 0
+    assert made.verdict(attempt)[0] == 0
+
+
 def test_who_a_process_is(stage: Callable[..., Stage]) -> None:
     """Two nodes of three processes: ranks in the order of the nodes, as torchrun names them."""
     names = (

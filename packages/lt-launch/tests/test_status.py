@@ -148,3 +148,15 @@ def test_the_age_is_counted_from_the_attempts_begin(launch) -> None:
     with hold(launch):
         status = {row["status"].stage: row["status"] for row in rows_of("p")}["train"]
     assert status.since == then
+
+
+def test_a_damaged_launch_does_not_hide_the_others(launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pipeline = Pipeline.of(Job(name="other", argv=("x",)))
+    other = create(
+        pipeline, Profile(), "local", Rendered(files={}), {"other": spec(pipeline.stages[0], pipeline, Profile())}
+    )
+    (other.directory / "launch.json").write_text("{")
+    show([], as_json=True)
+    shown = capsys.readouterr()
+    assert {row["run"] for row in json.loads(shown.out)} == {"p"}
+    assert "launch.json is damaged" in shown.err

@@ -46,7 +46,14 @@ def show(runs: Sequence[str], *, as_json: bool) -> None:
     folders: list[str | Path] = list(runs) or list(known())
     if not folders:
         raise LaunchError("no launch was made on this machine; give the folder of a run")
-    rows = [row for folder in folders for row in rows_of(folder)]
+    rows = []
+    for folder in folders:
+        try:
+            rows += rows_of(folder)
+        except LaunchError as exc:
+            if runs:  # that one was asked for
+                raise
+            sys.stderr.write(f"# {exc}\n")
     if as_json:
         sys.stdout.write(json.dumps([_plain(row) for row in rows], indent=1) + "\n")
         return
@@ -213,7 +220,11 @@ def list_known() -> None:
     for name in ("RUN", "ON", "STATE", "MADE", "FOLDER"):
         table.add_column(name, no_wrap=True)
     for directory in known():
-        launch = open_launch(directory)
+        try:
+            launch = open_launch(directory)
+        except LaunchError as exc:
+            sys.stderr.write(f"# {exc}\n")
+            continue
         values = json.loads((directory / "launch.json").read_bytes())
         state = overall([status.state for status in backend(launch.backend).status(launch)])
         age = duration(time.time() - values["made"])

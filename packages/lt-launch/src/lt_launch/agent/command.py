@@ -43,7 +43,8 @@ def argv_of(spec: Table, start: Start, folder: Path, index: int | None) -> list[
     words = {RECIPE: str(folder / "recipe.toml")}
     if index is not None:
         words.update({INDEX: str(index), ARRAY: str(spec.get("array") or 0)})
-    argv = [words.get(word, word) for word in spec["argv"]]
+    given: list[str] = spec["argv"]
+    argv = [words.get(word, word) for word in given]
     if torchrun(spec):
         argv = torchrun_argv(argv, start)
     setup = spec.get("setup") or []

@@ -103,6 +103,7 @@ class Node:
         try:
             self.note("began", pid=os.getpid(), ranks=list(self.start.ranks), step=step, attempt=self.attempt)
             self._spawn()
+            self.outbox.start()
             self._loop(wake)
         finally:
             for rank in self.ranks:  # an error of ours must not leave processes behind

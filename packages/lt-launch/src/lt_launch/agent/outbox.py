@@ -21,8 +21,13 @@ class Outbox:
         self._changed = threading.Condition()
         self._closed = self._broken = False
         self.dropped = 0
-        self._thread = threading.Thread(target=self._write, daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Begin to write: not before all processes were forked, for a fork with threads around is a risk."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._write, daemon=True)
+            self._thread.start()
 
     def put(self, data: bytes, *, may_drop: bool) -> None:
         """Hand over whole lines; never waits."""
@@ -39,7 +44,9 @@ class Outbox:
         with self._changed:
             self._closed = True
             self._changed.notify()
-        self._thread.join(timeout_s)
+        self.start()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
     def _write(self) -> None:
         while True:
