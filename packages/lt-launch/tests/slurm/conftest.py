@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
 STUB = Path(__file__).with_name("spank_stub.c")
 CONFIGURATION = """
 ClusterName=ci
@@ -181,7 +182,7 @@ class Cluster:
             job = self.job(id_)
             if hurry and job["JobState"] == "PENDING" and int(job.get("Restarts", "0")):
                 self.go_now(id_)
-            return job if job["JobState"] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING") else None
+            return job if job["JobState"] in ENDED else None
 
         return self.wait_for(ended, f"the end of job {id_}", timeout_s)
 

@@ -27,7 +27,7 @@ class Aws:
         self._options = options
 
     def _client(self, service: str) -> Any:
-        config = Config(retries={"mode": "standard", "max_attempts": 5}, connect_timeout=10, read_timeout=60)
+        config = Config(retries={"mode": "standard", "max_attempts": 3}, connect_timeout=10, read_timeout=60)
         with _sentences(f"making a client for {service}"):
             return boto3.client(
                 service,

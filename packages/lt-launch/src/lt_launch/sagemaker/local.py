@@ -33,6 +33,8 @@ __all__ = ["LocalSageMaker"]
 LOCAL = "s3://local"
 ADDRESSES = "addresses.json"
 ENDED = ("Completed", "Failed", "Stopped")
+BACKGROUND: list[subprocess.Popen[bytes]] = []
+"""Jobs that go on by themselves; kept, because Python complains of a process that it forgets while it runs."""
 
 
 class LocalSageMaker:
@@ -72,7 +74,10 @@ class LocalSageMaker:
                 start_new_session=True,
             )
         (folder / "pid").write_text(str(service.pid), encoding="ascii")
+        while not (folder / "job.json").exists() and service.poll() is None:  # from then on it takes a stop signal
+            time.sleep(0.02)
         if detach:
+            BACKGROUND.append(service)
             return {stage: folder.name}, 0
         return {stage: folder.name}, _attend(service, folder)
 

@@ -41,7 +41,8 @@ stop) exit 75 ;;
 esac
 folder=$stage
 if [ ${{#index[@]}} -gt 0 ]; then folder=$stage.$SLURM_ARRAY_TASK_ID; fi
-printf '%s %s %s\\n' "$job" "$restarts" "$SLURM_JOB_NODELIST" >"$(printf '%s/attempt-%03d/slurm' "$folder" "$attempt")"
+records=$(printf '%s/attempt-%03d' "$folder" "$attempt")
+printf '%s %s %s\\n' "$job" "$restarts" "$SLURM_JOB_NODELIST" >"$records/slurm"
 
 # Rank 0 is on the first node of the allocation, which runs this script; ranks follow the order of the allocation.
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
@@ -120,10 +121,13 @@ trap 'on_signal USR1' USR1
 trap 'on_signal TERM' TERM
 # shellcheck disable=SC2016 # expanded on the nodes
 run='trap "" USR1 USR2 HUP # until the agent is there, which takes them; to die of one would look like a loss
-exec "$1" "$2" {command} "$3" --attempt "$(($4 + ${{SLURM_STEP_ID:-0}}))" --master-addr "$5" \\
-    --master-port "$6" {rank}"${{@:7}}"'
+echo "$SLURM_STEP_ID" >"$7/step.$SLURM_PROCID"
+ln "$7/step.$SLURM_PROCID" "$7/step" 2>/dev/null
+read -r first <"$7/step"
+exec "$1" "$2" {command} "$3" --attempt "$(($4 + SLURM_STEP_ID - first))" --master-addr "$5" --master-port "$6" \\
+    {rank}"${{@:8}}"'
 srun "${{options[@]}}" bash -c "$run" {argv0} "$python" "$launch/agent" "$spec" "$attempt" "$master" "$port" \\
-    "${{index[@]}}" &
+    "$records" "${{index[@]}}" &
 step=$!
 if [ "$told" = USR1 ]; then kill -USR1 "$step"; fi
 while :; do

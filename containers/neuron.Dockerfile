@@ -1,0 +1,35 @@
+# lt with AWS Neuron's torch 2.9 line. Build it in the root: docker build -f containers/neuron.Dockerfile -t lt:neuron .
+# The driver is the host's; the compiler, the runtime's libraries and torch-neuronx come from AWS Neuron's repositories.
+ARG BASE=ubuntu:22.04
+FROM ${BASE}
+
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+ENV DEBIAN_FRONTEND=noninteractive \
+    PATH=/opt/venv/bin:/opt/aws/neuron/bin:${PATH}
+
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends ca-certificates curl gnupg python3.11 python3.11-venv \
+    && curl --fail --silent --show-error https://apt.repos.neuron.amazonaws.com/GPG-PUB-KEY-AMAZON-AWS-NEURON.PUB \
+        | gpg --dearmor --output /usr/share/keyrings/neuron.gpg \
+    && echo "deb [signed-by=/usr/share/keyrings/neuron.gpg] https://apt.repos.neuron.amazonaws.com jammy main" \
+        > /etc/apt/sources.list.d/neuron.list \
+    && apt-get update \
+    && apt-get install --yes --no-install-recommends aws-neuronx-collectives aws-neuronx-runtime-lib aws-neuronx-tools \
+    && rm -rf /var/lib/apt/lists/*
+
+WORKDIR /opt/lt
+COPY packages packages
+RUN python3.11 -m venv /opt/venv \
+    && python -m pip install --no-cache-dir --extra-index-url https://pip.repos.neuron.amazonaws.com \
+        "./packages/lt-model[cli,torch]" \
+        "./packages/lt-data[cli,s3,zstd]" \
+        "./packages/lt-ckpt[cli,s3]" \
+        "./packages/lt-trainer[cli,s3,torch]" \
+        "./packages/lt-trainer-neuron[neuron]" \
+        ./packages/lt-launch
+
+ENV OMP_NUM_THREADS=1 \
+    PYTHONUNBUFFERED=1
+WORKDIR /workspace
+CMD ["lt", "--help"]

@@ -1,0 +1,176 @@
+"""Manifests as plain values: pure, the same for the same job.
+
+The resolved recipe travels as a ConfigMap. With Kubeflow each pod starts `lt train torchrun` with the rendezvous that
+the operator sets (PET_* variables), which gives ranks their whole grace time and keeps exit code 75; with HyperPod its
+own agent starts the ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import tomllib
+from typing import Any
+
+from lt_launch.job import Job
+from lt_launch.k8s.options import KubernetesOptions
+from lt_launch.profile import Profile
+from lt_trainer.errors import RecipeError
+
+__all__ = ["manifests"]
+
+NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
+RECIPE_FOLDER = "/etc/lt"
+LEAVING_S = 30
+
+
+def manifests(job: Job, options: KubernetesOptions, profile: Profile) -> list[dict[str, Any]]:
+    """The ConfigMap of the recipe and the job that trains it.
+
+    Raises:
+        RecipeError: the job has no image, no recipe, or a name that Kubernetes does not take.
+    """
+    if not job.container.image:
+        raise RecipeError("a pod needs an image", values={"job.container.image": ""}, remedy="set container.image")
+    if not job.recipe:
+        raise RecipeError("only a job that trains a recipe is rendered", values={"job.name": job.name})
+    if not NAME.fullmatch(job.name):
+        remedy = "use small letters, digits and '-'"
+        raise RecipeError("is not a name that Kubernetes takes", values={"job.name": job.name}, remedy=remedy)
+    out = tomllib.loads(job.recipe)["run"]["out"]
+    if not options.claim or not out.startswith(f"{options.mount.rstrip('/')}/"):
+        raise RecipeError(
+            "pods share no folder for checkpoints",
+            values={"k8s.claim": options.claim, "k8s.mount": options.mount, "run.out": out},
+            remedy="name the PersistentVolumeClaim, and let run.out lie below k8s.mount",
+        )
+    make = _trainjob if options.kind == "trainjob" else _hyperpod
+    return [_config_map(job, options), make(job, options, profile)]
+
+
+def _config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": f"{job.name}-recipe", "namespace": options.namespace},
+        "data": {"run.toml": job.recipe},
+    }
+
+
+def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    """What one pod gets; limits, since devices and huge pages know no other."""
+    found: dict[str, Any] = {}
+    if job.resources.neuron_cores_per_node:
+        found["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node
+    elif job.engine != "neuron":
+        found["nvidia.com/gpu"] = job.resources.gpus_per_node or job.procs_per_node
+    if options.efa_per_node:
+        found["vpc.amazonaws.com/efa"] = options.efa_per_node
+    if job.resources.cpus_per_proc:
+        found["cpu"] = job.resources.cpus_per_proc * job.procs_per_node
+    if job.resources.memory_gib:
+        found["memory"] = f"{job.resources.memory_gib}Gi"
+    return {"limits": found, "requests": dict(found)}
+
+
+def _environment(job: Job, profile: Profile) -> list[dict[str, str]]:
+    return [{"name": name, "value": value} for name, value in {**profile.env, **job.env}.items()]
+
+
+def _volumes(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    volumes = [
+        {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
+        {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = [
+        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
+        {"name": "shared", "mountPath": options.mount},
+        {"name": "shm", "mountPath": "/dev/shm"},
+    ]
+    return volumes, mounts
+
+
+def _command(job: Job, profile: Profile, *rendezvous: str) -> list[str]:
+    words = ["-m", "lt_trainer", "torchrun", f"{RECIPE_FOLDER}/run.toml", "--nproc-per-node", str(job.procs_per_node)]
+    return [profile.python, *words, "--", *rendezvous]
+
+
+def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[str, Any]:
+    """Kubeflow Trainer v2: the operator sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in each pod."""
+    volumes, mounts = _volumes(job, options)
+    shell = _command(job, profile, f"--nnodes={job.nodes}", "--node-rank=$(PET_NODE_RANK)")
+    shell += ["--master-addr=$(PET_MASTER_ADDR)", "--master-port=$(PET_MASTER_PORT)"]
+    spec: dict[str, Any] = {
+        "volumes": volumes,
+        "terminationGracePeriodSeconds": math.ceil(job.grace_s) + LEAVING_S,
+        "containers": [{"name": "node", "volumeMounts": mounts}],
+    }
+    if options.service_account:
+        spec["serviceAccountName"] = options.service_account
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": {"name": job.name, "namespace": options.namespace},
+        "spec": {
+            "runtimeRef": {
+                "apiGroup": "trainer.kubeflow.org",
+                "kind": "ClusterTrainingRuntime",
+                "name": options.runtime,
+            },
+            "trainer": {
+                "image": job.container.image,
+                "command": shell,
+                "numNodes": job.nodes,
+                "numProcPerNode": job.procs_per_node,
+                "env": _environment(job, profile),
+                "resourcesPerNode": _resources(job, options),
+            },
+            "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "spec": spec}],
+        },
+    }
+
+
+def _hyperpod(job: Job, options: KubernetesOptions, profile: Profile) -> dict[str, Any]:
+    """HyperPod's training operator: it replaces broken nodes and starts pods again, at most max_restarts times.
+
+    Its own agent, hyperpodrun, stands in torchrun's place; the image must have it (pip install hyperpod-elastic-agent).
+    """
+    volumes, mounts = _volumes(job, options)
+    command = ["hyperpodrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.procs_per_node}"]
+    command += ["--rdzv-backend=hyperpod", "-m", "lt_trainer", "run", f"{RECIPE_FOLDER}/run.toml"]
+    labels = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": math.ceil(job.grace_s) + LEAVING_S,
+        "containers": [
+            {
+                "name": "pytorch-job-container",
+                "image": job.container.image,
+                "command": command,
+                "env": _environment(job, profile),
+                "resources": _resources(job, options),
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
+    if job.resources.instance_type:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.resources.instance_type}
+    if options.service_account:
+        pod["serviceAccountName"] = options.service_account
+    return {
+        "apiVersion": "sagemaker.amazonaws.com/v1",
+        "kind": "HyperPodPyTorchJob",
+        "metadata": {"name": job.name, "namespace": options.namespace, "labels": labels},
+        "spec": {
+            "nprocPerNode": str(job.procs_per_node),
+            "runPolicy": {"cleanPodPolicy": "None", "jobMaxRetryCount": job.restart.max_restarts},
+            "replicaSpecs": [
+                {
+                    "name": "pod",
+                    "replicas": job.nodes,
+                    "template": {"metadata": {"labels": {"lt-job": job.name}}, "spec": pod},
+                }
+            ],
+        },
+    }

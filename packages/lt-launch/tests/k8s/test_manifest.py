@@ -1,0 +1,101 @@
+"""Manifests: golden YAML of both kinds, read back by a YAML reader; what a pod cannot do without is refused."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from lt_launch.backend import Rendered
+from lt_launch.errors import LaunchError
+from lt_launch.job import Container, Job, Pipeline, Resources
+from lt_launch.k8s.target import KubernetesBackend
+from lt_launch.profile import Profile
+from lt_trainer.errors import RecipeError
+from lt_trainer.recipe import load, to_toml
+from lt_trainer.resolve import Given
+
+DATA = Path(__file__).parent / "data"
+
+
+def job(out: str = "/fsx/runs/llama", **changes: Any) -> Job:
+    recipe = load(base={"run": {"out": out}, "data": {"store": "/fsx/store"}, "parallel": {"n_nodes": 4}}).recipe
+    values: dict[str, Any] = {
+        "name": "llama",
+        "argv": ("python", "-m", "lt_trainer", "run", "{recipe}"),
+        "recipe": to_toml(recipe),
+        "engine": "gpu",
+        "nodes": 4,
+        "procs_per_node": 8,
+        "env": {"NCCL_DEBUG": "WARN"},
+        "container": Container(image="registry/lt:1"),
+        "resources": Resources(gpus_per_node=8, instance_type="ml.p5.48xlarge", memory_gib=1000),
+    }
+    return Job(**{**values, **changes})
+
+
+def profile(**values: Any) -> Profile:
+    given = {"k8s.claim": "fsx-claim", **{f"k8s.{name}": value for name, value in values.items()}}
+    return Profile(given={name: Given(value, "test") for name, value in given.items()})
+
+
+def rendered(made: Job, given: Profile) -> str:
+    return KubernetesBackend().render(Pipeline.of(made), given).files[f"{made.name}.yaml"]
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+def test_manifests_are_as_they_were_and_can_be_read(kind: str) -> None:
+    text = rendered(job(), profile(kind=kind, efa_per_node=32, namespace="team"))
+    golden = DATA / f"{kind}.yaml"
+    if os.environ.get("LT_WRITE_GOLDEN"):
+        DATA.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+    config, made = list(yaml.safe_load_all(text))
+    assert config["data"]["run.toml"] == job().recipe
+    assert made["metadata"] == {"name": "llama", "namespace": "team"} | ({"labels": {}} if kind == "hyperpod" else {})
+    if kind == "trainjob":
+        trainer = made["spec"]["trainer"]
+        assert (trainer["numNodes"], trainer["numProcPerNode"], trainer["image"]) == (4, 8, "registry/lt:1")
+        limits = trainer["resourcesPerNode"]["limits"]
+        pod = made["spec"]["podTemplateOverrides"][0]["spec"]
+    else:
+        (replica,) = made["spec"]["replicaSpecs"]
+        assert replica["replicas"] == 4
+        pod = replica["template"]["spec"]
+        assert pod["containers"][0]["command"][:3] == ["hyperpodrun", "--nnodes=4", "--nproc-per-node=8"]
+        limits = pod["containers"][0]["resources"]["limits"]
+        assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.p5.48xlarge"}
+    assert limits == {"nvidia.com/gpu": 8, "vpc.amazonaws.com/efa": 32, "memory": "1000Gi"}
+    assert pod["terminationGracePeriodSeconds"] == 150
+    mounts = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounts == {"recipe": "/etc/lt", "shared": "/fsx", "shm": "/dev/shm"}
+
+
+def test_neuron_cores() -> None:
+    text = rendered(job(engine="neuron", resources=Resources(neuron_cores_per_node=32)), profile())
+    made = list(yaml.safe_load_all(text))[1]
+    assert made["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"aws.amazon.com/neuroncore": 32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "given", "words"),
+    [
+        ({"container": Container()}, {}, "a pod needs an image"),
+        ({"recipe": ""}, {}, "only a job that trains"),
+        ({"name": "Llama"}, {}, "not a name that Kubernetes takes"),
+        ({"out": "runs/llama"}, {}, "pods share no folder"),
+        ({}, {"claim": ""}, "pods share no folder"),
+        ({}, {"mount": "fsx"}, "not an absolute path"),
+        ({}, {"efa_per_node": -1}, "at least 0"),
+    ],
+)
+def test_what_a_pod_cannot_do_without(changes: dict[str, Any], given: dict[str, Any], words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        rendered(job(**changes), profile(**given))
+
+
+def test_nothing_is_sent() -> None:
+    with pytest.raises(LaunchError, match="kubectl apply"):
+        KubernetesBackend().submit(None, Rendered(files={}), detach=False)  # type: ignore[arg-type]

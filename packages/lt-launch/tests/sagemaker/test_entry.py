@@ -1,0 +1,237 @@
+"""The container's side: the contract, what does not fit told in the failure file, and the time that a save has."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_launch.sagemaker.contract import natural_order, read
+from lt_launch.sagemaker.entry import entry
+from lt_launch.sagemaker.errors import SageMakerError
+from lt_launch.sagemaker.failure import LIMIT, failure_text, write_failure
+from lt_launch.sagemaker.resolving import processes, resolve
+
+SMALL = {
+    "HIDDEN_SIZE": "64",
+    "INTERMEDIATE_SIZE": "128",
+    "N_HEADS": "4",
+    "N_KV_HEADS": "2",
+    "N_LAYERS": "2",
+    "SEQ_LEN": "64",
+    "GLOBAL_BATCH_SIZE": "8",
+    "MICRO_BATCH_SIZE": "2",
+    "MAX_STEPS": "20",
+    "WARMUP_STEPS": "3",
+    "LEARNING_RATE": "3e-3",
+    "MIN_LR": "3e-4",
+}
+
+
+@pytest.fixture
+def opt_ml(tmp_path: Path, data: Path) -> Callable[..., Path]:
+    """Makes a folder that stands for /opt/ml."""
+
+    def make(
+        hyperparameters: dict[str, Any] | None = None,
+        hosts: tuple[str, ...] = ("algo-1",),
+        current: str = "algo-1",
+        channels: dict[str, Path] | None = None,
+        mode: str = "File",
+    ) -> Path:
+        root = tmp_path / "ml"
+        config, given = root / "input" / "config", channels or {"train": data / "store"}
+        config.mkdir(parents=True)
+        (root / "input" / "data").mkdir()
+        for name, folder in given.items():
+            (root / "input" / "data" / name).symlink_to(folder)
+        inputs = {name: {"TrainingInputMode": mode, "S3DistributionType": "FullyReplicated"} for name in given}
+        (config / "inputdataconfig.json").write_text(json.dumps(inputs))
+        (config / "hyperparameters.json").write_text(json.dumps(SMALL if hyperparameters is None else hyperparameters))
+        resources = {"current_host": current, "hosts": sorted(hosts), "network_interface_name": "eth0"}
+        (config / "resourceconfig.json").write_text(json.dumps(resources))
+        return root
+
+    return make
+
+
+def told(root: Path, environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code of the entry and what it left in the failure file."""
+    code = entry(root, {**os.environ, **(environ or {})}, lambda _: None)
+    return code, (root / "output" / "failure").read_text()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 256), st.randoms())
+def test_hosts_are_in_the_order_of_their_numbers(count: int, chance: Any) -> None:
+    names = [f"algo-{number + 1}" for number in range(count)]
+    shuffled = list(names)
+    chance.shuffle(shuffled)
+    assert sorted(shuffled, key=natural_order) == names
+
+
+def test_the_contract_is_read_whole(opt_ml: Callable[..., Path], data: Path) -> None:
+    hosts = tuple(f"algo-{i}" for i in range(1, 13))
+    root = opt_ml(hosts=hosts, current="algo-10", channels={"train": data / "store", "tokenizer": data / "tokenizer"})
+    contract = read(root, {})
+    assert contract.cluster.hosts == hosts
+    assert contract.cluster.node_rank == 9
+    assert contract.cluster.master_address == "algo-1"
+    assert contract.cluster.interface == "eth0"
+    assert contract.hyperparameters["LEARNING_RATE"] == "3e-3"
+    assert contract.channels == {name: root / "input" / "data" / name for name in ("train", "tokenizer")}
+    assert contract.checkpoints == root / "checkpoints"
+    assert not contract.checkpoints_kept
+    (root / "input" / "config" / "checkpointconfig.json").write_text('{"LocalPath": "/opt/ml/kept"}')
+    assert read(root, {}).checkpoints == root / "kept"
+    assert read(root, {}).checkpoints_kept
+
+
+def test_one_host_needs_no_name(opt_ml: Callable[..., Path]) -> None:
+    assert read(opt_ml(), {}).cluster.master_address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("resourceconfig.json", "{", "not valid JSON"),
+        ("resourceconfig.json", '{"hosts": ["a"], "current_host": "b"}', "current_host = 'b' must stand exactly once"),
+        ("resourceconfig.json", '{"hosts": ["a", "a"], "current_host": "a"}', "exactly once"),
+        ("resourceconfig.json", "[]", "not an object"),
+        ("inputdataconfig.json", '{"train": {}, "other": {}}', "channel other is in inputdataconfig.json"),
+        ("inputdataconfig.json", '{"train": {"TrainingInputMode": "Pipe"}}', "input mode Pipe"),
+        ("inputdataconfig.json", "{}", "no channel train"),
+        ("hyperparameters.json", '{"LERNING_RATE": "1"}', "did you mean LEARNING_RATE"),
+        ("hyperparameters.json", '{"MAX_STEPS": "many"}', "expected a whole number"),
+        ("hyperparameters.json", '{"BETA1": "1.5"}', "must lie in [0, 1)"),
+        ("hyperparameters.json", '{"NUM_NODES": "2"}', "NUM_NODES = 2 (hyperparameter NUM_NODES) and the job has 1"),
+        ("hyperparameters.json", '{"VOCAB_SIZE": "-1"}', "VOCAB_SIZE"),
+    ],
+)
+def test_what_does_not_fit_is_the_failure_reason(opt_ml: Callable[..., Path], name: str, text: str, words: str) -> None:
+    root = opt_ml()
+    (root / "input" / "config" / name).write_text(text)
+    code, reason = told(root)
+    assert code == 64
+    assert words in reason
+    assert not (root / "checkpoints").exists()
+    assert not (root / "model").exists()
+
+
+def test_hyperparameters_variables_and_the_container_make_the_recipe(opt_ml: Callable[..., Path], data: Path) -> None:
+    hyperparameters = {**SMALL, "sagemaker_job_name": '"x"', "LEARNING_RATE": '"2e-3"', "TOKENIZER": "org/mine"}
+    root = opt_ml(hyperparameters, channels={"train": data, "tokenizer": data / "tokenizer", "validation": data})
+    environ = {"LT_SET_00": "engine.gpu.device=cpu", "LT_SET_01": "optimizer.eps=1e-7"}
+    recipe = resolve(read(root, {}), environ).recipe
+    assert recipe.optimizer.lr == 2e-3
+    assert recipe.optimizer.eps == 1e-7
+    assert recipe.engine["gpu"].device == "cpu"
+    assert recipe.run.out == str(root / "checkpoints" / "run")
+    assert recipe.data.store == str(root / "input" / "data" / "train" / "store")
+    assert recipe.data.validation == str(root / "input" / "data" / "validation" / "store")
+    assert recipe.guard.grace_s == 115
+    assert 120 - recipe.guard.grace_s <= 10, "a save has at least 110 of the 120 seconds"
+
+
+def test_what_the_container_says_itself_cannot_be_set(opt_ml: Callable[..., Path]) -> None:
+    root = opt_ml()
+    code, reason = told(root, {"LT_SET_00": "guard.grace_s=120"})
+    assert code == 64
+    assert "at most 115" in reason
+    for name in ("run.out", "data.store", "data.validation", "data.validation_sets.other.store", "model.init_from"):
+        with pytest.raises(SageMakerError, match=f"{name} is the container's to say"):
+            resolve(read(root, {}), {"LT_SET_00": f"{name}=x"})
+
+
+def test_another_tokenizer_is_refused_file_by_file(opt_ml: Callable[..., Path], data: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for path in (data / "tokenizer").iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    values = json.loads((other / "tokenizer.json").read_bytes())
+    values["model"]["merges"] = values["model"]["merges"][:-1]
+    (other / "tokenizer.json").write_text(json.dumps(values))
+    code, reason = told(opt_ml(channels={"train": data / "store", "tokenizer": other}))
+    assert code == 64
+    assert "is not the tokenizer that" in reason
+    assert reason.count("sha256") == 2
+
+
+def test_hosts_without_a_shared_folder_are_refused(opt_ml: Callable[..., Path]) -> None:
+    code, reason = told(opt_ml(hosts=("algo-1", "algo-2")))
+    assert code == 64
+    assert "2 hosts need one folder" in reason
+
+
+def test_processes_on_a_host(opt_ml: Callable[..., Path], tmp_path: Path) -> None:
+    root = opt_ml()
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    contract = read(root, {})
+    assert processes(contract, {}, tmp_path) == 2
+    assert processes(contract, {}, root) == 1
+    assert processes(contract, {"LT_PROCS_PER_NODE": "3"}, tmp_path) == 3
+    with pytest.raises(SageMakerError, match="LT_PROCS_PER_NODE = '0'"):
+        processes(contract, {"LT_PROCS_PER_NODE": "0"}, tmp_path)
+    config = root / "input" / "config" / "resourceconfig.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "current_instance_type": "ml.trn1.32xlarge"}))
+    assert processes(read(root, {}), {}, tmp_path) == 32
+
+
+@given(st.text(max_size=3000), st.lists(st.text(alphabet=st.characters(exclude_characters="\n"), max_size=200)))
+def test_the_cause_comes_first_and_the_last_lines_fill_the_room(cause: str, lines: list[str]) -> None:
+    text = failure_text(cause, lines)
+    assert len(text) <= LIMIT
+    assert text.startswith(cause if len(cause) <= LIMIT else cause[: LIMIT - 3] + "...")
+    if len(cause) + sum(len(line) + 1 for line in lines) <= LIMIT:
+        assert text == "\n".join([cause, *lines])
+
+
+def test_the_first_failure_stays(tmp_path: Path) -> None:
+    assert write_failure(tmp_path / "output" / "failure", "first")
+    assert not write_failure(tmp_path / "output" / "failure", "second")
+    assert (tmp_path / "output" / "failure").read_text() == "first"
+
+
+SAVES = """
+import os, signal, sys, time
+from pathlib import Path
+from lt_launch.sagemaker import entry
+from lt_launch.sagemaker.contract import read
+root, seconds = Path(sys.argv[1]), sys.argv[2]
+argv = ["bash", "-c", f"trap 'sleep {seconds}; exit 75' TERM; touch {root}/ready; sleep 600 & wait; wait"]
+spec = {"argv": argv, "spawner": "direct", "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
+        "grace_s": entry.WINDOW_S, "completion": "exit", "restart": {"max_restarts": 0}}
+with entry.Children() as children:
+    sys.exit(entry._attempts(read(root, {}), spec, root / "kept", os.environ, children, print))
+"""
+
+
+def a_save_of(seconds: int, root: Path) -> None:
+    process = subprocess.Popen([sys.executable, "-c", SAVES, str(root), str(seconds)], stdout=subprocess.DEVNULL)
+    while not (root / "ready").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=150) == 75
+    (ended,) = (root / "kept" / "stages" / "train").glob("attempt-*/exit.json")
+    result = json.loads(ended.read_bytes())
+    assert (result["kind"], result["reason"]) == ("stopped", "stopped as it was told")
+    assert not (root / "output" / "failure").exists()
+
+
+def test_a_stop_signal_is_handed_on_and_waited_for(opt_ml: Callable[..., Path]) -> None:
+    a_save_of(2, opt_ml())
+
+
+@pytest.mark.slow
+def test_a_save_may_take_110_of_the_120_seconds(opt_ml: Callable[..., Path]) -> None:
+    a_save_of(110, opt_ml())
