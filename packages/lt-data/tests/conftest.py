@@ -2,8 +2,11 @@
 
 import hashlib
 import os
+import socket
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +22,18 @@ settings.load_profile("lt")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 WORDS = ["the", "quick", "brown fox", "a", "1234567", "naïve", "東京", "🦊", "\n\tdef f(x):", "x**2\r\n", "don't"]
+
+AWS = {
+    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
+    "AWS_SECRET_ACCESS_KEY": "a/Secret+AccessKeyOfNobody0123456789abcd",
+    "AWS_REGION": "us-east-1",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_CONFIG_FILE": os.devnull,
+    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "NO_PROXY": "127.0.0.1",
+    "no_proxy": "127.0.0.1",
+}
 
 
 @pytest.fixture(scope="session")
@@ -95,3 +110,33 @@ def wait_for() -> Callable[[Callable[[], bool]], None]:
             time.sleep(0.02)
 
     return wait
+
+
+@pytest.fixture(scope="session")
+def aws() -> dict[str, str]:
+    """Environment variables of a client of that server, without its address; nothing of the user's own in them."""
+    return dict(AWS)
+
+
+@pytest.fixture(scope="session")
+def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
+    """The port of an S3 server in a process of its own, for all tests: a bucket's name is one test's own."""
+    pytest.importorskip("moto.server", reason="moto[server] is not installed")
+    folder = tmp_path_factory.mktemp("moto")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    with open(folder / "log", "wb") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | AWS)
+    deadline = time.monotonic() + 120
+    while True:
+        assert server.poll() is None, (folder / "log").read_text(encoding="utf-8")
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield port
+    server.kill()
+    server.wait()

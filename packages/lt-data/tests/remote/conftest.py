@@ -7,7 +7,6 @@ import secrets
 import shutil
 import socket
 import struct
-import subprocess
 import sys
 import threading
 import time
@@ -24,17 +23,7 @@ import pytest
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents
 
 SECRET = "a/Secret+AccessKeyOfNobody0123456789abcd"
-AWS = {
-    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
-    "AWS_SECRET_ACCESS_KEY": SECRET,
-    "AWS_REGION": "us-east-1",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "NO_PROXY": "127.0.0.1",
-    "no_proxy": "127.0.0.1",
-}
+"""The key of the `aws` environment, which a server may repeat in what it answers."""
 
 
 @dataclass
@@ -189,37 +178,15 @@ def store(prepared: Path, tmp_path: Path) -> TokenStore:
 
 
 @pytest.fixture(scope="session")
-def moto(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """A server in a process of its own, on a free port of this machine."""
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    folder = tmp_path_factory.mktemp("moto")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(folder / "log", "wb") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | AWS)
-    deadline = time.monotonic() + 120
-    while True:
-        assert server.poll() is None, (folder / "log").read_text(encoding="utf-8")
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield port
-    server.kill()
-    server.wait()
-
-
-@pytest.fixture(scope="session")
 def clients() -> dict[tuple[object, ...], Any]:
     """Clients are costly to make, so that all tests share them."""
     return {}
 
 
 @pytest.fixture
-def proxy(moto: int, monkeypatch: pytest.MonkeyPatch, clients: dict[tuple[object, ...], Any]) -> Iterator[Proxy]:
+def proxy(
+    moto: int, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch, clients: dict[tuple[object, ...], Any]
+) -> Iterator[Proxy]:
     """A fresh proxy that this process's environment points to, with nothing of the user's own in it."""
     from lt_data.remote import s3
 
@@ -229,12 +196,13 @@ def proxy(moto: int, monkeypatch: pytest.MonkeyPatch, clients: dict[tuple[object
         made.port = server.server_address[1]
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
         clients[("proxy",)] = made
+    assert aws["AWS_SECRET_ACCESS_KEY"] == SECRET
     made.log = []
     made.fault = lambda request: None
     made.released = threading.Event()
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": made.url}.items():
+    for name, value in {**aws, "AWS_ENDPOINT_URL_S3": made.url}.items():
         monkeypatch.setenv(name, value)
     real = s3.make_client
 

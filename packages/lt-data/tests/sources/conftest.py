@@ -3,11 +3,9 @@
 import hashlib
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -168,48 +166,14 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
     thread.join()
 
 
-AWS = {
-    "AWS_ACCESS_KEY_ID": "AKIDOFNOBODY12345678",
-    "AWS_SECRET_ACCESS_KEY": "a/Secret+AccessKeyOfNobody0123456789abcd",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_CONFIG_FILE": os.devnull,
-    "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-    "AWS_EC2_METADATA_DISABLED": "true",
-}
-
-
-@pytest.fixture(scope="session")
-def s3_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    """An S3 server in a process of its own."""
-    pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    pytest.importorskip("s3fs", reason="s3fs is not installed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = tmp_path_factory.mktemp("moto") / "log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with open(log, "wb") as out:
-        server = subprocess.Popen(command, stdout=out, stderr=out)
-    deadline = time.monotonic() + 120
-    while True:
-        assert server.poll() is None, log.read_text(encoding="utf-8")
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                break
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    yield port
-    server.kill()
-    server.wait()
-
-
 @pytest.fixture
-def s3(s3_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def s3(moto: int, aws: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
     import fsspec
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
-    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{s3_port}"}.items():
+    for name, value in {**aws, "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{moto}"}.items():
         monkeypatch.setenv(name, value)
     filesystem = fsspec.filesystem("s3")
     yield filesystem

@@ -218,39 +218,20 @@ def test_offline_reads_hugging_faces_cache(hub: Hub, tokenizer: Tokenizer, tmp_p
     assert hub.log() == []
 
 
-@pytest.fixture(scope="module")
-def s3() -> Iterator[str]:
-    pytest.importorskip("s3fs")
-    pytest.importorskip("moto")
-    code = (
-        "import sys, time; from moto.server import ThreadedMotoServer; s = ThreadedMotoServer(port=0, verbose=False); "
-        "s.start(); print(s.get_host_and_port()[1], flush=True); sys.stdin.read()"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, encoding="utf-8"
-    )
-    try:
-        assert process.stdout is not None
-        yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-    finally:
-        process.kill()
-        process.communicate()
-
-
 S3_CODE = """
 import json, sys
 import fsspec
 from lt_data import DataError, Tokenizer
 files = {name: bytes.fromhex(content) for name, content in json.load(sys.stdin).items()}
 s3 = fsspec.filesystem("s3")
-s3.mkdir("bucket")
+s3.mkdir("tokenizers")
 for name, content in {**files, "model.safetensors": b"x"}.items():
-    s3.pipe_file(f"bucket/deep/tok/{name}", content)
-for url in ("s3://bucket/deep/tok", "s3://bucket/deep/tok/", "s3://bucket/deep/tok/tokenizer.json"):
+    s3.pipe_file(f"tokenizers/deep/tok/{name}", content)
+for url in ("s3://tokenizers/deep/tok", "s3://tokenizers/deep/tok/", "s3://tokenizers/deep/tok/tokenizer.json"):
     loaded = Tokenizer.load(url)
     assert dict(loaded.files) == files, sorted(loaded.files)
     assert loaded.name == "tok", loaded.name
-for url in ("s3://bucket/deep", "s3://nowhere/tok"):
+for url in ("s3://tokenizers/deep", "s3://nowhere/tok"):
     try:
         Tokenizer.load(url)
     except DataError as exc:
@@ -261,18 +242,10 @@ print("done")
 """
 
 
-def test_from_s3(s3: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_from_s3(moto: int, aws: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    pytest.importorskip("s3fs")
     # In a process of its own: s3fs keeps a thread and its connections.
-    environment = {
-        **os.environ,
-        "AWS_ACCESS_KEY_ID": "nobody",
-        "AWS_SECRET_ACCESS_KEY": "nothing",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "FSSPEC_S3_ENDPOINT_URL": s3,
-        "no_proxy": "127.0.0.1",
-    }
+    environment = {**os.environ, **aws, "FSSPEC_S3_ENDPOINT_URL": f"http://127.0.0.1:{moto}"}
     run = subprocess.run(
         [sys.executable, "-c", S3_CODE],
         input=json.dumps({name: content.hex() for name, content in tokenizer.files.items()}),
