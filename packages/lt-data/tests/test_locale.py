@@ -27,6 +27,7 @@ for argument in [*given, ";"]:
     code = main()
     if code:
         sys.exit(code)
+    print(end="\\x1e", flush=True)
 """
 
 UTF8 = {"PYTHONUTF8": "1"}
@@ -48,7 +49,8 @@ MAKE = (
 INSPECT = ("inspect", "--run", "../läuft", "--step", "1")
 
 
-def run(folder: Path, environment: dict[str, str], *arguments: str) -> bytes:
+def run(folder: Path, environment: dict[str, str], *arguments: str) -> list[bytes]:
+    """What each of the commands prints."""
     plain = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON", "TZ"))}
     command = [os.fsencode(part) for part in (sys.executable, "-W", "error", "-c", DRIVER)]
     done = subprocess.run(
@@ -59,7 +61,7 @@ def run(folder: Path, environment: dict[str, str], *arguments: str) -> bytes:
         check=False,
     )
     assert done.returncode == 0, done.stderr.decode(errors="replace")
-    return done.stdout
+    return done.stdout.split(b"\x1e")[:-1]
 
 
 def contents(folder: Path) -> dict[bytes, bytes]:
@@ -96,6 +98,13 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def inspected(reference: Path) -> object:
+    """What `inspect --json` says of the run under UTF-8."""
+    (shown,) = run(reference / "made", UTF8, *INSPECT, "--json")
+    return json.loads(shown)
+
+
+@pytest.fixture(scope="module")
 def latin_locale(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A locale whose file names and output are ISO 8859-1, made here: machines seldom have one."""
     folder = tmp_path_factory.mktemp("locales")
@@ -110,18 +119,17 @@ def latin_locale(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_store_is_the_same_and_every_command_prints(
-    reference: Path, tmp_path: Path, name: str, request: pytest.FixtureRequest
+    reference: Path, inspected: object, name: str, request: pytest.FixtureRequest
 ) -> None:
     environment = ENVIRONMENTS[name]
     if name == "latin-1":
         environment = {**environment, **request.getfixturevalue("latin_locale")}
     folder = Path(os.fsdecode(os.fsencode(reference) + b"/" + name.encode()))
     folder.mkdir()
-    out = run(folder, environment, *MAKE)
+    *made, shown, as_json = run(folder, environment, *MAKE, ";", *INSPECT, ";", *INSPECT, "--json")
+    out = b"".join(made)
     assert contents(folder) == contents(reference / "made")
-    shown = run(folder, environment, *INSPECT)
-    as_json = run(folder, environment, *INSPECT, "--json")
-    assert json.loads(as_json) == json.loads(run(reference / "made", UTF8, *INSPECT, "--json"))
+    assert json.loads(as_json) == inspected
     if name in ("ascii", "ascii output"):
         assert (out + shown).isascii()
         assert b"\\u" in shown
@@ -136,8 +144,12 @@ def test_the_store_is_the_same_and_every_command_prints(
 
 
 def test_help_prints_on_an_ascii_output(tmp_path: Path) -> None:
-    for command in ("train-tokenizer", "prepare", "pack", "stats", "verify", "inspect"):
-        assert b"--" in run(tmp_path, ASCII, command, "--help")
+    commands = ("train-tokenizer", "prepare", "pack", "stats", "verify", "inspect")
+    shown = run(tmp_path, ASCII, *" ; ".join(f"{command} --help" for command in commands).split())
+    assert len(shown) == len(commands)
+    for command, one in zip(commands, shown, strict=True):
+        assert command.encode() in one
+        assert b"--help" in one
 
 
 def test_sources_are_in_the_order_of_their_bytes(reference: Path) -> None:
