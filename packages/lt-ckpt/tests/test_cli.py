@@ -167,3 +167,25 @@ def test_public_names_are_what_they_say():
     assert sorted(lt_ckpt._OWNERS) == sorted(lt_ckpt.__all__) == sorted(dir(lt_ckpt))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lt_ckpt.nothing
+
+
+def test_without_a_terminal_a_line_every_ten_seconds_tells_bytes_and_rate(monkeypatch, capsys):
+    from lt_ckpt.cli import terminal
+
+    clock = iter([100.0, 101.0, 110.0, 119.0, 120.0])
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: next(clock))
+    with terminal.progress_bar("converting") as tell:
+        for done in (1, 5, 6, 8):
+            tell(done * 10**9, 8 * 10**9, "bytes")
+    assert capsys.readouterr().err.splitlines() == [
+        "converting: 5.0 GB of 8.0 GB, 500.0 MB/s",
+        "converting: 8.0 GB of 8.0 GB, 400.0 MB/s",
+    ]
+
+
+def test_a_model_that_lies_here_is_not_said_to_be_downloaded(monkeypatch, tmp_path, toy):
+    from lt_ckpt.cli import terminal
+
+    monkeypatch.setattr(terminal, "progress_bar", lambda title: pytest.fail(title))
+    with pytest.raises(ValueError, match="names no model"):
+        terminal.open_model(str(toy.save(tmp_path, 3)), None)

@@ -11,10 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError
+from lt_ckpt import Checkpoint, CheckpointError, direct
 from lt_ckpt import convert as convert_module
+from lt_ckpt import source as source_module
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.tensorfile import TensorSpec
 from lt_model import LlamaConfig, parameters
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -203,6 +206,8 @@ def test_logits_layer_by_layer_find_a_swapped_head_order(tmp_path: Path) -> None
 MEASURE = """
 import resource, sys
 from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.tensorfile import TensorSpec
 convert_to(open_source(sys.argv[1]), sys.argv[2], Wish(format=sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
@@ -223,3 +228,51 @@ def test_memory_is_that_of_a_few_blocks(tmp_path: Path, to: str) -> None:
     largest = 8192 * 1024 * 2
     assert n_bytes > 6 * (2 * largest + 64 * 2**20)
     assert peaks[1] - peaks[0] < 2 * largest + 64 * 2**20
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("padding", [0, 1], ids=["aligned", "odd"])
+@pytest.mark.parametrize("block_bytes", [1, 2000])
+def test_memory_is_used_again_only_after_its_bytes_were_written(
+    tmp_path: Path, monkeypatch, block_bytes: int, padding: int
+) -> None:
+    """What is given back too early is written as noise; and elements may begin anywhere in a file."""
+    start = make_hf(tmp_path / "hf")
+    raw = (start / "model.safetensors").read_bytes()
+    n_header = int.from_bytes(raw[:8], "little")
+    header = raw[8 : 8 + n_header] + b" " * padding
+    (start / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + n_header :])
+    wish = Wish(format="nxd", nxd=NxdOptions(tp=2, pp=3, xser=True), dtype=None if block_bytes == 1 else "F32")
+    expected = contents(convert_to(open_source(start), tmp_path / "expected", wish))
+
+    class Noisy(convert_module._Memory):
+        given = 0
+
+        def give(self, block: np.ndarray) -> None:
+            block[:] = 0xA5
+            Noisy.given += 1
+            super().give(block)
+
+    monkeypatch.setattr(convert_module, "_Memory", Noisy)
+    monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(convert_module, "AHEAD_BYTES", 40_000)
+    monkeypatch.setattr(convert_module, "BEHIND_BYTES", 40_000)
+    monkeypatch.setattr(source_module, "DIRECT_FROM_BYTES", 1)
+    assert contents(convert_to(open_source(start), tmp_path / "out", wish)) == expected
+    assert Noisy.given > 10
+
+
+def test_blocks_are_larger_where_every_row_goes_to_many_files() -> None:
+    spec = TensorSpec("BF16", (8192, 28672))
+    columns = [convert_module._Cut.of(i, ((0, 896 * i), (8192, 896))) for i in range(32)]
+    rows = [convert_module._Cut.of(i, ((256 * i, 0), (256, 28672))) for i in range(32)]
+    for cuts, limit in ((columns, convert_module.WIDE_BLOCK_BYTES), (rows, convert_module.BLOCK_BYTES)):
+        found = convert_module._sized_boxes(spec, "F32", cuts)
+        assert sum(box[1][0] for box, _ in found) == 8192
+        for (_, shape), memory in found:
+            assert 4 * shape[0] * shape[1] + 2 * direct.ALIGN <= memory == limit
+    ((_, memory),) = convert_module._sized_boxes(TensorSpec("F32", (1, 3 * 2**20)), "F32", columns[:1])
+    assert memory == 4 * convert_module.BLOCK_BYTES, "a row that is longer than a block"

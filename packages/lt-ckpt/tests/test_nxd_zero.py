@@ -554,9 +554,12 @@ def test_moments_go_where_they_can_be_kept_and_from_one_step_only(copy, tmp_path
     from lt_ckpt.cli.convert import convert as command
 
     config = STEPS / "hf-start" / "config.json"
-    for to in ("hf", "nxd", "dcp", "pt"):
-        with pytest.raises(CheckpointError, match=f"--optimizer: has no effect with --to {to}, .* use --to lt"):
+    for to in ("hf", "dcp", "pt"):
+        with pytest.raises(CheckpointError, match=f"--optimizer: has no effect with --to {to}, .* use --to lt or nxd"):
             command(str(copy), tmp_path / "out", to, config, optimizer=True)
+    for dp, optimizer in ((0, True), (2, False)):
+        with pytest.raises(CheckpointError, match="--dp: how many data parallel ranks"):
+            command(str(copy), tmp_path / "out", "nxd", config, tp=2, optimizer=optimizer, dp=dp)
     with pytest.raises(CheckpointError, match="optimizer and head_order have no effect on hf"):
         command(str(DATA / "llama2-mha-tp2" / "hf"), tmp_path / "out", "lt", optimizer=True)
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)), EVERY)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lt_ckpt import CheckpointError, TensorSpec
 from lt_ckpt.plan import Stored
 from lt_ckpt.source import Group, Reader
+from lt_ckpt.torchfile.crc import crc32 as chosen_crc32
 from lt_ckpt.torchfile.file import (
     NewTensor,
     TorchWriter,
@@ -629,3 +630,12 @@ def test_files_beyond_four_gigabytes(tmp_path):
 
         records = read_zip(read, 0, position, "x").records
     assert [(r.n_bytes, r.begin % 64) for r in records.values()] == [(2**32 + 100, 0), (5, 0)]
+
+
+@pytest.mark.parametrize("library", ["zlib", "isal.isal_zlib"])
+def test_checksums_are_the_same_whichever_library_makes_them(library: str) -> None:
+    crc32 = pytest.importorskip(library).crc32
+    data = np.random.default_rng(0).integers(0, 256, 100_003, dtype=np.uint8).data
+    for cut in (0, 1, 17, 65_536, 100_003):
+        assert chosen_crc32(data[cut:], chosen_crc32(data[:cut], 0)) == crc32(data[cut:], crc32(data[:cut], 0))
+    assert chosen_crc32(b"123456789", 0) == 0xCBF43926, "the check value of the standard"

@@ -11,10 +11,10 @@ from functools import partial
 
 import numpy as np
 
-from lt_ckpt.convert import BLOCK_BYTES, Progress
+from lt_ckpt.convert import BLOCK_BYTES
 from lt_ckpt.dtypes import cast, item_bytes
-from lt_ckpt.files import Progress as Tell
-from lt_ckpt.pipeline import in_order
+from lt_ckpt.files import Progress
+from lt_ckpt.pipeline import Tally, in_order
 from lt_ckpt.shards import Box, row_blocks
 from lt_ckpt.source import Group, Reader, Source
 from lt_model import LlamaConfig
@@ -48,7 +48,7 @@ class Comparison:
     relative: float = 0.0
 
 
-def compare(a: Source, b: Source, *, progress: Tell | None = None) -> Iterator[Comparison]:
+def compare(a: Source, b: Source, *, progress: Progress | None = None) -> Iterator[Comparison]:
     """Compares the tensors of the groups that either has, in the first one's order; see `Comparison`.
 
     Raises:
@@ -56,7 +56,7 @@ def compare(a: Source, b: Source, *, progress: Tell | None = None) -> Iterator[C
     """
     kinds = [*a.groups, *(kind for kind in b.groups if kind not in a.groups)]
     total = sum(spec.n_bytes for group in a.groups.values() for spec in group.specs.values())
-    tell = Progress(total, progress)
+    tell = Tally(total, progress)
     empty = Group(specs={}, places={})
     with (
         Reader(a.root) as read_a,
@@ -76,7 +76,7 @@ def _compare(
     b: tuple[Group, Reader],
     paths: tuple[object, object],
     pool: Executor,
-    tell: Progress,
+    tell: Tally,
 ) -> Comparison:
     shown = name if kind == "weights" else f"{kind}/{name}"
     for (group, _), path in zip((a, b), paths, strict=True):
@@ -144,7 +144,7 @@ def config_differences(a: Source, b: Source) -> Iterator[str]:
             yield f"configuration: {name} is {value!r}, in {b.path} {right.get(name)!r}"
 
 
-def unequal_copies(source: Source, *, progress: Tell | None = None) -> Iterator[str]:
+def unequal_copies(source: Source, *, progress: Progress | None = None) -> Iterator[str]:
     """Yields, for each copy of a box that a format keeps besides the first, what differs; nothing when all are equal.
 
     Formats keep norms on every rank and key and value heads several times; a reader takes the first.
@@ -155,7 +155,7 @@ def unequal_copies(source: Source, *, progress: Tell | None = None) -> Iterator[
         for name, copies in group.copies.items()
         for copy in copies
     )
-    tell = Progress(total, progress)
+    tell = Tally(total, progress)
     with Reader(source.root) as reader:
         for group in source.groups.values():
             for name, copies in group.copies.items():

@@ -4,7 +4,7 @@ A container takes a file's tensors in order and their bytes in blocks of any siz
 files at once while it holds one block. The torch formats are in `torchfile.py` and `xser.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -16,6 +16,26 @@ from lt_ckpt.tensorfile import TensorSpec, file_order, make_header
 
 Tensors = Sequence[tuple[str, TensorSpec]]
 """Key → dtype and shape, in file order."""
+
+
+def portions(data: memoryview | np.ndarray, left: Callable[[], int]) -> Iterator[memoryview]:
+    """Cuts bytes for one record after the other.
+
+    Args:
+        data: The bytes, contiguous.
+        left: Tells how many bytes the open record still lacks; asked again for every portion.
+
+    Yields:
+        What the open record takes, which must be taken, and the next record begun, before the next one is asked for.
+    """
+    if not data.nbytes:
+        return
+    view = (data.data if isinstance(data, np.ndarray) else data).cast("B")
+    while len(view):
+        part = view[: left()]
+        assert len(part), "more bytes than the tensors have"
+        yield part
+        view = view[len(part) :]
 
 
 class Container(Protocol):

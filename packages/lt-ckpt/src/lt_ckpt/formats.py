@@ -32,6 +32,7 @@ class Wish:
         dtype: Safetensors code to cast the weights to; None: as stored.
         max_shard_bytes: Most bytes of tensors per file (hf, dcp).
         nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd.options.NxdOptions`).
+        dp: NxD: also write the optimizer's ZeRO-1 state, for so many data-parallel ranks; 0: weights alone.
         unequal_copies: Take the first rank's where a source's copies of a tensor differ, in place of refusing.
     """
 
@@ -39,6 +40,7 @@ class Wish:
     dtype: str | None = None
     max_shard_bytes: int = 5 * 10**9
     nxd: Any = None
+    dp: int = 0
     unequal_copies: bool = False
 
 
@@ -69,6 +71,11 @@ def detect(path: Path) -> str:
         f"{path}: no checkpoint that lt-ckpt knows: no COMMIT (ours), .metadata (torch.distributed.checkpoint), "
         f"{SINGLE} or {INDEX} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
     )
+
+
+def carries_states(path: str) -> bool:
+    """Tells whether an optimizer's state at this path is opened with the weights, without being asked for."""
+    return not path.startswith(HUB) and detect(Path(path)) in ("lt", "dcp")
 
 
 def _has_rank_files(folder: Path, levels: int) -> bool:
@@ -234,6 +241,10 @@ def convert_to(
         from lt_ckpt.nxd.format import nxd_target
 
         target = nxd_target(source, wish.nxd, dtype=wish.dtype)
+        if wish.dp:
+            from lt_ckpt.nxd.zero_out import with_states
+
+            source, target = with_states(source, target, wish.nxd, wish.dp)
     elif wish.format == "dcp":
         from lt_ckpt.dcp.format import dcp_target
 

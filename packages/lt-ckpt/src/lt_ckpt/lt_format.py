@@ -18,12 +18,12 @@ import numpy as np
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.convert import Progress, require_cast
+from lt_ckpt.convert import require_cast
 from lt_ckpt.dtypes import cast, item_bytes, long_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.manifest import Meta
 from lt_ckpt.models import HEAD, stored_shapes, with_head
-from lt_ckpt.pipeline import in_order
+from lt_ckpt.pipeline import Tally, in_order
 from lt_ckpt.plan import Stored
 from lt_ckpt.save import begin, commit, discard, write_part
 from lt_ckpt.shards import Shard, row_blocks
@@ -67,8 +67,26 @@ def open_lt(checkpoint: Checkpoint) -> Source:
         config=config.to_hf(bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=long_name(dtype)),
         groups=groups,
         small={**tokenizer, GENERATION: strict_json.dumps(generation, GENERATION, indent=2)},
-        about={"step": manifest.step, "world": manifest.world, "layout": dict(manifest.layout)},
+        about={
+            "step": manifest.step,
+            "world": manifest.world,
+            "layout": dict(manifest.layout),
+            **({"param_groups": settings} if (settings := _param_groups(checkpoint)) else {}),
+        },
     )
+
+
+def _param_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Returns the optimizer's settings as torch's AdamW has them: those with weight decay first, norms without."""
+    manifest = checkpoint.manifest
+    kept = manifest.layout.get("param_groups")
+    if isinstance(kept, list):
+        return kept
+    said = manifest.recipe.get("optimizer")
+    if not isinstance(said, dict) or not {"lr", "weight_decay", "beta1", "beta2", "eps"} <= set(said):
+        return []
+    shared = {"lr": said["lr"], "betas": [said["beta1"], said["beta2"]], "eps": said["eps"], "initial_lr": said["lr"]}
+    return [{"weight_decay": decay, **shared} for decay in (said["weight_decay"], 0.0)]
 
 
 def _group(checkpoint: Checkpoint, group: str) -> Group:
@@ -132,7 +150,7 @@ def save_lt(
     tokenizer = {name: data for name, data in source.small.items() if name != GENERATION}
     with Reader(source.root) as reader, ThreadPoolExecutor(AHEAD, "lt-ckpt-convert-read") as readers:
         described = _shards(source, model, dtype)
-        tell = Progress(sum(shard.n_bytes for shard in described), progress)
+        tell = Tally(sum(shard.n_bytes for shard in described), progress)
         reads = [partial(_read, reader, source.groups[s.group], s, tell) for s in described]
         shards = _read_ahead(described, in_order(readers, reads, ahead=AHEAD))
         tmp = begin(root, step=step, world=1)
@@ -174,7 +192,7 @@ def _shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard
     return sorted(shards, key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
 
 
-def _read(reader: Reader, group: Group, shard: Shard, tell: Progress) -> np.ndarray:
+def _read(reader: Reader, group: Group, shard: Shard, tell: Tally) -> np.ndarray:
     data = cast(reader.read(group, shard.name, (shard.offset, shard.shape)), group.specs[shard.name].dtype, shard.dtype)
     tell(data.nbytes)
     return data

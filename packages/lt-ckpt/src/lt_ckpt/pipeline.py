@@ -6,24 +6,42 @@ task comes out where its result is asked for.
 Memory: what the tasks that are under way hold; the callers bound them (`ahead`, and how many futures they leave open).
 """
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import repeat
 from typing import ParamSpec, TypeVar
+
+from lt_ckpt.files import Progress
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def in_order(pool: Executor, tasks: Iterable[Callable[[], T]], *, ahead: int) -> Iterator[T]:
-    """Yields the results of tasks in their order, while the pool works on the next `ahead` ones."""
-    waiting: deque[Future[T]] = deque()
-    for task in tasks:
-        waiting.append(pool.submit(task))
-        if len(waiting) == ahead:
-            yield waiting.popleft().result()
+def in_order(
+    pool: Executor, tasks: Iterable[Callable[[], T]], *, ahead: int, sizes: Iterable[int] = repeat(1)
+) -> Iterator[T]:
+    """Yields the results of tasks in their order, while the pool works on the next ones.
+
+    Args:
+        pool: Does the tasks.
+        tasks: What to do.
+        ahead: As soon as the tasks under way are so large together, the first one's result is waited for.
+        sizes: How large each task is: without them `ahead` is a number of tasks.
+    """
+    waiting: deque[tuple[int, Future[T]]] = deque()
+    held = 0
+    for task, size in zip(tasks, sizes, strict=False):
+        waiting.append((size, pool.submit(task)))
+        held += size
+        while held >= ahead:
+            first, future = waiting.popleft()
+            held -= first
+            yield future.result()
+            del future
     while waiting:
-        yield waiting.popleft().result()
+        yield waiting.popleft()[1].result()
 
 
 class Lanes:
@@ -54,3 +72,18 @@ def finish(futures: Iterable[Future[None]]) -> None:
     """Waits for tasks; raises the first error, in their order."""
     for future in futures:
         future.result()
+
+
+class Tally:
+    """Adds up the bytes that are done and tells them."""
+
+    def __init__(self, total: int, tell: Progress | None) -> None:
+        self._done, self._total, self._tell = 0, total, tell
+        self._lock = threading.Lock()
+
+    def __call__(self, n_bytes: int) -> None:
+        """So many bytes more; from any thread."""
+        with self._lock:
+            self._done += n_bytes
+            if self._tell is not None:
+                self._tell(self._done, self._total, "bytes")

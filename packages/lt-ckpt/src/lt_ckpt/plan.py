@@ -173,6 +173,14 @@ def _outer_dims(copy: Copy) -> tuple[int, int]:
     return 0, run
 
 
+def one_run(copies: Sequence[Copy]) -> Copy | None:
+    """Returns the one copy of a plan whose bytes lie side by side in a file, as they are wanted; else None."""
+    if len(copies) != 1 or copies[0].transposed:
+        return None
+    outer, _ = _outer_dims(copies[0])
+    return copies[0] if math.prod(copies[0].shape[:outer]) == 1 else None
+
+
 def _reads_directly(copy: Copy) -> bool:
     if copy.transposed:
         return False

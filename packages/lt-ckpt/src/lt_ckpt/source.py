@@ -12,17 +12,18 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from lt_ckpt import files
+from lt_ckpt import direct, files
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.layout import Layout
-from lt_ckpt.plan import Stored, plan_copies, run_copies
+from lt_ckpt.plan import Stored, one_run, plan_copies, run_copies
 from lt_ckpt.readahead import DirectFile
 from lt_ckpt.shards import Box, Ints, inside
 from lt_ckpt.tensorfile import TensorSpec
@@ -170,6 +171,12 @@ class _Opened:
             self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         files.read_exactly(self._descriptor, position, buffer, self._path)
 
+    def read_aligned(self, position: int, n_bytes: int, memory: np.ndarray) -> np.ndarray:
+        skip = position % direct.ALIGN
+        self._direct = self._direct or DirectFile(self._path)
+        self._direct.read(memory, position - skip, skip + n_bytes)
+        return memory[skip : skip + n_bytes]
+
     def close(self) -> None:
         with suppress(OSError):  # it was only read
             if self._descriptor is not None:
@@ -188,16 +195,31 @@ class Reader:
         """(thread, file) → the file, in the order of use, so that the first is the one to close next."""
         self._lock = threading.Lock()
 
-    def read(self, group: Group, name: str, box: Box | None = None, *, source: str = "") -> np.ndarray:
+    def read(
+        self,
+        group: Group,
+        name: str,
+        box: Box | None = None,
+        *,
+        source: str = "",
+        memory: np.ndarray | None = None,
+    ) -> np.ndarray:
         """Reads a box of a tensor, without one all of it.
 
+        Args:
+            group: Where the tensor lies.
+            name: The tensor.
+            box: What of it.
+            source: What it is called in messages.
+            memory: Memory to use (`direct.take_block`), at least `2 * direct.ALIGN` bytes more than the box has.
+
         Returns:
-            Its bytes: one-dimensional uint8, C order.
+            Its bytes: one-dimensional uint8, C order; a view of `memory` where that is given.
 
         Raises:
             CheckpointError: No such tensor, a box outside of it, or a file that cannot be read.
         """
-        return self.read_at(group.specs, group.places, name, box, source)
+        return self.read_at(group.specs, group.places, name, box, source, memory)
 
     def read_at(
         self,
@@ -206,6 +228,7 @@ class Reader:
         name: str,
         box: Box | None,
         source: str,
+        memory: np.ndarray | None = None,
     ) -> np.ndarray:
         """As `read`, from other places of the tensor: copies, for example."""
         where = f"{source or self._root}: {name}"
@@ -216,12 +239,17 @@ class Reader:
         if not inside(wanted, spec.shape):
             raise CheckpointError(f"{where}: the box {list(wanted)} does not lie in {list(spec.shape)}")
         size = item_bytes(spec.dtype)
-        buffer = np.empty(int(np.prod(wanted[1], dtype=np.int64)) * size, np.uint8)
+        n_bytes = prod(wanted[1]) * size
+        copies = plan_copies([(wanted, places[name], size, where)])
         with storage("reading", self._root):
-            run_copies(plan_copies([(wanted, places[name], size, where)]), [buffer], self._bytes)
+            run = one_run(copies)
+            if memory is not None and run is not None and n_bytes >= DIRECT_FROM_BYTES:
+                return self._file(run.file).read_aligned(run.first_byte, n_bytes, memory)
+            buffer = np.empty(n_bytes, np.uint8) if memory is None else memory[:n_bytes]
+            run_copies(copies, [buffer], lambda file, position, part: self._file(file).read(position, part))
         return buffer
 
-    def _bytes(self, file: str, position: int, buffer: memoryview) -> None:
+    def _file(self, file: str) -> _Opened:
         key, spare = (threading.get_ident(), file), None
         with self._lock:
             opened = self._opened.pop(key, None) or _Opened(self._root / file)
@@ -231,7 +259,7 @@ class Reader:
             self._opened[key] = opened
         if spare is not None:
             spare.close()
-        opened.read(position, buffer)
+        return opened
 
     def close(self) -> None:
         """Close the files; no thread may read any more."""

@@ -34,8 +34,9 @@ def convert(
         bool, typer.Option("--masters", help="From NxD: the fp32 masters of its ZeRO-1 state as the weights.")
     ] = False,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="From NxD to lt: the moments of its ZeRO-1 state, and its step, too.")
+        bool, typer.Option("--optimizer", help="Between lt and NxD: the moments, masters and step too (ZeRO-1 state).")
     ] = False,
+    dp: Annotated[int, typer.Option("--dp", help="NxD with --optimizer: data parallel ranks.")] = 0,
     source_head_order: Annotated[
         str, typer.Option("--source-head-order", help="From NxD: trn1 or trn2; the files do not show it.")
     ] = "trn1",
@@ -46,7 +47,7 @@ def convert(
     """Convert a model between formats, in one pass and little memory."""
     from lt_ckpt.dtypes import parse_float
     from lt_ckpt.errors import CheckpointError
-    from lt_ckpt.formats import FORMATS, Wish, convert_to
+    from lt_ckpt.formats import FORMATS, Wish, carries_states, convert_to
 
     if to not in FORMATS:
         raise CheckpointError(f"--to {to}: not one of {', '.join(FORMATS)}")
@@ -66,8 +67,12 @@ def convert(
     useless = [name for name, given in nxd.items() if given and to != "nxd"]
     if useless:
         raise CheckpointError(f"{', '.join(useless)}: has no effect with --to {to}; leave it out, or use --to nxd")
-    if optimizer and to != "lt":
-        raise CheckpointError(f"--optimizer: has no effect with --to {to}, which holds weights alone; use --to lt")
+    if optimizer and to not in ("lt", "nxd"):
+        raise CheckpointError(
+            f"--optimizer: has no effect with --to {to}, which holds weights alone; use --to lt or nxd"
+        )
+    if (optimizer and to == "nxd") != (dp > 0):
+        raise CheckpointError("--dp: how many data parallel ranks share the state of --to nxd --optimizer; give both")
     options = None
     if to == "nxd":
         from lt_ckpt.nxd.options import NxdOptions
@@ -88,13 +93,15 @@ def convert(
             tag=tag,
             head_order=cast("Literal['trn1', 'trn2']", head_order),
         )
-    source = open_model(path, config, masters=masters, optimizer=optimizer, head_order=source_head_order)
+    kept = optimizer and not (to == "nxd" and carries_states(path))
+    source = open_model(path, config, masters=masters, optimizer=kept, head_order=source_head_order)
     wish = Wish(
         unequal_copies=unequal_copies,
         format=to,
         dtype=parse_float(dtype) if dtype else None,
         max_shard_bytes=int(max_shard_gb * 1e9),
         nxd=options,
+        dp=dp,
     )
     with progress_bar(f"converting to {to}") as progress:
         made = convert_to(source, out, wish, progress=progress)

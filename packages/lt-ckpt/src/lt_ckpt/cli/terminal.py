@@ -35,13 +35,14 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     if not sys.stderr.isatty():
         from lt_ckpt.summary import size
 
-        last = time.monotonic()
+        begun = last = time.monotonic()
 
         def line(done: int, total: int, unit: str) -> None:
             nonlocal last
-            if time.monotonic() - last >= 10:
-                last = time.monotonic()
-                sys.stderr.write(f"{title}: {size(done)} of {size(total)}\n")
+            now = time.monotonic()
+            if now - last >= 10:
+                last = now
+                sys.stderr.write(f"{title}: {size(done)} of {size(total)}, {size(round(done / (now - begun)))}/s\n")
 
         yield line
         return
@@ -62,7 +63,9 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
     """Opens a model in any format; one of the hub is downloaded with a progress bar."""
-    from lt_ckpt.formats import open_source
+    from lt_ckpt.formats import HUB, open_source
 
+    if not path.startswith(HUB):
+        return open_source(path, config=config, **nxd)
     with progress_bar(f"downloading {path}") as progress:
         return open_source(path, config=config, progress=progress, **nxd)

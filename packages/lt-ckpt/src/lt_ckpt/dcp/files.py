@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.containers import Tensors
+from lt_ckpt.containers import Tensors, portions
 from lt_ckpt.dcp.metadata import Chunk, Chunked, dump
 from lt_ckpt.direct import NewFile
 from lt_ckpt.errors import CheckpointError
@@ -210,16 +210,10 @@ class DcpWriter:
 
     def append(self, data: memoryview | np.ndarray) -> None:
         """Take the next bytes."""
-        if not data.nbytes:
-            return
-        view = (data.data if isinstance(data, np.ndarray) else data).cast("B")
-        while len(view):
-            part = view[: self._left]
-            assert len(part), "more bytes than the tensors have"
+        for part in portions(data, lambda: self._left):
             assert self._records is not None
             self._records.append(part)
             self._left -= len(part)
-            view = view[len(part) :]
             if not self._left:
                 self._end_tensor()
                 self._begin_next()

@@ -7,6 +7,7 @@ gets its markers last; without a tag the output is that of NxD's own converter. 
 
 import os
 from collections.abc import Iterable, Mapping
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,9 @@ def open_nxd(
         states = read_states(examined)
         about["dp"] = len(next(iter(states.values())).shards)
         groups = model_groups(model, examined.layout, states, str(found.root))
-        about |= _step(states.values(), found.root) if optimizer else {}
+        if optimizer:
+            about |= _step(states.values(), found.root)
+            about["param_groups"] = _settings(next(iter(states.values())))
     if masters and MASTER not in groups:
         raise CheckpointError(
             f"{found.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
@@ -88,6 +91,18 @@ def open_nxd(
         groups={"weights": weights, **(groups if optimizer else {})},
         about=about,
     )
+
+
+def _settings(state: RankState) -> list[dict[str, Any]]:
+    """Returns the settings of the optimizer's groups that are numbers, texts, or lists of numbers."""
+
+    def plain(value: Any) -> bool:
+        if isinstance(value, list | tuple):
+            return all(type(item) in (int, float) and isfinite(item) for item in value)
+        return value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value))
+
+    groups = state.shards[0].tree["param_groups"]
+    return [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
 
 
 def _step(states: Iterable[RankState], root: Path) -> dict[str, int]:

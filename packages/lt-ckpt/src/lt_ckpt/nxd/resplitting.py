@@ -19,14 +19,16 @@ import numpy as np
 
 from lt_ckpt import files
 from lt_ckpt.containers import Container
-from lt_ckpt.convert import BLOCK_BYTES, NewFolder, Progress
+from lt_ckpt.convert import BLOCK_BYTES
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.new_folder import NewFolder
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.read import examine
 from lt_ckpt.nxd.xser import Saved, XserWriter
 from lt_ckpt.nxd.zero import MASTER, MASTERS, STATES, RankState, read_states, shard_rows
+from lt_ckpt.pipeline import Tally
 from lt_ckpt.plan import Stored
 from lt_ckpt.shards import row_blocks
 from lt_ckpt.source import Group, Reader
@@ -83,7 +85,7 @@ def resplit(
         for state in states.values():
             require_equal_steps(state, reader)
         n_bytes = sum(_n_bytes(state, dp) for state in states.values())
-        tell = Progress(n_bytes, progress)
+        tell = Tally(n_bytes, progress)
         with storage("writing optimizer states", folder):
             if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
                 raise CheckpointError(f"{folder}: is there already and not an empty folder; choose another path")
@@ -104,7 +106,7 @@ def _n_bytes(state: RankState, dp: int) -> int:
     )
 
 
-def _write(state: RankState, dp: int, dp_rank: int, path: Path, reader: Reader, tell: Progress) -> None:
+def _write(state: RankState, dp: int, dp_rank: int, path: Path, reader: Reader, tell: Tally) -> None:
     first = state.shards[0]
     parts: list[_Part] = []
     by_reference = False

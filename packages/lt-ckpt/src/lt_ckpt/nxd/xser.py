@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lt_ckpt import files
-from lt_ckpt.containers import Tensors
+from lt_ckpt.containers import Tensors, portions
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.source import Held
 from lt_ckpt.tensorfile import TensorSpec
@@ -176,16 +176,10 @@ class XserWriter:
 
     def append(self, data: memoryview | np.ndarray) -> None:
         """Take the next bytes, in the order of the tensors."""
-        if not data.nbytes:
-            return
-        view = (data.data if isinstance(data, np.ndarray) else data).cast("B")
-        while len(view):
-            part = view[: self._left]
-            assert len(part), "more bytes than the tensors have"
+        for part in portions(data, lambda: self._left):
             assert self._writer is not None
             self._writer.append(part)
             self._left -= len(part)
-            view = view[len(part) :]
             if not self._left:
                 self._end()
                 self._begin_next()

@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.containers import Tensors
+from lt_ckpt.containers import Tensors, portions
 from lt_ckpt.direct import NewFile
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.source import Held
@@ -253,14 +253,8 @@ class TorchRecords:
 
     def append(self, data: memoryview | np.ndarray) -> None:
         """Takes the next bytes of the tensors."""
-        if not data.nbytes:
-            return
-        view = (data.data if isinstance(data, np.ndarray) else data).cast("B")
-        while len(view):
-            part = view[: self._zip.left]
-            assert len(part), "more bytes than the tensors have"
+        for part in portions(data, lambda: self._zip.left):
             self._zip.append(part)
-            view = view[len(part) :]
             if not self._zip.left:
                 self._zip.end()
                 self._begin_next()

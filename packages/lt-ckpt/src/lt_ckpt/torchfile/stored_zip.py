@@ -11,11 +11,11 @@ Cost: two or three reads of a few kB for a small archive, one more per record; m
 """
 
 import struct
-import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.torchfile.crc import crc32
 
 MAX_DIRECTORY_BYTES = 2**26
 MAX_NAME_BYTES = 512
@@ -237,5 +237,5 @@ def crc32_of(read: ReadPart, record: Record, block_bytes: int) -> int:
     """Reads a record and returns the CRC-32 of its bytes."""
     crc = 0
     for start in range(0, record.n_bytes, block_bytes):
-        crc = zlib.crc32(read(record.begin + start, min(block_bytes, record.n_bytes - start)), crc)
+        crc = crc32(read(record.begin + start, min(block_bytes, record.n_bytes - start)), crc)
     return crc

@@ -8,9 +8,10 @@ Cost: one pass over the bytes for the CRC; memory: some 200 bytes per record.
 """
 
 import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from lt_ckpt.torchfile.crc import crc32
 
 ALIGNMENT = 64
 SMALL_BYTES = 2**16
@@ -88,7 +89,7 @@ class ZipOut:
         """Takes the next bytes of the open record."""
         self._left -= len(data)
         assert self._left >= 0, self._open
-        self._crc32 = zlib.crc32(data, self._crc32)
+        self._crc32 = crc32(data, self._crc32)
         self._put(data)
 
     def skip(self) -> None:
@@ -116,8 +117,8 @@ class ZipOut:
 
     def checksum(self) -> str:
         """Returns forty digits that depend on the names and bytes of all records so far."""
-        names = zlib.crc32(b"\0".join(sorted(line.name.partition(b"/")[2] for line in self._lines)))
-        data = zlib.crc32(b"".join(struct.pack("<LQ", line.crc32, line.n_bytes) for line in self._lines))
+        names = crc32(b"\0".join(sorted(line.name.partition(b"/")[2] for line in self._lines)), 0)
+        data = crc32(b"".join(struct.pack("<LQ", line.crc32, line.n_bytes) for line in self._lines), 0)
         return f"{names:020d}{data:020d}"
 
     def finish(self) -> None:
