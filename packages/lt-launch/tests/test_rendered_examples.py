@@ -1,0 +1,75 @@
+"""The examples for SageMaker, Slurm and Kubernetes render to the files in data/rendered, byte for byte."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lt_launch.backend import backend
+from lt_launch.launching import as_text
+from lt_launch.profile import Profile
+from lt_launch.runfile import Wanted, read
+
+ROOT = Path(__file__).parents[3]
+EXAMPLES, RENDERED = ROOT / "examples" / "launch", Path(__file__).parent / "data" / "rendered"
+CASES = {
+    "litespark.json": ("litespark-sagemaker.toml", "sagemaker"),
+    "continued.sbatch": ("continued.toml", "slurm"),
+    "smp-enroot.sbatch": ("smp-enroot.toml", "slurm"),
+    "smp.yaml": ("smp-enroot.toml", "k8s"),
+}
+
+
+def text_of(name: str) -> str:
+    example, on = CASES[name]
+    file = read(EXAMPLES / example, Profile(), Wanted())
+    text = as_text(backend(on).render(file.pipeline, file.profile))
+    text = text.replace(str(ROOT), "/repository")
+    return re.sub(r"(  run\.toml: \|\n).*?(?=^---$)", r"\1    # the recipe\n", text, flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_examples_render_as_they_did(name: str) -> None:
+    text, golden = text_of(name), RENDERED / name
+    if os.environ.get("LT_WRITE_GOLDEN"):
+        golden.parent.mkdir(parents=True, exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
+
+
+def test_the_console_fields_of_a_marketplace_job_are_all_there() -> None:
+    text = text_of("litespark.json").partition("<==\n")[2].partition("\n==>")[0]
+    made = json.loads(text)
+    assert made["AlgorithmSpecification"]["AlgorithmName"].endswith("algorithm/litespark-llm-pre-training")
+    assert "MetricDefinitions" not in made["AlgorithmSpecification"]
+    assert made["ResourceConfig"] == {
+        "InstanceType": "ml.p5.48xlarge",
+        "InstanceCount": 1,
+        "VolumeSizeInGB": 1,
+        "KeepAlivePeriodInSeconds": 3600,
+    }
+    assert made["EnableNetworkIsolation"] is True
+    assert made["HyperParameters"] == {"CHECKPOINT_INTERVAL": "4000", "NUM_NODES": "1"}
+    assert [channel["ChannelName"] for channel in made["InputDataConfig"]] == ["train", "tokenizer"]
+    assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 172800}
+
+
+def test_every_script_of_the_pipeline_is_clean() -> None:
+    file = read(EXAMPLES / "continued.toml", Profile(), Wanted())
+    for text in backend("slurm").render(file.pipeline, file.profile).files.values():
+        done = subprocess.run(
+            [Path(sys.executable).with_name("shellcheck"), "-"], input=text, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_the_manifest_is_yaml() -> None:
+    text = text_of("smp.yaml").partition("<==\n")[2].partition("\n==>")[0]
+    config, job = yaml.safe_load_all(text)
+    assert config["kind"] == "ConfigMap"
+    assert job["spec"]["trainer"]["numNodes"] == 8
