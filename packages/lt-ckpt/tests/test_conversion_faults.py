@@ -12,6 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,7 @@ from lt_ckpt.formats import open_source, read_config
 from lt_ckpt.nxd.resplitting import resplit
 
 ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
-KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd small xser", "resplit"]
+KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd small xser", "resplit", "state"]
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close")
 EACH = 5
 """Failures per kind of call in the test command: the first, the last, and some between; the slow test takes all."""
@@ -39,6 +40,12 @@ def make(kind: str, model: Path, out: Path, models: SimpleNamespace) -> Path:
     """Makes an output in one call; returns what it is called."""
     if kind == "resplit":
         return resplit(ZERO / "nxd-plain", out, dp=3, config=read_config(ZERO / "hf-start"))
+    if kind == "state":
+        from lt_ckpt.formats import Wish, convert_to
+        from lt_ckpt.nxd.options import NxdOptions
+
+        source = open_source(ZERO / "nxd-plain", config=ZERO / "hf-start", optimizer=True)
+        return convert_to(source, out, Wish(format="nxd", nxd=NxdOptions(tp=2), dp=3, unequal_copies=True))
     if kind == "nxd small xser":
         from lt_ckpt.formats import Wish, convert_to
         from lt_ckpt.nxd.options import NxdOptions
@@ -51,6 +58,14 @@ def make(kind: str, model: Path, out: Path, models: SimpleNamespace) -> Path:
 def require_whole(kind: str, model: Path, made: Path) -> None:
     if kind == "resplit":
         assert len(list((made / "optim").glob("*.pt"))) == 6
+        return
+    if kind == "state":
+        source = open_source(ZERO / "nxd-plain", config=ZERO / "hf-start", optimizer=True)
+        again = open_source(made, config=ZERO / "hf-start", optimizer=True)
+        assert again.about["dp"] == 3
+        for group in ("exp_avg", "exp_avg_sq", "master"):
+            a, b = (replace(s, groups={"weights": s.groups[group]}) for s in (source, again))
+            assert all(c.equal for c in compare(a, b))
         return
     if kind == "lt":
         found, rejected = latest_valid(made)
@@ -161,7 +176,7 @@ def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypa
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, writing, kind):
-    if (kind, writing) == ("resplit", "direct"):
+    if (kind, writing) in (("resplit", "direct"), ("state", "direct")):
         pytest.skip("thousands of calls; every other kind is tried both ways")
     counts = fail_at(kind, model, models, fast_path, monkeypatch, lambda count: list(range(count)))
     assert sum(counts.values()) >= 15
