@@ -186,6 +186,17 @@ def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
     assert "whoever ran it is gone" in lt.run("status", "x")
 
 
+def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
+    lt.trainer(60, 0.05)
+    process = lt.start("run", "run.toml")
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("rank 0 of 2")
+    process.stdout.close()
+    os.kill(lt.pids()[1], signal.SIGKILL)  # so that there is something to say
+    assert process.wait() == 0
+    assert [kind for kind, _ in lt.attempts()] == ["killed", "done"]
+
+
 PIPELINE = """
 [pipeline]
 out = "runs/wiki"

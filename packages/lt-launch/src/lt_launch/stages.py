@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from lt_launch import record
 from lt_launch.agent import main as agent_main
@@ -146,16 +146,23 @@ class Stages:
     def _shower(self, prefix: str) -> Any:
         def show(rank: int, text: str) -> None:
             head = f"[{prefix}] " if prefix else f"[{rank}] " if rank else ""
-            with self._lock:
-                sys.stdout.write("".join(f"{head}{line}\n" for line in text.splitlines()))
-                sys.stdout.flush()
+            self._write(sys.stdout, "".join(f"{head}{line}\n" for line in text.splitlines()))
 
         return show
 
     def _say(self, text: str) -> None:
+        self._write(sys.stderr, "".join(f"# {line}\n" for line in text.splitlines()))
+
+    def _write(self, stream: TextIO, text: str) -> None:
+        """Show text as long as somebody reads: a closed terminal must not end a run of weeks."""
         with self._lock:
-            sys.stderr.write("".join(f"# {line}\n" for line in text.splitlines()))
-            sys.stderr.flush()
+            try:
+                stream.write(text)
+                stream.flush()
+            except OSError:
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(nowhere, stream.fileno())  # else flushing what is left fails once more at the exit
+                os.close(nowhere)
 
     def _wait(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds

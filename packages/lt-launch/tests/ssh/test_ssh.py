@@ -156,3 +156,22 @@ def test_nodes_and_an_array_over_the_hosts(net) -> None:
     )
     net.lt(*launch_on(net, "a", "b"))
     assert [(net.folder / f"part.{i}").read_text() for i in range(4)] == ["a\n", "b\n", "a\n", "b\n"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spawner", ["direct", "torchrun"])
+def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net, spawner: str) -> None:
+    """A sum over ranks through eth0; each rank adds its host's letter, so the order can be read from the result."""
+    pytest.importorskip("torch")
+    (net.folder / "sums.py").write_text(
+        "import os, socket\nimport torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "mine = torch.tensor([ord(socket.gethostname()) * 1000 ** dist.get_rank()])\n"
+        "dist.all_reduce(mine)\n"
+        "print('sum', mine.item(), flush=True) if dist.get_rank() == 0 else None\n"
+        "dist.destroy_process_group()\n"
+    )
+    more = f'spawner = "{spawner}"'
+    run_file(net, ["python", "sums.py"], procs=1, more=more, env='GLOO_SOCKET_IFNAME = "eth0"\nOMP_NUM_THREADS = "1"')
+    shown = net.lt(*launch_on(net, "b", "a"))
+    assert f"sum {ord('b') + 1000 * ord('a')}" in shown
