@@ -31,6 +31,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -178,6 +179,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=None, help="where to work; needs two to three times the model")
+    parser.add_argument("--model", type=Path, default=None, help="make the model here and keep it, or use what is here")
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
     parser.add_argument("--cgroup-mib", type=int, default=0, help="memory of the conversion, page cache included")
     options, arguments = parser.parse_known_args()
@@ -185,20 +187,23 @@ def main() -> None:
     config = replace(preset, n_layers=options.layers or preset.n_layers)
     with tempfile.TemporaryDirectory(prefix="bench-convert-", dir=options.folder) as made:
         folder = Path(made)
-        n_bytes = make_model(folder / "model", config, 5 * 10**9)
+        model = options.model or folder / "model"
+        if not model.exists():
+            make_model(model, config, 5 * 10**9)
+        n_bytes = 2 * sum(parameter.size for parameter in parameters(config))
         tiny = replace(config, vocab_size=64, hidden_size=64, intermediate_size=64, n_heads=8, n_kv_heads=8)
         make_model(folder / "tiny", tiny, 10**9)
         base = converted(folder / "tiny", folder / "tiny-out", ["--to", "hf"])["peak_bytes"]
         rounds = []
         for _ in range(options.rounds):
-            forget(folder / "model")
-            read = direct_read(folder / "model", n_bytes)
-            forget(folder / "model")
-            found = converted(folder / "model", folder / "out", arguments, options.cgroup_mib)
+            forget(model)
+            read = direct_read(model, n_bytes)
+            forget(model)
+            found = converted(model, folder / "out", arguments, options.cgroup_mib)
             shutil.rmtree(folder / "out") if (folder / "out").is_dir() else (folder / "out").unlink()
             write = direct_write(folder, int(found["out_bytes"]))
-            forget(folder / "model")
-            copy = direct_copy(folder / "model", folder, n_bytes, int(found["out_bytes"]))
+            forget(model)
+            copy = direct_copy(model, folder, n_bytes, int(found["out_bytes"]))
             rounds.append({**found, "read_limit_s": read, "write_limit_s": write, "copy_limit_s": copy})
             rounds[-1]["of_limit"] = max(read, write) / found["seconds"]
             rounds[-1]["of_copy_limit"] = copy / found["seconds"]
@@ -207,6 +212,7 @@ def main() -> None:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{os.cpu_count()} x {cpu_model()}, load {os.getloadavg()[0]:.1f}",
         "python": platform.python_version(),
+        "crc32": "isal" if find_spec("isal") else "zlib",
         "preset": options.preset,
         "layers": config.n_layers,
         "arguments": arguments,
