@@ -20,6 +20,12 @@ __all__ = ["SlurmBackend"]
 FORGOTTEN = ("Invalid job id",)
 NO_ACCOUNTS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
 POLL_S = 1.0
+DEAF = [
+    "trap '' TERM USR1 USR2 HUP",
+    "export PET_SIGNALS_TO_HANDLE=SIGINT TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT",
+]
+"""Slurm signals every process of a step, some signals twice, and torchrun ends its wait for the ranks at the second one.
+So torchrun hears none of them; its ranks hear them from Slurm, save, and leave with 75, which torchrun waits for."""
 ENDED = ("done", "failed", "cancelled", "lost", "skipped")
 
 
@@ -157,7 +163,11 @@ class SlurmBackend:
         """What the agents get, by stage."""
         from lt_launch.spec import spec
 
-        return {stage.name: spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+        made = {stage.name: spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+        for stage in pipeline.stages:
+            if stage.job.spawner == "torchrun":
+                made[stage.name]["setup"] += DEAF
+        return made
 
 
 def _nodes(place: Place, otherwise: tuple[str, ...]) -> tuple[str, ...]:
