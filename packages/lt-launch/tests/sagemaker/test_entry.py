@@ -201,6 +201,48 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
     assert (tmp_path / "output" / "failure").read_text() == "first"
 
 
+ATTEMPTS = """
+import json, os, sys
+from pathlib import Path
+from lt_launch.sagemaker import entry
+from lt_launch.sagemaker.contract import read
+root, script = Path(sys.argv[1]), sys.argv[2]
+spec = {"argv": ["bash", "-c", script], "spawner": "direct", "nodes": 1, "procs_per_node": 2, "env": {}, "cwd": str(root),
+        "run_dir": "", "grace_s": entry.WINDOW_S, "completion": "exit",
+        "restart": {"max_restarts": 2, "max_without_progress": 2}}
+with entry.Children() as children:
+    sys.exit(entry._attempts(read(root, {}), spec, root / "kept", os.environ, children, print))
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "attempts", "reason"),
+    [
+        ("test $RANK = 0 || test $LT_ATTEMPT = 1 || kill -9 $$", 0, 2, ""),
+        ("test $LT_ATTEMPT = 2 || exit 75", 0, 3, ""),
+        ("exit 75", 75, 3, "exit code 75"),
+        (
+            "test $RANK = 0 || { echo why; exit 7; }; sleep 60",
+            7,
+            1,
+            "rank 1 on algo-1 was the first to fail: exit code 7\nwhy",
+        ),
+    ],
+)
+def test_attempts_follow_one_another_only_where_that_may_help(
+    opt_ml: Callable[..., Path], script: str, code: int, attempts: int, reason: str
+) -> None:
+    root = opt_ml()
+    done = subprocess.run(
+        [sys.executable, "-c", ATTEMPTS, str(root), script], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert len(list((root / "kept" / "stages" / "train").glob("attempt-*/exit.json"))) == attempts
+    failure = root / "output" / "failure"
+    assert (failure.read_text() if failure.exists() else "").endswith(reason)
+    assert failure.exists() == bool(reason)
+
+
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path

@@ -24,7 +24,7 @@ DEAF = [
     "trap '' TERM USR1 USR2 HUP",
     "export PET_SIGNALS_TO_HANDLE=SIGINT TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT",
 ]
-"""Slurm signals every process of a step, some signals twice, and torchrun ends its wait for the ranks at the second one.
+"""Slurm signals every process of a step, some signals twice, and torchrun ends its wait for the ranks at the second.
 So torchrun hears none of them; its ranks hear them from Slurm, save, and leave with 75, which torchrun waits for."""
 ENDED = ("done", "failed", "cancelled", "lost", "skipped")
 

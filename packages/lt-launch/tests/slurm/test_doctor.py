@@ -1,0 +1,65 @@
+"""What doctor says of a real cluster and of jobs that could never run on it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch.backend import Finding
+from lt_launch.job import Container, Job, Pipeline, Resources
+from lt_launch.profile import Profile
+from lt_launch.slurm.doctor import findings
+from lt_launch.slurm.target import SlurmBackend
+from lt_trainer.resolve import Given
+
+
+def look(made: Job | None, folder: Path, **slurm: Any) -> dict[str, Finding]:
+    profile = Profile(given={f"slurm.{name}": Given(value, "test") for name, value in slurm.items()})
+    pipeline = Pipeline.of(made, out=str(folder / "run")) if made else None
+    return {finding.what: finding for finding in findings(SlurmBackend(), profile, pipeline)}
+
+
+def job(**changes: Any) -> Job:
+    values = {"name": "train", "argv": ("true",), "completion": "run_dir", "run_dir": "run", "grace_s": 10.0}
+    return Job(**{**values, **changes})
+
+
+def test_a_job_that_fits(cluster: Any, tmp_path: Path) -> None:
+    found = look(job(nodes=3), tmp_path)
+    assert "is UP" in found["controller"].found
+    assert "3 low idle" in found["nodes"].found
+    assert found["stage train"].level == "ok", found["stage train"]
+    assert found["time to save"].level == "ok"
+    assert found["time to save"].found == "KillWait is 20 s"
+    assert cluster.run("squeue", "-h") == "", "nothing was submitted"
+
+
+@pytest.mark.parametrize(
+    ("changes", "slurm", "words"),
+    [
+        ({"nodes": 9}, {}, "not available"),
+        ({}, {"partition": "nowhere"}, "Invalid partition"),
+        ({"resources": Resources(cpus_per_proc=64)}, {}, "not available"),
+    ],
+)
+def test_a_job_that_could_never_run(
+    cluster: Any, tmp_path: Path, changes: dict[str, Any], slurm: dict[str, Any], words: str
+) -> None:
+    finding = look(job(**changes), tmp_path, **slurm)["stage train"]
+    assert finding.level == "wrong"
+    assert words.lower() in finding.found.lower()
+
+
+def test_what_is_worth_a_warning(cluster: Any, tmp_path: Path) -> None:
+    found = look(job(grace_s=60.0, container=Container(image="x.sqsh")), tmp_path)
+    assert found["time to save"].level == "warning"
+    assert "20 s, guard.grace_s is 60" in found["time to save"].found
+    assert found["containers"].level == "ok", "the stub offers it"
+
+
+def test_without_a_controller_that_is_all_there_is_to_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = look(job(), tmp_path)
+    assert list(found) == ["controller"]
+    assert found["controller"].level == "wrong"
+    assert "scontrol is not installed here" in found["controller"].found
