@@ -159,7 +159,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_WD = F.pad(weight_VD, (0, 0, 0, width - rows)) if width > rows else weight_VD
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
         # Summed over chunks, so in fp32 even when the weight is narrower.
-        grad_weight_WD = torch.zeros_like(weight_WD, dtype=wide) if needs_grad else None
+        unwritten = torch.empty_like if hidden_ND.shape[0] else torch.zeros_like  # the first chunk writes all of it
+        grad_weight_WD = unwritten(weight_WD, dtype=wide) if needs_grad else None
         chunk_rows = min(_chunk_rows(hidden_ND, weight_VD), hidden_ND.shape[0])
         # Written again by every chunk: fresh memory would cost a CPU more than the arithmetic on it.
         buffer_CW = hidden_ND.new_empty(chunk_rows, width)
@@ -187,7 +188,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if product_CW.dtype != wide:
                     product_CW.copy_(padded_CW)
                 torch.mm(product_CW, weight_WD, out=grad_hidden_ND[chunk])
-                _add_product(grad_weight_WD, product_CW.T, hidden_CD)
+                _add_product(grad_weight_WD, product_CW.T, hidden_CD, first=chunk.start == 0)
+        del buffer_CW, wide_buffer_CW  # before the head's gradient is there twice
         if grad_weight_WD is not None:
             ctx.save_for_backward(grad_hidden_ND, grad_weight_WD[:rows].to(weight_VD.dtype))
         ctx.mark_non_differentiable(cross_entropy, z_part)
@@ -217,18 +219,19 @@ def _chunk_rows(hidden_ND: Tensor, weight_VD: Tensor) -> int:
     return max(1024, _DEVICE_ELEMENTS // weight_VD.shape[0] // 128 * 128)  # whole tiles of a matrix product
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to `total`, which may be wider.
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, first: bool) -> None:
+    """Add a @ b to `total`, which may be wider, or put it there when it is the first.
 
     A CPU widens the product into fresh memory before it adds; a slab at a time that memory stays in the cache.
     """
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=0 if first else 1)
     elif total.device.type != "cpu":
-        total += a @ b
+        total.copy_(a @ b) if first else total.add_(a @ b)
     else:
-        for first in range(0, total.shape[0], _CPU_SLAB):
-            total[first : first + _CPU_SLAB] += a[first : first + _CPU_SLAB] @ b
+        for row in range(0, total.shape[0], _CPU_SLAB):
+            slab, product = total[row : row + _CPU_SLAB], a[row : row + _CPU_SLAB] @ b
+            slab.copy_(product) if first else slab.add_(product)
 
 
 def _scaled(grad: Tensor, upstream: Tensor) -> Tensor:

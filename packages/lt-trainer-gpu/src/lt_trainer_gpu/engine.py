@@ -41,7 +41,6 @@ from lt_trainer.torch import (
     fill_from_pretrained,
     host_memory,
     initialise,
-    local_part,
     peers,
     spec_of,
     to_device,
@@ -49,7 +48,7 @@ from lt_trainer.torch import (
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.compilation import attention_of
 from lt_trainer_gpu.devices import compute_dtype, init_process_group, take_device
-from lt_trainer_gpu.gradients import clip, squared_norm, summed_over_ranks
+from lt_trainer_gpu.gradients import clip_factor, squared_norm, summed_over_ranks
 from lt_trainer_gpu.instruments import Instruments
 from lt_trainer_gpu.layout import Layout
 from lt_trainer_gpu.model import OnHost
@@ -61,6 +60,7 @@ from lt_trainer_gpu.peak import peak_flops
 from lt_trainer_gpu.recompute import recomputed_flops_per_token
 from lt_trainer_gpu.synchronisation import GradientSync
 from lt_trainer_gpu.timing import stopwatch
+from lt_trainer_gpu.weights import NarrowWeights, OwnWeights, Weights
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,10 @@ class GpuEngine:
         self.control: Control = GlooControl(recipe.guard.collective_timeout_s) if world.size > 1 else SoloControl()
         attention = attention_of(options, self._torch_device, self._dtype, documents=self._document_mask)
         with torch.device("meta"):
-            model = Llama(config, attention=attention, pad_vocab_to=max(1, options.pad_vocab_to)).to(master)
+            # What is not sharded needs no FSDP for its casts: the model is made in the dtype that it computes in.
+            alone = self._layout.replicas * self._layout.shards == 1
+            made_in = self._dtype if alone else master
+            model = Llama(config, attention=attention, pad_vocab_to=max(1, options.pad_vocab_to)).to(made_in)
         with peers():
             model = parallelize(
                 model,
@@ -99,17 +102,19 @@ class GpuEngine:
                 device_type=self._torch_device.type,
                 compute=self._dtype,
                 master=master,
+                timeout_s=recipe.guard.collective_timeout_s,
             )
         self._model = model.to_empty(device=self._torch_device)
         if config.tie_word_embeddings:  # to_empty gives every module memory of its own
             self._model.lm_head.weight = self._model.model.embed_tokens.weight
         self._sync = GradientSync(self._model, options)
-        self._parameters = dict(self._model.named_parameters())
+        self._weights: Weights = OwnWeights(self._model) if made_in == master else NarrowWeights(self._model, master)
         self._table = {parameter.name: parameter for parameter in parameters(config)}
         # Of the slices that several ranks hold alike, the norm counts one.
         self._counted = [name for name, row in self._table.items() if self._layout.copies(row)[1] == 0]
         parts = self._parts()
         initialise(parts, config, recipe.run.seed)
+        self._weights.updated()
         self._optimizer = AdamW(
             {name: part.local for name, part in parts.items()},
             decayed(config, embeddings=recipe.optimizer.decay_embeddings),
@@ -144,17 +149,19 @@ class GpuEngine:
         loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
         for i, parts in enumerate(self._losses(batch, self._optimizer_options.z_loss)):
             self._sync.before_backward(last=i == n_micro - 1)
+            self._weights.before_backward(passes=n_micro)
             (parts.total / batch.valid_tokens).backward()
             loss_sum += parts.cross_entropy
         self.stopwatch.lap("optimizer")
-        gradients = self._gradients()
+        gradients = self._weights.gradients()
         loss, grad_norm = self._agree(loss_sum / batch.valid_tokens, gradients)
-        if self._optimizer_options.grad_clip > 0:
-            clip(gradients, grad_norm, self._optimizer_options.grad_clip)
+        most = self._optimizer_options.grad_clip
+        scale = clip_factor(grad_norm, most) if most > 0 else None
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm)
-        self._optimizer.step({name: part.local for name, part in self._parts().items()}, gradients, lr, finite)
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        weights = {name: part.local for name, part in self._parts().items()}
+        self._optimizer.step(weights, gradients, lr, finite, scale)
+        self._weights.forget_gradients()
+        self._weights.updated()
         return Pending(loss, grad_norm)
 
     def _losses(self, batch: StepBatch, z_loss: float) -> Iterable[LossParts]:
@@ -169,15 +176,6 @@ class GpuEngine:
     def _on_host(self, doc_ids: np.ndarray) -> OnHost:
         tensor = torch.from_numpy(doc_ids)
         return OnHost(tensor.pin_memory() if self._torch_device.type == "cuda" else tensor)
-
-    @torch.no_grad()
-    def _gradients(self) -> dict[str, Tensor]:
-        """This rank's slices of the gradients, reduced over all data-parallel ranks."""
-        found = {}
-        for name, parameter in self._parameters.items():
-            assert parameter.grad is not None, f"{name} has no gradient"
-            found[name] = local_part(parameter.grad)[0]
-        return found
 
     def _agree(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The loss and the norm over all gradients, of all ranks and equal on all of them."""
@@ -257,15 +255,19 @@ class GpuEngine:
         groups = self._groups()
         checkpoint.require({g: {name: spec_of(part) for name, part in parts.items()} for g, parts in groups.items()})
         fill_from(checkpoint, groups)
+        self._weights.updated()
         self._optimizer.steps = int(checkpoint.manifest.small["optimizer_step"])
 
     def load_weights(self, pretrained: Pretrained) -> None:
         """Take over a model's weights, cast to the master dtype; moments and step count stay as new."""
         fill_from_pretrained(pretrained, self._parts())
+        self._weights.updated()
 
     def _parts(self) -> dict[str, Part]:
         """This rank's slices of the weights. Asked each time: FSDP may put them elsewhere when it first runs."""
-        return {name: part_of(self._table[name], tensor, self._layout) for name, tensor in self._parameters.items()}
+        return {
+            name: part_of(self._table[name], tensor, self._layout) for name, tensor in self._weights.masters.items()
+        }
 
     def _groups(self) -> dict[str, dict[str, Part]]:
         parts, slots = self._parts(), self._optimizer.slots

@@ -8,7 +8,7 @@ Cost: one pass over this rank's gradients, one all-reduce of two float64 numbers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,13 +18,30 @@ from torch import Tensor
 _torch: Any = torch  # its functions on lists of tensors have no types
 
 
+SLAB = 1 << 18
+"""Numbers that a CPU widens at a time; they stay in its cache."""
+
+
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of the gradients, in float64: norms by tensor in their own dtype, then summed."""
-    tensors = [gradient for gradient in gradients if gradient.numel()]
+    """The sum of squares of the gradients, in float64: norms by tensor in fp32 or wider, then summed."""
+    tensors = list(gradients)
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = _torch._foreach_norm(tensors)
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].dtype == wide:
+        norms = list(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
+    elif device.type == "cpu":
+        norms = [_norm_by_slabs(tensor, wide) for tensor in tensors]
+    else:
+        norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
     return torch.stack(norms).to(torch.float64).square().sum()
+
+
+def _norm_by_slabs(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """The norm in a wider dtype. On a CPU, asked for it, torch would copy the whole tensor into fresh memory first."""
+    buffer = torch.empty(min(SLAB, tensor.numel()), dtype=wide)
+    norms = [torch.linalg.vector_norm(buffer[: slab.numel()].copy_(slab)) for slab in tensor.flatten().split(SLAB)]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def summed_over_ranks(loss: Tensor, squares: Tensor, *, ranks: int) -> tuple[Tensor, Tensor]:
@@ -35,10 +52,7 @@ def summed_over_ranks(loss: Tensor, squares: Tensor, *, ranks: int) -> tuple[Ten
     return both[0], both[1]
 
 
-def clip(gradients: Mapping[str, Tensor], norm: Tensor, most: float) -> None:
-    """Scale the gradients down, in place, to a norm of `most` where theirs is above it."""
+def clip_factor(norm: Tensor, most: float) -> Tensor:
+    """What scales gradients of this norm down to one of `most`, or 1 where theirs is not above it."""
     # As torch.nn.utils.clip_grads_with_norm_ does it, with no question that the host would have to wait for.
-    factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    tensors = list(gradients.values())
-    if tensors:
-        _torch._foreach_mul_(tensors, factor.to(tensors[0].dtype))
+    return (most / (norm + 1e-6)).clamp(max=1.0)

@@ -16,7 +16,7 @@ Cost: with bfloat16, temporaries of some `BUCKET` numbers; state is 2 numbers pe
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,6 +29,8 @@ _torch: Any = torch  # its functions on lists of tensors have no types
 MOMENTS = ("exp_avg", "exp_avg_sq")
 BUCKET = 1 << 25
 """Numbers that are updated at a time when moments are narrower than the weights."""
+WIDENED = 1 << 20
+"""Numbers that are updated at a time when only gradients are: little enough for a CPU's cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,14 +90,22 @@ class AdamW:
             slot.step.fill_(value)
 
     @torch.no_grad()
-    def step(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float, finite: Tensor) -> None:
+    def step(
+        self,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        lr: float,
+        finite: Tensor,
+        scale: Tensor | None = None,
+    ) -> None:
         """Update the weights in place where `finite` holds, else change nothing.
 
         Args:
             weights: this rank's slices by name.
-            gradients: of the shape and dtype of the weights; may be changed.
+            gradients: of the shape of the weights, in their dtype or a narrower one; may be changed.
             lr: learning rate.
             finite: a bool on the device.
+            scale: what the gradients are multiplied with first, on the device; 1 when absent.
         """
         assert weights.keys() == gradients.keys() == self._slots.keys()
         for decay in (True, False):
@@ -107,11 +117,12 @@ class AdamW:
             weight_decay = self._options.weight_decay if decay else 0.0
             if not rows:
                 continue
-            if self._narrow:
-                for some in _buckets(rows):
-                    self._step_narrow(some, lr, weight_decay, finite)
-            else:
-                self._step_fused(rows, lr, weight_decay, finite)
+            update = self._step_narrow if self._narrow else self._step_fused
+            widen = rows[0].gradient.dtype != rows[0].weight.dtype
+            if widen and not self._narrow and rows[0].weight.device.type == "cpu":
+                rows = [slab for row in rows for slab in _slabs(row)]
+            for some in _buckets(rows, BUCKET if self._narrow else WIDENED) if self._narrow or widen else [rows]:
+                update(_scaled(some, scale), lr, weight_decay, finite)
 
     def _step_fused(self, rows: list[Row], lr: float, weight_decay: float, finite: Tensor) -> None:
         slots = [row.slot for row in rows]
@@ -161,12 +172,33 @@ class AdamW:
         _torch._foreach_add_(weights, first)
 
 
-def _buckets(rows: list[Row]) -> Iterator[list[Row]]:
-    """The rows in groups of about `BUCKET` numbers."""
+def _scaled(rows: list[Row], scale: Tensor | None) -> list[Row]:
+    """The rows with their gradients in the weights' dtype, times `scale`."""
+    wide = rows[0].weight.dtype
+    rows = [replace(row, gradient=row.gradient.to(wide)) for row in rows]
+    if scale is not None:
+        _torch._foreach_mul_([row.gradient for row in rows], scale.to(wide))
+    return rows
+
+
+def _slabs(row: Row) -> Iterator[Row]:
+    """A large row in parts of `WIDENED` numbers, the last of which counts the step."""
+    slot = row.slot
+    tensors = (row.weight, row.gradient, slot.exp_avg, slot.exp_avg_sq)
+    *others, last = zip(*(tensor.view(-1).split(WIDENED) for tensor in tensors), strict=True)
+    for weight, gradient, first, second in others:
+        part = replace(slot, exp_avg=first, exp_avg_sq=second, step=slot.step.clone())
+        yield Row(weight=weight, gradient=gradient, slot=part)
+    weight, gradient, first, second = last
+    yield Row(weight=weight, gradient=gradient, slot=replace(slot, exp_avg=first, exp_avg_sq=second))
+
+
+def _buckets(rows: list[Row], size: int) -> Iterator[list[Row]]:
+    """The rows in groups of about `size` numbers."""
     some: list[Row] = []
     for row in rows:
         some.append(row)
-        if sum(one.weight.numel() for one in some) >= BUCKET:
+        if sum(one.weight.numel() for one in some) >= size:
             yield some
             some = []
     if some:

@@ -12,6 +12,7 @@ tokens of the whole global batch.
 
 from __future__ import annotations
 
+import datetime
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,23 +37,25 @@ def parallelize(
     device_type: str,
     compute: torch.dtype,
     master: torch.dtype,
+    timeout_s: float,
 ) -> TrainedLlama:
     """Make `model` this rank's part of the model, in place.
 
     Args:
-        model: on the meta device, in the master dtype.
+        model: on the meta device, in the master dtype; where it is not sharded, in the one that it computes in.
         layout: the degrees, and this rank's place.
         options: the engine's.
         device_type: "cuda" or "cpu".
         compute: dtype of forward and backward.
         master: dtype of the sharded weights, of the gradients' reduction and of the optimizer.
+        timeout_s: how long a collective may take.
 
     Returns:
         The model, whose forward pass is the training loss.
     """
-    sharded = layout.replicas * layout.shards > 1 or compute != master  # else nothing to gather, reduce or cast
+    sharded = layout.replicas * layout.shards > 1  # else there is nothing to gather or to reduce
     # DTensor's import takes seconds, which one process that needs none of it need not wait for.
-    mesh = _mesh(layout, device_type) if sharded or layout.tp > 1 else None
+    mesh = _mesh(layout, device_type, timeout_s) if sharded or layout.tp > 1 else None
     axis, first_id = None, 0
     if layout.tp > 1:
         from lt_trainer_gpu.collectives import TensorAxis
@@ -82,10 +85,16 @@ def parallelize(
     return made
 
 
-def _mesh(layout: Layout, device_type: str) -> DeviceMesh:
+def _mesh(layout: Layout, device_type: str, timeout_s: float) -> DeviceMesh:
+    import torch.distributed.distributed_c10d as c10d
     from torch.distributed.device_mesh import init_device_mesh
 
-    return init_device_mesh(device_type, (layout.replicas, layout.shards, layout.tp), mesh_dim_names=AXES)
+    mesh = init_device_mesh(device_type, (layout.replicas, layout.shards, layout.tp), mesh_dim_names=AXES)
+    # Groups of a mesh have torch's own timeout, not that of the group of all ranks. Torch has renamed the setter.
+    set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
+    for axis in AXES:
+        set_timeout(datetime.timedelta(seconds=timeout_s), mesh[axis].get_group())
+    return mesh
 
 
 def _shard(

@@ -220,6 +220,37 @@ def watch(
 
 
 @app.command()
+def bench(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RUN.toml]", help="The recipe; its data is not read.")
+    ] = None,
+    preset: Annotated[
+        str, typer.Option(help="A preset in place of a recipe: one row a device, at most 4096 long.")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Timed steps.", min=1)] = 20,
+    warmup: Annotated[int, typer.Option(help="Steps before them, the first one included.", min=1)] = 3,
+    sets: Sets = None,
+    hyperparameters: Hyperparameters = None,
+) -> None:
+    """Measure training steps on random ids: one JSON with speed, MFU, HFU, memory, and how each was made.
+
+    Alone or as one rank under torchrun. Nothing is written but the JSON.
+    """
+    from lt_trainer.bench import bench_recipe, measure
+    from lt_trainer.hyperparameters import read
+
+    resolved = bench_recipe(
+        str(recipe) if recipe else None,
+        preset,
+        sets=sets or [],
+        hyperparameters=read(hyperparameters) if hyperparameters else None,
+    )
+    report = measure(resolved, steps=steps, warmup=warmup)
+    if report is not None:
+        typer.echo(json.dumps(report, indent=1))
+
+
+@app.command()
 def sample(
     checkpoint: Annotated[
         Path,

@@ -76,8 +76,18 @@ class PlannedLayout:
 
     @property
     def wrapped(self) -> bool:
-        """Whether the engine shards or casts the weights (FSDP); one process in the master dtype does neither."""
-        return self.shard * self.replicate > 1 or self.element_bytes != self.master_bytes
+        """Whether the engine shards or replicates the weights (FSDP)."""
+        return self.shard * self.replicate > 1
+
+    @property
+    def doubled(self) -> bool:
+        """Whether the model's weights stand beside their masters, in the narrower dtype that it computes in."""
+        return not self.wrapped and self.element_bytes < self.master_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient that stays until the update; those of one pass are not widened before it."""
+        return self.element_bytes if self.doubled and self.accumulation == 1 else self.master_bytes
 
     def sets(self) -> dict[str, Any]:
         """The recipe's fields that say this layout, by dotted name."""

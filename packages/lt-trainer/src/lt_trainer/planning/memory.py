@@ -11,7 +11,8 @@ This rank's weights and moments stay, in the master dtype. The rest comes and go
 
 Activations shrink block by block while gradients grow, both evenly, so nothing between these can be more. The weights
 of embedding and head stay gathered through a pass; of the blocks two are whole at a time, one in use and one on its
-way, and what comes from other ranks is there twice while it is copied into place.
+way, and what comes from other ranks is there twice while it is copied into place. On a device that shares its weights
+with no other and computes in a narrower dtype, the "gathered weights" are the model's, beside their masters.
 
 What torch's allocator cannot use, and what CUDA and NCCL take outside of it, is the reserve: a share of the peak and a
 fixed size, stated in `RESERVE_SHARE` and `RESERVE_BYTES`. They are assumptions, not measured by us.
@@ -35,9 +36,11 @@ RESERVE_BYTES = 1 << 30
 GATHERED_BLOCKS = 2
 """Blocks whose weights are whole on a device at the same time during backward."""
 OPTIMIZER_NUMBERS = 1 << 25
-"""Numbers that the engine's optimizer widens at a time, and"""
+"""Numbers that the engine's optimizer widens at a time where moments are narrow."""
+WIDENED_NUMBERS = 1 << 20
+"""Likewise where only gradients are narrow."""
 OPTIMIZER_TEMPORARIES = 3
-"""how many copies of them it then holds in the master dtype."""
+"""Copies of narrow moments that it then holds in the master dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +101,9 @@ def planned_memory(
     }
     root, after_forward, in_backward, last = _gathered(config, counts, layout)
     loss = loss_bytes(config, tokens, element_bytes=size, rows=rows_of_loss, tp=layout.tp)
-    earlier, shard = _earlier_gradients(counts, layout), counts.all * master / layout.shard
-    head, narrow = counts.head * size, counts.block * size if layout.wrapped else 0.0
-    of_others = (counts.all - counts.root - counts.block) * master / layout.shard
+    earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.shard
+    head, narrow = counts.head * size, counts.block * size if layout.wrapped or layout.doubled else 0.0
+    of_others = (counts.all - counts.root - counts.block) * layout.gradient_bytes / layout.shard
     reduced = counts.root * (size + master) if layout.wrapped else 0.0
     leaving = counts.block * master if layout.shard > 1 else 0.0  # of one block, as it is sent to the other ranks
     moments = {
@@ -125,7 +128,9 @@ def planned_memory(
             activations=tokens * config.hidden_size * size,
             gradients=shard + reduced + (counts.root * master if earlier > shard else 0.0),
         ),
-        "update": _moment(gradients=shard, optimizer=_widened(config, counts, layout)),
+        "update": _moment(
+            gathered=root if layout.doubled else 0.0, gradients=shard, optimizer=_widened(config, counts, layout)
+        ),
     }
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     parts = always | moments[moment]
@@ -159,7 +164,7 @@ def _moment(
 def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> tuple[float, float, float, float]:
     """Bytes of gathered weights: the root's; the blocks' after forward, during backward, and at its end."""
     if not layout.wrapped:
-        return 0.0, 0.0, 0.0, 0.0
+        return counts.all * layout.element_bytes if layout.doubled else 0.0, 0.0, 0.0, 0.0
     size, n_whole = layout.element_bytes, min(GATHERED_BLOCKS, config.n_layers)
     block, arriving = counts.block * size, counts.block * size if layout.shard > 1 else 0.0
     after_forward = block if layout.reshard else block * config.n_layers  # the last block is needed again at once
@@ -167,12 +172,14 @@ def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> tu
 
 
 def _widened(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> float:
-    """What the optimizer holds while it updates moments that are narrower than the weights, some at a time."""
-    if layout.moment_bytes == layout.master_bytes:
-        return 0.0
+    """What the optimizer holds while it widens gradients or moments that are narrower than the weights, by parts."""
     largest = max(row.size for row in parameters(config)) / layout.tp / layout.shard
+    if layout.moment_bytes == layout.master_bytes:
+        at_a_time = min(counts.all, WIDENED_NUMBERS + largest)
+        return at_a_time * layout.master_bytes if layout.gradient_bytes < layout.master_bytes else 0.0
     numbers = min(counts.all / layout.shard, OPTIMIZER_NUMBERS + largest)
-    return OPTIMIZER_TEMPORARIES * layout.master_bytes * numbers
+    copies = OPTIMIZER_TEMPORARIES + (layout.gradient_bytes < layout.master_bytes)
+    return copies * layout.master_bytes * numbers
 
 
 def _backward(config: LlamaConfig, layout: PlannedLayout) -> float:

@@ -128,10 +128,12 @@ def vocabulary(recipe: Recipe) -> tuple[int, str]:
     """
     if recipe.model.vocab_size:
         return recipe.model.vocab_size, "model.vocab_size"
-    if recipe.data.store and Path(recipe.data.store).exists():
-        from lt_data import TokenStore
+    stores = [recipe.data.store, *(source.store for source in recipe.data.mixture.values())]
+    for store in stores:
+        if store and Path(store).exists():
+            from lt_data import TokenStore
 
-        return TokenStore.open(recipe.data.store).vocab_size, f"the store {recipe.data.store}"
+            return TokenStore.open(store).vocab_size, f"the store {store}"
     if recipe.model.preset:
         return PRESETS[recipe.model.preset].vocab_size, f"the preset {recipe.model.preset}; the data may have another"
     raise RecipeError(
