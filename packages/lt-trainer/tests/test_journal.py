@@ -219,6 +219,7 @@ def test_the_parts_of_a_run_are_told_apart(recipe_base, fake_engine, monkeypatch
 
     fake_engine.on_step = on_step
     monkeypatch.setattr(StreamBatches, "next_batch", taking(2.0, StreamBatches.next_batch))
+    monkeypatch.setattr(RunJournal, "proceed", taking(1.0, RunJournal.proceed))  # once validation or save are over
     recipe_base["schedule"] |= {"max_steps": 8}
     recipe_base["metrics"] |= {"log_interval": 2, "eval_interval": 4}
     recipe_base["checkpoint"] |= {"interval": 6}
@@ -228,8 +229,8 @@ def test_the_parts_of_a_run_are_told_apart(recipe_base, fake_engine, monkeypatch
     assert [tuple(record[name] for name in columns) for record in found] == [
         (2, 2.0, 6.0, 0.0, 0.0, 0.0, 0.0),
         (4, 4.0, 6.0, 0.0, 0.0, 0.0, 0.0),
-        (6, 4.0, 6.0, 0.0, 0.0, 5.0, 0.0),
-        (8, 4.0, 6.0, 0.0, 7.0, 0.0, 0.0),
+        (6, 4.0, 6.0, 0.0, 0.0, 5.0, 1.0),
+        (8, 4.0, 6.0, 0.0, 7.0, 0.0, 1.0),
     ]
 
 

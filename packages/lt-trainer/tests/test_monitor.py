@@ -248,6 +248,10 @@ def test_a_process_is_seen_with_its_memory_cpu_and_writes(tmp_path: Path) -> Non
         )
         assert second["disk_free_gib"] == pytest.approx(psutil.disk_usage(str(tmp_path)).free / GIB, abs=0.5)
         assert 0 <= second["cpu_percent"] <= 100
+        now[0] = 6.0
+        third = host.sample({3: child.pid})  # since the sample before, not since the first
+        assert third["ranks"]["3"]["write_mib_s"] == 0
+        assert third["ranks"]["3"]["cpu_percent"] < 100 * burnt / 4.0 / 2
     finally:
         child.kill()
         child.communicate()
