@@ -19,7 +19,7 @@ import pytest
 
 from lt_ckpt import Checkpoint, Meta, begin, commit, write_part
 from lt_model import LlamaConfig
-from lt_trainer.engine import StepBatch, World
+from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.recipe import load
 from lt_trainer_gpu import refusals
 from lt_trainer_gpu.engine import GpuEngine
@@ -330,28 +330,48 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, ti
     assert_near(weights[0], weights[1], 1e-4 if narrow else NEAR_WEIGHTS)
 
 
-def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[bool], list[Piece], list[Piece], list[Piece]]:
+def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[Piece], list[Piece], list[Piece]]:
     """In a rank: a good step, one that is infinite on the last data-parallel rank alone, a good one."""
     engine = open_engine(sets, tied=False)
     first, bad, third = (part_of(batch, engine, 2) for batch in global_batches(3))
     if engine.topology.dp_rank == engine.topology.dp_size - 1:
         bad = replace(bad, valid_tokens=0)
-    finite, states = [], []
+    numbers, states = [], []
     for batch in (first, bad, third):
-        finite += [n.finite for n in engine.read([engine.step(batch, 1e-2)])]
+        numbers += engine.read([engine.step(batch, 1e-2)])
         states.append(pieces(engine))
     engine.close()
-    return finite, states[0], states[1], states[2]
+    return numbers, states[0], states[1], states[2]
 
 
 @pytest.mark.parametrize(
     ("n", "sets"), [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,))], ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp"]
 )
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks, n: int, sets: tuple[str, ...]) -> None:
-    for finite, before, after, later in ranks.run(with_a_bad_step, sets, ranks=n):
-        assert finite == [True, False, True]
+    answers = ranks.run(with_a_bad_step, sets, ranks=n)
+    for numbers, before, after, later in answers:
+        assert [one.finite for one in numbers] == [True, False, True]
+        assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"
         assert [a.name for a, b in zip(before, after, strict=True) if a.values.tobytes() != b.values.tobytes()] == []
         assert any((a.values != b.values).any() for a, b in zip(after, later, strict=True))
+
+
+def timeouts(sets: tuple[str, ...]) -> set[float]:
+    """In a rank: the timeouts, in seconds, of the groups of ranks that there are."""
+    import torch
+    import torch.distributed.distributed_c10d as c10d
+
+    engine = open_engine(sets, tied=False)
+    groups = [group for group in c10d._world.pg_map if group.size() > 1]
+    found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
+    assert len(groups) == 4, "all ranks, those that talk to the loop, and two axes"
+    engine.close()
+    return found
+
+
+def test_every_group_of_ranks_waits_longer_than_the_watchdog(ranks) -> None:
+    """Torch gives groups of a mesh its own timeout; NCCL's is shorter than the watchdog's."""
+    assert ranks.run(timeouts, (TP2, "guard.timeout_s=1000"), ranks=4) == [{1530.0}] * 4
 
 
 def traffic(sets: tuple[str, ...]) -> dict[str, int]:
