@@ -207,8 +207,8 @@ from pathlib import Path
 from lt_launch.sagemaker import entry
 from lt_launch.sagemaker.contract import read
 root, script = Path(sys.argv[1]), sys.argv[2]
-spec = {"argv": ["bash", "-c", script], "spawner": "direct", "nodes": 1, "procs_per_node": 2, "env": {}, "cwd": str(root),
-        "run_dir": "", "grace_s": entry.WINDOW_S, "completion": "exit",
+spec = {"argv": ["bash", "-c", script], "spawner": "direct", "nodes": 1, "procs_per_node": 2, "env": {},
+        "cwd": str(root), "run_dir": "", "grace_s": entry.WINDOW_S, "completion": "exit",
         "restart": {"max_restarts": 2, "max_without_progress": 2}}
 with entry.Children() as children:
     sys.exit(entry._attempts(read(root, {}), spec, root / "kept", os.environ, children, print))

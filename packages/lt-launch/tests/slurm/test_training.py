@@ -190,7 +190,7 @@ def disturbed(cluster: Any, submit: Callable[..., Any], count: int, steps: int) 
 
 def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> None:
     undisturbed, id_ = submit("undisturbed", "srun", steps)
-    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(undisturbed)
+    assert cluster.wait_for_end(id_, 1200)["JobState"] == "COMPLETED", exits(undisturbed)
     wanted = losses(undisturbed)
     assert sorted(wanted) == list(range(1, steps + 1))
     made, done = disturbed(cluster, submit, count, steps)
@@ -215,7 +215,7 @@ def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Call
 
 @pytest.mark.slow
 def test_twenty_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
-    check(cluster, submit, int(os.environ.get("LT_KILLS", "20")), 1200)
+    check(cluster, submit, int(os.environ.get("LT_KILLS", "20")), 700)
 
 
 def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:

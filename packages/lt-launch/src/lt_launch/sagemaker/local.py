@@ -192,6 +192,8 @@ def _attend(service: subprocess.Popen[bytes], folder: Path) -> int:
 
 def _runs(folder: Path) -> bool:
     """Whether the process that stands for the service is there."""
+    for service in BACKGROUND:
+        service.poll()  # buried, if it was this process's own
     file = folder / "pid"
     if not file.exists():
         return False
