@@ -42,7 +42,9 @@ def test_the_numbers_of_a_report_hang_together(ranks) -> None:
 
 def test_a_recipe_is_measured_on_random_ids_of_its_own_vocabulary(tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
-    recipe.write_text('[model]\npreset = "tiny-2m"\n[data]\nstore = "not here"\npack = "concat"\ntokenizer = "own"\n')
+    recipe.write_text(
+        '[model]\npreset = "tiny-2m"\n[data]\nseq_len = 512\nstore = "not here"\npack = "concat"\ntokenizer = "own"\n'
+    )
     resolved = bench_recipe(str(recipe), "", sets=["batch.micro_batch=2"], hyperparameters=None)
     assert resolved.recipe.data.synthetic
     assert not resolved.recipe.data.store

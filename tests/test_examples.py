@@ -1,0 +1,130 @@
+"""Every training example resolves, plans on the devices that it names, and trains in a shrunk version with its layout.
+
+The shrunk version keeps what an example is about: the layout, recomputation, where the model comes from. Sizes, steps
+and devices are overridden, and the ranks are forks on the CPU.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_data import TokenStore, pack
+from lt_model import n_parameters
+from lt_trainer.metrics import read_jsonl
+from lt_trainer.planning.devices import DEVICES
+from lt_trainer.planning.plan import make
+from lt_trainer.recipe import load
+from lt_trainer.run import run
+from lt_trainer.testing import RankPool
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SEQ_LEN = 64
+SHRUNK = (
+    "parallel.n_nodes=1",
+    "batch.global_batch=8",
+    "batch.micro_batch=1",
+    "schedule.max_steps=2",
+    "schedule.warmup_steps=1",
+    "metrics.log_interval=1",
+    f"data.seq_len={SEQ_LEN}",
+    "engine.gpu.device=cpu",
+    "engine.gpu.attention=auto",
+)
+SMALL_MODEL = (
+    "model.vocab_size=128",
+    "model.hidden_size=32",
+    "model.intermediate_size=48",
+    "model.n_heads=4",
+    "model.n_kv_heads=2",
+    "model.n_layers=2",
+    "model.max_position_embeddings=0",
+)
+# Example: millions of parameters, nodes of the whole run, ranks of the shrunk one, and what shrinks its layout.
+LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
+    "litespark-default.toml": (134.8, 1, 1, ()),
+    "smp-70b.toml": (68976.6, 8, 4, ("parallel.tp=2", "parallel.dp_replicate=2", "parallel.dp_shard=1")),
+    "bench-7b/hsdp.toml": (6738.4, 4, 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
+    "bench-7b/tp.toml": (6738.4, 1, 4, ("parallel.tp=2",)),
+    "bench-7b/checkpointing.toml": (6738.4, 1, 2, ()),
+    "bench-7b/no-checkpointing.toml": (6738.4, 1, 2, ()),
+    "bench-7b/colossalai.toml": (6738.4, 4, 2, ()),
+}
+FROM_MODELS = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
+
+
+@pytest.fixture(scope="module")
+def ranks() -> RankPool:
+    return RankPool(4, preload=("lt_trainer.run", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+
+
+@pytest.fixture(scope="module")
+def model(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A little model of transformers, with the tokenizer of the data."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    store = TokenStore.open(prepared / "train")
+    pack(store, seq_len=SEQ_LEN)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=store.vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+    )
+    folder = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(folder)
+    for name, data in store.tokenizer().files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def train(example: str, sets: tuple[str, ...]) -> int:
+    """One rank's training, in that rank; the exit code."""
+    torch.set_num_threads(1)
+    return run(load(EXAMPLES / example, sets=list(sets)))
+
+
+def losses(out: Path) -> list[float]:
+    return [record["loss"] for record in read_jsonl(out / "metrics.jsonl") if "loss" in record]
+
+
+def test_the_examples_are_all_here() -> None:
+    found = {str(path.relative_to(EXAMPLES)) for path in (*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("bench-7b/*.toml"))}
+    assert found == {*LAYOUTS, *FROM_MODELS}
+
+
+@pytest.mark.parametrize("example", LAYOUTS)
+def test_an_example_resolves_and_fits_the_devices_that_it_is_for(example: str) -> None:
+    millions, nodes, _, _ = LAYOUTS[example]
+    plan = make(load(EXAMPLES / example), device=DEVICES["h100"], devices=8)
+    assert n_parameters(plan.config) / 1e6 == pytest.approx(millions, abs=0.05)
+    assert plan.layout.world == 8 * nodes
+    assert plan.fits
+    assert plan.recipe.data.synthetic
+
+
+@pytest.mark.parametrize("example", LAYOUTS)
+def test_a_shrunk_example_trains(example: str, ranks: RankPool, tmp_path: Path) -> None:
+    _, _, n_ranks, layout = LAYOUTS[example]
+    sets = (*SHRUNK, *SMALL_MODEL, *layout, f"run.out={tmp_path / 'run'}")
+    assert ranks.run(train, example, sets, ranks=n_ranks) == [0] * n_ranks
+    found = losses(tmp_path / "run")
+    assert len(found) == 2
+    assert all(4 < loss < 6 for loss in found)  # random ids of 128: ln 128 = 4.85
+
+
+@pytest.mark.parametrize("example", FROM_MODELS)
+def test_an_example_starts_from_a_model(
+    example: str, ranks: RankPool, model: Path, prepared: Path, tmp_path: Path, lt: Callable[..., str]
+) -> None:
+    given = (f"model.init_from={model}", f"data.store={prepared / 'train'}", f"run.out={tmp_path / 'run'}")
+    plan = make(load(EXAMPLES / example, sets=list(given)), device=DEVICES["h100"], devices=8)
+    assert plan.fits
+    assert plan.config.hidden_size == 32  # the model's own
+    assert ranks.run(train, example, (*SHRUNK, *given), ranks=1) == [0]
+    assert len(losses(tmp_path / "run")) == 2
