@@ -6,9 +6,12 @@ from typing import Any
 import pytest
 
 from lt_data import Document, TokenStore, pack, prepare_documents, train_bpe
+from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
 from lt_trainer.metrics import read_jsonl
 from lt_trainer.recipe import load
 from lt_trainer.run import run
+from lt_trainer_gpu.spec import SPEC
 
 STEPS = 8
 
@@ -87,3 +90,15 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
     assert [record[:2] for record in found] == ([(STEPS, "one"), (STEPS, "two")] if kind == "ramped mixture" else [])
     for a, b in zip(found, again, strict=True):
         assert b == (*a[:2], pytest.approx(a[2], rel=1e-10), a[3])
+
+
+def test_short_rows_must_divide_over_sequence_parallel_ranks() -> None:
+    def sets(shortest: int) -> list[str]:
+        data = ["data.store=a", "data.pack=buckets", "data.seq_len=24", f"data.shortest={shortest}"]
+        return [*data, "parallel.tp=4", "parallel.sequence_parallel=true", "engine.gpu.device=cpu"]
+
+    SPEC.check(load(sets=sets(12)).recipe, World(size=4, local_size=4))
+    with pytest.raises(
+        RecipeError, match=r"data\.shortest = 6, parallel\.tp = 4: sequence parallelism"
+    ):
+        SPEC.check(load(sets=sets(6)).recipe, World(size=4, local_size=4))

@@ -267,6 +267,24 @@ def test_a_step_without_any_label_is_refused(base, fake_engine, give) -> None:
         start(base)
 
 
+def test_ranks_that_share_a_dp_rank_must_have_the_same_rows(base, give) -> None:
+    """Two tensor-parallel ranks, of which the second is played by the test."""
+
+    class Peer(SoloControl):
+        rows: Any = None
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, {**value, "rows": self.rows or value["rows"]}]
+
+    give(Stateful)
+    control = Peer()
+    opened = LoaderBatches(recipe_of(base), Topology(rank=0, world=2, dp_rank=0, dp_size=1), control, None)
+    assert opened.next_batch().valid_tokens == 8 * (SEQ_LEN - 1), "what two ranks share is counted once"
+    control.rows = [8 * (SEQ_LEN - 1), 1]
+    with pytest.raises(LoaderError, match=r"ranks 0 and 1 share the data-parallel rank 0, .* rows for step 2"):
+        opened.next_batch()
+
+
 def test_a_state_that_json_cannot_hold_is_said_before_the_first_step(base, fake_engine, give) -> None:
     class Odd(Stateful):
         def state_dict(self) -> dict[str, Any]:

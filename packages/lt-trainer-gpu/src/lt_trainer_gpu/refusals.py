@@ -48,11 +48,13 @@ def check_layout(recipe: Recipe, world: int) -> None:
                 values={"parallel.tp": parallel.tp, f"model.{name}": getattr(model, name)},
                 remedy=f"set parallel.tp to a divisor of {fits}, and use more data-parallel ranks instead",
             )
-    if parallel.sequence_parallel and recipe.data.seq_len % parallel.tp:
+    shortest = recipe.data.row_lengths[-1]
+    if parallel.sequence_parallel and shortest % parallel.tp:
+        name, known = ("shortest", "") if shortest < recipe.data.seq_len else ("seq_len", " (SEQ_LEN)")
         raise RecipeError(
             "sequence parallelism gives each rank as many positions",
-            values={"data.seq_len": recipe.data.seq_len, "parallel.tp": parallel.tp},
-            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
+            values={f"data.{name}": shortest, "parallel.tp": parallel.tp},
+            remedy=f"set data.{name}{known} to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
         )
     if parallel.data_parallel(world) == 1:
         _refuse_without_effect(options, "there is one data-parallel rank", "reshard_after_forward")

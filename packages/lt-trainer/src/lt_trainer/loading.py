@@ -7,8 +7,8 @@ The function is called once on every rank, with keywords alone:
 `recipe` is the whole recipe as nested tables. It returns an iterable of this dp_rank's rows, each item one row or
 several: a mapping, or an object, with `input_ids` and `labels` ([T], or [n, T]; whole numbers), and if it likes
 `position_ids` and `doc_ids`, which mean what they mean in `lt_data.Rows`. Labels are those to predict at each
-position, shifted already, -100 where there is none. Ranks that share a dp_rank must give the same rows. A step takes
-as many rows from each dp_rank, and items must not cross steps.
+position, shifted already, -100 where there is none. Ranks that share a dp_rank must give the same rows, which is
+checked. A step takes as many rows from each dp_rank, and items must not cross steps.
 
 An iterable that ends is walked again from its beginning; an iterator that ends is an error. An object with `state_dict`
 and `load_state_dict` (values that JSON can hold) goes on exactly: its state is taken on every rank when a checkpoint is
@@ -27,6 +27,7 @@ import importlib
 import json
 import os
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -96,7 +97,7 @@ class LoaderBatches:
         self.state = StreamState(step=0, row=0, seed=recipe.run.seed, fingerprint="")
         self._together(lambda: self._make(saved))
 
-    def _make(self, saved: Mapping[str, Any] | None) -> int:
+    def _make(self, saved: Mapping[str, Any] | None) -> tuple[int, int]:
         recipe, topology = self._recipe, self._topology
         factory = find_factory(recipe.data.loader)
         try:
@@ -118,7 +119,7 @@ class LoaderBatches:
             self._go_on(saved)
         if self._stateful:
             self._own_state()  # what cannot be saved is said before the first step
-        return 0
+        return 0, 0
 
     @property
     def _stateful(self) -> bool:
@@ -190,10 +191,10 @@ class LoaderBatches:
     def _rows_of_step(self) -> int:
         return self._recipe.batch.global_batch if self._ramp is None else self._ramp.rows_of(self.state.step)
 
-    def _draw(self, into: list[Rows]) -> int:
-        """Take this rank's rows of a step; returns how many positions have a label."""
+    def _draw(self, into: list[Rows]) -> tuple[int, int]:
+        """Take this rank's rows of a step; returns how many positions have a label, and a checksum of the rows."""
         wanted = self._rows_of_step // self._topology.dp_size
-        labels = have = 0
+        labels = have = checksum = 0
         while have < wanted:
             rows = self._checked(self._item())
             n = len(rows.input_ids)
@@ -205,7 +206,9 @@ class LoaderBatches:
             into.append(rows)
             have, self._drawn = have + n, self._drawn + n
             labels += int((rows.labels != IGNORE).sum())
-        return labels
+            for name in FIELDS:
+                checksum = zlib.crc32(getattr(rows, name), checksum)
+        return labels, checksum
 
     def _item(self) -> Any:
         """The next item; an iterable that has ended is walked again."""
@@ -288,21 +291,33 @@ class LoaderBatches:
             close()
         self._items = None
 
-    def _together(self, action: Callable[[], int]) -> int:
-        """The sum of what `action` gives over the data-parallel ranks; an error of one rank is raised on all."""
+    def _together(self, action: Callable[[], tuple[int, int]]) -> int:
+        """The sum of the labels that `action` counts over the data-parallel ranks; all ranks call it.
+
+        Raises:
+            LoaderError: on all ranks, when one's action has failed, or ranks that share a dp_rank have other rows.
+        """
         failure: LoaderError | RecipeError | None = None
-        count, word = 0, ""
+        labels, checksum, word = 0, 0, ""
         try:
-            count = action()
+            labels, checksum = action()
         except (LoaderError, RecipeError) as exc:
             failure, word = exc, str(exc)
-        found = self._control.gather({"dp_rank": self._topology.dp_rank, "count": count, "error": word})
+        mine = {"dp_rank": self._topology.dp_rank, "rows": [labels, checksum], "error": word}
+        found = self._control.gather(mine)
         if failure is not None:
             raise failure
+        first: dict[int, int] = {}
         for rank, one in enumerate(found):
             if one["error"]:
                 raise LoaderError(f"rank {rank}: {one['error']}")
-        return sum({one["dp_rank"]: one["count"] for one in found}.values())
+            peer = first.setdefault(one["dp_rank"], rank)
+            if one["rows"] != found[peer]["rows"]:
+                raise self._error(
+                    f"ranks {peer} and {rank} share the data-parallel rank {one['dp_rank']}, and their loaders gave "
+                    f"different rows for step {self.state.step + 1}: choose rows by dp_rank, not by rank"
+                )
+        return sum(found[rank]["rows"][0] for rank in first.values())
 
     def _error(self, text: str) -> LoaderError:
         return LoaderError(f"data.loader = {self._recipe.data.loader!r}, dp_rank {self._topology.dp_rank}: {text}")
