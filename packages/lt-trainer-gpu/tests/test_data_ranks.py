@@ -98,7 +98,5 @@ def test_short_rows_must_divide_over_sequence_parallel_ranks() -> None:
         return [*data, "parallel.tp=4", "parallel.sequence_parallel=true", "engine.gpu.device=cpu"]
 
     SPEC.check(load(sets=sets(12)).recipe, World(size=4, local_size=4))
-    with pytest.raises(
-        RecipeError, match=r"data\.shortest = 6, parallel\.tp = 4: sequence parallelism"
-    ):
+    with pytest.raises(RecipeError, match=r"data\.shortest = 6, parallel\.tp = 4: sequence parallelism"):
         SPEC.check(load(sets=sets(6)).recipe, World(size=4, local_size=4))
