@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lt_model import LlamaConfig, flops_per_token
 from lt_model.llama import Llama
+from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.sections import MetricsOptions
 from lt_trainer.timing import PARTS
@@ -92,6 +93,13 @@ def test_steps_that_are_done_again_are_not_profiled_again(tmp_path: Path) -> Non
 def test_a_memory_history_on_a_cpu_is_refused_with_the_reason(tmp_path: Path, field: dict[str, object]) -> None:
     with pytest.raises(RecipeError, match=r"torch keeps a history of CUDA memory only, and this run computes on a CPU"):
         instruments(tmp_path, **field)
+
+
+def test_it_is_refused_before_anything_is_loaded_where_the_recipe_says_cpu(recipe) -> None:
+    with pytest.raises(RecipeError, match=r"metrics.memory_snapshot_step = 4, .*a history of CUDA memory only"):
+        SPEC.check(recipe("metrics.memory_snapshot_step=4"), World())
+    SPEC.check(recipe("metrics.memory_snapshot_step=4", "engine.gpu.device=auto"), World())  # known at the start
+    SPEC.check(recipe(), World())
 
 
 @pytest.mark.gpu

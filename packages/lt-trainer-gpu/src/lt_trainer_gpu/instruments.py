@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from lt_trainer.errors import RecipeError
 from lt_trainer.sections import MetricsOptions
+from lt_trainer_gpu.refusals import check_memory_history
 
 MEMORY_ENTRIES = 200_000
 """Allocations and frees that a memory history holds; older ones are forgotten."""
@@ -46,16 +46,8 @@ class Instruments:
         self._first = options.profile_start_step
         self._profiles = bool(options.profile_steps) and rank in options.profile_ranks
         self._snapshot_step, self._on_oom = options.memory_snapshot_step, options.memory_snapshot_on_oom
+        check_memory_history(options, device.type)
         if self._snapshot_step or self._on_oom:
-            if not self._on_gpu:
-                raise RecipeError(
-                    "torch keeps a history of CUDA memory only, and this run computes on a CPU",
-                    values={
-                        "metrics.memory_snapshot_step": self._snapshot_step,
-                        "metrics.memory_snapshot_on_oom": self._on_oom,
-                    },
-                    remedy="leave them out; metrics.monitor_interval_s samples the memory of processes",
-                )
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_ENTRIES, stacks="python")
 
     def boundary(self, step: int) -> list[Path]:

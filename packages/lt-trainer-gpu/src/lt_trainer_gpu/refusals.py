@@ -14,14 +14,18 @@ from lt_trainer_gpu.options import GpuOptions
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.recipe import Recipe
+    from lt_trainer.sections import MetricsOptions
 
 NOT_BUILT = {
     "pp": "pipeline parallelism is not built: sharding with tensor parallelism holds models of 70B parameters",
     "cp": "context parallelism is not built: a row's positions stay on one tensor-parallel group",
 }
 
+COMPILES: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
+"""Versions of torch (major, minor) with which compiled blocks have passed the parity tests."""
+
 COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ((2, 15),)
-"""Versions of torch (major, minor) with which compiled blocks under tensor parallelism have passed the parity tests."""
+"""Those of them with which compiled blocks under tensor parallelism have too."""
 
 
 def check_layout(recipe: Recipe, world: int) -> None:
@@ -88,21 +92,20 @@ def check_vocabulary(config: LlamaConfig, tp: int) -> None:
 
 
 def check_compile_version(options: GpuOptions, tp: int, torch_version: str) -> None:
-    """Refuse to compile under tensor parallelism with a torch for which the parity tests have not passed.
+    """Refuse to compile with a torch for which the parity tests have not passed, apart for tensor parallelism.
 
-    Some versions have trained such models wrongly without a word.
+    Some versions have trained compiled models wrongly without a word.
 
     Raises:
         RecipeError: naming field, value and remedy.
     """
-    if not options.compile or tp == 1:
-        return
-    if release(torch_version) not in COMPILES_WITH_TP:
-        known = ", ".join(f"{a}.{b}" for a, b in COMPILES_WITH_TP) or "none"
+    passed = COMPILES if tp == 1 else COMPILES_WITH_TP
+    if options.compile and release(torch_version) not in passed:
         raise RecipeError(
-            f"compiled blocks under tensor parallelism have not been shown to train rightly with torch {torch_version}",
+            f"compiled blocks have not been shown to train rightly with torch {torch_version}"
+            + (" under tensor parallelism" if tp > 1 else ""),
             values={"engine.gpu.compile": True, "parallel.tp": tp},
-            remedy=f"set engine.gpu.compile to false, or parallel.tp to 1 (versions that passed: {known})",
+            remedy=f"set engine.gpu.compile to false, or install torch {' or '.join(f'{a}.{b}' for a, b in passed)}",
         )
 
 
@@ -110,3 +113,25 @@ def release(torch_version: str) -> tuple[int, int]:
     """Major and minor of a version such as "2.11.0+cu130"."""
     major, minor = torch_version.split(".")[:2]
     return int(major), int(minor)
+
+
+def check_memory_history(options: MetricsOptions, device: str) -> None:
+    """Refuse histories of memory where torch keeps none.
+
+    Args:
+        options: what the recipe wants to see.
+        device: "cuda", "cpu", or "auto", which is known only when the device is taken.
+
+    Raises:
+        RecipeError: the device is a CPU.
+    """
+    if device != "cpu" or not (options.memory_snapshot_step or options.memory_snapshot_on_oom):
+        return
+    raise RecipeError(
+        "torch keeps a history of CUDA memory only, and this run computes on a CPU",
+        values={
+            "metrics.memory_snapshot_step": options.memory_snapshot_step,
+            "metrics.memory_snapshot_on_oom": options.memory_snapshot_on_oom,
+        },
+        remedy="leave them out; metrics.monitor_interval_s samples the memory of processes",
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.options import GpuOptions
-from lt_trainer_gpu.refusals import check_compile_version, check_layout, check_vocabulary
+from lt_trainer_gpu.refusals import check_compile_version, check_layout, check_memory_history, check_vocabulary
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
@@ -38,6 +38,7 @@ class GpuSpec:
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
         check_layout(recipe, world.size)
+        check_memory_history(recipe.metrics, recipe.engine["gpu"].device)
         recipe.accumulation(world.size)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
