@@ -78,7 +78,7 @@ def test_every_field_of_a_training_record_has_a_tag() -> None:
 def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
     sink = Recorder()
     sinks = Sinks({"one": sink}, clock=lambda: 1234.5)
-    for step in (2, 4, 6, 4, 6):
+    for step in (2, 4, 6, 4, 6, 6):
         sinks.write({"step": step, "loss": float(step)})
         if step == 4:
             sinks.write({"step": step, "val_loss": 1.0, "elapsed_s": 0.0})
@@ -93,6 +93,8 @@ def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
         ("go on at", 4),
         ("write", 4),
         ("write", 4),
+        ("write", 6),
+        ("go on at", 6),  # back to a checkpoint between two logging steps
         ("write", 6),
         ("close",),
     ]
