@@ -93,3 +93,26 @@ def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
 
 def test_the_defaults_are_written_as_ever() -> None:
     assert to_toml(Recipe()) == (DATA / "recipe-defaults.toml").read_text(encoding="utf-8")
+
+
+def test_sections_with_names_are_read_to_the_same_values() -> None:
+    recipe = load(DATA / "recipe-named-sections.toml").recipe
+    found = values_of(recipe)
+    tables = ("data.mixture.", "data.validation_sets.")
+    assert {name: value for name, value in found.items() if name.startswith(tables)} == {
+        "data.mixture.code-2.store": "stores/code",
+        "data.mixture.code-2.weight": 0.3,
+        "data.mixture.code-2.phase_weights": (),
+        "data.mixture.code-2.max_epochs": 2,
+        "data.mixture.web.store": "stores/web",
+        "data.mixture.web.weight": 0.7,
+        "data.mixture.web.phase_weights": (0.5, 0.25),
+        "data.mixture.web.max_epochs": 0,
+        "data.validation_sets.papers.store": "stores/papers",
+    }
+    assert (found["data.phase_rows"], found["data.prefetch"]) == ((1000, 2000), 4)
+    assert [found[f"batch.ramp.{name}"] for name in ("start", "increment", "steps", "tokens")] == [16, 8, 0, 10**6]
+    assert [found[f"schedule.{name}"] for name in ("kind", "decay_steps", "decay_shape")] == ["wsd", 700, "linear"]
+    ramp = recipe.batch.grows(256)
+    assert ramp is not None
+    assert (ramp.rows, ramp.final) == (3907, 64)
