@@ -66,6 +66,8 @@ class Emulator:
         self.stop_reason = ""
         self._containers: list[subprocess.Popen[bytes]] = []
         self._stopped_at = 0.0
+        self._failed: int | None = None
+        """The container that was the first to end with another code than 0."""
         self._metrics: dict[str, dict[str, Any]] = {}
         self._lock = threading.Lock()
 
@@ -109,7 +111,7 @@ class Emulator:
             self._become(secondary, "The job was stopped", TrainingJobStatus="Stopped")
             return 1
         if any(codes):
-            bad = next(at for at, code in enumerate(codes) if code)
+            bad = self._failed if self._failed is not None else next(at for at, code in enumerate(codes) if code)
             file = roots[bad] / "output" / "failure"
             text = file.read_text(encoding="utf-8", errors="replace")[:LIMIT] if file.exists() else ""
             reason = f"AlgorithmError: {text}, exit code: {codes[bad]}"
@@ -179,7 +181,7 @@ class Emulator:
                 "SM_MASTER_ADDR": "127.0.0.1",
                 "SM_MASTER_PORT": str(port),
             }
-            command = [*front, sys.executable, "-m", "lt_launch", "launch", "sagemaker-entry", "--root", str(root)]
+            command = [*front, *self.command(root)]
             container = subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
@@ -193,31 +195,49 @@ class Emulator:
         codes = [container.wait() for container in self._containers]
         return [code if code >= 0 else 128 - code for code in codes]
 
+    def command(self, root: Path) -> list[str]:
+        """What runs in a container."""
+        return [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entry", "--root", str(root)]
+
     def _watch(self, roots: list[Path]) -> None:
         """Until all containers have ended: checkpoints, time limit, and the end of the grace time."""
         limit = time.monotonic() + self.request["StoppingCondition"]["MaxRuntimeInSeconds"]
         synced = 0.0
         while any(container.poll() is None for container in self._containers):
             now = time.monotonic()
+            self._bury()
             if now >= limit and not self.stop_reason:
                 self._stop("MaxRuntime")
             if self.stop_reason and not self._stopped_at:
                 self._stopped_at = now
                 self._become("Stopping", "Stopping the job", TrainingJobStatus="Stopping")
                 self._signal(signal.SIGTERM)
+            if self._failed is None:
+                self._failed = next((at for at, one in enumerate(self._containers) if one.poll()), None)
+                if self._failed is not None and not self._stopped_at:  # one that fails ends the job of all
+                    self._stopped_at = now
+                    self._signal(signal.SIGTERM)
             if self._stopped_at and now >= self._stopped_at + self.grace_s:
                 self._signal(signal.SIGKILL)
             if now - synced >= SYNC_S:
                 self._sync(roots)
                 synced = time.monotonic()
             time.sleep(0.1)
+        self._bury()
         self._sync(roots)
+
+    def _bury(self) -> None:
+        """What a container has left running when its first process ended: a container's end is the end of all in it."""
+        for container in self._containers:
+            if container.poll() is not None:
+                with suppress(ProcessLookupError):
+                    os.killpg(container.pid, signal.SIGKILL)
 
     def _signal(self, number: int) -> None:
         for container in self._containers:
             if container.poll() is None:
                 with suppress(ProcessLookupError):
-                    if number == signal.SIGKILL:  # a container's end is the end of all that is in it
+                    if number == signal.SIGKILL:
                         os.killpg(container.pid, number)
                     os.kill(container.pid, number)
 
