@@ -87,7 +87,7 @@ def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
     for one in made:
         for process in one.processes:
             process.kill()
-            process.wait()
+            process.wait(60)
             if process.stdin:
                 process.stdin.close()
 
@@ -127,7 +127,7 @@ os._exit({{0: 75, 1: 1, 2: 75, 3: 134}}[rank])
     attempt = made.open()
     process = made.start(attempt, env={"FLAG": str(made.spec.parent / "flag")}, stdout=subprocess.DEVNULL)
     expected = code if code > 0 else 128 - code
-    assert process.wait() == expected
+    assert process.wait(60) == expected
     found, result, told = made.verdict(attempt)
     assert found == expected
     first = result["first"]
@@ -141,7 +141,7 @@ os._exit({{0: 75, 1: 1, 2: 75, 3: 134}}[rank])
 def test_a_success_leaves_a_stamp_and_is_skipped_next_time(stage: Callable[..., Stage], tmp_path: Path) -> None:
     made = stage(f"{WAIT}open('out.txt', 'w').write('made')", procs_per_node=1, cwd=str(tmp_path), outputs=["out.txt"])
     attempt = made.open()
-    assert made.start(attempt).wait() == 0
+    assert made.start(attempt).wait(60) == 0
     assert made.verdict(attempt)[0] == 0
     assert made.open() == "skip"
     (tmp_path / "out.txt").write_text("changed")
@@ -152,7 +152,7 @@ def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..
     (tmp_path / "in.txt").write_text("before")
     made = stage("open('in.txt', 'w').write('after')", procs_per_node=1, cwd=str(tmp_path), inputs=["in.txt"])
     attempt = made.open()
-    assert made.start(attempt).wait() == 0
+    assert made.start(attempt).wait(60) == 0
     assert made.verdict(attempt)[0] == 0
     assert made.open() == "1"
 
@@ -161,14 +161,14 @@ def test_what_an_earlier_attempt_completed_proves_nothing(stage: Callable[..., S
     (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "done"}\n')
     made = stage("pass", procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
     attempt = made.open()
-    assert made.start(attempt).wait() == 0
+    assert made.start(attempt).wait(60) == 0
     assert made.verdict(attempt)[0] == 70
     program = (
         f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "done"}}\\n\')'
     )
     made = stage(program, procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
     attempt = made.open()
-    assert made.start(attempt).wait() == 0
+    assert made.start(attempt).wait(60) == 0
     assert made.verdict(attempt)[0] == 0
 
 
@@ -213,7 +213,7 @@ def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
     for _ in range(3):  # schedulers send it again and again
         process.send_signal(number)
         time.sleep(0.1)
-    assert process.wait() == 75
+    assert process.wait(60) == 75
     code, result, _ = made.verdict(attempt)
     assert (code, result["kind"]) == (75, "stopped")
     assert [(made.attempt(attempt) / f"rank-{r:05}.log").read_text() for r in range(4)] == [f"ready\n{number}\n"] * 4
@@ -226,7 +226,7 @@ def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: 
     assert process.stdout.readline() == b"ready\n"
     made.until(lambda: (made.attempt(attempt) / "rank-00001.log").read_text() == "ready\n")
     process.send_signal(signal.SIGTERM)
-    process.wait()
+    process.wait(60)
     process.stdout.close()
     code, result, _ = made.verdict(attempt)
     assert (code, result["kind"]) == (75, "stopped")
@@ -239,7 +239,7 @@ def test_after_a_failure_the_others_are_told_and_then_killed(stage: Callable[...
     program = f"{IGNORES}if rank == 1: os._exit(9)\ntime.sleep(100)"
     made = stage(program, procs_per_node=2, settle_s=0.3, failed_s=0.3)
     attempt = made.open()
-    assert made.start(attempt).wait() == 9
+    assert made.start(attempt).wait(60) == 9
     notes = made.notes()
     assert [note["code"] for note in notes if note["event"] == "ended"] == [9, -9]
     assert made.verdict(attempt)[1]["first"]["rank"] == 1
@@ -251,7 +251,7 @@ def test_a_failure_on_another_node_ends_this_one(stage: Callable[..., Stage]) ->
     made = stage(program, nodes=2, procs_per_node=1)
     attempt = made.open()
     processes = [made.start(attempt, node=node) for node in (0, 1)]
-    assert [process.wait() for process in processes] == [143, 9]
+    assert [process.wait(60) for process in processes] == [143, 9]
     code, result, _ = made.verdict(attempt)
     assert (code, result["first"]["rank"], result["first"]["node"]) == (9, 1, 1)
 
@@ -260,7 +260,7 @@ def test_grandchildren_end_with_their_rank(stage: Callable[..., Stage], tmp_path
     program = f"{WAIT}import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\nos._exit(3)"
     made = stage(program, procs_per_node=1)
     attempt = made.open()
-    assert made.start(attempt, stdout=subprocess.DEVNULL).wait() == 3
+    assert made.start(attempt, stdout=subprocess.DEVNULL).wait(60) == 3
     pid = int((made.attempt(attempt) / "rank-00000.log").read_text())
     made.until(lambda: not alive(pid))
 
@@ -272,7 +272,7 @@ def test_ranks_end_when_the_agent_is_killed_and_the_node_counts_as_lost(stage: C
     process = made.start(attempt)
     made.until(lambda: len(made.pids()) == 3)
     process.kill()
-    process.wait()
+    process.wait(60)
     made.until(lambda: not any(alive(pid) for pid in made.pids()))
     code, result, told = made.verdict(attempt)
     assert (code, result["kind"], result["first"]["ranks"]) == (75, "lost", [0, 1, 2])
@@ -286,15 +286,21 @@ def test_the_agent_ends_its_ranks_when_orders_stop(stage: Callable[..., Stage]) 
     attempt = made.open()
     process = made.start(attempt, "--control", stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
     made.until(lambda: len(made.pids()) == 2)
-    process.wait()
+    process.wait(60)
     assert not any(alive(pid) for pid in made.pids())
     assert [note["reason"][:14] for note in made.notes() if note["event"] == "lost"] == ["no order came "]
+
+
+def test_a_last_line_without_an_end_is_shown(stage: Callable[..., Stage]) -> None:
+    made = stage("import sys; sys.stdout.write('one\\ntwo')", procs_per_node=1)
+    process = made.start(made.open(), stdout=subprocess.PIPE)
+    assert process.communicate()[0] == b"one\ntwo\n"
 
 
 def test_a_program_that_is_not_there(stage: Callable[..., Stage]) -> None:
     made = stage("", argv=["/no/such/program"], procs_per_node=1)
     attempt = made.open()
-    assert made.start(attempt).wait() == 127
+    assert made.start(attempt).wait(60) == 127
     code, result, told = made.verdict(attempt)
     assert (code, result["first"]["rank"]) == (127, 0)
     assert "cannot run '/no/such/program'" in told
@@ -308,7 +314,7 @@ def test_a_reader_that_does_not_read_stops_nobody(stage: Callable[..., Stage]) -
     made.until(lambda: any(note["event"] == "ended" for note in made.notes()))
     assert (made.attempt(attempt) / "rank-00000.log").stat().st_size == 3_000_000
     process.stdout.close()
-    assert process.wait() == 0
+    assert process.wait(60) == 0
 
 
 def test_lines_before_the_command_are_run_in_the_same_shell(stage: Callable[..., Stage]) -> None:
@@ -320,7 +326,7 @@ def test_lines_before_the_command_are_run_in_the_same_shell(stage: Callable[...,
     spec = json.loads(made.spec.read_text())
     made.spec.write_text(json.dumps(spec | {"argv": [*spec["argv"], "it's", "$HOME"]}))
     attempt = made.open()
-    assert made.start(attempt, stdout=subprocess.DEVNULL).wait() == 0
+    assert made.start(attempt, stdout=subprocess.DEVNULL).wait(60) == 0
     assert (made.attempt(attempt) / "rank-00000.log").read_text() == "a b [\"it's\", '$HOME']\n"
 
 
@@ -329,7 +335,7 @@ def test_the_word_recipe_becomes_the_path_of_the_resolved_recipe(stage: Callable
     spec = json.loads(made.spec.read_text())
     made.spec.write_text(json.dumps(spec | {"argv": [*spec["argv"], "{recipe}"]}))
     attempt = made.open()
-    assert made.start(attempt, stdout=subprocess.DEVNULL).wait() == 0
+    assert made.start(attempt, stdout=subprocess.DEVNULL).wait(60) == 0
     assert (made.attempt(attempt) / "rank-00000.log").read_text() == f"{made.spec.parent / 'recipe.toml'}\n"
 
 

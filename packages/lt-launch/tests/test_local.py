@@ -162,7 +162,7 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal
     lt.until(lambda: (lt.folder / "runs" / "x" / "checkpoints" / "step-00000002" / "COMMIT").exists())
     process.send_signal(number)
     process.send_signal(signal.SIGTERM)  # a second one changes nothing
-    out, _ = process.communicate()
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert lt.attempts()[0][0] == "stopped"
     assert "stopped as it was told" in out
@@ -193,7 +193,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
     assert process.stdout.readline().startswith("rank 0 of 2")
     process.stdout.close()
     os.kill(lt.pids()[1], signal.SIGKILL)  # so that there is something to say
-    assert process.wait() == 0
+    assert process.wait(120) == 0
     assert [kind for kind, _ in lt.attempts()] == ["killed", "done"]
 
 
@@ -290,7 +290,7 @@ def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:
     assert lt.run("logs", "runs/x", "--rank", "1") == "rank 1 of 2 goes on from step 0\n"
     follower = lt.start("logs", "x", "-f")
     assert "training saves and leaves" in lt.run("cancel", "x")
-    assert follower.communicate()[0] == "rank 0 of 2 goes on from step 0\nrank 0 stopped\n"
+    assert follower.communicate(timeout=120)[0] == "rank 0 of 2 goes on from step 0\nrank 0 stopped\n"
     lt.until(lambda: lt.attempts())
     lt.until(lambda: json.loads(lt.run("status", "x", "--json"))[0]["state"] == "cancelled")
     assert "nobody runs it" in lt.run("cancel", "x")

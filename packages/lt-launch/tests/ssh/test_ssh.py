@@ -95,7 +95,7 @@ def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) ->
     until(checkpoint(net, 3).exists)
     net.machines["b"].cut()
     until(lambda: not net.machines["b"].processes("fake_trainer.py"), ORPHANS_S)
-    out, _ = process.communicate()
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert "host b is lost (ranks 2 to 3): no sign of life for" in out
     assert not training(net)
@@ -107,7 +107,7 @@ def test_a_host_that_dies_is_named_and_another_takes_its_place(net, until) -> No
     process = net.start(*launch_on(net, "a", "b", "c"))
     until(checkpoint(net, 3).exists)
     net.machines["b"].kill()
-    out, _ = process.communicate()
+    out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
     assert "host b is lost (ranks 2 to 3)" in out
     assert (result(net, 0)["kind"], result(net, 1)["kind"]) == ("lost", "done")
