@@ -17,6 +17,7 @@ from lt_model.llama import Llama
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.refusals import check_compile_version, check_vocabulary
 from lt_trainer_gpu.spec import SPEC
 
 
@@ -119,6 +120,19 @@ def test_grad_clip_0_leaves_gradients_alone(open_engine, device, config, batches
     engine = open_engine(config, "optimizer.grad_clip=0")
     near = 1e-12 if device == "cpu" else 1e-10
     assert [n.loss for n in engine.read([engine.step(b, 1e-2) for b in steps])] == pytest.approx(losses, rel=near)
+
+
+def test_gradients_below_grad_clip_are_left_alone(open_engine, config, batches) -> None:
+    """AdamW hardly sees a factor; its first moment does."""
+    (batch,) = batches(1, n_micro=1, micro_batch=2)
+
+    def first_moment(clip: str) -> bytes:
+        engine = open_engine(config, f"optimizer.grad_clip={clip}")
+        (numbers,) = engine.read([engine.step(batch, 1e-2)])
+        assert 0.5 < numbers.grad_norm < 1e4
+        return b"".join(s.bytes().tobytes() for s in engine.state().shards if s.group == "exp_avg")
+
+    assert first_moment("1e4") == first_moment("0") != first_moment("0.5")
 
 
 def test_initial_weights_follow_the_seed_alone(open_engine, config) -> None:
@@ -258,6 +272,37 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
 def test_check_refuses_with_field_value_and_remedy(recipe, sets, world, message) -> None:
     with pytest.raises(RecipeError, match=message):
         SPEC.check(recipe(*sets), world)
+
+
+def test_compile_is_refused_for_versions_of_torch_that_have_not_passed(recipe) -> None:
+    options = recipe("engine.gpu.compile=true").engine["gpu"]
+    check_compile_version(options, 1, "2.15.0+cu132")
+    check_compile_version(options, 2, "2.15.1")
+    check_compile_version(recipe().engine["gpu"], 2, "2.13.0")
+    with pytest.raises(RecipeError, match=r"compile = True.*torch 2.13.0; set .* install torch 2.11 or 2.15"):
+        check_compile_version(options, 1, "2.13.0")
+    with pytest.raises(RecipeError, match=r"parallel.tp = 2: .* torch 2.13.0 under tensor parallelism; set"):
+        check_compile_version(options, 2, "2.13.0")
+
+
+def test_a_vocabulary_smaller_than_the_ranks_is_refused(config) -> None:
+    check_vocabulary(config, config.vocab_size)
+    with pytest.raises(RecipeError, match=r"parallel.tp = 65: .* to at most 64"):
+        check_vocabulary(config, config.vocab_size + 1)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (["engine.gpu.activation_checkpointing=budget"], r"compile = False.*: the budget is torch.compile's"),
+        (["engine.gpu.activation_budget=0.3"], r"activation_budget = 0.3.*only activation_checkpointing = 'budget'"),
+        (["engine.gpu.compile=true", "engine.gpu.attention=split"], r"compiled anew for every batch"),
+        (["engine.gpu.activation_budget=1.5"], r"activation_budget = 1.5.*: must lie in"),
+    ],
+)
+def test_options_that_contradict_are_refused(recipe, sets, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe(*sets)
 
 
 def test_cuda_that_is_not_there_is_refused(open_on, config) -> None:

@@ -447,7 +447,7 @@ def train_compiled(sets: tuple[str, ...]) -> tuple[Trained, int]:
     import torch
     import torch._dynamo.utils
 
-    refusals.COMPILES_WITH_TP = (refusals.release(torch.__version__),)
+    refusals.COMPILES = refusals.COMPILES_WITH_TP = (refusals.release(torch.__version__),)
     found = train((COMPILE, FLOAT32, *sets), False, 2)
     return found, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
@@ -457,8 +457,8 @@ def train_compiled(sets: tuple[str, ...]) -> tuple[Trained, int]:
 def test_compiled_blocks_train_as_eager_ones(ranks, name: str) -> None:
     """In float32, gradients per parameter to 1e-5. Versions of torch for which this passes go into the engine's table.
 
-    Some versions have trained tensor-parallel models wrongly without a word, so others are refused
-    (`refusals.COMPILES_WITH_TP`); here that is lifted.
+    Some versions have trained compiled models wrongly without a word, so others are refused (`refusals.COMPILES`,
+    `COMPILES_WITH_TP`); here that is lifted.
     """
     n, sets = COMPILED[name]
     (one,) = ranks.run(train, (FLOAT32, "engine.gpu.attention=sdpa"), False, ROWS, ranks=1)
