@@ -139,6 +139,18 @@ def test_a_stop_goes_on_exactly_with_a_state(base, fake_engine, give, tmp_path) 
     assert made[2].drawn == 160 - 72, "nothing is read again"
 
 
+def test_rows_are_counted_on_after_a_stop(base, fake_engine, give) -> None:
+    class Bad(Stateful):
+        def __iter__(self) -> Iterator[Any]:
+            for item in super().__iter__():
+                yield {**item, "labels": [VOCAB] * SEQ_LEN} if self.at - self.by == 80 else item
+
+    give(Bad)
+    assert start(base, stop_at_step=9) == 75
+    with pytest.raises(LoaderError, match="row 80, position 0: labels = 50"):
+        start(base)
+
+
 @pytest.mark.parametrize("background", ["false", "true"])
 def test_without_a_state_it_is_refused_or_read_again(base, fake_engine, give, tmp_path, background: str) -> None:
     made = give(lambda **facts: map(row, range(1000)))
