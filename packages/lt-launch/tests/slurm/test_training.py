@@ -128,6 +128,7 @@ class Disturber:
         self.cluster.wait_for_end(other)
 
     def rank_killed(self) -> None:
+        self.cluster.wait_for(lambda: _running(self.launch), "a rank")
         os.kill(self.pid(1), signal.SIGKILL)
         self.requeued()
 
@@ -159,16 +160,23 @@ class Disturber:
         rows = (place.attempt(place.attempts()[-1]) / f"node-{rank:05}.jsonl").read_text().splitlines()
         return next(row["pid"] for row in map(json.loads, rows) if row["event"] == "started")
 
-    def at_step(self, step: int) -> None:
-        def there() -> bool:
+    def at_step(self, step: int) -> bool:
+        """Wait until an attempt is at that step; False when training was over before."""
+
+        def there() -> str:
             job = self.cluster.job(self.id)
-            assert job["JobState"] not in ("COMPLETED", "FAILED", "CANCELLED"), (job, exits(self.launch))
             if job["JobState"] == "PENDING" and int(job["Restarts"]):
                 self.cluster.go_now(self.id)
-            return job["JobState"] == "RUNNING" and max(losses(self.launch), default=0) >= step
+            assert job["JobState"] not in ("FAILED", "CANCELLED"), (job, exits(self.launch))
+            if job["JobState"] == "COMPLETED":
+                return "over"
+            running = job["JobState"] == "RUNNING" and _running(self.launch)
+            return "there" if running and max(losses(self.launch), default=0) >= step else ""
 
-        self.cluster.wait_for(there, f"step {step}", 240)
         self.before = int(self.cluster.job(self.id)["Restarts"])
+        found = self.cluster.wait_for(there, f"step {step}", 240)
+        self.before = int(self.cluster.job(self.id)["Restarts"])
+        return found == "there"
 
 
 def disturbed(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> tuple[Launch, list[str]]:
@@ -178,12 +186,12 @@ def disturbed(cluster: Any, submit: Callable[..., Any], count: int, steps: int) 
     disturber = Disturber(cluster, made, id_)
     done = []
     for at in range(count):
-        room = steps // (count + 1)
-        disturber.at_step(at * room + chance.randint(3, room))
+        if not disturber.at_step(max(losses(made), default=0) + chance.randint(2, 20)):
+            break
         kind = disturber.kinds[at % len(disturber.kinds)]
         kind()
         done.append(kind.__name__)
-    job = cluster.wait_for_end(id_)
+    job = cluster.wait_for_end(id_, 1200)
     assert job["JobState"] == "COMPLETED", (job, exits(made), (made.directory / "stages" / "train").iterdir())
     return made, done
 
@@ -196,12 +204,13 @@ def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> N
     made, done = disturbed(cluster, submit, count, steps)
     assert losses(made) == wanted
     ended = exits(made)
+    assert len(done) >= count - 1, "training was over before it could be disturbed"
     cuts = [name for name in done if name != "controller_restarted"]
     again = cuts.count("node_killed")  # Slurm may put the job back once more when it notices by itself
     assert len(cuts) < len(ended) <= len(cuts) + 1 + again, "one attempt for each cut, and no loop"
     assert ended[-1]["kind"] == "done"
     kinds = {"warning": ("stopped",), "preemption": ("stopped",), "rank_killed": ("killed",), "node_killed": ("lost",)}
-    for name, result in zip(cuts[:4], ended, strict=False):
+    for name, result in zip(cuts[:3], ended, strict=False):
         assert result["kind"] in kinds[name], (name, result)
         if name == "rank_killed":
             assert (result["first"]["rank"], result["first"]["code"]) == (1, -9)
@@ -210,12 +219,12 @@ def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> N
 
 
 def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
-    check(cluster, submit, 5, 250)
+    check(cluster, submit, 5, 200)
 
 
 @pytest.mark.slow
 def test_twenty_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
-    check(cluster, submit, int(os.environ.get("LT_KILLS", "20")), 700)
+    check(cluster, submit, int(os.environ.get("LT_KILLS", "20")), 1500)
 
 
 def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
