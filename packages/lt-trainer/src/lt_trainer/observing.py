@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
@@ -88,17 +88,10 @@ def run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[Sinks, dict[str, str]]:
         return Sinks(), {}
     about = About(
         run=run_dir.path,
-        recipe=_plain(to_dict(recipe)),
+        recipe=to_dict(recipe),
         toml=(run_dir.path / "recipe.toml").read_text(encoding="utf-8"),
         step=max((record["step"] for record in read_jsonl(run_dir.metrics) if "loss" in record), default=0)
         if run_dir.metrics.exists()
         else 0,
     )
     return open_sinks(recipe.metrics.sinks, about)
-
-
-def _plain(values: Any) -> Any:
-    """Nested tables with lists for tuples."""
-    if isinstance(values, dict):
-        return {name: _plain(value) for name, value in values.items()}
-    return [_plain(value) for value in values] if isinstance(values, list | tuple) else values

@@ -242,7 +242,7 @@ def _changes(path: Path, values: Mapping[str, Any]) -> dict[str, tuple[Any, Any]
         before = flatten(json.loads(path.read_bytes())["recipe"])
     except (ValueError, KeyError, TypeError, AttributeError) as exc:
         raise RunDirError(f"{path} is damaged ({exc}); set run.out to a new folder, or remove that file") from exc
-    now = flatten(json.loads(json.dumps(values)))  # as the file has them: lists for tuples
+    now = flatten(values)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: (before.get(name), now.get(name)) for name in names}
 
