@@ -24,7 +24,7 @@ NOT_BUILT = {
 COMPILES: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
 """Versions of torch (major, minor) with which compiled blocks have passed the parity tests."""
 
-COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ((2, 15),)
+COMPILES_WITH_TP: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
 """Those of them with which compiled blocks under tensor parallelism have too."""
 
 
