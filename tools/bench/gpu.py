@@ -89,6 +89,8 @@ HOW = {
     "12 layers x width x seq_len; causal = half of the attention term; recomputation never counts",
     "mfu": "flops_per_s / peak, in both conventions against both peaks",
     "memory.peak_allocated_bytes": "torch.cuda.max_memory_allocated since the process began; reserved likewise",
+    "memory.plan": "lt train plan's memory without its reserve, by part at its peak; to be held against "
+    "peak_allocated_bytes",
     "memory.estimate": "lt_model.costs.memory: weights, gradients, moments in fp32, and whole fp32 logits with their "
     "gradient, of which the engine holds only a part; activations are not in it",
     "power": "nvidia-smi every 200 ms while the timed steps run: median and greatest",
@@ -280,6 +282,9 @@ def table(report: dict[str, Any]) -> str:
         if row["status"] == "ok":
             mfu = ", ".join(f"{c} {v['engine']:.1%}" for c, v in row["mfu"].items())
             text += f", {row['micro_batch']} x {row['seq_len']}, {row['tokens_per_s']:.0f} tokens/s, MFU {mfu}"
+            measured, planned = row["memory"].get("peak_allocated_bytes"), row["memory"]["plan"]["peak_bytes"]
+            if measured:
+                text += f", memory {measured / 2**30:.1f} GiB, planned {planned / 2**30:.1f} ({planned / measured:.2f})"
         lines.append(text)
     tests = report["tests"]
     lines.append(

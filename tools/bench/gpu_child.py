@@ -302,6 +302,15 @@ def memory_of(device: torch.device) -> dict[str, Any]:
     return found
 
 
+def plan_of(recipe: Recipe, config: LlamaConfig) -> dict[str, Any]:
+    """What `lt train plan` says of one GPU that runs this recipe, to be held against the measured peak."""
+    from lt_trainer.planning.layout import of
+    from lt_trainer.planning.memory import planned_memory
+
+    plan = planned_memory(config, recipe.data.seq_len, of(recipe, devices=1, nodes=1))
+    return {"peak_bytes": plan.peak, "moment": plan.moment, "parts": dict(plan.parts)}
+
+
 def timed(device: torch.device, do: Callable[[], T]) -> tuple[float, T]:
     """Seconds that `do` takes, with the device idle before and after."""
     synchronize(device)
@@ -383,7 +392,7 @@ def measure(spec: dict[str, Any], device: torch.device, doing: list[str]) -> dic
         "flops_per_token": flops,
         "flops_per_s": {convention: count * tokens / median_s for convention, count in flops.items()},
         "peaks": {"engine": {"flops_per_s": engine.device.peak_flops, "source": engine.device.peak_source}},
-        "memory": memory_of(device) | {"state_bytes": engine.state_bytes()},
+        "memory": memory_of(device) | {"state_bytes": engine.state_bytes(), "plan": plan_of(recipe, config)},
         "power": log.found,
         "loss": {"first": numbers[0].loss, "last": numbers[-1].loss},
         "all_finite": all(n.finite for n in numbers),

@@ -291,21 +291,17 @@ def start_seconds() -> dict[str, float]:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         began = time.perf_counter()
         command = [sys.executable, "-m", "lt_trainer", "run", str(recipe)]
-        with subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "2"},
-        ) as process:
-            assert process.stdout is not None
-            first = next((line for line in process.stdout if "step 1" in line or "step      1" in line), None)
-            seconds = time.perf_counter() - began
-            process.kill()
-            process.stdout.read()
+        env = os.environ | {"OMP_NUM_THREADS": "2"}
+        metrics = Path(name) / "run" / "metrics.jsonl"
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+        while not (metrics.exists() and '"loss"' in metrics.read_text(encoding="utf-8")):
+            if process.poll() is not None:
+                raise SystemExit("lt train run ended before its first step")
+            time.sleep(0.02)
+        seconds = time.perf_counter() - began
+        process.kill()
+        process.wait()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        if first is None:
-            raise SystemExit("lt train run ended before its first step")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return {"wall_s": seconds, "cpu_s": cpu}
 
