@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.tokenizing.tokenizer import MODEL_FILE, Tokenizer
+from lt_data.tokenizing.files import MODEL_FILE
+from lt_data.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from lt_data.tokenizing.engines import Engine
+    from lt_data.tokenizing.engine import Engine
 
 _UNKNOWN, _SAME, _OTHER = 0, 1, 2
 _NEIGHBOURS = "aA!1' \n"

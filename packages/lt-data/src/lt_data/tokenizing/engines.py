@@ -11,12 +11,13 @@ for `CHECK_BYTES`, about a second, once per job.
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Literal, Protocol, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.tokenizing.agreement import AgreedEngine
+from lt_data.tokenizing.engine import Engine
 from lt_data.tokenizing.gigatoken_engine import GigatokenEngine
 from lt_data.tokenizing.parity import difference, difficult_texts
 from lt_data.tokenizing.tokenizer import Specials, Tokenizer
@@ -29,14 +30,6 @@ CHECK_BYTES = 2 << 20
 _PIECE_CHARACTERS = 1 << 17  # of a text at once; the reference needs some hundred bytes of memory for each
 _CALL_CHARACTERS = 1 << 19  # that `tokenizers` is given at once, for the same reason
 _PACKAGES: dict[EngineName, str] = {"hf": "tokenizers", "gigatoken": "gigatoken"}
-
-
-class Engine(Protocol):
-    """Turns texts into ids."""
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One uint32 array of ids per text."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@
     hf://org/name[@rev]   the same, whatever lies here
     s3://bucket/prefix    the files under a prefix (any protocol that fsspec knows and whose package is installed)
 
-Only the files that make the tokenizer are read (`lt_data.tokenizing.tokenizer.FILES`).
+Only the files that make the tokenizer are read (`FILES`).
 """
 
 import os
@@ -16,7 +16,10 @@ from lt_data.errors import DataError
 from lt_data.names import portable
 from lt_data.storage import os_errors
 from lt_data.tokenizing.hub_files import HubModel, is_short_address
-from lt_data.tokenizing.tokenizer import FILES, MODEL_FILE
+
+MODEL_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
+FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 
 
 def tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.tokenizing.tokenizer import MODEL_FILE, Specials
+from lt_data.tokenizing.files import MODEL_FILE
+from lt_data.tokenizing.tokenizer import Specials
 
 _GROWTH_BYTES = 96 << 20
 _STATM = Path("/proc/self/statm")

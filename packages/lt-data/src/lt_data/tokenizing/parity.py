@@ -14,7 +14,7 @@ import numpy as np
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from lt_data.tokenizing.engines import Engine
+    from lt_data.tokenizing.engine import Engine
 
 SAMPLE_CHARACTERS = 2000  # of every batch
 _MOST_TOKENS = 300  # special and added tokens that are tried one by one

@@ -17,7 +17,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from lt_data.tokenizing.tokenizer import MODEL_FILE, SPLIT, Specials
+from lt_data.tokenizing.files import MODEL_FILE
+from lt_data.tokenizing.tokenizer import SPLIT, Specials
 
 _SPACE = "\u2581"
 

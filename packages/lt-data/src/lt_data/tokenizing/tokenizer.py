@@ -21,10 +21,8 @@ from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from lt_data.errors import DataError
 from lt_data.progress import Progress, silent
 from lt_data.storage import new_folder, os_errors, write_file
+from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, tokenizer_files
 
-MODEL_FILE = "tokenizer.json"
-CONFIG_FILE = "tokenizer_config.json"
-FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 BYTES = 256  # ids that a byte-level tokenizer needs at least
 Specials = Literal["text", "ids"]
 
@@ -82,8 +80,6 @@ class Tokenizer:
         Raises:
             DataError: nothing there, unreadable, or not a tokenizer of this kind.
         """
-        from lt_data.tokenizing.files import tokenizer_files
-
         name, files = tokenizer_files(path)
         return cls(files, name=name)
 
