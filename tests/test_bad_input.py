@@ -73,7 +73,7 @@ def test_one_clear_error(prepared: Path, lt, tmp_path: Path, arguments: list[str
         (["data.store=nowhere"], ["nowhere"]),
         (["data.seq_len=128"], ["lt data pack", "--seq-len 128"]),
         (["schedule.warmup_steps=50"], ["schedule.warmup_steps = 50 (--set)", "schedule.max_steps = 20"]),
-        (["parallel.tp=2"], ["parallel.tp = 2 (--set)", "set parallel.tp to 1"]),
+        (["parallel.tp=2"], ["parallel.tp = 2 (--set)", "start a multiple of 2 ranks"]),
         (["parallel.dp_shard=4"], ["parallel.dp_shard", "need 4 ranks", "has 1"]),
         (["run.engine=tpu"], ["run.engine = 'tpu' (--set)", "gpu, neuron"]),
         (["engine.gpu.dtype=fp8"], ["engine.gpu.dtype", "fp8", "bfloat16"]),

@@ -72,6 +72,9 @@ def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> 
         "beta2": 0.9,
         "eps": 1e-6,
         "grad_clip": 1.0,
+        "moments": "float32",
+        "z_loss": 0.0,
+        "decay_embeddings": False,
     }
     assert resolved.recipe.run.seed == 7
     assert resolved.recipe.data.document_mask is False
@@ -82,6 +85,9 @@ def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> 
         "beta2": "--set",
         "eps": "quickstart",
         "grad_clip": "default",
+        "moments": "default",
+        "z_loss": "default",
+        "decay_embeddings": "default",
     }
     assert resolved.origins["data.document_mask"] == "--set"
     assert resolved.given("optimizer.lr")

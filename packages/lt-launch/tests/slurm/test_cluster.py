@@ -186,7 +186,9 @@ def test_the_warning_ahead_of_the_time_limit_is_a_requeue(cluster: Any, submit: 
     place = Place(made.directory / "stages" / "warned" / "spec.json")
     first = read_table(place.attempt(0) / "exit.json")
     assert first is not None
-    assert (first["kind"], first["code"]) == ("stopped", 75)
+    # Slurm tells the agent and its process at once: "requeue" where the process has ended before the agent was told.
+    assert first["kind"] in ("stopped", "requeue")
+    assert first["code"] == 75
 
 
 WAITS = """

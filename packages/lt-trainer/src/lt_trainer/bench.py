@@ -14,12 +14,13 @@ import os
 import platform
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict
 from importlib.metadata import version
 from typing import Any
 
 from lt_model import PRESETS, flops_per_token, n_parameters
-from lt_trainer.batches import open_batches
+from lt_trainer.batches import Batches, open_batches
 from lt_trainer.engine import Engine, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import of
@@ -112,7 +113,11 @@ def measure(resolved: Resolved, *, steps: int, warmup: int) -> dict[str, Any] | 
 
 
 def _timed(plan: Plan, engine: Engine, steps: int, warmup: int) -> dict[str, Any]:
-    batches = open_batches(plan.recipe, plan.data, engine.topology, engine.control)
+    with closing(open_batches(plan.recipe, plan.data, engine.topology, engine.control)) as batches:
+        return _steps(plan, engine, batches, steps, warmup)
+
+
+def _steps(plan: Plan, engine: Engine, batches: Batches, steps: int, warmup: int) -> dict[str, Any]:
     lr = plan.recipe.optimizer.lr / 100  # as in a warm-up: random ids teach nothing, and weights should stay tame
     began = time.perf_counter()
     (first,) = engine.read([engine.step(batches.next_batch(), lr)])

@@ -16,14 +16,14 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_data import Mixture
 from lt_model import parameters
-from lt_trainer.batches import open_batches
+from lt_trainer.batches import Batches, open_batches
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.journal import GIB
@@ -155,8 +155,12 @@ def _reserve(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table)
 
 
 def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table) -> None:
+    with closing(open_batches(plan.recipe, plan.data, engine.topology, engine.control)) as batches:
+        _try(plan, engine, checkpoints, table, batches)
+
+
+def _try(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: Table, batches: Batches) -> None:
     recipe = plan.recipe
-    batches = open_batches(recipe, plan.data, engine.topology, engine.control)
 
     def step(batch: StepBatch, number: int) -> tuple[StepMetrics, float]:
         start = time.monotonic()
@@ -191,7 +195,6 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
             )
     with table.row("read back") as words:
         following = batches.next_batch()
-        batches.close()
         expected, seconds = step(following, 1)
         words.append(f"a step takes {seconds:.2f} s")
         if plan.world.rank == 0:
@@ -203,11 +206,9 @@ def _step_and_save(plan: Plan, engine: Engine, checkpoints: Checkpoints, table: 
         checkpoint = Checkpoint.open(path)
         engine.restore(checkpoint)
         if recipe.data.kind != "loader":  # one without a state could not be opened there, and need not be
-            opened = open_batches(
-                recipe, plan.data, engine.topology, engine.control, checkpoints.data_state(checkpoint)
-            )
-            following = opened.next_batch()
-            opened.close()
+            state = checkpoints.data_state(checkpoint)
+            with closing(open_batches(recipe, plan.data, engine.topology, engine.control, state)) as opened:
+                following = opened.next_batch()
         again, _ = step(following, 1)
         words.append(f"loss of the next step {expected.loss!r}, after a restore {again.loss!r}")
         if not math.isclose(again.loss, expected.loss, rel_tol=1e-3):
