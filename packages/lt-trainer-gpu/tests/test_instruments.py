@@ -140,7 +140,9 @@ def test_torch_knows_the_variables() -> None:
     assert missing == set()
 
 
-def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp_path: Path) -> None:
+def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp_path: Path, monkeypatch) -> None:
+    for name in [name for name in os.environ if name.startswith("TORCH_FR_")]:
+        monkeypatch.delenv(name)  # of a run that this process has had before
     made = recipe(f"run.out={tmp_path}/run")
     assert SPEC.env(made)["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/logs/collectives_rank_"
     assert "memory_snapshot" in SPEC.capabilities

@@ -209,7 +209,7 @@ def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Su
     cluster.wait_for(lambda: file.exists() and "started" in file.read_text(), "its process")
     assert list(SlurmBackend().cancel(made)) == [f"waits: job {id_} was told to save and stop"]
     cluster.wait_for_end(id_)
-    assert states(made) == {"waits": "cancelled"}
+    cluster.wait_for(lambda: states(made) == {"waits": "cancelled"}, "the job shown as cancelled")
     made = remember(made, {"waits": "99999"})  # a number that the controller does not know, as after MinJobAge
     cluster.run("scontrol", "show", "job", "99999", code=1)
     assert states(made) == {"waits": "cancelled"}
