@@ -17,7 +17,7 @@ from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bp
 from lt_data.store.manifest import Manifest, Shard, TokenizerInfo
 from lt_data.store.megatron import encode_index
 
-settings.register_profile("lt", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("lt", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("lt")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

@@ -116,6 +116,22 @@ def test_75_by_itself_is_requeue_and_after_a_signal_stopped() -> None:
     assert (alone["kind"], alone["code"]) == ("requeue", 75)
 
 
+@pytest.mark.parametrize("code", [-10, 138, -15, 143, 75])
+def test_what_dies_of_a_stop_before_its_agent_hears_of_it_was_stopped(code: int) -> None:
+    """Slurm tells all processes of a step at once."""
+    ends = [ended(0, code, 3.0), ended(1, code, 3.0), left(0, code)]
+    for agents, asked in (([[began(0), *ends]], True), ([[began(0), ends[0], signalled(0), *ends[1:]]], False)):
+        result = judge(SPEC, agents, claim={"rank": 0, "node": 0}, spawner_code=138, asked=asked)
+        assert (result["kind"], result["code"]) == ("stopped", 75)
+    assert judge(SPEC, [[began(0), *ends]])["kind"] != "stopped"
+
+
+@pytest.mark.parametrize("code", [7, -9, -11])
+def test_what_fails_by_itself_failed_also_where_a_stop_came(code: int) -> None:
+    result = judge(SPEC, [[began(0), ended(0, -10, 3.0), ended(1, code, 3.1), left(0, 138)]], asked=True)
+    assert (result["kind"], result["first"]["rank"]) == ("failed" if code > 0 else "killed", 1)
+
+
 def test_a_mistake_while_stopping_is_a_failure_of_a_job_that_trains() -> None:
     agents = [
         [began(0), signalled(0), ended(0, 70, 3.0, told=True), ended(1, 75, 3.0, told=True), left(0, 75, asked=True)]

@@ -195,6 +195,8 @@ class Mirror:
         self._there: dict[Path, bytes] = {}
         self._passed: dict[Path, bytes] = {}
         self._awaited: dict[Path, bytes] = {}
+        self._announced: dict[Path, bool] = {}
+        """Those of `notify`, and whether they may still go away unseen."""
         self._problems: list[Problem] = []
         self._uploaded: list[Uploaded] = []
         self._bug: BaseException | None = None
@@ -203,7 +205,10 @@ class Mirror:
 
     def notify(self, path: str | os.PathLike[str]) -> None:
         """Tells it of a new checkpoint, so that it need not find it by itself; returns at once."""
-        assert Path(os.path.abspath(path)).parent == self.root, "a checkpoint of this mirror's folder"
+        announced = Path(os.path.abspath(path))
+        assert announced.parent == self.root, "a checkpoint of this mirror's folder"
+        with self._lock:
+            self._announced[announced] = True
         self._wake.set()
 
     @contextmanager
@@ -293,14 +298,26 @@ class Mirror:
         return all(self._bring(path, commit) for path, commit in waiting.items())
 
     def _miss(self, found: dict[Path, bytes]) -> None:
-        """Notes what has waited to be uploaded and is not there any more."""
-        for path, commit in self._awaited.items():
-            if (
-                path not in found
-                and commit not in (self._there.get(path), self._passed.get(path))
-                and not path.exists()
-            ):
-                self._note(path, CheckpointError("was removed before its turn to be uploaded came"), final=True)
+        """Notes what has waited to be uploaded, or was announced, and is not there any more."""
+        missed = {path for path, commit in self._awaited.items() if not self._settled(path, commit)}
+        with self._lock:
+            unseen = {path for path, open_ in self._announced.items() if open_ and path not in self._awaited}
+            missed.update(path for path in unseen if self._due(path) and not self._settled(path))
+            gone = {path for path in missed | unseen if path not in found and not path.exists()}
+            self._announced.update(dict.fromkeys(unseen & (gone | set(found)), False))
+        for path in sorted(missed & gone):
+            self._note(path, CheckpointError("was removed before its turn to be uploaded came"), final=True)
+
+    def _settled(self, path: Path, commit: bytes | None = None) -> bool:
+        """Whether this checkpoint, or without a COMMIT one of its step, is in the bucket or given up for good."""
+        ends = [ends[path] for ends in (self._there, self._passed) if path in ends]
+        return bool(ends) if commit is None else commit in ends
+
+    def _due(self, path: Path) -> bool:
+        """Whether retention in the bucket would keep this checkpoint, judged by the newer ones that were announced."""
+        step = int(path.name.rpartition("-")[2])
+        newer = sum(path.name < other.name for other in self._announced)
+        return not self._keep_last or newer < self._keep_last or (self._keep_every > 0 and step % self._keep_every == 0)
 
     def _candidates(self) -> list[tuple[Path, bytes]]:
         """Returns the committed checkpoints that belong in the bucket, lowest step first, with their COMMIT."""

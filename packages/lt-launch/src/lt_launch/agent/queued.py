@@ -84,7 +84,7 @@ def enter(spec: Table, place: Any, restarts: int) -> int:
 def leave(spec: Table, place: Any, number: int, code: int, told: str) -> int:
     """Conclude an attempt, and print what the script is to do."""
     newest = max([number, *place.attempts()])  # a step that the queue started again made attempts of its own
-    result = main_module.finish(spec, place, newest, verdict.conclude(spec, place, newest, code))
+    result = main_module.finish(spec, place, newest, verdict.conclude(spec, place, newest, code, asked=bool(told)))
     if told:
         verdict.keep(place, newest, {**result, INTERRUPTED: True})
     sys.stderr.write("".join(f"lt-launch: {line}\n" for line in verdict.report(result).splitlines()))

@@ -24,11 +24,16 @@ REQUEUE, OURS = 75, 70
 DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeue", "lost", "killed", "failed"
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 """How a program that stops at once may end."""
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+BY_A_STOP = tuple(sign for number in STOPS for sign in (-int(number), 128 + int(number)))
+"""How a process ends that dies of a stop signal, alone or as the last of a shell."""
 AGAIN = (REQUEUED, LOST, KILLED)
 """Endings after which another attempt may help."""
 
 
-def judge(spec: Table, agents: list[list[Table]], *, claim: Table | None = None, spawner_code: int = 0) -> Table:
+def judge(
+    spec: Table, agents: list[list[Table]], *, claim: Table | None = None, spawner_code: int = 0, asked: bool = False
+) -> Table:
     """The exit record of an attempt.
 
     Args:
@@ -36,9 +41,11 @@ def judge(spec: Table, agents: list[list[Table]], *, claim: Table | None = None,
         agents: the records of each agent.
         claim: what stands in first.json.
         spawner_code: what started the agents ended with (srun, ssh); counts where agents know of nothing.
+        asked: whether it was told to stop by somebody who tells the processes as well as their agents (Slurm): a
+            process may then have ended before its agent knew why.
     """
-    first = _first_failure(spec, agents, claim)
-    asked = any(record["event"] == "signal" for agent in agents for record in agent)
+    asked = asked or any(record["event"] == "signal" for agent in agents for record in agent)
+    first = _first_failure(spec, agents, claim, asked)
     alone = any(record["event"] == "lost" for agent in agents for record in agent)
     left = [record for agent in agents for record in agent if record["event"] == "left"]
     steps = [record["step"] for record in left if record["node"] == 0]
@@ -82,12 +89,14 @@ def _ending(first: Table, asked: bool) -> tuple[str, int]:
     return (KILLED, 128 - code) if code < 0 else (FAILED, code)
 
 
-def _first_failure(spec: Table, agents: list[list[Table]], claim: Table | None) -> Table | None:
+def _first_failure(spec: Table, agents: list[list[Table]], claim: Table | None, asked: bool) -> Table | None:
     lost = _lost(spec, agents)
     if lost:
         return lost
     ended = [record for agent in agents for record in agent if record["event"] == "ended"]
     own = [record for record in ended if not record["told"] and record["code"] not in (0, REQUEUE)]
+    if asked:
+        own = [record for record in own if record["code"] not in BY_A_STOP]
     if own:
         claimed = [r for r in own if claim and (r["rank"], r["node"]) == (claim.get("rank"), claim.get("node"))]
         return _failure(claimed[0] if claimed else min(own, key=_when))
@@ -95,7 +104,7 @@ def _first_failure(spec: Table, agents: list[list[Table]], claim: Table | None) 
     if requeue:
         return _failure(min(requeue, key=_when))
     late = [record for record in ended if record["told"] and record["code"] not in (0, REQUEUE)]
-    if any(record["event"] in ("signal", "lost") for agent in agents for record in agent):
+    if asked or any(record["event"] == "lost" for agent in agents for record in agent):
         trains = spec.get("completion") == "run_dir"  # such a process answers a stop with 75 and with nothing else
         late = [record for record in late if trains and record["code"] > 0 and record["code"] not in INTERRUPTED]
     return _failure(min(late, key=_when)) if late else None
@@ -162,10 +171,12 @@ def report(result: Table) -> str:
     return "\n".join(lines)
 
 
-def conclude(spec: Table, place: Place, number: int, spawner_code: int = 0) -> Table:
+def conclude(spec: Table, place: Place, number: int, spawner_code: int = 0, *, asked: bool = False) -> Table:
     """Judge an attempt by the records in its folder, and write exit.json."""
     attempt = place.attempt(number)
-    result = judge(spec, records(attempt), claim=read_table(attempt / "first.json"), spawner_code=spawner_code)
+    result = judge(
+        spec, records(attempt), claim=read_table(attempt / "first.json"), spawner_code=spawner_code, asked=asked
+    )
     return keep(place, number, result)
 
 
