@@ -114,6 +114,17 @@ def test_time_is_flops_over_what_the_devices_do(resolved) -> None:
     assert (found.mfu, found.mfu_source, found.hfu) == (0.4, "given", 0.4)
 
 
+def test_a_growing_batch_reads_fewer_tokens(resolved) -> None:
+    """64, 128 and 192 rows for 10 steps each, then 256."""
+    ramp = ["schedule.max_steps=40", "batch.ramp.start=64", "batch.ramp.increment=64", "batch.ramp.steps=30"]
+    recipe = resolved(*ramp).recipe
+    config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
+    found = planned_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
+    assert found.tokens == 10 * (64 + 128 + 192 + 256) * 4096
+    assert found.seconds == pytest.approx(found.tokens / found.tokens_per_s)
+    assert found.step_s == pytest.approx(256 * 4096 / found.tokens_per_s)
+
+
 def test_what_is_computed_again_costs_mfu_where_none_is_given(resolved) -> None:
     """Recomputing every block is a third more of what blocks do."""
     recipe = resolved().recipe

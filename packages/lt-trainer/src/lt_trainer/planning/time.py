@@ -33,7 +33,7 @@ class PlannedTime:
         mfu: model FLOPs over the peak.
         mfu_source: "given" or what was assumed.
         hfu: with what is computed again.
-        step_s: seconds of one update.
+        step_s: seconds of one update, of the batch that has grown where it grows.
         tokens_per_s: of all devices.
         tokens: of the whole run.
         seconds: of the whole run, without saves and validation.
@@ -69,8 +69,9 @@ def planned_time(
     if mfu is None:
         mfu, source = ASSUMED_HFU / more, f"assumed: {ASSUMED_HFU:.0%} of the peak for all that is computed"
     per_s = layout.world * device.peak_flops * mfu / flops
+    steps, ramp = recipe.schedule.max_steps, recipe.batch.grows(seq_len)
     tokens_of_step = recipe.batch.global_batch * seq_len
-    tokens = recipe.schedule.max_steps * tokens_of_step
+    tokens = steps * tokens_of_step if ramp is None else ramp.rows_before(steps) * seq_len
     seconds = tokens / per_s
     return PlannedTime(
         mfu=mfu,
