@@ -116,8 +116,8 @@ def test_time_is_flops_over_what_the_devices_do(resolved) -> None:
 
 def test_a_growing_batch_reads_fewer_tokens(resolved) -> None:
     """64, 128 and 192 rows for 10 steps each, then 256."""
-    ramp = ["schedule.max_steps=40", "batch.ramp.start=64", "batch.ramp.increment=64", "batch.ramp.steps=30"]
-    recipe = resolved(*ramp).recipe
+    ramp = ["batch.ramp.start=64", "batch.ramp.increment=64", "batch.ramp.steps=30"]
+    recipe = resolved("schedule.max_steps=40", "schedule.warmup_steps=4", *ramp).recipe
     config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
     found = planned_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
     assert found.tokens == 10 * (64 + 128 + 192 + 256) * 4096
