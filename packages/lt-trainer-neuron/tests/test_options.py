@@ -18,15 +18,18 @@ STORE = {"data": {"store": "stores/train"}}
 
 def test_names_and_defaults() -> None:
     assert asdict(NeuronOptions()) == {
+        "backend": "nxd",
         "num_neuroncores": 32,
         "qkv_linear": False,
         "kv_replicator": 1,
         "fuse_qkv": False,
         "zero1": True,
         "precision": "bf16_sr",
+        "nxd_grad_norm": False,
         "selective_checkpointing": True,
         "flash_attention": False,
         "save_xser": True,
+        "compile_key": "warn",
         "compile_cache": "",
         "cc_flags": "--model-type=transformer",
         "max_inflight": 3,

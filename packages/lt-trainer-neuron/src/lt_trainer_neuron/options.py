@@ -20,19 +20,38 @@ SECTION = "engine.neuron"
 class NeuronOptions:
     """Options of the Trainium engine; the parallel degrees stand in `[parallel]`."""
 
-    num_neuroncores: int = option(32, "NeuronCores of one node, one rank each (trn1.32xlarge has 32, trn1.2xlarge 2)")
-    qkv_linear: bool = option(False, "one sharded layer for q, k and v, which can replicate key/value heads")
-    kv_replicator: int = option(1, "copies of each key/value head; with qkv_linear, n_kv_heads * kv_replicator = tp")
-    fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix")
-    zero1: bool = option(True, "shard the optimizer state over data parallel ranks")
+    backend: Literal["nxd", "cpu"] = option(
+        "nxd", "nxd: neuronx-distributed on Trainium; cpu: the same plan over gloo, to compare numbers"
+    )
+    num_neuroncores: int = option(
+        32,
+        "NeuronCores of one node, one rank each (trn1.32xlarge has 32, trn1.2xlarge 2)",
+        hp="NUM_NEURONCORES",
+    )
+    qkv_linear: bool = option(
+        False, "one sharded layer for q, k and v, which can replicate key/value heads", hp="QKV_LINEAR"
+    )
+    kv_replicator: int = option(
+        1, "copies of each key/value head; with qkv_linear, n_kv_heads * kv_replicator = tp", hp="KV_REPLICATOR"
+    )
+    fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix", hp="FUSE_QKV")
+    zero1: bool = option(True, "shard the optimizer state over data parallel ranks", hp="USE_ZERO_1")
     precision: Literal["bf16_sr", "downcast", "fp32_master"] = option(
         "bf16_sr",
         "bf16_sr: bf16 with stochastic rounding; downcast: fp32 weights computed in bf16; "
         "fp32_master: bf16 with fp32 master weights, as on GPUs",
     )
-    selective_checkpointing: bool = option(True, "recompute core attention in the backward pass")
-    flash_attention: bool = option(False, "the NKI flash attention kernel")
-    save_xser: bool = option(True, "NxD checkpoints with one file per tensor")
+    nxd_grad_norm: bool = option(
+        False, "count every copy of a replicated key/value head in the gradient norm, as NxD does, to compare with it"
+    )
+    selective_checkpointing: bool = option(
+        True, "recompute core attention in the backward pass", hp="USE_SELECTIVE_CHECKPOINT"
+    )
+    flash_attention: bool = option(False, "the NKI flash attention kernel", hp="USE_FLASH_ATTENTION")
+    save_xser: bool = option(True, "NxD checkpoints with one file per tensor", hp="SAVE_LOAD_XSER")
+    compile_key: Literal["warn", "refuse", "ignore"] = option(
+        "warn", "what to do where lt train precompile has made no graphs for this recipe"
+    )
     compile_cache: str = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
     cc_flags: str = option("--model-type=transformer", "flags of the compiler, NEURON_CC_FLAGS")
     max_inflight: int = option(3, "requests in flight to a core; the 70B recipe uses 7")
