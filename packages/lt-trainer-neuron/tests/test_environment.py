@@ -1,12 +1,16 @@
 """The Neuron variables of a recipe, exactly; and that nothing heavy is imported to make them."""
 
+import json
 import subprocess
 import sys
 
 import pytest
 
+from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Recipe, load
 from lt_trainer_neuron import SPEC, neuron_env
+from lt_trainer_neuron.environment import RECORD, check_environment, settings, variables
 
 
 def recipe(*sets: str) -> Recipe:
@@ -14,7 +18,7 @@ def recipe(*sets: str) -> Recipe:
 
 
 def test_one_node_with_the_defaults() -> None:
-    assert SPEC.env(recipe()) == {
+    assert neuron_env(recipe()) == {
         "MALLOC_ARENA_MAX": "64",
         "NEURON_CC_FLAGS": "--model-type=transformer",
         "NEURON_FUSE_SOFTMAX": "1",
@@ -24,7 +28,7 @@ def test_one_node_with_the_defaults() -> None:
         "NUM_NEURONCORES": "32",
         "TPU_CHIPS_PER_HOST_BOUNDS": "32",
         "TPU_NUM_DEVICES": "32",
-        "XLA_USE_BF16": "1",
+        "XLA_DISABLE_FUNCTIONALIZATION": "0",
     }
 
 
@@ -50,6 +54,7 @@ def test_the_70b_recipe_on_16_nodes() -> None:
         "NUM_NEURONCORES": "32",
         "TPU_CHIPS_PER_HOST_BOUNDS": "32",
         "TPU_NUM_DEVICES": "32",
+        "XLA_DISABLE_FUNCTIONALIZATION": "0",
         "XLA_DOWNCAST_BF16": "1",
     }
 
@@ -57,7 +62,7 @@ def test_the_70b_recipe_on_16_nodes() -> None:
 @pytest.mark.parametrize(
     ("precision", "wanted"),
     [
-        ("bf16_sr", {"XLA_USE_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}),
+        ("bf16_sr", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}),
         ("downcast", {"XLA_DOWNCAST_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
         ("fp32_master", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
     ],
@@ -71,6 +76,70 @@ def test_each_precision_sets_only_its_own_variables(precision: str, wanted: dict
 def test_cores_follow_the_instance() -> None:
     found = neuron_env(recipe("engine.neuron.num_neuroncores=2"))
     assert {found[name] for name in ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES")} == {"2"}
+
+
+def test_every_value_has_a_reason_and_the_persons_own_wins() -> None:
+    environ = {"MALLOC_ARENA_MAX": "7", "NEURON_FUSE_SOFTMAX": "1", "HOME": "/root"}
+    found = {item.name: item for item in variables(recipe(), environ=environ)}
+    assert all(len(item.reason) > 10 for item in found.values())
+    mine = found["MALLOC_ARENA_MAX"]
+    assert (mine.value, mine.ours, mine.overridden) == ("7", "64", True)
+    assert {name for name, item in found.items() if item.overridden} == {"MALLOC_ARENA_MAX"}
+    assert "HOME" not in found
+    assert neuron_env(recipe(), environ=environ)["MALLOC_ARENA_MAX"] == "7"
+
+
+def test_what_we_have_set_ourselves_is_not_taken_for_the_persons() -> None:
+    """A rank that starts children, or a second run in the same process with another recipe."""
+    environ = {"MALLOC_ARENA_MAX": "7"}
+    environ |= settings(recipe("engine.neuron.max_inflight=5", "engine.neuron.precision=downcast"), environ)
+    assert set(json.loads(environ[RECORD])) == set(environ) - {RECORD, "MALLOC_ARENA_MAX"}
+    assert environ["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "5"
+    again = settings(recipe("engine.neuron.max_inflight=6"), environ)
+    assert again["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "6"
+    assert again["MALLOC_ARENA_MAX"] == "7"
+    assert json.loads(again[RECORD])["XLA_DOWNCAST_BF16"] == "1"  # of the first run: still there, still ours
+    check_environment(recipe(), environ | again)
+    changed = environ | {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "9"}  # the person, after us
+    assert settings(recipe(), changed)["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "9"
+    assert settings(recipe(), {RECORD: "not ours"})["MALLOC_ARENA_MAX"] == "64"
+
+
+def test_the_spec_reads_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NEURON_CC_FLAGS", "--mine")
+    assert SPEC.env(recipe())["NEURON_CC_FLAGS"] == "--mine"
+    monkeypatch.setenv("XLA_USE_BF16", "1")
+    with pytest.raises(RecipeError, match="XLA_USE_BF16=1 makes every fp32 tensor bfloat16"):
+        SPEC.check(recipe("parallel.tp=4", "batch.micro_batch=1"), World())
+
+
+@pytest.mark.parametrize(
+    ("precision", "name", "refused"),
+    [
+        ("bf16_sr", "XLA_USE_BF16", True),
+        ("fp32_master", "XLA_DOWNCAST_BF16", True),
+        ("downcast", "XLA_DOWNCAST_BF16", False),
+        ("downcast", "XLA_USE_BF16", True),
+    ],
+)
+def test_what_lies_about_dtypes_is_refused_where_the_recipe_says_otherwise(
+    precision: str, name: str, refused: bool
+) -> None:
+    made = recipe(f"engine.neuron.precision={precision}")
+    check_environment(made, {name: "0"})
+    if not refused:
+        check_environment(made, {name: "1"})
+        return
+    with pytest.raises(RecipeError, match=f"unset {name}"):
+        check_environment(made, {name: "1"})
+
+
+def test_the_cpu_backend_needs_none_and_an_sdk_must_be_known() -> None:
+    assert neuron_env(recipe("engine.neuron.backend=cpu")) == {}
+    check_environment(recipe("engine.neuron.backend=cpu"), {"XLA_USE_BF16": "1"})
+    assert neuron_env(recipe(), sdk="2.28.1") == neuron_env(recipe(), sdk="2.29.1")
+    with pytest.raises(RecipeError, match=r"--sdk = '2\.32'.*use one of 2\.28\.1, 2\.29\.1"):
+        neuron_env(recipe(), sdk="2.32")
 
 
 def test_nothing_heavy_is_imported() -> None:

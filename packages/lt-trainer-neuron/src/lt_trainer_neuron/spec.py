@@ -1,10 +1,13 @@
 """What lt-trainer knows about this engine through the entry point `lt.engines`; imports no torch, nothing of Neuron."""
 
-from typing import TYPE_CHECKING, NoReturn
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lt_trainer.recipe import Recipe
+from lt_trainer_neuron.aliases import fields_of
 from lt_trainer_neuron.checks import check, check_model
-from lt_trainer_neuron.environment import neuron_env
+from lt_trainer_neuron.environment import Variable, check_environment, settings, variables
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
@@ -31,10 +34,19 @@ class NeuronSpec:
     def check(self, recipe: Recipe, world: "World") -> None:
         """Refuse a recipe that the engine could not run on `world` (RecipeError)."""
         check(recipe, world)
+        check_environment(recipe, os.environ)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
-        """The variables of the Neuron runtime and compiler for this recipe."""
-        return neuron_env(recipe)
+        """The variables of the Neuron runtime and compiler for this recipe; what the person has set stays."""
+        return settings(recipe, os.environ)
+
+    def hyperparameter(self, name: str, value: Any) -> Mapping[str, Any] | None:
+        """The recipe's fields that a knob of the NxD Llama scripts sets; None where there is no such knob."""
+        return fields_of(name, value)
+
+    def variables(self, recipe: Recipe, environ: Mapping[str, str]) -> Sequence[Variable]:
+        """The same as `env`, each with its reason and with what the recipe alone would say."""
+        return variables(recipe, environ=environ)
 
     def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> NoReturn:
         """Check once more, with the model's vocabulary, and say that training comes later.

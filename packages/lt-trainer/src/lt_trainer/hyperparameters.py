@@ -1,7 +1,8 @@
 """The upper-case hyperparameters: one table that comes from the recipe's fields, read in both directions.
 
 SageMaker hands a training container one flat JSON map in which every value is a string, and adds reserved keys of its
-own that start with `sagemaker_`; those are dropped. Every other key must be one of the names in `table()`.
+own that start with `sagemaker_`; those are dropped. Every other key must be one of the names in `table()`, or one that
+an installed engine knows (its spec's `hyperparameter`): the names of the scripts that it replaces.
 """
 
 import json
@@ -29,14 +30,16 @@ def named(hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
     """Value and source by the dotted name of the field, for hyperparameters by their upper-case names.
 
     Raises:
-        RecipeError: a name that is no hyperparameter.
+        RecipeError: a name that is no hyperparameter, or two that set the same field.
     """
     known = table()
     found: dict[str, tuple[Any, str]] = {}
+    set_by: dict[str, str] = {}
     for name, value in hyperparameters.items():
         if name.startswith(RESERVED):
             continue
-        if name not in known:
+        fields = {known[name].name: value} if name in known else _of_engines(name, value)
+        if fields is None:
             near = suggest(name, known)
             raise RecipeError(
                 "unknown hyperparameter",
@@ -44,8 +47,28 @@ def named(hyperparameters: Mapping[str, Any]) -> dict[str, tuple[Any, str]]:
                 origins={name: "hyperparameters"},
                 remedy=f"did you mean {near}?" if near else f"the hyperparameters are {', '.join(known)}",
             )
-        found[known[name].name] = (value, f"hyperparameter {name}")
+        for dotted, text in fields.items():
+            if dotted in set_by:
+                raise RecipeError(
+                    f"both set {dotted}",
+                    values={set_by[dotted]: hyperparameters[set_by[dotted]], name: value},
+                    remedy="leave one of them out",
+                )
+            set_by[dotted] = name
+            found[dotted] = (text, f"hyperparameter {name}")
     return found
+
+
+def _of_engines(name: str, value: Any) -> Mapping[str, Any] | None:
+    """What an installed engine takes a name for; None where none knows it."""
+    from lt_trainer.engine import engine_names, engine_spec
+
+    for engine in engine_names():
+        of_engine = getattr(engine_spec(engine), "hyperparameter", None)
+        fields = of_engine(name, value) if of_engine is not None else None
+        if fields is not None:
+            return fields
+    return None
 
 
 def read(path: str | Path) -> dict[str, Any]:

@@ -9,6 +9,8 @@ checked because the engine's package is not installed here. A preset fills the m
 Unknown keys, wrong types and values that contradict each other are `RecipeError`s that name field, value, source and
 remedy.
 
+`schedule.max_steps` may be given in epochs and `schedule.warmup_steps` as a share (`horizon.py`).
+
 Paths in a recipe (`data.store`, `data.validation`, `run.out`) are relative to the current directory, not to the file.
 
 Cost: milliseconds; neither numpy nor torch is imported, and of the engines only the specs of those that are named.
@@ -16,11 +18,13 @@ Cost: milliseconds; neither numpy nor torch is imported, and of the engines only
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, entry_leaves, flatten, leaves, suggest, values_of
+from lt_trainer.horizon import epoch_steps, share_steps, spelled
 from lt_trainer.resolve import DEFAULT, Given, engine_tables, from_set, from_toml, nested, typed, without_empty_tables
 from lt_trainer.sections import (
     BatchOptions,
@@ -204,8 +208,10 @@ def _resolve(merged: Mapping[str, Given]) -> Resolved:
     core = {name: given for name, given in merged.items() if name.partition(".")[0] != "engine"}
     core = without_empty_tables(core, Recipe)
     schema = leaves(Recipe) | entry_leaves(Recipe, core)
-    values = typed(core, schema)
+    in_words = {name: number for name, given in core.items() if (number := spelled(name, given.value)) is not None}
+    values = typed({name: given for name, given in core.items() if name not in in_words}, schema)
     origins = {name: core[name].source if name in core else DEFAULT for name in schema}
+    _count_steps(in_words, values, origins)
     _fill_from_preset(values, origins)
     _fill_from_pretrained(values, origins)
     of_engines = {name: given for name, given in merged.items() if name.partition(".")[0] == "engine"}
@@ -216,6 +222,22 @@ def _resolve(merged: Mapping[str, Given]) -> Resolved:
     except RecipeError as exc:
         raise exc.located(origins) from None
     return Resolved(recipe=recipe, origins=origins, unchecked=engines.unchecked)
+
+
+def _count_steps(in_words: Mapping[str, Fraction], values: dict[str, Any], origins: dict[str, str]) -> None:
+    """Give lengths that are written in words ("3 epochs", "1%") as numbers of updates."""
+    for name in ("schedule.max_steps", "schedule.warmup_steps"):  # in this order: a share is one of max_steps
+        if name not in in_words:
+            continue
+        if name == "schedule.max_steps":
+            try:
+                values[name], told = epoch_steps(in_words[name], values)
+            except RecipeError as exc:
+                raise exc.located(origins) from exc
+        else:
+            most = values.get("schedule.max_steps", ScheduleOptions.max_steps)
+            values[name], told = share_steps(in_words[name], most), f"{float(100 * in_words[name]):g} % of {most:,}"
+        origins[name] = f"{origins[name]}: {told}"
 
 
 def _fill_from_preset(values: dict[str, Any], origins: dict[str, str]) -> None:
