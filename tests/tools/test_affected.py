@@ -1,0 +1,120 @@
+"""What a change has to run: packages that it touches, what stands on them, and never less."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from affected import Plan, changed_paths, plan
+from members import ROOT, ToolError, dependants, in_order, read, siblings
+from small_workspace import git, write_package
+
+REAL = read()
+
+
+def test_a_source_concerns_the_package_and_all_that_stand_on_it(small: Path) -> None:
+    members = read(small)
+    source = "packages/{}/src/{}/x.py"
+    assert plan([source.format("lt-base", "lt_base")], members).packages == ("lt-base", "lt-mid", "lt-top")
+    assert plan([source.format("lt-mid", "lt_mid")], members).packages == ("lt-mid", "lt-top")
+    assert plan([source.format("lt-top", "lt_top")], members).packages == ("lt-top",)
+    assert plan(["packages/lt-base/pyproject.toml"], members).packages == ("lt-base", "lt-mid", "lt-top")
+
+
+def test_tests_and_texts_of_a_package_concern_it_alone(small: Path) -> None:
+    members = read(small)
+    for path in ("tests/test_x.py", "README.md", "CHANGELOG.md"):
+        assert plan([f"packages/lt-base/{path}"], members) == Plan(packages=("lt-base",), workspace=True)
+
+
+@pytest.mark.parametrize("path", ["uv.lock", "pyproject.toml", "tools/a.py", ".github/workflows/ci.yml", ".ci/run"])
+def test_what_all_share_concerns_all(path: str) -> None:
+    assert plan([path], REAL).packages == tuple(REAL)
+
+
+def test_texts_of_the_workspace_concern_no_package() -> None:
+    assert plan(["README.md", "LICENSE"], REAL) == Plan(packages=(), workspace=True)
+    assert plan([], REAL) == Plan(packages=(), workspace=False)
+
+
+@pytest.mark.parametrize("path", ["newthing/a.py", "packages/lt-new/src/a.py", "packages/loose.py", "run.sh"])
+def test_a_path_that_no_rule_knows_is_an_error(path: str) -> None:
+    with pytest.raises(ToolError, match=path):
+        plan([path], REAL)
+
+
+def test_every_file_of_the_workspace_is_known() -> None:
+    """A new folder that CI does not know cannot be committed."""
+    paths = git("ls-files", "-z", cwd=ROOT).split("\0")
+    assert plan([path for path in paths if path], REAL).packages == tuple(REAL)
+
+
+def test_folders_that_packages_read_in_their_tests_are_known() -> None:
+    """A package whose tests read examples/, containers/ or docs/ is tested when those change."""
+    from affected import READ_BY_TESTS
+
+    for name in REAL:
+        for path in (ROOT / "packages" / name / "tests").rglob("*.py"):
+            text = path.read_text()
+            for folder, readers in READ_BY_TESTS.items():
+                if f'/ "{folder.rstrip("/")}"' in text:
+                    assert name in readers, f"{path.relative_to(ROOT)} reads {folder}"
+
+
+def test_a_file_that_moves_concerns_where_it_was_too(small: Path, commit: Callable[..., None]) -> None:
+    """Git would show a rename by its new path alone."""
+    (small / "packages/lt-side/src/lt_side/long.py").write_text("\n".join(f"x{i} = {i}" for i in range(50)))
+    commit()
+    git("tag", "before", cwd=small)
+    git("mv", "packages/lt-side/src/lt_side/long.py", "packages/lt-top/src/lt_top/long.py", cwd=small)
+    commit()
+    assert plan(changed_paths("before", root=small), read(small)).packages == ("lt-side", "lt-top")
+
+
+def test_what_main_did_since_does_not_count(small: Path, commit: Callable[..., None]) -> None:
+    git("switch", "--quiet", "-c", "work", cwd=small)
+    (small / "packages/lt-side/src/lt_side/x.py").write_text("x = 1\n")
+    commit()
+    git("switch", "--quiet", "main", cwd=small)
+    (small / "packages/lt-base/src/lt_base/x.py").write_text("x = 1\n")
+    commit()
+    git("switch", "--quiet", "work", cwd=small)
+    assert plan(changed_paths("main", root=small), read(small)).packages == ("lt-side",)
+
+
+def test_a_base_that_is_not_there_is_an_error(small: Path) -> None:
+    with pytest.raises(ToolError, match="fetch-depth"):
+        changed_paths("origin/nothing", root=small)
+
+
+def test_a_folder_without_pyproject_is_no_package(small: Path) -> None:
+    (small / "packages" / "lt-loose").mkdir()
+    (small / "packages" / "lt-loose" / "a.py").write_text("")
+    with pytest.raises(ToolError, match="lt-loose has no pyproject"):
+        read(small)
+
+
+def test_order_and_dependants_of_the_real_packages() -> None:
+    order = in_order(REAL)
+    for name, member in REAL.items():
+        assert all(order.index(sibling) < order.index(name) for sibling in siblings(member, REAL))
+    assert dependants(["lt-data"], REAL) >= {"lt-data", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron"}
+    assert "lt-ckpt" not in dependants(["lt-data"], REAL)
+
+
+def test_a_ring_has_no_order(small: Path) -> None:
+    write_package(small, "lt-base", "lt-top>=0.1,<0.2")
+    with pytest.raises(ToolError, match="each other: lt-base, lt-mid, lt-top"):
+        in_order(read(small))
+
+
+def test_the_command_writes_what_github_reads() -> None:
+    command = [sys.executable, ROOT / "tools" / "affected.py", "--github", "packages/lt-trainer-gpu/README.md"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    values = dict(line.split("=", 1) for line in done.stdout.splitlines())
+    assert {name: json.loads(value) for name, value in values.items()} == {
+        "packages": ["lt-trainer-gpu"],
+        "workspace": True,
+    }

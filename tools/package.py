@@ -1,0 +1,151 @@
+"""One package tested as its users have it: its wheel in an environment of its own, for one Python and one resolution.
+
+    python tools/package.py lt-data --out /tmp/x                                  # this Python, the lock
+    python tools/package.py lt-data --out /tmp/x --python 3.13 --resolution highest
+    python tools/package.py lt-data --out /tmp/x --resolution lowest-direct --only tests
+
+Resolutions: `locked` (what uv.lock says), `highest` (the newest that the ranges allow), `lowest-direct` (the oldest
+that the package itself allows of each thing it requires). The environment has the package's wheel with all its extras,
+its siblings' wheels, the dev group, and what its tests import besides; not the workspace, so a sibling that it does not
+require is not there. `uv.lock` is not touched.
+
+Stages: environment; with `locked` also lint and types; tests (those of the package, not marked slow); artefacts
+(tools/artefacts.py); tree (git sees no file that was not there before). The first failure ends it. Minutes, most of
+it torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from declared import DISTRIBUTIONS, declared, imported
+from members import ROOT, Member, ToolError, chosen, read
+from packaging.utils import canonicalize_name
+
+__all__ = ["environment_commands", "tests_need"]
+
+RESOLUTIONS = ("locked", "lowest-direct", "highest")
+NOT_PUBLIC = {"lt-trainer-neuron": {"neuron"}}
+"""Extras that no public index can fill."""
+LOCK_GROUPS = {"lt-trainer-neuron": ["--no-group", "gpu", "--group", "neuron"]}
+"""The torch line of a package where it is not the default one."""
+TEST_TOOLS = {"pytest", "hypothesis", "moto", "packaging", "botocore", "boto3"}
+"""What the dev group brings."""
+
+
+def tests_need(member: Member, members: dict[str, Member]) -> list[str]:
+    """Distributions that a package's tests import and that neither the package nor the dev group brings."""
+    own = {path.stem for path in (member.folder / "tests").rglob("*.py")}
+    brought = declared(member, members) | TEST_TOOLS | set(members)
+    found: set[str] = set()
+    for path in (member.folder / "tests").rglob("*.py"):
+        for name, _ in imported(path.read_text(encoding="utf-8"), filename=str(path)):
+            if name not in sys.stdlib_module_names and name not in own:
+                found.add(canonicalize_name(DISTRIBUTIONS.get(name, name)))
+    return sorted(found - brought)
+
+
+def environment_commands(
+    member: Member, members: dict[str, Member], *, python: str, resolution: str, out: Path
+) -> list[list[str]]:
+    """The commands that make the environment in `out`/venv; nothing is run."""
+    venv, wheels, lock = str(out / "venv"), str(out / "wheels"), str(out / "locked.txt")
+    interpreter = str(out / "venv" / "bin" / "python")
+    install = ["uv", "pip", "install", "--quiet", "--python", interpreter, "--find-links", wheels]
+    install += [part for name in members for part in ("--refresh-package", name)]
+    commands = [
+        ["uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels],
+        ["uv", "venv", "--quiet", "--python", python, venv],
+    ]
+    pins: list[str] = []
+    if resolution == "locked":
+        groups = LOCK_GROUPS.get(member.name, [])
+        export = ["uv", "export", "--quiet", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes"]
+        commands.append([*export, *groups, "--format", "requirements.txt", "--output-file", lock])
+        pins = ["--constraint", lock]
+    extras = [part for e in member.extras if e not in NOT_PUBLIC.get(member.name, ()) for part in ("--extra", e)]
+    wanted = ["--requirements", str(member.folder / "pyproject.toml"), *extras, "--no-sources"]
+    wanted += ["--group", f"{ROOT / 'pyproject.toml'}:dev"]
+    wheel = str(out / "wheels" / f"{member.module}-{member.version}-py3-none-any.whl")
+    direct = ["--resolution", resolution] if resolution != "locked" else pins
+    commands.append([*install, *direct, *wanted])
+    commands.append([*install, "--no-deps", "--reinstall", wheel])
+    if needed := tests_need(member, members):
+        commands.append([*install, *pins, *needed])
+    return commands
+
+
+def stages(member: Member, out: Path, *, resolution: str) -> dict[str, list[list[str]]]:
+    """Commands by stage, without the environment; the tree is looked at by main."""
+    programs = out / "venv" / "bin"
+    python, folder = str(programs / "python"), str(member.folder)
+    # "src" of the checkout is not on the path: what is imported must be what was installed.
+    where = f"import {member.module} as m, sys; sys.exit(not m.__file__.startswith({str(out / 'venv')!r}))"
+    tests = [python, "-m", "pytest", "-q", "-m", "not slow", "--hypothesis-profile=ci", f"{folder}/tests"]
+    found: dict[str, list[list[str]]] = {
+        "lint": [[python, "-m", "ruff", "check", folder], [python, "-m", "ruff", "format", "--check", folder]],
+        "types": [[str(programs / "basedpyright"), "--level", "error", f"{folder}/src"]],
+        "tests": [[python, "-c", where], tests],
+        "artefacts": [[sys.executable, "tools/artefacts.py", member.name, "--out", str(out / "dist")]],
+    }
+    return found if resolution == "locked" else {name: found[name] for name in ("tests", "artefacts")}
+
+
+def tree(root: Path = ROOT) -> str:
+    """What git sees as changed or new."""
+    command = ["git", "status", "--porcelain", "--untracked-files=all"]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout
+
+
+def _run_all(commands: list[list[str]]) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment.pop("VIRTUAL_ENV", None)
+    for command in commands:
+        print(f"  {' '.join(command)}", flush=True)
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
+        if code:
+            raise ToolError(f"exit code {code}: {' '.join(command)}")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the stages of one package."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("package")
+    parser.add_argument("--out", type=Path, required=True, help="an empty folder for wheels and environments")
+    parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
+    parser.add_argument("--resolution", choices=RESOLUTIONS, default="locked")
+    parser.add_argument("--only", action="append", default=[], help="only these stages, after the environment")
+    options = parser.parse_args(arguments)
+    members = read()
+    member, out = chosen(members, options.package), options.out.resolve()
+    if out.exists() and any(out.iterdir()):
+        raise ToolError(f"{out} is not empty; give an empty folder")
+    out.mkdir(parents=True, exist_ok=True)
+    before = tree()
+    found = stages(member, out, resolution=options.resolution)
+    if unknown := set(options.only) - set(found):
+        raise ToolError(
+            f"no stage {', '.join(sorted(unknown))} with {options.resolution}; there are {', '.join(found)}"
+        )
+    chosen_python, resolution = options.python, options.resolution
+    environment = environment_commands(member, members, python=chosen_python, resolution=resolution, out=out)
+    for name, commands in {"environment": environment, **found}.items():
+        if options.only and name not in ("environment", *options.only):
+            continue
+        print(f"--- {name}", flush=True)
+        _run_all(commands)
+    if (after := tree()) != before:
+        raise ToolError(f"the tests left or changed files in the tree; before:\n{before}\nafter:\n{after}")
+    print(f"--- {member.name} {member.version}: ok with Python {options.python}, {options.resolution}")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except ToolError as exc:
+        sys.exit(f"package: {exc}")
