@@ -25,7 +25,7 @@ from members import ROOT, Member, ToolError, read
 
 __all__ = ["Section", "cut", "missing_entries", "notes", "pending", "released", "sections", "with_entry"]
 
-HEADING = re.compile(r"^## \[(?P<name>[^\]]+)\](?: - (?P<when>\S+))?\s*$", re.M)
+HEADING = re.compile(r"^## \[(?P<name>[^\]]+)\](?: - (?P<when>\S+))?[ \t]*$", re.M)
 ENTRY = re.compile(r"^- (.+(?:\n(?:  .*|(?=\n  )))*)", re.M)
 UNRELEASED = "unreleased"
 FILE = "CHANGELOG.md"
