@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lt_trainer.metrics import read_jsonl
+from lt_trainer.testing.browser import Chromium, find
 
 STEPS = 60
 
@@ -58,6 +59,26 @@ def test_it_proves_what_it_promises(finished: tuple[Path, str]) -> None:
     assert len(list((folder / "model").glob("model-*.safetensors"))) >= 2, "sharded, with an index"
 
 
+def test_it_ends_with_a_page_about_the_run(finished: tuple[Path, str]) -> None:
+    folder, text = finished
+    assert f"to open in a browser: {Path('quickstart') / 'report.html'}" in text
+    page = (folder / "report.html").read_text()
+    for shown in (
+        f"done, step {STEPS} of {STEPS}",
+        "Length of documents",
+        "bfd-256",
+        "Where the parameters are",
+        "resume",
+    ):
+        assert shown in page, shown
+    if find() is None:
+        pytest.skip("NO BROWSER: the page was not opened; install the Debian package chromium")
+    with Chromium() as browser:
+        shown = browser.open(folder / "report.html")
+        assert (shown.errors, shown.requests) == ([], [(folder / "report.html").as_uri()])
+        assert shown.value("document.querySelector('#chart-loss path.line') !== null")
+
+
 def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished: tuple[Path, str]) -> None:
     """From the metrics alone: labels counted by the engine, step by step, against what the baselines have counted."""
     folder, _ = finished
@@ -69,13 +90,14 @@ def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished
 def test_the_commands_by_hand_give_the_same_run(finished: tuple[Path, str], lt, tmp_path: Path) -> None:
     folder, text = finished
     commands = [line.strip() for line in text.splitlines() if line.startswith("  lt ")]
-    assert len(commands) == 12
+    assert len(commands) == 13
     hand = tmp_path / "quickstart"
     shutil.copytree(folder / "corpus", hand / "corpus")
     shutil.copy(folder / "run.toml", hand / "run.toml")
     for command in commands:
         lt(*shlex.split(command)[1:], cwd=tmp_path)
     assert losses(hand / "run") == losses(folder / "run")
+    assert (hand / "report.html").exists()
     assert (hand / "model" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
 
 

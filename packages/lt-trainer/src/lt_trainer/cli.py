@@ -176,7 +176,7 @@ def plan(
     recipe: RecipeFile,
     devices: Annotated[int, typer.Option(help="Devices of a node.", min=1)],
     device: Annotated[
-        str, typer.Option(help="Kind of device: h100, h200, a100, l40s, ... (an unknown one lists all).")
+        str, typer.Option(help="Kind of device: h100, h200, a100, l40s, trn1, ... (an unknown one lists all).")
     ],
     nodes: Annotated[int, typer.Option(help="Nodes; 0: as the recipe's parallel.n_nodes.", min=0)] = 0,
     mfu: Annotated[float, typer.Option(help="Measured MFU, such as 0.42; 0: assume one, and say which.")] = 0.0,
@@ -189,18 +189,12 @@ def plan(
     What does not fit is told with the nearest layout that does. Exit codes: 0 it fits, 1 it does not, 64 something to
     mend in the recipe.
     """
-    from lt_trainer.planning.devices import planned_device
-    from lt_trainer.planning.plan import make, to_values
-    from lt_trainer.planning.text import page
+    from lt_trainer.planning.answer import plan_of
 
-    made = make(
-        _load(recipe, sets, hyperparameters),
-        device=planned_device(device),
-        devices=devices,
-        nodes=nodes or None,
-        mfu=mfu or None,
+    made = plan_of(
+        _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
     )
-    typer.echo(json.dumps(to_values(made), indent=1) if as_json else page(made), nl=as_json)
+    typer.echo(json.dumps(made.values(), indent=1) if as_json else made.page(), nl=as_json)
     raise typer.Exit(0 if made.fits else 1)
 
 
@@ -217,6 +211,22 @@ def watch(
 
     with suppress(KeyboardInterrupt):
         show_run(run, interval_s=interval, once=once)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared on the same axes.")
+    ],
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(help="Folder for the charts as PNG.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that are there.")] = False,
+) -> None:
+    """Write one HTML page about runs: curves, events, data, model, recipe; it needs no network to be read."""
+    from lt_trainer.report.writing import write_report
+
+    for path in write_report(runs, out, png=png, overwrite=overwrite):
+        typer.echo(path)
 
 
 @app.command()

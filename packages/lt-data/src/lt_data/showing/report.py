@@ -99,23 +99,34 @@ def _replace(path: Path, content: bytes) -> None:
 
 def page(name: str, found: Stats, manifest: Manifest) -> str:
     """The HTML of the report."""
-    body = "\n".join(
-        [
-            f"<header><p class=kind>Token store</p><h1>{escape(name)}</h1></header>",
-            _tiles(found),
-            _section("Length of documents", _lengths(found), "in tokens, BOS and EOS included"),
-            _section("Packs", "".join(map(_pack, found.packs)) or "<p>This store has no pack yet.</p>"),
-            _section("Sources", _sources(manifest)),
-            _section("Left out and special", _rest(found, manifest)),
-            _section("How it was made", _made(manifest, found)),
-        ]
-    )
+    body = f"<header><p class=kind>Token store</p><h1>{escape(name)}</h1></header>\n{sections(found, manifest)}"
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         '<meta name=color-scheme content="light dark">\n'
-        f"<title>{escape(name)}: token store</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n"
+        f"<title>{escape(name)}: token store</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n"
         "</main>\n</body>\n</html>\n"
+    )
+
+
+def sections(found: Stats, manifest: Manifest, *, level: int = 2) -> str:
+    """What a page says of a store, for a page of one's own; `STYLE` is how it looks.
+
+    Args:
+        found: the store's numbers.
+        manifest: the store's.
+        level: of the headings, 2 for h2.
+    """
+    packs = "".join(_pack(pack, level + 1) for pack in found.packs)
+    return "\n".join(
+        [
+            _tiles(found),
+            _section("Length of documents", _lengths(found), level, "in tokens, BOS and EOS included"),
+            _section("Packs", packs or "<p>This store has no pack yet.</p>", level),
+            _section("Sources", _sources(manifest), level),
+            _section("Left out and special", _rest(found, manifest), level),
+            _section("How it was made", _made(manifest, found), level),
+        ]
     )
 
 
@@ -132,9 +143,9 @@ def _tiles(found: Stats) -> str:
     return f"<dl class=tiles>{tiles}</dl>"
 
 
-def _section(title: str, content: str, note: str = "") -> str:
+def _section(title: str, content: str, level: int, note: str = "") -> str:
     aside = f" <small>{escape(note)}</small>" if note else ""
-    return f"<section><h2>{escape(title)}{aside}</h2>{content}</section>"
+    return f"<section><h{level}>{escape(title)}{aside}</h{level}>{content}</section>"
 
 
 def length_bars(found: Stats) -> Iterator[tuple[str, Bar, Bar]]:
@@ -173,7 +184,7 @@ def _bar(bar: Bar, colour: str) -> str:
     )
 
 
-def _pack(pack: PackStats) -> str:
+def _pack(pack: PackStats, level: int) -> str:
     bars = (
         Bar(label="fill", value=f"{pack.fill:.3%}", share=pack.fill),
         Bar(label="padding", value=f"{pack.padding_rate:.3%}", share=pack.padding_rate),
@@ -195,8 +206,9 @@ def _pack(pack: PackStats) -> str:
     steps = "".join(f"<p class=steps>{escape(steps_line(item))}</p>" for item in pack.steps)
     note = "" if pack.current else " <strong>of another store: make it again</strong>"
     return (
-        f"<h3>{escape(pack.name)}{note}</h3><p>{pack.rows:,} rows of {pack.seq_len:,} tokens, {escape(pack.mode)}; "
-        f"{pack.valid_tokens:,} labels.</p><table class='chart one'><tbody>{rows}</tbody></table>{steps}"
+        f"<h{level}>{escape(pack.name)}{note}</h{level}><p>{pack.rows:,} rows of {pack.seq_len:,} tokens, "
+        f"{escape(pack.mode)}; {pack.valid_tokens:,} labels.</p>"
+        f"<table class='chart one'><tbody>{rows}</tbody></table>{steps}"
     )
 
 
@@ -266,7 +278,7 @@ def _facts(rows: Sequence[tuple[str, str]]) -> str:
     return f"<table class=facts><tbody>{cells}</tbody></table>"
 
 
-_STYLE = """
+STYLE = """
 :root{--bg:#fff;--ink:#1c2330;--soft:#5b6575;--line:#dfe3ea;--track:#eef1f5;--a:#2f6fbf;--b:#c2701c;--c:#8a94a6}
 @media (prefers-color-scheme:dark){:root{--bg:#14181f;--ink:#e6e9ef;--soft:#9aa5b5;--line:#2c3440;--track:#222933;
 --a:#6ba6ef;--b:#e2a05a;--c:#7c8798}}

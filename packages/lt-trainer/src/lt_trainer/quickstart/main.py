@@ -20,6 +20,7 @@ from lt_trainer.quickstart.corpus import write_corpus
 from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
 from lt_trainer.quickstart.stages import Packed, export, make_pack, make_store, make_tokenizer, write_recipe
 from lt_trainer.quickstart.training import Resume, last_metrics, losses, peak_source, train, validation_loss
+from lt_trainer.report.writing import write_report
 
 if TYPE_CHECKING:
     from lt_trainer.quickstart.logits import LogitCheck
@@ -70,6 +71,8 @@ def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> Non
         numbers=numbers,
         seconds=clock.seconds,
     )
+    write_report([folder.run], folder.report, overwrite=True)
+    console.print(f"the run as a page, to open in a browser: {folder.report}", soft_wrap=True)
     report.show_commands(console, folder, settings)
     require(resume, logits.equal, comparison)
 

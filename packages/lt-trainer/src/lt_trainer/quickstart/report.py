@@ -119,6 +119,7 @@ def commands(folder: Folder, settings: Settings) -> list[list[str]]:
         ["lt", "ckpt", "verify", str(folder.run)],
         ["lt", "ckpt", "export", str(folder.run), "--out", str(folder.model)],
         ["lt", "train", "sample", str(folder.model), "--prompt", "def "],
+        ["lt", "train", "report", str(folder.run), "--out", str(folder.report)],
     ]
 
 

@@ -15,7 +15,18 @@ from lt_trainer.errors import TrainerError
 
 MARKER = ".lt-quickstart"
 VERSION = 1
-PARTS = ("corpus", "tokenizer", "train", "validation", "run.toml", "run", "training.log", "model", "summary.json")
+PARTS = (
+    "corpus",
+    "tokenizer",
+    "train",
+    "validation",
+    "run.toml",
+    "run",
+    "training.log",
+    "model",
+    "summary.json",
+    "report.html",
+)
 """Everything that a quickstart makes in its folder."""
 
 
@@ -104,6 +115,11 @@ class Folder:
     def summary(self) -> Path:
         """The numbers of the finished quickstart."""
         return self.out / "summary.json"
+
+    @property
+    def report(self) -> Path:
+        """The page about the run."""
+        return self.out / "report.html"
 
     def claim(self, settings: Settings, *, fresh: bool) -> bool:
         """Make the folder ours for these settings.

@@ -1,0 +1,327 @@
+"""Which charts there are, what stands on the page, and what is written where."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_trainer.errors import TrainerError
+from lt_trainer.report.charts import charts, lanes, last_step, time_splits
+from lt_trainer.report.drawing import values_of
+from lt_trainer.report.page import last_loss, page
+from lt_trainer.report.reading import read_run
+from lt_trainer.report.writing import ReportError, write_report
+
+
+class Parsed(HTMLParser):
+    """Checks that elements are closed in order; collects words, links and tables."""
+
+    VOID = ("meta", "rect", "link")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.ids: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        values = dict(attrs)
+        self.loads += [values[name] for name in ("src", "xlink:href", "data", "action") if name in values]
+        if tag == "link":
+            self.loads.append(values["href"])
+        if tag == "a":
+            self.links.append(values["href"])
+        if "id" in values:
+            self.ids.append(values["id"])
+        assert tag not in ("img", "iframe", "object")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("script", "style"):
+            self.words.append(data)
+
+
+def test_charts_of_a_run(eventful: Path) -> None:
+    run = read_run(eventful)
+    made = {one.key: one for one in charts([run])}
+    assert list(made) == ["loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "memory", "validation"]
+    looks = [(line.name, line.look, line.colour) for line in made["loss"].lines]
+    assert looks == [
+        ("eventful", "faint", 0),
+        ("eventful, smoothed", "line", 0),
+        ("eventful, web", "dots", 1),
+        ("eventful, code", "dots", 2),
+    ]
+    assert made["loss"].lines[0].points == [(float(r["step"]), r["loss"]) for r in run.train]
+    assert made["learning_rate"].lines[0].points[29] == (30.0, run.train[29]["learning_rate"])
+    assert [point[0] for point in made["validation"].lines[1].points] == list(range(50, 401, 50))
+    assert made["grad_norm"].log
+    assert made["mfu"].percent
+    assert made["mfu"].title == "MFU", "nothing says what is computed again"
+
+
+def test_what_nobody_knows_has_no_chart(make_run) -> None:
+    records = [{"step": s, "loss": 2.0, "mfu": "nan", "elapsed_s": 1.0} for s in range(1, 5)]
+    assert [one.key for one in charts([read_run(make_run(records=records))])] == ["loss"]
+
+
+def test_hfu_is_dashed_where_it_differs(make_run, eventful: Path) -> None:
+    records = [
+        {"step": s, "loss": 2.0, "mfu": 0.4, "hfu": 0.5, "joules_per_token": 0.1, "elapsed_s": 1.0} for s in (1, 2)
+    ]
+    (mfu,) = [one for one in charts([read_run(make_run(records=records))]) if one.key == "mfu"]
+    assert [(line.look, line.points[-1][1]) for line in mfu.lines] == [("line", 0.4), ("dashed", 0.5)]
+    assert mfu.title == "MFU and HFU"
+    same = [{"step": s, "loss": 2.0, "mfu": 0.4, "hfu": 0.4, "elapsed_s": 1.0} for s in (1, 2)]
+    (mfu,) = [one for one in charts([read_run(make_run("same", records=same))]) if one.key == "mfu"]
+    assert len(mfu.lines) == 1
+
+
+def test_several_runs_have_a_colour_each(eventful: Path, make_run) -> None:
+    runs = [read_run(eventful), read_run(make_run("other"))]
+    loss = charts(runs)[0]
+    assert [(line.name, line.colour) for line in loss.lines if line.look == "line"] == [
+        ("eventful, smoothed", 0),
+        ("other, smoothed", 1),
+    ]
+    assert {line.colour for line in loss.lines if line.look == "dots"} == {0}
+
+
+def test_where_the_time_goes(make_run) -> None:
+    parts = {"forward_backward_s": 3.0, "optimizer_s": 0.5, "checkpoint_s": 0.0, "validation_s": 0.0, "rest_s": 0.5}
+    records = [{"step": s, "loss": 1.0, "elapsed_s": s, "data_s": float(s > 2), **parts} for s in range(1, 5)]
+    (split,) = time_splits([read_run(make_run(records=records))])
+    assert [(begin, end) for begin, end, _ in split.columns] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    assert [shares["data"] for _, _, shares in split.columns] == [0, 0, 0.2, 0.2]
+    assert [shares["forward_backward"] for _, _, shares in split.columns] == [0.75, 0.75, 0.6, 0.6]
+    assert split.seconds == {
+        "data": 2.0,
+        "forward_backward": 12.0,
+        "optimizer": 2.0,
+        "checkpoint": 0.0,
+        "validation": 0.0,
+        "rest": 2.0,
+    }
+
+
+def test_no_second_is_lost_in_columns(eventful: Path) -> None:
+    run = read_run(eventful)
+    (split,) = time_splits([run])
+    assert split.columns[0][0] == 0
+    assert split.columns[-1][1] == 400
+    assert all(a[1] == b[0] for a, b in zip(split.columns, split.columns[1:], strict=False))
+    assert all(sum(shares.values()) == pytest.approx(1) for _, _, shares in split.columns)
+    assert split.seconds["checkpoint"] == pytest.approx(4 * 0.6)
+    assert split.seconds["forward_backward"] == pytest.approx(400 * 1.7)
+
+
+def test_events_stand_in_lanes(eventful: Path) -> None:
+    run = read_run(eventful)
+    found = {lane.kind: [step for _, step, _ in lane.marks] for lane in lanes([run])}
+    assert found == {
+        "checkpoint": [100, 200, 300, 400],
+        "stop": [200],
+        "resume": [200],
+        "skipped": [308, 309, 310],
+        "rewind": [300],
+        "done": [400],
+    }
+    assert last_step([run]) == 400
+
+
+def test_the_last_loss_is_the_mean_of_a_fortieth(make_run) -> None:
+    records = [{"step": s, "loss": float(s), "elapsed_s": 1.0} for s in range(1, 81)]
+    assert last_loss(read_run(make_run(records=records))) == (79.5, 2)
+    records[-1]["loss"] = "nan"
+    assert last_loss(read_run(make_run("b", records=records))) == (79.0, 1)
+    assert last_loss(read_run(make_run("c", records=[])))[1] == 0
+
+
+def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
+    text = page([read_run(eventful)])
+    found = Parsed(text)
+    assert found.loads == ["data:,"]
+    assert not re.search(r"https?:|url\(|@import", text)
+    assert "default-src 'none'" in text
+    assert set(found.links) == {"#curves", "#events", "#data", "#model", "#recipe"}
+    assert {link[1:] for link in found.links} <= set(found.ids)
+    assert len(set(found.ids)) == len(found.ids)
+    assert "<script>alert" not in text
+    words = " ".join(found.words)
+    for shown in (
+        "done, step 400 of 400, 8 x NVIDIA H200, 23 min 40 s of training",
+        "10 records of steps that were done again are left out.",
+        "<script>alert('a note')</script>",
+        "26,240 rows, 53,739,520 positions",
+        "rows 19,200 to 19,839",
+        "The store is not at this path",
+        "Planned, at the fullest moment of a step",
+        "Measured: 61.50 GiB, the most that torch had allocated.",
+        "input embedding",
+        "model.layers.*.mlp.up_proj.weight",
+        'preset = "tiny-2m"',
+    ):
+        assert shown in words, shown
+    assert text == page([read_run(eventful)]), "the same files, the same bytes"
+
+
+def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Path, make_run) -> None:
+    other = make_run("<other>", sets=["optimizer.lr=6e-4", "batch.global_batch=128"], records=[])
+    words = Parsed(page([read_run(eventful), read_run(other)])).words
+    at = words.index("optimizer.lr")
+    assert words[at : at + 3] == ["optimizer.lr", "0.0016", "0.0006"]
+    at = words.index("batch.global_batch")
+    assert words[at + 1 : at + 3] == ["64", "128"]
+    assert "schedule.max_steps" not in words
+    assert "2 runs: eventful, <other>" in words
+
+
+def test_runs_with_equal_recipes_say_so(make_run) -> None:
+    words = Parsed(page([read_run(make_run("a")), read_run(make_run("b"))])).words
+    assert "All fields of their recipes are equal." in words
+
+
+def test_a_run_without_a_record_has_a_page(make_run) -> None:
+    folder = make_run(records=[], events=[])
+    words = Parsed(page([read_run(folder)])).words
+    assert "No record has been written yet." in words
+    (folder / "recipe.json").unlink()
+    assert any("has no recipe.json" in word for word in Parsed(page([read_run(folder)])).words)
+
+
+def test_values_that_stand_above_the_axis_are_counted(make_run) -> None:
+    records = [{"step": s, "loss": 3.0 + s / 1000 + 900 * (s == 50), "elapsed_s": 1.0} for s in range(1, 101)]
+    words = Parsed(page([read_run(make_run(records=records))])).words
+    assert any("1 value stands above the axis." in word for word in words)
+
+
+def test_the_script_has_the_numbers_of_every_line_that_is_told(eventful: Path) -> None:
+    run = read_run(eventful)
+    values = values_of(charts([run]))
+    assert values["loss"]["lines"][0] is None, "of pale lines nothing is told"
+    steps, losses = values["loss"]["lines"][2]
+    assert steps == list(range(50, 401, 50))
+    assert losses == [float(f"{record['val_loss']:.5g}") for record in run.validation["web"]]
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
+
+
+def test_the_data_part_shows_the_stores(little_data: Path, make_run) -> None:
+    folder = make_run(sets=[])
+    table = json.loads((folder / "recipe.json").read_text())
+    table["recipe"]["data"] |= {"store": str(little_data / "train"), "validation": str(little_data / "validation")}
+    table["recipe"]["data"]["seq_len"] = 32
+    (folder / "recipe.json").write_text(json.dumps(table))
+    words = " ".join(Parsed(page([read_run(folder)])).words)
+    assert "Length of documents" in words
+    assert "bfd-32" in words
+    assert "001.txt" in words
+    assert words.count("Left out and special") == 2
+
+
+def test_a_damaged_store_is_named_and_the_page_goes_on(make_run, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    store.mkdir()
+    folder = make_run(sets=[f"data.store={store}"])
+    words = " ".join(Parsed(page([read_run(folder)])).words)
+    assert "The store cannot be read: " in words
+    assert "Where the parameters are" in words
+
+
+# ---- what is written ----
+
+
+def test_files_that_are_there_stay_unless_told(eventful: Path, tmp_path: Path) -> None:
+    out = tmp_path / "new" / "page.html"
+    assert write_report([eventful], out) == (out,)
+    out.write_text("mine")
+    with pytest.raises(ReportError, match=r"page.html: is there already; give another name, or --overwrite"):
+        write_report([eventful], out)
+    assert out.read_text() == "mine"
+    write_report([eventful], out, overwrite=True)
+    assert out.read_text().startswith("<!doctype html>")
+    assert [path.name for path in out.parent.iterdir()] == ["page.html"]
+
+
+def test_runs_that_are_none_or_named_twice_are_refused_before_anything_is_written(
+    eventful: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "page.html"
+    with pytest.raises(ReportError, match="no run is given"):
+        write_report([], out)
+    with pytest.raises(ReportError, match="the run is named twice"):
+        write_report([eventful, eventful / ".." / "eventful"], out)
+    with pytest.raises(TrainerError, match="is not a run directory"):
+        write_report([eventful, tmp_path], out)
+    assert not out.exists()
+
+
+def test_a_place_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match=r"cannot write .*page.html: .*; name a folder that can be written"):
+        write_report([eventful], tmp_path / "file" / "page.html")
+
+
+def test_pictures(eventful: Path, make_run, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = write_report([eventful, make_run("other")], tmp_path / "page.html", png=tmp_path / "png")
+    names = ["overview", "loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "memory", "validation"]
+    assert [path.name for path in written] == ["page.html", *(f"{one}.png" for one in [*names, "time-1", "time-2"])]
+    first = [path.read_bytes() for path in written]
+    for content in first[1:]:
+        assert content.startswith(b"\x89PNG\r\n")
+        assert int.from_bytes(content[16:20], "big") == 1200
+        assert len(content) > 5000
+    assert len(set(first)) >= len(first) - 1, "the two runs spent their time alike, and no other pictures are equal"
+
+
+def test_pictures_without_matplotlib(eventful: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(TrainerError, match=r'pip install "lt-trainer\[plot\]"'):
+        write_report([eventful], tmp_path / "page.html", png=tmp_path / "png")
+    assert not (tmp_path / "page.html").exists()
+
+
+def test_the_command(eventful: Path, tmp_path: Path) -> None:
+    program = Path(sys.executable).parent / "lt-train"
+    done = subprocess.run(
+        [program, "report", eventful, "--out", tmp_path / "page.html"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == f"{tmp_path / 'page.html'}\n"
+    again = subprocess.run(
+        [program, "report", eventful, "--out", tmp_path / "page.html"], capture_output=True, text=True, check=False
+    )
+    assert again.returncode == 64
+    assert "is there already" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+def test_importing_the_page_loads_no_matplotlib() -> None:
+    script = "import sys, lt_trainer.report.writing; sys.exit(bool({'matplotlib', 'torch', 'rich'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_nan_is_no_chart_value(make_run) -> None:
+    records = [{"step": s, "loss": "nan" if s == 3 else 2.0, "elapsed_s": 1.0} for s in range(1, 6)]
+    (loss,) = charts([read_run(make_run(records=records))])
+    assert [x for x, _ in loss.lines[0].points] == [1, 2, 4, 5]
+    assert all(math.isfinite(y) for line in loss.lines for _, y in line.points)

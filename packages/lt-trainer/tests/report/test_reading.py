@@ -1,0 +1,109 @@
+"""What a run's files tell: state, the way that counts, time over starts, marks, names."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from lt_trainer.errors import RecipeError, RunDirError
+from lt_trainer.report.reading import names_of, read_run
+
+
+def test_a_run_with_everything_in_it(eventful: Path) -> None:
+    run = read_run(eventful)
+    assert (run.name, run.state, run.step, run.max_steps, run.left) == ("eventful", "done", 400, 400, 10)
+    assert [record["step"] for record in run.train] == list(range(1, 401))
+    assert max(record["loss"] for record in run.train) < 99, "the way that was left is gone"
+    assert {name: [r["step"] for r in found] for name, found in run.validation.items()} == {
+        "web": list(range(50, 401, 50)),
+        "code": list(range(50, 401, 50)),
+    }
+    assert [(mark.kind, mark.step) for mark in run.marks] == [
+        ("checkpoint", 100),
+        ("checkpoint", 200),
+        ("stop", 200),
+        ("resume", 200),
+        ("checkpoint", 300),
+        ("skipped", 308),
+        ("skipped", 309),
+        ("skipped", 310),
+        ("rewind", 300),
+        ("checkpoint", 400),
+        ("done", 400),
+    ]
+    assert [mark.text for mark in run.marks if mark.text] == [
+        "SIGTERM",
+        *["loss nan, grad norm inf"] * 3,
+        "from step 310",
+    ]
+    assert run.data["row"] == 19840
+    assert run.recipe().batch.global_batch == 64
+
+
+def test_seconds_are_those_of_all_starts(make_run) -> None:
+    records = [{"step": s, "loss": 1.0, "elapsed_s": t} for s, t in ((1, 5.0), (2, 9.0), (2, 3.0), (3, 7.5), (4, 1.25))]
+    run = read_run(make_run(records=records))
+    assert run.seconds == 9.0 + 7.5 + 1.25
+    assert [record["elapsed_s"] for record in run.train] == [5.0, 3.0, 7.5, 1.25]
+
+
+@pytest.mark.parametrize(
+    ("events", "state"),
+    [
+        ([], "not started"),
+        ([{"event": "start"}], "running or killed"),
+        ([{"event": "start"}, {"event": "stop", "step": 3, "signal": "SIGUSR1"}], "stopped by SIGUSR1"),
+        ([{"event": "stop", "step": 3, "signal": "SIGUSR1"}, {"event": "start"}], "running or killed"),
+        ([{"event": "start"}, {"event": "done", "step": 9}, {"event": "note", "text": "x"}], "done"),
+    ],
+)
+def test_the_state_is_what_the_run_has_said_last(make_run, events: list[dict[str, object]], state: str) -> None:
+    assert read_run(make_run(events=events)).state == state
+
+
+def test_a_validation_that_was_done_twice_counts_once(make_run) -> None:
+    records = [{"step": 5, "val_loss": loss, "val_tokens": 9, "elapsed_s": 1.0} for loss in (3.0, 2.0)]
+    assert [record["val_loss"] for record in read_run(make_run(records=records)).validation[""]] == [2.0]
+
+
+def test_a_run_that_has_only_begun(make_run) -> None:
+    folder = make_run(records=[], events=[])
+    for name in ("metrics.jsonl", "events.jsonl", "recipe.json", "recipe.toml", "environment.json"):
+        (folder / name).unlink()
+    run = read_run(folder)
+    assert (run.step, run.seconds, run.max_steps, dict(run.start), dict(run.data)) == (0, 0.0, 0, {}, {})
+    with pytest.raises(RecipeError, match=r"has no recipe.json"):
+        run.recipe()
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirError, match=r"is not a run directory \(it has no .lt-run\)"):
+        read_run(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "[1]"])
+def test_a_damaged_file_is_named(make_run, content: str) -> None:
+    folder = make_run()
+    (folder / "recipe.json").write_text(content)
+    with pytest.raises(RunDirError, match=r"recipe.json is damaged"):
+        read_run(folder)
+
+
+def test_not_finite_numbers_are_numbers_again(make_run) -> None:
+    (one,) = read_run(make_run(records=[{"step": 1, "loss": "nan", "elapsed_s": 1.0}])).train
+    assert math.isnan(one["loss"])
+
+
+def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
+    assert names_of([tmp_path / "a" / "run", tmp_path / "b" / "run", tmp_path / "c"]) == ["a/run", "b/run", "c"]
+    assert names_of([tmp_path / "x" / "a" / "run", tmp_path / "y" / "a" / "run"]) == ["x/a/run", "y/a/run"]
+
+
+def test_nothing_in_the_run_is_touched(eventful: Path, tmp_path: Path) -> None:
+    from lt_trainer.report.writing import write_report
+
+    before = {path: path.read_bytes() for path in eventful.rglob("*") if path.is_file()}
+    write_report([eventful], tmp_path / "page.html")
+    assert {path: path.read_bytes() for path in eventful.rglob("*") if path.is_file()} == before
+    assert json.loads(before[eventful / ".lt-run"])["format"] == "lt-run"
