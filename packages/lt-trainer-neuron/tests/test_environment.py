@@ -29,6 +29,7 @@ def test_one_node_with_the_defaults() -> None:
         "TPU_CHIPS_PER_HOST_BOUNDS": "32",
         "TPU_NUM_DEVICES": "32",
         "XLA_DISABLE_FUNCTIONALIZATION": "0",
+        "XLA_USE_BF16": "1",
     }
 
 
@@ -62,7 +63,7 @@ def test_the_70b_recipe_on_16_nodes() -> None:
 @pytest.mark.parametrize(
     ("precision", "wanted"),
     [
-        ("bf16_sr", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}),
+        ("bf16_sr", {"XLA_USE_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}),
         ("downcast", {"XLA_DOWNCAST_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
         ("fp32_master", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
     ],
@@ -109,29 +110,34 @@ def test_the_spec_reads_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_CC_FLAGS", "--mine")
     assert SPEC.env(recipe())["NEURON_CC_FLAGS"] == "--mine"
     monkeypatch.setenv("XLA_USE_BF16", "1")
+    fp32 = recipe("parallel.tp=4", "batch.micro_batch=1", "engine.neuron.precision=fp32_master")
     with pytest.raises(RecipeError, match="XLA_USE_BF16=1 makes every fp32 tensor bfloat16"):
-        SPEC.check(recipe("parallel.tp=4", "batch.micro_batch=1"), World())
+        SPEC.check(fp32, World())
 
 
 @pytest.mark.parametrize(
-    ("precision", "name", "refused"),
+    ("precision", "name", "value", "refused"),
     [
-        ("bf16_sr", "XLA_USE_BF16", True),
-        ("fp32_master", "XLA_DOWNCAST_BF16", True),
-        ("downcast", "XLA_DOWNCAST_BF16", False),
-        ("downcast", "XLA_USE_BF16", True),
+        ("bf16_sr", "XLA_USE_BF16", "1", False),
+        ("bf16_sr", "XLA_USE_BF16", "0", True),
+        ("bf16_sr", "XLA_DOWNCAST_BF16", "1", True),
+        ("downcast", "XLA_DOWNCAST_BF16", "1", False),
+        ("downcast", "XLA_DOWNCAST_BF16", "0", True),
+        ("downcast", "XLA_USE_BF16", "1", True),
+        ("fp32_master", "XLA_USE_BF16", "1", True),
+        ("fp32_master", "XLA_DOWNCAST_BF16", "1", True),
+        ("fp32_master", "XLA_DOWNCAST_BF16", "0", False),
     ],
 )
-def test_what_lies_about_dtypes_is_refused_where_the_recipe_says_otherwise(
-    precision: str, name: str, refused: bool
-) -> None:
+def test_what_decides_dtypes_behind_the_recipe_is_refused(precision: str, name: str, value: str, refused: bool) -> None:
     made = recipe(f"engine.neuron.precision={precision}")
-    check_environment(made, {name: "0"})
-    if not refused:
-        check_environment(made, {name: "1"})
-        return
-    with pytest.raises(RecipeError, match=f"unset {name}"):
-        check_environment(made, {name: "1"})
+    check_environment(made, {})
+    check_environment(made, settings(made, {}))
+    if refused:
+        with pytest.raises(RecipeError, match=f"unset {name}"):
+            check_environment(made, {name: value})
+    else:
+        check_environment(made, {name: value})
 
 
 def test_the_cpu_backend_needs_none_and_an_sdk_must_be_known() -> None:

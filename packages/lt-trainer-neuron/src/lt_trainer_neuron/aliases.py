@@ -1,6 +1,6 @@
 """The knobs of the Llama scripts for neuronx-distributed, under the names that they have there, as fields of a recipe.
 
-They may stand among the hyperparameters of a run (`lt train run --hyperparameters FILE.json`), so that the settings of a
+They may stand among the hyperparameters of a run (`lt train run --hyperparameters FILE.json`), so that settings of a
 script can be carried over as they are. Names of flags may be written as the flag is, without dashes: `logging_interval`
 for `--logging_interval`. What has the same name and meaning in lt (SEQ_LEN, WARMUP_STEPS, MIN_LR, NUM_NODES) is a
 hyperparameter already. TOTAL_STEPS may be given in epochs and WARMUP_STEPS as a share (`lt_trainer.horizon`).

@@ -1,12 +1,9 @@
 """The environment variables that the Neuron runtime, compiler and torch-xla read: from a recipe, each with its reason.
 
-A pure function of the recipe, the SDK and what the person has set: a value of the person's own always wins and is shown
-beside ours. The values are those of the Llama recipes for neuronx-distributed (7B, 8B and 70B), but for two where torch
-2.9 differs from the torch that they were written for:
-
-- XLA_USE_BF16 is not set: the engine makes the weights bfloat16 itself, and the variable would turn fp32 masters,
-  moments and the loss into bfloat16 too. Where a person has set it, the run is refused.
-- XLA_DISABLE_FUNCTIONALIZATION is 0 for every recipe, as the 70B recipe has it.
+A pure function of the recipe, the SDK and what the person has set: a value of the person's own wins and is shown
+beside ours, but for the variables that decide dtypes behind torch's back: against the recipe they are refused. The
+values are those of the Llama recipes for neuronx-distributed (7B, 8B and 70B); XLA_DISABLE_FUNCTIONALIZATION is 0 for
+every recipe, as the 70B recipe has it, since torch 2.9 needs it to be right.
 
 Variables that belong to a cluster rather than to a recipe (root addresses, network interfaces) are the launcher's.
 
@@ -31,7 +28,7 @@ RECORD = "LT_NEURON_ENV"
 CORE_COUNT_VARIABLES = ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES", "TPU_CHIPS_PER_HOST_BOUNDS")
 
 BF16_VARIABLES = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")
-"""They make torch-xla lie about dtypes: fp32 tensors are bfloat16 on the device."""
+"""They decide dtypes behind torch's back: fp32 tensors are bfloat16 on the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,13 +85,16 @@ def _rows(recipe: Recipe, options: NeuronOptions) -> dict[str, tuple[str, str]]:
 
 def _precision(options: NeuronOptions) -> dict[str, tuple[str, str]]:
     """Weights that have fp32 masters keep what rounding would lose, so only pure bf16 rounds stochastically."""
-    name, said = "NEURON_RT_STOCHASTIC_ROUNDING_EN", f"{SECTION}.precision = {options.precision}"
+    said = f"{SECTION}.precision = {options.precision}"
+    rounding, still = "NEURON_RT_STOCHASTIC_ROUNDING_EN", "deprecated, and read by torch-neuronx up to 2.9"
     if options.precision == "bf16_sr":
-        return {name: ("1", f"{said}: bf16 weights without masters learn small updates only on average")}
-    rows = {name: ("0", f"{said}: fp32 masters keep what rounding would lose")}
+        return {
+            rounding: ("1", f"{said}: bf16 weights without masters learn small updates only on average"),
+            "XLA_USE_BF16": ("1", f"{said}: fp32 tensors are bf16 on the device; {still}"),
+        }
+    rows = {rounding: ("0", f"{said}: fp32 masters keep what rounding would lose")}
     if options.precision == "downcast":
-        told = f"{said}: fp32 becomes bf16 and fp64 fp32 on the device; torch-xla 2.9 still does it, with a warning"
-        rows["XLA_DOWNCAST_BF16"] = ("1", told)
+        rows["XLA_DOWNCAST_BF16"] = ("1", f"{said}: fp32 tensors are bf16 on the device, fp64 ones fp32; {still}")
     return rows
 
 
@@ -147,16 +147,16 @@ def check_environment(recipe: Recipe, environ: Mapping[str, str]) -> None:
     options = engine_options(recipe, "neuron", NeuronOptions)
     if options.backend == "cpu":
         return
-    own = _own(environ)
+    own, ours = _own(environ), _precision(options)
     for name in BF16_VARIABLES:
-        wanted = name == "XLA_DOWNCAST_BF16" and options.precision == "downcast"
-        if own.get(name, "0") not in ("", "0") and not wanted:
+        wanted = name in ours
+        if name in own and (own[name] not in ("", "0")) != wanted:
+            does = "makes every fp32 tensor bfloat16 on the device, masters, moments and loss too"
             raise RecipeError(
-                f"the environment's {name}={own[name]} makes every fp32 tensor bfloat16 on the device, masters, "
-                "moments and loss too",
+                f"the environment's {name}={own[name]} "
+                + ("would leave in fp32 what this precision has in bfloat16" if wanted else does),
                 values={f"{SECTION}.precision": options.precision},
-                remedy=f"unset {name}"
-                + (", or set engine.neuron.precision to downcast" if name == "XLA_DOWNCAST_BF16" else ""),
+                remedy=f"unset {name}, or choose another precision",
             )
 
 

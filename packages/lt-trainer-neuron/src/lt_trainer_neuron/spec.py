@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from lt_trainer.recipe import Recipe
+from lt_trainer.recipe import Recipe, Resolved
 from lt_trainer_neuron.aliases import fields_of
 from lt_trainer_neuron.checks import check, check_model
 from lt_trainer_neuron.environment import Variable, check_environment, settings, variables
@@ -13,6 +13,7 @@ from lt_trainer_neuron.options import NeuronOptions
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import World
+    from lt_trainer_neuron.planning import NeuronPlan
 
 __all__ = ["SPEC", "NeuronSpec", "NotYetError"]
 
@@ -47,6 +48,14 @@ class NeuronSpec:
     def variables(self, recipe: Recipe, environ: Mapping[str, str]) -> Sequence[Variable]:
         """The same as `env`, each with its reason and with what the recipe alone would say."""
         return variables(recipe, environ=environ)
+
+    def plan(
+        self, resolved: Resolved, *, device: str, devices: int, nodes: int | None, mfu: float | None
+    ) -> "NeuronPlan":
+        """Memory of a core by part, steps of an epoch and time, for `lt train plan`."""
+        from lt_trainer_neuron.planning import make
+
+        return make(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
 
     def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> NoReturn:
         """Check once more, with the model's vocabulary, and say that training comes later.
