@@ -14,8 +14,9 @@ ids with the split of Llama 3, trained on the first 20 MB.
              with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same
              texts in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where
              they are. The ids of all runs must be the same.
-    memory   the most memory that each process had at 100 MB and at 1 GB of text; memory-hf, memory-gigatoken-large and
-             the like measure a part of it
+    memory   the most memory that each process had at 100 MB and at 1 GB of text, and what the workers had of their own
+             (anonymous, by the median of the samples) in the second and the last tenth of the time; memory-hf,
+             memory-gigatoken-large and the like measure a part of it
     peer     datasets.map(tokenize) + group_texts + save_to_disk, as the examples of transformers do it, over 25 MB
 
 In each round every thing is measured once, in changing order, and the ratios are formed within the round.
@@ -202,6 +203,7 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
         "ids": ids.hexdigest(),
         "engine": manifest.engine["name"],
         "memory_bytes": watch.most,
+        "own_bytes_by_tenth": watch.by_tenth(),
     }
 
 
@@ -257,6 +259,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
+        self._own: list[tuple[float, int, int]] = []
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self.most: list[int] = []
@@ -283,9 +286,21 @@ class Watch:
             status = Path(f"/proc/{process}/status").read_text()
         except OSError:  # it has ended
             return
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                self._seen[process] = int(line.split()[1]) * 1024
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        if "VmHWM" in fields:
+            self._seen[process] = int(fields["VmHWM"].split()[0]) * 1024
+            self._own.append((time.monotonic(), process, int(fields["RssAnon"].split()[0]) * 1024))
+
+    def by_tenth(self) -> list[int]:
+        """Anonymous memory of the children, the median of all samples in each tenth of the time."""
+        samples = [(when, size) for when, process, size in self._own if process != os.getpid()]
+        if not samples:
+            return []
+        begin, end = samples[0][0], samples[-1][0]
+        tenths: list[list[int]] = [[] for _ in range(10)]
+        for when, size in samples:
+            tenths[min(9, int(10 * (when - begin) / max(end - begin, 1e-9)))].append(size)
+        return [int(statistics.median(tenth)) if tenth else 0 for tenth in tenths]
 
 
 CHILDREN = {"raw": child_raw, "prepare": child_prepare, "peer": child_peer}
@@ -409,8 +424,8 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
         + "different text"
         + (", walked again." if large["passes"] > 1 else "."),
         "",
-        "| engine | text | parent | larger worker | other worker |",
-        "|---|---|---|---|---|",
+        "| engine | text | parent | larger worker | other worker | workers' own, second tenth | last tenth |",
+        "|---|---|---|---|---|---|---|",
     ]
     for engine in ENGINES:
         for name, size in (("small", "100 MB"), ("large", "1 GB")):
@@ -418,7 +433,9 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
             most = [entry[thing]["memory_bytes"][:3] for entry in found if thing in entry]
             if not most:
                 continue
-            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in zip(*most, strict=True))
+            own = [entry[thing]["own_bytes_by_tenth"] for entry in found if thing in entry]
+            columns = [*zip(*most, strict=True), [tenths[1] for tenths in own], [tenths[9] for tenths in own]]
+            cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in columns)
             lines.append(f"| {engine} | {size} | {cells} |")
     return [*lines, ""]
 
