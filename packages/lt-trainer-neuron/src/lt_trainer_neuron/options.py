@@ -20,8 +20,18 @@ SECTION = "engine.neuron"
 class NeuronOptions:
     """Options of the Trainium engine; the parallel degrees stand in `[parallel]`."""
 
-    backend: Literal["nxd", "cpu"] = option(
-        "nxd", "nxd: neuronx-distributed on Trainium; cpu: the same plan over gloo, to compare numbers"
+    backend: Literal["nxd", "xla", "cpu"] = option(
+        "nxd",
+        "nxd: neuronx-distributed on Trainium; xla: one rank on plain torch-xla; "
+        "cpu: the same plan over gloo, to compare numbers",
+    )
+    graph: Literal["micro_batch", "step"] = option(
+        "micro_batch",
+        "what is compiled as one graph: a micro-batch, and apart from it the update; or the whole step, which grows "
+        "with the number of micro-batches",
+    )
+    cpu_dtype: Literal["float32", "bfloat16", "float64"] = option(
+        "float32", "what the cpu backend computes in, in place of precision; its master weights are fp32 or wider"
     )
     num_neuroncores: int = option(
         32,
@@ -68,6 +78,9 @@ class NeuronOptions:
             problem = "there is nothing to fuse without qkv_linear"
             remedy = "set engine.neuron.qkv_linear to true or engine.neuron.fuse_qkv to false"
             raise wrong(self, SECTION, "fuse_qkv qkv_linear", problem, remedy)
+        if self.cpu_dtype != NeuronOptions.cpu_dtype and self.backend != "cpu":
+            problem, remedy = "only the cpu backend has a choice of dtypes", "set engine.neuron.precision instead"
+            raise wrong(self, SECTION, "cpu_dtype backend", problem, remedy)
         if "--cache_dir" in self.cc_flags:
             raise RecipeError(
                 "the compiler's cache has an option of its own",

@@ -1,0 +1,11 @@
+"""Ranks with the engine loaded."""
+
+import pytest
+
+from lt_trainer.testing import RankPool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> RankPool:
+    """Up to eight ranks; their server starts when a test first asks for some."""
+    return RankPool(8, preload=("lt_trainer_neuron.engine", "lt_trainer_neuron.cpu.backend"))
