@@ -89,23 +89,14 @@ def main(arguments: list[str]) -> int:
     files = build(member, out, cached=not options.no_cache)
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        sources: list[str | Path] = []
+        # Neither an older build of the same version nor an older page of the index is good enough.
+        sources: list[str | Path] = [part for name in members for part in ("--refresh-package", name)]
         if options.index:
-            sources = ["--index", options.index]
+            sources += ["--index", options.index]
         elif siblings(member, members):
-            run(
-                "uv",
-                "build",
-                "--quiet",
-                "--all-packages",
-                "--wheel",
-                "--no-sources",
-                "--out-dir",
-                work / "wheels",
-                cwd=ROOT,
-            )
-            fresh = [part for name in members for part in ("--refresh-package", name)]
-            sources = ["--find-links", work / "wheels", *fresh]
+            wheels = work / "wheels"
+            run("uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels, cwd=ROOT)
+            sources += ["--find-links", wheels]
         for file in files:
             try_alone(member, file, work, sources=sources, cached=not options.no_cache)
             print(f"{file.name}: installs alone, imports{', answers --help' if member.scripts else ''}", flush=True)

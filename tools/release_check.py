@@ -1,6 +1,6 @@
 """What a release tag must satisfy before anything is built from it. The workflow of the tag runs this.
 
-    python tools/release_check.py lt-data-v0.2.0 --index https://.../simple      # fails, or prints package and version
+    python tools/release_check.py lt-data-v0.2.0 --index URL      # fails, or prints package and version
     python tools/release_check.py lt-data-v0.2.0 --notes                         # its changelog section
 
 The tag names a package and the version in its pyproject, and points at what is checked out; the newest release in the

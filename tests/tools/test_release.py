@@ -44,7 +44,8 @@ def index() -> Iterator[str]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Index)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/simple"
+    address = f"http://127.0.0.1:{server.server_port}"
+    yield f"{address}/simple"
     server.shutdown()
     thread.join()
     server.server_close()

@@ -1,0 +1,52 @@
+# The one list of commands. `just` shows it (pip install rust-just, or run what stands below a name by hand).
+
+[private]
+default:
+    @just --list --unsorted
+
+# Everything that must hold for a commit: lint, format, types, layers, tests. Arguments narrow the tests.
+check *PYTEST:
+    uv run --locked python tools/check.py {{PYTEST}}
+
+# What the test command leaves out: full counts, compilation, big shapes.
+slow *PYTEST:
+    uv run --locked python tools/slow.py {{PYTEST}}
+
+# Lint and format what is here, mending what can be mended.
+mend:
+    uv run --locked ruff check --fix .
+    uv run --locked ruff format .
+
+# Types, and who may import whom.
+types:
+    uv run --locked basedpyright --level error
+    uv run --locked lint-imports
+
+# Ranges between packages, declared imports, public names, the architecture picture.
+packages:
+    uv run --locked python tools/check_ranges.py
+    uv run --locked python tools/declared.py
+    uv run --locked python tools/api_surface.py
+    uv run --locked python tools/architecture.py
+
+# Write the frozen lists of public names and the picture anew; look at the diff.
+refresh:
+    uv run --locked python tools/api_surface.py --write
+    uv run --locked python tools/architecture.py --write
+
+# What a change against BASE has to run, and whether the changelogs tell of it.
+affected BASE="origin/main":
+    uv run --locked python tools/affected.py --base {{BASE}}
+    uv run --locked python tools/changelog.py --base {{BASE}}
+
+# One package in an environment of its own: just package lt-data /tmp/x --python 3.13 --resolution highest
+package NAME OUT *OPTIONS:
+    uv run --locked python tools/package.py {{NAME}} --out {{OUT}} {{OPTIONS}}
+
+# Wheel and sdist of one package, each tried alone.
+artefacts NAME OUT:
+    uv run --locked python tools/artefacts.py {{NAME}} --out {{OUT}}
+
+# Prepare a release: just release lt-data minor
+release NAME MOVE *OPTIONS:
+    uv run --locked python tools/release.py {{NAME}} {{MOVE}} {{OPTIONS}}

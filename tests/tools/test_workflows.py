@@ -1,0 +1,135 @@
+"""The workflow files: pinned, without rights that they do not need, covering every package, linted."""
+
+import fnmatch
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from members import ROOT, read
+
+FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+TEXTS = {path.name: path.read_text() for path in FILES}
+FLOWS: dict[str, dict[Any, Any]] = {name: yaml.safe_load(text) for name, text in TEXTS.items()}
+ON = True
+"""YAML 1.1 reads the key `on` as true."""
+
+
+def jobs() -> list[tuple[str, str, dict[str, Any]]]:
+    return [(file, name, job) for file, flow in FLOWS.items() for name, job in flow["jobs"].items()]
+
+
+def steps() -> list[tuple[str, dict[str, Any]]]:
+    return [(f"{file}:{name}", step) for file, name, job in jobs() for step in job.get("steps", [])]
+
+
+def test_there_are_three() -> None:
+    assert list(FLOWS) == ["ci.yml", "package.yml", "release.yml"]
+
+
+def test_every_action_is_pinned_by_hash_and_by_the_same_everywhere() -> None:
+    found: dict[str, set[str]] = {}
+    for name, text in TEXTS.items():
+        for line in re.findall(r"^ *(?:- )?uses: (.*)$", text, re.M):
+            if line.startswith("./"):
+                assert (ROOT / line).is_file(), line
+                continue
+            pin = re.fullmatch(r"([\w.-]+/[\w./-]+)@([0-9a-f]{40}) # (v\d+\.\d+\.\d+)", line)
+            assert pin, f"{name}: {line} is not pinned as owner/name@HASH # vX.Y.Z"
+            found.setdefault(pin[1], set()).add(pin[2])
+    assert found
+    assert {action: hashes for action, hashes in found.items() if len(hashes) != 1} == {}
+
+
+def test_nothing_has_more_rights_than_it_needs() -> None:
+    for file, flow in FLOWS.items():
+        assert flow["permissions"] == {"contents": "read"}, file
+    own = {(file, name): job["permissions"] for file, name, job in jobs() if "permissions" in job}
+    assert own == {
+        ("release.yml", "publish"): {"id-token": "write"},
+        ("release.yml", "announce"): {"contents": "write"},
+    }
+    for where, step in steps():
+        if step.get("uses", "").startswith("actions/checkout"):
+            assert step["with"]["persist-credentials"] is False, where
+
+
+def test_what_publishes_runs_nothing_of_the_repository() -> None:
+    release = FLOWS["release.yml"]["jobs"]
+    assert release["publish"]["needs"] == "build"
+    assert release["publish"]["environment"] == "pypi"
+    for job in ("publish", "announce"):
+        assert not [s for s in release[job]["steps"] if s.get("uses", "").startswith("actions/checkout")]
+    assert [s["run"] for s in release["publish"]["steps"] if "run" in s] == [
+        "uv publish --trusted-publishing always dist/*"
+    ]
+    assert "secrets." not in TEXTS["release.yml"]
+
+
+def test_nothing_from_outside_is_pasted_into_a_command() -> None:
+    for where, step in steps():
+        assert "${{" not in step.get("run", ""), f"{where}: hand it over by env"
+
+
+def test_every_job_has_an_end() -> None:
+    for file, name, job in jobs():
+        assert "uses" in job or "timeout-minutes" in job, f"{file}:{name}"
+
+
+def test_every_package_is_planned_tested_and_released() -> None:
+    """The plan knows all members, the matrix is the plan's, and the tag of each starts a release."""
+    ci = FLOWS["ci.yml"]["jobs"]
+    assert ci["package"]["strategy"]["matrix"]["package"] == "${{ fromJSON(needs.plan.outputs.packages) }}"
+    assert ci["package"]["uses"] == "./.github/workflows/package.yml"
+    (pattern,) = FLOWS["release.yml"][ON]["push"]["tags"]
+    command = [sys.executable, ROOT / "tools" / "affected.py", "--all"]
+    planned = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
+    assert planned["packages"] == folders == sorted(read())
+    assert [name for name in folders if not fnmatch.fnmatch(f"{name}-v1.2.3", pattern)] == []
+
+
+def test_the_gate_waits_for_every_job() -> None:
+    ci = FLOWS["ci.yml"]["jobs"]
+    assert set(ci["gate"]["needs"]) == set(ci) - {"gate"}
+    assert ci["gate"]["if"] == "always()"
+
+
+def test_the_pythons_are_the_ends_of_what_is_promised() -> None:
+    matrix = FLOWS["package.yml"]["jobs"]["test"]["strategy"]["matrix"]
+    promised = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert promised == ">=3.11,<3.14"
+    assert matrix["python"] == ["3.11", "3.13"]
+    assert sorted(matrix["resolution"]) == ["highest", "locked", "lowest-direct"]
+
+
+def commands() -> list[str]:
+    """Every call of a tool of ours, in workflows and in the list of commands."""
+    texts = [step["run"] for _, step in steps() if "run" in step] + [(ROOT / "justfile").read_text()]
+    return sorted({" ".join(line.split()) for text in texts for line in re.findall(r"tools/[^\n>#{]+", text)})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_tool_that_is_called_has_the_options_that_it_gets(command: str) -> None:
+    """Read, not run: the parser of each tool names its options in the source."""
+    name, *words = command.split()
+    source = (ROOT / name).read_text()
+    for word in words:
+        if option := re.match(r"--[a-z][a-z-]*", word):
+            assert f'"{option[0]}"' in source or "pytest_arguments" in source, f"{name} has no {option[0]}"
+
+
+@pytest.mark.parametrize(
+    "command", [("actionlint",), ("zizmor", "--offline", "--no-progress", "--min-severity=medium")], ids=lambda c: c[0]
+)
+def test_linters_of_workflows(command: tuple[str, ...]) -> None:
+    program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
+    if program is None:
+        pytest.skip(f"{command[0]} is not installed: the workflow files were not linted by it")
+    done = subprocess.run([program, *command[1:], *FILES], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
