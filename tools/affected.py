@@ -28,7 +28,8 @@ EVERYTHING = {
 }
 """What every package's checks run with."""
 READ_BY_TESTS = {
-    "examples/": ("lt-data", "lt-launch", "lt-trainer"),
+    "constraints/": ("lt-trainer-neuron",),
+    "examples/": ("lt-data", "lt-launch", "lt-trainer", "lt-trainer-neuron"),
     "containers/": ("lt-launch",),
     "docs/": ("lt-launch", "lt-trainer"),
 }
