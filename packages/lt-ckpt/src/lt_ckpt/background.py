@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from lt_ckpt.errors import GivenUpError
-from lt_ckpt.save import write_part
+from lt_ckpt.save import PartFiles, write_part
 from lt_ckpt.shards import Shard
 
 ALIGN = 64
@@ -76,7 +76,13 @@ class BackgroundSaver:
         return n_bytes
 
     def start(
-        self, tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard], then: Then | None = None
+        self,
+        tmp: str | os.PathLike[str],
+        *,
+        rank: int,
+        shards: Iterable[Shard],
+        layout: PartFiles | None = None,
+        then: Then | None = None,
     ) -> None:
         """Copies the shards, and writes them in the background as `write_part` does. Waits for the save before.
 
@@ -84,6 +90,7 @@ class BackgroundSaver:
             tmp: What `begin` returned.
             rank: This rank.
             shards: Slices of tensors; nothing of them is used after this returns.
+            layout: What makes files of them, as for `write_part`.
             then: What follows when the part is written: on rank 0 `commit`.
 
         Raises:
@@ -95,7 +102,7 @@ class BackgroundSaver:
         self._part_ended.clear()
         # A daemon: a disk that hangs must not keep the process from ending.
         self._thread = threading.Thread(
-            target=self._save, args=(Path(tmp), rank, copies, then), name="lt-ckpt-save", daemon=True
+            target=self._save, args=(Path(tmp), rank, copies, layout, then), name="lt-ckpt-save", daemon=True
         )
         self._thread.start()
 
@@ -117,9 +124,9 @@ class BackgroundSaver:
 
         return hand_out
 
-    def _save(self, tmp: Path, rank: int, shards: list[Shard], then: Then | None) -> None:
+    def _save(self, tmp: Path, rank: int, shards: list[Shard], layout: PartFiles | None, then: Then | None) -> None:
         """The thread."""
-        self._attempt(lambda: write_part(tmp, rank=rank, shards=shards))
+        self._attempt(lambda: write_part(tmp, rank=rank, shards=shards, layout=layout))
         self.progress += 1
         self._part_ended.set()
         if then is not None and self._failure is None:

@@ -15,6 +15,7 @@ import re
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ import xxhash
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.records import PART_FILE, TENSOR_FILE, TOKENIZER_FILE
+from lt_ckpt.records import LISTED, NXD_FOLDER
 
 MARK = "save.json"
 MANIFEST, COMMIT, TOKENIZER = "manifest.json", "COMMIT", "tokenizer"
@@ -127,7 +128,7 @@ def _left_behind(folder: Path) -> bool:
     if mark.machine == machine():
         pid = mark.process.partition("-")[0]
         return not pid.isdecimal() or process(int(pid)) != mark.process
-    stats = [(entry.name, entry.stat(follow_symlinks=False)) for entry in os.scandir(folder)]
+    stats = [(name, entry.stat(follow_symlinks=False)) for name, entry in files_below(folder)]
     seen = frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
     before, since = _watched.get(folder, (None, 0.0))
     if seen != before:
@@ -161,25 +162,42 @@ def sweep(root: Path) -> list[Path]:
     return gone
 
 
+def _is_our_folder(name: str) -> bool:
+    """Tells whether a checkpoint can have a folder of that name, relative to it."""
+    return name == TOKENIZER or NXD_FOLDER.fullmatch(name) is not None
+
+
+def files_below(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yields what lies in a folder and in those below it that a checkpoint can have: name relative to it, entry."""
+    for entry in list(os.scandir(folder / inside if inside else folder)):
+        name = f"{inside}/{entry.name}" if inside else entry.name
+        if entry.is_dir(follow_symlinks=False) and _is_our_folder(name):
+            yield from files_below(folder, name)
+        else:
+            yield name, entry
+
+
 def _known_entries(folder: Path) -> list[str] | None:
     """Returns the files in a folder, relative to it, the mark last; None when any is not of a name that we write."""
     found: list[str] = []
-    for entry in list(os.scandir(folder)):
-        if entry.is_dir(follow_symlinks=False) and entry.name == TOKENIZER:
-            inside = list(os.scandir(entry.path))
-            if not all(inner.is_file(follow_symlinks=False) for inner in inside):
-                return None
-            found += [f"{TOKENIZER}/{inner.name}" for inner in inside]
-        elif entry.is_file(follow_symlinks=False):
-            found.append(entry.name)
-        else:
+    for name, entry in files_below(folder):
+        if not entry.is_file(follow_symlinks=False):
             return None
-    names = {name: name.removesuffix(".tmp") for name in found}
-    patterns = (TENSOR_FILE, PART_FILE, TOKENIZER_FILE, FAILED_FILE)
-    for name in names.values():
-        if name not in (MARK, MANIFEST, COMMIT) and not any(pattern.fullmatch(name) for pattern in patterns):
+        plain = name.removesuffix(".tmp")
+        if plain not in (MANIFEST, COMMIT) and not any(pattern.fullmatch(plain) for pattern in (*LISTED, FAILED_FILE)):
             return None
+        found.append(name)
     return sorted(found, key=lambda name: (name == MARK, name))
+
+
+def _our_folders(folder: Path, inside: str = "") -> list[str]:
+    """Returns the folders of a checkpoint, relative to it, each after those in it."""
+    found: list[str] = []
+    for entry in list(os.scandir(folder / inside if inside else folder)):
+        name = f"{inside}/{entry.name}" if inside else entry.name
+        if entry.is_dir(follow_symlinks=False) and _is_our_folder(name):
+            found += [*_our_folders(folder, name), name]
+    return found
 
 
 def remove(folder: Path) -> bool:
@@ -202,14 +220,12 @@ def remove(folder: Path) -> bool:
             files.rename(folder, trash)
             files.fsync_folder(folder.parent)
             folder = trash
-        if (folder / TOKENIZER).is_dir():
-            for name in known:
-                if name.startswith(f"{TOKENIZER}/"):
-                    os.unlink(folder / name)
-            os.rmdir(folder / TOKENIZER)
         for name in known:
-            if "/" not in name:
+            if name != MARK:
                 os.unlink(folder / name)
+        for name in _our_folders(folder):
+            os.rmdir(folder / name)
+        os.unlink(folder / MARK)
         os.rmdir(folder)
         files.fsync_folder(folder.parent)
     return True

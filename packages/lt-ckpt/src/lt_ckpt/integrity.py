@@ -1,8 +1,8 @@
 """Verification: every byte of a checkpoint against the hashes that were taken while it was written.
 
-Each tensor file's header has a hash, each slice has one, every other file has one, the manifest's hash stands in
-COMMIT; so a flipped bit, a cut or swapped file, or a missing one is always found. All files are looked at, also after
-the first problem. Cost: one read of the checkpoint through a few buffers.
+Each tensor file's header has a hash, each slice has one, every other file has one (also one of NxD's with tensors in
+it), the manifest's hash stands in COMMIT; so a flipped bit, a cut or swapped file, or a missing one is always found.
+All files are looked at, also after the first problem. Cost: one read of the checkpoint through a few buffers.
 """
 
 import os
@@ -17,7 +17,7 @@ import xxhash
 from lt_ckpt import files
 from lt_ckpt.checkpoint import read_manifest
 from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import COMMIT, MANIFEST, TOKENIZER
+from lt_ckpt.folders import COMMIT, MANIFEST, files_below
 from lt_ckpt.manifest import Manifest
 from lt_ckpt.readahead import WORTH_BYTES, Stretch, read_ahead
 from lt_ckpt.records import TENSOR_FILE, FileRecord
@@ -131,11 +131,13 @@ def verify(path: str | os.PathLike[str], *, progress: files.Progress | None = No
 
 
 def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[StoredTensor, str]]]:
-    """Returns file → key → where the slice lies and its hash."""
+    """Returns file → key → where the slice lies and its hash; files that are hashed as a whole are left out."""
     found: dict[str, dict[str, tuple[StoredTensor, str]]] = {}
     for members in manifest.tensors.values():
         for record in members.values():
             for piece in record.slices:
+                if not piece.xxh3_128:
+                    continue
                 stored = StoredTensor(record.dtype, piece.shape, piece.begin)
                 found.setdefault(piece.file, {})[piece.key] = (stored, piece.xxh3_128)
     return found
@@ -144,12 +146,7 @@ def _slices_by_file(manifest: Manifest) -> dict[str, dict[str, tuple[StoredTenso
 def _extra(folder: Path, manifest: Manifest) -> tuple[str, ...]:
     known = {*manifest.files, MANIFEST, COMMIT}
     with storage("listing", folder):
-        found: set[str] = set()
-        for entry in os.scandir(folder):
-            if entry.name == TOKENIZER and entry.is_dir(follow_symlinks=False):
-                found |= {f"{TOKENIZER}/{inner.name}" for inner in os.scandir(entry.path)}
-            else:
-                found.add(entry.name)
+        found = {name for name, _ in files_below(folder)}
     return tuple(sorted(found - known))
 
 

@@ -25,6 +25,7 @@ from lt_ckpt.manifest import Meta
 from lt_ckpt.models import HEAD, stored_shapes, with_head
 from lt_ckpt.pipeline import Tally, in_order
 from lt_ckpt.plan import Stored
+from lt_ckpt.records import Slice
 from lt_ckpt.save import begin, commit, discard, write_part
 from lt_ckpt.shards import Shard, row_blocks
 from lt_ckpt.source import Group, Reader, Source
@@ -93,14 +94,13 @@ def _group(checkpoint: Checkpoint, group: str) -> Group:
     records = checkpoint.manifest.tensors[group]
     return Group(
         specs={name: record.spec for name, record in records.items()},
-        places={
-            name: tuple(
-                Stored(file=piece.file, begin=piece.begin, offset=piece.offset, shape=piece.shape)
-                for piece in record.slices
-            )
-            for name, record in records.items()
-        },
+        places={name: _stored(record.slices) for name, record in records.items()},
+        copies={name: _stored(record.copies) for name, record in records.items() if record.copies},
     )
+
+
+def _stored(slices: Sequence[Slice]) -> tuple[Stored, ...]:
+    return tuple(Stored(file=s.file, begin=s.begin, offset=s.offset, shape=s.shape) for s in slices)
 
 
 def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:

@@ -5,6 +5,9 @@ and the hash of its bytes. A file is a size and the hash of its leading bytes: o
 slices' hashes answer for the rest), of everything for any other file. `check` makes sure that every byte of every file
 is answered for by exactly one hash and that the slices of each tensor hold each element exactly once.
 
+Tensors may also lie in the files of another program's format, NxD's (`NXD_FILE`), which holds some of them several
+times. Such a file is hashed as a whole, its slices have no hashes of their own, and equal slices are `copies`.
+
 Cost: a hundred to two hundred bytes of JSON per slice.
 """
 
@@ -24,6 +27,16 @@ TENSOR_FILE = re.compile(r"[a-z][a-z0-9_]{0,63}-\d{5,9}\.safetensors")
 PART_FILE = re.compile(r"part-\d{5,9}\.json")
 TOKENIZER_FILE = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 MARK_FILE = re.compile(r"save\.json")
+_RANK = r"dp_rank_\d{2,9}_tp_rank_\d{2,9}_pp_rank_\d{2,9}\.pt"
+NXD_FILE = re.compile(
+    rf"(model|optim)/{_RANK}(\.info\.pt|\.tensors/tensor_\d{{1,9}}\.pt)?|scheduler\.pt|user_content\.pt|checkpoint|done"
+)
+"""What NxD's own loader looks for in a folder of its own."""
+BEGUN, DONE = "checkpoint", "done"
+"""The markers of a tag of NxD's. Each holds the text `1`."""
+NXD_FOLDER = re.compile(rf"(model|optim)(/{_RANK}\.tensors)?")
+LISTED = (TENSOR_FILE, PART_FILE, TOKENIZER_FILE, MARK_FILE, NXD_FILE)
+"""Names that a manifest can list."""
 HASH = re.compile(r"[0-9a-f]{32}")
 
 
@@ -38,7 +51,7 @@ class Slice:
         begin: Byte in the file at which the slice begins.
         offset: Where the slice begins in the tensor.
         shape: Shape of the slice.
-        xxh3_128: Hash of its bytes, as hex.
+        xxh3_128: Hash of its bytes, as hex; empty in a file that is hashed as a whole.
     """
 
     file: str
@@ -51,11 +64,12 @@ class Slice:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorRecord:
-    """A tensor: dtype (safetensors code), global shape, and its slices."""
+    """A tensor: dtype (safetensors code), global shape, its slices, and where slices are stored once more."""
 
     dtype: str
     shape: Ints
     slices: tuple[Slice, ...]
+    copies: tuple[Slice, ...] = ()
 
     @property
     def spec(self) -> TensorSpec:
@@ -132,7 +146,7 @@ def files_from_json(obj: dict[str, Any], source: str) -> Files:
     found: Files = {}
     for name, entry in obj.items():
         where = f"{source}: file {name!r}"
-        if not any(pattern.fullmatch(name) for pattern in (TENSOR_FILE, PART_FILE, TOKENIZER_FILE, MARK_FILE)):
+        if not any(pattern.fullmatch(name) for pattern in LISTED):
             raise CheckpointError(f"{where}: not a name that a checkpoint's file can have")
         if not isinstance(entry, dict):
             raise CheckpointError(f"{where}: must be an object; the file is damaged")
@@ -148,23 +162,31 @@ def files_from_json(obj: dict[str, Any], source: str) -> Files:
 
 
 def tensors_to_json(tensors: Tensors) -> dict[str, Any]:
-    """Returns the tensor records as JSON values; a slice's key is left out where it is the tensor's name."""
+    """Returns the tensor records as JSON values.
+
+    A slice's key is left out where it is the tensor's name, its hash and a tensor's copies where there are none.
+    """
+
+    def listed(slices: Iterable[Slice], name: str) -> list[dict[str, Any]]:
+        return [
+            {
+                "file": piece.file,
+                **({} if piece.key == name else {"key": piece.key}),
+                "begin": piece.begin,
+                "offset": list(piece.offset),
+                "shape": list(piece.shape),
+                **({"xxh3_128": piece.xxh3_128} if piece.xxh3_128 else {}),
+            }
+            for piece in slices
+        ]
+
     return {
         group: {
             name: {
                 "dtype": record.dtype,
                 "shape": list(record.shape),
-                "slices": [
-                    {
-                        "file": piece.file,
-                        **({} if piece.key == name else {"key": piece.key}),
-                        "begin": piece.begin,
-                        "offset": list(piece.offset),
-                        "shape": list(piece.shape),
-                        "xxh3_128": piece.xxh3_128,
-                    }
-                    for piece in record.slices
-                ],
+                "slices": listed(record.slices, name),
+                **({"copies": listed(record.copies, name)} if record.copies else {}),
             }
             for name, record in members.items()
         }
@@ -188,8 +210,14 @@ def _tensor(members: dict[str, Any], name: str, where: str) -> TensorRecord:
     dtype, shape = strict_json.field(entry, "dtype", str, where), strict_json.counts(entry, "shape", where)
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"{where}: dtype {dtype!r} is not known")
+    slices = _slices(strict_json.field(entry, "slices", list, where), name, shape, where)
+    copies = _slices(strict_json.field(entry, "copies", list, where), name, shape, where) if "copies" in entry else []
+    return TensorRecord(dtype=dtype, shape=shape, slices=tuple(slices), copies=tuple(copies))
+
+
+def _slices(items: list[Any], name: str, shape: Ints, where: str) -> list[Slice]:
     slices: list[Slice] = []
-    for item in strict_json.field(entry, "slices", list, where):
+    for item in items:
         if not isinstance(item, dict):
             raise CheckpointError(f"{where}: a slice must be an object; the file is damaged")
         piece = Slice(
@@ -198,12 +226,12 @@ def _tensor(members: dict[str, Any], name: str, where: str) -> TensorRecord:
             begin=strict_json.count(item, "begin", where),
             offset=strict_json.counts(item, "offset", where),
             shape=strict_json.counts(item, "shape", where),
-            xxh3_128=_hash(item, where),
+            xxh3_128=_hash(item, where) if "xxh3_128" in item else "",
         )
         if not inside((piece.offset, piece.shape), shape):
             raise CheckpointError(f"{where}: a slice at {list(piece.offset)} does not lie in it; the file is damaged")
         slices.append(piece)
-    return TensorRecord(dtype=dtype, shape=shape, slices=tuple(slices))
+    return slices
 
 
 def _hash(obj: dict[str, Any], where: str) -> str:
@@ -214,7 +242,7 @@ def _hash(obj: dict[str, Any], where: str) -> str:
 
 
 def merge(parts: Iterable[Part]) -> tuple[Files, Tensors]:
-    """Joins the parts of all ranks.
+    """Joins the parts of all ranks; a slice in a file of NxD that an earlier rank has stored as well is a copy.
 
     Raises:
         CheckpointError: Two ranks give a tensor different dtypes or global shapes, or both wrote one file.
@@ -222,6 +250,8 @@ def merge(parts: Iterable[Part]) -> tuple[Files, Tensors]:
     files: Files = {}
     specs: dict[str, dict[str, TensorSpec]] = {}
     slices: dict[tuple[str, str], list[Slice]] = {}
+    copies: dict[tuple[str, str], list[Slice]] = {}
+    seen: set[tuple[str, str, Ints, Ints]] = set()
     for part in parts:
         for name, record in part.files.items():
             if name in files:
@@ -236,10 +266,24 @@ def merge(parts: Iterable[Part]) -> tuple[Files, Tensors]:
                         f"tensor {group}/{name}: rank {part.rank} says {record.dtype} {list(record.shape)}, "
                         f"a rank before it {spec.dtype} {list(spec.shape)}"
                     )
-                slices.setdefault((group, name), []).extend(record.slices)
+                own = slices.setdefault((group, name), [])
+                for piece in record.slices:
+                    box = (group, name, piece.offset, piece.shape)
+                    if not NXD_FILE.fullmatch(piece.file):
+                        own.append(piece)
+                    elif box in seen:
+                        copies.setdefault((group, name), []).append(piece)
+                    else:
+                        own.append(piece)
+                        seen.add(box)
     return files, {
         group: {
-            name: TensorRecord(dtype=spec.dtype, shape=spec.shape, slices=tuple(slices[group, name]))
+            name: TensorRecord(
+                dtype=spec.dtype,
+                shape=spec.shape,
+                slices=tuple(slices[group, name]),
+                copies=tuple(copies.get((group, name), ())),
+            )
             for name, spec in members.items()
         }
         for group, members in specs.items()
@@ -252,21 +296,40 @@ def check(files: Files, tensors: Tensors, source: str) -> None:
     Raises:
         CheckpointError: Naming the tensor or the file.
     """
-    ends: dict[str, list[tuple[int, int]]] = {name: [(0, files[name].hashed_bytes)] for name in files}
+    ends: dict[str, list[tuple[int, int]]] = {name: [] for name in files}
     for group, members in tensors.items():
         for name, record in members.items():
-            trouble = covers(record.shape, [(piece.offset, piece.shape) for piece in record.slices])
-            if trouble:
-                raise CheckpointError(f"{source}: tensor {group}/{name} of shape {list(record.shape)}: {trouble}")
-            for piece in record.slices:
-                if not TENSOR_FILE.fullmatch(piece.file) or piece.file not in files:
-                    raise CheckpointError(f"{source}: tensor {group}/{name}: its file {piece.file!r} is not listed")
+            where = f"{source}: tensor {group}/{name}"
+            _check_boxes(record, where)
+            for piece in (*record.slices, *record.copies):
+                whole = NXD_FILE.fullmatch(piece.file) is not None
+                if piece.file not in files or not (whole or TENSOR_FILE.fullmatch(piece.file)):
+                    raise CheckpointError(f"{where}: its file {piece.file!r} is not listed")
+                if whole == bool(piece.xxh3_128):
+                    raise CheckpointError(f"{where}: {'a' if whole else 'no'} hash for its slice in {piece.file!r}")
                 ends[piece.file].append((piece.begin, piece.begin + record.slice_bytes(piece)))
     for name, ranges in ends.items():
-        position = 0
-        for begin, end in sorted(ranges):
-            if begin != position:
-                raise CheckpointError(f"{source}: file {name}: the bytes from {position} to {begin} do not add up")
-            position = end
-        if position != files[name].n_bytes:
-            raise CheckpointError(f"{source}: file {name}: has {files[name].n_bytes} bytes, {position} are listed")
+        _check_bytes(f"{source}: file {name}", files[name], ranges, whole=NXD_FILE.fullmatch(name) is not None)
+
+
+def _check_boxes(record: TensorRecord, where: str) -> None:
+    """Checks that a tensor's slices tile it, and that each copy is one of a slice."""
+    boxes = [(piece.offset, piece.shape) for piece in record.slices]
+    trouble = covers(record.shape, boxes)
+    if trouble:
+        raise CheckpointError(f"{where} of shape {list(record.shape)}: {trouble}")
+    if record.copies and not {(piece.offset, piece.shape) for piece in record.copies} <= set(boxes):
+        raise CheckpointError(f"{where}: a copy is of no slice of it")
+
+
+def _check_bytes(where: str, file: FileRecord, ranges: Iterable[tuple[int, int]], *, whole: bool) -> None:
+    """Checks that no two slices share a byte of a file, and that one hash answers for each of its bytes."""
+    if whole and file.hashed_bytes != file.n_bytes:
+        raise CheckpointError(f"{where}: {file.hashed_bytes} of its {file.n_bytes} bytes are hashed")
+    position = 0 if whole else file.hashed_bytes
+    for begin, end in sorted(ranges):
+        if begin < position or end > file.n_bytes or (begin > position and not whole):
+            raise CheckpointError(f"{where}: the bytes from {position} to {begin} do not add up")
+        position = end
+    if position != file.n_bytes and not whole:
+        raise CheckpointError(f"{where}: has {file.n_bytes} bytes, {position} are listed")

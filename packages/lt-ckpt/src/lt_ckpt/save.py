@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from math import prod
 from pathlib import Path
+from typing import Protocol
 
 import xxhash
 
@@ -39,7 +40,7 @@ from lt_ckpt.folders import (
 )
 from lt_ckpt.integrity import verify
 from lt_ckpt.manifest import Manifest, Meta, commit_bytes
-from lt_ckpt.records import FileRecord, Files, Part, Slice, TensorRecord, Tensors, check, merge
+from lt_ckpt.records import BEGUN, DONE, NXD_FILE, FileRecord, Files, Part, Slice, TensorRecord, Tensors, check, merge
 from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
 
@@ -82,7 +83,21 @@ def begin(root: str | os.PathLike[str], *, step: int, world: int) -> Path:
     return tmp
 
 
-def write_part(tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard]) -> None:
+class PartFiles(Protocol):
+    """How a rank's shards become files of another program's format, `lt_ckpt.nxd.part.NxdPart` for example."""
+
+    def write(self, folder: Path, shards: Iterable[Shard]) -> tuple[Files, Tensors]:
+        """Writes the shards and puts them on the disk, with the entries of all folders below `folder`.
+
+        Returns:
+            The records of the files, each hashed as a whole, and where the model's tensors lie in them.
+        """
+        ...
+
+
+def write_part(
+    tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard], layout: PartFiles | None = None
+) -> None:
     """Writes one rank's shards (every rank, also one without shards).
 
     One file per group; within a file the shards keep their order, wide elements first. Empty slices of tensors that
@@ -92,6 +107,7 @@ def write_part(tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard
         tmp: What `begin` returned.
         rank: This rank.
         shards: Slices of tensors; over all ranks they must hold each element exactly once.
+        layout: What makes files of the shards, which are then as it wants them; without it they become safetensors.
 
     Raises:
         CheckpointError: The save is not there, the rank has written already, or the disk fails.
@@ -100,18 +116,10 @@ def write_part(tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard
     mark = read_mark(folder)
     if not 0 <= rank < mark.world:
         raise CheckpointError(f"{folder}: rank {rank} is not one of the {mark.world} that this save was begun for")
-    groups: dict[str, list[Shard]] = {}
-    written: Files = {}
-    tensors: Tensors = {}
     try:
-        for shard in shards:
-            if prod(shard.shape) or not prod(shard.global_shape):
-                groups.setdefault(shard.group, []).append(shard)
+        given = list(shards)
         with storage(f"writing the part of rank {rank}", folder):
-            for group, members in groups.items():
-                name = f"{group}-{rank:05d}.safetensors"
-                metadata = {"format": "lt", "group": group, "rank": str(rank), "step": str(mark.step)}
-                written[name], tensors[group] = _write_group(folder / name, members, metadata)
+            written, tensors = (layout or _Safetensors(rank, mark.step)).write(folder, given)
             files.fsync_folder(folder)
             part = Part(rank=rank, token=mark.token, files=written, tensors=tensors)
             files.write_file(folder / f"part-{rank:05d}.json", part.to_bytes())
@@ -119,6 +127,26 @@ def write_part(tmp: str | os.PathLike[str], *, rank: int, shards: Iterable[Shard
         with suppress(OSError):  # a courtesy to rank 0, which otherwise waits for its timeout; the error itself goes on
             os.close(files.create(folder / f"failed-{rank:05d}"))
         raise
+
+
+class _Safetensors:
+    """Our own files: one per group, of any slices."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._rank, self._step = rank, step
+
+    def write(self, folder: Path, shards: Iterable[Shard]) -> tuple[Files, Tensors]:
+        groups: dict[str, list[Shard]] = {}
+        for shard in shards:
+            if prod(shard.shape) or not prod(shard.global_shape):
+                groups.setdefault(shard.group, []).append(shard)
+        written: Files = {}
+        tensors: Tensors = {}
+        for group, members in groups.items():
+            name = f"{group}-{self._rank:05d}.safetensors"
+            metadata = {"format": "lt", "group": group, "rank": str(self._rank), "step": str(self._step)}
+            written[name], tensors[group] = _write_group(folder / name, members, metadata)
+        return written, tensors
 
 
 def _keyed(shards: Iterable[Shard]) -> dict[str, Shard]:
@@ -233,6 +261,15 @@ def _write_tokenizer(folder: Path, tokenizer: Mapping[str, bytes]) -> Files:
     return {f"{TOKENIZER}/{name}": _whole(data) for name, data in sorted(tokenizer.items())}
 
 
+def _write_markers(folder: Path, found: Files) -> Files:
+    """Writes what tells NxD's loader that its files here are whole, if there are any; theirs comes before ours."""
+    if not any(NXD_FILE.fullmatch(name) for name in found):
+        return {}
+    for name in (BEGUN, DONE):
+        files.write_file(folder / name, b"1")
+    return {name: _whole(b"1") for name in (BEGUN, DONE)}
+
+
 def commit(
     tmp: str | os.PathLike[str],
     *,
@@ -289,7 +326,12 @@ def commit(
             layout=dict(meta.layout),
             small=dict(meta.small),
             data=None if meta.data is None else dict(meta.data),
-            files={**found, **listed, **_write_tokenizer(folder, meta.tokenizer_files)},
+            files={
+                **found,
+                **listed,
+                **_write_tokenizer(folder, meta.tokenizer_files),
+                **_write_markers(folder, found),
+            },
             tensors=tensors,
         ).to_bytes()
         aside = _make_way(target, mark.token, replace=replace)

@@ -12,10 +12,14 @@ import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, verify, write_part
 from lt_ckpt import files as files_module
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.part import NxdPart, stateful_keys
 from lt_ckpt.s3.client import CHUNK_BYTES, S3Folder, ServiceError
 from lt_ckpt.s3.contents import CheckedReader, DamagedError, of_manifest
 from lt_ckpt.s3.fetching import download, download_latest, latest_remote
+from lt_ckpt.s3.mirror import erase
 from lt_ckpt.s3.sending import OccupiedError, try_address, upload
+from lt_model import LlamaConfig
 
 
 def tree(folder):
@@ -61,6 +65,49 @@ def test_there_and_back_bit_for_bit(store, bucket, toy, tmp_path):
     (there / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
     with pytest.raises(CheckpointError, match="is there already and is not what lies at"):
         download(f"s3://{bucket}/run/step-00000007", there)
+
+
+def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
+    config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
+    part = NxdPart(
+        config=config,
+        options=NxdOptions(xser=True),
+        groups=(stateful_keys(config, NxdOptions(), 0, 0),),
+        user_content={"step": 1},
+    )
+    shards = [
+        Shard(
+            group=group,
+            name=tensor.key,
+            dtype="F32",
+            global_shape=tensor.shape,
+            offset=(0,) * len(tensor.shape),
+            shape=tensor.shape,
+            data=np.random.default_rng(len(tensor.key)).random(tensor.shape, "<f4").reshape(-1).view(np.uint8),
+        )
+        for tensor in part.tensors()
+        for group in ("weights", "exp_avg", "exp_avg_sq", "master")
+    ]
+    tmp = begin(tmp_path / "here", step=1, world=1)
+    write_part(tmp, rank=0, shards=shards, layout=part)
+    path = commit(tmp, world=1, meta=Meta(step=1, model=config.to_dict()))
+    assert {"done", "user_content.pt"} <= set(tree(path))
+    url = f"s3://{bucket}/run/step-00000001"
+    upload(path, url)
+    written = [key for operation, key in store.log if operation == "PutObject"]
+    assert [key.rpartition("/")[2] for key in written[-3:]] == ["done", "manifest.json", "COMMIT"]
+    there = download(url, tmp_path / "there")
+    assert tree(there) == tree(path)
+    assert verify(there).ok
+    # A changed byte here never gets there, in whichever of NxD's files it is.
+    name = next(name for name in tree(path) if "optim/" in name and name.endswith("tensor_3.pt"))
+    bad = bytearray((path / name).read_bytes())
+    bad[-1] ^= 1
+    (path / name).write_bytes(bad)
+    with pytest.raises(DamagedError, match="have changed since they were written"):
+        upload(path, f"s3://{bucket}/again/step-00000001")
+    assert erase(S3Folder(url))
+    assert not any(key.startswith("run/") for key in store.names(bucket))
 
 
 def test_large_files_go_in_parts(store, bucket, tmp_path):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from lt_ckpt import Checkpoint, Shard
+    from lt_ckpt.save import PartFiles
     from lt_model import LlamaConfig
     from lt_trainer.pretrained import Pretrained
     from lt_trainer.recipe import Recipe
@@ -129,6 +130,10 @@ class Snapshot:
 
     shards: Iterable[Shard]
     small: Mapping[str, int | float | str | bool]
+    layout: PartFiles | None = None
+    """What makes files of the shards where they are to be another program's; the shards are then as it wants them."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What the manifest should say of how the ranks held the tensors; equal on all ranks."""
 
 
 class Control(Protocol):

@@ -109,9 +109,10 @@ class Saver:
             return
         tmp = self._checkpoints.begin(self._engine, position.step)
         snapshot, first = self._engine.state(), self._engine.topology.rank == 0
-        meta = self._checkpoints.meta(self._engine, position, snapshot.small)
+        meta = self._checkpoints.meta(self._engine, position, snapshot)
         then = partial(self._commit, tmp, meta) if first else None
-        self._writer.start(tmp, rank=self._engine.topology.rank, shards=snapshot.shards, then=then)
+        rank, shards = self._engine.topology.rank, snapshot.shards
+        self._writer.start(tmp, rank=rank, shards=shards, layout=snapshot.layout, then=then)
         self._in_flight = _InFlight(step=position.step, tmp=tmp)
 
     def _commit(self, tmp: Path, meta: Meta, given_up: Callable[[], bool]) -> None:

@@ -38,7 +38,7 @@ from lt_trainer.errors import RecipeError, TrainerError
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.engine import Control, Engine
+    from lt_trainer.engine import Control, Engine, Snapshot
     from lt_trainer.recipe import Recipe
 
 
@@ -63,12 +63,12 @@ class Checkpoints:
         topology, control = engine.topology, engine.control
         tmp = self.begin(engine, stream.step)
         snapshot = engine.state()
-        failure = _attempt(lambda: write_part(tmp, rank=topology.rank, shards=snapshot.shards))
+        failure = _attempt(lambda: write_part(tmp, rank=topology.rank, shards=snapshot.shards, layout=snapshot.layout))
         if control.all_max(int(failure is not None)):
             if topology.rank == 0:
                 self.discard(tmp)
             raise failure or another_failed(tmp)
-        meta = self.meta(engine, stream, snapshot.small)
+        meta = self.meta(engine, stream, snapshot)
 
         def commit_or_discard() -> str:
             try:
@@ -89,17 +89,17 @@ class Checkpoints:
             together(control, topology.rank == 0, lambda: str(begin(self.root, step=step, world=topology.world)))
         )
 
-    def meta(self, engine: Engine, stream: StreamState, small: Mapping[str, int | float | str | bool]) -> Meta:
+    def meta(self, engine: Engine, stream: StreamState, snapshot: Snapshot) -> Meta:
         """Everything besides the tensors."""
         topology = engine.topology
         return Meta(
             step=stream.step,
             recipe=self.recipe_values,
             model=self.model.to_dict(),
-            small=small,
+            small=snapshot.small,
             data=stream.to_json(),
             tokenizer_files=self.tokenizer_files,
-            layout={"world": topology.world, "dp_size": topology.dp_size},
+            layout={"world": topology.world, "dp_size": topology.dp_size, **snapshot.about},
         )
 
     def commit(self, tmp: Path, meta: Meta, *, world: int, given_up: Callable[[], bool] = lambda: False) -> Path:

@@ -14,13 +14,13 @@ from typing import Any
 from lt_ckpt.convert import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.models import shapes_of, target_specs
-from lt_ckpt.nxd.grid import BEGUN, DONE
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.read import examine, model_group
 from lt_ckpt.nxd.resplitting import require_equal_steps
 from lt_ckpt.nxd.xser import XserWriter
 from lt_ckpt.nxd.zero import MASTER, RankState, model_groups, read_states
+from lt_ckpt.records import BEGUN, DONE
 from lt_ckpt.source import Group, Reader, Source
 from lt_ckpt.torchfile.file import TorchWriter
 from lt_model import LlamaConfig

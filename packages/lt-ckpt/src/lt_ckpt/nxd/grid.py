@@ -17,9 +17,7 @@ from pathlib import Path
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions, Version
-
-BEGUN, DONE = "checkpoint", "done"
-"""The markers of a tag. Each holds the text `1`."""
+from lt_ckpt.records import BEGUN, DONE
 
 _V1 = re.compile(r"tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})")
 _V2 = re.compile(r"dp_rank_([0-9]{2,})_tp_rank_([0-9]{2,})_pp_rank_([0-9]{2,})\.pt")

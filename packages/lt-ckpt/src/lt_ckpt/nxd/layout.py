@@ -130,14 +130,30 @@ def nxd_layout(config: LlamaConfig, options: NxdOptions) -> Layout:
         files=tuple(
             FileLayout(
                 path=rank_path(options, tp_rank, pp_rank),
-                tensors=tuple(
-                    _placed(prefix, rule, shapes, config.n_kv_heads, options, tp_rank)
-                    for prefix, rule in rank_rules(config, options, pp_rank)
-                ),
+                tensors=_tensors(config, options, shapes, tp_rank, pp_rank),
             )
             for pp_rank in range(options.pp)
             for tp_rank in range(options.tp)
         )
+    )
+
+
+def rank_tensors(config: LlamaConfig, options: NxdOptions, tp_rank: int, pp_rank: int) -> tuple[Placed, ...]:
+    """Returns the tensors of one rank's model file, as in `nxd_layout`.
+
+    Raises:
+        CheckpointError: The model cannot be cut so.
+    """
+    check_cut(config, options)
+    return _tensors(config, options, shapes_of(config), tp_rank, pp_rank)
+
+
+def _tensors(
+    config: LlamaConfig, options: NxdOptions, shapes: Mapping[str, Ints], tp_rank: int, pp_rank: int
+) -> tuple[Placed, ...]:
+    return tuple(
+        _placed(prefix, rule, shapes, config.n_kv_heads, options, tp_rank)
+        for prefix, rule in rank_rules(config, options, pp_rank)
     )
 
 

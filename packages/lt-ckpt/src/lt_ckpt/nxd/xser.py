@@ -17,10 +17,11 @@ import numpy as np
 
 from lt_ckpt import files
 from lt_ckpt.containers import Tensors, portions
+from lt_ckpt.direct import NewFile
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.source import Held
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import TorchWriter, load_pt, write_pt
+from lt_ckpt.torchfile.file import Create, TorchWriter, load_pt, write_pt
 from lt_ckpt.torchfile.names import TensorReference, TorchDtype, TorchSize, TorchTensor
 
 
@@ -127,20 +128,26 @@ class XserWriter:
         path: The file of references to make; what belongs to it lies beside.
         tensors: Key → dtype and shape, in file order.
         metadata: Text to keep in a record of `path` that torch does not look at.
+
+    Attributes:
+        begins: Where in its own file the bytes of each tensor begin whose turn has come.
     """
 
     def __init__(self, path: Path, tensors: Tensors, metadata: Mapping[str, str]) -> None:
         self._begin(path, dict(tensors), metadata)
 
     @classmethod
-    def of_tree(cls, path: Path, tree: Any, metadata: Mapping[str, str] | None = None) -> Self:
+    def of_tree(
+        cls, path: Path, tree: Any, metadata: Mapping[str, str] | None = None, *, create: Create = NewFile
+    ) -> Self:
         """Makes a file of any tree with `TensorSpec`s in place of tensors, whose bytes will come in order."""
         made = cls.__new__(cls)
-        made._begin(path, tree, metadata or {})
+        made._begin(path, tree, metadata or {}, create)
         return made
 
-    def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str]) -> None:
-        self._path, self._metadata = path, metadata
+    def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str], create: Create = NewFile) -> None:
+        self._path, self._metadata, self._create = path, metadata, create
+        self.begins: list[int] = []
         self._specs: list[TensorSpec] = []
         self._tree = self._by_reference(tree)
         self._writer: TorchWriter | None = None
@@ -162,7 +169,9 @@ class XserWriter:
         """Begins the file of the next tensor that has bytes."""
         while self._next < len(self._specs) and not self._left:
             spec = self._specs[self._next]
-            self._writer = TorchWriter.of_tree(Path(tensor_path(str(self._path), self._next)), spec)
+            path = Path(tensor_path(str(self._path), self._next))
+            self._writer = TorchWriter.of_tree(path, spec, create=self._create)
+            self.begins += self._writer.records.begins
             self._left = spec.n_bytes
             self._next += 1
             if not self._left:
@@ -192,8 +201,8 @@ class XserWriter:
             tid: {"dtype": TorchDtype(spec.dtype), "shape": TorchSize(spec.shape), "expert_model_parallel": False}
             for tid, spec in enumerate(self._specs)
         }
-        write_pt(info_path(str(self._path)), info)
-        write_pt(self._path, self._tree, self._metadata)
+        write_pt(info_path(str(self._path)), info, create=self._create)
+        write_pt(self._path, self._tree, self._metadata, create=self._create)
 
     def abandon(self) -> None:
         """Close the descriptor that is open; what was written stays."""

@@ -161,27 +161,71 @@ def _state(
         parts.append(bytes((stored - held) * row))
         return TensorSpec(dtype, (stored, *tensor.shape[1:]))
 
-    entries: dict[int, dict[str, TensorSpec]] = {}
-    for number, tensor in enumerate(kept):
-        parts.append(struct.pack("<f", step))
-        entries[number] = {"step": _STEP, **{kind: spec(kind, tensor) for kind in MOMENTS}}
+    specs: dict[str, dict[str, TensorSpec]] = {kind: {} for kind in (*MOMENTS, *([MASTER] if MASTER in groups else []))}
+    for tensor in kept:
+        parts.append(step_bytes(step))
+        for kind in MOMENTS:
+            specs[kind][tensor.key] = spec(kind, tensor)
+    for tensor in kept if MASTER in groups else ():
+        specs[MASTER][tensor.key] = spec(MASTER, tensor)
     n_decayed = sum("norm" not in tensor.key for tensor in kept)
-    borders = [0, n_decayed, len(kept)] if len(settings) > 1 else [0, len(kept)]
+    sizes = [n_decayed, len(kept) - n_decayed] if len(settings) > 1 else [len(kept)]
+    return _State(state_tree(kept, specs, settings, sizes), tuple(tensors), tuple(parts))
+
+
+def step_bytes(step: float) -> bytes:
+    """The tensor that says how many updates another one has seen."""
+    return struct.pack("<f", step)
+
+
+def state_tree(
+    numbered: Sequence[Placed],
+    specs: Mapping[str, Mapping[str, TensorSpec]],
+    settings: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    *,
+    plain: bool = False,
+) -> dict[str, Any]:
+    """What an optimizer's file holds, with a `TensorSpec` for each tensor.
+
+    Those come in this order: of each tensor its step and its moments, then of each its master.
+
+    Args:
+        numbered: The rank's tensors in the order of their numbers.
+        specs: Kind → NxD's key → what the file holds of that kind.
+        settings: Of each group of parameters.
+        sizes: How many tensors each group has.
+        plain: As torch's own optimizers write it, without ZeRO-1.
+    """
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    members = [list(range(end - size, end)) for size, end in zip(sizes, ends, strict=True)]
+    groups = [{**group, "params": params} for group, params in zip(settings, members, strict=True)]
+    entries = {
+        number: {"step": _STEP, **{kind: specs[kind][tensor.key] for kind in MOMENTS}}
+        for number, tensor in enumerate(numbered)
+    }
+    if plain:
+        return {"state": entries, "param_groups": groups}
     tree: dict[str, Any] = {
         "state": {},
-        "param_groups": [
-            {**group, "params": list(range(borders[i], borders[i + 1]))} for i, group in enumerate(settings)
-        ],
+        "param_groups": groups,
         STATES: entries,
-        SHAPES: {number: list(tensor.shape) for number, tensor in enumerate(kept)},
+        SHAPES: {number: list(tensor.shape) for number, tensor in enumerate(numbered)},
     }
-    if MASTER in groups:
-        tree[MASTERS] = {number: spec(MASTER, tensor) for number, tensor in enumerate(kept)}
-    return _State(tree, tuple(tensors), tuple(parts))
+    if MASTER in specs:
+        tree[MASTERS] = {number: specs[MASTER][tensor.key] for number, tensor in enumerate(numbered)}
+    return tree
 
 
 def _rows(tensor: Placed, kind: str, first: int, held: int) -> Placed:
     """Some rows of a rank's tensor, as a tensor of a kind of state."""
+    cut = rows_of(tensor, first, held)
+    pieces = tuple(replace(piece, name=f"{kind}/{piece.name}") for piece in cut.pieces)
+    return Placed(key=f"{kind}/{tensor.key}", shape=cut.shape, pieces=pieces)
+
+
+def rows_of(tensor: Placed, first: int, held: int) -> Placed:
+    """Some rows of a rank's tensor, as a tensor."""
     shape = (held, *tensor.shape[1:])
     begin: Ints = (first, *(0,) * (len(shape) - 1))
     pieces: list[Piece] = []
@@ -191,13 +235,13 @@ def _rows(tensor: Placed, kind: str, first: int, held: int) -> Placed:
             at, size = common
             pieces.append(
                 Piece(
-                    name=f"{kind}/{piece.name}",
+                    name=piece.name,
                     offset=tuple(o + a - p for o, a, p in zip(piece.offset, at, piece.at, strict=True)),
                     shape=size,
                     at=tuple(a - b for a, b in zip(at, begin, strict=True)),
                 )
             )
-    return Placed(key=f"{kind}/{tensor.key}", shape=shape, pieces=tuple(pieces))
+    return Placed(key=tensor.key, shape=shape, pieces=tuple(pieces))
 
 
 class StateWriter:

@@ -60,7 +60,7 @@ def of_manifest(manifest: Manifest) -> dict[str, Content]:
         for record in members.values():
             for piece in record.slices:
                 n_bytes = prod(piece.shape) * item_bytes(record.dtype)
-                if n_bytes:
+                if n_bytes and piece.xxh3_128:  # else the file is one segment
                     found[piece.file].append((piece.begin, n_bytes, piece.xxh3_128))
     return {name: Content(segments=tuple((n, h) for _, n, h in sorted(parts))) for name, parts in found.items()}
 

@@ -26,7 +26,7 @@ from lt_ckpt import files
 from lt_ckpt.discover import list_steps
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, step_name
-from lt_ckpt.records import MARK_FILE, PART_FILE, TENSOR_FILE, TOKENIZER_FILE
+from lt_ckpt.records import LISTED
 from lt_ckpt.s3.client import S3Folder, ServiceError, UnreachableError
 from lt_ckpt.s3.contents import DamagedError
 from lt_ckpt.s3.fetching import intact, remote_steps, whole
@@ -68,8 +68,7 @@ class Problem:
 
 def _ours(name: str) -> bool:
     """Tells whether an object in a checkpoint's folder has a name that a checkpoint's file has."""
-    patterns = (TENSOR_FILE, PART_FILE, TOKENIZER_FILE, MARK_FILE)
-    return name in (COMMIT, MANIFEST) or any(pattern.fullmatch(name) for pattern in patterns)
+    return name in (COMMIT, MANIFEST) or any(pattern.fullmatch(name) for pattern in LISTED)
 
 
 def _part_of_ours(name: str) -> bool:

@@ -31,6 +31,9 @@ from lt_ckpt.torchfile.safe_pickle import loads
 from lt_ckpt.torchfile.stored_zip import ReadPart, StoredZip, crc32_of, read_zip
 from lt_ckpt.torchfile.zip_out import Write, ZipOut
 
+Create = Callable[[Path, int], NewFile]
+"""Makes a new file of so many bytes."""
+
 MAX_PICKLE_BYTES = 2**26
 ROOT = "archive"
 USUAL_KEYS = ("model", "state_dict", "model_state_dict", "module")
@@ -222,12 +225,14 @@ class TorchRecords:
 
     Attributes:
         tensors: What stands for tensors in the tree, in order.
+        begins: Where in the archive the bytes of those begin whose turn has come.
     """
 
     def __init__(self, write: Write, tree: Any, metadata: Mapping[str, str]) -> None:
         self.tensors: list[Any] = []
         self._specs: list[TensorSpec] = []
         pickled = dumps(node(tree, self._tensor))
+        self.begins: list[int] = []
         self._zip = ZipOut(write, ROOT)
         self._metadata = dict(metadata)
         self._next = 0
@@ -246,6 +251,7 @@ class TorchRecords:
         while self._next < len(self._specs):
             n_bytes = self._specs[self._next].n_bytes
             self._zip.begin(f"data/{self._next}", n_bytes)
+            self.begins.append(self._zip.position)
             self._next += 1
             if n_bytes:
                 return
@@ -303,15 +309,17 @@ class TorchWriter:
         self._begin(path, OrderedDict(tensors), metadata)
 
     @classmethod
-    def of_tree(cls, path: Path, tree: Any, metadata: Mapping[str, str] | None = None) -> Self:
+    def of_tree(
+        cls, path: Path, tree: Any, metadata: Mapping[str, str] | None = None, *, create: Create = NewFile
+    ) -> Self:
         """Makes a file of any tree (see `TorchRecords`), whose tensors' bytes will come in order."""
         made = cls.__new__(cls)
-        made._begin(path, tree, metadata or {})
+        made._begin(path, tree, metadata or {}, create)
         return made
 
-    def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str]) -> None:
+    def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str], create: Create = NewFile) -> None:
         n_bytes = TorchRecords.n_bytes(tree, metadata)
-        self._file = NewFile(path, n_bytes)
+        self._file = create(path, n_bytes)
         try:
             self.records = TorchRecords(self._file.write, tree, metadata)
         except BaseException:
@@ -336,7 +344,13 @@ class TorchWriter:
             self._file.close()
 
 
-def write_pt(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str] | None = None) -> None:
+def write_pt(
+    path: str | os.PathLike[str],
+    tree: Any,
+    metadata: Mapping[str, str] | None = None,
+    *,
+    create: Create = NewFile,
+) -> None:
     """Writes a new file of torch.save and puts it on the disk.
 
     Args:
@@ -344,12 +358,13 @@ def write_pt(path: str | os.PathLike[str], tree: Any, metadata: Mapping[str, str
         tree: Lists, tuples, dicts and OrderedDicts of None, numbers, texts, bytes, the values of `torch_names`, arrays,
             and `NewTensor`s.
         metadata: Text to keep in a record that torch does not look at.
+        create: Makes the file, of so many bytes.
 
     Raises:
         CheckpointError: The file is there already, or the disk fails.
     """
     with storage("writing", path):
-        writer = TorchWriter.of_tree(Path(path), tree, metadata)
+        writer = TorchWriter.of_tree(Path(path), tree, metadata, create=create)
         try:
             for tensor in writer.records.tensors:
                 for block in tensor.blocks() if isinstance(tensor, NewTensor) else [tensor]:

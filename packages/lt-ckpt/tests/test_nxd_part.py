@@ -1,0 +1,494 @@
+"""Training checkpoints whose files are NxD's: equal to NxD's own, and checkpoints of ours in every respect."""
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from lt_ckpt import (
+    BackgroundSaver,
+    Checkpoint,
+    CheckpointError,
+    Meta,
+    Shard,
+    begin,
+    commit,
+    compare,
+    discard,
+    export_hf,
+    latest_valid,
+    prune,
+    verify,
+    write_part,
+)
+from lt_ckpt.dtypes import cast
+from lt_ckpt.formats import Wish, convert_to, detect, open_source, read_config
+from lt_ckpt.models import HEAD, stored_shapes
+from lt_ckpt.nxd.format import open_nxd
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.part import NxdPart, stateful_keys
+from lt_ckpt.nxd.zero import shard_rows
+from lt_ckpt.source import Reader, Source
+from lt_model import LlamaConfig
+
+DATA = Path(__file__).parent / "data" / "nxd"
+STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
+CONFIG = STEPS / "hf-start" / "config.json"
+SETTINGS = tuple(
+    {"lr": 0.1, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": decay, "initial_lr": 0.1} for decay in (0.1, 0.0)
+)
+State = dict[str, dict[str, tuple[str, np.ndarray]]]
+"""Group → tensor of the model → dtype and its bytes by row."""
+
+
+class Reference:
+    """What torch_xla's class is when only torch is there."""
+
+
+def load(path: Path) -> Any:
+    import torch
+
+    with torch.serialization.safe_globals([(Reference, "torch_xla.utils.serialization.TensorReference")]):
+        return follow(torch.load(path, weights_only=True), path)
+
+
+def follow(tree: Any, path: Path) -> Any:
+    if isinstance(tree, dict):
+        return {key: follow(value, path) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [follow(value, path) for value in tree]
+    if isinstance(tree, Reference):
+        return load(Path(f"{path}.tensors/tensor_{vars(tree)['tid']}.pt"))
+    return tree
+
+
+def same(ours: Any, theirs: Any, where: str = "") -> None:
+    """Equal trees: keys in order, values, dtypes, shapes, bits."""
+    if isinstance(theirs, dict):
+        assert list(ours) == list(theirs), where
+        for key in theirs:
+            same(ours[key], theirs[key], f"{where}.{key}")
+    elif hasattr(theirs, "dtype"):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape), where
+        assert ours.equal(theirs), where
+    else:
+        assert ours == theirs, where
+
+
+def everything(source: Source) -> dict[tuple[str, str], tuple[str, bytes]]:
+    """Kind and tensor → dtype and bytes; a tied head that is only seen in the embedding is left out."""
+    with Reader(source.root) as reader:
+        return {
+            (kind, name): (group.specs[name].dtype, reader.read(group, name).tobytes())
+            for kind, group in source.groups.items()
+            for name in group.specs
+        }
+
+
+def grid(options: NxdOptions, dp: int) -> Iterator[tuple[int, int, int]]:
+    """(dp, tp, pp) of each rank, in NxD's order of ranks."""
+    return ((d, t, p) for p in range(options.pp) for d in range(dp) for t in range(options.tp))
+
+
+def local(tensor: Any, state: Mapping[str, tuple[str, np.ndarray]]) -> tuple[str, np.ndarray]:
+    """A rank's tensor, put together of boxes of the model's; rows of bytes."""
+    dtype, parts = "", []
+    for piece in tensor.pieces:
+        dtype, whole = state[piece.name]
+        box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
+        parts.append(np.ascontiguousarray(whole[box]))
+    return dtype, np.concatenate(parts)
+
+
+def shard(group: str, key: str, dtype: str, shape: tuple[int, ...], first: int, rows: np.ndarray) -> Shard:
+    data = np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+    zeros = (0,) * (len(shape) - 1)
+    return Shard(
+        group=group,
+        name=key,
+        dtype=dtype,
+        global_shape=shape,
+        offset=(first, *zeros),
+        shape=(len(rows), *shape[1:]),
+        data=lambda: data,
+    )
+
+
+def shards_of(part: NxdPart, state: State) -> list[Shard]:
+    """What a rank at this place holds of a state of the whole model."""
+    found: list[Shard] = []
+    if part.dp_rank == 0:
+        for tensor in part.tensors():
+            dtype, rows = local(tensor, state["weights"])
+            found.append(shard("weights", tensor.key, dtype, tensor.shape, 0, rows))
+    if part.dp_rank and not part.zero1:
+        return found
+    for group in [kind for kind in state if kind != "weights"]:
+        for tensor in part.stateful():
+            dtype, rows = local(tensor, state[group])
+            first, held, _ = shard_rows(tensor.shape[0], *((part.dp, part.dp_rank) if part.zero1 else (1, 0)))
+            found.append(shard(group, tensor.key, dtype, tensor.shape, first, rows[first : first + held]))
+    return found
+
+
+def parts_of(config: LlamaConfig, options: NxdOptions, dp: int, **more: Any) -> list[NxdPart]:
+    made: list[NxdPart] = []
+    for dp_rank, tp_rank, pp_rank in grid(options, dp):
+        at = {"dp": dp, "dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
+        keys = stateful_keys(config, options, tp_rank, pp_rank)
+        groups = ([k for k in keys if "norm" not in k], [k for k in keys if "norm" in k])
+        named: dict[str, Any] = {"settings": SETTINGS, "groups": groups, "config": config, "options": options}
+        made.append(NxdPart(**{**at, **named, **more}))
+    return made
+
+
+def save(root: Path, parts: list[NxdPart], state: State, *, step: int = 3) -> Path:
+    tmp = begin(root, step=step, world=len(parts))
+    for rank, part in enumerate(parts):
+        write_part(tmp, rank=rank, shards=shards_of(part, state), layout=part)
+    meta = Meta(step=step, model=parts[0].config.to_dict(), tokenizer_files={"tokenizer.json": b"{}"})
+    return commit(tmp, world=len(parts), meta=meta)
+
+
+def random_state(config: LlamaConfig, *, tied_head: bool, masters: bool, seed: int = 0) -> State:
+    rng = np.random.default_rng(seed)
+    shapes = stored_shapes(config, head_is_stored=True)
+    kinds = ("weights", "exp_avg", "exp_avg_sq", *(["master"] if masters else []))
+    state: State = {}
+    for kind in kinds:
+        dtype = "BF16" if kind == "weights" and masters else "F32"
+        state[kind] = {}
+        for name, shape in shapes.items():
+            values = rng.standard_normal(shape).astype("<f4")
+            if dtype == "BF16":
+                values = cast(values.reshape(-1).view(np.uint8), "F32", "BF16").view("<u2").reshape(shape)
+            state[kind][name] = (dtype, values)
+        if tied_head:
+            state[kind][HEAD] = state[kind]["model.embed_tokens.weight"]
+    return state
+
+
+def wanted(state: State) -> dict[tuple[str, str], tuple[str, bytes]]:
+    return {
+        (kind, name): (dtype, array.tobytes())
+        for kind, tensors in state.items()
+        for name, (dtype, array) in tensors.items()
+    }
+
+
+def nxds_own(folder: Path) -> tuple[list[NxdPart], list[list[Shard]]]:
+    """The four ranks of the reference run, each with what NxD's own files of it hold."""
+    config = LlamaConfig.from_hf(read_config(CONFIG))
+    tree = load(folder / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+    given = tuple({k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"])
+    small = {"scheduler": load(folder / "scheduler.pt"), "user_content": load(folder / "user_content.pt")}
+    parts = parts_of(config, NxdOptions(tp=2), 2, settings=given, step=3, **small)
+    every: list[list[Shard]] = []
+    for part in parts:
+        found: list[Shard] = []
+        names = f"tp_rank_{part.tp_rank:02d}_pp_rank_00.pt"
+        if part.dp_rank == 0:
+            for key, tensor in load(folder / "model" / f"dp_rank_00_{names}").items():
+                found.append(of_torch("weights", key, tensor, tuple(tensor.shape), 0))
+        tree = load(folder / "optim" / f"dp_rank_{part.dp_rank:02d}_{names}")
+        for number, key in enumerate(key for keys in part.groups for key in keys):
+            shape = tuple(tree["shape_info"][number])
+            first, held, _ = shard_rows(shape[0], 2, part.dp_rank)
+            kinds = {**tree["base_state"][number], "master": tree["sharded_master_weights"][number]}
+            found += [of_torch(kind, key, kinds[kind][:held], shape, first) for kind in kinds if kind != "step"]
+        every.append(found)
+    return parts, every
+
+
+def of_torch(group: str, key: str, tensor: Any, shape: tuple[int, ...], first: int) -> Shard:
+    import torch
+
+    dtype = {torch.float32: "F32", torch.bfloat16: "BF16"}[tensor.dtype]
+    raw = tensor.contiguous().view(torch.uint8).numpy().reshape(len(tensor), -1)
+    return shard(group, key, dtype, shape, first, raw)
+
+
+@pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
+@pytest.mark.parametrize("name", ["nxd-plain", "nxd-plain-fp32"])
+def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_path):
+    folder = STEPS / name / "step_3"
+    parts, given_shards = nxds_own(folder)
+    tmp = begin(tmp_path, step=3, world=4)
+    for rank, (part, shards) in enumerate(zip(parts, given_shards, strict=True)):
+        cut = replace(part, options=replace(part.options, xser=xser))
+        write_part(tmp, rank=rank, shards=shards, layout=cut)
+    made = commit(tmp, world=4, meta=Meta(step=3, model=parts[0].config.to_dict()))
+    assert verify(made).ok
+    theirs = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    assert len(theirs) == 10
+    for path in theirs:
+        if path.suffix == ".pt":
+            same(load(made / path), load(folder / path))
+        else:
+            assert (made / path).read_bytes() == (folder / path).read_bytes()
+    assert xser == any(path.suffix == ".tensors" for path in (made / "model").iterdir())
+    # Read by our manifest, by the layout of NxD, and from NxD's own files, it is one and the same state.
+    read = by_nxds_names(everything(open_source(made)))
+    opened = open_nxd(made, config=open_source(made).config, optimizer=True)
+    assert (opened.about["xser"], opened.about["dp"], opened.about["step"]) == (xser, 2, 3)
+    assert read == everything(opened) == everything(open_source(folder, config=CONFIG, optimizer=True))
+
+
+@st.composite
+def runs(draw: Callable[..., Any]) -> tuple[LlamaConfig, NxdOptions, int, dict[str, bool]]:
+    """A model, a cut that it admits, and a data-parallel degree; rows that do not divide among the ranks as well."""
+    grouped = draw(st.booleans())
+    kv_heads, repeats = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 2]))
+    tp = kv_heads * repeats if grouped else draw(st.sampled_from([1, 2]))
+    kv_heads = kv_heads if grouped else 2 * draw(st.sampled_from([1, 2]))
+    heads = max(tp, kv_heads) * draw(st.sampled_from([1, 2]))
+    coalesced = not grouped and heads == kv_heads and draw(st.booleans())
+    config = LlamaConfig(
+        vocab_size=tp * draw(st.sampled_from([3, 5])),
+        hidden_size=heads * 2,
+        intermediate_size=tp * 3,
+        n_heads=heads,
+        n_kv_heads=kv_heads,
+        n_layers=draw(st.sampled_from([2, 3])),
+        tie_word_embeddings=draw(st.booleans()),
+    )
+    qkv = draw(st.sampled_from(["gqa", "gqa_fused"])) if grouped else "coalesced" if coalesced else "separate"
+    pp = draw(st.sampled_from([1, 2]))
+    options = NxdOptions(
+        tp=tp,
+        pp=pp,
+        qkv=qkv,
+        kv_multiplier=repeats if grouped else 1,
+        xser=draw(st.booleans()),
+    )
+    flags = {"zero1": draw(st.booleans()), "masters": draw(st.booleans())}
+    return config, options, draw(st.sampled_from([1, 2, 3, 7])), flags
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(run=runs())
+def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
+    config, options, dp, flags = run
+    root = fast_path / "cut"
+    shutil.rmtree(root, ignore_errors=True)
+    state = random_state(config, tied_head=config.tie_word_embeddings, masters=flags["masters"])
+    made = save(root, parts_of(config, options, dp, zero1=flags["zero1"], step=3), state)
+    assert verify(made).ok
+    source = open_source(made)
+    read = own(by_nxds_names(everything(source)), config)
+    assert read == own(wanted(state), config)
+    assert (HEAD in Checkpoint.open(made).names("weights")) == (not config.tie_word_embeddings)
+    plain = not flags["zero1"] and not flags["masters"]
+    by_layout = open_nxd(made, config=source.config, optimizer=not plain)
+    kinds = {"weights"} if plain else set(state)
+    assert own(everything(by_layout), config) == {k: v for k, v in read.items() if k[0] in kinds}
+    assert n_copies(source) >= n_copies(by_layout)
+    # Masters are the weights, for whoever goes on from them.
+    assert ("cast_weights" in source.groups) == flags["masters"]
+    assert Checkpoint.open(made).dtype("weights", "model.norm.weight") == "F32"
+
+
+def n_copies(source: Source) -> int:
+    return sum(len(found) for group in source.groups.values() for found in group.copies.values())
+
+
+def by_nxds_names(found: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+    """Kinds of state as NxD's files have them: where there are masters, the weights are the rounded ones."""
+    cast_too = any(kind == "cast_weights" for kind, _ in found)
+    names = {"weights": "master", "cast_weights": "weights"} if cast_too else {}
+    return {(names.get(kind, kind), name): value for (kind, name), value in found.items()}
+
+
+def own(found: Mapping[tuple[str, str], Any], config: LlamaConfig) -> dict[tuple[str, str], Any]:
+    """Without a tied head, which is the embedding."""
+    return {at: value for at, value in found.items() if not (config.tie_word_embeddings and at[1] == HEAD)}
+
+
+def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path, models):
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    options = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa_fused", xser=True)
+    state = random_state(config, tied_head=False, masters=True)
+    root = tmp_path / "run" / "checkpoints"
+    paths = [save(root, parts_of(config, options, 2), state, step=step) for step in (1, 2, 3)]
+    assert detect(tmp_path / "run") == detect(paths[0]) == "lt"
+    found, rejected = latest_valid(root)
+    assert (found and found.step, rejected) == (3, [])
+    export_hf(Checkpoint.open(paths[2]), tmp_path / "hf")  # of the masters
+    with Reader(tmp_path / "hf") as reader:
+        weights = open_source(tmp_path / "hf").weights
+        for name, (_, array) in state["master"].items():
+            assert reader.read(weights, name).tobytes() == array.tobytes()
+    # To another cut, with another data-parallel degree: weights, moments and masters.
+    settings = list(SETTINGS)
+    source = open_source(paths[2])
+    source = replace(source, about={**source.about, "param_groups": settings})
+    wish = Wish(format="nxd", nxd=NxdOptions(tp=2, pp=3), dp=5, dtype="BF16")
+    again = open_nxd(convert_to(source, tmp_path / "again", wish), config=source.config, optimizer=True)
+    found = everything(again)
+    assert found.keys() == wanted(state).keys()
+    for kind in ("exp_avg", "exp_avg_sq", "master"):
+        assert {at: v for at, v in found.items() if at[0] == kind} == {
+            at: v for at, v in wanted(state).items() if at[0] == kind
+        }
+    assert all(c.equal for c in compare(open_source(paths[2]), open_source(paths[1])))
+    # A folder that somebody put something into is never removed.
+    (paths[0] / "model" / "mine.txt").write_text("mine", encoding="utf-8")
+    assert verify(paths[0]).extra == ("model/mine.txt",)
+    assert prune(root, last=1) == [paths[1]]
+    assert sorted(os.listdir(root)) == ["step-00000001", "step-00000003"]
+
+
+def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_path, models):
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    parts = parts_of(config, NxdOptions(tp=2), 1)
+    state, other = (random_state(config, tied_head=False, masters=False) for _ in range(2))
+    name = "model.layers.1.input_layernorm.weight"
+    dtype, values = other["weights"][name]
+    other["weights"][name] = (dtype, values + np.float32(1))
+    tmp = begin(tmp_path / "run", step=1, world=2)
+    for rank, (part, held) in enumerate(zip(parts, (state, other), strict=True)):
+        write_part(tmp, rank=rank, shards=shards_of(part, held), layout=part)
+    made = commit(tmp, world=2, meta=Meta(step=1, model=config.to_dict()))
+    with pytest.raises(CheckpointError, match=r"input_layernorm.*drifted"):
+        convert_to(open_source(made), tmp_path / "hf", Wish(format="hf"))
+    assert not (tmp_path / "hf").exists()
+
+
+@pytest.fixture(scope="module")
+def saved(memory, models):
+    """A small checkpoint to be damaged: one rank of two, xser."""
+    config = LlamaConfig.from_hf(dict(open_source(models.make(memory / "model")).config or {}))
+    config = replace(config, n_layers=1)
+    state = random_state(config, tied_head=False, masters=True)
+    return save(memory / "damaged", parts_of(config, NxdOptions(tp=2, xser=True), 1), state)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(data=st.data())
+def test_any_bit_and_any_file_is_missed(saved, data):
+    every = sorted(path for path in saved.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(every))
+    raw = path.read_bytes()
+    how = data.draw(st.sampled_from(["flip", "cut", "missing", "longer"]))
+    if how == "flip":
+        bad = bytearray(raw)
+        bad[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        path.write_bytes(bad)
+    elif how == "cut":
+        path.write_bytes(raw[: data.draw(st.integers(0, len(raw) - 1))])
+    elif how == "longer":
+        path.write_bytes(raw + b"\0")
+    else:
+        path.unlink()
+    try:
+        assert not verify(saved).loadable, (path, how)
+        assert latest_valid(saved.parent)[0] is None
+    finally:
+        path.write_bytes(raw)
+    assert verify(saved).ok
+
+
+def test_what_does_not_fit_is_refused_before_a_tensor_is_written(tmp_path, models):
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    state = random_state(config, tied_head=False, masters=True)
+    (part,) = parts_of(config, NxdOptions(), 1)
+    good = shards_of(part, state)
+    embed = next(s for s in good if s.group == "weights")
+    moment = next(s for s in good if s.group == "exp_avg")
+    wrong = {
+        "weights/model.embed_tokens.weight: is missing": [s for s in good if s is not embed],
+        "exp_avg/model.embed_tokens.weight: rows 0 to 32 are missing": [s for s in good if s is not moment],
+        "weights/model.embed_tokens.weight: is given twice": [*good, embed],
+        "weights/model.surprise: this rank writes no such tensor": [*good, replace(embed, name="model.surprise")],
+        "noise/model.embed_tokens.weight: this rank": [*good, replace(embed, group="noise")],
+        "exp_avg/model.embed_tokens.weight: is at": [
+            replace(s, shape=(31, 16), data=lambda: np.zeros(31 * 64, np.uint8)) if s is moment else s for s in good
+        ],
+    }
+    for message, shards in wrong.items():
+        tmp = begin(tmp_path / "run", step=1, world=1)
+        with pytest.raises(CheckpointError, match=message):
+            write_part(tmp, rank=0, shards=shards, layout=part)
+        assert not any((tmp / "optim").glob("*")) if (tmp / "optim").exists() else True
+        discard(tmp)
+    with pytest.raises(CheckpointError, match="dp_rank 2 is not one of 2"):
+        replace(part, dp=2, dp_rank=2)
+    with pytest.raises(CheckpointError, match="must name each"):
+        replace(part, groups=(part.groups[0], part.groups[1][1:]))
+    with pytest.raises(CheckpointError, match="layout v2"):
+        replace(part, options=NxdOptions(layout="v1"))
+
+
+def test_a_background_save_writes_what_the_tensors_were_when_it_began(tmp_path, models):
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    state = random_state(config, tied_head=False, masters=True)
+    (part,) = parts_of(config, NxdOptions(xser=True), 1)
+    before = wanted(state)
+    saver = BackgroundSaver()
+    gate = threading.Event()
+    tmp = begin(tmp_path / "run", step=1, world=1)
+    meta = Meta(step=1, model=config.to_dict())
+    layout = Gated(part, gate)
+
+    def then(_: object) -> None:
+        commit(tmp, world=1, meta=meta)
+
+    saver.start(tmp, rank=0, shards=shards_of(part, state), layout=layout, then=then)
+    for tensors in state.values():
+        for _, array in tensors.values():
+            array[:] = 0
+    gate.set()
+    assert saver.wait(60)
+    made = tmp_path / "run" / "step-00000001"
+    assert verify(made).ok
+    assert by_nxds_names(everything(open_source(made))) == before
+
+
+class Gated:
+    """Writes as another layout does, when it may."""
+
+    def __init__(self, layout: NxdPart, gate: threading.Event) -> None:
+        self._layout, self._gate = layout, gate
+
+    def write(self, folder: Path, shards: Any) -> Any:
+        assert self._gate.wait(60)
+        return self._layout.write(folder, shards)
+
+
+def test_a_killed_save_is_swept_with_its_folders(tmp_path, models, monkeypatch):
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    state = random_state(config, tied_head=False, masters=True)
+    (part,) = parts_of(config, NxdOptions(xser=True), 1)
+    tmp = begin(tmp_path / "run", step=1, world=1)
+    write_part(tmp, rank=0, shards=shards_of(part, state), layout=part)
+    assert len(list(tmp.rglob("tensor_*.pt"))) > 50
+    monkeypatch.setattr("lt_ckpt.folders.process", lambda pid: "")  # it is gone
+    begin(tmp_path / "run", step=2, world=1)
+    assert [name for name in os.listdir(tmp_path / "run") if "00000001" in name or "trash" in name] == []
+
+
+def test_checkpoint_reads_any_slice(tmp_path, models):
+    """What an engine does on another mesh: boxes that no rank has stored."""
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    state = random_state(config, tied_head=False, masters=True)
+    options = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa")
+    made = Checkpoint.open(save(tmp_path / "run", parts_of(config, options, 3), state))
+    assert set(made.groups) == {"weights", "exp_avg", "exp_avg_sq", "cast_weights"}
+    names = {"weights": "master", "cast_weights": "weights"}
+    for group, name, offset, shape in [
+        ("weights", "model.layers.4.self_attn.k_proj.weight", (3, 2), (5, 7)),
+        ("exp_avg", "model.layers.0.self_attn.q_proj.weight", (1, 0), (14, 16)),
+        ("exp_avg_sq", "lm_head.weight", (7, 1), (20, 3)),
+        ("cast_weights", "model.layers.2.mlp.down_proj.weight", (0, 5), (16, 9)),
+    ]:
+        _, array = state[names.get(group, group)][name]
+        box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
+        assert made.read(group, name, offset=offset, shape=shape).tobytes() == array[box].tobytes()
