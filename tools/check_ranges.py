@@ -96,7 +96,8 @@ def oldest(members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (
         python = venv / "bin" / "python"
         (wheel,) = wheels.glob(f"{member.module}-{member.version}-*.whl")
         pins = [f"{sibling}=={version}" for sibling, version in floors(member, members, index=index).items()]
-        sources = ["--find-links", wheels, *(["--index", index] if index else [])]
+        fresh = [part for known in members for part in ("--refresh-package", known)]
+        sources = ["--find-links", wheels, *(["--index", index] if index else []), *fresh]
         _run("uv", "venv", "--quiet", "--python", sys.executable, venv, cwd=out)
         _run("uv", "pip", "install", "--quiet", "--python", python, *sources, wheel, *pins, cwd=out)
         _run(python, "-W", "error", "-c", f"import {member.module}", cwd=out)

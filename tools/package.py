@@ -26,7 +26,7 @@ from declared import DISTRIBUTIONS, declared, imported
 from members import ROOT, Member, ToolError, chosen, read
 from packaging.utils import canonicalize_name
 
-__all__ = ["environment_commands", "tests_need"]
+__all__ = ["environment_commands", "needed_by_tests"]
 
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
 NOT_PUBLIC = {"lt-trainer-neuron": {"neuron"}}
@@ -37,7 +37,7 @@ TEST_TOOLS = {"pytest", "hypothesis", "moto", "packaging", "botocore", "boto3"}
 """What the dev group brings."""
 
 
-def tests_need(member: Member, members: dict[str, Member]) -> list[str]:
+def needed_by_tests(member: Member, members: dict[str, Member]) -> list[str]:
     """Distributions that a package's tests import and that neither the package nor the dev group brings."""
     own = {path.stem for path in (member.folder / "tests").rglob("*.py")}
     brought = declared(member, members) | TEST_TOOLS | set(members)
@@ -74,7 +74,7 @@ def environment_commands(
     direct = ["--resolution", resolution] if resolution != "locked" else pins
     commands.append([*install, *direct, *wanted])
     commands.append([*install, "--no-deps", "--reinstall", wheel])
-    if needed := tests_need(member, members):
+    if needed := needed_by_tests(member, members):
         commands.append([*install, *pins, *needed])
     return commands
 

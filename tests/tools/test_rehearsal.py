@@ -189,6 +189,13 @@ def test_what_was_released_before_keeps_the_lt_data_that_it_knows(rehearsal: Reh
     assert found["torch"].startswith("2.9.")
 
 
+def test_the_oldest_siblings_that_are_allowed_install_and_import(rehearsal: Rehearsal, tmp_path: Path) -> None:
+    """lt-trainer as it stands now allows lt-data 0.2, which stands here, and 0.1, which only the index has."""
+    wanted = ["--package", "lt-trainer", "--index", rehearsal.index]
+    told = rehearsal.tool("check_ranges", "--oldest", tmp_path / "oldest", *wanted)
+    assert "lt-trainer 0.1.0: installs and imports with lt-ckpt==0.1.0, lt-data==0.1.0, lt-model==0.1.0" in told
+
+
 @pytest.mark.slow
 def test_a_trainium_environment_with_torch_2_9(rehearsal: Rehearsal) -> None:
     python, found = rehearsal.environment("trn1", "lt-trainer-neuron", "lt-data[torch]", "torch==2.9.*")

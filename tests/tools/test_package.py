@@ -1,0 +1,79 @@
+"""One package in an environment of its own: what is installed there, and that nothing of the workspace slips in."""
+
+from pathlib import Path
+
+import pytest
+from members import ROOT, read
+from package import RESOLUTIONS, environment_commands, needed_by_tests, stages, tree
+from small_workspace import git
+
+REAL = read()
+
+
+def commands(name: str, resolution: str, out: Path) -> list[list[str]]:
+    return environment_commands(REAL[name], REAL, python="3.13", resolution=resolution, out=out)
+
+
+def test_what_the_tests_of_a_package_need_is_found() -> None:
+    """What they import and neither the package with its extras nor the dev group brings."""
+    assert "transformers" in needed_by_tests(REAL["lt-model"], REAL)
+    assert "transformers" not in needed_by_tests(REAL["lt-trainer"], REAL)
+    for name, member in REAL.items():
+        assert not set(needed_by_tests(member, REAL)) & {"pytest", "hypothesis", name, "json", "conftest"}
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+@pytest.mark.parametrize("resolution", RESOLUTIONS)
+def test_the_environment_has_wheels_alone(name: str, resolution: str, tmp_path: Path) -> None:
+    made = commands(name, resolution, tmp_path)
+    words = [word for command in made for word in command]
+    assert made[0][:2] == ["uv", "build"]
+    assert "--no-sources" in made[0]
+    assert made[1][:2] == ["uv", "venv"]
+    assert made[1][-2:] == ["3.13", str(tmp_path / "venv")]
+    installs = [command for command in made if command[1] == "pip"]
+    assert all(str(tmp_path / "venv" / "bin" / "python") in command for command in installs)
+    (own,) = [command for command in installs if "--no-deps" in command]
+    assert own[-1] == str(tmp_path / "wheels" / f"{REAL[name].module}-{REAL[name].version}-py3-none-any.whl")
+    assert not {"sync", "lock", "--editable", "-e", "--system"} & set(words)
+
+
+def test_the_resolutions(tmp_path: Path) -> None:
+    for resolution in RESOLUTIONS:
+        made = commands("lt-data", resolution, tmp_path)
+        (first,) = [command for command in made if "--requirements" in command]
+        given = first[first.index("--resolution") + 1] if "--resolution" in first else "locked"
+        assert given == resolution
+        assert ("--constraint" in first) == (resolution == "locked")
+        exported = [command for command in made if command[1] == "export"]
+        assert len(exported) == (resolution == "locked")
+        assert all("--locked" in command for command in exported)
+
+
+def test_extras(tmp_path: Path) -> None:
+    """All of them but those that no public index can fill; the Trainium engine with its own torch line."""
+    (data,) = [c for c in commands("lt-data", "highest", tmp_path) if "--requirements" in c]
+    assert [data[i + 1] for i, word in enumerate(data) if word == "--extra"] == list(REAL["lt-data"].extras)
+    made = commands("lt-trainer-neuron", "locked", tmp_path)
+    assert "neuron" not in [c[i + 1] for c in made for i, word in enumerate(c) if word == "--extra"]
+    (export,) = [c for c in made if c[1] == "export"]
+    assert "--no-group gpu --group neuron" in " ".join(export)
+
+
+def test_lint_and_types_run_with_the_versions_of_the_lock(tmp_path: Path) -> None:
+    assert list(stages(REAL["lt-data"], tmp_path, resolution="locked")) == ["lint", "types", "tests", "artefacts"]
+    for resolution in ("highest", "lowest-direct"):
+        found = stages(REAL["lt-data"], tmp_path, resolution=resolution)
+        assert list(found) == ["tests", "artefacts"]
+        assert found["tests"][-1][-1] == str(ROOT / "packages" / "lt-data" / "tests")
+
+
+def test_what_tests_leave_behind_is_seen(small: Path) -> None:
+    before = tree(small)
+    (small / ".gitignore").write_text("ignored\n")
+    git("add", ".", cwd=small)
+    clean = tree(small)
+    (small / "ignored").write_text("")
+    assert tree(small) == clean != before
+    (small / "packages" / "lt-mid" / "left").write_text("")
+    assert tree(small) != clean
