@@ -6,8 +6,8 @@
 
 Resolutions: `locked` (what uv.lock says), `highest` (the newest that the ranges allow), `lowest-direct` (the oldest
 that the package itself allows of each thing it requires). The environment has the package's wheel with all its extras,
-its siblings' wheels, the dev group, and what its tests import besides; not the workspace, so a sibling that it does not
-require is not there. `uv.lock` is not touched.
+its siblings' wheels (of what stands here, or with --index what is published), the dev group, and what its tests import
+besides; not the workspace, so a sibling that it does not require is not there. `uv.lock` is not touched.
 
 Stages: environment; with `locked` also lint and types; tests (those of the package, not marked slow); artefacts
 (tools/artefacts.py); tree (git sees no file that was not there before). The first failure ends it. Minutes, most of
@@ -50,15 +50,23 @@ def needed_by_tests(member: Member, members: dict[str, Member]) -> list[str]:
 
 
 def environment_commands(
-    member: Member, members: dict[str, Member], *, python: str, resolution: str, out: Path
+    member: Member,
+    members: dict[str, Member],
+    *,
+    python: str,
+    resolution: str,
+    out: Path,
+    index: str | None = None,
 ) -> list[list[str]]:
     """The commands that make the environment in `out`/venv; nothing is run."""
     venv, wheels, lock = str(out / "venv"), str(out / "wheels"), str(out / "locked.txt")
     interpreter = str(out / "venv" / "bin" / "python")
     install = ["uv", "pip", "install", "--quiet", "--python", interpreter, "--find-links", wheels]
     install += [part for name in members for part in ("--refresh-package", name)]
+    install += ["--index", index] if index else []
+    built = ["--package", member.name] if index else ["--all-packages"]
     commands = [
-        ["uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels],
+        ["uv", "build", "--quiet", *built, "--wheel", "--no-sources", "--out-dir", wheels],
         ["uv", "venv", "--quiet", "--python", python, venv],
     ]
     pins: list[str] = []
@@ -118,6 +126,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--out", type=Path, required=True, help="an empty folder for wheels and environments")
     parser.add_argument("--python", default=f"{sys.version_info.major}.{sys.version_info.minor}")
     parser.add_argument("--resolution", choices=RESOLUTIONS, default="locked")
+    parser.add_argument("--index", help="take siblings from this simple index, not from here")
     parser.add_argument("--only", action="append", default=[], help="only these stages, after the environment")
     options = parser.parse_args(arguments)
     members = read()
@@ -132,7 +141,9 @@ def main(arguments: list[str]) -> int:
             f"no stage {', '.join(sorted(unknown))} with {options.resolution}; there are {', '.join(found)}"
         )
     chosen_python, resolution = options.python, options.resolution
-    environment = environment_commands(member, members, python=chosen_python, resolution=resolution, out=out)
+    environment = environment_commands(
+        member, members, python=chosen_python, resolution=resolution, out=out, index=options.index
+    )
     for name, commands in {"environment": environment, **found}.items():
         if options.only and name not in ("environment", *options.only):
             continue

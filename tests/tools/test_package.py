@@ -50,6 +50,15 @@ def test_the_resolutions(tmp_path: Path) -> None:
         assert all("--locked" in command for command in exported)
 
 
+def test_a_release_is_tested_with_what_is_published(tmp_path: Path) -> None:
+    """No wheel of a sibling is built that could stand in for one that is not out yet."""
+    member, index = REAL["lt-ckpt"], "INDEX"
+    made = environment_commands(member, REAL, python="3.13", resolution="locked", out=tmp_path, index=index)
+    assert "--all-packages" not in made[0]
+    assert made[0][made[0].index("--package") + 1] == "lt-ckpt"
+    assert all(command[command.index("--index") + 1] == index for command in made if command[1] == "pip")
+
+
 def test_extras(tmp_path: Path) -> None:
     """All of them but those that no public index can fill; the Trainium engine with its own torch line."""
     (data,) = [c for c in commands("lt-data", "highest", tmp_path) if "--requirements" in c]
