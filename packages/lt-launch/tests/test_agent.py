@@ -219,6 +219,20 @@ def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
     assert [(made.attempt(attempt) / f"rank-{r:05}.log").read_text() for r in range(4)] == [f"ready\n{number}\n"] * 4
 
 
+def test_a_signal_that_comes_before_the_agent_can_take_it_is_not_lost(stage: Callable[..., Stage]) -> None:
+    """Whoever started it holds the signal back; the agent takes it as soon as it is there."""
+
+    def held_back() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    made = stage("import time; time.sleep(100)", procs_per_node=2)
+    attempt = made.open()
+    made.start(attempt, preexec_fn=held_back, stdout=subprocess.DEVNULL).wait(60)
+    code, result, _ = made.verdict(attempt)
+    assert (code, result["kind"]) == (75, "stopped")
+
+
 def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: Callable[..., Stage]) -> None:
     made = stage(f"{IGNORES}print('ready', flush=True)\ntime.sleep(100)", grace_s=0.5, procs_per_node=2)
     attempt = made.open()

@@ -69,6 +69,10 @@ def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:
     assert Pipeline(name="p", stages=(first, second)).stage("b") == second
     with pytest.raises(RecipeError, match="no stage before it"):
         Pipeline(name="p", stages=(second, first))
+    element = Stage(job=job("prepare.2"))
+    with pytest.raises(RecipeError, match="two stages have this name, or one has that of an array's element"):
+        Pipeline(name="p", stages=(Stage(job=job("prepare"), array=3), element))
+    assert Pipeline(name="p", stages=(Stage(job=job("prepare"), array=2), element))
     with pytest.raises(RecipeError, match="two stages have this name"):
         Pipeline(name="p", stages=(first, first))
     with pytest.raises(RecipeError, match="a pipeline needs stages"):

@@ -256,6 +256,92 @@ def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_c
     assert ran(lt) == once | {"convert": 3, "export": 3}
 
 
+SIDE_BY_SIDE = """
+[pipeline]
+out = "runs/p"
+[[stages]]
+name = "left"
+argv = ["bash", "-c", "touch left; until [ -e right ]; do sleep 0.01; done; echo left is here"]
+[[stages]]
+name = "right"
+argv = ["bash", "-c", "touch right; until [ -e left ]; do sleep 0.01; done"]
+[[stages]]
+name = "both"
+after = ["left", "right"]
+argv = ["bash", "-c", "ls left right > both"]
+[profile.local]
+slots = 2
+"""
+
+
+def test_stages_that_do_not_wait_for_each_other_run_side_by_side(lt: Lt) -> None:
+    """Each of the two ends only when the other has begun."""
+    lt.write(SIDE_BY_SIDE)
+    shown = lt.run("run", "run.toml")
+    assert "[left] left is here" in shown
+    assert (lt.folder / "both").read_text() == "left\nright\n"
+    assert "both: done already, skipped" in lt.run("run", "run.toml")
+
+
+@pytest.mark.parametrize(("slots", "more"), [(1, ""), (8, "resources = { gpus_per_node = 1 }")])
+def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
+    """By places, or because both use the devices: neither begins while the other runs."""
+    alone = 'argv = ["bash", "-c", "mkdir running && sleep 0.3 && rmdir running"]'
+    stages = "".join(f'[[stages]]\nname = "{name}"\n{alone}\n{more}\n' for name in "abc")
+    lt.write(f"{stages}[profile.local]\nslots = {slots}\n")
+    lt.run("run", "run.toml")
+
+
+def test_a_failure_keeps_what_comes_after_it_from_beginning_and_disturbs_no_other(lt: Lt) -> None:
+    lt.write(
+        """
+[pipeline]
+out = "runs/p"
+[[stages]]
+name = "bad"
+argv = ["bash", "-c", "until [ -e began ]; do sleep 0.01; done; exit 7"]
+[[stages]]
+name = "behind"
+after = ["bad"]
+argv = ["touch", "behind"]
+[[stages]]
+name = "good"
+argv = ["bash", "-c", "touch began; sleep 0.5; touch good"]
+[[stages]]
+name = "last"
+after = ["good"]
+argv = ["touch", "last"]
+[profile.local]
+slots = 2
+"""
+    )
+    shown = lt.run("run", "run.toml", code=7)
+    assert "behind: not begun, for bad did not succeed" in shown
+    assert sorted(path.name for path in lt.folder.iterdir() if path.is_file()) == ["began", "good", "last", "run.toml"]
+    states = {row["stage"]: row["state"] for row in json.loads(lt.run("status", "p", "--json"))}
+    assert states == {"bad": "failed", "behind": "waiting", "good": "done", "last": "done"}
+
+
+def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
+    lt.write(SIDE_BY_SIDE.replace("[ -e right ]", "false").replace("[ -e left ]", "false"))
+    process = lt.start("run", "run.toml")
+    lt.until(lambda: (lt.folder / "left").exists() and (lt.folder / "right").exists())
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    kinds = {event["stage"]: event["kind"] for event in lt.events("p") if event["event"] == "attempt_ended"}
+    assert kinds == {"left": "stopped", "right": "stopped"}
+    assert not (lt.folder / "both").exists()
+    assert not any(alive(pid) for stage in ("left", "right") for pid in lt.pids(stage, "p"))
+
+
+def test_restarts_are_counted_from_a_persons_launch_on(lt: Lt) -> None:
+    lt.trainer(9, env='FAULT_ALWAYS = "0:1:75"', procs=1, more="[job.restart]\nmax_restarts = 1")
+    for _ in range(2):
+        lt.run("run", "run.toml", code=75)
+    assert len(lt.attempts()) == 4, "two each"
+
+
 def test_a_changed_command_is_another_stage_and_what_comes_after_it_too(lt: Lt) -> None:
     lt.write(PIPELINE)
     (lt.folder / "allowed").touch()

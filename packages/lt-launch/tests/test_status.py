@@ -14,7 +14,7 @@ from lt_launch.profile import Profile
 from lt_launch.record import create, event, hold
 from lt_launch.spec import spec
 from lt_launch.status import duration, list_known, overall, rows_of, show
-from lt_launch.training import progress
+from lt_launch.training import progress, progress_of_lines
 
 STEPS, BATCH, SEQ = 1000, 8, 128
 
@@ -66,6 +66,25 @@ def test_progress_of_a_run(launch) -> None:
     assert (found.step, found.steps, found.loss, found.tokens_per_sec) == (250, STEPS, 3.5, 1024.0)
     assert found.eta_s == 750 * BATCH * SEQ / 1024
     assert progress("runs/p") is None
+
+
+RECIPE = "[schedule]\nmax_steps = 100\n[batch]\nglobal_batch = 8\n[data]\nseq_len = 64\n"
+
+
+def test_progress_of_what_rank_0_has_written() -> None:
+    """The newest line of training metrics counts; on two nodes of four devices the speed is that of all."""
+    made = Job(name="x", argv=("x",), recipe=RECIPE, nodes=2, procs_per_node=4)
+    lines = [
+        "step=10 loss=3.5 learning_rate=1e-3 tokens_per_sec=64 mfu=nan",
+        "step=20 loss=3.25 learning_rate=1e-3 tokens_per_sec=128 mfu=0.5",
+        "step=20 val_loss=9 val_tokens=3",
+        "# loss=1 of no step",
+    ]
+    found = progress_of_lines(lines, made)
+    assert found is not None
+    assert (found.step, found.steps, found.loss, found.tokens_per_sec, found.mfu) == (20, 100, 3.25, 1024.0, 0.5)
+    assert found.eta_s == 80 * 8 * 64 / 1024
+    assert progress_of_lines(lines[2:], made) is None
 
 
 def test_the_table(launch, capsys: pytest.CaptureFixture[str]) -> None:

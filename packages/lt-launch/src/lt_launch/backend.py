@@ -3,7 +3,7 @@
 `render` turns a pipeline and a profile into text and command lines and touches nothing, so that `lt launch render`
 prints exactly what `run` sends, and golden files can hold it. The rest (`submit`, `status`, `logs`, `cancel`, `list`)
 acts on a `Launch`: a launch directory with what was kept at the start. Backends are found by name and imported when
-they are asked for; a new one is a line in `BACKENDS`.
+they are asked for; a new one is a line in `targets.BACKENDS`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from lt_launch.errors import LaunchError
+from lt_launch.targets import BACKENDS
 
 if TYPE_CHECKING:
     from lt_launch.job import Pipeline
     from lt_launch.profile import Profile
 
 __all__ = [
-    "BACKENDS",
     "Backend",
     "Finding",
-    "KnownBackend",
     "Launch",
     "Node",
     "Rendered",
@@ -81,6 +80,8 @@ class StageStatus:
     nodes: tuple[str, ...] = ()
     since: float = 0.0
     """When it got there, in seconds since 1970; 0 where it is not known."""
+    said: tuple[str, ...] = ()
+    """The last lines of rank 0, of targets that keep the run directory out of reach."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,42 +148,6 @@ class Backend(Protocol):
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
         """What is missing or wrong before anything is spent; with a pipeline also what that one needs."""
         ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownBackend:
-    """Where a backend is made, and the profile table that is its own."""
-
-    factory: str
-    """`module:function`; the function takes nothing."""
-    profile_table: str
-    help: str
-    needs: str = ""
-    """What `pip install` brings it."""
-
-
-BACKENDS: Mapping[str, KnownBackend] = {
-    "local": KnownBackend(factory="lt_launch.local:backend", profile_table="local", help="processes on this machine"),
-    "ssh": KnownBackend(factory="lt_launch.ssh:backend", profile_table="ssh", help="hosts that ssh reaches"),
-    "slurm": KnownBackend(factory="lt_launch.slurm:backend", profile_table="slurm", help="sbatch on a Slurm cluster"),
-    "sagemaker": KnownBackend(
-        factory="lt_launch.sagemaker:backend",
-        profile_table="sagemaker",
-        help="a SageMaker training job",
-        needs="lt-launch[sagemaker]",
-    ),
-    "sagemaker-local": KnownBackend(
-        factory="lt_launch.sagemaker:local_backend",
-        profile_table="sagemaker",
-        help="SageMaker's contract on this machine, without docker",
-    ),
-    "k8s": KnownBackend(
-        factory="lt_launch.k8s:backend",
-        profile_table="k8s",
-        help="Kubernetes YAML (render only)",
-        needs="lt-launch[k8s]",
-    ),
-}
 
 
 def backend(name: str) -> Backend:

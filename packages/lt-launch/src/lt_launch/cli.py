@@ -48,7 +48,7 @@ def _room(on: str, profile: Profile) -> tuple[int, int]:
         return 1, devices()
     if on == "ssh":
         from lt_launch.hosts import slots
-        from lt_launch.ssh import SshOptions, hosts_of
+        from lt_launch.ssh_link import SshOptions, hosts_of
 
         hosts = hosts_of(profile.options("ssh", SshOptions))
         return len(hosts), slots(hosts)

@@ -57,8 +57,15 @@ class Transport(Protocol):
     carries_files: bool
     """Whether the launch directory has to be sent there."""
 
+    memory_gib: float
+    """Of each host; infinite where it is not known."""
+
     def argv(self, host: Host) -> list[str]:
         """The command that starts `boot` on a host."""
+        ...
+
+    def places(self, host: Host) -> int:
+        """How many processes may run side by side on a host."""
         ...
 
 

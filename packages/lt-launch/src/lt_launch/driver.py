@@ -13,18 +13,32 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol, cast
 
 from lt_launch import record
-from lt_launch.backend import Launch
-from lt_launch.conduct import Stop
+from lt_launch.backend import Launch, backend
+from lt_launch.conduct import Stop, Transport
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
+from lt_launch.job import Pipeline
+from lt_launch.profile import Profile
 from lt_launch.stages import Stages, stop_signals
 
 __all__ = ["cancel", "drive", "submit"]
 
 HOLDER = re.compile(r"process (\d+) on (\S+)")
+
+
+class Reaching(Protocol):
+    """What a target without a queue has besides a `Backend`."""
+
+    def specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
+        """What the agents get, by stage."""
+        ...
+
+    def reach(self, profile: Profile) -> tuple[tuple[Host, ...], Transport]:
+        """The hosts in allocation order, and how to reach them."""
+        ...
 
 
 def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
@@ -58,19 +72,9 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
 
 def drive(launch: Launch) -> int:
     """Run all stages of a launch from this process; its exit code."""
-    from lt_launch.local import LocalBackend, LocalTransport
-    from lt_launch.ssh import SshBackend, SshOptions, SshTransport, hosts_of
-
-    cwd, profile = os.getcwd(), launch.profile
-    hosts: tuple[Host, ...]
-    specs: Mapping[str, Mapping[str, Any]]
-    if launch.backend == "local":
-        specs = LocalBackend().specs(launch.pipeline, profile, cwd=cwd)
-        hosts, transport = (Host(name=socket.gethostname()),), LocalTransport()
-    else:
-        options = profile.options("ssh", SshOptions)
-        specs = SshBackend().specs(launch.pipeline, profile, cwd=cwd)
-        hosts, transport = hosts_of(options), SshTransport(options, profile.python)
+    target = cast(Reaching, backend(launch.backend))
+    specs = target.specs(launch.pipeline, launch.profile, cwd=os.getcwd())
+    hosts, transport = target.reach(launch.profile)
     stop = Stop()
     with stop_signals(stop):
         return Stages(launch, specs, transport, hosts, stop).run()

@@ -226,9 +226,13 @@ class Pipeline:
         if not self.stages:
             raise _wrong("stages", [], "a pipeline needs stages", "add [[stages]]")
         before: set[str] = set()
+        folders: set[str] = set()
         for stage in self.stages:
-            if stage.name in before:
-                raise _wrong("stages.name", stage.name, "two stages have this name", "give each its own")
+            mine = {stage.name, *(f"{stage.name}.{index}" for index in range(stage.array))}
+            if mine & folders:
+                problem = "two stages have this name, or one has that of an array's element"
+                raise _wrong("stages.name", stage.name, problem, "give each its own")
+            folders |= mine
             for wanted in stage.after:
                 if wanted not in before:
                     known = ", ".join(sorted(before)) or "none"

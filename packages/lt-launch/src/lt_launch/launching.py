@@ -31,6 +31,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     target = backend(on)
     rendered = target.render(pipeline, profile)
     specs = specs_of(target, pipeline, profile, cwd=os.getcwd())
+    _refuse_running(target, Path(pipeline.out), on)
     made = record.create(pipeline, profile, on, rendered, specs)
     for note in rendered.notes:
         sys.stderr.write(f"# {note}\n")
@@ -38,6 +39,21 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     if ids:
         record.remember(made, ids)
     return code
+
+
+def _refuse_running(target: Any, out: Path, on: str) -> None:
+    """Two launches into one folder at a time would take each other's attempts for lost ones.
+
+    Targets without a queue hold a lock; those with one say what of an earlier launch is still there (`running`).
+    """
+    from lt_launch import record
+
+    if not hasattr(target, "running") or not (out / "launch" / "launch.json").exists():
+        return
+    before = record.open_launch(out)
+    alive = target.running(before) if before.backend == on else ""
+    if alive:
+        raise LaunchError(f"{out}: {alive} of an earlier launch still goes on; wait for it, or lt launch cancel {out}")
 
 
 def specs_of(target: Any, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -31,9 +32,14 @@ class LocalOptions:
     """The table [local] of a profile."""
 
     lost_grace_s: float = option(3.0, "from the launcher's death until processes are killed", unit="s")
+    slots: int = option(0, "processes that may run side by side; 0 = one for each core")
 
     def __post_init__(self) -> None:
         check_types(self, "local")
+        if self.slots < 0:
+            raise RecipeError(
+                "must be at least 0", values={"local.slots": self.slots}, remedy="leave it out for one for each core"
+            )
 
 
 class LocalTransport:
@@ -43,9 +49,17 @@ class LocalTransport:
     connect_timeout_s = 60.0
     carries_files = False
 
+    def __init__(self, slots: int = 0) -> None:
+        self._places = slots or os.cpu_count() or 1
+        self.memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+
     def argv(self, host: Host) -> list[str]:
         """Start `boot` with this interpreter."""
         return [sys.executable, "-c", BOOT]
+
+    def places(self, host: Host) -> int:
+        """The profile's slots, else cores."""
+        return self._places
 
 
 class LocalBackend:
@@ -86,6 +100,11 @@ class LocalBackend:
             )
             for stage in pipeline.stages
         }
+
+    def reach(self, profile: Profile) -> tuple[tuple[Host, ...], LocalTransport]:
+        """This machine, and how to start agents on it."""
+        options = profile.options("local", LocalOptions)
+        return (Host(name=socket.gethostname()),), LocalTransport(options.slots)
 
     def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Run it to its end, or in the background."""

@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
+from lt_launch.targets import BACKENDS
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, leaves
 from lt_trainer.resolve import Given, from_toml, typed
@@ -147,8 +148,6 @@ def load_profile(path: str | Path | None = None, environ: Mapping[str, str] | No
 
 def check_names(given: Mapping[str, Given]) -> None:
     """Refuse names that no table of a profile has; what stands inside a backend's table that backend checks."""
-    from lt_launch.backend import BACKENDS
-
     tables = {backend.profile_table for backend in BACKENDS.values()} - {""} | {"env", "prices"}
     for name, value in given.items():
         head, dot, _ = name.partition(".")

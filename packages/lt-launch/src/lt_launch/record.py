@@ -293,7 +293,7 @@ def git_state(folder: Path) -> tuple[dict[str, Any], str]:
         patch = git("diff", "--binary", "HEAD")
         kept = [name for name in untracked if not PRIVATE.search(name) and _small(folder / name)]
         for name in kept[:200]:
-            patch += git("diff", "--binary", "--no-index", "/dev/null", name, code=1)
+            patch += git("diff", "--binary", "--no-index", "--", "/dev/null", name, code=1)
         state = {
             "root": root,
             "commit": git("rev-parse", "HEAD").strip(),

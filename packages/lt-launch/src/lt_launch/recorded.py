@@ -172,21 +172,21 @@ def _output(command: list[str]) -> Iterator[str]:
 
 def _local(launch: Launch, place: Place, rank: int, follow: bool) -> Iterator[str]:
     offsets: dict[Path, int] = {}
-    partial = b""
+    partial: dict[Path, bytes] = {}
     while True:
         over = not follow or not record.holder(launch.directory)  # asked before the last look at the files
         for number in place.attempts():
             path = log_file(place.attempt(number), rank)
             data = _read_from(path, offsets.get(path, 0))
             offsets[path] = offsets.get(path, 0) + len(data)
-            *rows, partial = (partial + data).split(b"\n")
+            *rows, partial[path] = (partial.get(path, b"") + data).split(b"\n")
+            if over and partial[path]:
+                rows.append(partial[path])
             for row in rows:
                 yield row.decode("utf-8", "replace")
         if over:
-            break
+            return
         time.sleep(POLL_S)
-    if partial:
-        yield partial.decode("utf-8", "replace")
 
 
 def _read_from(path: Path, offset: int) -> bytes:

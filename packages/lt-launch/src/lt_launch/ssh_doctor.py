@@ -22,7 +22,7 @@ from lt_launch.backend import Finding
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.machine import findings
-from lt_launch.ssh import SshTransport
+from lt_launch.ssh_link import SshTransport
 
 __all__ = ["doctor", "survey"]
 

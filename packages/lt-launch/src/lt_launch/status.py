@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lt_launch.backend import Launch, StageStatus, backend
 from lt_launch.errors import LaunchError
 from lt_launch.record import find, known, open_launch
-from lt_launch.training import MARKER, Progress, progress
+from lt_launch.training import MARKER, Progress, progress, progress_of_lines
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -85,6 +85,8 @@ def _progress(launch: Launch, status: StageStatus) -> Progress | None:
     stage = stages.get(status.stage)
     if stage is None or not stage.job.trains or status.state in ("waiting", "skipped"):
         return None
+    if status.said:
+        return progress_of_lines(status.said, stage.job)
     return progress(_run_dir(launch, stage.job.cwd, stage.job.run_dir))
 
 
@@ -295,4 +297,6 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     trained = dataclasses.asdict(row["progress"]) if row["progress"] else None
     if trained:
         trained = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in trained.items()}
-    return {"run": row["run"], "on": row["on"], **dataclasses.asdict(row["status"]), "progress": trained}
+    status = dataclasses.asdict(row["status"])
+    status.pop("said")
+    return {"run": row["run"], "on": row["on"], **status, "progress": trained}

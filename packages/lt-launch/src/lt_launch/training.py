@@ -1,6 +1,6 @@
-"""What a run directory of lt-trainer tells about a run that goes on: step, loss, speed, time left; reads, never writes.
+"""What a run directory of lt-trainer, or what rank 0 writes, tells about a run that goes on; reads, never writes.
 
-Cost: the last 64 KiB of two files.
+Step, loss, speed, time left. Cost: the last 64 KiB of two files, or the lines that are given.
 """
 
 from __future__ import annotations
@@ -8,14 +8,20 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Progress", "progress"]
+from lt_launch.job import Job
+
+__all__ = ["Progress", "progress", "progress_of_lines"]
 
 TAIL = 1 << 16
+PAIR = re.compile(r"(?:^|\s)(step|loss|tokens_per_sec|mfu)=(\S+)")
+"""Of a line of metrics as `lt_trainer.records.line` writes it."""
 MARKER = ".lt-run"
 
 
@@ -63,6 +69,31 @@ def progress(run_dir: str | Path) -> Progress | None:
         updated=(folder / "metrics.jsonl").stat().st_mtime,
         last_event=last_event,
     )
+
+
+def progress_of_lines(lines: Sequence[str], job: Job) -> Progress | None:
+    """Where a run stands by the last metrics that rank 0 has shown; None where it has shown none.
+
+    Args:
+        lines: the newest last.
+        job: with its resolved recipe.
+    """
+    recipe = tomllib.loads(job.recipe)
+    steps = recipe["schedule"]["max_steps"]
+    for text in reversed(lines):
+        found = dict(PAIR.findall(text))
+        if found.keys() >= {"step", "loss"}:
+            speed = _number(found.get("tokens_per_sec")) * job.world
+            left = (steps - int(found["step"])) * recipe["batch"]["global_batch"] * recipe["data"]["seq_len"]
+            return Progress(
+                step=int(found["step"]),
+                steps=steps,
+                loss=_number(found["loss"]),
+                tokens_per_sec=speed,
+                mfu=_number(found.get("mfu")),
+                eta_s=left / speed if speed > 0 else math.nan,
+            )
+    return None
 
 
 def _sizes(folder: Path) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from lt_launch.sagemaker.aws import LOG_GROUP, Aws
 from lt_launch.sagemaker.doctor import findings
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.target import SageMakerBackend
+from lt_launch.status import rows_of
 from lt_trainer.testing.bucket import serve
 
 JOB = """
@@ -98,6 +99,14 @@ def test_a_job_is_created_described_and_read(moto: str, submit: Callable[[str], 
         logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=f"{name}/{host}-1700000000", logEvents=events)
     lines = list(SageMakerBackend().logs(made, stage="", rank=0, follow=True))
     assert lines == [f"algo-1 line {i}" for i in range(120)]
+    stream = f"{name}/algo-1-1700000000"
+    metrics = ["step=30 loss=2.5 tokens_per_sec=100.5 mfu=0.25", "step=30 val_loss=3", "# a note"]
+    events = [{"timestamp": int(time.time() * 1000) + 500 + i, "message": text} for i, text in enumerate(metrics)]
+    logs.put_log_events(logGroupName=LOG_GROUP, logStreamName=stream, logEvents=events)
+    assert client.last_lines(stream)[-3:] == metrics
+    (row,) = rows_of(made.directory.parent)
+    shown = row["progress"]
+    assert (shown.step, shown.steps, shown.loss, shown.tokens_per_sec, shown.mfu) == (30, 1000, 2.5, 100.5, 0.25)
 
 
 def test_doctor_tries_the_buckets(moto: str, submit: Callable[[str], Launch]) -> None:
@@ -171,6 +180,9 @@ class Service(BaseHTTPRequestHandler):
         job = self.folder / body["TrainingJobName"]
         found = read_table(job / "job.json") or {**json.loads((job / "request.json").read_bytes())}
         return {"TrainingJobStatus": "InProgress", "SecondaryStatus": "Starting", "CreationTime": 0, **found}
+
+    def DescribeLogStreams(self, body: dict[str, Any]) -> dict[str, Any]:
+        raise KeyError("AccessDeniedException")
 
     def StopTrainingJob(self, body: dict[str, Any]) -> dict[str, Any]:
         os.kill(int((self.folder / body["TrainingJobName"] / "pid").read_text()), signal.SIGTERM)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.places import write_table
+from lt_launch.sagemaker.emulator import GRACE_S
 from lt_trainer.metrics import METRIC_DEFINITIONS
 
 PROGRAM = """
@@ -98,6 +99,41 @@ def test_a_stop_is_a_signal_a_grace_time_and_a_kill(tmp_path: Path, script: str,
         "also where it ended with 0"
     )
     assert "Stopping" in [one["Status"] for one in found["SecondaryStatusTransitions"]]
+
+
+SAVES = """
+import os, sys
+from pathlib import Path
+from lt_launch.sagemaker import entry
+from lt_launch.sagemaker.contract import read
+root, seconds = Path(sys.argv[1]), sys.argv[2]
+save = f"sleep {seconds}; echo saved >{root}/checkpoints/saved; exit 75"
+argv = ["bash", "-c", f"trap '{save}' TERM; touch {root}/ready; sleep 600 & wait; wait"]
+spec = {"argv": argv, "spawner": "direct", "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
+        "grace_s": entry.WINDOW_S, "completion": "exit", "restart": {"max_restarts": 0}}
+with entry.Children() as children:
+    sys.exit(entry._attempts(read(root, {}), spec, root / "kept", os.environ, children, print))
+"""
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(110, marks=pytest.mark.slow)])
+def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) -> None:
+    """Through all of it: the service's signal, the container's first process, the agent, the process that saves."""
+    (tmp_path / "saves.py").write_text(SAVES)
+    script = f"exec {sys.executable} {tmp_path}/saves.py $1 {seconds}"
+    process = start(tmp_path, script, grace_s=GRACE_S)
+    wait_for(tmp_path / "job" / "hosts" / "algo-1" / "ready", process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(150) == 1
+    found = job(tmp_path)
+    assert (found["TrainingJobStatus"], found["SecondaryStatus"]) == ("Stopped", "Stopped")
+    assert (tmp_path / "kept" / "saved").read_text() == "saved\n", "and it was sent to where checkpoints are kept"
+    root = tmp_path / "job" / "hosts" / "algo-1"
+    (ended,) = (root / "kept" / "stages" / "train").glob("attempt-*/exit.json")
+    assert json.loads(ended.read_bytes())["reason"] == "stopped as it was told"
+    assert not (root / "output" / "failure").exists()
+    (stopping,) = [one for one in found["SecondaryStatusTransitions"] if one["Status"] == "Stopping"]
+    assert stopping["EndTime"] - stopping["StartTime"] >= seconds
 
 
 def test_the_first_1024_characters_are_the_reason(tmp_path: Path) -> None:

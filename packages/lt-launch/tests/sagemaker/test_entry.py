@@ -274,6 +274,15 @@ def test_a_stop_signal_is_handed_on_and_waited_for(opt_ml: Callable[..., Path]) 
     a_save_of(2, opt_ml())
 
 
-@pytest.mark.slow
-def test_a_save_may_take_110_of_the_120_seconds(opt_ml: Callable[..., Path]) -> None:
-    a_save_of(110, opt_ml())
+HELD = """
+import os, sys
+from lt_launch.sagemaker import entry
+mask = "import signal, sys; sys.exit(int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
+with entry.Children() as children:
+    print(*[children.run([sys.executable, "-S", "-c", mask], os.environ, told=told) for told in (True, False)])
+"""
+
+
+def test_a_stop_signal_waits_for_an_agent_that_is_not_there_yet() -> None:
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
+    assert done.stdout == "1 0\n"

@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from lt_launch.backend import Launch
+from lt_launch.errors import LaunchError
 from lt_launch.launching import launch
 from lt_launch.profile import Profile
 from lt_launch.record import open_launch
 from lt_launch.runfile import Wanted, read
 from lt_launch.sagemaker.emulator import isolation
 from lt_launch.sagemaker.local import LocalSageMaker
+from lt_launch.status import rows_of
 
 RECIPE = """
 [run]
@@ -110,6 +112,14 @@ def test_two_hosts_are_stopped_restored_and_finish(submit: Callable[..., Launch]
     until(made, lambda: len(losses(run)) >= 4, "step 4")
     (status,) = target.status(made)
     assert (status.state, status.nodes) == ("running", ("algo-1", "algo-2"))
+    (row,) = until(made, lambda: [one for one in rows_of("run") if one["progress"]], "a line of metrics")
+    shown = row["progress"]
+    assert 1 <= shown.step <= 60
+    assert shown.steps == 60
+    assert shown.loss == pytest.approx(losses(run)[shown.step], rel=1e-5)
+    assert shown.tokens_per_sec > 0
+    with pytest.raises(LaunchError, match="job-000 of an earlier launch still goes on; wait for it, or lt launch can"):
+        submit(nodes=2, steps=60)
     assert "loss=" not in status.reason
     assert list(target.cancel(made)) == ["job-000 was told to save and stop; it has 120 s"]
     folder, found = until_over(made, 0)

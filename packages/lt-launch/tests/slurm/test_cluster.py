@@ -1,7 +1,9 @@
 """What the scripts do on a real cluster, with jobs that cost nothing: chains, arrays, orders, options, refusals."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +207,9 @@ def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Su
     cluster.wait_for(lambda: states(made) == {"waits": "running"}, "the job running")
     file = made.directory / "stages" / "waits" / "attempt-000" / "node-00000.jsonl"
     cluster.wait_for(lambda: file.exists() and "started" in file.read_text(), "its process")
+    with pytest.raises(LaunchError, match=f"job {id_} of an earlier launch still goes on"):
+        submit(WAITS)
+    assert open_launch(made.directory).ids == made.ids, "nothing was written"
     assert list(SlurmBackend().cancel(made)) == [f"waits: job {id_} was told to save and stop"]
     cluster.wait_for_end(id_)
     assert states(made) == {"waits": "cancelled"}
@@ -234,6 +239,39 @@ def test_a_waiting_job_is_removed_and_nodes_are_shown(cluster: Any, submit: Subm
         assert states(made) == {"waits": "cancelled"}
     finally:
         cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
+
+
+LOSES = """
+[job]
+name = "loses"
+argv = ["bash", "-c", "[ $LT_ATTEMPT = 2 ] || sleep 600"]
+nodes = 2
+[profile]
+python = "PYTHON"
+"""
+
+
+def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit) -> None:
+    """The agent of the second node dies, twice: of three nodes two are needed, so only the newest loss is left out."""
+    made = submit(LOSES)
+    id_ = made.ids["loses"]
+    place = Place(made.directory / "stages" / "loses" / "spec.json")
+    for attempt, lost in ((0, "n2"), (1, "n3")):
+        file = place.attempt(attempt) / "node-00001.jsonl"
+
+        def begun(file: Path = file) -> bool:
+            cluster.go_now_if_requeued(id_)
+            return file.exists() and "started" in file.read_text()
+
+        cluster.wait_for(begun, f"attempt {attempt}")
+        os.kill(json.loads(file.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+        cluster.wait_for(lambda lost=lost: cluster.job(id_)["ExcNodeList"] == lost, f"{lost} left out")
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
+    ran_on = [(place.attempt(number) / "slurm").read_text().split()[2] for number in place.attempts()]
+    assert ran_on == ["n[1-2]", "n[1,3]", "n[1-2]"]
+    first = read_table(place.attempt(0) / "exit.json")
+    assert first is not None
+    assert (first["kind"], first["first"]["node"], first["first"]["ranks"]) == ("lost", 1, [1])
 
 
 def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:

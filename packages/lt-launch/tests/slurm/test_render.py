@@ -209,3 +209,118 @@ def test_lost_nodes_are_those_that_others_outlived(tmp_path: Path) -> None:
     assert queued.lost_nodes(spec(), place, 0) == [1, 2]
     (folder / "node-00000.jsonl").unlink()
     assert queued.lost_nodes(spec(), place, 0) == [], "all are lost: that says nothing about one of them"
+
+
+# --- what must not be taken for a success, and what a person's own start begins anew
+
+
+def entered(place: Place, capsys: pytest.CaptureFixture[str], restarts: int = 0) -> str:
+    assert queued.main(["enter", str(place.stage / "spec.json"), "--restarts", str(restarts)]) == 0
+    return capsys.readouterr().out.strip()
+
+
+def test_an_attempt_that_was_cut_short_before_any_agent_began_is_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a job without a run directory nothing but its agents' records can prove that it has run."""
+    place = attempts(tmp_path)
+    write_table(place.stage / "spec.json", spec(completion="exit"))
+    assert entered(place, capsys) == "0"
+    assert entered(place, capsys, restarts=1) == "1"
+    result = json.loads((place.attempt(0) / "exit.json").read_bytes())
+    assert (result["kind"], result["code"], result["interrupted"]) == ("lost", 75, True)
+    assert not place.stamp.exists()
+
+
+def agent(place: Place, number: int, node: int, code: int = 0, *, only: int | None = None) -> None:
+    ranks = [node if only is None else only]
+    here = {"node": node, "host": f"n{node + 1}"}
+    rows = [
+        {"event": "began", "time": 1.0, "ranks": ranks, "step": -1, **here},
+        {"event": "ended", "time": 2.0, "rank": ranks[0], "code": code, "told": False, "tail": [], **here},
+        {"event": "left", "time": 3.0, "code": code, "step": -1, "asked": False, "completed": False, **here},
+    ]
+    name = f"node-{node:05}.jsonl" if only is None else f"task-{only:05}.jsonl"
+    (place.attempt(number) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.mark.parametrize("spawner", ["direct", "srun"])
+def test_processes_that_nobody_started_are_no_success(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], spawner: str
+) -> None:
+    """As srun ends with 0 when a node was lost and the others had finished."""
+    place = attempts(tmp_path)
+    wanted = spec(completion="exit", spawner=spawner)
+    write_table(place.stage / "spec.json", wanted)
+    for number, present in enumerate([(0, 2), (0, 1, 2)]):
+        place.new_attempt()
+        for node in present:
+            agent(place, number, node, only=node if spawner == "srun" else None)
+        assert queued.leave(wanted, place, number, 0, "") == 0
+        shown = capsys.readouterr()
+        result = json.loads((place.attempt(number) / "exit.json").read_bytes())
+        if number == 0:
+            assert shown.out == "requeue 75 1\n"
+            assert "host number 2 is lost (rank 1): its agent has not begun" in shown.err
+            assert (result["kind"], result["first"]["ranks"]) == ("lost", [1])
+        else:
+            assert shown.out == "end 0 -\n"
+            assert result["kind"] == "done"
+
+
+@pytest.mark.parametrize(
+    ("code", "told", "kind", "action"),
+    [(1, "", "failed", "end 1 -"), (138, "USR1", "stopped", "requeue 75 -"), (75, "TERM", "stopped", "requeue 75 -")],
+)
+def test_a_step_that_never_began_failed_or_was_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, told: str, kind: str, action: str
+) -> None:
+    place = attempts(tmp_path)
+    place.new_attempt()
+    queued.leave(spec(), place, 0, code, told)
+    assert capsys.readouterr().out == f"{action}\n"
+    assert json.loads((place.attempt(0) / "exit.json").read_bytes())["kind"] == kind
+
+
+def test_what_was_before_a_person_launched_again_does_not_count(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = attempts(tmp_path, *[ended("lost", 5, 5)] * 5)
+    assert not queued.wise(spec(), place)[0]
+    assert entered(place, capsys) == "5", "a person's start is never refused"
+    write_table(place.attempt(5) / "exit.json", ended("lost", 5, 5, code=75, reason=""))
+    assert queued.wise(spec(), place) == (True, "attempt 5 was ended as lost; 1 of 3 restarts are used")
+    assert entered(place, capsys, restarts=1) == "6"
+    write_table(place.attempt(6) / "exit.json", ended("lost", 5, 5, code=75, reason=""))
+    assert not queued.wise(spec(), place)[0]
+    assert entered(place, capsys, restarts=2) == "stop"
+
+
+@pytest.mark.parametrize(
+    ("bad", "partition", "never", "out"),
+    [
+        (["n2"], "n1 idle\nn2 idle\nn3 alloc\n", "", "n2"),
+        (["n2", "n3"], "n1 idle\nn2 mix\nn3 comp\n", "", "n3"),
+        (["n2", "n3", "n2"], "n1 idle\nn2 mix\nn3 comp\n", "", "n2"),
+        (["n2", "n3"], "n1 idle\nn2 down*\nn3 idle\nn4 idle\n", "", "n3,n2"),
+        (["n2", "n3"], "n1 idle\nn2 idle\nn3 idle\nn4 drng\n", "", "n3"),
+        (["n2"], "n1 idle\nn2 idle\nn3 idle*\n", "", "-"),
+        (["n2"], "n1 idle\nn2 idle\nn3 idle\n", "n1", "-"),
+    ],
+)
+def test_lost_nodes_are_left_out_while_enough_others_can_be_had(
+    tmp_path: Path, bad: list[str], partition: str, never: str, out: str
+) -> None:
+    place = attempts(tmp_path)
+    write_table(place.stage / "spec.json", spec(nodes=2))
+    (tmp_path / "bad").write_text("\n".join(bad) + "\n")
+    command = [sys.executable, queued.__file__, "avoid", str(place.stage / "spec.json")]
+    command += ["--bad", str(tmp_path / "bad"), "--never", never]
+    done = subprocess.run(command, input=partition, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{out}\n"
+
+
+def test_nodes_that_the_profile_leaves_out_stay_left_out(tmp_path: Path) -> None:
+    text = script(job(), profile(slurm__exclude=["n7", "n9"]))
+    assert "never=$(scontrol show hostnames n7,n9 | paste -sd, -)" in text
+    assert 'ExcNodeList="$bad${never:+,$never}"' in text

@@ -310,6 +310,7 @@ class _Signals:
         numbers = [number for number in (*STOP_SIGNALS, signal.SIGCHLD) if not (ignored and number == signal.SIGHUP)]
         self._before = {number: signal.signal(number, lambda *_: None) for number in numbers}
         self._wakeup = signal.set_wakeup_fd(self._end, warn_on_full_buffer=False)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)  # held back by who started this, until it can take them
 
     def take(self) -> list[int]:
         """The signals since the last call."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ATTEMPT = re.compile(r"attempt-(\d{3,6})")
+LAUNCHED = "launched"
+"""A file of this name in an attempt's folder: a person has started it, not the launcher after an ending."""
 CHECKPOINT = re.compile(r"step-(\d{8,12})")
 
 Table = dict[str, Any]
@@ -38,11 +40,23 @@ class Place:
         matches = (ATTEMPT.fullmatch(name) for name in os.listdir(self.folder))
         return sorted(int(match[1]) for match in matches if match)
 
-    def new_attempt(self) -> int:
-        """Make the folder of the next attempt; its number."""
+    def attempts_of_launch(self) -> list[int]:
+        """The numbers of the attempts since a person launched last: only they count against its restarts."""
+        numbers = self.attempts()
+        launched = [at for at, number in enumerate(numbers) if (self.attempt(number) / LAUNCHED).exists()]
+        return numbers[launched[-1] :] if launched else numbers
+
+    def new_attempt(self, *, launched: bool = False) -> int:
+        """Make the folder of the next attempt; its number.
+
+        Args:
+            launched: whether it is the first of a launch, which begins to count anew.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         number = max(self.attempts(), default=-1) + 1
         self.attempt(number).mkdir()
+        if launched:
+            (self.attempt(number) / LAUNCHED).touch()
         return number
 
     @property

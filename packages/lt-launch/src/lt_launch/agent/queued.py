@@ -9,9 +9,13 @@ is only wise while training goes forward, so the job's script asks here:
     leave SPEC --attempt A [--index I] [--code N] [--told SIGNAL]
         prints "ACTION CODE LOST": requeue or end; the exit code of the stage; numbers of nodes that were lost while
         others were not, or "-". SIGNAL is what the queue itself sent, if anything.
+    avoid SPEC --bad FILE [--never NODE,...]
+        prints which of the lost nodes in FILE (one a line, newest last) to leave out, or "-"; standard input has a node
+        of the partition and its state on each line, as sinfo -N -o "%N %t" prints them.
 
 An attempt that the queue cut short counts neither as a failure nor against `max_restarts`. Attempts in a row without a
-new checkpoint do count: `max_without_progress` of those that failed, `max_restarts` of all.
+new checkpoint do count: `max_without_progress` of those that failed, `max_restarts` of all. What happened before a
+person launched the stage again does not count.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +45,8 @@ CANCELLED = "cancelled"
 """A file of this name beside the spec: a person has cancelled the stage."""
 INTERRUPTED = "interrupted"
 EXIT_USER = 64
+UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "err", "inval", "futr", "npc", "boot", "pow")
+"""How sinfo's short states begin of nodes that no job gets."""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -53,6 +59,11 @@ def main(arguments: Sequence[str]) -> int:
     place = places.Place(Path(given.spec), given.index)
     if given.command == "enter":
         return enter(spec, place, given.restarts)
+    if given.command == "avoid":
+        bad = Path(given.bad).read_text(encoding="utf-8").split()
+        out = avoid(int(spec["nodes"]), bad, sys.stdin.read().splitlines(), given.never.split(","))
+        sys.stdout.write(f"{','.join(out) or '-'}\n")
+        return 0
     return leave(spec, place, given.attempt, given.code, given.told)
 
 
@@ -60,7 +71,7 @@ def enter(spec: Table, place: Any, restarts: int) -> int:
     """Print what the script is to do; `restarts` is how often the queue has started this job again."""
     attempts = place.attempts()
     if attempts and not (place.attempt(attempts[-1]) / "exit.json").exists():
-        result = verdict.conclude(spec, place, attempts[-1], 0)
+        result = verdict.conclude(spec, place, attempts[-1], 0, shared=True)
         if main_module.finish(spec, place, attempts[-1], result)["kind"] != verdict.DONE:
             verdict.keep(place, attempts[-1], {**result, INTERRUPTED: True})
     if stamp.done(spec, place):
@@ -75,7 +86,7 @@ def enter(spec: Table, place: Any, restarts: int) -> int:
         if not yes:
             sys.stdout.write("stop\n")
             return 0
-    number = place.new_attempt()
+    number = place.new_attempt(launched=not restarts)
     (place.attempt(number) / "key").write_text(stamp.key(spec, place), encoding="ascii")
     sys.stdout.write(f"{number}\n")
     return 0
@@ -84,7 +95,8 @@ def enter(spec: Table, place: Any, restarts: int) -> int:
 def leave(spec: Table, place: Any, number: int, code: int, told: str) -> int:
     """Conclude an attempt, and print what the script is to do."""
     newest = max([number, *place.attempts()])  # a step that the queue started again made attempts of its own
-    result = main_module.finish(spec, place, newest, verdict.conclude(spec, place, newest, code, asked=bool(told)))
+    result = verdict.conclude(spec, place, newest, code, asked=bool(told), shared=True)
+    result = main_module.finish(spec, place, newest, result)
     if told:
         verdict.keep(place, newest, {**result, INTERRUPTED: True})
     sys.stderr.write("".join(f"lt-launch: {line}\n" for line in verdict.report(result).splitlines()))
@@ -105,7 +117,8 @@ def wise(spec: Table, place: Any) -> tuple[bool, str]:
     """Whether another attempt may help after the newest one, and why or why not."""
     policy = spec.get("restart") or {}
     most, patience = int(policy.get("max_restarts", 0)), int(policy.get("max_without_progress", 1))
-    ended = [places.read_table(place.attempt(number) / "exit.json") or {} for number in place.attempts()]
+    numbers = place.attempts_of_launch()
+    ended = [places.read_table(place.attempt(number) / "exit.json") or {} for number in numbers]
     cut_short = [  # by the queue, or by a signal that it was told to send
         one.get("kind") == verdict.STOPPED or (bool(one.get(INTERRUPTED)) and one.get("kind") in verdict.AGAIN)
         for one in ended
@@ -125,7 +138,7 @@ def wise(spec: Table, place: Any) -> tuple[bool, str]:
         if streak.count(False) >= patience or len(streak) > max(most, patience):
             return False, f"{len(streak)} attempt(s) in a row made no new checkpoint; look at the failure first"
     what = "cut short by the queue" if cut_short[-1] else f"ended as {ended[-1]['kind']}"
-    return True, f"attempt {len(ended) - 1} was {what}; {failures} of {most} restarts are used"
+    return True, f"attempt {numbers[-1]} was {what}; {failures} of {most} restarts are used"
 
 
 def lost_nodes(spec: Table, place: Any, number: int) -> list[int]:
@@ -140,15 +153,38 @@ def lost_nodes(spec: Table, place: Any, number: int) -> list[int]:
     return lost if left else []
 
 
+def avoid(needed: int, bad: Sequence[str], partition: Iterable[str], never: Sequence[str]) -> list[str]:
+    """Lost nodes to leave out, the newest first, while enough others can be had.
+
+    A job that no node is left for would wait for ever.
+
+    Args:
+        needed: nodes of the job.
+        bad: lost nodes in the order in which they were lost.
+        partition: a node and its state on each line.
+        never: nodes that the profile leaves out already.
+    """
+    rows = [line.split() for line in partition if line.strip()]
+    usable = {row[0] for row in rows if not row[-1].startswith(UNUSABLE) and not row[-1].endswith("*")} - set(never)
+    found: list[str] = []
+    for name in dict.fromkeys(reversed(bad)):
+        if len(usable - {*found, name}) >= needed:
+            found.append(name)
+    return found
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lt-launch agent, in a queue")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("enter", "leave"):
+    for name in ("enter", "leave", "avoid"):
         one = commands.add_parser(name)
         one.add_argument("spec")
         one.add_argument("--index", type=int)
         if name == "enter":
             one.add_argument("--restarts", type=int, default=0)
+        elif name == "avoid":
+            one.add_argument("--bad", required=True)
+            one.add_argument("--never", default="")
         else:
             one.add_argument("--attempt", type=int, required=True)
             one.add_argument("--code", type=int, default=0)

@@ -16,9 +16,10 @@ file `first.json`, which only one of them could make, and where there is none th
 from __future__ import annotations
 
 import signal
+from pathlib import Path
 from typing import Any
 
-from .places import Place, Table, read_table, records, write_table
+from .places import Place, Table, read_table, record_file, records, write_table
 
 REQUEUE, OURS = 75, 70
 DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeue", "lost", "killed", "failed"
@@ -64,13 +65,15 @@ def judge(
         result["reason"] = describe(first)
     elif alone:
         result["kind"], result["code"], result["reason"] = LOST, REQUEUE, "whoever started it was gone"
-    elif asked and any(record["code"] != 0 for record in left):
+    elif asked and (not agents or any(record["code"] != 0 for record in left)):
         killed = any(record["event"] == "killed" for agent in agents for record in agent)
         late = ", but had to be killed when the grace time was over" if killed else ""
         result["kind"], result["code"], result["reason"] = STOPPED, REQUEUE, f"stopped as it was told{late}"
     elif spawner_code:
         result["kind"], result["code"] = (REQUEUED if spawner_code == REQUEUE else FAILED), spawner_code
         result["reason"] = f"what started the processes ended with {spawner_code}, and no process failed"
+    elif not agents:
+        result["kind"], result["code"], result["reason"] = LOST, REQUEUE, "no agent has begun"
     elif spec.get("completion") == "run_dir" and not any(record.get("completed") for record in left):
         result["kind"], result["code"] = FAILED, OURS
         result["reason"] = (
@@ -171,13 +174,43 @@ def report(result: Table) -> str:
     return "\n".join(lines)
 
 
-def conclude(spec: Table, place: Place, number: int, spawner_code: int = 0, *, asked: bool = False) -> Table:
-    """Judge an attempt by the records in its folder, and write exit.json."""
+def conclude(
+    spec: Table, place: Place, number: int, spawner_code: int = 0, *, asked: bool = False, shared: bool = False
+) -> Table:
+    """Judge an attempt by the records in its folder, and write exit.json.
+
+    Args:
+        spec: what was run.
+        place: of the stage.
+        number: of the attempt.
+        spawner_code: see `judge`.
+        asked: see `judge`.
+        shared: whether the agents of all nodes write into this folder, so that a missing record is a missing agent.
+    """
     attempt = place.attempt(number)
-    result = judge(
-        spec, records(attempt), claim=read_table(attempt / "first.json"), spawner_code=spawner_code, asked=asked
-    )
+    agents = records(attempt)
+    if shared and (agents or not spawner_code) and not (asked and not agents):
+        agents = [*agents, *_absent(spec, attempt)]
+    result = judge(spec, agents, claim=read_table(attempt / "first.json"), spawner_code=spawner_code, asked=asked)
     return keep(place, number, result)
+
+
+def _absent(spec: Table, attempt: Path) -> list[list[Table]]:
+    """What stands for the agents that should have begun and left no record.
+
+    Processes that nobody started are no success, whatever those that were started ended with.
+    """
+    procs = int(spec["procs_per_node"])
+    world = int(spec["nodes"]) * procs
+    each = 1 if spec.get("spawner") == "srun" else procs
+    found = []
+    for first in range(0, world, each):
+        node, only = first // procs, first if spec.get("spawner") == "srun" else None
+        if not record_file(attempt, node, only).exists():
+            ranks = list(range(first, first + each))
+            row = {"time": 0.0, "event": "gone", "node": node, "host": f"number {node + 1}", "ranks": ranks}
+            found.append([{**row, "reason": "its agent has not begun"}])
+    return found
 
 
 def keep(place: Place, number: int, result: Table) -> Table:
@@ -191,7 +224,7 @@ def again(spec: Table, place: Place, result: Table) -> tuple[bool, str]:
     policy: Any = spec.get("restart") or {}
     if result["kind"] not in AGAIN:
         return False, f"an attempt that ended as {result['kind']} is not started again"
-    attempts = place.attempts()
+    attempts = place.attempts_of_launch()
     restarts, most = len(attempts) - 1, int(policy.get("max_restarts", 0))
     if restarts >= most:
         return False, f"{restarts} of {most} restarts are used up"

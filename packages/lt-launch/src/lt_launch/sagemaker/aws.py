@@ -59,9 +59,9 @@ class Aws:
             )
         return answer["TrainingJobSummaries"]
 
-    def streams(self, name: str) -> list[str]:
-        """The log streams of a job; none before the first container has written, or when none ever did."""
-        prefix = f"{name}/"
+    def streams(self, name: str, host: str) -> list[str]:
+        """The log streams of one host of a job; none before its container has written, or when it never did."""
+        prefix = f"{name}/{host}-"
         try:
             with _sentences(f"DescribeLogStreams {prefix}"):
                 answer = self._client("logs").describe_log_streams(logGroupName=LOG_GROUP, logStreamNamePrefix=prefix)
@@ -82,6 +82,12 @@ class Aws:
             if answer["nextForwardToken"] == more.get("nextToken") or not answer["events"]:
                 return found, answer["nextForwardToken"]
             more = {"nextToken": answer["nextForwardToken"]}
+
+    def last_lines(self, stream: str) -> list[str]:
+        """The newest lines of a log stream."""
+        with _sentences(f"GetLogEvents {stream}"):
+            answer = self._client("logs").get_log_events(logGroupName=LOG_GROUP, logStreamName=stream, limit=PAGE)
+        return [event["message"] for event in answer["events"]]
 
     def can_write(self, address: str) -> str:
         """Try to write, read and remove one small object below s3://BUCKET/FOLDER; what failed, or ""."""

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from lt_launch.backend import Finding
+from lt_launch.backend import Backend, Finding
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions, pairs
 from lt_trainer.errors import RecipeError
-
-if TYPE_CHECKING:
-    from lt_launch.sagemaker.local import LocalSageMaker
 
 __all__ = ["findings", "local_findings"]
 
@@ -61,7 +58,7 @@ def findings(profile: Profile, pipeline: Pipeline | None, aws: Any = None) -> It
         yield Finding(level="warning", what="checkpoints", found=text, remedy="set it to s3://BUCKET/FOLDER")
 
 
-def local_findings(target: LocalSageMaker, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+def local_findings(target: Backend, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
     """The request, and whether the containers' stand-ins can be cut off from the network."""
     from lt_launch.sagemaker.emulator import isolation
 

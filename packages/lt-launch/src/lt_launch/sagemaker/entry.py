@@ -72,7 +72,7 @@ class Children:
 
     def run(self, command: Sequence[str], env: Mapping[str, str], *, told: bool = True) -> int:
         """Run a command to its end; its exit code, 128 + n for signal n. `told`: whether it gets the stop signal."""
-        process = subprocess.Popen(command, env=dict(env))
+        process = subprocess.Popen(command, env=dict(env), preexec_fn=_hold_signals if told else None)
         if told:
             self._running = process
             if self.stopped_by:  # it came before there was anybody to tell
@@ -87,6 +87,11 @@ class Children:
         code = os.waitstatus_to_exitcode(status)
         process.returncode = code
         return code if code >= 0 else 128 - code
+
+
+def _hold_signals() -> None:
+    """What comes before the agent can take it waits for the agent, in place of ending it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
 
 
 def entry(root: Path, environ: Mapping[str, str], say: Callable[[str], None]) -> int:

@@ -33,6 +33,7 @@ __all__ = ["LocalSageMaker"]
 LOCAL = "s3://local"
 ADDRESSES = "addresses.json"
 ENDED = ("Completed", "Failed", "Stopped")
+TAIL = 1 << 16
 BACKGROUND: list[subprocess.Popen[bytes]] = []
 """Jobs that go on by themselves; kept, because Python complains of a process that it forgets while it runs."""
 
@@ -88,10 +89,15 @@ class LocalSageMaker:
         found = read_table(folder / "job.json")
         if found is None:
             return (StageStatus(stage=stage, state="waiting", id=folder.name, reason="not begun"),)
-        status = replace(stage_status(stage, found), id=folder.name)
+        status = replace(stage_status(stage, found), id=folder.name, said=_last_lines(folder / "logs" / "algo-1.log"))
         if found["TrainingJobStatus"] not in ENDED and not _runs(folder):
             status = replace(status, state="lost", reason="the process that stands for the service is gone")
         return (status,)
+
+    def running(self, launch: Launch) -> str:
+        """The job of an earlier launch that has not ended; "" where there is none."""
+        base = launch.directory / "sagemaker"
+        return ", ".join(folder.name for folder in sorted(base.glob("job-*")) if _runs(folder))
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """What the container wrote in which a rank is."""
@@ -168,6 +174,14 @@ def localize(job: Job, options: SageMakerOptions) -> tuple[Job, SageMakerOptions
         output=output,
     )
     return replace(job, resources=resources), made, folders
+
+
+def _last_lines(path: Path) -> tuple[str, ...]:
+    if not path.exists():
+        return ()
+    with open(path, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL))
+        return tuple(file.read().decode("utf-8", "replace").splitlines())
 
 
 def _attend(service: subprocess.Popen[bytes], folder: Path) -> int:

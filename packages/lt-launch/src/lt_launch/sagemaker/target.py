@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -29,6 +30,8 @@ STATES: Mapping[str, State] = {
 BEFORE_TRAINING = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "DownloadingTrainingImage")
 AGAIN = ("Interrupted", "Restarting")
 POLL_S, SILENCE_S = 5.0, 30.0
+FIRST_HOST = "algo-1"
+"""Where rank 0 is."""
 NAME_ROOM = 63 - len("-20260101-000000")
 
 
@@ -58,7 +61,22 @@ class SageMakerBackend:
         stage = launch.pipeline.only.name
         if stage not in launch.ids:
             return (StageStatus(stage=stage, state="waiting", reason="not sent"),)
-        return (stage_status(stage, self._aws(launch.profile).describe(launch.ids[stage])),)
+        name, aws = launch.ids[stage], self._aws(launch.profile)
+        found = aws.describe(name)
+        status = stage_status(stage, found)
+        if found.get("TrainingStartTime"):
+            try:
+                streams = aws.streams(name, FIRST_HOST)
+                status = replace(status, said=tuple(aws.last_lines(streams[-1])) if streams else ())
+            except SageMakerError as exc:  # whoever may see the job may not see its log
+                status = replace(status, reason=f"{status.reason}; {exc}")
+        return (status,)
+
+    def running(self, launch: Launch) -> str:
+        """The training job of an earlier launch that has not ended; "" where there is none."""
+        name = launch.ids.get(launch.pipeline.only.name, "")
+        alive = name and STATES.get(self._aws(launch.profile).describe(name)["TrainingJobStatus"]) == "running"
+        return name if alive else ""
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """Lines of the host that a rank is on, from CloudWatch; where they will be is said when none come."""
@@ -71,11 +89,10 @@ class SageMakerBackend:
         aws, tokens, quiet_since, told = self._aws(launch.profile), dict[str, str](), time.monotonic(), False
         while True:
             over = not follow or STATES.get(aws.describe(name)["TrainingJobStatus"]) != "running"
-            for stream in aws.streams(name):
-                if stream.startswith(f"{name}/{host}-"):
-                    lines, tokens[stream] = aws.lines(stream, tokens.get(stream, ""))
-                    quiet_since = time.monotonic() if lines else quiet_since
-                    yield from lines
+            for stream in aws.streams(name, host):
+                lines, tokens[stream] = aws.lines(stream, tokens.get(stream, ""))
+                quiet_since = time.monotonic() if lines else quiet_since
+                yield from lines
             if over:
                 return
             if not told and time.monotonic() - quiet_since > SILENCE_S:

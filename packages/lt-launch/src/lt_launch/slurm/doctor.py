@@ -7,17 +7,13 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lt_launch.backend import Finding
+from lt_launch.backend import Backend, Finding
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.slurm.queue import ask
-
-if TYPE_CHECKING:
-    from lt_launch.slurm.target import SlurmBackend
 
 __all__ = ["findings"]
 
@@ -25,7 +21,7 @@ ONE_MACHINE = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
 """File systems (as stat names them) that only one machine sees."""
 
 
-def findings(target: SlurmBackend, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+def findings(target: Backend, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
     """Controller, nodes, and for a pipeline whether each stage could ever run, with enough time to save."""
     try:
         answer = ask("scontrol", "ping").strip()

@@ -23,7 +23,23 @@ launch=$(dirname "$rendered")
 stage=$launch/stages/{stage}
 spec=$stage/spec.json
 python={python}
+never={never} # left out by the profile
 say() {{ printf 'lt-launch: %s\\n' "$*" >&2; }}
+
+# A signal of Slurm must not end this script at any of its lines; srun hears of it below.
+told=
+step=
+signals=0
+# shellcheck disable=SC2317,SC2329 # called by the traps
+on_signal() {{
+    signals=$((signals + 1))
+    if [ -n "$told" ]; then return; fi
+    told=$1
+    # TERM comes to all processes of the job; USR1 to this script alone, and srun hands it on.
+    if [ "$1" = USR1 ] && [ -n "$step" ]; then kill -USR1 "$step"; fi
+}}
+trap 'on_signal USR1' USR1
+trap 'on_signal TERM' TERM
 if [ ! -f "$launch/agent/queued.py" ] || [ ! -f "$spec" ]; then
     say "$launch is not the folder of a launch; submit this script in the folder where it stands"
     exit 64
@@ -108,17 +124,6 @@ fi
 
 STEP = """
 # One agent on each node{or_task}. A step that Slurm starts again gets an attempt of its own.
-told=
-step=
-# shellcheck disable=SC2317,SC2329 # called by the traps
-on_signal() {{
-    if [ -n "$told" ]; then return; fi
-    told=$1
-    # TERM comes to all processes of the job; USR1 to this script alone, and srun hands it on.
-    if [ "$1" = USR1 ] && [ -n "$step" ]; then kill -USR1 "$step"; fi
-}}
-trap 'on_signal USR1' USR1
-trap 'on_signal TERM' TERM
 # shellcheck disable=SC2016 # expanded on the nodes
 run='trap "" USR1 USR2 HUP # until the agent is there, which takes them; to die of one would look like a loss
 echo "$SLURM_STEP_ID" >"$7/step.$SLURM_PROCID"
@@ -126,15 +131,19 @@ ln "$7/step.$SLURM_PROCID" "$7/step" 2>/dev/null
 read -r first <"$7/step"
 exec "$1" "$2" {command} "$3" --attempt "$(($4 + SLURM_STEP_ID - first))" --master-addr "$5" --master-port "$6" \\
     {rank}"${{@:8}}"'
-srun "${{options[@]}}" bash -c "$run" {argv0} "$python" "$launch/agent" "$spec" "$attempt" "$master" "$port" \\
-    "$records" "${{index[@]}}" &
-step=$!
-if [ "$told" = USR1 ]; then kill -USR1 "$step"; fi
-while :; do
-    wait "$step"
-    code=$?
-    kill -0 "$step" 2>/dev/null || break
-done
+code=75
+if [ -z "$told" ]; then
+    srun "${{options[@]}}" bash -c "$run" {argv0} "$python" "$launch/agent" "$spec" "$attempt" "$master" "$port" \\
+        "$records" "${{index[@]}}" &
+    step=$!
+    if [ "$told" = USR1 ]; then kill -USR1 "$step"; fi
+    while :; do # a signal ends the wait, not the step
+        before=$signals
+        wait "$step"
+        code=$?
+        if [ "$before" -eq "$signals" ]; then break; fi
+    done
+fi
 """
 
 TAIL = """
@@ -143,16 +152,25 @@ verdict=$("$python" "$launch/agent/queued.py" leave "$spec" --attempt "$attempt"
     "${index[@]}") || exit
 read -r action code lost <<<"$verdict"
 if [ "$action" = requeue ]; then
-    if ! answer=$(scontrol requeue "$job" 2>&1); then
-        # Slurm has put a job back into the queue already that it took the nodes from.
+    for pause in 10 30 60 120 0; do # the controller may be away for a moment
+        answer=$(scontrol requeue "$job" 2>&1) && break
         say "$answer"
-        if [ "$(scontrol -o show job "$job" | grep -c -e 'JobState=PENDING')" -eq 0 ]; then exit "$code"; fi
-    fi
+        case $answer in
+        *ontact* | *onnection* | *'imed out'*) sleep "$pause" ;;
+        *) # Slurm has put a job back into the queue already that it took the nodes from.
+            if [ "$(scontrol -o show job "$job" | grep -c -e 'JobState=PENDING')" -eq 0 ]; then exit "$code"; fi
+            break
+            ;;
+        esac
+    done
     if [ "$lost" != - ]; then
         for at in ${lost//,/ }; do printf '%s\\n' "${nodes[$at]}" >>"$stage/bad-nodes"; done
-        bad=$(sort -u "$stage/bad-nodes" | paste -sd, -)
-        say "leaving out $bad from now on"
-        scontrol update JobId="$job" ExcNodeList="$bad" || true
+        bad=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o '%N %t' |
+            "$python" "$launch/agent/queued.py" avoid "$spec" --bad "$stage/bad-nodes" --never "$never")
+        if [ -n "$bad" ] && [ "$bad" != - ]; then
+            say "leaving out $bad from now on"
+            scontrol update JobId="$job" ExcNodeList="$bad${never:+,$never}" || true
+        fi
     fi
     exit 75
 fi
@@ -163,7 +181,14 @@ exit "$code"
 def body(stage: Stage, pipeline: Pipeline, profile: Profile, options: SlurmOptions) -> str:
     """The script below its header."""
     job = stage.job
-    head = HEAD.format(stage=stage.name, pipeline=pipeline.name, python=shlex.quote(profile.python), nodes=job.nodes)
+    never = "$(scontrol show hostnames " + shlex.quote(",".join(options.exclude)) + " | paste -sd, -)"
+    head = HEAD.format(
+        stage=stage.name,
+        pipeline=pipeline.name,
+        python=shlex.quote(profile.python),
+        never=never if options.exclude else "",
+        nodes=job.nodes,
+    )
     network = EFA + (NEURON if job.engine == "neuron" else "") if job.nodes > 1 or job.procs_per_node > 1 else ""
     return head + network + _options(stage, options) + _container(stage, options) + _step(stage) + TAIL
 

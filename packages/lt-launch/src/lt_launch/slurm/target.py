@@ -26,6 +26,7 @@ DEAF = [
 ]
 """Slurm signals every process of a step, some signals twice, and torchrun ends its wait for the ranks at the second.
 So torchrun hears none of them; its ranks hear them from Slurm, save, and leave with 75, which torchrun waits for."""
+ALIVE = ("running", "waiting", "requeued")
 ENDED = ("done", "failed", "cancelled", "lost", "skipped")
 
 
@@ -63,7 +64,7 @@ class SlurmBackend:
     def _one(self, launch: Launch, place: Place, id_: str, job: QueueJob | None) -> StageStatus:
         """What the controller says about a job that has not ended, and own records about all that have."""
         state = STATES.get(job.state, "unknown") if job else None
-        alive = state in ("running", "waiting", "requeued")
+        alive = state in ALIVE
         cancelled = (place.stage / "cancelled").exists()
         own = element_status(launch, place, alive=alive, cancelled=cancelled)
         own = replace(own, id=id_ if place.index is None else f"{id_}_{place.index}", nodes=_nodes(place, own.nodes))
@@ -96,6 +97,11 @@ class SlurmBackend:
             found += jobs_of(ask("scontrol", "-o", "show", "job", one, allow=FORGOTTEN))
         return found
 
+    def running(self, launch: Launch) -> str:
+        """Jobs of an earlier launch that are still in the queue; "" where there are none."""
+        alive = [job for job in self._queue(launch.ids.values()) if STATES.get(job.state) in ALIVE]
+        return ", ".join(dict.fromkeys(f"job {job.id}" for job in alive))
+
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """From the attempts' folder; before there is one, what Slurm wrote for the script."""
         place = place_of(launch, stage)
@@ -104,7 +110,7 @@ class SlurmBackend:
             over = not follow or self._ended(launch, place)
             for number in place.attempts():
                 path = log_file(place.attempt(number), rank)
-                yield from _new_lines(path, offsets)
+                yield from _new_lines(path, offsets, last=over)
             if over:
                 return
             time.sleep(POLL_S)
@@ -180,14 +186,14 @@ def _nodes(place: Place, otherwise: tuple[str, ...]) -> tuple[str, ...]:
     return (words[2],) if len(words) == 3 else otherwise
 
 
-def _new_lines(path: Path, offsets: dict[Path, int]) -> Iterator[str]:
-    """Whole lines that were appended since the last look."""
+def _new_lines(path: Path, offsets: dict[Path, int], *, last: bool) -> Iterator[str]:
+    """Whole lines that were appended since the last look; with the last look also one without an end."""
     try:
         with open(path, "rb") as file:
             file.seek(offsets.get(path, 0))
             data = file.read()
     except FileNotFoundError:
         return
-    whole = data[: data.rfind(b"\n") + 1]
+    whole = data if last else data[: data.rfind(b"\n") + 1]
     offsets[path] = offsets.get(path, 0) + len(whole)
-    yield from (line.decode("utf-8", "replace") for line in whole.split(b"\n")[:-1])
+    yield from (line.decode("utf-8", "replace") for line in whole.removesuffix(b"\n").split(b"\n") if whole)
