@@ -20,6 +20,7 @@ import argparse
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from declared import DISTRIBUTIONS, declared, imported
@@ -39,14 +40,16 @@ TEST_TOOLS = {"pytest", "hypothesis", "moto", "packaging", "botocore", "boto3"}
 
 def needed_by_tests(member: Member, members: dict[str, Member]) -> list[str]:
     """Distributions that a package's tests import and that neither the package nor the dev group brings."""
-    own = {path.stem for path in (member.folder / "tests").rglob("*.py")}
-    brought = declared(member, members) | TEST_TOOLS | set(members)
-    found: set[str] = set()
-    for path in (member.folder / "tests").rglob("*.py"):
-        for name, _ in imported(path.read_text(encoding="utf-8"), filename=str(path)):
-            if name not in sys.stdlib_module_names and name not in own:
-                found.add(canonicalize_name(DISTRIBUTIONS.get(name, name)))
-    return sorted(found - brought)
+    return sorted(_imported_by(member.folder / "tests") - declared(member, members) - TEST_TOOLS - set(members))
+
+
+@cache
+def _imported_by(folder: Path) -> frozenset[str]:
+    """Distributions that the modules of a folder import, but for each other and the standard library."""
+    paths = sorted(folder.rglob("*.py"))
+    own = {path.stem for path in paths} | set(sys.stdlib_module_names)
+    named = {name for path in paths for name, _ in imported(path.read_text(encoding="utf-8"), filename=str(path))}
+    return frozenset(canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in named - own)
 
 
 def environment_commands(

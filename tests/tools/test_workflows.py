@@ -110,7 +110,8 @@ def test_the_pythons_are_the_ends_of_what_is_promised() -> None:
 
 def commands() -> list[str]:
     """Every call of a tool of ours, in workflows and in the list of commands."""
-    texts = [step["run"] for _, step in steps() if "run" in step] + [(ROOT / "justfile").read_text()]
+    texts = [step["run"] for _, step in steps() if "run" in step]
+    texts += [(ROOT / name).read_text() for name in ("justfile", ".pre-commit-config.yaml")]
     return sorted({" ".join(line.split()) for text in texts for line in re.findall(r"tools/[^\n>#{]+", text)})
 
 
@@ -125,7 +126,13 @@ def test_every_tool_that_is_called_has_the_options_that_it_gets(command: str) ->
 
 
 @pytest.mark.parametrize(
-    "command", [("actionlint",), ("zizmor", "--offline", "--no-progress", "--min-severity=medium")], ids=lambda c: c[0]
+    "command",
+    [
+        ("actionlint",),  # comes by the workflow itself: its Python wheel is built from a download of GitHub
+        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
+        ("zizmor", "--offline", "--no-progress", "--min-severity=medium"),
+    ],
+    ids=lambda c: c[0],
 )
 def test_linters_of_workflows(command: tuple[str, ...]) -> None:
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
