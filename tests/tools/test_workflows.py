@@ -125,18 +125,56 @@ def test_every_tool_that_is_called_has_the_options_that_it_gets(command: str) ->
             assert f'"{option[0]}"' in source or "pytest_arguments" in source, f"{name} has no {option[0]}"
 
 
+SCHEMA = ("check-jsonschema", "--builtin-schema")
+FORMS = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
+
+
 @pytest.mark.parametrize(
-    "command",
+    ("command", "files"),
     [
-        ("actionlint",),  # comes by the workflow itself: its Python wheel is built from a download of GitHub
-        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows"),
-        ("zizmor", "--offline", "--no-progress", "--min-severity=medium"),
+        (("actionlint",), FILES),  # comes by the workflow itself: its Python wheel is built from a download of GitHub
+        (("zizmor", "--offline", "--no-progress", "--min-severity=medium"), FILES),
+        ((*SCHEMA, "vendor.github-workflows"), FILES),
+        ((*SCHEMA, "vendor.github-issue-forms"), FORMS),
+        ((*SCHEMA, "vendor.dependabot"), [ROOT / ".github" / "dependabot.yml"]),
     ],
-    ids=lambda c: c[0],
+    ids=["actionlint", "zizmor", "workflows", "forms", "dependabot"],
 )
-def test_linters_of_workflows(command: tuple[str, ...]) -> None:
+def test_linters(command: tuple[str, ...], files: list[Path]) -> None:
     program = shutil.which(command[0], path=f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin")
     if program is None:
-        pytest.skip(f"{command[0]} is not installed: the workflow files were not linted by it")
-    done = subprocess.run([program, *command[1:], *FILES], cwd=ROOT, capture_output=True, text=True, check=False)
+        pytest.skip(f"{command[0]} is not installed: {', '.join(path.name for path in files)} were not linted by it")
+    done = subprocess.run([program, *command[1:], *files], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("@3d3c42e5aac5ba805825da76410c181273ba90b1 # v7.0.1", "@v7", "unpinned-uses"),
+        ("tools/gate.py", "tools/gate.py ${{ github.head_ref }}", "template-injection"),
+        ("contents: read", "contents: write", "excessive-permissions"),
+    ],
+)
+def test_a_careless_workflow_is_found(tmp_path: Path, old: str, new: str, finding: str) -> None:
+    program = shutil.which("zizmor", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("zizmor is not installed: it was not seen to find anything")
+    assert old in TEXTS["ci.yml"]
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    (folder / "ci.yml").write_text(TEXTS["ci.yml"].replace(old, new, 1))
+    command = [program, "--offline", "--no-progress", folder / "ci.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert finding in done.stdout
+
+
+def test_a_workflow_of_another_form_is_found(tmp_path: Path) -> None:
+    program = shutil.which("check-jsonschema", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("check-jsonschema is not installed: it was not seen to find anything")
+    (tmp_path / "ci.yml").write_text(TEXTS["ci.yml"].replace("runs-on:", "run-on:", 1))
+    command = [program, *SCHEMA[1:], "vendor.github-workflows", tmp_path / "ci.yml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
