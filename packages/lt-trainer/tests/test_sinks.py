@@ -1,4 +1,4 @@
-"""TensorBoard and W&B files read back by their own readers; sinks that are missing, refuse, fail, and go back."""
+"""What TensorBoard, W&B and Trackio have, read by their own readers; sinks that are missing, refuse, fail, go back."""
 
 import json
 import math
@@ -140,7 +140,9 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
 
 
 def test_importing_a_run_loads_no_sink() -> None:
-    script = "import sys, lt_trainer.run; sys.exit(bool({'tensorboard', 'wandb', 'rich'} & set(sys.modules)))"
+    script = (
+        "import sys, lt_trainer.run; sys.exit(bool({'tensorboard', 'wandb', 'trackio', 'rich'} & set(sys.modules)))"
+    )
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -327,6 +329,97 @@ def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
     (tmp_path / "wandb.json").write_text("{")
     with pytest.raises(RunDirError, match=r"wandb.json: .*; remove it to begin a new W&B run"):
         open_sinks(("wandb",), about(tmp_path))
+
+
+# ---- Trackio ----
+
+WRITE = """
+    import json, sys
+    from pathlib import Path
+    from lt_trainer.sinks.opening import About, open_sinks
+    run, step, records = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
+    sinks, lost = open_sinks(("trackio",), About(run=run, recipe={"run": {"seed": 1}}, toml="", step=step))
+    assert lost == {}, lost
+    for record in records:
+        sinks.write(record, {"node0/cpu_percent": 12.5} if record["step"] == 1 else None)
+    assert sinks.close() == {}
+"""
+READ = """
+    import json, sys
+    from trackio.sqlite_storage import SQLiteStorage
+    (run,) = SQLiteStorage.get_runs("lt")
+    logs = [{k: v for k, v in log.items() if k != "timestamp"} for log in SQLiteStorage.get_logs("lt", run)]
+    print(json.dumps({"run": run, "config": SQLiteStorage.get_run_config("lt", run), "logs": logs}))
+"""
+"""Each in a process of its own, as runs are: Trackio takes its folder from the environment when it is imported."""
+
+
+def in_process(script: str, *arguments: str, **variables: str) -> str:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("TRACKIO_")}
+    env |= {"HF_HUB_OFFLINE": "1"} | variables
+    words = [sys.executable, "-c", textwrap.dedent(script), *arguments]
+    return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True, env=env).stdout
+
+
+@pytest.fixture
+def trackio() -> None:
+    pytest.importorskip("trackio", reason="NO TRACKIO: its sink is not tried; install lt-trainer[trackio]")
+
+
+def test_trackio_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path, trackio: None) -> None:
+    run = tmp_path / "first"
+    run.mkdir()
+    records: list[dict[str, Any]] = [
+        {"step": 1, "loss": 1.5},
+        {"step": 2, "loss": 1.25},
+        {"step": 2, "val_loss": 2.0, "elapsed_s": 1.0},
+        {"step": 1, "loss": 9.0},  # a way back: Trackio has these steps already
+        {"step": 2, "loss": 9.0},
+        {"step": 3, "loss": 1.125},
+    ]
+    assert in_process(WRITE, str(run), "0", json.dumps(records)) == "", "standard output is the run's"
+    later = [{"step": 3, "loss": 9.0}, {"step": 4, "loss": 1.0}]
+    assert in_process(WRITE, str(run), "3", json.dumps(later)) == ""
+    found = json.loads(in_process(READ, TRACKIO_DIR=str(run / "trackio")))
+    assert found["run"] == json.loads((run / "trackio.json").read_text())["name"]
+    assert found["run"].startswith("first-")
+    assert found["config"]["run"] == {"seed": 1}
+    assert found["logs"] == [
+        {"step": 1, "train/loss": 1.5, "node0/cpu_percent": 12.5},
+        {"step": 2, "train/loss": 1.25},
+        {"step": 2, "validation/loss": 2.0},
+        {"step": 3, "train/loss": 1.125},
+        {"step": 4, "train/loss": 1.0},
+    ]
+
+
+def test_trackio_goes_where_the_environment_says(tmp_path: Path, trackio: None) -> None:
+    place = str(tmp_path / "shared")
+    for name in ("a/run", "b/run"):
+        (tmp_path / name).mkdir(parents=True)
+        in_process(WRITE, str(tmp_path / name), "0", json.dumps([{"step": 1, "loss": 1.5}]), TRACKIO_DIR=place)
+        assert not (tmp_path / name / "trackio").exists()
+    names = in_process(
+        "from trackio.sqlite_storage import SQLiteStorage; print(*SQLiteStorage.get_runs('lt'))", TRACKIO_DIR=place
+    ).split()
+    assert len(names) == 2, "two runs whose folders have one name stay apart"
+
+
+def test_trackio_that_refuses_is_refused_with_a_remedy(
+    tmp_path: Path, trackio: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "https://127.0.0.1:9")
+    monkeypatch.delenv("TRACKIO_WRITE_TOKEN", raising=False)
+    with pytest.raises(SinkRefused, match=r"requires a write token.*take trackio out of metrics.sinks"):
+        open_sinks(("trackio",), about(tmp_path))
+
+
+def test_a_damaged_trackio_name_is_named(tmp_path: Path, trackio: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
+    (tmp_path / "trackio.json").write_text("{")
+    with pytest.raises(RunDirError, match=r"trackio.json: .*; remove it to begin a new Trackio run"):
+        open_sinks(("trackio",), about(tmp_path))
 
 
 # ---- in a run ----

@@ -9,7 +9,7 @@
     events.jsonl        starts, stops, checkpoints, warnings
     monitor/            samples of each node (see `monitor/node.py`)
     profile/  memory/   traces and memory histories that were asked for
-    tensorboard/  wandb/  wandb.json   what sinks keep, where the recipe has them
+    tensorboard/  wandb/  wandb.json  trackio/  trackio.json   what sinks keep, where the recipe has them
     mirror.json         the run's name in its mirror, where it has one: {"run": ...} (see `mirroring.py`)
     alive/              each rank's heartbeat (see `watchdog.py`)
     flight/             the last collectives of ranks that hung, by start of the run

@@ -238,6 +238,18 @@ def test_the_data_part_shows_the_stores(little_data: Path, make_run) -> None:
     assert words.count("Left out and special") == 2
 
 
+def test_the_shape_is_that_of_the_newest_checkpoint(recipe_base, fake_engine, tmp_path: Path) -> None:
+    from lt_trainer.recipe import load
+    from lt_trainer.run import run
+
+    recipe_base["checkpoint"] = {"interval": 6, "keep_last": 3}
+    assert run(load(base=recipe_base, sets=["run.engine=fake"]), environ={}) == 0
+    words = " ".join(Parsed(page([read_run(recipe_base["run"]["out"])])).words)
+    assert "Shape from the checkpoint step-00000020; rows of 32 positions." in words
+    assert "No plan of it: run.engine = 'fake'" in words
+    assert "done, step 20 of 20" in words
+
+
 def test_a_damaged_store_is_named_and_the_page_goes_on(make_run, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()

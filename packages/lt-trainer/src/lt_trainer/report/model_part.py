@@ -78,7 +78,7 @@ def model_of(run: History) -> tuple[LlamaConfig, str]:
         RecipeError: nothing tells it; CheckpointError, DataError, ModelError: what tells it is damaged.
     """
     found = list_steps(run.path / "checkpoints") if (run.path / "checkpoints").is_dir() else []
-    for _, folder in reversed(found):
+    for _, folder in found:  # the newest first
         model = read_manifest(folder).model
         if model:
             return LlamaConfig.from_dict(model, str(folder)), f"the checkpoint {folder.name}"

@@ -13,7 +13,7 @@ class MetricsOptions:
 
     log_interval: int = option(10, "updates between lines of metrics")
     eval_interval: int = option(0, "updates between validation losses; 0 = only at the end; needs data.validation")
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = option(
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = option(
         (), "where records go besides metrics.jsonl; each needs the extra of lt-trainer that has its name"
     )
     monitor_interval_s: float = option(

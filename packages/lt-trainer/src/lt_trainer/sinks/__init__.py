@@ -6,7 +6,7 @@ service does.
 
 What is written again: a run that goes back, or is started anew behind an older checkpoint, repeats steps. metrics.jsonl
 keeps every record in the order of writing (`lt_trainer.records.newest_way` picks those that count). TensorBoard is told
-to forget what it has of these steps. W&B cannot take anything back and keeps the first record of a step.
+to forget what it has of these steps. W&B and Trackio cannot take anything back and keep the first record of a step.
 """
 
 from lt_trainer.sinks.fan import Sink, Sinks

@@ -11,7 +11,7 @@ from typing import Any
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.sinks.fan import Sink, Sinks
 
-SINKS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """Names in a recipe, which are also the names of the extras, and the module that each needs."""
 
 
@@ -82,6 +82,10 @@ def _open(name: str) -> Callable[[About], Sink]:
         from lt_trainer.sinks.tensorboard import TensorBoard
 
         return TensorBoard.open
+    if name == "trackio":
+        from lt_trainer.sinks.trackio import Trackio
+
+        return Trackio.open
     assert name == "wandb", name
     from lt_trainer.sinks.wandb import Wandb
 
