@@ -6,7 +6,8 @@ from lt_model import preset
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Recipe, llama_config, load
-from lt_trainer_neuron import SPEC, NotYetError, check, check_model
+from lt_trainer_neuron import SPEC, check, check_model
+from lt_trainer_neuron.sdk import NotInstalledError
 
 ALONE = World()
 
@@ -183,14 +184,11 @@ def test_a_vocabulary_is_checked_once_it_is_known() -> None:
     )
 
 
-def test_opening_says_that_training_comes_later() -> None:
-    with pytest.raises(NotYetError) as caught:
+def test_opening_says_what_is_missing_to_train_on_trainium() -> None:
+    with pytest.raises(NotInstalledError, match="neuronx-distributed is not installed") as caught:
         SPEC.open(recipe(), preset("llama2-7b"), ALONE)
     assert caught.value.exit_code == 64
-    message = str(caught.value)
-    assert message.startswith("run.engine = 'neuron': ")
-    assert "training on Trainium arrives in a later version" in message
-    assert message.endswith("set run.engine to 'gpu' (pip install lt-trainer-gpu)")
+    assert "engine.neuron.backend to cpu" in str(caught.value)
 
 
 def test_opening_still_checks_first() -> None:

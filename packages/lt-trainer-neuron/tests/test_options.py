@@ -19,6 +19,8 @@ STORE = {"data": {"store": "stores/train"}}
 def test_names_and_defaults() -> None:
     assert asdict(NeuronOptions()) == {
         "backend": "nxd",
+        "graph": "micro_batch",
+        "cpu_dtype": "float32",
         "num_neuroncores": 32,
         "qkv_linear": False,
         "kv_replicator": 1,
@@ -69,6 +71,11 @@ REFUSED = [
         {"cc_flags": "--cache_dir=/x"},
         "engine.neuron.cc_flags = '--cache_dir=/x': the compiler's cache has an option of its own; "
         "take --cache_dir out and set engine.neuron.compile_cache",
+    ),
+    (
+        {"cpu_dtype": "float64"},
+        "engine.neuron.cpu_dtype = 'float64', engine.neuron.backend = 'nxd': only the cpu backend has a choice of "
+        "dtypes; set engine.neuron.precision instead",
     ),
     ({"num_neuroncores": 0}, "engine.neuron.num_neuroncores = 0: must be at least 1; use 1 or more"),
     (

@@ -7,15 +7,14 @@ if TYPE_CHECKING:
     from lt_trainer_neuron.checks import check, check_model
     from lt_trainer_neuron.environment import neuron_env
     from lt_trainer_neuron.options import NeuronOptions
-    from lt_trainer_neuron.spec import SPEC, NeuronSpec, NotYetError
+    from lt_trainer_neuron.spec import SPEC, NeuronSpec
 
-__all__ = ["SPEC", "NeuronOptions", "NeuronSpec", "NotYetError", "check", "check_model", "neuron_env"]
+__all__ = ["SPEC", "NeuronOptions", "NeuronSpec", "check", "check_model", "neuron_env"]
 
 _EXPORTS = {
     "SPEC": "lt_trainer_neuron.spec",
     "NeuronOptions": "lt_trainer_neuron.options",
     "NeuronSpec": "lt_trainer_neuron.spec",
-    "NotYetError": "lt_trainer_neuron.spec",
     "check": "lt_trainer_neuron.checks",
     "check_model": "lt_trainer_neuron.checks",
     "neuron_env": "lt_trainer_neuron.environment",

@@ -1,27 +1,24 @@
 """What lt-trainer knows about this engine through the entry point `lt.engines`; imports no torch, nothing of Neuron."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
-from lt_trainer.recipe import Recipe, Resolved
+from lt_trainer.errors import RecipeError
+from lt_trainer.recipe import Recipe, Resolved, engine_options
 from lt_trainer_neuron.aliases import fields_of
 from lt_trainer_neuron.checks import check, check_model
 from lt_trainer_neuron.environment import Variable, check_environment, settings, variables
-from lt_trainer_neuron.options import NeuronOptions
+from lt_trainer_neuron.options import SECTION, NeuronOptions
+from lt_trainer_neuron.sdk import installed, require
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.engine import World
+    from lt_trainer.engine import Engine, World
     from lt_trainer_neuron.planning import NeuronPlan
 
-__all__ = ["SPEC", "NeuronSpec", "NotYetError"]
-
-
-class NotYetError(ValueError):
-    """Something that this version cannot do."""
-
-    exit_code: int = 64
+__all__ = ["SPEC", "NeuronSpec"]
 
 
 class NeuronSpec:
@@ -57,20 +54,38 @@ class NeuronSpec:
 
         return make(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
 
-    def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> NoReturn:
-        """Check once more, with the model's vocabulary, and say that training comes later.
+    def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> "Engine":
+        """Check once more, with the model's vocabulary, open the backend and fill it.
 
         Raises:
             RecipeError: the recipe would not run.
-            NotYetError: always, otherwise.
+            NotInstalledError: the packages of Trainium are not there, or are placeholders.
         """
         check(recipe, world)
         check_model(recipe, model)
-        raise NotYetError(
-            "run.engine = 'neuron': this version of lt-trainer-neuron checks a recipe for Trainium and makes its "
-            "environment, and this recipe passes; training on Trainium arrives in a later version. "
-            "To train on this machine, set run.engine to 'gpu' (pip install lt-trainer-gpu)"
-        )
+        options = engine_options(recipe, "neuron", NeuronOptions)
+        if options.backend == "cpu":
+            if world.size != options.num_neuroncores * recipe.parallel.n_nodes:
+                raise RecipeError(
+                    f"there is one rank per core, and {world.size} were started",
+                    values={f"{SECTION}.num_neuroncores": options.num_neuroncores},
+                    remedy=f"set it to {world.local_size}, or start as many ranks",
+                )
+            from lt_trainer_neuron.cpu.backend import CpuBackend
+            from lt_trainer_neuron.engine import NeuronEngine
+
+            return NeuronEngine(recipe, model, CpuBackend(recipe, model, world))
+        if options.backend == "nxd":
+            require(installed())
+            from lt_trainer_neuron.compile_key import require_compiled
+
+            warning = require_compiled(recipe, model, os.environ)
+            if warning and world.rank == 0:
+                sys.stderr.write(f"warning: {warning}\n")
+        from lt_trainer_neuron.engine import NeuronEngine
+        from lt_trainer_neuron.nxd.backend import NxdBackend
+
+        return NeuronEngine(recipe, model, NxdBackend(recipe, model, world))
 
 
 SPEC = NeuronSpec()

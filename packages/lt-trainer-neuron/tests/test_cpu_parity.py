@@ -1,0 +1,429 @@
+"""The cpu backend on every kind of layout against one process of lt-model, in float64.
+
+The one process is `lt_model.llama.Llama` with attention by the formula, autograd and `torch.optim.AdamW`; nothing of
+the engine is in it. Gradients, weights, losses and norms of three steps agree to ten digits, per parameter:
+||difference|| <= 1e-10 ||gradient||. Documents are of uneven length, some rows have hardly a label, vocabularies are
+such that ZeRO-1 has to pad, and stages have unlike numbers of layers.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lt_ckpt import Checkpoint, Meta, begin, commit, write_part
+from lt_model import LlamaConfig
+from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.recipe import load
+from lt_trainer_neuron.engine import NeuronEngine
+from lt_trainer_neuron.spec import SPEC
+
+STEPS, ROWS, SEQ_LEN = 3, 8, 16
+BETA1, CLIP, DECAY = 0.8, 0.3, 0.1
+NEAR, NEAR_WEIGHTS = 1e-10, 1e-9
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The little models: heads of keys and values, vocabulary, layers, a tied head."""
+
+    kv_heads: int = 8
+    vocab: int = 62
+    layers: int = 2
+    tied: bool = False
+
+    @property
+    def config(self) -> LlamaConfig:
+        return LlamaConfig(
+            vocab_size=self.vocab,
+            hidden_size=32,
+            intermediate_size=40,
+            n_heads=8,
+            n_kv_heads=self.kv_heads,
+            n_layers=self.layers,
+            max_position_embeddings=SEQ_LEN,
+            tie_word_embeddings=self.tied,
+        )
+
+
+def global_batches(n_steps: int, vocab: int, seed: int = 0) -> list[StepBatch]:
+    """Steps [1, rows, T] in documents, with unlike numbers of labels."""
+    rng = np.random.default_rng(seed)
+    batches = []
+    for _ in range(n_steps):
+        shape = (1, ROWS, SEQ_LEN)
+        cuts = rng.integers(1, SEQ_LEN, (1, ROWS, 1))
+        counting = np.arange(SEQ_LEN, dtype=np.int32)
+        docs = (counting >= cuts).astype(np.int32)
+        labels = rng.integers(0, vocab, shape, dtype=np.int32)
+        labels[rng.random(shape) < rng.random((1, ROWS, 1))] = -100
+        batches.append(
+            StepBatch(
+                input_ids=rng.integers(0, vocab, shape, dtype=np.int32),
+                labels=labels,
+                position_ids=(counting - docs * cuts).astype(np.int32),
+                doc_ids=docs,
+                valid_tokens=int((labels != -100).sum()),
+            )
+        )
+    return batches
+
+
+def part_of(batch: StepBatch, engine: NeuronEngine, micro_batch: int) -> StepBatch:
+    """This rank's rows of a global batch, in micro-batches."""
+    place, rows = engine.topology, batch.input_ids.shape[1]
+    mine = slice(place.dp_rank * rows // place.dp_size, (place.dp_rank + 1) * rows // place.dp_size)
+    names = ("input_ids", "labels", "position_ids", "doc_ids")
+    arrays = {n: getattr(batch, n)[0, mine].reshape(-1, micro_batch, SEQ_LEN) for n in names}
+    return StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+
+
+def open_engine(shape: Shape, *sets: str) -> NeuronEngine:
+    world = World.from_env(os.environ)
+    base = {
+        "run": {"engine": "neuron"},
+        "model": {
+            "hidden_size": 32,
+            "intermediate_size": 40,
+            "n_heads": 8,
+            "n_kv_heads": shape.kv_heads,
+            "n_layers": shape.layers,
+            "tie_word_embeddings": shape.tied,
+        },
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": DECAY},
+        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
+        "engine": {"neuron": {"backend": "cpu", "cpu_dtype": "float64", "num_neuroncores": world.local_size}},
+    }
+    recipe = load(base=base, sets=sets).recipe
+    SPEC.check(recipe, world)
+    engine = SPEC.open(recipe, shape.config, world)
+    assert isinstance(engine, NeuronEngine)
+    return engine
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's slice of one tensor of its state."""
+
+    group: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    values: np.ndarray
+
+
+def pieces(engine: NeuronEngine) -> list[Piece]:
+    found = []
+    for s in engine.boxes():
+        kind = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16}[s.dtype]
+        values = s.bytes().view(kind).reshape(s.shape).copy()
+        found.append(Piece(s.group, s.name, s.dtype, s.global_shape, s.offset, values))
+    return found
+
+
+Tensors = dict[tuple[str, str], np.ndarray]
+
+
+def whole(parts: list[list[Piece]]) -> Tensors:
+    """The tensors that the ranks' slices make up, each element from exactly one of them."""
+    tensors: Tensors = {}
+    seen: Tensors = {}
+    for piece in (piece for part in parts for piece in part):
+        key = (piece.group, piece.name)
+        tensor = tensors.setdefault(key, np.zeros(piece.shape, piece.values.dtype))
+        mask = seen.setdefault(key, np.zeros(piece.shape, bool))
+        place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
+        assert not mask[place].any(), f"{piece.name}: two ranks give the same elements"
+        tensor[place], mask[place] = piece.values, True
+    assert all(mask.all() for mask in seen.values())
+    return tensors
+
+
+def lr_of(step: int) -> float:
+    return 1e-2 / (step + 1)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What one process of lt-model computes: the numbers of each step, gradients of the first, weights at both ends."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, np.ndarray]
+    start: dict[str, np.ndarray]
+    end: dict[str, np.ndarray]
+    validation: float
+
+
+def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
+    """Three steps by lt-model, autograd and torch's AdamW."""
+    from lt_model.init import init_model
+    from lt_model.llama import Llama
+    from lt_model.params import parameters
+
+    model = Llama(shape.config, attention="reference").double()
+    init_model(model, seed=load(base={"data": {"store": "unused"}}).recipe.run.seed)
+    table, named = {p.name: p for p in parameters(shape.config)}, dict(model.named_parameters())
+    groups = [
+        {"params": [p for n, p in named.items() if table[n].decay is decay], "weight_decay": DECAY * decay}
+        for decay in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(BETA1, 0.95), eps=1e-8)
+
+    def values(tensors: Any) -> dict[str, np.ndarray]:
+        return {name: tensor.detach().numpy().copy() for name, tensor in tensors}
+
+    def loss_of(batch: StepBatch, z: float) -> Any:
+        ids, positions, docs, labels = (
+            torch.from_numpy(array[0]).long()
+            for array in (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
+        )
+        return model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels, z_loss=z, with_parts=True)
+
+    losses, norms, gradients, start = [], [], {}, values(named.items())
+    for step, batch in enumerate(global_batches(STEPS, shape.vocab)):
+        parts = loss_of(batch, z_loss)
+        (parts.total / batch.valid_tokens).backward()
+        losses.append(float(parts.cross_entropy / batch.valid_tokens))
+        if not gradients:
+            gradients = values((name, p.grad) for name, p in named.items())
+        norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), CLIP)))
+        for group in optimizer.param_groups:
+            group["lr"] = lr_of(step)
+        optimizer.step()
+        optimizer.zero_grad()
+    (rest,) = global_batches(1, shape.vocab, seed=9)
+    with torch.no_grad():
+        validation = float(loss_of(rest, 0.0).cross_entropy)
+    return Alone(losses, norms, gradients, start, values(named.items()), validation)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What one rank saw: numbers by step, and its state before the first, after the first and after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    validation: tuple[float, int]
+    state_bytes: tuple[int, int]
+    states: tuple[list[Piece], ...]
+
+
+def train(shape: Shape, sets: tuple[str, ...], micro_batch: int) -> Trained:
+    """One rank's training, in that rank."""
+    engine = open_engine(shape, *sets)
+    numbers, states = [], [pieces(engine)]
+    for step, batch in enumerate(global_batches(STEPS, shape.vocab)):
+        numbers += engine.read([engine.step(part_of(batch, engine, micro_batch), lr_of(step))])
+        if step in (0, STEPS - 1):
+            states.append(pieces(engine))
+    (rest,) = global_batches(1, shape.vocab, seed=9)
+    own = part_of(rest, engine, micro_batch)
+    validation = engine.evaluate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
+    counted = engine.state_bytes(), sum(piece.values.nbytes for piece in states[-1])
+    engine.close()
+    return Trained([n.loss for n in numbers], [n.grad_norm for n in numbers], validation, counted, tuple(states))
+
+
+@pytest.fixture(scope="module")
+def alone(ranks) -> Callable[..., Alone]:
+    """The one process that layouts are compared with."""
+    done: dict[Any, Alone] = {}
+
+    def trained(*key: Any) -> Alone:
+        if key not in done:
+            (done[key],) = ranks.run(train_alone, *key, ranks=1)
+        return done[key]
+
+    return trained
+
+
+def assert_near(found: Tensors, wanted: dict[str, np.ndarray], group: str, near: float) -> None:
+    got = {name: tensor for (kind, name), tensor in found.items() if kind == group}
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        scale = np.linalg.norm(tensor)
+        assert scale > 0, f"{name} says nothing"
+        assert np.linalg.norm(got[name] - tensor) <= near * scale, name
+
+
+def compare(one: Alone, found: list[Trained]) -> None:
+    for rank in found:
+        assert rank.losses == found[0].losses
+        assert rank.norms == found[0].norms
+        assert rank.validation == found[0].validation
+        assert rank.state_bytes[0] == rank.state_bytes[1]
+    before, after_1, after_all = (whole([rank.states[i] for rank in found]) for i in range(3))
+    assert {key[1]: tensor.tobytes() for key, tensor in before.items() if key[0] == "weights"} == {
+        name: tensor.tobytes() for name, tensor in one.start.items()
+    }
+    assert found[0].losses == pytest.approx(one.losses, rel=1e-12)
+    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
+    assert min(one.norms) > CLIP, "clipping must be at work"
+    assert found[0].validation[0] == pytest.approx(one.validation, rel=1e-12)
+    # After the first step exp_avg is the clipped gradient times 1 - beta1.
+    scale = min(1.0, CLIP / (one.norms[0] + 1e-6)) * (1 - BETA1)
+    moments = {key: tensor / scale for key, tensor in after_1.items() if key[0] == "exp_avg"}
+    assert_near(moments, one.gradients, "exp_avg", NEAR)
+    assert_near(after_all, one.end, "weights", NEAR_WEIGHTS)
+
+
+TP2, TP4, PP2 = "parallel.tp=2", "parallel.tp=4", "parallel.pp=2"
+SP, WHOLE = "parallel.sequence_parallel=true", "engine.neuron.zero1=false"
+GQA2 = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2")
+FUSED = "engine.neuron.fuse_qkv=true"
+GROUPED = Shape(kv_heads=2, vocab=60)
+
+LAYOUTS: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
+    # name: ranks, rows of a micro-batch, the model, options
+    "one": (1, 2, Shape(kv_heads=4, tied=True), ()),
+    "mha-tp2": (2, 4, Shape(), (TP2,)),
+    "mha-tp2-sp-tied": (2, 4, Shape(tied=True), (TP2, SP)),
+    "gqa-tp4-m2": (4, 8, GROUPED, (TP4, *GQA2)),
+    "gqa-tp4-m2-fused-sp": (4, 4, GROUPED, (TP4, SP, *GQA2, FUSED)),
+    "gqa-tp2-dp2-m1": (4, 2, GROUPED, (TP2, "engine.neuron.qkv_linear=true")),
+    "tp2-pp2-uneven": (4, 2, Shape(layers=3), (TP2, PP2)),
+    "tp2-pp2-uneven-sp-tied": (4, 4, Shape(layers=3, tied=True), (TP2, PP2, SP)),
+    "pp3-dp1": (3, 1, Shape(kv_heads=4, layers=4), ("parallel.pp=3",)),
+    "tp2-dp2-zero1": (4, 2, Shape(), (TP2,)),
+    "tp2-dp2-whole": (4, 2, Shape(tied=True), (TP2, WHOLE)),
+    "dp4-zero1-tied": (4, 1, Shape(kv_heads=4, tied=True), ()),
+}
+WIDE: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
+    "tp4-pp2-m2-fused-sp-tied": (8, 2, replace(GROUPED, layers=3, tied=True), (TP4, PP2, SP, *GQA2, FUSED)),
+    "tp4-dp2-m2": (8, 2, GROUPED, (TP4, *GQA2)),
+    "tp2-pp2-dp2": (8, 1, Shape(layers=3), (TP2, PP2)),
+    "tp2-pp2-dp2-whole-tied": (8, 2, Shape(layers=3, tied=True), (TP2, PP2, SP, WHOLE)),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])
+def test_a_layout_trains_as_one_process_of_lt_model(ranks, alone, name: str) -> None:
+    n, micro_batch, shape, sets = (LAYOUTS | WIDE)[name]
+    compare(alone(shape), ranks.run(train, shape, sets, micro_batch, ranks=n))
+
+
+def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alone) -> None:
+    shape = Shape()
+    one = alone(shape, 0.05)
+    compare(one, ranks.run(train, shape, (TP2, "optimizer.z_loss=0.05"), 4, ranks=2))
+    assert abs(one.norms[0] / alone(shape).norms[0] - 1) > 1e-3, "the z-loss must be at work"
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks, alone, fused: bool) -> None:
+    """NxD counts the gradient of each copy: with m copies the squares of k and v are in its norm m times."""
+    one: Alone = alone(GROUPED)
+    sets = (TP4, *GQA2, "engine.neuron.nxd_grad_norm=true", *((FUSED,) if fused else ()))
+    found = ranks.run(train, GROUPED, sets, ROWS, ranks=4)
+    squares = {name: np.square(gradient).sum() for name, gradient in one.gradients.items()}
+    once = sum(squares.values())
+    copied = sum(square for name, square in squares.items() if "k_proj" in name or "v_proj" in name)
+    assert copied > 0.01 * once
+    assert one.norms[0] == pytest.approx(once**0.5, rel=NEAR)
+    assert [rank.norms[0] for rank in found] == pytest.approx([(once + copied) ** 0.5] * 4, rel=NEAR)
+
+
+@pytest.mark.parametrize(
+    ("n", "shape", "sets"),
+    [(2, Shape(), (TP2, SP)), (4, Shape(layers=3, tied=True), (PP2,))],
+    ids=["tp2-sp", "pp2-dp2"],
+)
+def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, shape: Shape, sets: tuple[str, ...]) -> None:
+    """Activations round; masters and moments are float32 and equal on all ranks that hold the same."""
+    one: Alone = alone(shape)
+    found: list[Trained] = ranks.run(train, shape, ("engine.neuron.cpu_dtype=bfloat16", *sets), 2, ranks=n)
+    assert found[0].losses == pytest.approx(one.losses, rel=1e-2)
+    assert found[0].norms == pytest.approx(one.norms, rel=5e-2)
+    assert found[0].losses != pytest.approx(one.losses, rel=1e-9), "nothing was rounded"
+    assert {piece.dtype for rank in found for piece in rank.states[0]} == {"F32"}
+    before = whole([rank.states[0] for rank in found])
+    for name, tensor in one.start.items():
+        assert (before["weights", name] == tensor.astype(np.float32)).all(), "masters start unrounded"
+
+
+def interrupted(shape: Shape, sets: tuple[str, ...], folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
+    """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
+    from pathlib import Path
+
+    engine = open_engine(shape, *sets)
+    rank, world = engine.topology.rank, engine.topology.world
+    first, second, third = (part_of(batch, engine, 1) for batch in global_batches(3, shape.vocab))
+    numbers = engine.read([engine.step(first, 1e-2), engine.step(second, 1e-2)])
+    saved = pieces(engine)
+    tmp = engine.control.broadcast(str(begin(Path(folder), step=2, world=world)) if rank == 0 else "")
+    snapshot = engine.state()
+    write_part(Path(tmp), rank=rank, shards=snapshot.shards, layout=snapshot.layout)
+    engine.control.all_max(0)
+    path = str(commit(Path(tmp), world=world, meta=Meta(step=2, small=snapshot.small))) if rank == 0 else ""
+    numbers += engine.read([engine.step(third, 1e-2)])
+    after = pieces(engine)
+    engine.close()
+    return path, saved, after, [n.loss for n in numbers]
+
+
+def resumed(shape: Shape, sets: tuple[str, ...], path: str) -> tuple[list[Piece], list[Piece], list[float]]:
+    """In a rank: a checkpoint taken over by an engine with other weights, and the third step."""
+    engine = open_engine(shape, "run.seed=7", *sets)
+    engine.restore(Checkpoint.open(path))
+    taken = pieces(engine)
+    numbers = engine.read([engine.step(part_of(global_batches(3, shape.vocab)[2], engine, 1), 1e-2)])
+    after = pieces(engine)
+    engine.close()
+    return taken, after, [n.loss for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("shape", "first", "second"),
+    [
+        (GROUPED, (4, (TP4, *GQA2, FUSED)), (2, ())),
+        (Shape(layers=3, tied=True), (4, (PP2,)), (4, (TP2, SP))),
+        (Shape(), (4, (TP2,)), (2, (TP2, WHOLE))),
+    ],
+    ids=["tp4-fused-to-dp2", "pp2-dp2-tied-to-tp2-dp2", "tp2-dp2-zero1-to-tp2-dp1"],
+)
+def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, shape: Shape, first, second) -> None:
+    """The state has the same bits; the step after it the same loss and weights as the layout that was left."""
+    (n, sets), (m, others) = first, second
+    left = ranks.run(interrupted, shape, sets, str(tmp_path), ranks=n)
+    taken = ranks.run(resumed, shape, others, left[0][0], ranks=m)
+    saved, found = whole([rank[1] for rank in left]), whole([rank[0] for rank in taken])
+    assert saved.keys() == found.keys()
+    assert {group for group, _ in saved} == {"weights", "exp_avg", "exp_avg_sq"}
+    assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
+    assert taken[0][2] == pytest.approx(left[0][3][2:], rel=1e-12)
+    after = [whole([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
+    weights = {name: tensor for (group, name), tensor in after[1].items() if group == "weights"}
+    assert_near(after[0], weights, "weights", NEAR_WEIGHTS)
+
+
+def with_a_bad_step(shape: Shape, sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Piece]], int]:
+    """In a rank: a good step, one that is infinite on the last data-parallel rank alone, a good one."""
+    engine = open_engine(shape, *sets)
+    first, bad, third = (part_of(batch, engine, 2) for batch in global_batches(3, shape.vocab))
+    if engine.topology.dp_rank == engine.topology.dp_size - 1:
+        bad = replace(bad, valid_tokens=0)
+    numbers, states = [], []
+    for batch in (first, bad, third):
+        numbers += engine.read([engine.step(batch, 1e-2)])
+        states.append(pieces(engine))
+    steps = engine.backend.steps
+    engine.close()
+    return numbers, states, steps
+
+
+def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks) -> None:
+    answers = ranks.run(with_a_bad_step, Shape(layers=3), (PP2,), ranks=4)
+    for numbers, (before, after, later), steps in answers:
+        assert [one.finite for one in numbers] == [True, False, True]
+        assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"
+        assert [a.name for a, b in zip(before, after, strict=True) if a.values.tobytes() != b.values.tobytes()] == []
+        assert any((a.values != b.values).any() for a, b in zip(after, later, strict=True))
+        assert steps == 2
