@@ -72,6 +72,18 @@ def _check_missing(recipe: Recipe, options: NeuronOptions) -> None:
             values={"parallel.dp_replicate": recipe.parallel.dp_replicate, f"{SECTION}.zero1": options.zero1},
             remedy="set parallel.dp_replicate to 1, and engine.neuron.zero1 to false for none",
         )
+    if recipe.data.pack == "buckets":
+        raise RecipeError(
+            "shapes are fixed on Trainium, and each length of a bucket would be compiled anew",
+            values={"data.pack": recipe.data.pack},
+            remedy="set data.pack to bfd or concat",
+        )
+    if recipe.batch.ramp.start:
+        raise RecipeError(
+            "shapes are fixed on Trainium, and each size of the batch would be compiled anew",
+            values={"batch.ramp.start": recipe.batch.ramp.start},
+            remedy="leave batch.ramp out",
+        )
     if options.flash_attention and recipe.data.document_mask:
         raise RecipeError(
             "the flash attention kernel knows no document mask",

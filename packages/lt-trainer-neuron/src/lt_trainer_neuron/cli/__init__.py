@@ -1,0 +1,1 @@
+"""The commands that this engine adds to `lt train`: env, precompile, neuron-cache."""
