@@ -30,6 +30,7 @@ PROVIDED = {
     ("lt-launch", "botocore"): "boto3",
     ("lt-launch", "lt-data"): "lt-trainer",
     ("lt-trainer-neuron", "lt-ckpt"): "lt-trainer",
+    ("lt-trainer-neuron", "lt-data"): "lt-trainer",
     ("lt-trainer-neuron", "numpy"): "lt-trainer",
     ("lt-trainer-neuron", "torch"): "torch-neuronx",
     ("lt-trainer-neuron", "torch-xla"): "torch-neuronx",

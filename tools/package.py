@@ -99,7 +99,7 @@ def stages(member: Member, out: Path, *, resolution: str) -> dict[str, list[list
     tests = [python, "-m", "pytest", "-q", "-m", "not slow", "--hypothesis-profile=ci", f"{folder}/tests"]
     found: dict[str, list[list[str]]] = {
         "lint": [[python, "-m", "ruff", "check", folder], [python, "-m", "ruff", "format", "--check", folder]],
-        "types": [[str(programs / "basedpyright"), "--level", "error", f"{folder}/src"]],
+        "types": [[str(programs / "basedpyright"), "--level", "error", "--pythonpath", python, f"{folder}/src"]],
         "tests": [[python, "-c", where], tests],
         "artefacts": [[sys.executable, "tools/artefacts.py", member.name, "--out", str(out / "dist")]],
     }
