@@ -265,8 +265,8 @@ class Engine(Protocol):
 class EngineSpec(Protocol):
     """What is known about an engine before it is opened. Importing one imports no torch.
 
-    A spec may offer more: `hyperparameter(name, value)`, the fields that a name of the scripts it replaces sets, or None;
-    and `plan(resolved, device=, devices=, nodes=, mfu=)`, its answer to `lt train plan` (`planning.answer`).
+    A spec may offer more: `hyperparameter(name, value)`, the fields that a name of the scripts which it replaces sets,
+    or None; and `plan(resolved, device=, devices=, nodes=, mfu=)`, its answer to `lt train plan` (`planning.answer`).
     """
 
     name: str
