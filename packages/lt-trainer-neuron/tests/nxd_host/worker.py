@@ -1,0 +1,111 @@
+"""One rank on NxD's real source in its CPU mode: trains the cases it is told and leaves what it saw in a file.
+
+Arguments: folder for the results; JSON list of cases {"name", "kv_heads", "sets"}.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import stand_ins
+import torch
+
+stand_ins.install()
+
+from neuronx_distributed.parallel_layers import parallel_state  # noqa: E402
+
+from lt_model import LlamaConfig  # noqa: E402
+from lt_trainer.engine import StepBatch, World  # noqa: E402
+from lt_trainer.recipe import load  # noqa: E402
+from lt_trainer_neuron.engine import NeuronEngine  # noqa: E402
+from lt_trainer_neuron.spec import SPEC  # noqa: E402
+
+RATES = (0.0, 1e-3, 0.02)
+ROWS, SEQ_LEN, VOCAB = 4, 16, 60
+
+
+def model(kv_heads: int) -> LlamaConfig:
+    """The little model of a case."""
+    return LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=40,
+        n_layers=2,
+        n_heads=8,
+        n_kv_heads=kv_heads,
+        max_position_embeddings=SEQ_LEN,
+    )
+
+
+def batches() -> list[StepBatch]:
+    """Global batches, [1, rows, T]."""
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in RATES:
+        shape = (1, ROWS, SEQ_LEN)
+        ids, labels = (rng.integers(0, VOCAB, shape, dtype=np.int32) for _ in range(2))
+        labels[rng.random(shape) < 0.3] = -100
+        cuts = rng.integers(1, SEQ_LEN, (1, ROWS, 1))
+        documents = (np.arange(SEQ_LEN) >= cuts).astype(np.int32)
+        found.append(
+            StepBatch(
+                input_ids=ids,
+                labels=labels,
+                position_ids=(np.arange(SEQ_LEN) - documents * cuts).astype(np.int32),
+                doc_ids=documents,
+                valid_tokens=int((labels != -100).sum()),
+            )
+        )
+    return found
+
+
+def train(kv_heads: int, sets: list[str]) -> dict[str, Any]:
+    """Metrics of each step, the evaluated loss, and this rank's slices of the state."""
+    world = World.from_env(os.environ)
+    base = {
+        "run": {"engine": "neuron"},
+        "model": {"hidden_size": 32, "intermediate_size": 40, "n_heads": 8, "n_kv_heads": kv_heads, "n_layers": 2},
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "optimizer": {"beta1": 0.8, "grad_clip": 0.3, "weight_decay": 0.1, "z_loss": 1e-3},
+        "schedule": {"max_steps": 9, "warmup_steps": 1},
+        "engine": {"neuron": {"num_neuroncores": world.local_size}},
+    }
+    engine = SPEC.open(load(base=base, sets=sets).recipe, model(kv_heads), world)
+    assert isinstance(engine, NeuronEngine)
+    place, pendings = engine.topology, []
+    mine = slice(place.dp_rank * ROWS // place.dp_size, (place.dp_rank + 1) * ROWS // place.dp_size)
+    names = ("input_ids", "labels", "position_ids", "doc_ids")
+    for batch, rate in zip(batches(), RATES, strict=True):
+        arrays = {name: getattr(batch, name)[0, mine].reshape(-1, 1, SEQ_LEN) for name in names}
+        part = StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+        pendings.append(engine.step(part, rate))
+    metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
+    shards = []
+    for shard in engine.state().shards:
+        if shard.dtype != "F32":
+            continue
+        data = shard.data() if callable(shard.data) else shard.data
+        values = np.frombuffer(bytes(data), np.float32).astype(float).tolist()
+        shards.append(
+            [shard.group, shard.name, list(shard.global_shape), list(shard.offset), list(shard.shape), values]
+        )
+    evaluated = engine.evaluate([part])
+    if "engine.neuron.backend=cpu" in sets:
+        engine.close()
+    return {"metrics": metrics, "evaluated": evaluated, "shards": shards}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    found = {}
+    for case in cases:
+        if parallel_state.model_parallel_is_initialized():
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_kv_group()
+        found[case["name"]] = train(case["kv_heads"], case["sets"])
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -1,0 +1,136 @@
+"""Our calls of NxD against its signatures, and the signatures against its source where that is at hand."""
+
+import ast
+import inspect
+import os
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lt_trainer_neuron
+from lt_trainer_neuron.nxd.signatures import NEEDED, SIGNATURES, VERSION, check_installed
+from lt_trainer_neuron.sdk import NotInstalledError
+
+FILES = sorted((Path(lt_trainer_neuron.__file__).parent / "nxd").glob("*.py"))
+BY_NAME = {name.rpartition(".")[2]: name for name in SIGNATURES}
+SOURCE = Path(os.environ.get("LT_NXD_SOURCE", ""), "neuronx_distributed")
+
+
+def imported(tree: ast.Module) -> Iterator[str]:
+    """Names below neuronx_distributed that a file imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("neuronx_distributed"):
+            folder = (node.module or "").partition(".")[2]
+            yield from (f"{folder}.{alias.name}" for alias in node.names)
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Calls of NxD's functions and classes in files that import it."""
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        if not list(imported(tree)):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+                if called in BY_NAME:
+                    yield BY_NAME[called], node
+
+
+def test_every_call_fits_its_signature() -> None:
+    seen: set[str] = set()
+    for name, call in calls():
+        seen.add(name)
+        parameters = SIGNATURES[name].split()
+        names = [parameter.rstrip("=") for parameter in parameters]
+        given = [keyword.arg for keyword in call.keywords]
+        assert None not in given, f"{name} is given ** arguments"
+        assert len(call.args) <= len(names), name
+        taken = names[: len(call.args)] + [str(keyword) for keyword in given]
+        assert len(set(taken)) == len(taken), (name, taken)
+        assert set(taken) <= set(names), (name, set(taken) - set(names))
+        required = {parameter for parameter in parameters if not parameter.endswith("=")}
+        assert required <= set(taken), (name, required - set(taken))
+    assert seen == set(SIGNATURES)
+
+
+def test_what_is_asked_for_at_start_is_what_is_given() -> None:
+    given: dict[str, set[str]] = {}
+    for name, call in calls():
+        given.setdefault(name, set()).update(str(keyword.arg) for keyword in call.keywords)
+    wanted = {name: keywords for name, keywords in given.items() if keywords and "flash" not in name}
+    assert {name: set(keywords) for name, keywords in NEEDED.items()} == wanted
+
+
+def test_nothing_of_nxd_is_imported_that_is_not_in_the_table() -> None:
+    modules = {name.rpartition(".")[0] for name in SIGNATURES}
+    found = {name for file in FILES for name in imported(ast.parse(file.read_text()))}
+    assert found
+    assert found <= modules | set(SIGNATURES)
+
+
+def test_layers_that_sum_are_told_how() -> None:
+    for name, call in calls():
+        if "reduce_dtype=" in SIGNATURES[name]:
+            assert "reduce_dtype" in {keyword.arg for keyword in call.keywords}, name
+
+
+def test_only_this_folder_imports_neuron_packages() -> None:
+    root = FILES[0].parent.parent
+    for file in root.rglob("*.py"):
+        if file.parent == FILES[0].parent:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy = [name for name in names if name.partition(".")[0] in ("torch_xla", "neuronx_distributed")]
+            assert not heavy, (file, heavy)
+
+
+def taking(names: list[str]) -> Any:
+    """A function that says that it has these parameters."""
+
+    def function() -> None: ...
+
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    vars(function)["__signature__"] = inspect.Signature(parameters)
+    return function
+
+
+def test_an_installation_that_lacks_a_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def pretend(without: str) -> None:
+        for name, needed in NEEDED.items():
+            module, _, attribute = name.rpartition(".")
+            made = sys.modules.get(f"neuronx_distributed.{module}") or types.ModuleType(module)
+            has = sorted(needed - ({without} if name.endswith("RowParallelLinear") else set()))
+            setattr(made, attribute, taking(has))
+            monkeypatch.setitem(sys.modules, f"neuronx_distributed.{module}", made)
+
+    for package in ("neuronx_distributed", "neuronx_distributed.parallel_layers", "neuronx_distributed.modules"):
+        monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
+    pretend("")
+    check_installed()
+    pretend("reduce_dtype")
+    with pytest.raises(NotInstalledError, match=r"RowParallelLinear has no reduce_dtype; install .* constraints/"):
+        check_installed()
+
+
+@pytest.mark.skipif(not SOURCE.is_dir(), reason="LT_NXD_SOURCE does not name a folder with the source of NxD")
+def test_the_table_is_what_the_source_says() -> None:
+    assert f'"{VERSION}' in (SOURCE / "_version.py").read_text()
+    for name, wanted in SIGNATURES.items():
+        module, _, attribute = name.rpartition(".")
+        file = SOURCE / f"{module.replace('.', '/')}.py"
+        tree = ast.parse((file if file.is_file() else SOURCE / module.replace(".", "/") / "__init__.py").read_text())
+        (node,) = (node for node in tree.body if getattr(node, "name", "") == attribute)
+        if isinstance(node, ast.ClassDef):
+            (node,) = (method for method in node.body if getattr(method, "name", "") == "__init__")
+        assert isinstance(node, ast.FunctionDef)
+        arguments = node.args
+        without_default = len(arguments.args) - len(arguments.defaults)
+        found = [one.arg + ("=" if index >= without_default else "") for index, one in enumerate(arguments.args)]
+        assert [one for one in found if one != "self"] == wanted.split(), name
