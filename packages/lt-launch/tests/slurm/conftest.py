@@ -155,8 +155,8 @@ class Cluster:
         return done.stdout
 
     def job(self, id_: str) -> dict[str, str]:
-        """What the controller shows of a job."""
-        text = self.run("scontrol", "-o", "show", "job", id_)
+        """What the controller shows of a job; one that is busy is asked again."""
+        text = self.wait_for(lambda: self.run("scontrol", "-o", "show", "job", id_, code=None), f"job {id_}", 20)
         return dict(word.split("=", 1) for word in text.split() if "=" in word)
 
     def go_now(self, id_: str) -> None:

@@ -217,7 +217,7 @@ def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> N
 
 
 def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
-    check(cluster, submit, 5, 120)
+    check(cluster, submit, 5, 100)
 
 
 @pytest.mark.slow

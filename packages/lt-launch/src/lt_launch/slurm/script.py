@@ -156,7 +156,7 @@ if [ "$action" = requeue ]; then
         answer=$(scontrol requeue "$job" 2>&1) && break
         say "$answer"
         case $answer in
-        *ontact* | *onnection* | *'imed out'*) sleep "$pause" ;;
+        *ontact* | *onnection* | *ocket* | *'imed out'*) sleep "$pause" ;;
         *) # Slurm has put a job back into the queue already that it took the nodes from.
             if [ "$(scontrol -o show job "$job" | grep -c -e 'JobState=PENDING')" -eq 0 ]; then exit "$code"; fi
             break
