@@ -16,11 +16,14 @@ import torch
 stand_ins.install()
 
 from neuronx_distributed.parallel_layers import parallel_state  # noqa: E402
+from neuronx_distributed.trainer import checkpoint as nxd_checkpoint  # noqa: E402
 
+from lt_ckpt import Meta, begin, commit, write_part  # noqa: E402
 from lt_model import LlamaConfig  # noqa: E402
 from lt_trainer.engine import StepBatch, World  # noqa: E402
 from lt_trainer.recipe import load  # noqa: E402
 from lt_trainer_neuron.engine import NeuronEngine  # noqa: E402
+from lt_trainer_neuron.nxd.backend import NxdBackend  # noqa: E402
 from lt_trainer_neuron.spec import SPEC  # noqa: E402
 
 RATES = (0.0, 1e-3, 0.02)
@@ -62,7 +65,27 @@ def batches() -> list[StepBatch]:
     return found
 
 
-def train(kv_heads: int, sets: list[str]) -> dict[str, Any]:
+def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, folder: Path) -> None:
+    """Save as a run does, forget the layers' weights, and let NxD's own loader bring them back."""
+    rank, world = engine.topology.rank, engine.topology.world
+    tmp = Path(engine.control.broadcast(str(begin(folder, step=3, world=world)) if rank == 0 else ""))
+    snapshot = engine.state()
+    write_part(tmp, rank=rank, shards=snapshot.shards, layout=snapshot.layout)
+    engine.control.all_max(0)
+    meta = Meta(step=3, small=snapshot.small, model=model(8).to_dict(), layout=snapshot.about)
+    saved = Path(engine.control.broadcast(str(commit(tmp, world=world, meta=meta)) if rank == 0 else ""))
+    before = {key: tensor.detach().clone() for key, tensor in backend.weights.items()}
+    with torch.no_grad():
+        for tensor in backend.weights.values():
+            tensor.zero_()
+    content = nxd_checkpoint.load_checkpoint(str(saved.parent), tag=saved.name, model=backend.stage, num_workers=8)
+    for key, tensor in backend.weights.items():
+        assert torch.equal(tensor, before[key]), key
+    assert content is not None
+    assert nxd_checkpoint.has_checkpoint(str(saved.parent))
+
+
+def train(kv_heads: int, sets: list[str], folder: Path) -> dict[str, Any]:
     """Metrics of each step, the evaluated loss, and this rank's slices of the state."""
     world = World.from_env(os.environ)
     base = {
@@ -85,18 +108,19 @@ def train(kv_heads: int, sets: list[str]) -> dict[str, Any]:
         pendings.append(engine.step(part, rate))
     metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
     shards = []
-    for shard in engine.state().shards:
-        if shard.dtype != "F32":
-            continue
-        data = shard.data() if callable(shard.data) else shard.data
-        values = np.frombuffer(bytes(data), np.float32).astype(float).tolist()
+    for shard in engine.boxes():
+        values = shard.bytes().view(np.float32).astype(float).tolist()
         shards.append(
             [shard.group, shard.name, list(shard.global_shape), list(shard.offset), list(shard.shape), values]
         )
     evaluated = engine.evaluate([part])
+    loaded = ""
+    if isinstance(engine.backend, NxdBackend):
+        assert_nxd_loads(engine, engine.backend, folder)
+        loaded = "exactly"
     if "engine.neuron.backend=cpu" in sets:
         engine.close()
-    return {"metrics": metrics, "evaluated": evaluated, "shards": shards}
+    return {"metrics": metrics, "evaluated": evaluated, "loaded": loaded, "shards": shards}
 
 
 if __name__ == "__main__":
@@ -107,5 +131,5 @@ if __name__ == "__main__":
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_kv_group()
-        found[case["name"]] = train(case["kv_heads"], case["sets"])
+        found[case["name"]] = train(case["kv_heads"], case["sets"], folder / case["name"])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))

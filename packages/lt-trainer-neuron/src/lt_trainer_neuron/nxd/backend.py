@@ -100,6 +100,8 @@ class NxdBackend:
         stage = on_device(stage, device.torch_device)
         if config.tie_word_embeddings:
             stage.lm_head.weight = stage.model.embed_tokens.weight
+        self.stage = stage
+        """The layers, under NxD's keys; NxD's own loader takes it for a model."""
         self._parameters = dict(stage.named_parameters(remove_duplicate=False))
         self._step = Step(
             self._weights_of(recipe, options, layers),
