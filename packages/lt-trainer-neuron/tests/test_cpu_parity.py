@@ -227,7 +227,7 @@ def train(shape: Shape, sets: tuple[str, ...], micro_batch: int) -> Trained:
     (rest,) = global_batches(1, shape.vocab, seed=9)
     own = part_of(rest, engine, micro_batch)
     validation = engine.evaluate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
-    counted = engine.state_bytes(), sum(piece.values.nbytes for piece in states[-1])
+    counted = engine.state_bytes(), sum(shard.bytes().nbytes for shard in engine.state().shards)
     engine.close()
     return Trained([n.loss for n in numbers], [n.grad_norm for n in numbers], validation, counted, tuple(states))
 
