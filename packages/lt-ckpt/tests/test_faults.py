@@ -2,13 +2,18 @@
 
 import errno
 import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, discard, latest_valid, write_part
+from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, discard, latest_valid, write_part
+from lt_ckpt.nxd.options import NxdOptions
+from lt_ckpt.nxd.part import NxdPart, stateful_keys
+from lt_model import LlamaConfig
 
 
 def save(root, toy, step, opened=None):
@@ -125,6 +130,7 @@ class Disk:
         self.root = root
         self.top = SimpleNamespace(entries={}, kept={})
         self.opened: dict[int, SimpleNamespace] = {}
+        self.n_fsyncs = 0
 
     def node(self, path: str) -> SimpleNamespace:
         found = self.top
@@ -167,6 +173,7 @@ class Disk:
         node.data += bytes(data[:n_bytes])
 
     def fsync(self, _, descriptor):
+        self.n_fsyncs += 1
         node = self.opened[descriptor]
         node.kept = node.data if node.entries is None else dict(node.entries)
 
@@ -219,3 +226,89 @@ def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, m
     assert seen == sorted(seen)
     assert set(seen) == {0, 1, 2}
     assert len(seen) > 150
+
+
+def save_for_nxd(root: Path, step: int, *, xser: bool) -> Path:
+    """One rank saves files of NxD; every number in them is the step."""
+    config = LlamaConfig(vocab_size=4, hidden_size=4, intermediate_size=4, n_heads=2, n_kv_heads=2, n_layers=1)
+    cut = NxdOptions(xser=xser)
+    part = NxdPart(
+        config=config, options=cut, groups=(stateful_keys(config, cut, 0, 0),), step=step, user_content={"step": step}
+    )
+    shards = [
+        Shard(
+            group=group,
+            name=tensor.key,
+            dtype="F32",
+            global_shape=tensor.shape,
+            offset=(0,) * len(tensor.shape),
+            shape=tensor.shape,
+            data=np.full(tensor.shape, step, "<f4").reshape(-1).view(np.uint8),
+        )
+        for tensor in part.tensors()
+        for group in ("weights", "exp_avg", "exp_avg_sq", "master")
+    ]
+    tmp = begin(root, step=step, world=1)
+    write_part(tmp, rank=0, shards=shards, layout=part)
+    return commit(tmp, world=1, meta=Meta(step=step, model=config.to_dict()))
+
+
+@pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
+def test_a_power_cut_while_nxds_files_are_written(fast_path, monkeypatch, xser):
+    """The old one or the new one, for us and for NxD, which takes what has its marker `done`."""
+    live, cut = fast_path / "live", fast_path / "cut"
+    live.mkdir()
+    disk, seen, done = Disk(live), [], [0]
+
+    def after():
+        if len(seen) > disk.n_fsyncs:
+            return  # nothing more is on the disk than when this was looked at last
+        folder = cut / "now"
+        shutil.rmtree(folder, ignore_errors=True)
+        disk.leave(folder)
+        found, rejected = latest_valid(folder / "ck")
+        assert rejected == []
+        if found is not None:
+            for group in found.groups:
+                for name in found.names(group):
+                    assert (found.read(group, name).view("<f4") == found.step).all()
+        marked = {int(path.parent.name[5:]) for path in (folder / "ck").glob("step-*/done")}
+        assert marked == {int(path.parent.name[5:]) for path in (folder / "ck").glob("step-*/COMMIT")}
+        seen.append(found.step if found else 0)
+        assert seen[-1] >= done[0], "a checkpoint that commit had returned is gone"
+
+    cut.mkdir()
+    with monkeypatch.context() as patch:
+        disk.wrap(patch, after)
+        for step in (1, 2):
+            save_for_nxd(live / "ck", step, xser=xser)
+            done[0] = step
+            after()
+    assert seen == sorted(seen)
+    assert set(seen) == {0, 1, 2}
+    assert len(seen) > (150 if xser else 30)
+
+
+def test_an_error_at_any_call_of_nxds_files_is_told_and_leaves_the_last_checkpoint(fast_path, calls, monkeypatch):
+    save_for_nxd(fast_path / "dry", 1, xser=True)
+    with calls.recording(monkeypatch):
+        save_for_nxd(fast_path / "dry", 2, xser=True)
+    n_calls = len(calls.log)
+    points = range(3, n_calls, 11)
+    messages: list[str] = []
+    for index in points:
+        root = fast_path / f"{index}"
+        save_for_nxd(root, 1, xser=True)
+        try:
+            with calls.recording(monkeypatch, fail_at=index, error=errno.ENOSPC):
+                save_for_nxd(root, 2, xser=True)
+        except CheckpointError as exc:
+            messages.append(str(exc))
+        calls.fail_at = -1
+        found, rejected = latest_valid(root)
+        assert found is not None
+        assert rejected == []
+        assert found.step == (2 if (root / "step-00000002").exists() else 1)
+        shutil.rmtree(root)
+    assert len(messages) >= len(points) - 1, "an error was swallowed"
+    assert all(os.strerror(errno.ENOSPC) in message for message in messages)

@@ -1,5 +1,6 @@
 """Training checkpoints whose files are NxD's: equal to NxD's own, and checkpoints of ours in every respect."""
 
+import json
 import os
 import shutil
 import threading
@@ -31,6 +32,7 @@ from lt_ckpt import (
 )
 from lt_ckpt.dtypes import cast
 from lt_ckpt.formats import Wish, convert_to, detect, open_source, read_config
+from lt_ckpt.manifest import commit_bytes
 from lt_ckpt.models import HEAD, stored_shapes
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
@@ -492,3 +494,47 @@ def test_checkpoint_reads_any_slice(tmp_path, models):
         _, array = state[names.get(group, group)][name]
         box = tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))
         assert made.read(group, name, offset=offset, shape=shape).tobytes() == array[box].tobytes()
+
+
+def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
+    """What opening says when the manifest was changed and COMMIT made to match."""
+    raw = (path / "manifest.json").read_bytes(), (path / "COMMIT").read_bytes()
+    manifest = json.loads(raw[0])
+    change(manifest)
+    made = json.dumps(manifest).encode()
+    (path / "manifest.json").write_bytes(made)
+    (path / "COMMIT").write_bytes(commit_bytes(made, manifest["step"]))
+    try:
+        Checkpoint.open(path)
+    except CheckpointError as exc:
+        return str(exc)
+    finally:
+        (path / "manifest.json").write_bytes(raw[0])
+        (path / "COMMIT").write_bytes(raw[1])
+    return ""
+
+
+def test_a_manifest_that_lies_about_nxds_files_is_refused(saved):
+    norm, embed = "model.norm.weight", "model.embed_tokens.weight"
+    file = "model/dp_rank_00_tp_rank_00_pp_rank_00.pt"
+
+    def tensor(manifest: dict[str, Any], name: str) -> dict[str, Any]:
+        return manifest["tensors"]["cast_weights"][name]
+
+    def rename(manifest: dict[str, Any], new: str) -> None:
+        manifest["files"][new] = manifest["files"].pop(file)
+
+    assert forged(saved, lambda m: None) == ""
+    cases: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
+        ("do not add up", lambda m: tensor(m, norm)["slices"][0].update(begin=10**9)),
+        ("a hash for its slice", lambda m: tensor(m, norm)["slices"][0].update(xxh3_128="0" * 32)),
+        ("a copy is of no slice", lambda m: tensor(m, norm)["copies"][0].update(shape=[3], offset=[1])),
+        ("does not lie in it", lambda m: tensor(m, norm)["copies"][0].update(offset=[9])),
+        ("hold 256 of 512 elements", lambda m: tensor(m, embed)["slices"].pop()),
+        ("bytes are hashed", lambda m: m["files"][file].update(hashed_bytes=1)),
+        ("not a name that", lambda m: rename(m, "model/../../dp_rank_00_tp_rank_00_pp_rank_00.pt")),
+        ("not a name that", lambda m: rename(m, "model/dp_rank_00_tp_rank_00_pp_rank_00.pt.tensors/../x")),
+        ("is not listed", lambda m: tensor(m, norm)["slices"][0].update(file="optim/done")),
+    ]
+    for message, change in cases:
+        assert message in forged(saved, change), message

@@ -106,7 +106,7 @@ def test_it_saves_keeps_stops_and_goes_on(recipe_base, nxd_engine, tmp_path, bac
 
 def test_the_rehearsal_asks_for_as_much_as_is_saved(recipe_base, nxd_engine, tmp_path) -> None:
     """Else the first checkpoint of a run would find the disk full."""
-    assert start(recipe_base, "schedule.max_steps=1") == 0
+    assert start(recipe_base, "schedule.max_steps=1", "schedule.warmup_steps=0") == 0
     path = tmp_path / "run" / "checkpoints" / "step-00000001"
     groups = Checkpoint.open(path).manifest.tensors.values()
     records = [record for members in groups for record in members.values()]

@@ -26,7 +26,7 @@ from lt_ckpt import files
 from lt_ckpt.discover import list_steps
 from lt_ckpt.errors import CheckpointError, storage
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, step_name
-from lt_ckpt.records import LISTED
+from lt_ckpt.records import DONE, LISTED
 from lt_ckpt.s3.client import S3Folder, ServiceError, UnreachableError
 from lt_ckpt.s3.contents import DamagedError
 from lt_ckpt.s3.fetching import intact, remote_steps, whole
@@ -77,7 +77,7 @@ def _part_of_ours(name: str) -> bool:
 
 
 def erase(folder: S3Folder) -> bool:
-    """Deletes a checkpoint in a bucket, or a part of one; its COMMIT goes first.
+    """Deletes a checkpoint in a bucket, or a part of one; what says that it is whole goes first.
 
     Returns:
         False, and nothing is touched, when anything there is not of a name that a checkpoint's file has.
@@ -85,8 +85,8 @@ def erase(folder: S3Folder) -> bool:
     names = set(folder.sizes())
     if not all(_ours(name) for name in names):
         return False
-    folder.delete(names & {COMMIT})
-    folder.delete(names - {COMMIT})
+    folder.delete(names & {COMMIT, DONE})
+    folder.delete(names - {COMMIT, DONE})
     return True
 
 
