@@ -17,9 +17,11 @@ it torch.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+import tomllib
 from functools import cache
 from pathlib import Path
 
@@ -94,16 +96,27 @@ def stages(member: Member, out: Path, *, resolution: str) -> dict[str, list[list
     """Commands by stage, without the environment; the tree is looked at by main."""
     programs = out / "venv" / "bin"
     python, folder = str(programs / "python"), str(member.folder)
+    checker = str(programs / "basedpyright")
     # "src" of the checkout is not on the path: what is imported must be what was installed.
     where = f"import {member.module} as m, sys; sys.exit(not m.__file__.startswith({str(out / 'venv')!r}))"
     tests = [python, "-m", "pytest", "-q", "-m", "not slow", "--hypothesis-profile=ci", f"{folder}/tests"]
     found: dict[str, list[list[str]]] = {
         "lint": [[python, "-m", "ruff", "check", folder], [python, "-m", "ruff", "format", "--check", folder]],
-        "types": [[str(programs / "basedpyright"), "--level", "error", "--pythonpath", python, f"{folder}/src"]],
+        "types": [[checker, "--level", "error", "--pythonpath", python, "--project", str(out / "types.json")]],
         "tests": [[python, "-c", where], tests],
         "artefacts": [[sys.executable, "tools/artefacts.py", member.name, "--out", str(out / "dist")]],
     }
     return found if resolution == "locked" else {name: found[name] for name in ("tests", "artefacts")}
+
+
+def types_settings(member: Member, *, root: Path = ROOT) -> dict[str, object]:
+    """The workspace's settings for types, for one package whose own modules are those of the checkout.
+
+    Without that the installed wheel would stand beside the sources, and its classes would be others.
+    """
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["basedpyright"]
+    sources = [str(member.folder / "src")]
+    return {**settings, "include": sources, "extraPaths": sources}
 
 
 def tree(root: Path = ROOT) -> str:
@@ -137,6 +150,7 @@ def main(arguments: list[str]) -> int:
     if out.exists() and any(out.iterdir()):
         raise ToolError(f"{out} is not empty; give an empty folder")
     out.mkdir(parents=True, exist_ok=True)
+    (out / "types.json").write_text(json.dumps(types_settings(member)), encoding="utf-8")
     before = tree()
     found = stages(member, out, resolution=options.resolution)
     if unknown := set(options.only) - set(found):

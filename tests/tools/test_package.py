@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from members import ROOT, read
-from package import RESOLUTIONS, environment_commands, needed_by_tests, stages, tree
+from package import RESOLUTIONS, environment_commands, needed_by_tests, stages, tree, types_settings
 from small_workspace import git
 
 REAL = read()
@@ -75,6 +75,13 @@ def test_lint_and_types_run_with_the_versions_of_the_lock(tmp_path: Path) -> Non
         found = stages(REAL["lt-data"], tmp_path, resolution=resolution)
         assert list(found) == ["tests", "artefacts"]
         assert found["tests"][-1][-1] == str(ROOT / "packages" / "lt-data" / "tests")
+
+
+def test_types_are_those_of_the_workspace_for_the_sources_of_the_package() -> None:
+    settings, source = types_settings(REAL["lt-data"]), str(ROOT / "packages" / "lt-data" / "src")
+    assert settings["include"] == settings["extraPaths"] == [source]
+    assert settings["typeCheckingMode"] == "standard"
+    assert settings["reportMissingTypeArgument"] == "error"
 
 
 def test_what_tests_leave_behind_is_seen(small: Path) -> None:
