@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from check_ranges import floors
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from members import ToolError, read
 from packaging.version import Version
@@ -158,6 +158,7 @@ LINES = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(LINES, LINES)
 def test_nothing_that_is_lost_is_taken_for_an_addition(before: list[str], after: list[str]) -> None:
     breaks, added = compare(before, after)
