@@ -65,14 +65,15 @@ def batches() -> list[StepBatch]:
     return found
 
 
-def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, folder: Path) -> None:
+def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, config: LlamaConfig, folder: Path) -> None:
     """Save as a run does, forget the layers' weights, and let NxD's own loader bring them back."""
     rank, world = engine.topology.rank, engine.topology.world
+    folder.mkdir(exist_ok=True)
     tmp = Path(engine.control.broadcast(str(begin(folder, step=3, world=world)) if rank == 0 else ""))
     snapshot = engine.state()
     write_part(tmp, rank=rank, shards=snapshot.shards, layout=snapshot.layout)
     engine.control.all_max(0)
-    meta = Meta(step=3, small=snapshot.small, model=model(8).to_dict(), layout=snapshot.about)
+    meta = Meta(step=3, small=snapshot.small, model=config.to_dict(), layout=snapshot.about)
     saved = Path(engine.control.broadcast(str(commit(tmp, world=world, meta=meta)) if rank == 0 else ""))
     before = {key: tensor.detach().clone() for key, tensor in backend.weights.items()}
     with torch.no_grad():
@@ -116,7 +117,7 @@ def train(kv_heads: int, sets: list[str], folder: Path) -> dict[str, Any]:
     evaluated = engine.evaluate([part])
     loaded = ""
     if isinstance(engine.backend, NxdBackend):
-        assert_nxd_loads(engine, engine.backend, folder)
+        assert_nxd_loads(engine, engine.backend, model(kv_heads), folder)
         loaded = "exactly"
     if "engine.neuron.backend=cpu" in sets:
         engine.close()
