@@ -216,6 +216,7 @@ def check(cluster: Any, submit: Callable[..., Any], count: int, steps: int) -> N
     assert (status.state, status.attempt, status.id) == ("done", len(ended) - 1, made.ids["train"])
 
 
+@pytest.mark.slow
 def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
     check(cluster, submit, 5, 100)
 
