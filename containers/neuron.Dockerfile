@@ -5,6 +5,7 @@ ARG BASE=ubuntu:22.04
 FROM ${BASE}
 ARG NEURON_APT
 ARG NEURON_PIP
+ARG NEURON_SDK=2.28.1
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ENV DEBIAN_FRONTEND=noninteractive \
@@ -24,9 +25,11 @@ RUN : "${NEURON_APT:?give the address of the AWS Neuron apt repository}" \
 
 WORKDIR /opt/lt
 COPY packages packages
+COPY constraints constraints
 RUN : "${NEURON_PIP:?give the address of the AWS Neuron pip repository}" \
     && python3.11 -m venv /opt/venv \
     && python -m pip install --no-cache-dir --extra-index-url "${NEURON_PIP}" \
+        --constraint "constraints/neuron-${NEURON_SDK}.txt" \
         "./packages/lt-model[cli,torch]" \
         "./packages/lt-data[cli,s3,zstd]" \
         "./packages/lt-ckpt[cli,s3]" \
