@@ -1,0 +1,251 @@
+"""The cpu backend against what neuronx-distributed itself has written, and against transformers.
+
+Weights that go in by Hugging Face's names lie on every rank as in NxD's own shards, bit for bit; with them a rank's
+layers give transformers' logits and loss in fp32; and three steps of NxD's own model, parallel layers and
+ZeRO-1 optimizer come out again: losses, norms, and each rank's rows of masters and moments. `data/nxd/README.md` says
+where the data come from and how near one can get.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from lt_ckpt import open_source
+from lt_model import LlamaConfig
+from lt_trainer.engine import StepBatch, World
+from lt_trainer.pretrained import Pretrained
+from lt_trainer.recipe import load
+from lt_trainer_neuron.cpu.backend import CpuBackend
+from lt_trainer_neuron.cpu.collectives import gathered
+from lt_trainer_neuron.engine import NeuronEngine
+from lt_trainer_neuron.grid import cut_of
+from lt_trainer_neuron.spec import SPEC
+
+DATA = Path(__file__).parent / "data" / "nxd"
+GQA = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2")
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "llama2-mha-tp2": (2, ("parallel.tp=2",)),
+    "llama3-gqa-tp4-pp2-kv2": (8, ("parallel.tp=4", "parallel.pp=2", *GQA)),
+}
+
+
+def config_in(folder: Path) -> LlamaConfig:
+    return LlamaConfig.from_hf(json.loads((folder / "config.json").read_text()))
+
+
+def open_engine(weights: Path, seq_len: int, rows: int, *sets: str) -> tuple[NeuronEngine, CpuBackend]:
+    """An engine with the weights of a Hugging Face folder."""
+    world, config = World.from_env(os.environ), config_in(weights)
+    fields = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers", "rope_theta", "norm_eps")
+    base = {
+        "run": {"engine": "neuron"},
+        "model": {name: getattr(config, name) for name in fields},
+        "data": {"store": "unused", "seq_len": seq_len},
+        "batch": {"global_batch": rows, "micro_batch": 1},
+        "schedule": {"max_steps": 10, "warmup_steps": 1},
+        "engine": {"neuron": {"backend": "cpu", "num_neuroncores": world.local_size}},
+    }
+    recipe = load(base=base, sets=sets).recipe
+    SPEC.check(recipe, world)
+    engine = SPEC.open(recipe, config, world)
+    assert isinstance(engine, NeuronEngine)
+    assert isinstance(engine.backend, CpuBackend)
+    with Pretrained(source=open_source(str(weights)), found=config, model=config) as pretrained:
+        engine.load_weights(pretrained)
+    return engine, engine.backend
+
+
+def batch_of(ids: np.ndarray, valid_tokens: int) -> StepBatch:
+    """Rows [M, B, T], each one document, with the next token as label."""
+    labels = np.concatenate([ids[..., 1:], np.full_like(ids[..., :1], -100)], axis=-1)
+    positions = np.broadcast_to(np.arange(ids.shape[-1], dtype=np.int32), ids.shape).copy()
+    return StepBatch(
+        input_ids=ids, labels=labels, position_ids=positions, doc_ids=np.zeros_like(ids), valid_tokens=valid_tokens
+    )
+
+
+def rank_file(folder: Path, backend: CpuBackend, kind: str = "model") -> Any:
+    grid = backend.grid
+    dp_rank = grid.dp_rank if kind == "optim" else 0
+    name = f"dp_rank_{dp_rank:02d}_tp_rank_{grid.tp_rank:02d}_pp_rank_{grid.pp_rank:02d}.pt"
+    return torch.load(folder / kind / name, weights_only=True)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What one rank has: logits on the last stage, and the loss."""
+
+    logits: np.ndarray | None
+    loss: float
+
+
+def compute(case: str, ids: np.ndarray, sets: tuple[str, ...]) -> Computed:
+    """In a rank: NxD's shards compared, all logits, and one step's loss."""
+    folder = DATA / case
+    engine, backend = open_engine(folder / "hf", ids.shape[-1], ids.shape[1], "optimizer.grad_clip=0", *sets)
+    shards = rank_file(folder / "nxd-plain", backend)
+    assert list(shards) == list(backend.weights), "the keys of NxD's file, in its order"
+    for key, tensor in shards.items():
+        assert torch.equal(backend.weights[key], tensor.to(torch.float32)), key
+    batch = batch_of(ids, valid_tokens=ids.size - ids.shape[0] * ids.shape[1])
+    logits = None
+    stage, pipeline, groups = backend._stage, backend._pipeline, backend._groups
+    with torch.no_grad():
+        (micro,) = backend._micros(batch)
+        output = stage.forward(micro, pipeline._receive(micro, groups.pp.rank - 1, 0))
+        if backend.grid.last_stage:
+            own = F.linear(stage._enter(output), stage.weights["lm_head.weight"])
+            logits = gathered(own, groups.tp, dim=-1).numpy()
+        else:
+            pipeline._send(output, groups.pp.rank + 1, 0)
+        pipeline._wait()
+    (numbers,) = engine.read([engine.step(batch, 1e-3)])
+    engine.close()
+    return Computed(logits, numbers.loss)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_nxds_shards_give_the_logits_and_the_loss_of_transformers(ranks, case: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers, which is compared with, is not there")
+    from safetensors.torch import load_file
+
+    n, sets = CASES[case]
+    folder = DATA / case / "hf"
+    ids = np.random.default_rng(5).integers(0, config_in(folder).vocab_size, (1, 3, 24), dtype=np.int32)
+    found: list[Computed] = ranks.run(compute, case, ids, sets, ranks=n)
+    theirs = transformers.LlamaConfig.from_dict(json.loads((folder / "config.json").read_text()))
+    theirs._attn_implementation = "eager"
+    theirs.use_cache = False
+    model = transformers.LlamaForCausalLM(theirs).to(torch.float32)
+    model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    tokens = torch.from_numpy(ids[0]).long()
+    result = model(input_ids=tokens, labels=tokens)
+    wanted = result.logits.detach().numpy()
+    last = [one.logits for one in found if one.logits is not None]
+    assert last
+    for logits in last:
+        assert np.abs(logits - wanted).max() <= 1e-5
+    assert [one.loss for one in found] == pytest.approx([result.loss.item()] * n, abs=1e-6)
+
+
+@dataclass(frozen=True)
+class Steps:
+    """What one rank saw: losses and norms, and by group and key its own and NxD's rows after the last step."""
+
+    losses: list[float]
+    norms: list[float]
+    rows: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]]
+    weights: dict[str, tuple[np.ndarray, np.ndarray]]
+    start: dict[str, np.ndarray]
+    steps: int
+
+
+def repeat(steps_file: str, checkpoint: str, dtype: str) -> Steps:
+    """In a rank: NxD's three steps."""
+    folder = DATA / "llama2-mha-tp2-dp2-zero1-steps"
+    said = json.loads((folder / steps_file).read_text())
+    ours, batch = said["optimizer"], said["batch"]
+    rows, length = batch["sequences_per_dp_rank"], batch["sequence_length"]
+    dp = said["parallel"]["data_parallel"]
+    engine, backend = open_engine(
+        folder / "hf-start",
+        length,
+        rows * dp,
+        "parallel.tp=2",
+        f"batch.micro_batch={rows}",
+        f"engine.neuron.cpu_dtype={dtype}",
+        f"optimizer.beta1={ours['betas'][0]}",
+        f"optimizer.beta2={ours['betas'][1]}",
+        f"optimizer.eps={ours['eps']}",
+        f"optimizer.weight_decay={ours['weight_decay']}",
+        f"optimizer.grad_clip={ours['max_grad_norm']}",
+        "optimizer.decay_embeddings=true",
+    )
+    grid = backend.grid
+    assert grid.groups("tp") == said["parallel"]["tp_groups"]
+    assert grid.groups("dp") == said["parallel"]["dp_groups"]
+    start = {key: rows.local.numpy().copy() for key, rows in backend.slots["weights"].items()}
+    pendings = []
+    for step in said["steps"]:
+        (read,) = (one for one in step["dp_ranks"] if one["dp_rank"] == grid.dp_rank)
+        ids = np.array(read["input_ids"], np.int32)[None]
+        pendings.append(engine.step(batch_of(ids, valid_tokens=dp * rows * (length - 1)), step["lr"]))
+    numbers = engine.read(pendings)
+    optimizer = rank_file(folder / checkpoint, backend, "optim")
+    keys = [name for group in said["param_groups"] for name in group["names"]]
+    assert sorted(keys) == sorted(backend.weights)
+    compared: dict[str, dict[str, tuple[np.ndarray, np.ndarray]]] = {}
+    for group, slots in backend.slots.items():
+        for index, key in enumerate(keys):
+            state = optimizer["base_state"][index] | {"weights": optimizer["sharded_master_weights"][index]}
+            mine, theirs = slots[key], state[group]
+            assert not theirs[mine.local.shape[0] :].any(), f"{key}: what we take for padding is none"
+            assert mine.first == grid.dp_rank * theirs.shape[0]
+            compared.setdefault(group, {})[key] = mine.local.numpy().copy(), theirs[: mine.local.shape[0]].numpy()
+    saved = rank_file(folder / checkpoint, backend)
+    weights = {
+        key: (one.detach().to(torch.float32).numpy(), saved[key].to(torch.float32).numpy())
+        for key, one in backend.weights.items()
+    }
+    assert {key: one.dtype for key, one in saved.items()} == {key: one.dtype for key, one in backend.weights.items()}
+    count = backend.steps
+    engine.close()
+    return Steps([n.loss for n in numbers], [n.grad_norm for n in numbers], compared, weights, start, count)
+
+
+def relative(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
+    """Relative L2 difference over all tensors."""
+    apart = sum(np.square(mine.astype(np.float64) - theirs).sum() for mine, theirs in pairs)
+    return float(np.sqrt(apart / sum(np.square(theirs.astype(np.float64)).sum() for _, theirs in pairs)))
+
+
+def changes(found: Steps) -> list[tuple[np.ndarray, np.ndarray]]:
+    """What the steps have made of the masters: ours and NxD's."""
+    return [
+        (mine - found.start[key], theirs - found.start[key]) for key, (mine, theirs) in found.rows["weights"].items()
+    ]
+
+
+def test_three_steps_of_nxds_zero1_in_fp32(ranks) -> None:
+    said = json.loads((DATA / "llama2-mha-tp2-dp2-zero1-steps" / "steps-fp32.json").read_text())["steps"]
+    for found in ranks.run(repeat, "steps-fp32.json", "nxd-plain-fp32/step_3", "float32", ranks=4):
+        assert found.steps == 3
+        assert found.losses == pytest.approx([step["loss_mean"] for step in said], abs=1e-6)
+        assert found.norms == pytest.approx([step["grad_norm"] for step in said], rel=2e-6)
+        for key, (mine, theirs) in found.rows["weights"].items():
+            assert np.abs(mine - theirs).max() <= 1e-5, key
+        for key, (mine, theirs) in found.weights.items():
+            assert np.abs(mine - theirs).max() <= 1e-5, key
+        assert relative(changes(found)) <= 1e-5
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert relative(list(found.rows[moment].values())) <= 5e-6
+
+
+def test_three_steps_of_nxds_zero1_in_bf16_with_fp32_masters(ranks) -> None:
+    """Within what two independent bf16 runs agree to."""
+    said = json.loads((DATA / "llama2-mha-tp2-dp2-zero1-steps" / "steps.json").read_text())["steps"]
+    for found in ranks.run(repeat, "steps.json", "nxd-plain/step_3", "bfloat16", ranks=4):
+        assert found.losses == pytest.approx([step["loss_mean"] for step in said], abs=5e-3)
+        assert found.norms == pytest.approx([step["grad_norm"] for step in said], rel=1e-2)
+        assert relative(list(found.rows["weights"].values())) <= 1e-3
+        assert relative(changes(found)) <= 6e-2
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert relative(list(found.rows[moment].values())) <= 2e-2
+
+
+def test_the_cut_of_the_cases_is_the_recipes() -> None:
+    """What `compute` relies on: two kv heads twice over four ranks, plain projections without qkv_linear."""
+    base = {"run": {"engine": "neuron"}, "data": {"store": "unused"}, "model": {"n_heads": 8, "n_kv_heads": 2}}
+    plain = cut_of(load(base=base, sets=("parallel.tp=2",)).recipe)
+    assert (plain.tp, plain.pp, plain.qkv, plain.kv_multiplier) == (2, 1, "separate", 1)
+    grouped = cut_of(load(base=base, sets=("parallel.tp=4", "parallel.pp=2", *GQA)).recipe)
+    assert (grouped.tp, grouped.pp, grouped.qkv, grouped.kv_multiplier) == (4, 2, "gqa", 2)
+    fused = cut_of(load(base=base, sets=("parallel.tp=4", *GQA, "engine.neuron.fuse_qkv=true")).recipe)
+    assert fused.qkv == "gqa_fused"
