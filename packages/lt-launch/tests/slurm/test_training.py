@@ -241,12 +241,12 @@ def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, sub
 
 
 def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
-    """A rank that is killed again and again before a checkpoint: two attempts, then it ends with the reason."""
-    made, id_ = submit("stuck", "direct", 100000)
+    """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
+    made, id_ = submit("stuck", "direct", 100000, interval=50000)
     disturber = Disturber(cluster, made, id_)
-    for _ in range(2):
-        attempts = len(exits(made))
+    for _ in range(3):
         cluster.wait_for(lambda: _running(made), "a rank")
+        attempts = len(exits(made))
         os.kill(disturber.pid(0), signal.SIGKILL)
         cluster.wait_for(lambda attempts=attempts: exits(made)[attempts - 1 :][:1] != [{}], "the end of the attempt")
         time.sleep(1)
@@ -259,7 +259,7 @@ def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit
     assert status.state == "failed"
     assert "rank 0" in status.reason
     assert "SIGKILL" in status.reason
-    assert len(exits(made)) == 2
+    assert len(exits(made)) == 3
 
 
 def _running(made: Launch) -> bool:
