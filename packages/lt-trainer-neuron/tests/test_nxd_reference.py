@@ -1,7 +1,7 @@
 """The cpu backend against what neuronx-distributed itself has written, and against transformers.
 
 Weights that go in by Hugging Face's names lie on every rank as in NxD's own shards, bit for bit; with them a rank's
-layers give transformers' logits and loss in fp32; and three steps of NxD's own model, parallel layers and
+layers give transformers' logits, loss and gradients in fp32; and three steps of NxD's own model, parallel layers and
 ZeRO-1 optimizer come out again: losses, norms, and each rank's rows of masters and moments. `data/nxd/README.md` says
 where the data come from and how near one can get.
 """
@@ -29,6 +29,7 @@ from lt_trainer_neuron.grid import cut_of
 from lt_trainer_neuron.spec import SPEC
 
 DATA = Path(__file__).parent / "data" / "nxd"
+BETA1 = 0.9
 GQA = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2")
 CASES: dict[str, tuple[int, tuple[str, ...]]] = {
     "llama2-mha-tp2": (2, ("parallel.tp=2",)),
@@ -78,16 +79,20 @@ def rank_file(folder: Path, backend: CpuBackend, kind: str = "model") -> Any:
     return torch.load(folder / kind / name, weights_only=True)
 
 
+Boxes = list[tuple[str, tuple[int, ...], np.ndarray]]
+
+
 @dataclass(frozen=True)
 class Computed:
-    """What one rank has: logits on the last stage, and the loss."""
+    """What one rank has: logits on the last stage, the loss, and its parts of the gradients."""
 
     logits: np.ndarray | None
     loss: float
+    gradients: Boxes
 
 
 def compute(case: str, ids: np.ndarray, sets: tuple[str, ...]) -> Computed:
-    """In a rank: NxD's shards compared, all logits, and one step's loss."""
+    """In a rank: NxD's shards compared, all logits, and one step's loss and gradients."""
     folder = DATA / case
     engine, backend = open_engine(folder / "hf", ids.shape[-1], ids.shape[1], "optimizer.grad_clip=0", *sets)
     shards = rank_file(folder / "nxd-plain", backend)
@@ -107,12 +112,17 @@ def compute(case: str, ids: np.ndarray, sets: tuple[str, ...]) -> Computed:
             pipeline._send(output, groups.pp.rank + 1, 0)
         pipeline._wait()
     (numbers,) = engine.read([engine.step(batch, 1e-3)])
+    boxes: Boxes = [
+        (s.name, s.offset, s.bytes().view(np.float32).reshape(s.shape) / np.float32(1 - BETA1))
+        for s in engine.boxes()
+        if s.group == "exp_avg"
+    ]
     engine.close()
-    return Computed(logits, numbers.loss)
+    return Computed(logits, numbers.loss, boxes)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_nxds_shards_give_the_logits_and_the_loss_of_transformers(ranks, case: str) -> None:
+def test_nxds_shards_give_the_logits_loss_and_gradients_of_transformers(ranks, case: str) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers, which is compared with, is not there")
     from safetensors.torch import load_file
 
@@ -127,12 +137,21 @@ def test_nxds_shards_give_the_logits_and_the_loss_of_transformers(ranks, case: s
     model.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
     tokens = torch.from_numpy(ids[0]).long()
     result = model(input_ids=tokens, labels=tokens)
+    result.loss.backward()
     wanted = result.logits.detach().numpy()
     last = [one.logits for one in found if one.logits is not None]
     assert last
     for logits in last:
         assert np.abs(logits - wanted).max() <= 1e-5
     assert [one.loss for one in found] == pytest.approx([result.loss.item()] * n, abs=1e-6)
+    for name, parameter in model.named_parameters():
+        gradient = np.zeros(tuple(parameter.shape), np.float32)
+        for one in found:
+            for _, offset, values in (box for box in one.gradients if box[0] == name):
+                gradient[tuple(slice(o, o + s) for o, s in zip(offset, values.shape, strict=True))] += values
+        assert parameter.grad is not None
+        norm = float(parameter.grad.norm())
+        assert np.linalg.norm(gradient - parameter.grad.numpy()) <= 2e-5 * norm, name
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import stat
+import subprocess
 import sys
 import tomllib
 from importlib.metadata import entry_points
@@ -209,6 +210,20 @@ def test_no_key_is_noted_where_a_graph_has_not_compiled(
     with pytest.raises(CacheError, match=told):
         raise done.exception
     assert not (tmp_path / "cache" / "lt-compile-keys").exists()
+
+
+def test_a_rank_goes_through_the_steps_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """With the cpu backend, which takes the same calls."""
+    (tmp_path / "run.toml").write_text(
+        '[run]\nengine = "neuron"\n[model]\nhidden_size = 32\nintermediate_size = 48\nn_heads = 4\nn_kv_heads = 2\n'
+        "n_layers = 2\nvocab_size = 64\n[data]\nsynthetic = true\nseq_len = 16\n"
+        '[batch]\nglobal_batch = 4\nmicro_batch = 2\n[engine.neuron]\nbackend = "cpu"\nnum_neuroncores = 1\n'
+    )
+    program = [sys.executable, "-m", "lt_trainer_neuron.extract", "run.toml", "--steps", "2", "--evaluate"]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["run.toml"]
 
 
 def test_only_trainium_is_compiled_beforehand(run_file: Path) -> None:
