@@ -68,7 +68,7 @@ def test_wheel_and_sdist_carry_the_package_and_nothing_else(wheels: Path, packag
     sources = {
         str(path.relative_to(ROOT / "packages" / package / "src"))
         for path in (ROOT / "packages" / package / "src").rglob("*")
-        if path.suffix in (".py", ".typed")
+        if path.suffix in (".py", ".typed", ".css", ".js")
     }
     ours = {name for name in names if not name.split("/")[0].endswith(".dist-info") and not name.endswith("/")}
     assert ours == sources

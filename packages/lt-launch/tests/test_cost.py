@@ -4,6 +4,7 @@ import json
 import resource
 import subprocess
 import sys
+from importlib.metadata import entry_points
 
 import pytest
 
@@ -50,7 +51,8 @@ def test_help_of_one_command_loads_its_own_package_and_nothing_heavy(name: str) 
     modules = loaded(name, "--help")
     assert sorted(modules & set(HEAVY)) == []
     own = COMMANDS[name].install.partition("[")[0].replace("-", "_")
-    assert sorted(module for module in modules if module.startswith("lt_")) == sorted({"lt_launch", own})
+    adding = {entry.value.partition(".")[0] for entry in entry_points(group=f"lt.commands.{name}")}
+    assert sorted(module for module in modules if module.startswith("lt_")) == sorted({"lt_launch", own} | adding)
 
 
 def test_importing_the_package_loads_nothing() -> None:

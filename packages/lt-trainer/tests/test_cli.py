@@ -44,6 +44,7 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         "show",
         "plan",
         "watch",
+        "report",
         "bench",
         "sample",
         "other",

@@ -276,7 +276,7 @@ def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(ste
         (["metrics.profile_ranks=1,1"], r"metrics.profile_ranks = \(1, 1\).*must name ranks, each once"),
         (["metrics.profile_ranks="], r"metrics.profile_ranks = \(\).*must name ranks, each once"),
         (["metrics.sinks=wandb,wandb"], r"a sink is named twice"),
-        (["metrics.sinks=trackio"], r"metrics.sinks = .*not one of the choices; use one of 'tensorboard', 'wandb'"),
+        (["metrics.sinks=neptune"], r"metrics.sinks = .*not one of the choices; use one of .*'wandb', 'trackio'"),
         (["metrics.monitor_interval_s=-1"], r"metrics.monitor_interval_s = -1.0.*must be at least 0"),
     ],
 )
