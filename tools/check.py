@@ -31,6 +31,7 @@ STAGES: dict[str, list[str]] = {
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",
+        "--durations=30",  # what to look at when the whole grows too long
         "--hypothesis-profile=ci",  # the same examples each time; tools/slow.py and plain pytest look for new ones
     ],
 }
