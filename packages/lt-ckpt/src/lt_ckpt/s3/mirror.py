@@ -314,23 +314,26 @@ class Mirror:
 
     def _due(self, path: Path) -> bool:
         """Whether retention in the bucket would keep this checkpoint, judged by the newer ones that were announced."""
-        step = int(path.name.rpartition("-")[2])
         newer = sum(path.name < other.name for other in self._announced)
-        return not self._keep_last or newer < self._keep_last or (self._keep_every > 0 and step % self._keep_every == 0)
+        return self._belongs(int(path.name.rpartition("-")[2]), newer)
+
+    def _belongs(self, step: int, newer: int) -> bool:
+        """Whether retention in the bucket keeps a checkpoint that has so many newer ones."""
+        multiple = self._keep_every and step and step % self._keep_every == 0
+        return not self._keep_last or newer < self._keep_last or bool(multiple)
 
     def _candidates(self) -> list[tuple[Path, bytes]]:
         """Returns the committed checkpoints that belong in the bucket, lowest step first, with their COMMIT."""
         found: list[tuple[Path, bytes]] = []
-        newest = 0
+        newer = 0
         for step, path in list_steps(self.root):
             if path.name != step_name(step):
                 continue  # one that was moved aside
             with storage("reading", path), suppress(FileNotFoundError):
                 commit = files.read_small(path / COMMIT, MAX_COMMIT_BYTES)
-                newest += 1
-                due = self._keep_every and step and step % self._keep_every == 0
-                if not self._keep_last or newest <= self._keep_last or due:
+                if self._belongs(step, newer):
                     found.append((path, commit))
+                newer += 1
         return found[::-1]
 
     def _bring(self, path: Path, commit: bytes) -> bool:
