@@ -125,7 +125,7 @@ def slow_answers(patient: bool) -> list[str]:
 
     import torch.distributed as dist
 
-    from lt_trainer.saving import patiently, together
+    from lt_trainer.together import patiently, together
     from lt_trainer.torch import GlooControl
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))

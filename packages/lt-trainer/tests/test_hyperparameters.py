@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 
 from lt_trainer.errors import RecipeError
-from lt_trainer.hyperparameters import markdown, named, read, table
+from lt_trainer.fields import leaves
+from lt_trainer.hyperparameters import markdown, read, table
 from lt_trainer.recipe import Recipe, load, to_dict
+from lt_trainer.resolve import Given, from_hyperparameters
 
 LITESPARK = {
     "GLOBAL_BATCH_SIZE": ("batch.global_batch", 256),
@@ -110,7 +112,8 @@ def test_every_one_of_them_sets_its_field_from_text() -> None:
 
 def test_reserved_keys_of_sagemaker_are_dropped() -> None:
     given = {"sagemaker_program": '"train.py"', "sagemaker_region": "x", "BETA1": "0.8"}
-    assert named(given) == {"optimizer.beta1": ("0.8", "hyperparameter BETA1")}
+    found = from_hyperparameters(given, leaves(Recipe))
+    assert found == {"optimizer.beta1": Given("0.8", "hyperparameter BETA1", text=True)}
 
 
 @pytest.mark.parametrize(
@@ -132,7 +135,7 @@ def test_reserved_keys_of_sagemaker_are_dropped() -> None:
 )
 def test_unknown_names(name: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        named({name: "512"})
+        from_hyperparameters({name: "512"}, leaves(Recipe))
     assert str(caught.value) == message
 
 

@@ -20,7 +20,8 @@ from lt_trainer.metrics import read_jsonl
 from lt_trainer.recipe import load
 from lt_trainer.run import run
 from lt_trainer.sinks import Sinks, require_sinks
-from lt_trainer.sinks.opening import About, SinkRefused, open_sinks
+from lt_trainer.sinks.opening import open_sinks
+from lt_trainer.sinks.sink import About, SinkRefused
 from lt_trainer.sinks.tags import scalars
 
 TRAIN = {"step": 3, "loss": 2.5, "learning_rate": 0.1, "mfu": math.nan, "data_s": 0.25, "energy_kwh": 1.5}
@@ -336,7 +337,8 @@ def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
 WRITE = """
     import json, sys
     from pathlib import Path
-    from lt_trainer.sinks.opening import About, open_sinks
+    from lt_trainer.sinks.opening import open_sinks
+    from lt_trainer.sinks.sink import About
     run, step, records = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
     sinks, lost = open_sinks(("trackio",), About(run=run, recipe={"run": {"seed": 1}}, toml="", step=step))
     assert lost == {}, lost

@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lt_data import Prefetcher, Stream, StreamState
-from lt_trainer.data import TrainingData, open_stream, step_batch
+from lt_trainer.data import TrainingData, open_stream, position, step_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -88,15 +88,6 @@ class StreamBatches:
         """End the thread."""
         if self._ahead is not None:
             self._ahead.close()
-
-
-def position(saved: Mapping[str, Any]) -> StreamState:
-    """The position in a checkpoint's data state, which may hold more beside it.
-
-    Raises:
-        DataError: it is not the state of a stream.
-    """
-    return StreamState.from_json({name: value for name, value in saved.items() if name != "loader"})
 
 
 def open_batches(

@@ -32,9 +32,10 @@ from lt_trainer.recipe import Resolved, to_dict
 from lt_trainer.run import Plan
 from lt_trainer.rundir import RunDir
 from lt_trainer.saver import Saver
-from lt_trainer.saving import Checkpoints, checkpoints_held, together
+from lt_trainer.saving import Checkpoints, checkpoints_held
 from lt_trainer.schedule import lr as learning_rate
 from lt_trainer.synthetic import SyntheticRows
+from lt_trainer.together import together
 
 SCRATCH = ".lt-run.check-"
 

@@ -17,6 +17,7 @@ import numpy as np
 from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamState, TokenStore, open_pack
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.errors import RecipeError
+from lt_trainer.loader_factory import find_factory
 from lt_trainer.sections import DataOptions
 from lt_trainer.synthetic import SyntheticRows
 
@@ -62,8 +63,6 @@ def open_data(recipe: Recipe) -> TrainingData:
     """
     data = recipe.data
     if data.loader:
-        from lt_trainer.loading import find_factory
-
         find_factory(data.loader)  # what is not there is said before anything is loaded
     stores = _open_stores(data)
     first = next(iter(stores.values()), None)
@@ -190,6 +189,15 @@ def position_facts(recipe: Recipe) -> dict[str, Any]:
     elif data.kind == "loader":
         facts["rows"] = {"kind": "loader", "loader": data.loader}
     return facts
+
+
+def position(saved: Mapping[str, Any]) -> StreamState:
+    """The position in a checkpoint's data state, which may hold more beside it.
+
+    Raises:
+        DataError: it is not the state of a stream.
+    """
+    return StreamState.from_json({name: value for name, value in saved.items() if name != "loader"})
 
 
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:

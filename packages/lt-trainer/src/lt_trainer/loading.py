@@ -23,10 +23,7 @@ Shapes: M micro-batches, B rows per micro-batch, T positions per row.
 
 from __future__ import annotations
 
-import importlib
 import json
-import os
-import sys
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -35,9 +32,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lt_data import Rows, StreamState
-from lt_trainer.batches import position
-from lt_trainer.data import IGNORE, micro_batches
+from lt_trainer.data import IGNORE, micro_batches, position
 from lt_trainer.errors import LoaderError, RecipeError
+from lt_trainer.loader_factory import find_factory
 from lt_trainer.recipe import to_dict
 
 if TYPE_CHECKING:
@@ -54,30 +51,6 @@ class LoaderState(StreamState):
     """A position with the states of all ranks' loaders: by dp_rank, None for a loader that has none."""
 
     loader: Mapping[str, Any] = field(default_factory=dict)
-
-
-def find_factory(loader: str) -> Callable[..., Any]:
-    """The function that a recipe names; modules in the current folder are found too.
-
-    Raises:
-        RecipeError: there is no such module or function, or importing it fails.
-    """
-    module, _, name = loader.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.append(os.getcwd())
-    values = {"data.loader": loader}
-    try:
-        found: Any = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except ImportError as exc:
-        remedy = "install the module, put its folder into PYTHONPATH, or start the run in its folder"
-        raise RecipeError(f"cannot be imported: {exc}", values=values, remedy=remedy) from exc
-    except AttributeError as exc:
-        raise RecipeError(f"{exc}", values=values, remedy="write it as module:function") from exc
-    if not callable(found):
-        raise RecipeError("is not a function", values=values, remedy="write it as module:function")
-    return found
 
 
 class LoaderBatches:

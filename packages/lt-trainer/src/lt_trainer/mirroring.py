@@ -40,7 +40,7 @@ from lt_ckpt.summary import size
 from lt_trainer.errors import MirrorError, RecipeError
 from lt_trainer.identity import settle
 from lt_trainer.rundir import read_mirror_name
-from lt_trainer.saving import patiently
+from lt_trainer.together import patiently
 
 if TYPE_CHECKING:
     from lt_ckpt import Checkpoint, Manifest

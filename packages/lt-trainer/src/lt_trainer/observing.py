@@ -13,7 +13,7 @@ from lt_trainer.jsonl import read_jsonl
 from lt_trainer.monitor import NodeMonitor
 from lt_trainer.recipe import Recipe, to_dict
 from lt_trainer.sinks import Sinks, open_sinks, require_sinks
-from lt_trainer.sinks.opening import About
+from lt_trainer.sinks.sink import About
 
 if TYPE_CHECKING:
     from lt_trainer.journal import RankLog

@@ -32,6 +32,7 @@ from lt_ckpt.hub.model import Address
 from lt_ckpt.source import Reader
 from lt_model import LlamaConfig, ModelError
 from lt_trainer.errors import RecipeError
+from lt_trainer.together import all_patiently, patiently
 
 if TYPE_CHECKING:
     from lt_trainer.engine import Control
@@ -199,8 +200,6 @@ def open_pretrained(
         RecipeError: (on every rank) the model cannot be had, is another one than the recipe says, or its tokenizer
             gives ids another meaning than the data's.
     """
-    from lt_trainer.saving import all_patiently, patiently
-
     opened: list[Source] = []
 
     def fetch(address: str) -> str:

@@ -25,7 +25,17 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, entry_leaves, flatten, leaves, suggest, values_of
 from lt_trainer.horizon import epoch_steps, share_steps, spelled
-from lt_trainer.resolve import DEFAULT, Given, engine_tables, from_set, from_toml, nested, typed, without_empty_tables
+from lt_trainer.resolve import (
+    DEFAULT,
+    Given,
+    engine_tables,
+    from_hyperparameters,
+    from_set,
+    from_toml,
+    nested,
+    typed,
+    without_empty_tables,
+)
 from lt_trainer.sections import (
     BatchOptions,
     CheckpointOptions,
@@ -184,12 +194,10 @@ def load(
     Raises:
         RecipeError: unreadable file, unknown key, wrong type, contradiction, or no data.store.
     """
-    from lt_trainer.hyperparameters import named
-
     merged = {name: Given(value, base_name) for name, value in flatten(base or {}).items()}
     if path is not None:
         merged |= from_toml(Path(path))
-    merged |= {name: Given(value, source, True) for name, (value, source) in named(hyperparameters or {}).items()}
+    merged |= from_hyperparameters(hyperparameters or {}, leaves(Recipe))
     merged |= dict(from_set(text) for text in sets)
     resolved = _resolve(merged)
     if not resolved.recipe.data.kind:

@@ -21,6 +21,7 @@ __all__ = [
     "EngineTables",
     "Given",
     "engine_tables",
+    "from_hyperparameters",
     "from_set",
     "from_toml",
     "nested",
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 DEFAULT = "default"
+
+RESERVED = "sagemaker_"
+"""What SageMaker puts beside the hyperparameters begins with it."""
 
 ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 """Engines that a recipe may name although their package is not installed here, with that package."""
@@ -78,6 +82,51 @@ def from_set(text: str) -> tuple[str, Given]:
         remedy = "write section.field=value, for example --set optimizer.lr=1e-3"
         raise RecipeError(f"--set {text}: there is no {'=' if name.strip() else 'name'}", remedy=remedy)
     return name.strip(), Given(value, "--set", text=True)
+
+
+def from_hyperparameters(hyperparameters: Mapping[str, Any], schema: Mapping[str, Leaf]) -> dict[str, Given]:
+    """Values by the dotted name of the field, for hyperparameters by their upper-case names.
+
+    Raises:
+        RecipeError: a name that is no hyperparameter, or two that set the same field.
+    """
+    known = {leaf.hp: leaf for leaf in schema.values() if leaf.hp}
+    found: dict[str, Given] = {}
+    set_by: dict[str, str] = {}
+    for name, value in hyperparameters.items():
+        if name.startswith(RESERVED):
+            continue
+        fields = {known[name].name: value} if name in known else _of_engines(name, value)
+        if fields is None:
+            near = suggest(name, known)
+            raise RecipeError(
+                "unknown hyperparameter",
+                values={name: value},
+                origins={name: "hyperparameters"},
+                remedy=f"did you mean {near}?" if near else f"the hyperparameters are {', '.join(known)}",
+            )
+        for dotted, text in fields.items():
+            if dotted in set_by:
+                raise RecipeError(
+                    f"both set {dotted}",
+                    values={set_by[dotted]: hyperparameters[set_by[dotted]], name: value},
+                    remedy="leave one of them out",
+                )
+            set_by[dotted] = name
+            found[dotted] = Given(text, f"hyperparameter {name}", text=True)
+    return found
+
+
+def _of_engines(name: str, value: Any) -> Mapping[str, Any] | None:
+    """What an installed engine takes a name for; None where none knows it."""
+    from lt_trainer.engine import engine_names, engine_spec
+
+    for engine in engine_names():
+        of_engine = getattr(engine_spec(engine), "hyperparameter", None)
+        fields = of_engine(name, value) if of_engine is not None else None
+        if fields is not None:
+            return fields
+    return None
 
 
 def typed(assignments: Mapping[str, Given], schema: Mapping[str, Leaf]) -> dict[str, Any]:

@@ -9,7 +9,8 @@ keeps every record in the order of writing (`lt_trainer.records.newest_way` pick
 to forget what it has of these steps. W&B and Trackio cannot take anything back and keep the first record of a step.
 """
 
-from lt_trainer.sinks.fan import Sink, Sinks
+from lt_trainer.sinks.fan import Sinks
 from lt_trainer.sinks.opening import SINKS, open_sinks, require_sinks
+from lt_trainer.sinks.sink import Sink
 
 __all__ = ["SINKS", "Sink", "Sinks", "open_sinks", "require_sinks"]

@@ -1,34 +1,13 @@
-"""What a sink is, and the fan that gives every record to all of them and survives each."""
+"""The fan that gives every record to all of them and survives each."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from lt_trainer.sinks.sink import Sink
 from lt_trainer.sinks.tags import scalars
-
-
-class Sink(Protocol):
-    """A place for numbers by step. Its methods may raise anything; then it is not called any more."""
-
-    def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
-        """Take the numbers of one record, by tag.
-
-        Args:
-            step: updates done.
-            time_s: seconds since 1970.
-            values: numbers by tag; any of them may be nan or infinite.
-        """
-        ...
-
-    def go_on_at(self, step: int) -> None:
-        """What comes next is of `step` and later ones; what is there of them belongs to a way that was left."""
-        ...
-
-    def close(self) -> None:
-        """Send or write what is left."""
-        ...
 
 
 class Sinks:

@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from lt_trainer.errors import RecipeError, TrainerError
-from lt_trainer.sinks.fan import Sink, Sinks
+from lt_trainer.sinks.fan import Sinks
+from lt_trainer.sinks.sink import About, Sink
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """Names in a recipe, which are also the names of the extras, and the module that each needs."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class About:
-    """What a sink is told about the run."""
-
-    run: Path
-    """The run directory."""
-    recipe: Mapping[str, Any]
-    """All values, as nested tables."""
-    toml: str
-    """The same as TOML with origins."""
-    step: int
-    """The highest step that the run has reported before this start; 0 for none."""
-
-
-class SinkRefused(TrainerError):
-    """A sink that cannot work as the environment is, which a person can mend."""
 
 
 def require_sinks(names: Sequence[str]) -> None:

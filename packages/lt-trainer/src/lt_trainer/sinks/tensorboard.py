@@ -24,7 +24,7 @@ from tensorboard.compat.proto.types_pb2 import DT_STRING  # pyright: ignore[repo
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from lt_trainer.errors import RunDirError
-from lt_trainer.sinks.opening import About
+from lt_trainer.sinks.sink import About
 
 FOLDER = "tensorboard"
 FORMAT = "brain.Event:2"

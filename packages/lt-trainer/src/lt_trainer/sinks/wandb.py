@@ -25,7 +25,7 @@ from wandb.errors import UsageError
 
 from lt_trainer.errors import RunDirError
 from lt_trainer.rundir import write_whole
-from lt_trainer.sinks.opening import About, SinkRefused
+from lt_trainer.sinks.sink import About, SinkRefused
 
 FILE = "wandb.json"
 FINISH_S = 30.0
