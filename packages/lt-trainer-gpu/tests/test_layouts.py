@@ -9,18 +9,19 @@ hardly a label.
 """
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, Meta, begin, commit, write_part
+from lt_ckpt import Shard
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.recipe import load
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import Piece, Tensors, Trained, assert_near, part_of, whole
 from lt_trainer_gpu import refusals
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
@@ -44,36 +45,7 @@ def model_of(tied: bool) -> LlamaConfig:
 
 
 def global_batches(n_steps: int, seed: int = 0, rows: int = ROWS) -> list[StepBatch]:
-    """Steps [1, rows, T] in documents, with unlike numbers of labels."""
-    rng = np.random.default_rng(seed)
-    batches = []
-    for _ in range(n_steps):
-        shape = (1, rows, SEQ_LEN)
-        cuts = rng.integers(1, SEQ_LEN, (1, rows, 1))
-        counting = np.arange(SEQ_LEN, dtype=np.int32)
-        docs = (counting >= cuts).astype(np.int32)
-        labels = rng.integers(0, VOCAB, shape, dtype=np.int32)
-        labels[rng.random(shape) < rng.random((1, rows, 1))] = -100
-        batches.append(
-            StepBatch(
-                input_ids=rng.integers(0, VOCAB, shape, dtype=np.int32),
-                labels=labels,
-                position_ids=(counting - docs * cuts).astype(np.int32),
-                doc_ids=docs,
-                valid_tokens=int((labels != -100).sum()),
-            )
-        )
-    return batches
-
-
-def part_of(batch: StepBatch, engine: GpuEngine, micro_batch: int) -> StepBatch:
-    """This rank's rows of a global batch, in micro-batches."""
-    place = engine.topology
-    rows = batch.input_ids.shape[1]
-    mine = slice(place.dp_rank * rows // place.dp_size, (place.dp_rank + 1) * rows // place.dp_size)
-    names = ("input_ids", "labels", "position_ids", "doc_ids")
-    arrays = {n: getattr(batch, n)[0, mine].reshape(-1, micro_batch, SEQ_LEN) for n in names}
-    return StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+    return layouts.global_batches(n_steps, rows=rows, seq_len=SEQ_LEN, vocab=VOCAB, seed=seed)
 
 
 def open_engine(sets: tuple[str, ...], tied: bool) -> GpuEngine:
@@ -99,84 +71,21 @@ def open_engine(sets: tuple[str, ...], tied: bool) -> GpuEngine:
     return engine
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One rank's slice of one tensor of its state."""
-
-    group: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: np.ndarray
-
-
-def pieces(engine: GpuEngine) -> list[Piece]:
-    found = []
-    for s in engine.state().shards:
-        kind = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16}[s.dtype]
-        values = s.bytes().view(kind).reshape(s.shape).copy()
-        found.append(Piece(s.group, s.name, s.dtype, s.global_shape, s.offset, values))
-    return found
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What one rank saw: numbers by step, and its state before the first, after the first and after the last step."""
-
-    losses: list[float]
-    norms: list[float]
-    validation: tuple[float, int]
-    state_bytes: tuple[int, int]
-    states: tuple[list[Piece], ...]
+def boxes_of(engine: GpuEngine) -> Callable[[], Iterable[Shard]]:
+    return lambda: engine.state().shards
 
 
 def train(sets: tuple[str, ...], tied: bool, micro_batch: int) -> Trained:
     """One rank's training, in that rank."""
     engine = open_engine(sets, tied)
-    numbers, states = [], [pieces(engine)]
-    for step, batch in enumerate(global_batches(STEPS)):
-        numbers += engine.read([engine.step(part_of(batch, engine, micro_batch), 1e-2 / (step + 1))])
-        if step in (0, STEPS - 1):
-            states.append(pieces(engine))
     (rest,) = global_batches(1, seed=9)
-    own = part_of(rest, engine, micro_batch)
-    validation = engine.evaluate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
-    counted = engine.state_bytes(), sum(piece.values.nbytes for piece in states[-1])
-    engine.close()
-    return Trained([n.loss for n in numbers], [n.grad_norm for n in numbers], validation, counted, tuple(states))
-
-
-Tensors = dict[tuple[str, str], np.ndarray]
-
-
-def whole(parts: list[list[Piece]]) -> Tensors:
-    """The tensors that the ranks' slices make up, each element from exactly one of them."""
-    tensors: Tensors = {}
-    seen: Tensors = {}
-    for piece in (piece for part in parts for piece in part):
-        key = (piece.group, piece.name)
-        tensor = tensors.setdefault(key, np.zeros(piece.shape, piece.values.dtype))
-        mask = seen.setdefault(key, np.zeros(piece.shape, bool))
-        place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
-        assert not mask[place].any(), f"{piece.name}: two ranks give the same elements"
-        tensor[place], mask[place] = piece.values, True
-    assert all(mask.all() for mask in seen.values())
-    return tensors
+    return layouts.train(engine, global_batches(STEPS), rest, micro_batch, boxes_of(engine))
 
 
 def gradients(tensors: Tensors, norm: float) -> Tensors:
     """The gradients of the first step: after it exp_avg is the clipped gradient times 1 - beta1."""
     scale = min(1.0, CLIP / (norm + 1e-6)) * (1 - BETA1)
     return {key: tensor / scale for key, tensor in tensors.items() if key[0] == "exp_avg"}
-
-
-def assert_near(found: Tensors, wanted: Tensors, near: float) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        scale = np.linalg.norm(tensor)
-        assert scale > 0, f"{key} says nothing"
-        assert np.linalg.norm(found[key] - tensor) <= near * scale, key
 
 
 @pytest.fixture(scope="module")
@@ -267,35 +176,13 @@ def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, sets: tupl
 
 
 def interrupted(sets: tuple[str, ...], tied: bool, folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
-    """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
     engine = open_engine(sets, tied)
-    rank, world = engine.topology.rank, engine.topology.world
-    numbers = []
-    for batch in global_batches(2):
-        numbers += engine.read([engine.step(part_of(batch, engine, 1), 1e-2)])
-    saved = pieces(engine)
-    tmp = engine.control.broadcast(str(begin(Path(folder), step=2, world=world)) if rank == 0 else "")
-    snapshot = engine.state()
-    write_part(Path(tmp), rank=rank, shards=snapshot.shards)
-    engine.control.all_max(0)
-    path = ""
-    if rank == 0:
-        path = str(commit(Path(tmp), world=world, meta=Meta(step=2, small=snapshot.small)))
-    numbers += engine.read([engine.step(part_of(global_batches(3)[2], engine, 1), 1e-2)])
-    after = pieces(engine)
-    engine.close()
-    return path, saved, after, [n.loss for n in numbers]
+    return layouts.interrupted(engine, global_batches(3), folder, boxes_of(engine))
 
 
 def resumed(sets: tuple[str, ...], tied: bool, path: str) -> tuple[list[Piece], list[Piece], list[float]]:
-    """In a rank: a checkpoint taken over by an engine with other weights, and the third step."""
     engine = open_engine(("run.seed=7", *sets), tied)
-    engine.restore(Checkpoint.open(path))
-    taken = pieces(engine)
-    numbers = engine.read([engine.step(part_of(global_batches(3)[2], engine, 1), 1e-2)])
-    after = pieces(engine)
-    engine.close()
-    return taken, after, [n.loss for n in numbers]
+    return layouts.resumed(engine, global_batches(3)[2], path, boxes_of(engine))
 
 
 BF16 = ("engine.gpu.dtype=float32", "optimizer.moments=bfloat16")
@@ -330,18 +217,9 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, ti
     assert_near(weights[0], weights[1], 1e-4 if narrow else NEAR_WEIGHTS)
 
 
-def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[Piece], list[Piece], list[Piece]]:
-    """In a rank: a good step, one that is infinite on the last data-parallel rank alone, a good one."""
+def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Piece]]]:
     engine = open_engine(sets, tied=False)
-    first, bad, third = (part_of(batch, engine, 2) for batch in global_batches(3))
-    if engine.topology.dp_rank == engine.topology.dp_size - 1:
-        bad = replace(bad, valid_tokens=0)
-    numbers, states = [], []
-    for batch in (first, bad, third):
-        numbers += engine.read([engine.step(batch, 1e-2)])
-        states.append(pieces(engine))
-    engine.close()
-    return numbers, states[0], states[1], states[2]
+    return layouts.with_a_bad_step(engine, global_batches(3), boxes_of(engine))[:2]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +227,7 @@ def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[Piec
 )
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks, n: int, sets: tuple[str, ...]) -> None:
     answers = ranks.run(with_a_bad_step, sets, ranks=n)
-    for numbers, before, after, later in answers:
+    for numbers, (before, after, later) in answers:
         assert [one.finite for one in numbers] == [True, False, True]
         assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"
         assert [a.name for a, b in zip(before, after, strict=True) if a.values.tobytes() != b.values.tobytes()] == []

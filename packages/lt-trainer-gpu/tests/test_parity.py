@@ -18,22 +18,12 @@ from lt_data import Document, Stream, TokenStore, pack, prepare_documents, train
 from lt_trainer.data import open_data, open_stream, step_batch, validation_batches
 from lt_trainer.engine import World
 from lt_trainer.recipe import Recipe, llama_config, load
+from lt_trainer.testing.layouts import Piece, Tensors, assert_near, pieces, whole
 from lt_trainer_gpu.spec import SPEC
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 5, 8, 32
 BETA1, CLIP = 0.8, 0.3
 NEAR = 1e-10
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One rank's slice of one tensor of its state."""
-
-    group: str
-    name: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -76,10 +66,7 @@ def train(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -
     stream = open_stream(recipe, data, engine.topology, None)
 
     def state() -> list[Piece]:
-        return [
-            Piece(s.group, s.name, s.global_shape, s.offset, s.bytes().view(np.float64).reshape(s.shape).copy())
-            for s in engine.state().shards
-        ]
+        return pieces(engine.state().shards)
 
     numbers, rows, labels, states = [], [], [], [state()]
     for step in range(STEPS):
@@ -98,29 +85,8 @@ def train(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -
     )
 
 
-def whole(parts: list[list[Piece]]) -> dict[tuple[str, str], np.ndarray]:
-    """The tensors that the ranks' slices make up, each element from exactly one of them."""
-    tensors: dict[tuple[str, str], np.ndarray] = {}
-    for pieces in parts:
-        for piece in pieces:
-            tensor = tensors.setdefault((piece.group, piece.name), np.full(piece.shape, np.nan))
-            place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
-            assert np.isnan(tensor[place]).all(), f"{piece.name}: two ranks hold the same elements"
-            tensor[place] = piece.values
-    assert not any(np.isnan(tensor).any() for tensor in tensors.values())
-    return tensors
-
-
-def digests(tensors: dict[tuple[str, str], np.ndarray]) -> dict[tuple[str, str], str]:
+def digests(tensors: Tensors) -> dict[tuple[str, str], str]:
     return {key: xxhash.xxh3_128_hexdigest(tensor.tobytes()) for key, tensor in tensors.items()}
-
-
-def assert_near(found: dict[tuple[str, str], np.ndarray], wanted: dict[tuple[str, str], np.ndarray]) -> None:
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
-        scale = np.abs(tensor).max()
-        assert scale > 0, f"{key} says nothing"
-        assert np.abs(found[key] - tensor).max() <= NEAR * scale, key
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +152,8 @@ def test_ranks_train_as_one_process(ranks, alone, root: str, n: int, micro_batch
     before, after_1, after_all = ((whole([rank.states[i] for rank in found]), whole([one.states[i]])) for i in range(3))
     assert digests(before[0]) == digests(before[1]), "initial weights are the same bits on every mesh"
     # After one step exp_avg is the clipped gradient times 1 - beta1.
-    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after_1))
-    assert_near(*after_all)
+    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after_1), NEAR)
+    assert_near(*after_all, NEAR)
 
 
 def test_tensor_parallel_ranks_read_the_same_rows(ranks, alone, root: str) -> None:
@@ -201,10 +167,10 @@ def test_tensor_parallel_ranks_read_the_same_rows(ranks, alone, root: str) -> No
     assert found[0].losses == pytest.approx(one.losses, rel=NEAR)
     assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
     assert found[0].validation == pytest.approx(one.validation, rel=NEAR)
-    assert_near(whole([rank.states[2] for rank in found]), whole([one.states[2]]))
+    assert_near(whole([rank.states[2] for rank in found]), whole([one.states[2]]), NEAR)
 
 
-def gradients(tensors: dict[tuple[str, str], np.ndarray], norm: float) -> dict[tuple[str, str], np.ndarray]:
+def gradients(tensors: Tensors, norm: float) -> Tensors:
     """The gradients of the first step before clipping; their norm is checked against the one that was reported."""
     found = {key: tensor / (1 - BETA1) * norm / CLIP for key, tensor in tensors.items() if key[0] == "exp_avg"}
     assert sum(float((g**2).sum()) for g in found.values()) == pytest.approx(norm**2, rel=1e-4)  # torch adds 1e-6

@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, Meta, begin, commit, write_part
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.recipe import load
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import Piece, Tensors, Trained, assert_near, lr_of, whole
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -51,35 +52,7 @@ class Shape:
 
 
 def global_batches(n_steps: int, vocab: int, seed: int = 0) -> list[StepBatch]:
-    """Steps [1, rows, T] in documents, with unlike numbers of labels."""
-    rng = np.random.default_rng(seed)
-    batches = []
-    for _ in range(n_steps):
-        shape = (1, ROWS, SEQ_LEN)
-        cuts = rng.integers(1, SEQ_LEN, (1, ROWS, 1))
-        counting = np.arange(SEQ_LEN, dtype=np.int32)
-        docs = (counting >= cuts).astype(np.int32)
-        labels = rng.integers(0, vocab, shape, dtype=np.int32)
-        labels[rng.random(shape) < rng.random((1, ROWS, 1))] = -100
-        batches.append(
-            StepBatch(
-                input_ids=rng.integers(0, vocab, shape, dtype=np.int32),
-                labels=labels,
-                position_ids=(counting - docs * cuts).astype(np.int32),
-                doc_ids=docs,
-                valid_tokens=int((labels != -100).sum()),
-            )
-        )
-    return batches
-
-
-def part_of(batch: StepBatch, engine: NeuronEngine, micro_batch: int) -> StepBatch:
-    """This rank's rows of a global batch, in micro-batches."""
-    place, rows = engine.topology, batch.input_ids.shape[1]
-    mine = slice(place.dp_rank * rows // place.dp_size, (place.dp_rank + 1) * rows // place.dp_size)
-    names = ("input_ids", "labels", "position_ids", "doc_ids")
-    arrays = {n: getattr(batch, n)[0, mine].reshape(-1, micro_batch, SEQ_LEN) for n in names}
-    return StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+    return layouts.global_batches(n_steps, rows=ROWS, seq_len=SEQ_LEN, vocab=vocab, seed=seed)
 
 
 def open_engine(shape: Shape, *sets: str) -> NeuronEngine:
@@ -105,49 +78,6 @@ def open_engine(shape: Shape, *sets: str) -> NeuronEngine:
     engine = SPEC.open(recipe, shape.config, world)
     assert isinstance(engine, NeuronEngine)
     return engine
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One rank's slice of one tensor of its state."""
-
-    group: str
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    values: np.ndarray
-
-
-def pieces(engine: NeuronEngine) -> list[Piece]:
-    found = []
-    for s in engine.boxes():
-        kind = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16}[s.dtype]
-        values = s.bytes().view(kind).reshape(s.shape).copy()
-        found.append(Piece(s.group, s.name, s.dtype, s.global_shape, s.offset, values))
-    return found
-
-
-Tensors = dict[tuple[str, str], np.ndarray]
-
-
-def whole(parts: list[list[Piece]]) -> Tensors:
-    """The tensors that the ranks' slices make up, each element from exactly one of them."""
-    tensors: Tensors = {}
-    seen: Tensors = {}
-    for piece in (piece for part in parts for piece in part):
-        key = (piece.group, piece.name)
-        tensor = tensors.setdefault(key, np.zeros(piece.shape, piece.values.dtype))
-        mask = seen.setdefault(key, np.zeros(piece.shape, bool))
-        place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
-        assert not mask[place].any(), f"{piece.name}: two ranks give the same elements"
-        tensor[place], mask[place] = piece.values, True
-    assert all(mask.all() for mask in seen.values())
-    return tensors
-
-
-def lr_of(step: int) -> float:
-    return 1e-2 / (step + 1)
 
 
 @dataclass(frozen=True)
@@ -205,31 +135,11 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     return Alone(losses, norms, gradients, start, values(named.items()), validation)
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What one rank saw: numbers by step, and its state before the first, after the first and after the last step."""
-
-    losses: list[float]
-    norms: list[float]
-    validation: tuple[float, int]
-    state_bytes: tuple[int, int]
-    states: tuple[list[Piece], ...]
-
-
 def train(shape: Shape, sets: tuple[str, ...], micro_batch: int) -> Trained:
     """One rank's training, in that rank."""
     engine = open_engine(shape, *sets)
-    numbers, states = [], [pieces(engine)]
-    for step, batch in enumerate(global_batches(STEPS, shape.vocab)):
-        numbers += engine.read([engine.step(part_of(batch, engine, micro_batch), lr_of(step))])
-        if step in (0, STEPS - 1):
-            states.append(pieces(engine))
     (rest,) = global_batches(1, shape.vocab, seed=9)
-    own = part_of(rest, engine, micro_batch)
-    validation = engine.evaluate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
-    counted = engine.state_bytes(), sum(shard.bytes().nbytes for shard in engine.state().shards)
-    engine.close()
-    return Trained([n.loss for n in numbers], [n.grad_norm for n in numbers], validation, counted, tuple(states))
+    return layouts.train(engine, global_batches(STEPS, shape.vocab), rest, micro_batch, engine.boxes)
 
 
 @pytest.fixture(scope="module")
@@ -245,13 +155,9 @@ def alone(ranks) -> Callable[..., Alone]:
     return trained
 
 
-def assert_near(found: Tensors, wanted: dict[str, np.ndarray], group: str, near: float) -> None:
-    got = {name: tensor for (kind, name), tensor in found.items() if kind == group}
-    assert got.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        scale = np.linalg.norm(tensor)
-        assert scale > 0, f"{name} says nothing"
-        assert np.linalg.norm(got[name] - tensor) <= near * scale, name
+def assert_group_near(found: Tensors, wanted: dict[str, np.ndarray], group: str, near: float) -> None:
+    got = {key: tensor for key, tensor in found.items() if key[0] == group}
+    assert_near(got, {(group, name): tensor for name, tensor in wanted.items()}, near)
 
 
 def compare(one: Alone, found: list[Trained]) -> None:
@@ -271,8 +177,8 @@ def compare(one: Alone, found: list[Trained]) -> None:
     # After the first step exp_avg is the clipped gradient times 1 - beta1.
     scale = min(1.0, CLIP / (one.norms[0] + 1e-6)) * (1 - BETA1)
     moments = {key: tensor / scale for key, tensor in after_1.items() if key[0] == "exp_avg"}
-    assert_near(moments, one.gradients, "exp_avg", NEAR)
-    assert_near(after_all, one.end, "weights", NEAR_WEIGHTS)
+    assert_group_near(moments, one.gradients, "exp_avg", NEAR)
+    assert_group_near(after_all, one.end, "weights", NEAR_WEIGHTS)
 
 
 TP2, TP4, PP2 = "parallel.tp=2", "parallel.tp=4", "parallel.pp=2"
@@ -350,34 +256,13 @@ def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, shape: Sha
 
 
 def interrupted(shape: Shape, sets: tuple[str, ...], folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
-    """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
-    from pathlib import Path
-
     engine = open_engine(shape, *sets)
-    rank, world = engine.topology.rank, engine.topology.world
-    first, second, third = (part_of(batch, engine, 1) for batch in global_batches(3, shape.vocab))
-    numbers = engine.read([engine.step(first, 1e-2), engine.step(second, 1e-2)])
-    saved = pieces(engine)
-    tmp = engine.control.broadcast(str(begin(Path(folder), step=2, world=world)) if rank == 0 else "")
-    snapshot = engine.state()
-    write_part(Path(tmp), rank=rank, shards=snapshot.shards, layout=snapshot.layout)
-    engine.control.all_max(0)
-    path = str(commit(Path(tmp), world=world, meta=Meta(step=2, small=snapshot.small))) if rank == 0 else ""
-    numbers += engine.read([engine.step(third, 1e-2)])
-    after = pieces(engine)
-    engine.close()
-    return path, saved, after, [n.loss for n in numbers]
+    return layouts.interrupted(engine, global_batches(3, shape.vocab), folder, engine.boxes)
 
 
 def resumed(shape: Shape, sets: tuple[str, ...], path: str) -> tuple[list[Piece], list[Piece], list[float]]:
-    """In a rank: a checkpoint taken over by an engine with other weights, and the third step."""
     engine = open_engine(shape, "run.seed=7", *sets)
-    engine.restore(Checkpoint.open(path))
-    taken = pieces(engine)
-    numbers = engine.read([engine.step(part_of(global_batches(3, shape.vocab)[2], engine, 1), 1e-2)])
-    after = pieces(engine)
-    engine.close()
-    return taken, after, [n.loss for n in numbers]
+    return layouts.resumed(engine, global_batches(3, shape.vocab)[2], path, engine.boxes)
 
 
 @pytest.mark.parametrize(
@@ -401,22 +286,13 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, shape: S
     assert taken[0][2] == pytest.approx(left[0][3][2:], rel=1e-12)
     after = [whole([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
     weights = {name: tensor for (group, name), tensor in after[1].items() if group == "weights"}
-    assert_near(after[0], weights, "weights", NEAR_WEIGHTS)
+    assert_group_near(after[0], weights, "weights", NEAR_WEIGHTS)
 
 
 def with_a_bad_step(shape: Shape, sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Piece]], int]:
-    """In a rank: a good step, one that is infinite on the last data-parallel rank alone, a good one."""
     engine = open_engine(shape, *sets)
-    first, bad, third = (part_of(batch, engine, 2) for batch in global_batches(3, shape.vocab))
-    if engine.topology.dp_rank == engine.topology.dp_size - 1:
-        bad = replace(bad, valid_tokens=0)
-    numbers, states = [], []
-    for batch in (first, bad, third):
-        numbers += engine.read([engine.step(batch, 1e-2)])
-        states.append(pieces(engine))
-    steps = engine.backend.steps
-    engine.close()
-    return numbers, states, steps
+    batches = global_batches(3, shape.vocab)
+    return layouts.with_a_bad_step(engine, batches, engine.boxes, lambda: engine.backend.steps)
 
 
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks) -> None:
