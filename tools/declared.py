@@ -28,12 +28,6 @@ PROVIDED = {
     ("lt-data", "botocore"): "boto3",
     ("lt-data", "huggingface-hub"): "datasets",
     ("lt-launch", "botocore"): "boto3",
-    ("lt-launch", "lt-data"): "lt-trainer",
-    ("lt-trainer-neuron", "lt-ckpt"): "lt-trainer",
-    ("lt-trainer-neuron", "lt-data"): "lt-trainer",
-    ("lt-trainer-neuron", "numpy"): "lt-trainer",
-    ("lt-trainer-neuron", "torch"): "torch-neuronx",
-    ("lt-trainer-neuron", "torch-xla"): "torch-neuronx",
 }
 """(package, imported) to what is declared: something whose interface it is part of, and which therefore brings it."""
 OPTIONAL = {
