@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from lt_trainer.testing.stores import make_stores
+
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 """One thread per process: with several ranks on few cores, more would only wait for each other."""
 
@@ -45,39 +47,10 @@ def torchrun() -> Callable[..., str]:
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory: pytest.TempPathFactory, lt: Callable[..., str]) -> Path:
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with text, tokenizer, packed stores and `run.toml`, as a person makes them by hand."""
     root = tmp_path_factory.mktemp("prepared")
-    words = [
-        "the",
-        "loss",
-        "of",
-        "a",
-        "model",
-        "falls",
-        "when",
-        "its",
-        "data",
-        "is",
-        "read",
-        "in",
-        "order",
-        "and",
-        "its",
-        "state",
-        "is",
-        "kept",
-    ]
-    for half, documents in (("train", 60), ("validation", 6)):
-        folder = root / "text" / half
-        folder.mkdir(parents=True)
-        for i in range(documents):
-            text = " ".join(words[(i * 5 + j * j + j // 7) % len(words)] for j in range(8 + 13 * i % 170))
-            (folder / f"{i:03}.txt").write_text(f"{half} {i}: {text}.\n")
-    lt("data", "train-tokenizer", "text/train", "--vocab-size", "320", "--out", "tokenizer", cwd=root)
-    for half in ("train", "validation"):
-        lt("data", "prepare", f"text/{half}", "--tokenizer", "tokenizer", "--out", half, cwd=root)
-        lt("data", "pack", half, "--seq-len", "64", "--mode", "bfd", cwd=root)
+    make_stores(root, {"train": 60, "validation": 6})
     (root / "run.toml").write_text(
         f"""
 [run]

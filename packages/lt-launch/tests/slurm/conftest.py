@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from lt_trainer.testing.stores import make_stores
+
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
 POLL_S = 0.1
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE", "BOOT_FAIL")
@@ -279,35 +281,5 @@ def python() -> str:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small packed token store."""
     root = tmp_path_factory.mktemp("data")
-    words = [
-        "the",
-        "loss",
-        "of",
-        "a",
-        "model",
-        "falls",
-        "when",
-        "its",
-        "data",
-        "is",
-        "read",
-        "in",
-        "order",
-        "and",
-        "its",
-        "state",
-        "is",
-        "kept",
-    ]
-    (root / "text").mkdir()
-    for i in range(60):
-        text = " ".join(words[(i * 5 + j * j + j // 7) % len(words)] for j in range(8 + 13 * i % 170))
-        (root / "text" / f"{i:03}.txt").write_text(f"train {i}: {text}.\n")
-    lt = str(Path(sys.executable).with_name("lt"))
-    for words in (
-        ["train-tokenizer", "text", "--vocab-size", "320", "--out", "tokenizer"],
-        ["prepare", "text", "--tokenizer", "tokenizer", "--out", "store"],
-        ["pack", "store", "--seq-len", "64", "--mode", "bfd"],
-    ):
-        subprocess.run([lt, "data", *words], cwd=root, check=True, capture_output=True)
+    make_stores(root, {"store": 60})
     return root / "store"
