@@ -100,7 +100,8 @@ def read(path: str | Path) -> tuple[Host, ...]:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({exc}); give the path of a hostfile") from exc
+        why = getattr(exc, "strerror", None) or exc
+        raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({why}); give the path of a hostfile") from exc
     return parse(text, str(path))
 
 

@@ -30,7 +30,7 @@ from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
 from lt_launch.targets import BACKENDS
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import build, leaves
+from lt_trainer.fields import build, leaves, suggest
 from lt_trainer.resolve import Given, from_toml, typed
 
 __all__ = ["Profile", "load_profile"]
@@ -153,5 +153,7 @@ def check_names(given: Mapping[str, Given]) -> None:
         head, dot, _ = name.partition(".")
         if (head in PLAIN and not dot) or (head in tables and (dot or value.value == {})):
             continue
-        remedy = f"a profile holds {', '.join(PLAIN)} and the tables {', '.join(sorted(tables))}"
+        near = suggest(head, (*PLAIN, *tables))
+        meant = f"did you mean {near}? " if near else ""
+        remedy = f"{meant}a profile holds {', '.join(PLAIN)} and the tables {', '.join(sorted(tables))}"
         raise RecipeError("unknown field", values={name: value.value}, origins={name: value.source}, remedy=remedy)

@@ -215,6 +215,10 @@ def _training(
         raise RecipeError("expected text", values={"job.recipe": recipe.value}, origins={"job.recipe": recipe.source})
     words = [*(list(sets.value) if sets is not None else []), *wanted.sets]
     file = path.parent / recipe.value
+    if not file.exists():
+        problem, remedy = f"there is no file {file}", "give the path of a recipe, from the folder of the run file"
+        found = {"job.recipe": recipe.value}
+        raise RecipeError(problem, values=found, origins={"job.recipe": recipe.source}, remedy=remedy)
     resolved = load(file, sets=words)
     has_nodes, has_procs = wanted.room(profile) if wanted.room is not None else (0, 0)
     nodes = resolved.recipe.parallel.n_nodes if resolved.given("parallel.n_nodes") else has_nodes or 1

@@ -37,6 +37,7 @@ COLOURS = {
     "unknown": "dim",
 }
 PLAIN_WIDTH = 200
+NONE_MADE = "no launch was made on this machine yet; lt launch run RUN.toml makes one"
 MOST_ROWS = 12
 """Elements of an array that are listed one by one; of a larger one those that are neither done nor waiting."""
 
@@ -45,7 +46,7 @@ def show(runs: Sequence[str], *, as_json: bool) -> None:
     """Print how launches stand."""
     folders: list[str | Path] = list(runs) or list(known())
     if not folders:
-        raise LaunchError("no launch was made on this machine; give the folder of a run")
+        raise LaunchError(f"{NONE_MADE}; or give the folder of a run")
     rows = []
     for folder in folders:
         try:
@@ -179,7 +180,8 @@ def _note(row: dict[str, Any]) -> None:
 
     status = row["status"]
     colour = COLOURS[status.state]
-    text = escape(f"{row['run']} {status.stage}: {status.reason}")
+    name = row["run"] if status.stage == row["run"] else f"{row['run']} {status.stage}"
+    text = escape(f"{name}: {status.reason}")
     _print(f"[{colour}]{text}[/]", soft_wrap=True)
 
 
@@ -218,10 +220,14 @@ def list_known() -> None:
     from rich.markup import escape
     from rich.table import Table
 
+    directories = known()
+    if not directories:
+        sys.stderr.write(f"# {NONE_MADE}\n")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("RUN", "ON", "STATE", "MADE", "FOLDER"):
         table.add_column(name, no_wrap=True)
-    for directory in known():
+    for directory in directories:
         try:
             launch = open_launch(directory)
         except LaunchError as exc:
@@ -268,19 +274,23 @@ def show_nodes(on: str, profile: Path | None, hostfile: Path | None) -> None:
 
     mine = load_profile(profile).with_hostfile(hostfile)
     table = Table(box=None, pad_edge=False, header_style="bold")
+    found = list(backend(on).nodes(mine))
+    filled = {"PARTITION": any(node.partition for node in found), "REASON": any(node.reason for node in found)}
     for name in ("NODE", "PARTITION", "STATE", "DEVICES", "REASON"):
-        table.add_column(name, no_wrap=name != "REASON")
-    for node in backend(on).nodes(mine):
+        if filled.get(name, True):
+            table.add_column(name, no_wrap=name != "REASON")
+    for node in found:
         bad = any(word in node.state.lower() for word in ("down", "drain", "unreachable", "fail"))
         free = node.state.lower().startswith(("idle", "up", "here"))
         colour = "red" if bad else "green" if free else "cyan"
-        table.add_row(
-            escape(node.name),
-            escape(node.partition),
-            f"[{colour}]{escape(node.state)}[/]",
-            escape(node.devices),
-            escape(node.reason),
-        )
+        cells = {
+            "NODE": escape(node.name),
+            "PARTITION": escape(node.partition),
+            "STATE": f"[{colour}]{escape(node.state)}[/]",
+            "DEVICES": escape(node.devices),
+            "REASON": escape(node.reason),
+        }
+        table.add_row(*(text for name, text in cells.items() if filled.get(name, True)))
     _print(table)
 
 

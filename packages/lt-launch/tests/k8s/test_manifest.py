@@ -75,6 +75,13 @@ def test_manifests_are_as_they_were_and_can_be_read(kind: str) -> None:
     assert mounts == {"recipe": "/etc/lt", "shared": "/fsx", "shm": "/dev/shm"}
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+def test_an_image_of_a_registry_stands_in_for_a_file(kind: str) -> None:
+    made = job(container=Container(image="/fsx/lt.sqsh"))
+    text = rendered(made, profile(kind=kind, image="registry/lt:2"))
+    assert re.findall(r"image: (.*)", text) == ["registry/lt:2"]
+
+
 def test_neuron_cores() -> None:
     text = rendered(job(engine="neuron", resources=Resources(neuron_cores_per_node=32)), profile())
     made = list(yaml.safe_load_all(text))[1]
@@ -85,6 +92,12 @@ def test_neuron_cores() -> None:
     ("changes", "given", "words"),
     [
         ({"container": Container()}, {}, "a pod needs an image"),
+        (
+            {"container": Container(image="/fsx/lt.sqsh")},
+            {},
+            "job.container.image = '/fsx/lt.sqsh': a pod needs",
+        ),
+        ({}, {"image": "./lt.sqsh"}, "k8s.image = './lt.sqsh': a pod needs an image"),
         ({"recipe": ""}, {}, "only a job that trains"),
         ({"name": "Llama"}, {}, "not a name that Kubernetes takes"),
         ({"out": "runs/llama"}, {}, "pods share no folder"),

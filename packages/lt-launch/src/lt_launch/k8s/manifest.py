@@ -28,10 +28,13 @@ def manifests(job: Job, options: KubernetesOptions, profile: Profile) -> list[di
     """The ConfigMap of the recipe and the job that trains it.
 
     Raises:
-        RecipeError: the job has no image, no recipe, or a name that Kubernetes does not take.
+        RecipeError: there is no image of a registry or no recipe, or a name that Kubernetes does not take.
     """
-    if not job.container.image:
-        raise RecipeError("a pod needs an image", values={"job.container.image": ""}, remedy="set container.image")
+    image = options.image or job.container.image
+    if not image or image.startswith((".", "/")) or image.endswith(".sqsh"):
+        name = "k8s.image" if options.image else "job.container.image"
+        remedy = "name one in k8s.image or job.container.image, such as REGISTRY/lt:1"
+        raise RecipeError("a pod needs an image of a registry", values={name: image}, remedy=remedy)
     if not job.recipe:
         raise RecipeError("only a job that trains a recipe is rendered", values={"job.name": job.name})
     if not NAME.fullmatch(job.name):
@@ -119,7 +122,7 @@ def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
                 "name": options.runtime,
             },
             "trainer": {
-                "image": job.container.image,
+                "image": options.image or job.container.image,
                 "command": shell,
                 "numNodes": job.nodes,
                 "numProcPerNode": job.procs_per_node,
@@ -145,7 +148,7 @@ def _hyperpod(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
         "containers": [
             {
                 "name": "pytorch-job-container",
-                "image": job.container.image,
+                "image": options.image or job.container.image,
                 "command": command,
                 "env": _environment(job, profile),
                 "resources": _resources(job, options),

@@ -22,6 +22,7 @@ class KubernetesOptions:
     runtime: str = option("torch-distributed", "trainjob: the ClusterTrainingRuntime")
     claim: str = option("", "PersistentVolumeClaim of the file system that all pods share")
     mount: str = option("/fsx", "where pods see it")
+    image: str = option("", "the image in a registry, where job.container.image is a file for pyxis or enroot")
     efa_per_node: int = option(0, "EFA devices of a pod")
     queue: str = option("", "hyperpod: the Kueue queue of the task governance")
     service_account: str = option("", "service account of the pods")

@@ -42,7 +42,7 @@ def findings(profile: Profile, pipeline: Pipeline | None, aws: Any = None) -> It
         if source.startswith("s3://"):
             problem = aws.can_list(source)
             level = "wrong" if problem else "ok"
-            remedy = "send the store there with lt data upload, or get the right to list it" if problem else ""
+            remedy = _remedy(problem, "send the store there with lt data upload, or get the right to list it")
             yield Finding(level=level, what=f"channel {name}", found=problem or f"{source} is there", remedy=remedy)
         else:
             text = f"{source} is inside the VPC and cannot be looked at from here"
@@ -50,12 +50,18 @@ def findings(profile: Profile, pipeline: Pipeline | None, aws: Any = None) -> It
     for what, address in (("output", options.output), ("checkpoints", options.checkpoints)):
         if address:
             problem = aws.can_write(address)
-            level, remedy = ("wrong", RIGHTS) if problem else ("ok", "")
+            level, remedy = "wrong" if problem else "ok", _remedy(problem, RIGHTS)
             found = problem or f"{address} takes, gives and removes an object"
             yield Finding(level=level, what=what, found=found, remedy=remedy)
     if not options.checkpoints:
         text = "there is no sagemaker.checkpoints: a job that is stopped has lost what it trained"
         yield Finding(level="warning", what="checkpoints", found=text, remedy="set it to s3://BUCKET/FOLDER")
+
+
+def _remedy(problem: str, otherwise: str) -> str:
+    if not problem:
+        return ""
+    return "log in, or see aws configure" if "credentials" in problem.lower() else otherwise
 
 
 def local_findings(target: Backend, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:

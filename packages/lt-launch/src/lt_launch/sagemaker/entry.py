@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.places import Place, read_table, write_table
+from lt_launch.agent import verdict
+from lt_launch.agent.main import finish
+from lt_launch.agent.places import Place, write_table
 from lt_launch.sagemaker.contract import Contract, read
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.failure import failure_text, write_failure
@@ -175,25 +177,28 @@ def _attempts(
     """Start the agent, again where that may help; the exit code of the last attempt, with the failure told."""
     path = kept / "stages" / "train" / "spec.json"
     write_table(path, spec)
-    agent, place = [sys.executable, "-m", "lt_launch.agent"], Place(path)
+    agent, place = [sys.executable, "-m", "lt_launch.agent", "node", str(path)], Place(path)
     cluster = contract.cluster
     _wait_for_name(cluster.master_address, children)
     where = ["--master-addr", cluster.master_address, "--master-port", environ.get("SM_MASTER_PORT", str(MASTER_PORT))]
     while True:
         number = place.new_attempt()
-        which = [str(path), "--attempt", str(number)]
-        code = children.run([*agent, "node", *which, "--node-rank", str(cluster.node_rank), *where], environ)
-        children.run([*agent, "verdict", *which, "--code", str(code)], environ, told=False)
-        result = read_table(place.attempt(number) / "exit.json") or {"kind": "failed", "code": EXIT_OURS, "reason": ""}
+        command = [*agent, "--attempt", str(number), "--node-rank", str(cluster.node_rank), *where]
+        code = children.run(command, environ)
+        # Here and not in a process of its own: after a long save every second before the service's SIGKILL counts.
+        result = finish(spec, place, number, verdict.conclude(spec, place, number, code))
+        say(verdict.report(result))
         if result["kind"] == "done":
             return 0
         if children.stopped_by:
             say(f"stopped by {signal.Signals(children.stopped_by).name}: {result['reason']}")
             if result["code"] == EXIT_STOPPED:
                 return EXIT_STOPPED
-        elif children.run([*agent, "again", *which], environ, told=False) == 0:
-            say(f"trying again: {result['reason']}")
-            continue
+        else:
+            again, why = verdict.again(spec, place, result)
+            say(f"trying again: {why}" if again else why)
+            if again:
+                continue
         write_failure(contract.failure, _failure(contract, result))
         return int(result["code"]) or EXIT_OURS
 

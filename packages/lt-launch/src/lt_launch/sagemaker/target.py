@@ -46,7 +46,7 @@ class SageMakerBackend:
         return Rendered(
             files={REQUEST: json.dumps(made, indent=1) + "\n"},
             commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST}"),),
-            notes=("names of training jobs are used once: lt launch run puts the time behind it",),
+            remarks=("names of training jobs are used once: lt launch run puts the time behind it",),
         )
 
     def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:

@@ -26,7 +26,7 @@ def findings(target: Backend, profile: Profile, pipeline: Pipeline | None) -> It
     try:
         answer = ask("scontrol", "ping").strip()
     except LaunchError as exc:
-        yield Finding(level="wrong", what="controller", found=str(exc), remedy="go to a login node of the cluster")
+        yield Finding(level="wrong", what="controller", found=str(exc), remedy="ask its admin")
         return
     up = "is UP" in answer
     yield Finding(level="ok" if up else "wrong", what="controller", found=answer, remedy="" if up else "ask its admin")

@@ -43,6 +43,10 @@ STATES: Mapping[str, State] = {
 }
 
 
+NO_CLUSTER = ("configuration source", "Unable to contact slurm controller", "Unable to process configuration file")
+"""In what Slurm's commands say where they find no cluster."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class QueueJob:
     """A job, or one element of an array, as the controller shows it."""
@@ -80,7 +84,10 @@ def ask(*words: str, cwd: Path | None = None, allow: Sequence[str] = ()) -> str:
         error = done.stderr.strip() or done.stdout.strip()
         if any(text in error for text in allow):
             return ""
-        raise LaunchError(f"{' '.join(words)}: {error}")
+        remedy = ""
+        if any(text in error for text in NO_CLUSTER):
+            remedy = "; no Slurm controller is known here: start this on a login node of the cluster, or set SLURM_CONF"
+        raise LaunchError(f"{' '.join(words)}: {error}{remedy}")
     return done.stdout
 
 
