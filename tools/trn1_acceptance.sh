@@ -5,8 +5,8 @@
 #   tools/trn1_acceptance.sh [FOLDER]
 #
 # Checks, each told as ok, FAILED or skipped: the installation, the devices, the compiler on one small model, precompile
-# and its key, training at TP 2, TP 8 and with replicated heads at TP 32, two pipeline stages, the three precisions, flash
-# attention, stop and resume bit for bit, verifying and exporting a checkpoint, speed of Llama 2 7B.
+# and its key, training at TP 2, TP 8 and with replicated heads at TP 32, two and four pipeline stages, the three
+# precisions, flash attention, stop and resume bit for bit, verifying and exporting a checkpoint, speed of Llama 2 7B.
 # A check that fails does not end the others; the exit code is the number of those that failed.
 set -uo pipefail
 
@@ -113,6 +113,11 @@ small tp2 '[parallel]' 'tp = 2'
 small tp8-fp32-master '[parallel]' 'tp = 8' '[engine.neuron]' 'precision = "fp32_master"'
 small tp8-downcast '[parallel]' 'tp = 8' '[engine.neuron]' 'precision = "downcast"'
 small tp8-pp2 '[parallel]' 'tp = 8' 'pp = 2'
+recipe tp8-pp4 '[parallel]' 'tp = 8' 'pp = 4' 'sequence_parallel = true'
+check precompile-stages lt-train precompile tp8-pp4.toml
+BEFORE=$(count)
+check train-tp8-pp4 train tp8-pp4 && check losses-tp8-pp4 falls tp8-pp4
+check nothing-compiled-after-precompile-stages test "$(count)" -eq "$BEFORE"
 small tp8-no-zero1 '[parallel]' 'tp = 8' '[engine.neuron]' 'zero1 = false'
 recipe tp32-gqa '[parallel]' 'tp = 32' 'sequence_parallel = true' '[engine.neuron]' 'qkv_linear = true' 'kv_replicator = 4' 'fuse_qkv = true'
 sed -i 's/^n_kv_heads = 32/n_kv_heads = 8/' tp32-gqa.toml
@@ -125,7 +130,7 @@ import json
 def losses(name):
     return [json.loads(line)["loss"] for line in open(f"$OUT/runs/{name}/metrics.jsonl") if '"loss"' in line]
 first = losses("tp8-fp32-master")
-for name in ("tp8", "tp2", "tp8-downcast", "tp8-pp2", "tp8-flash"):
+for name in ("tp8", "tp2", "tp8-downcast", "tp8-pp2", "tp8-pp4", "tp8-flash"):
     worst = max(abs(a - b) for a, b in zip(first, losses(name)))
     print(name, worst)
     assert worst < 0.05, name

@@ -60,6 +60,21 @@ def test_the_published_recipes_pass(name: str) -> None:
     SPEC.check(made, World(rank=0, size=ranks, local_rank=0, local_size=32))
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("parallel.pp=3", "parallel.n_nodes=3", "engine.neuron.backend=cpu"),
+        ("parallel.pp=2", "engine.neuron.graph=step", "engine.neuron.backend=cpu"),
+        ("parallel.pp=2", "model.tie_word_embeddings=true", "engine.neuron.precision=downcast"),
+        ("parallel.pp=1", "model.tie_word_embeddings=true", "engine.neuron.graph=step"),
+    ],
+)
+def test_what_is_refused_of_stages_is_refused_on_the_device_alone(sets: tuple[str, ...]) -> None:
+    if "parallel.pp=3" in sets:
+        sets = (*sets, "batch.global_batch=1020")
+    check(recipe(*sets), ALONE)
+
+
 def test_accumulation_of_the_published_7b_recipe() -> None:
     assert recipe(*PUBLISHED["7B on 16 nodes"]).accumulation(32 * 16) == 32
 
@@ -77,6 +92,22 @@ REFUSED = [
     (
         ("parallel.pp=64", "parallel.n_nodes=16"),
         "parallel.pp = 64, model.n_layers = 32: every pipeline stage needs a layer; set parallel.pp to at most 32",
+    ),
+    (
+        ("parallel.pp=3", "parallel.n_nodes=3"),
+        "parallel.pp = 3: NxD makes pairs of neighbouring stages, the last with the first, and of an odd number one is "
+        "in two pairs; set parallel.pp to 2 or 4",
+    ),
+    (
+        ("parallel.pp=2", "engine.neuron.graph=step"),
+        "engine.neuron.graph = 'step', parallel.pp = 2: what stages give each other stands in graphs of its own, so a "
+        "step is not one graph; set engine.neuron.graph to micro_batch, or parallel.pp to 1",
+    ),
+    (
+        ("parallel.pp=2", "model.tie_word_embeddings=true"),
+        "model.tie_word_embeddings = True, parallel.pp = 2, engine.neuron.precision = 'bf16_sr': the first and the "
+        "last stage would round their copies of the tied embedding at random, and not alike; set "
+        "engine.neuron.precision to downcast or fp32_master, or parallel.pp to 1",
     ),
     (
         ("model.vocab_size=32001",),

@@ -31,6 +31,7 @@ def check(recipe: Recipe, world: "World") -> None:
     ranks = _check_ranks(recipe, options, world)
     _check_missing(recipe, options)
     _check_tensor_parallel(recipe, options)
+    _check_stages(recipe, options)
     _check_heads(recipe, options)
     _check_batch(recipe, ranks)
     _check_lengths(recipe)
@@ -107,16 +108,45 @@ def _check_tensor_parallel(recipe: Recipe, options: NeuronOptions) -> None:
             values={"parallel.tp": tp, f"{SECTION}.num_neuroncores": cores},
             remedy=f"set parallel.tp to at most {cores}",
         )
-    if recipe.parallel.pp > recipe.model.n_layers:
-        raise RecipeError(
-            "every pipeline stage needs a layer",
-            values={"parallel.pp": recipe.parallel.pp, "model.n_layers": recipe.model.n_layers},
-            remedy=f"set parallel.pp to at most {recipe.model.n_layers}",
-        )
     model = recipe.model
     for name in ("n_heads", "hidden_size", "intermediate_size", "vocab_size"):
         if getattr(model, name) % tp:
             raise _indivisible(f"model.{name}", getattr(model, name), tp, "change it")
+
+
+def _check_stages(recipe: Recipe, options: NeuronOptions) -> None:
+    """Every stage has a layer; and what stages on the device do not have, which the cpu backend takes."""
+    stages, model = recipe.parallel.pp, recipe.model
+    if stages > model.n_layers:
+        raise RecipeError(
+            "every pipeline stage needs a layer",
+            values={"parallel.pp": stages, "model.n_layers": model.n_layers},
+            remedy=f"set parallel.pp to at most {model.n_layers}",
+        )
+    if stages == 1 or options.backend == "cpu":
+        return
+    if stages % 2:
+        raise RecipeError(
+            "NxD makes pairs of neighbouring stages, the last with the first, and of an odd number one is in two pairs",
+            values={"parallel.pp": stages},
+            remedy=f"set parallel.pp to {stages - 1} or {stages + 1}",
+        )
+    if options.graph == "step":
+        raise RecipeError(
+            "what stages give each other stands in graphs of its own, so a step is not one graph",
+            values={f"{SECTION}.graph": options.graph, "parallel.pp": stages},
+            remedy="set engine.neuron.graph to micro_batch, or parallel.pp to 1",
+        )
+    if model.tie_word_embeddings and options.precision == "bf16_sr":
+        raise RecipeError(
+            "the first and the last stage would round their copies of the tied embedding at random, and not alike",
+            values={
+                "model.tie_word_embeddings": True,
+                "parallel.pp": stages,
+                f"{SECTION}.precision": options.precision,
+            },
+            remedy="set engine.neuron.precision to downcast or fp32_master, or parallel.pp to 1",
+        )
 
 
 def _indivisible(name: str, value: int, tp: int, otherwise: str) -> RecipeError:

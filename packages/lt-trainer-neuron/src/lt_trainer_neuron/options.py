@@ -28,7 +28,7 @@ class NeuronOptions:
     graph: Literal["micro_batch", "step"] = option(
         "micro_batch",
         "what is compiled as one graph: a micro-batch, and apart from it the update; or the whole step, which grows "
-        "with the number of micro-batches",
+        "with the number of micro-batches (one stage only; with stages each pass and transfer is a graph)",
     )
     cpu_dtype: Literal["float32", "bfloat16", "float64"] = option(
         "float32", "what the cpu backend computes in, in place of precision; its master weights are fp32 or wider"

@@ -1,6 +1,7 @@
 """The backend of Trainium put together: groups, one stage, its passes, the step.
 
-With `engine.neuron.backend = "nxd"` groups and layers are NxD's; with "xla" one rank trains on plain torch-xla. In
+With `engine.neuron.backend = "nxd"` groups and layers are NxD's; with "xla" one rank trains on plain torch-xla. Stages
+run by our own schedule over NxD's transfers (`pipeline`): NxD's model class for stages would trace the layers again. In
 NxD's own CPU mode (NXD_CPU_MODE=1) tensors lie on the host and collectives go over gloo, for tests.
 
 | precision     | weights             | masters, moments, gradients | norms, softmax, loss | made so on the device by |
@@ -39,7 +40,8 @@ from lt_trainer_neuron.nxd.groups import check_grid, join
 from lt_trainer_neuron.nxd.layers import Layers, NxdLayers, TorchLayers
 from lt_trainer_neuron.nxd.llama import Stage
 from lt_trainer_neuron.nxd.passes import OneStage, StageLoss, micro_batches
-from lt_trainer_neuron.nxd.ranks import Alone, NxdRanks, Ranks
+from lt_trainer_neuron.nxd.pipeline import Pipelined
+from lt_trainer_neuron.nxd.ranks import Alone, Neighbours, NxdNeighbours, NxdRanks, Ranks
 from lt_trainer_neuron.nxd.signatures import check_installed
 from lt_trainer_neuron.nxd.step import Passes, Precision, Step, Weight
 from lt_trainer_neuron.options import SECTION, NeuronOptions
@@ -80,7 +82,7 @@ class NxdBackend:
         _check(recipe, config, options, world)
         self._precision = precision = precision or PRECISIONS[options.precision]
         self.grid = Grid.of(recipe.parallel, world.rank, world.size)
-        device, ranks, layers = _places(recipe, options, self.grid, precision)
+        device, ranks, neighbours, layers = _places(recipe, options, self.grid, precision)
         self._tensors, self._ranks, cut = device, ranks, cut_of(recipe)
         self.control: Control = GlooControl(recipe.guard.collective_timeout_s) if world.size > 1 else SoloControl()
         self._config, self._cut = config, cut
@@ -98,7 +100,7 @@ class NxdBackend:
             recompute=device.recomputed if options.selective_checkpointing else None,
         )
         stage = on_device(stage, device.torch_device)
-        if config.tie_word_embeddings:
+        if config.tie_word_embeddings and self.grid.pp == 1:
             stage.lm_head.weight = stage.model.embed_tokens.weight
         self.stage = stage
         """The layers, under NxD's keys; NxD's own loader takes it for a model."""
@@ -112,17 +114,19 @@ class NxdBackend:
             grid=self.grid,
             zero1=options.zero1,
             whole=options.graph == "step",
+            tied=_tied_over_stages(config, self.grid),
         )
-        self._passes: Passes = OneStage(
-            StageLoss(
-                stage,
-                ranks,
-                first_column=config.vocab_size // self.grid.tp * self.grid.tp_rank,
-                z_loss=recipe.optimizer.z_loss,
-                wide=precision.wide,
-                documents=recipe.data.document_mask,
-            )
+        with_loss = StageLoss(
+            stage,
+            ranks,
+            first_column=config.vocab_size // self.grid.tp * self.grid.tp_rank,
+            z_loss=recipe.optimizer.z_loss,
+            wide=precision.wide,
+            documents=recipe.data.document_mask,
         )
+        self._passes: Passes = OneStage(with_loss)
+        if neighbours is not None:
+            self._passes = Pipelined(with_loss, neighbours, device=device, grid=self.grid, dtype=precision.compute)
         self.device = _described(device, world)
         self.stopwatch: Stopwatch = HostStopwatch()
         again = options.selective_checkpointing and not options.flash_attention
@@ -141,7 +145,7 @@ class NxdBackend:
                 summed_over_tp=layers.sequence_parallel and self._parameters[key].ndim == 1,
             )
             for key, boxes in held.items()
-            if not (key == HEAD and self._config.tie_word_embeddings)
+            if not (key == HEAD and self._config.tie_word_embeddings and self.grid.pp == 1)
         }
 
     @property
@@ -224,19 +228,12 @@ def on_device(stage: Stage, device: torch.device) -> Stage:
 
 
 def _check(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: World) -> None:
-    """What this backend does not have."""
-    parallel = recipe.parallel
+    """What this backend does not have; what of stages it does not have is refused before (`checks`)."""
     if options.backend == "xla" and world.size > 1:
         raise RecipeError(
             "plain torch-xla is for one rank",
             values={f"{SECTION}.backend": options.backend, "ranks": world.size},
             remedy="set engine.neuron.backend to nxd, or start one rank",
-        )
-    if parallel.pp > 1:
-        raise RecipeError(
-            "this version runs pipeline stages with the cpu backend only",
-            values={"parallel.pp": parallel.pp, f"{SECTION}.backend": options.backend},
-            remedy="set parallel.pp to 1",
         )
     if recipe.optimizer.moments != "float32":
         raise RecipeError(
@@ -254,16 +251,24 @@ def _check(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: W
 
 def _places(
     recipe: Recipe, options: NeuronOptions, grid: Grid, precision: Precision
-) -> tuple[TensorDevice, Ranks, Layers]:
-    """Where tensors lie, who else there is, and what layers are made of."""
+) -> tuple[TensorDevice, Ranks, Neighbours | None, Layers]:
+    """Where tensors lie, who else there is (neighbours where there are stages), and what layers are made of."""
     if options.backend == "xla":
-        return XlaDevice(), Alone(), TorchLayers(precision.compute)
+        return XlaDevice(), Alone(), None, TorchLayers(precision.compute)
     check_installed()
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
     join(recipe, on_host=on_host)
     check_grid(grid)
     layers = NxdLayers(precision.compute, sequence_parallel=recipe.parallel.sequence_parallel)
-    return (HostDevice() if on_host else XlaDevice()), NxdRanks(), layers
+    neighbours = NxdNeighbours() if grid.pp > 1 else None
+    return (HostDevice() if on_host else XlaDevice()), NxdRanks(), neighbours, layers
+
+
+def _tied_over_stages(config: LlamaConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:
+    """Key and shape of an embedding that two stages have, as `Step` asks for it."""
+    if not config.tie_word_embeddings or grid.pp == 1:
+        return None
+    return HEAD if grid.last_stage else EMBED, (config.vocab_size // grid.tp, config.hidden_size)
 
 
 def _described(device: TensorDevice, world: World) -> Device:

@@ -1,7 +1,8 @@
 """One pipeline stage of a Llama, made of whatever layers it is given; parameter names are NxD's keys.
 
 Norm and softmax are computed in the wide dtype. It is asked of the caller, for with XLA_DOWNCAST_BF16 torch's float32
-is bf16 on the device and its float64 is fp32.
+is bf16 on the device and its float64 is fp32. The tables of rotary positions are made on the host and looked up: with
+XLA_USE_BF16 an angle computed on the device would have 8 bits, and positions beyond 256 would not be told apart.
 
 Under sequence parallelism positions come first between layers: [T/tp, B, D].
 
@@ -177,7 +178,9 @@ class Stage(nn.Module):
         if last:
             self.model.norm = Norm(config.hidden_size, config.norm_eps, dtype, wide)
             self.lm_head = layers.column(config.hidden_size, config.vocab_size)
+        self._tables: tuple[Tensor, ...] | None = None
         self._first, self._last, self._positions_first = first, last, layers.sequence_parallel
+        self._parts = layers.tp if layers.sequence_parallel else 1
 
     def forward(self, x: Tensor, positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:
         """What the next stage is given; from the last one this rank's columns of the logits, [B, T, V].
@@ -187,7 +190,7 @@ class Stage(nn.Module):
             positions_BT: rotary positions.
             documents_BT: document numbers, where a token sees only its own document.
         """
-        rope = rope_tables(self._config, positions_BT, self._dtype)
+        rope = self.rope(positions_BT)
         seen = _seen(positions_BT, documents_BT)
         if self._first:
             x = self.model.embed_tokens(x)
@@ -197,6 +200,20 @@ class Stage(nn.Module):
             return x
         logits = self.lm_head(self.model.norm(x))
         return logits.transpose(0, 1) if self._positions_first else logits
+
+    def rope(self, positions_BT: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the tables of cosines and sines, [B, T, 1, P]; the tables are made at the first call."""
+        if self._tables is None:
+            count = max(self._config.max_position_embeddings, positions_BT.shape[1])
+            made = rope_tables(self._config, torch.arange(count, device="cpu"), self._dtype)
+            self._tables = tuple(table.flatten(1).to(positions_BT.device) for table in made)
+        cos, sin = (nn.functional.embedding(positions_BT, table)[:, :, None] for table in self._tables)
+        return cos, sin
+
+    def shape_between(self, rows: int, positions: int) -> tuple[int, int, int]:
+        """Shape of what stages hand over, for a micro-batch of so many rows and positions."""
+        own, width = positions // self._parts, self._config.hidden_size
+        return (own, rows, width) if self._positions_first else (rows, own, width)
 
 
 def _seen(positions_BT: Tensor, documents_BT: Tensor | None) -> Tensor:

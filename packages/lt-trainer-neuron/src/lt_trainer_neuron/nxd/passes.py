@@ -48,6 +48,14 @@ class StageLoss:
         self._stage, self._ranks, self._first_column = stage, ranks, first_column
         self._z_loss, self._wide, self._documents = z_loss, wide, documents
 
+    def shape_between(self, micro: Tensor) -> tuple[int, int, int]:
+        """Shape of what stages hand over for a micro-batch."""
+        return self._stage.shape_between(micro.shape[1], micro.shape[2])
+
+    def no_loss(self, micro: Tensor) -> Tensor:
+        """The cross-entropy of a stage that has none: zero, a scalar."""
+        return torch.zeros((), dtype=self._wide, device=micro.device)
+
     def forward(self, received: Tensor | None, micro: Tensor) -> Tensor:
         """What the stage makes of a micro-batch, or of what the stage before gave for it."""
         ids, positions, _, documents = micro.to(torch.int64)

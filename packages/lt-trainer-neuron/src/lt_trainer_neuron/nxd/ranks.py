@@ -1,7 +1,11 @@
 """What ranks say to each other in a step, by axis of NxD's box of ranks (`lt_trainer_neuron.grid`).
 
-On Trainium a collective is an operation of the graph; NxD's `comm` module has them for that and, in its CPU mode, over
-gloo. Every call returns its result: NxD's in-place forms are kept inside.
+On Trainium a collective is an operation of the graph; NxD's `comm` modules have them for that and, in its CPU mode,
+over gloo. Every call returns its result: NxD's in-place forms are kept inside.
+
+What one stage gives another is an all-gather of the two ranks there, to which the taking rank adds zeros; it knows
+shape and dtype, so nothing is announced beforehand. It is in the graph only if its result is kept until the graph ends,
+and must be alone in it: all ranks of a collective load a graph that has it, and stages run other graphs in between.
 
 Cost: one collective per call.
 """
@@ -9,14 +13,19 @@ Cost: one collective per call.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from lt_trainer_neuron.grid import Axis
 
-__all__ = ["Alone", "NxdRanks", "Ranks"]
+__all__ = ["Alone", "Neighbours", "NxdNeighbours", "NxdRanks", "Ranks", "Way"]
+
+Way = Literal["onward", "back"]
+"""Onward: outputs, from a stage to the next; back: their gradients."""
 
 
 class Ranks(Protocol):
@@ -36,6 +45,18 @@ class Ranks(Protocol):
 
     def gathered(self, tensor: Tensor, axis: Axis) -> Tensor:
         """The rows of all ranks, one below the other."""
+        ...
+
+
+class Neighbours(Protocol):
+    """The stages before and after this one; see the module's text."""
+
+    def give(self, tensor: Tensor, way: Way) -> Tensor:
+        """Let the neighbour that lies this way have the tensor; keep the result until the graph has ended."""
+        ...
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, way: Way) -> Tensor:
+        """What the neighbour gives that lies against this way; it needs no gradient."""
         ...
 
 
@@ -117,3 +138,29 @@ class NxdRanks:
         if self._sizes[axis] == 1:
             return tensor
         return self._comm.all_gather(tensor.detach(), dim=0, groups=self._groups[axis], pin_layout=False)
+
+
+@dataclass(frozen=True)
+class _Meta:
+    """What NxD asks of a tensor that is to come."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+
+class NxdNeighbours:
+    """NxD's pairs of stages; its groups must be initialised."""
+
+    def __init__(self) -> None:
+        from neuronx_distributed.pipeline import comm
+
+        self._comm = comm
+
+    def give(self, tensor: Tensor, way: Way) -> Tensor:
+        """Let the neighbour that lies this way have the tensor."""
+        return self._comm.send(tensor.detach().contiguous(), send_next=way == "onward")
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype, way: Way) -> Tensor:
+        """What the neighbour gives that lies against this way."""
+        return self._comm.recv_from(_Meta(torch.Size(shape), dtype), recv_prev=way == "onward")

@@ -47,6 +47,8 @@ SIGNATURES: Mapping[str, str] = {
     ),
     "parallel_layers.comm.all_gather": "input dim= groups= output= pin_layout=",
     "parallel_layers.comm.all_reduce": "op_type tensor_bucket groups pin_layout=",
+    "pipeline.comm.recv_from": "tensor_meta recv_prev= tracing= all_reduce_send_recv=",
+    "pipeline.comm.send": "tensor send_next= all_reduce_send_recv=",
     "kernels.flash_attn.nki_flash_attn_func": (
         "q k v lnc= dropout_p= softmax_scale= causal= mixed_precision= seed= hardware_type= transpose_nki_inputs="
     ),
@@ -143,6 +145,8 @@ NEEDED: Mapping[str, frozenset[str]] = {
             "tensor_model_parallel_size",
         )
     ),
+    "pipeline.comm.recv_from": frozenset(("recv_prev",)),
+    "pipeline.comm.send": frozenset(("send_next",)),
 }
 """The keyword arguments that we give; flash attention is apart, for its module needs the kernels' packages."""
 

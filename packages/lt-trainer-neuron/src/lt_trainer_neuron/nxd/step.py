@@ -2,8 +2,9 @@
 
 Two graphs serve every step: one of a micro-batch (forward, backward, add), run as often as there are micro-batches, and
 one of the update. With `whole` they are one graph, which grows with the number of micro-batches: for few of them it
-saves launches, for many no compiler takes it. Everything that a graph reads or writes has its place from the start:
-gradients are added into memory that the update sets to zero, so the first micro-batch is no special case.
+saves launches, for many no compiler takes it. (With pipeline stages a micro-batch is several graphs, see `pipeline`.)
+Everything that a graph reads or writes has its place from the start: gradients are added into memory that the update
+sets to zero, so the first micro-batch is no special case.
 
 ZeRO-1 cuts each tensor of a rank along its rows over the data-parallel ranks, with rows of zeros to make them divide
 (NxD's shards): gradients are reduce-scattered, the rows of the masters updated, the weights gathered and cast. The loss
@@ -11,8 +12,13 @@ was divided by the tokens of the global batch, so gradients are summed and not a
 
 The norm counts every parameter of the model once: a tensor that several ranks hold alike is counted by the first.
 
+A tied embedding is on the first and on the last stage, and each has a part of its gradient. Their sum is made over all
+stages, of which the others add zeros: that takes no groups of ranks beside NxD's. It has a graph of its own, for a
+compiler may order what is in a graph otherwise on one stage than on another.
+
 Cost: per step and parameter one reduce-scatter and one all-gather over the data-parallel ranks; all-reduces of two
-numbers. Memory: gradients, masters and moments as `Precision` says, the last three cut by ZeRO-1 (gradients are not).
+numbers; for a tied embedding on stages one more all-reduce, and on the stages between a gradient of zeros. Memory:
+gradients, masters and moments as `Precision` says, the last three cut by ZeRO-1 (gradients are not).
 """
 
 from __future__ import annotations
@@ -71,7 +77,7 @@ class AfterMicro(Protocol):
     """What is called after a micro-batch's backward pass."""
 
     def __call__(self, cross_entropy: Tensor) -> None:
-        """`cross_entropy`: summed, a scalar; zero where this stage has no loss."""
+        """End the graph, unless the step is one. `cross_entropy`: a scalar, the sum; zero where a stage has no loss."""
         ...
 
 
@@ -99,6 +105,8 @@ class Step:
         grid: this rank's place.
         zero1: cut the optimizer's tensors over data-parallel ranks.
         whole: one graph per step.
+        tied: key of the tied embedding (on the last stage, of the head) and shape, where stages have parts of its
+            gradient; on stages without it the key is not among the weights.
     """
 
     def __init__(
@@ -112,8 +120,10 @@ class Step:
         grid: Grid,
         zero1: bool,
         whole: bool = False,
+        tied: tuple[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._weights, self._options, self._precision = weights, options, precision
+        self._tied = tied
         self._device, self._ranks, self._grid, self._whole = device, ranks, grid, whole
         self._cut = zero1 and grid.dp > 1
         self._own = not self._cut and precision.compute == precision.master
@@ -191,6 +201,8 @@ class Step:
         Returns:
             The loss of the global batch and the norm of its gradient before clipping.
         """
+        if self._tied:
+            self._sum_over_stages(*self._tied)
         gradients = {key: self._summed(key, weight) for key, weight in self._weights.items()}
         loss, norm = self._agree(loss, gradients)
         most = self._options.grad_clip
@@ -209,6 +221,18 @@ class Step:
             for key, weight in self._weights.items():
                 weight.parameter.copy_(self._gathered(self.masters[key], weight.parameter))
         return loss, norm
+
+    def _sum_over_stages(self, key: str, shape: tuple[int, ...]) -> None:
+        """Give the gradient of the tied embedding the parts of all stages."""
+        self._device.mark()
+        mine = self._gradients.get(key)
+        if mine is None:
+            zeros = torch.zeros(shape, dtype=self._precision.master, device=self._device.torch_device)
+            kept = self._ranks.summed(zeros, "pp")
+        else:
+            kept = mine.copy_(self._ranks.summed(mine, "pp"))
+        self._device.mark()
+        del kept  # until here: a result that nobody has is in no graph
 
     def _summed(self, key: str, weight: Weight) -> Tensor:
         """The gradient of this rank's rows, summed over all ranks that have a part of it."""
@@ -231,8 +255,8 @@ class Step:
         for key, weight in self._weights.items():
             for begin, end in self._counted(key, weight):
                 squares = squares + gradients[key][begin:end].to(wide).square().sum()
-        speaks = float(self._grid.tp_rank == 0)
-        both = torch.stack((loss.to(wide) * speaks, squares))
+        speaks = self._grid.tp_rank == 0 and self._grid.last_stage
+        both = torch.stack((loss.to(wide) if speaks else torch.zeros_like(squares), squares))
         for axis in ("dp", "tp", "pp"):
             counted_already = axis == "dp" and not self._cut
             summed = self._ranks.summed(both, axis)

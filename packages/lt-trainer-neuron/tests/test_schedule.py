@@ -1,0 +1,132 @@
+"""The order of passes and transfers over stages, for every number of stages to 8 and of micro-batches to 16.
+
+Stages are played against each other: a transfer happens when both of its stages have come to it, and blocks them until
+then, as the collectives of the device do.
+"""
+
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator
+from itertools import accumulate, product
+from pathlib import Path
+
+import pytest
+
+from lt_trainer_neuron.schedule import TRANSFERS, Turn, forward_only, one_forward_one_backward
+
+SIZES = list(product(range(1, 9), range(1, 17)))
+SOURCE = Path(os.environ.get("LT_NXD_SOURCE", ""), "neuronx_distributed", "pipeline", "scheduler.py")
+Schedule = Callable[[int, int, int], Iterator[Turn]]
+
+
+class MismatchError(Exception):
+    """Two neighbours are at a transfer, and mean different ones: a device would take the wrong tensor, or hang."""
+
+
+def played(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[Turn]]:
+    """What every stage has done when nothing can go on any more; transfers block."""
+    wanted = [list(schedule(stage, n_stages, n_micro)) for stage in range(n_stages)]
+    done: list[list[Turn]] = [[] for _ in wanted]
+    moved = True
+    while moved:
+        moved = False
+        for stage, turns in enumerate(wanted):
+            while len(done[stage]) < len(turns):
+                kind, index = turns[len(done[stage])]
+                if kind in TRANSFERS:
+                    answer, step = TRANSFERS[kind]
+                    other = stage + step
+                    if len(done[other]) == len(wanted[other]):
+                        break
+                    theirs = wanted[other][len(done[other])]
+                    if theirs[0] not in TRANSFERS or other + TRANSFERS[theirs[0]][1] != stage:
+                        break  # it is busy, or waits for its other neighbour
+                    if theirs != (answer, index):
+                        raise MismatchError(f"stage {stage}: {kind} {index}; stage {other}: {theirs}")
+                    done[other].append(theirs)
+                done[stage].append((kind, index))
+                moved = True
+    return done
+
+
+def assert_played_to_the_end(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[Turn]]:
+    done = played(schedule, n_stages, n_micro)
+    for stage, turns in enumerate(done):
+        assert turns == list(schedule(stage, n_stages, n_micro)), f"stage {stage} of {n_stages} stands at {turns[-1:]}"
+    return done
+
+
+@pytest.mark.parametrize("n_stages", range(1, 9))
+def test_training_comes_to_its_end_where_transfers_block(n_stages: int) -> None:
+    for n_micro in range(1, 17):
+        for stage, turns in enumerate(assert_played_to_the_end(one_forward_one_backward, n_stages, n_micro)):
+            place, all_micros = {turn: at for at, turn in enumerate(turns)}, list(range(n_micro))
+            assert len(place) == len(turns), "a turn comes twice"
+            kinds = {kind: [index for this, index in turns if this == kind] for kind, _ in turns}
+            assert kinds.pop("forward") == kinds.pop("backward") == all_micros
+            expected = {"take input", "give gradient"} if stage > 0 else set()
+            expected |= {"give output", "take gradient"} if stage < n_stages - 1 else set()
+            assert kinds == dict.fromkeys(expected, all_micros)
+            for index in all_micros:
+                chain = ["take input", "forward", "give output", "take gradient", "backward", "give gradient"]
+                order = [place[kind, index] for kind in chain if (kind, index) in place]  # pyright: ignore[reportArgumentType]
+                assert order == sorted(order)
+            held = list(accumulate((kind == "forward") - (kind == "backward") for kind, _ in turns))
+            assert max(held) == min(n_stages - stage, n_micro)
+
+
+def test_evaluation_comes_to_its_end_where_transfers_block() -> None:
+    for n_stages, n_micro in SIZES:
+        for stage, turns in enumerate(assert_played_to_the_end(forward_only, n_stages, n_micro)):
+            assert [index for kind, index in turns if kind == "forward"] == list(range(n_micro))
+            assert len(turns) == n_micro * (1 + (stage > 0) + (stage < n_stages - 1))
+
+
+def test_the_last_stage_goes_back_at_once() -> None:
+    """So that its forward and backward can be one graph, and nothing of it is held."""
+    for n_stages, n_micro in SIZES:
+        turns = list(one_forward_one_backward(n_stages - 1, n_stages, n_micro))
+        for at, (kind, index) in enumerate(turns):
+            if kind == "forward":
+                assert turns[at + 1] == ("backward", index)
+
+
+def giving_at_once(stage: int, n_stages: int, n_micro: int) -> Iterator[Turn]:
+    """The same with an output given as soon as it is there, as where sends do not block."""
+    for kind, index in one_forward_one_backward(stage, n_stages, n_micro):
+        if kind != "give output":
+            yield kind, index
+        if kind == "forward" and stage < n_stages - 1:
+            yield "give output", index
+
+
+def test_the_play_sees_stages_that_wait_for_each_other() -> None:
+    with pytest.raises(MismatchError, match=r"stage 1: give gradient 0; stage 0: \('give output', 1\)"):
+        played(giving_at_once, 2, 2)
+    with pytest.raises(AssertionError, match="stands at"):
+        assert_played_to_the_end(lambda s, p, m: one_forward_one_backward(s, p, m - (s == 0)), 2, 2)
+
+
+@pytest.mark.skipif(not SOURCE.is_file(), reason="LT_NXD_SOURCE does not name a folder with the source of NxD")
+def test_nxds_scheduler_has_the_same_order() -> None:
+    spec = importlib.util.spec_from_file_location("nxd_scheduler", SOURCE)
+    assert spec is not None
+    assert spec.loader is not None
+    nxd = sys.modules["nxd_scheduler"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(nxd)
+    kinds = {
+        nxd.ForwardPreprocessTask: "take input",
+        nxd.ForwardStepTask: "forward",
+        nxd.ForwardPostprocessTask: "give output",
+        nxd.BackwardPreprocessTask: "take gradient",
+        nxd.BackwardStepTask: "backward",
+        nxd.BackwardPostprocessTask: "give gradient",
+    }
+    for n_stages, n_micro in SIZES:
+        for stage in range(n_stages):
+            steps = nxd.Train1F1BSchedule(n_micro, n_stages, stage).steps()
+            theirs = [(kinds[type(task)], task.mb) for step in steps for task in step if type(task) in kinds]
+            if stage == 0:  # there the task only reads data
+                theirs = [turn for turn in theirs if turn[0] != "take input"]
+            assert list(one_forward_one_backward(stage, n_stages, n_micro)) == theirs
