@@ -9,8 +9,10 @@ other heavy package has to be there. One line says one thing, `KIND NAME REST`:
     parameter lt_data.pack(seq_len) keyword required
     field lt_data.Stats.n_tokens required
 
-Annotations are left out: they are checked by the types stage, and their text differs where their meaning does not. What
-a class inherits is listed where it is inherited from a class of ours. Cost: a second for all packages.
+Annotations are left out: they are checked by the types stage, and their text differs where their meaning does not.
+What a class inherits is listed where it is inherited from a class of ours; bases are named too, for who catches errors
+by them. Static, class and async functions say so, and a parameter that callers cannot name; of what operators, `with`,
+`for` and `len` call only the name is listed. Cost: a second for all packages.
 """
 
 from __future__ import annotations
@@ -32,6 +34,13 @@ PUBLIC_MODULES = {
     "lt-trainer": ("engine", "metrics", "recipe", "testing", "torch"),
 }
 """Beside the package itself: what READMEs and guides import by its own path."""
+
+OPERATIONS = """
+call iter next reversed len bool contains getitem setitem delitem enter exit aenter aexit aiter anext await
+eq ne lt le gt ge hash int float index add radd sub mul rmul truediv floordiv mod pow and or xor neg fspath array
+"""
+SPOKEN = frozenset(f"__{name}__" for name in OPERATIONS.split())
+"""Methods that callers use without their names."""
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -106,7 +115,10 @@ def _flat(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _class(root: Path, module: str, node: ast.ClassDef, public: str) -> Iterator[str]:
     yield f"class {public}"
     for base in node.bases:
-        where, inherited = _definition(root, module, ast.unparse(base))
+        name = ast.unparse(base).partition("[")[0]
+        where, inherited = _definition(root, module, name)
+        if name.rpartition(".")[2][0] != "_":
+            yield f"base {public} {name.rpartition('.')[2]}"
         if isinstance(inherited, ast.ClassDef):
             yield from (line for line in _class(root, where, inherited, public) if not line.startswith("class "))
     made = [*node.decorator_list, *node.bases]
@@ -127,8 +139,10 @@ def _method(node: ast.FunctionDef | ast.AsyncFunctionDef, public: str) -> Iterat
     decorators = {ast.unparse(d).rpartition(".")[2] for d in node.decorator_list}
     if node.name == "__init__":
         yield from (line for line in _function(node, public, method=True) if line.startswith("parameter "))
-    elif node.name.startswith("_") and node.name != "__call__":
+    elif node.name.startswith("_") and node.name not in SPOKEN:
         return
+    elif node.name.startswith("_") and node.name != "__call__":
+        yield f"function {public}.{node.name}"
     elif decorators & {"property", "cached_property"}:
         yield f"field {public}.{node.name}"
     elif not decorators & {"setter", "overload"}:
@@ -149,7 +163,9 @@ def _default(part: ast.AnnAssign, is_dataclass: bool) -> str:
 
 
 def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, public: str, *, method: bool) -> Iterator[str]:
-    yield f"function {public}"
+    bound = {ast.unparse(d) for d in node.decorator_list} & {"staticmethod", "classmethod"}
+    kinds = [*bound, *(["async"] if isinstance(node, ast.AsyncFunctionDef) else [])]
+    yield " ".join([f"function {public}", *kinds])
     arguments = node.args
     positional = [*arguments.posonlyargs, *arguments.args]
     missing = len(positional) - len(arguments.defaults)
@@ -157,7 +173,8 @@ def _function(node: ast.FunctionDef | ast.AsyncFunctionDef, public: str, *, meth
         if method and i == 0:
             continue
         default = "required" if i < missing else f"= {ast.unparse(arguments.defaults[i - missing])}"
-        yield f"parameter {public}({argument.arg}) {i - method} {default}"
+        unnamed = "unnamed " if i < len(arguments.posonlyargs) else ""
+        yield f"parameter {public}({argument.arg}) {i - method} {unnamed}{default}"
     for argument, value in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
         yield f"parameter {public}({argument.arg}) keyword {'required' if value is None else f'= {ast.unparse(value)}'}"
     if arguments.vararg:

@@ -16,16 +16,17 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 from api_names import names
 from members import ROOT, Member, ToolError, chosen, read
 from surface_levels import bumped, compare, level_of
 
-__all__ = ["changes_since", "frozen", "surface"]
+__all__ = ["changes_since", "command_lines", "field_lines", "frozen", "surface"]
 
 FILE = "API.txt"
 HEADER = (
@@ -66,7 +67,12 @@ def _commands(member: Member) -> Iterator[str]:
     for name, target in sorted(member.entry_points.get("lt.commands", {}).items()):
         module, _, attribute = target.partition(":")
         app: Any = getattr(import_module(module), attribute)
-        yield from sorted(set(_walk(_click(app), f"lt/{name}")))
+        yield from command_lines(app, f"lt/{name}")
+
+
+def command_lines(app: Any, path: str) -> list[str]:
+    """The lines of a typer app, or of a command, that is called by the words of `path`."""
+    return sorted(set(_walk(_click(app), path)))
 
 
 def _click(app: Any) -> Any:
@@ -84,10 +90,24 @@ def _walk(command: Any, path: str) -> Iterator[str]:
             yield f"argument {path}({parameter.name}){' many' if parameter.nargs == -1 else ''}{required}"
             continue
         kind = "flag" if getattr(parameter, "is_flag", False) else "many" if parameter.multiple else "value"
+        default = getattr(parameter.default, "value", parameter.default)
+        said = f" = {default}" if isinstance(default, str | int | float | Path) and kind == "value" else ""
         for option in (*parameter.opts, *parameter.secondary_opts):
-            yield f"option {path}({option}) {kind}{required}"
+            yield f"option {path}({option}) {kind}{said}{required}"
+        described = getattr(parameter, "type_descriptor", None)  # None for an option that typer adds by itself
+        for choice in sorted(_choices(getattr(described, "annotation", None))):
+            yield f"choice {path}({parameter.opts[0]}) {choice}"
     for name, child in sorted(getattr(command, "commands", {}).items()):
         yield from _walk(child, f"{path}/{name}")
+
+
+def _choices(annotation: Any) -> set[str]:
+    """The values that an annotation allows, where it names them: literals and enumerations, also `X | None`."""
+    if get_origin(annotation) is Literal:
+        return {str(value) for value in get_args(annotation)}
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return {str(one.value) for one in annotation}
+    return {value for part in get_args(annotation) for value in _choices(part)}
 
 
 def _fields(member: Member) -> Iterator[str]:
@@ -97,8 +117,12 @@ def _fields(member: Member) -> Iterator[str]:
     from lt_trainer.fields import leaves
 
     prefix, module, owner = RECIPES[member.name]
-    for leaf in leaves(getattr(import_module(module), owner)).values():
-        yield f"recipe {prefix}{leaf.name} = {leaf.default!r}{f' {leaf.hp}' if leaf.hp else ''}"
+    yield from field_lines(leaves(getattr(import_module(module), owner)).values(), prefix)
+
+
+def field_lines(leaves: Iterable[Any], prefix: str = "") -> list[str]:
+    """The lines of recipe fields (`lt_trainer.fields.Leaf`)."""
+    return [f"recipe {prefix}{leaf.name} = {leaf.default!r}{f' {leaf.hp}' if leaf.hp else ''}" for leaf in leaves]
 
 
 def _git(*arguments: str, root: Path) -> str:

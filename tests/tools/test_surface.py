@@ -1,16 +1,19 @@
 """What is written down about the packages is what they are: public names, the picture of the imports."""
 
 import ast
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from api_names import names
-from api_surface import frozen, surface
+from api_surface import command_lines, field_lines, frozen, surface
 from architecture import drawing, imports, levels, reduced
 from members import ROOT, ToolError, read
+from packaging.version import Version
 from small_workspace import edit
+from surface_levels import bumped, compare, level_of
 
 REAL = read()
 
@@ -47,20 +50,26 @@ from dataclasses import dataclass
 from typing import NamedTuple, TYPE_CHECKING
 if TYPE_CHECKING:
     from lt_mid.deep import Far
-__all__ = ["C", "D", "E", "Far", "N", "V", "f"]
+__all__ = ["C", "D", "E", "Far", "N", "V", "f", "g"]
 V = 1
 def f(a, b=2, *rest, c, d: int = 4, **more): ...
-class C:
+async def g(x, /, y): ...
+class B(Exception): ...
+class C(B, Sequence[int]):
     """A class."""
     x: int
     _y: int
     def __init__(self, p, q=1): ...
     def m(self, *, k): ...
     def _hidden(self): ...
+    def __len__(self): ...
+    def __repr__(self): ...
     @property
     def prop(self): ...
     @staticmethod
     def s(one): ...
+    @classmethod
+    def made(cls): ...
 class E(C):
     def n(self): ...
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +82,14 @@ class N(NamedTuple):
 def not_public(): ...
 '''
 EXPECTED = """
+base lt_mid.C B
+base lt_mid.C Exception
+base lt_mid.C Sequence
+base lt_mid.E B
+base lt_mid.E C
+base lt_mid.E Exception
+base lt_mid.E Sequence
+base lt_mid.N NamedTuple
 class lt_mid.C
 class lt_mid.D
 class lt_mid.E
@@ -86,12 +103,17 @@ field lt_mid.E.prop
 field lt_mid.E.x
 field lt_mid.N.one 0 required
 field lt_mid.N.two 1 = 2
+function lt_mid.C.__len__
 function lt_mid.C.m
-function lt_mid.C.s
+function lt_mid.C.made classmethod
+function lt_mid.C.s staticmethod
+function lt_mid.E.__len__
 function lt_mid.E.m
+function lt_mid.E.made classmethod
 function lt_mid.E.n
-function lt_mid.E.s
+function lt_mid.E.s staticmethod
 function lt_mid.f
+function lt_mid.g async
 parameter lt_mid.C(p) 0 required
 parameter lt_mid.C(q) 1 = 1
 parameter lt_mid.C.m(k) keyword required
@@ -106,6 +128,8 @@ parameter lt_mid.f(a) 0 required
 parameter lt_mid.f(b) 1 = 2
 parameter lt_mid.f(c) keyword required
 parameter lt_mid.f(d) keyword = 4
+parameter lt_mid.g(x) 0 unnamed required
+parameter lt_mid.g(y) 1 required
 value lt_mid.V
 """
 
@@ -135,3 +159,154 @@ def test_a_new_import_changes_the_picture(small: Path) -> None:
     assert drawing(read(small)) != before
     with pytest.raises(ToolError, match="import each other: lt-a, lt-b"):
         levels({"lt-a": {"lt-b"}, "lt-b": {"lt-a"}})
+
+
+MODULE = '''
+"""A module."""
+from dataclasses import dataclass
+from enum import Enum
+__all__ = ["C", "D", "E", "S", "V", "f", "g", "h"]
+V = 1
+def f(a, b=2, *rest, c, d=4, **more): ...
+def g(a, b): ...
+async def h(a): ...
+class B:
+    K = 1
+    def inherited(self, x): ...
+class C(B):
+    def __init__(self, p, q=1): ...
+    def m(self, *, k=1): ...
+    def __len__(self): ...
+    @property
+    def prop(self): ...
+    @staticmethod
+    def s(one): ...
+class X: ...
+class Y(X): ...
+@dataclass(frozen=True, kw_only=True)
+class D(Y):
+    one: int
+    two: int = 2
+class E(Enum):
+    A = "a"
+    Z = "z"
+@dataclass
+class S:
+    one: int
+    two: int = 2
+'''
+PLANTED = {
+    "a function is gone": ("def g(a, b): ...\n", ""),
+    "a name is gone from __all__": ('"g",', ""),
+    "a parameter is gone": ("b=2, ", ""),
+    "a parameter has another name": ("def f(a,", "def f(first,"),
+    "a default has changed": ("b=2", "b=3"),
+    "a keyword's default has changed": ("d=4", "d=5"),
+    "a parameter must be given": ("b=2", "b"),
+    "a keyword must be given": ("d=4", "d"),
+    "a parameter became a keyword": ("def g(a, b)", "def g(a, *, b)"),
+    "a parameter lost its name": ("def g(a, b)", "def g(a, /, b)"),
+    "parameters changed places": ("def g(a, b)", "def g(b, a)"),
+    "no more of them": ("*rest, c", "*, c"),
+    "no other keywords": (", **more", ""),
+    "one more parameter": ("def g(a, b)", "def g(a, b, c)"),
+    "one more keyword": ("def g(a, b)", "def g(a, b, *, c)"),
+    "a method is gone": ("    def m(self, *, k=1): ...\n", ""),
+    "a method's parameter is gone": ("*, k=1", ""),
+    "len() is gone": ("    def __len__(self): ...\n", ""),
+    "__init__ takes less": ("p, q=1", "p"),
+    "what was inherited is gone": ("    def inherited(self, x): ...\n", ""),
+    "a base is gone": ("class C(B)", "class C"),
+    "a base of which nothing was inherited is gone": ("class D(Y)", "class D"),
+    "a value of a class is gone": ("    K = 1\n", ""),
+    "a member is gone": ('    Z = "z"\n', ""),
+    "a field is gone": ("    one: int\n", ""),
+    "a field's default has changed": ("two: int = 2", "two: int = 3"),
+    "a field must be given": ("two: int = 2", "two: int"),
+    "fields changed places": ("class S:\n    one: int\n    two: int = 2", "class S:\n    two: int\n    one: int = 2"),
+    "a function became a class": ("def g(a, b): ...", "class g: ..."),
+    "a property became a method": ("    @property\n", ""),
+    "a method became a property": ("    def m(self, *, k=1)", "    @property\n    def m(self)"),
+    "a static method became one of objects": ("    @staticmethod\n    def s(", "    def s(self, "),
+}
+OURS_ALONE = {"a name is gone from __all__", "a parameter is gone"}
+"""What griffe does not see: what is exported, and a parameter in whose place others are taken."""
+
+
+@pytest.mark.parametrize("planted", PLANTED)
+def test_a_break_is_found_and_moves_the_version(small: Path, planted: str) -> None:
+    """Everything that griffe calls a break is one in our list too."""
+    griffe = pytest.importorskip("griffe", reason="griffe is not installed: the list was not compared with it")
+    folder = small / "packages/lt-mid/src/lt_mid"
+    old, new = PLANTED[planted]
+    assert MODULE.count(old) >= 1
+    lists, objects = [], []
+    for name, text in (("before", MODULE), ("after", MODULE.replace(old, new, 1))):
+        module = small / name / "packages" / "lt-mid" / "src" / "lt_mid"
+        module.mkdir(parents=True)
+        (module / "__init__.py").write_text(text)
+        member = dataclasses.replace(read(small)["lt-mid"], folder=module.parents[1])
+        lists.append(names(member))
+        objects.append(griffe.load("lt_mid", search_paths=[module.parent]))
+    assert folder.is_dir()
+    breaks, additions = compare(*lists)
+    assert breaks
+    for version, needed in (("0.3.1", "0.4.0"), ("1.2.3", "2.0.0")):
+        level = level_of(breaks, additions, version=Version(version))
+        assert str(bumped(Version(version), level)) == needed
+    assert bool(list(griffe.find_breaking_changes(*objects))) is (planted not in OURS_ALONE)
+
+
+APP = """
+import typer
+from typing import Annotated, Literal
+app = typer.Typer()
+@app.command()
+def pack(store: str, out: Annotated[str, typer.Option()], rows: Annotated[int, typer.Option()] = 4, fast: bool = False,
+    mode: Annotated[Literal["best", "cut"], typer.Option()] = "best"): ...
+@app.command()
+def stats(store: str): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "broken"),
+    [
+        ("@app.command()\ndef stats", "def stats", True),
+        ("rows: Annotated[int, typer.Option()] = 4, ", "", True),
+        ("rows: Annotated[int, typer.Option()] = 4", 'rows: Annotated[int, typer.Option("--lines")] = 4', True),
+        ("] = 4", "] = 8", True),
+        ("] = 4", "]", True),
+        ("fast: bool = False", "fast: str = ''", True),
+        ('"best", "cut"', '"best"', True),
+        ("def stats(store: str", "def stats(store: str, other: str", True),
+        ('"best", "cut"', '"best", "cut", "free"', False),
+        ("fast: bool = False", "fast: bool = False, slow: bool = False", False),
+        ("def stats(store: str)", "def stats(store: str, wide: int = 80)", False),
+    ],
+)
+def test_a_change_of_commands(old: str, new: str, broken: bool) -> None:
+    assert APP.count(old) == 1
+    lists = []
+    for text in (APP, APP.replace(old, new)):
+        names: dict[str, object] = {}
+        exec(text, names)
+        lists.append(command_lines(names["app"], "lt/x"))
+    breaks, additions = compare(*lists)
+    assert bool(breaks) is broken, (breaks, additions)
+    assert breaks or additions
+
+
+def test_a_change_of_recipe_fields() -> None:
+    from lt_trainer.fields import leaves
+    from lt_trainer.recipe import Recipe
+
+    fields = list(leaves(Recipe).values())
+    (lr,) = [leaf for leaf in fields if leaf.name == "optimizer.lr"]
+    others = [leaf for leaf in fields if leaf is not lr]
+    before = field_lines(fields)
+    assert compare(before, before) == ([], [])
+    assert compare(before, field_lines(others))[0] == ["- recipe optimizer.lr = 0.0016 LEARNING_RATE"]
+    assert compare(before, field_lines([*others, dataclasses.replace(lr, default=1.0)]))[0]
+    assert compare(before, field_lines([*others, dataclasses.replace(lr, name="optimizer.rate")]))[0]
+    assert compare(field_lines(others), before) == ([], ["+ recipe optimizer.lr = 0.0016 LEARNING_RATE"])
