@@ -1,6 +1,7 @@
 """The knobs of the NxD Llama scripts as hyperparameters: each sets the field that means the same."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,74 @@ def test_the_knobs_of_the_70b_script() -> None:
         qkv_linear=True, kv_replicator=4, fuse_qkv=True, precision="downcast", flash_attention=True
     )
     assert recipe.checkpoint.keep_every == 1
+
+
+KNOBS = [
+    ("TP_DEGREE", "16", "parallel.tp", 16),
+    ("tensor_parallel_size", "16", "parallel.tp", 16),
+    ("PP_DEGREE", "8", "parallel.pp", 8),
+    ("pipeline_parallel_size", "8", "parallel.pp", 8),
+    ("NUM_NODES", "4", "parallel.n_nodes", 4),
+    ("NUM_NEURONCORES", "2", "engine.neuron.num_neuroncores", 2),
+    ("use_sequence_parallel", "1", "parallel.sequence_parallel", True),
+    ("sequence_parallel_enabled", "1", "parallel.sequence_parallel", True),
+    ("GBS", "512", "batch.global_batch", 512),
+    ("MBS", "2", "batch.micro_batch", 2),
+    ("SEQ_LEN", "2048", "data.seq_len", 2048),
+    ("seq_len", "2048", "data.seq_len", 2048),
+    ("TOTAL_STEPS", "30000", "schedule.max_steps", 30000),
+    ("max_steps", "30000", "schedule.max_steps", 30000),
+    ("WARMUP_STEPS", "2000", "schedule.warmup_steps", 2000),
+    ("warmup_steps", "2000", "schedule.warmup_steps", 2000),
+    ("LR", "1.5e-2", "optimizer.lr", 1.5e-2),
+    ("min_lr", "1e-6", "schedule.min_lr", 1e-6),
+    ("lr_scheduler", "cosine", "schedule.kind", "cosine"),
+    ("lr_scheduler", "linear", "schedule.kind", "linear"),
+    ("beta1", "0.91", "optimizer.beta1", 0.91),
+    ("beta2", "0.999", "optimizer.beta2", 0.999),
+    ("weight_decay", "0.01", "optimizer.weight_decay", 0.01),
+    ("USE_ZERO_1", "0", "engine.neuron.zero1", False),
+    ("use_zero1_optimizer", "0", "engine.neuron.zero1", False),
+    ("USE_MIX_PRECISION", "1", "engine.neuron.precision", "downcast"),
+    ("USE_MIX_PRECISION", "0", "engine.neuron.precision", "bf16_sr"),
+    ("use_gpu_compatible_precision", "1", "engine.neuron.precision", "fp32_master"),
+    ("use_selective_checkpoint", "0", "engine.neuron.selective_checkpointing", False),
+    ("selective_checkpoint_enabled", "0", "engine.neuron.selective_checkpointing", False),
+    ("use_flash_attention", "1", "engine.neuron.flash_attention", True),
+    ("logging_interval", "3", "metrics.log_interval", 3),
+    ("checkpoint_freq", "10600", "checkpoint.interval", 10600),
+    ("num_kept_checkpoint", "5", "checkpoint.keep_last", 5),
+    ("num_kept_checkpoint", "-1", "checkpoint.keep_every", 1),
+    ("save_load_xser", "0", "engine.neuron.save_xser", False),
+    ("loading_step", "-1", "checkpoint.resume", False),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "dotted", "wanted"), KNOBS, ids=lambda part: str(part))
+def test_each_knob_of_the_scripts_sets_its_field(name: str, value: str, dotted: str, wanted: object) -> None:
+    sets = ["parallel.tp=8"] if "sequence_parallel" in dotted else []  # alone it has no effect, and is refused
+    resolved = load(base=BASE, hyperparameters={name: value}, sets=sets)
+    inner = to_dict(resolved.recipe)
+    for part in dotted.split("."):
+        inner = inner[part]
+    assert inner == wanted
+    assert resolved.origins[dotted] == f"hyperparameter {name}"
+
+
+@pytest.mark.parametrize("name", ["pretrained_checkpoint_dir", "pretrained_weight_dir", "PRETRAINED_WEIGHT_DIR"])
+def test_pretrained_weights_are_looked_for_where_the_scripts_say(name: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"model.init_from = .* \\(hyperparameter {name}\\): .*no such file"):
+        load(base=BASE, hyperparameters={name: str(tmp_path / "missing")})
+
+
+@pytest.mark.parametrize("name", ["qkv_linear", "kv_replicator", "fuse_qkv", "kv_size_multiplier"])
+def test_each_knob_of_replicated_heads_sets_its_field(name: str) -> None:
+    given = {"qkv_linear": "1", name: "4" if name.startswith("kv_") else "1"}
+    options = load(base=BASE, hyperparameters=given).recipe.engine["neuron"]
+    assert isinstance(options, NeuronOptions)
+    field = {"kv_size_multiplier": "kv_replicator"}.get(name, name)
+    changed = {key for key, value in asdict(options).items() if value != asdict(NeuronOptions())[key]}
+    assert changed == {"qkv_linear", field}
 
 
 def test_every_knob_names_fields_that_exist_and_no_hyperparameter_of_ours() -> None:

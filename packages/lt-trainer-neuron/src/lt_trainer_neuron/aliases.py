@@ -3,7 +3,8 @@
 They may stand among the hyperparameters of a run (`lt train run --hyperparameters FILE.json`), so that settings of a
 script can be carried over as they are. Names of flags may be written as the flag is, without dashes: `logging_interval`
 for `--logging_interval`. What has the same name and meaning in lt (SEQ_LEN, WARMUP_STEPS, MIN_LR, NUM_NODES) is a
-hyperparameter already. TOTAL_STEPS may be given in epochs and WARMUP_STEPS as a share (`lt_trainer.horizon`).
+hyperparameter already; here its flag is known too (`min_lr`, `beta1`). TOTAL_STEPS may be given in epochs and
+WARMUP_STEPS as a share (`lt_trainer.horizon`).
 
 Cost: one look-up per name.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import leaves
+from lt_trainer.hyperparameters import table
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
 __all__ = ["ALIASES", "fields_of"]
@@ -60,6 +62,9 @@ _OF_SCRIPTS: dict[str, Meaning] = {
     "PP_DEGREE": _field("parallel.pp"),
     "PIPELINE_PARALLEL_SIZE": _field("parallel.pp"),
     "SEQUENCE_PARALLEL_ENABLED": _field("parallel.sequence_parallel"),
+    "USE_SEQUENCE_PARALLEL": _field("parallel.sequence_parallel"),
+    "SELECTIVE_CHECKPOINT_ENABLED": _field(f"{SECTION}.selective_checkpointing"),
+    "USE_ZERO1_OPTIMIZER": _field(f"{SECTION}.zero1"),
     "GBS": _field("batch.global_batch"),
     "MBS": _field("batch.micro_batch"),
     "TOTAL_STEPS": _field("schedule.max_steps"),
@@ -91,4 +96,7 @@ def fields_of(name: str, value: Any) -> Mapping[str, Any] | None:
         RecipeError: a value that the knob does not have.
     """
     meaning = ALIASES.get(name.upper())
-    return None if meaning is None else meaning(name, str(value))
+    if meaning is not None:
+        return meaning(name, str(value))
+    same = table().get(name.upper()) if name.islower() else None
+    return None if same is None else {same.name: str(value)}
