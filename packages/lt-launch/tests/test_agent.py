@@ -249,6 +249,20 @@ def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: 
     assert times["killed"] - times["signal"] >= 0.5
 
 
+@pytest.mark.parametrize(("grace_s", "codes"), [(30, [75, 75]), (0.5, [75, -9])])
+def test_when_one_asks_to_be_started_again_the_others_have_the_grace_time_to_do_so(
+    stage: Callable[..., Stage], grace_s: float, codes: list[int]
+) -> None:
+    """They are not told: whoever shares a step with it finds out itself, and is killed only when it does not."""
+    program = f"{WAIT}time.sleep(rank * {1.0 if grace_s > 1 else 100})\nsys.exit(75)"
+    made = stage(program, procs_per_node=2, grace_s=grace_s)
+    attempt = made.open()
+    assert made.start(attempt).wait(60) == 75
+    assert [note["code"] for note in made.notes() if note["event"] == "ended"] == codes
+    code, result, _ = made.verdict(attempt)
+    assert (code, result["kind"], result["first"]["rank"]) == (75, "requeue", 0)
+
+
 def test_after_a_failure_the_others_are_told_and_then_killed(stage: Callable[..., Stage]) -> None:
     program = f"{IGNORES}if rank == 1: os._exit(9)\ntime.sleep(100)"
     made = stage(program, procs_per_node=2, settle_s=0.3, failed_s=0.3)
