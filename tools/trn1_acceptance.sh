@@ -133,7 +133,8 @@ first = losses("tp8-fp32-master")
 for name in ("tp8", "tp2", "tp8-downcast", "tp8-pp2", "tp8-pp4", "tp8-flash"):
     worst = max(abs(a - b) for a, b in zip(first, losses(name)))
     print(name, worst)
-    assert worst < 0.05, name
+    # With bf16_sr, the default, a loss has the 8 bits of bf16: near 10 that are steps of 1/16.
+    assert worst < (0.05 if name == "tp8-downcast" else 0.2), name
 PY
 
 # 5. Stop after step 20, which saves, and go on for 5 steps as a shadow; the resumed run must repeat those bit for bit.

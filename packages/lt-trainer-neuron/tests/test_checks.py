@@ -170,6 +170,26 @@ REFUSED = [
         "mask; set one of them to false",
     ),
     (
+        (
+            "engine.neuron.flash_attention=true",
+            "data.document_mask=false",
+            "data.seq_len=3072",
+            "model.max_position_embeddings=0",
+        ),
+        "data.seq_len = 3072, engine.neuron.flash_attention = True: the flash attention kernel takes rows of a "
+        "multiple of 2048 positions; set data.seq_len (SEQ_LEN) to a multiple of 2048, or flash_attention to false",
+    ),
+    (
+        ("optimizer.moments=bfloat16",),
+        "optimizer.moments = 'bfloat16': this engine keeps moments in the masters' dtype; "
+        "set optimizer.moments to float32",
+    ),
+    (
+        ("optimizer.moments=bfloat16", "engine.neuron.backend=cpu"),
+        "optimizer.moments = 'bfloat16': this engine keeps moments in the masters' dtype; "
+        "set optimizer.moments to float32",
+    ),
+    (
         ("parallel.dp_shard=3",),
         "parallel.tp = 8, parallel.pp = 1, parallel.cp = 1, parallel.dp_replicate = 1, parallel.dp_shard = 3: these "
         "degrees need 24 ranks, and the run has 32; start 24 ranks, or change the degrees (dp_shard = 0 takes what "

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "check_model"]
 
+FLASH_MULTIPLE = 2048
+"""Rows of other lengths are not for NxD's kernel."""
+
 
 def check(recipe: Recipe, world: "World") -> None:
     """Refuse a recipe that the engine could not run.
@@ -85,11 +88,29 @@ def _check_missing(recipe: Recipe, options: NeuronOptions) -> None:
             values={"batch.ramp.start": recipe.batch.ramp.start},
             remedy="leave batch.ramp out",
         )
-    if options.flash_attention and recipe.data.document_mask:
+    if recipe.optimizer.moments != "float32":
+        raise RecipeError(
+            "this engine keeps moments in the masters' dtype",
+            values={"optimizer.moments": recipe.optimizer.moments},
+            remedy="set optimizer.moments to float32",
+        )
+    _check_flash(recipe, options)
+
+
+def _check_flash(recipe: Recipe, options: NeuronOptions) -> None:
+    if not options.flash_attention:
+        return
+    if recipe.data.document_mask:
         raise RecipeError(
             "the flash attention kernel knows no document mask",
             values={f"{SECTION}.flash_attention": True, "data.document_mask": True},
             remedy="set one of them to false",
+        )
+    if recipe.data.seq_len % FLASH_MULTIPLE:
+        raise RecipeError(
+            f"the flash attention kernel takes rows of a multiple of {FLASH_MULTIPLE} positions",
+            values={"data.seq_len": recipe.data.seq_len, f"{SECTION}.flash_attention": True},
+            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {FLASH_MULTIPLE}, or flash_attention to false",
         )
 
 

@@ -16,16 +16,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["FLASH_MULTIPLE", "NOT_SEEN", "Attend", "by_formula", "flash"]
+__all__ = ["NOT_SEEN", "Attend", "by_formula", "flash"]
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(queries, keys, values, whether a query sees a key) → [B, H, T, K]."""
 
 NOT_SEEN = -10000.0
 """Score of a position that a query may not look at."""
-
-FLASH_MULTIPLE = 2048
-"""Rows of other lengths are not for NxD's kernel."""
 
 
 def by_formula(wide: torch.dtype) -> Attend:

@@ -34,7 +34,7 @@ from lt_trainer.torch import GlooControl, decayed
 from lt_trainer_neuron.backend import MASTERS, Rows
 from lt_trainer_neuron.grid import Grid, cut_of
 from lt_trainer_neuron.held import EMBED, HEAD, Held, held_by
-from lt_trainer_neuron.nxd.attention import FLASH_MULTIPLE, by_formula, flash
+from lt_trainer_neuron.nxd.attention import by_formula, flash
 from lt_trainer_neuron.nxd.device import HostDevice, TensorDevice, XlaDevice
 from lt_trainer_neuron.nxd.groups import check_grid, join
 from lt_trainer_neuron.nxd.layers import Layers, NxdLayers, TorchLayers
@@ -234,18 +234,6 @@ def _check(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: W
             "plain torch-xla is for one rank",
             values={f"{SECTION}.backend": options.backend, "ranks": world.size},
             remedy="set engine.neuron.backend to nxd, or start one rank",
-        )
-    if recipe.optimizer.moments != "float32":
-        raise RecipeError(
-            "this engine keeps moments in the masters' dtype",
-            values={"optimizer.moments": recipe.optimizer.moments},
-            remedy="set optimizer.moments to float32",
-        )
-    if options.flash_attention and recipe.data.seq_len % FLASH_MULTIPLE:
-        raise RecipeError(
-            f"the flash attention kernel takes rows of a multiple of {FLASH_MULTIPLE} positions",
-            values={"data.seq_len": recipe.data.seq_len, f"{SECTION}.flash_attention": True},
-            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {FLASH_MULTIPLE}, or flash_attention to false",
         )
 
 
