@@ -34,6 +34,10 @@ refresh:
     uv run --locked python tools/api_surface.py --write
     uv run --locked python tools/architecture.py --write
 
+# The site of the documentation, built strictly; open OUT/index.html.
+site OUT="site":
+    uv run --locked mkdocs build --strict --site-dir {{OUT}}
+
 # What a change against BASE has to run, and whether the changelogs tell of it.
 affected BASE="origin/main":
     uv run --locked python tools/affected.py --base {{BASE}}

@@ -125,6 +125,26 @@ def test_every_tool_that_is_called_has_the_options_that_it_gets(command: str) ->
             assert f'"{option[0]}"' in source or "pytest_arguments" in source, f"{name} has no {option[0]}"
 
 
+@pytest.mark.parametrize("name", ["justfile", ".pre-commit-config.yaml"])
+def test_every_program_of_the_lists_of_commands_is_here(name: str) -> None:
+    lines = re.findall(r"^(?:    |\s+entry: )(uv run .*)$", (ROOT / name).read_text(), re.M)
+    assert len(lines) >= 7
+    for line in lines:
+        run = re.fullmatch(r"uv run --locked (\S+)(?: (tools/\w+\.py))?.*", line)
+        assert run, f"{name}: {line}: the lock is not looked at"
+        assert shutil.which(run[1], path=str(Path(sys.executable).parent)), f"{name}: {line}"
+        assert run[1] != "python" or (ROOT / run[2]).is_file(), f"{name}: {line}"
+
+
+def test_hooks_look_at_files_that_there_are() -> None:
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert len({hook["id"] for hook in hooks}) == len(hooks) >= 7
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split("\n")
+    for hook in hooks:
+        if "files" in hook:
+            assert any(re.search(hook["files"], file) for file in files), hook["id"]
+
+
 SCHEMA = ("check-jsonschema", "--builtin-schema")
 FORMS = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config"]
 

@@ -337,3 +337,19 @@ def test_nan_is_no_chart_value(make_run) -> None:
     (loss,) = charts([read_run(make_run(records=records))])
     assert [x for x, _ in loss.lines[0].points] == [1, 2, 4, 5]
     assert all(math.isfinite(y) for line in loss.lines for _, y in line.points)
+
+
+def test_losses_that_are_not_finite_are_told(make_run) -> None:
+    """A curve that ends early, or is not there, says nothing by itself."""
+    good = [{"step": step, "loss": 2.0, "elapsed_s": 1.0} for step in range(1, 21)]
+    bad = [{"step": step, "loss": "nan", "elapsed_s": 1.0} for step in range(21, 26)]
+    some = make_run("some", records=good + bad, events=[{"event": "done", "step": 25}])
+    none = make_run("none", records=bad[:1])
+    told = "5 of 25 records have a loss that is not finite, the first at step 21, the last at step 25;"
+    assert told in page([read_run(some)])
+    assert "1 event<" in page([read_run(some)])
+    assert "1 of 1 records have a loss that is not finite, the first at step 21" in page([read_run(none)])
+    both = page([read_run(some), read_run(none)])
+    assert f"some: {told}" in both
+    assert "none: 1 of 1 records" in both
+    assert "not finite" not in page([read_run(make_run("good", records=good))])

@@ -83,9 +83,20 @@ def _head(run: History) -> str:
         )
         if text
     )
-    again = f"<p class=again>{run.left:,} records of steps that were done again are left out.</p>" if run.left else ""
+    again = "".join(f"<p class=again>{text}</p>" for text in _left_out(run))
     bar = f"<div class=bar><i style='width:{100 * share:.2f}%'></i></div>"
     return f"<p>{escape(about)}</p>{bar}{tiles(list(_numbers(run)))}{again}"
+
+
+def _left_out(run: History) -> Iterator[str]:
+    """A sentence for each reason why records are not in the curves."""
+    if run.left:
+        yield f"{run.left:,} records of steps that were done again are left out."
+    if wrong := [record["step"] for record in run.train if not math.isfinite(record["loss"])]:
+        yield (
+            f"{len(wrong):,} of {len(run.train):,} records have a loss that is not finite, the first at step "
+            f"{wrong[0]:,}, the last at step {wrong[-1]:,}; they are left out of the loss and of its curve."
+        )
 
 
 def _numbers(run: History) -> Iterator[tuple[str, str]]:
@@ -155,6 +166,8 @@ def _comparison(runs: Sequence[History]) -> str:
         recipes = _table(("field", *(run.name for run in runs)), lines)
     else:
         recipes = "<p>All fields of their recipes are equal.</p>"
+    for run in runs:
+        table += "".join(f"<p class=again>{escape(run.name)}: {text}</p>" for text in _left_out(run))
     return f"<section id=compare><h2>Comparison</h2>{table}<h3>Where the recipes differ</h3>{recipes}</section>"
 
 
@@ -212,7 +225,7 @@ def _events(runs: Sequence[History]) -> str:
     more = sum(max(len(run.events) - SHOWN_EVENTS, 0) for run in runs)
     note = f"<p>The newest {SHOWN_EVENTS} of each run.</p>" if more else ""
     table = _table(("time, UTC", "event", "step", ""), [row for _, row in rows])
-    folded = f"<details><summary>{len(rows)} events</summary>{table}</details>"
+    folded = f"<details><summary>{len(rows)} {'event' if len(rows) == 1 else 'events'}</summary>{table}</details>"
     return f"<section id=events><h2>Events</h2>{note}{folded}</section>"
 
 

@@ -1,0 +1,213 @@
+"""Every command and every Python block of the READMEs and the guides runs, or says above itself why it does not.
+
+A page is run from its first block to its last in one folder, as a reader would; only sizes and names of things that are
+not here are replaced (page_standins.py). Lines of `pip install` are compared with what the packages offer: the wheels
+themselves are installed by tests/test_wheels.py. Whether commands that are not run exist, with their options, is looked
+at by test_commands_exist.py.
+"""
+
+import os
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import page_standins as standins
+import pytest
+from page_blocks import OURS, blocks, commands, words
+from page_running import PRELOAD, Step, run_page
+
+from lt_trainer.testing import RankPool
+from lt_trainer.testing.bucket import Bucket, serve
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    path.relative_to(ROOT).as_posix(): blocks(path.read_text(encoding="utf-8"))
+    for pattern in ("*.md", "packages/*/README.md", "docs/**/*.md", "examples/**/*.md", "containers/*.md")
+    for path in sorted(ROOT.glob(pattern))
+}
+RUN_HERE = {name: found for name, found in PAGES.items() if any(b.kind in ("commands", "python") for b in found)}
+
+
+def is_install(line: str) -> bool:
+    return line.startswith("pip install ") and not re.search(r"[&|;]| \./", line)
+
+
+def steps(page: str) -> list[Step]:
+    """What is run of a page."""
+    found: list[Step] = []
+    wanted = standins.PAGES.get(page, standins.Page())
+    for block in PAGES[page]:
+        if block.reason is None and block.kind == "python":
+            found.append(("python", [block.text], 0))
+        elif block.reason is None and block.kind == "commands":
+            for line in commands(block.text):
+                if not is_install(line):
+                    given = [wanted.words.get(word, word) for word in words(line)]
+                    found.append(("command", given, wanted.exits.get(line, 0)))
+    return found
+
+
+# ---- what a page says ----
+
+
+SAMPLE = """Text, and
+
+    lt data pack store \\
+        --seq-len 4   # so
+
+<!-- not run: it has no end -->
+
+    uv run lt train watch RUN   or so
+    lt train report [--out x]
+
+    loss = a x b
+    [data]
+
+<!-- not run: -->
+```python
+import os
+```
+
+    store.pack(1)
+
+1. In a list:
+
+    that goes on here.
+
+    <!-- not run: needs a cluster -->
+
+    ```sh
+    lt launch run a.toml
+    ```
+
+```toml
+lt = "lt data pack"
+```
+"""
+
+
+def test_blocks_are_found_with_what_stands_before_them() -> None:
+    found = [(block.line, block.kind, block.reason) for block in blocks(SAMPLE)]
+    assert found == [
+        (3, "commands", None),
+        (8, "commands", "it has no end"),
+        (15, "python", ""),
+        (19, "python", None),
+        (23, "", None),
+        (27, "commands", "needs a cluster"),
+        (31, "toml", None),
+    ]
+    first, second, *_ = blocks(SAMPLE)
+    assert commands(first.text) == ["lt data pack store --seq-len 4"]
+    assert commands(second.text) == ["lt train watch RUN", "lt train report [--out x]", "loss = a x b", "[data]"]
+    assert words("lt train report [--out x]") == ["lt", "train", "report", "--out", "x"]
+    assert blocks("    a/b/   what lies there\n\n    x = [1]\n")[0].kind == ""
+
+
+@pytest.mark.parametrize("page", RUN_HERE)
+def test_a_block_runs_or_says_why_not(page: str) -> None:
+    """No reason without a word, no block that only looks as if it were run."""
+    for block in PAGES[page]:
+        where = f"{page}:{block.line}"
+        if block.reason is not None:
+            assert block.kind in ("commands", "python"), f"{where}: nothing would be run of this block"
+            assert len(block.reason) > 8, f"{where}: `<!-- not run: REASON -->` without a reason"
+        elif block.kind == "commands":
+            for line in commands(block.text):
+                assert is_install(line) or line.split()[0] in OURS, (
+                    f"{where}: `{line}` cannot be run by tests; say why above the block: <!-- not run: REASON -->"
+                )
+                assert not re.search(r"[|><`$]|&&", re.sub(r"'[^']*'|\"[^\"]*\"", "", line)), f"{where}: `{line}`"
+
+
+def test_most_of_them_run() -> None:
+    kinds = [block for found in PAGES.values() for block in found if block.kind in ("commands", "python")]
+    told = [block for block in kinds if block.reason is not None]
+    assert sum(len(steps(page)) for page in RUN_HERE) > 100
+    assert len(told) < len(kinds) / 2
+
+
+def test_replacements_belong_to_a_page_and_are_needed() -> None:
+    for page, wanted in standins.PAGES.items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        spare = [word for word in wanted.words if word not in text]
+        assert spare == [], f"{page}: {spare}"
+
+
+INSTALLS = sorted({line for found in PAGES.values() for b in found for line in commands(b.text) if is_install(line)})
+
+
+@pytest.mark.parametrize("line", INSTALLS)
+def test_what_is_to_be_installed_is_there(line: str) -> None:
+    offered = {}
+    for path in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
+        offered[project["name"]] = set(project.get("optional-dependencies", {}))
+    for word in words(re.sub(r"\[(?=[\w,-]*\])", "(", line))[2:]:
+        name, _, extras = word.rstrip("])").partition("(")
+        assert name in offered, f"{line}: {name}"
+        assert set(filter(None, extras.split(","))) <= offered[name], line
+
+
+# ---- what becomes of it ----
+
+
+@pytest.fixture(scope="module")
+def reader() -> RankPool:
+    """The process whose forks read pages."""
+    return RankPool(1, preload=PRELOAD)
+
+
+@pytest.fixture(scope="module")
+def world(prepared: Path, reader: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of stand-ins."""
+    root = tmp_path_factory.mktemp("standins") / "world"
+    shutil.copytree(prepared, root)
+    (root / "run.toml").write_text(standins.RECIPE.format(out="run", store=root / "train"))
+    (root / "run-here.toml").write_text(standins.RECIPE.format(out="runs/run", store="store"))
+    made = [("command", line.split(), 0) for line in standins.MAKE]
+    done, output = reader.run(run_page, str(root), made, ranks=1, env=surroundings(root), timeout_s=300)[0]
+    assert done == len(made), f"{standins.MAKE[done]}\n{output}"
+    return root
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    pytest.importorskip("moto.server", reason="moto[server] is not installed: what pages do with S3 was not run")
+    with serve(tmp_path_factory.mktemp("moto")) as found:
+        found.client.create_bucket(Bucket="bucket")
+        yield found
+
+
+def surroundings(folder: Path) -> dict[str, str]:
+    """The variables of a reader with a home of its own and the commands of this environment."""
+    return {
+        "HOME": str(folder.parent),
+        "XDG_STATE_HOME": str(folder.parent / "state"),
+        "XDG_CONFIG_HOME": str(folder.parent / "config"),
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "100",
+    }
+
+
+@pytest.mark.parametrize("page", [page for page in RUN_HERE if steps(page)])
+def test_a_page_runs(page: str, world: Path, reader: RankPool, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    wanted = standins.PAGES.get(page, standins.Page())
+    folder = tmp_path / "here"
+    folder.mkdir()
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    for name, source in wanted.files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        copy = shutil.copytree if (world / source).is_dir() else shutil.copy
+        copy(world / source, folder / name)
+    env = surroundings(folder)
+    if wanted.s3:
+        env |= request.getfixturevalue("bucket").environ
+    given = steps(page)
+    done, output = reader.run(run_page, str(folder), given, ranks=1, env=env, timeout_s=300)[0]
+    if done < len(given):
+        pytest.fail(f"{page}: {' '.join(given[done][1])}\n{output}", pytrace=False)
