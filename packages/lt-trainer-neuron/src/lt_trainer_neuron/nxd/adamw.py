@@ -6,6 +6,10 @@ with m' = m / (1 - b1^t), v' = v / (1 - b2^t) and t the steps that had an effect
 tensors: torch's own AdamW takes the learning rate as a number, which would be a constant of the graph. 1 - b^t is
 -expm1(t log b), since in fp32 the difference of two numbers near 1 has lost most of its digits.
 
+No number near 1 is ever a factor: with `bf16_sr` everything here is bf16 on the device, where 0.999 and 1 - lr d are 1,
+so that v would only grow and nothing would decay. So it is m + (1 - b1) (g - m), v likewise, and w - (lr d w + ...),
+each with one rounding, which is right on average where it is by chance. t is an integer: bf16 does not count to 257.
+
 Where the step is not to count, what was there is chosen again instead of what was computed: a nan is never multiplied.
 
 Cost: a few temporaries of a parameter's size; state is 2 numbers per parameter.
@@ -43,7 +47,8 @@ class AdamW:
         self.exp_avg = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         self.exp_avg_sq = {name: torch.zeros_like(weight) for name, weight in weights.items()}
         some = next(iter(weights.values()))
-        self.step = torch.zeros((), dtype=some.dtype, device=some.device)
+        self._dtype = some.dtype
+        self.step = torch.zeros((), dtype=torch.int32, device=some.device)
 
     @torch.no_grad()
     def update(
@@ -60,17 +65,18 @@ class AdamW:
         """
         beta1, beta2, eps = self._options.beta1, self._options.beta2, self._options.eps
         self.step.add_(finite.to(self.step.dtype))
-        counted = self.step.clamp(min=1)
+        counted = self.step.clamp(min=1).to(self._dtype)
         first_correction = -torch.expm1(counted * math.log(beta1)) if beta1 > 0 else torch.ones_like(counted)
         second_correction = -torch.expm1(counted * math.log(beta2)) if beta2 > 0 else torch.ones_like(counted)
         rate = lr / first_correction
         for name, weight in weights.items():
             m, v, gradient = self.exp_avg[name], self.exp_avg_sq[name], gradients[name] * scale
-            new_m = m * beta1 + gradient * (1 - beta1)
-            new_v = v * beta2 + gradient * gradient * (1 - beta2)
-            decay = self._options.weight_decay if name in self._decays else 0.0
-            kept = weight * (1 - lr * decay) if decay else weight
-            new_weight = kept - rate * new_m / ((new_v / second_correction).sqrt() + eps)
+            new_m = m + (gradient - m) * (1 - beta1)
+            new_v = v + (gradient * gradient - v) * (1 - beta2)
+            change = rate * new_m / ((new_v / second_correction).sqrt() + eps)
+            if name in self._decays and self._options.weight_decay > 0:
+                change = change + lr * self._options.weight_decay * weight
+            new_weight = weight - change
             m.copy_(torch.where(finite, new_m, m))
             v.copy_(torch.where(finite, new_v, v))
             weight.copy_(torch.where(finite, new_weight, weight))
