@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -273,6 +274,38 @@ def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, 
     first = read_table(place.attempt(0) / "exit.json")
     assert first is not None
     assert (first["kind"], first["first"]["node"], first["first"]["ranks"]) == ("lost", 1, [1])
+
+
+NO_STEP = """#!/bin/bash
+# srun, whose first step waits in vain for a node that Slurm has given to the job
+if [ "${1#--nodes}" = "$1" ]; then exec REAL "$@"; fi
+if [ -e FOLDER/waited ]; then exec REAL "$@"; fi
+touch FOLDER/waited
+for word in "$@"; do case $word in --immediate=*) sleep "${word#*=}" ;; esac; done
+echo 'srun: error: Unable to create step for job: Requested nodes are busy' >&2
+exit 1
+"""
+
+
+def test_a_job_whose_step_slurm_never_makes_is_started_again(
+    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it happens when a node is lost and comes back within seconds; another failure of srun at once ends the job."""
+    real = shutil.which("srun")
+    assert real is not None
+    fake = tmp_path / "bin" / "srun"
+    fake.parent.mkdir()
+    fake.write_text(NO_STEP.replace("REAL", real).replace("FOLDER", str(tmp_path)))
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    text = '[job]\nname = "late"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n[profile.slurm]\nstep_wait_s = 2\n'
+    made = submit(text)
+    id_ = made.ids["late"]
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
+    place = Place(made.directory / "stages" / "late" / "spec.json")
+    kinds = [(read_table(place.attempt(number) / "exit.json") or {}).get("kind") for number in place.attempts()]
+    assert kinds == ["requeue", "done"]
+    assert "srun got no step" in (place.stage / f"slurm-{id_}.out").read_text()
 
 
 def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:

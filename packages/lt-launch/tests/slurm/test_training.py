@@ -70,6 +70,7 @@ restart = {{ max_restarts = 100, max_without_progress = 3 }}
 python = "{python}"
 [profile.slurm]
 partition = "low"
+step_wait_s = 30
 """
 SEED = int(os.environ.get("LT_SEED", "7"))
 

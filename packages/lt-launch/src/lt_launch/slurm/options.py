@@ -24,6 +24,9 @@ class SlurmOptions:
         "gpus-per-node", 'how GPUs are asked for; "" = not at all (clusters of whole nodes)'
     )
     warn_s: int = option(0, "USR1 so long before the time limit; 0 = the job's grace time and half a minute", unit="s")
+    step_wait_s: int = option(
+        600, "how long srun may wait for nodes that the job has; then it is requeued. 0 = for ever", unit="s"
+    )
     auto_resume: Literal["auto", "on", "off"] = option(
         "auto", "srun --auto-resume=1 of SageMaker HyperPod: auto = where srun offers it on a HyperPod cluster"
     )
@@ -39,6 +42,8 @@ class SlurmOptions:
             raise RecipeError(
                 "must be at least 0", values={"slurm.warn_s": self.warn_s}, remedy="leave it out to use the grace time"
             )
+        if self.step_wait_s < 0:
+            raise RecipeError("must be at least 0", values={"slurm.step_wait_s": self.step_wait_s})
         for name in ("sbatch", "srun"):
             for word in getattr(self, name):
                 if not word.startswith("--") or any(char.isspace() for char in word):

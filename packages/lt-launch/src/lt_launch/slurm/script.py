@@ -132,6 +132,7 @@ read -r first <"$7/step"
 exec "$1" "$2" {command} "$3" --attempt "$(($4 + SLURM_STEP_ID - first))" --master-addr "$5" --master-port "$6" \\
     {rank}"${{@:8}}"'
 code=75
+began=$SECONDS
 if [ -z "$told" ]; then
     srun "${{options[@]}}" bash -c "$run" {argv0} "$python" "$launch/agent" "$spec" "$attempt" "$master" "$port" \\
         "$records" "${{index[@]}}" &
@@ -143,6 +144,14 @@ if [ -z "$told" ]; then
         code=$?
         if [ "$before" -eq "$signals" ]; then break; fi
     done
+fi
+{late}"""
+
+LATE = """\
+# A node that was lost and came back at once can be the job's for Slurm and not for srun: another start helps.
+if [ "$code" -ne 0 ] && [ $((SECONDS - began)) -ge {early} ] && ! [ -e "$records/step" ]; then
+    say 'srun got no step on the nodes of the job'
+    code=75
 fi
 """
 
@@ -190,7 +199,7 @@ def body(stage: Stage, pipeline: Pipeline, profile: Profile, options: SlurmOptio
         nodes=job.nodes,
     )
     network = EFA + (NEURON if job.engine == "neuron" else "") if job.nodes > 1 or job.procs_per_node > 1 else ""
-    return head + network + _options(stage, options) + _container(stage, options) + _step(stage) + TAIL
+    return head + network + _options(stage, options) + _container(stage, options) + _step(stage, options) + TAIL
 
 
 def _options(stage: Stage, options: SlurmOptions) -> str:
@@ -204,6 +213,7 @@ def _options(stage: Stage, options: SlurmOptions) -> str:
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--unbuffered",
+        *([f"--immediate={options.step_wait_s}"] if options.step_wait_s else []),
         *options.srun,
     ]
     lines = f"\noptions=({' '.join(shlex.quote(word) for word in words)})\n"
@@ -233,7 +243,7 @@ def _container(stage: Stage, options: SlurmOptions) -> str:
     )
 
 
-def _step(stage: Stage) -> str:
+def _step(stage: Stage, options: SlurmOptions) -> str:
     srun = stage.job.spawner == "srun"
     image = bool(stage.job.container.image)
     text = STEP.format(
@@ -241,6 +251,7 @@ def _step(stage: Stage) -> str:
         command="task" if srun else "node",
         rank="" if srun else '--node-rank "$SLURM_NODEID" ',
         argv0="lt-launch",
+        late=LATE.format(early=options.step_wait_s // 2) if options.step_wait_s else "",
     )
     if image:  # enroot stands in front of the python that is in the image; with pyxis nothing does
         text = text.replace('srun "${options[@]}" bash -c', 'srun "${options[@]}" "${inside[@]}" bash -c')
