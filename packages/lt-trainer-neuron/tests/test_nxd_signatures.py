@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lt_trainer_neuron
+from lt_trainer_neuron.nxd.ranks import NxdNeighbours
 from lt_trainer_neuron.nxd.signatures import NEEDED, SIGNATURES, VERSION, check_installed
 from lt_trainer_neuron.sdk import NotInstalledError
 
@@ -117,6 +119,36 @@ def test_an_installation_that_lacks_a_parameter_is_refused(monkeypatch: pytest.M
     pretend("reduce_dtype")
     with pytest.raises(NotInstalledError, match=r"RowParallelLinear has no reduce_dtype; install .* constraints/"):
         check_installed()
+
+
+def test_outputs_go_to_the_next_stage_and_gradients_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    def send(tensor: torch.Tensor, *, send_next: bool) -> torch.Tensor:
+        said.append(("send", send_next, tensor.requires_grad, tensor.is_contiguous()))
+        return tensor
+
+    def recv_from(meta: Any, *, recv_prev: bool) -> torch.Tensor:
+        said.append(("recv_from", recv_prev, meta.requires_grad))
+        return torch.zeros(meta.shape, dtype=meta.dtype)
+
+    comm = types.ModuleType("neuronx_distributed.pipeline.comm")
+    vars(comm).update(send=send, recv_from=recv_from)
+    pipeline = types.ModuleType("neuronx_distributed.pipeline")
+    vars(pipeline).update(comm=comm)
+    for module in (types.ModuleType("neuronx_distributed"), pipeline, comm):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    neighbours = NxdNeighbours()
+    for way in ("onward", "back"):
+        neighbours.give(torch.zeros(2, 3, requires_grad=True).T, way)
+        taken = neighbours.take((4, 1, 3), torch.bfloat16, way)
+        assert (taken.shape, taken.dtype) == ((4, 1, 3), torch.bfloat16)
+    assert said == [
+        ("send", True, False, True),
+        ("recv_from", True, False),
+        ("send", False, False, True),
+        ("recv_from", False, False),
+    ]
 
 
 @pytest.mark.skipif(not SOURCE.is_dir(), reason="LT_NXD_SOURCE does not name a folder with the source of NxD")

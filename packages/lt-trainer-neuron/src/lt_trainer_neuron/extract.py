@@ -2,7 +2,8 @@
 
 `neuron_parallel_compile` runs this with NEURON_EXTRACT_GRAPHS_ONLY set: graphs are written down, nothing is computed,
 and the numbers that come back mean nothing. So no data is read, nothing is saved and no number is looked at. The rows
-have the recipe's shapes, and the options are the run's own. Started as
+have the recipe's shapes (in validation one micro-batch at a time), and the options are the run's own. With pipeline
+stages a rank sees the graphs of its own stage, so all ranks of the run go through the steps. Started as
 `python -m lt_trainer_neuron.extract RUN.toml --steps 3 [--set A.B=C ...] [--hyperparameters FILE]`.
 
 Cost: the start of a run and `steps` times the tracing of a step.
@@ -15,9 +16,11 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 
 from lt_trainer.batches import open_batches
 from lt_trainer.bench import bench_recipe
+from lt_trainer.engine import StepBatch
 from lt_trainer.hyperparameters import read
 from lt_trainer.recipe import Resolved
 from lt_trainer.run import Plan
@@ -40,10 +43,16 @@ def extract(resolved: Resolved, *, steps: int, evaluate: bool) -> int:
             for _ in range(steps):
                 engine.read([engine.step(batches.next_batch(), plan.recipe.optimizer.lr)])
             if evaluate:
-                engine.evaluate([batches.next_batch()])
+                engine.evaluate([_first_micro_batch(batches.next_batch())])
     finally:
         engine.close()
     return steps + evaluate
+
+
+def _first_micro_batch(batch: StepBatch) -> StepBatch:
+    """A batch as validation has them, [1, B, T]: the number of micro-batches is a shape of that graph."""
+    arrays = {name: getattr(batch, name)[:1] for name in ("input_ids", "labels", "position_ids", "doc_ids")}
+    return replace(batch, **arrays)
 
 
 def main(arguments: Sequence[str]) -> int:

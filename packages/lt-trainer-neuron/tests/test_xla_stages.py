@@ -1,0 +1,129 @@
+"""The graphs of a pipeline stage on plain torch-xla (PJRT on the CPU, one device), counted by torch-xla's own metrics.
+
+One process plays each of three stages alone: what it would be given is made up on the device, as NxD's transfer makes
+it from what it gathers. Numbers mean nothing here; `test_nxd_step.py` has them. What is asserted is that a step has a
+handful of graphs however many micro-batches there are, that none is compiled again, and that nothing is fetched.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch-xla is not installed (extra xla-cpu)")
+
+SCRIPT = """
+import json
+import numpy as np, torch
+import torch_xla.debug.metrics as met
+from lt_model import LlamaConfig
+from lt_trainer.engine import SoloControl, StepBatch, World
+from lt_trainer.recipe import load
+from lt_trainer_neuron.engine import NeuronEngine
+from lt_trainer_neuron.nxd import backend as nxd
+from lt_trainer_neuron.nxd.device import XlaDevice
+from lt_trainer_neuron.nxd.layers import TorchLayers
+from lt_trainer_neuron.nxd.ranks import Alone
+
+config = LlamaConfig(
+    vocab_size=62, hidden_size=32, intermediate_size=40, n_layers=3, n_heads=4, n_kv_heads=2,
+    max_position_embeddings=16, tie_word_embeddings=True,
+)
+base = {
+    "run": {"engine": "neuron"}, "model": {"hidden_size": 32, "intermediate_size": 40, "n_heads": 4, "n_kv_heads": 2,
+    "n_layers": 3, "tie_word_embeddings": True}, "data": {"store": "unused", "seq_len": 16},
+    "batch": {"global_batch": 10, "micro_batch": 2}, "optimizer": {"grad_clip": 0.3, "weight_decay": 0.1},
+    "schedule": {"max_steps": 9, "warmup_steps": 1}, "parallel": {"pp": 3},
+    "engine": {"neuron": {"num_neuroncores": 3, "precision": "fp32_master"}},
+}
+device = XlaDevice()
+
+def gathered(tensor):
+    return torch.split(torch.cat([tensor, tensor]), tensor.shape[0])[1].detach().clone()
+
+class Neighbours:
+    def give(self, tensor, way):
+        return gathered(tensor)
+
+    def take(self, shape, dtype, way):
+        return gathered(torch.full(shape, 0.5, dtype=dtype, device=device.torch_device))
+
+nxd.GlooControl = lambda *_: SoloControl()
+nxd._places = lambda recipe, options, grid, precision: (device, Alone(), Neighbours(), TorchLayers(precision.compute))
+
+def counts():
+    found = {name: met.counter_value(name) for name in met.counter_names()}
+    data = met.metric_data("TransferFromDeviceTime")
+    return found | {"fetched": data[0] if data else 0}
+
+def counted(work):
+    before = counts()
+    result = work()
+    after = counts()
+    return result, {name: after[name] - before.get(name, 0) for name in after}
+
+out = []
+for rank, global_batch in ((0, 10), (1, 10), (2, 10), (0, 14), (1, 14), (2, 14)):
+    recipe = load(base=base, sets=[f"batch.global_batch={global_batch}"]).recipe
+    world = World(rank=rank, size=3, local_rank=rank, local_size=3)
+    engine = NeuronEngine(recipe, config, nxd.NxdBackend(recipe, config, world))
+    rng = np.random.default_rng(3)
+    pendings, steps, evaluations = [], [], []
+    for rate in (0.0, 1e-3, 0.013, 1.0):
+        shape = (recipe.accumulation(3), 2, 16)
+        ids, labels = (rng.integers(0, 62, shape, dtype=np.int32) for _ in range(2))
+        labels[rng.random(shape) < 0.1] = -100
+        batch = StepBatch(
+            input_ids=ids, labels=labels, position_ids=np.broadcast_to(np.arange(16, dtype=np.int32), shape).copy(),
+            doc_ids=np.zeros(shape, np.int32), valid_tokens=int((labels != -100).sum()),
+        )
+        pending, one = counted(lambda: engine.step(batch, rate))
+        pendings.append(pending)
+        steps.append(one)
+    metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
+    for _ in range(2):
+        evaluations.append(counted(lambda: engine.evaluate([batch]))[1])
+    out.append({"steps": steps, "metrics": metrics, "evaluations": evaluations})
+print("RESULT" + json.dumps(out))
+"""
+
+
+def run() -> list[dict[str, Any]]:
+    """What the script counted for each of the stages, with 5 and then with 7 micro-batches."""
+    environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT")]
+    return json.loads(line.removeprefix("RESULT"))
+
+
+OTHERS = 1 + 2 + 1
+"""Marks of a step beside those of the passes and transfers: before them, around the tied gradient's sum, at the end."""
+
+TURNS = (4, 6, 3)
+"""Graphs of a micro-batch on the first, a middle and the last stage."""
+
+
+def test_a_stage_has_a_handful_of_graphs_and_none_is_compiled_again() -> None:
+    found = run()
+    for stage, turns in enumerate(TURNS):
+        few, many = found[stage], found[stage + 3]
+        for micros, stage_found in ((5, few), (7, many)):
+            for step, counted in enumerate(stage_found["steps"]):
+                fallbacks = {name: n for name, n in counted.items() if name.startswith("aten::") and n}
+                assert not fallbacks, (stage, step, fallbacks)
+                assert counted["fetched"] == 0, (stage, step)
+                assert counted["MarkStep"] == turns * micros + OTHERS, (stage, step)
+        compiled = [counted.get("UncachedCompile", 0) for counted in few["steps"]]
+        assert 0 < compiled[0] <= turns + OTHERS, stage
+        assert compiled[2:] == [0, 0], stage
+        # More micro-batches are the same graphs more often.
+        assert [counted["UncachedCompile"] for counted in many["steps"]] == [0] * 4, stage
+        assert few["evaluations"][1]["UncachedCompile"] == 0, stage
+        assert all((loss > 0) == (stage == 2) for loss, _ in few["metrics"]), stage
+        assert all(norm > 0 for _, norm in few["metrics"]), stage
