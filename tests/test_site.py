@@ -75,6 +75,8 @@ def test_it_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> 
     for page in pages:
         loaded = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"?(https?:[^\"\s>]+)", page.read_text())
         assert loaded == [], page
+        # Code that Markdown takes for text: in a list it has to stand four spaces in.
+        assert not re.search(r"<(?:p|li)>\s*(?:lt|uv|pip|python3?|```)[ \w]* (?:--|\w+ )", page.read_text()), page
     reference = (tmp_path / "site" / "api" / "lt-data.html").read_text()
     assert 'id="lt_data.packing.packs.pack"' in reference
     assert "Raises" in reference
