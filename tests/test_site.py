@@ -36,6 +36,10 @@ def test_links_lead_to_pages_of_the_site_or_become_text(site: ModuleType) -> Non
         "[a](packages/lt-data.md) [b](guides/launch.md#x) c [d](https://x.org) [e](nowhere.md)"
     )
     back = "[r](../../README.md) ![p](../images/report.png) [p](../../packages/lt-data/README.md)\n    [code](../x.md)"
+    both = "    [code](../x.md)\n\n[r](../../README.md)\n\n```\n[r](../../README.md)\n```\n\n[r](../../README.md)"
+    assert site.relinked(both, "docs/guides/launch.md", known) == (
+        "    [code](../x.md)\n\n[r](../index.md)\n\n```\n[r](../../README.md)\n```\n\n[r](../index.md)"
+    )
     assert site.relinked(back, "docs/guides/launch.md", known) == (
         "[r](../index.md) ![p](../images/report.png) [p](../packages/lt-data.md)\n    [code](../x.md)"
     )
@@ -62,7 +66,7 @@ def test_it_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> 
     pytest.importorskip("mkdocs", reason="NO MKDOCS: the site is not built; sync the dev group")
     pytest.importorskip("mkdocstrings", reason="NO MKDOCSTRINGS: the site is not built; sync the dev group")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path / "site"],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path / "site"],
         cwd=ROOT,
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,

@@ -74,7 +74,7 @@ def relinked(text: str, source: str, known: Mapping[str, str]) -> str:
             return match[0]  # leads nowhere: mkdocs says so
         return f"{picture}[{words}]({os.path.relpath(place, here or '.')}{'#' + anchor if anchor else ''})"
 
-    parts = re.split(r"(^```.*?^```$|^    .*$)", text, flags=re.M | re.S if "```" in text else re.M)
+    parts = re.split(r"(^ *```[^\n]*\n(?:[^\n]*\n)*? *```$|^    .*$)", text, flags=re.M)
     return "".join(part if number % 2 else LINK.sub(lead, part) for number, part in enumerate(parts))
 
 

@@ -107,7 +107,7 @@ def run(
         stop: stop signals that the caller has taken; by default they are taken for the time of the run.
         stop_at_step: stop after that step the way SIGTERM does; 0 for never.
         shadow_steps: steps to run after a stop's save, noted in the run directory's shadow.jsonl to prove a resume
-        exact.
+            exact.
 
     Returns:
         0 when all steps are done, 75 when it stopped early and saved; with a mirror that has not got the last
