@@ -167,17 +167,21 @@ def test_a_partition_that_is_not_there_is_refused_and_nothing_stays_in_the_queue
     assert cluster.run("squeue", "-h", "-t", "PENDING,RUNNING") == ""
 
 
-WARNED = """
+WARNED = '''
 [job]
 name = "warned"
-argv = ["bash", "-c", "echo $LT_ATTEMPT >>seen; trap 'exit 75' USR1; [ $LT_ATTEMPT = 1 ] || { sleep 99 & wait; }"]
+argv = ["bash", "-c", """
+trap 'exit 75' USR1
+echo $LT_ATTEMPT >>seen
+while [ $LT_ATTEMPT = 0 ]; do sleep 99 & wait; done # the sleep may die of the signal before bash hears of it
+"""]
 grace_s = 5
 time_limit = "1m"
 [profile]
 python = "PYTHON"
 [profile.slurm]
 warn_s = 50
-"""
+'''
 
 
 def test_the_warning_ahead_of_the_time_limit_is_a_requeue(cluster: Any, submit: Submit, tmp_path: Path) -> None:
