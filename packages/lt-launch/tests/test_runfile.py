@@ -161,6 +161,7 @@ def test_a_pipeline_shares_what_stands_in_job(write) -> None:
         ("[[stages]]\nname = 'a'\nargv = ['a']\narry = 2\n", "(x.toml [[stages]] a): unknown field; did you mean"),
         ("[[stages]]\nname = 'a'\nargv = ['a']\nafter = ['b']\n", "no stage before it has this name"),
         ("[job]\nargv = ['a']\nenv.HF_TOKEN = 'hush'\n", 'pass_env = ["HF_TOKEN"]'),
+        ("[job]\nrecipe = 'gone.toml'\n", "job.recipe = 'gone.toml' (x.toml:2): there is no file gone.toml"),
         ("[job", "is not valid TOML"),
     ],
 )
@@ -189,7 +190,7 @@ def test_profiles_are_found_checked_and_typed_by_their_backend(write, tmp_path: 
     with pytest.raises(LaunchError, match="no such file"):
         load_profile("gone.toml")
     for text, says in [
-        ("pyton = 'x'\n", "pyton = 'x' (bad.toml:1): unknown field"),
+        ("pyton = 'x'\n", "pyton = 'x' (bad.toml:1): unknown field; did you mean python?"),
         ("[ssh]\nhotsfile = 'x'\n", r"ssh.hotsfile = 'x' (bad.toml:2): unknown field; did you mean ssh.hostfile?"),
         ("[ssh]\nlink_timeout_s = 'x'\n", "ssh.link_timeout_s = 'x' (bad.toml:2): expected a number"),
         ("[ssh]\nhosts = ['a']\nhostfile = 'h'\n", "ssh.hostfile = 'h' (bad.toml:3), ssh.hosts = ['a'] (bad.toml:2)"),

@@ -9,11 +9,12 @@ import pytest
 
 from lt_launch.agent.places import Place, write_table
 from lt_launch.backend import Rendered
+from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.profile import Profile
 from lt_launch.record import create, event, hold
 from lt_launch.spec import spec
-from lt_launch.status import duration, list_known, overall, rows_of, show
+from lt_launch.status import duration, list_known, overall, rows_of, show, show_nodes
 from lt_launch.training import progress, progress_of_lines
 
 STEPS, BATCH, SEQ = 1000, 8, 128
@@ -147,6 +148,18 @@ def test_colours_on_a_terminal(launch, monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_the_list_of_launches(launch, capsys: pytest.CaptureFixture[str]) -> None:
     list_known()
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["p", "local", "failed"]
+
+
+def test_where_nothing_was_launched_it_says_how_to(capsys: pytest.CaptureFixture[str]) -> None:
+    list_known()
+    assert "lt launch run RUN.toml" in capsys.readouterr().err
+    with pytest.raises(LaunchError, match=r"lt launch run RUN\.toml"):
+        show([], as_json=False)
+
+
+def test_nodes_are_shown_without_columns_that_nobody_fills(capsys: pytest.CaptureFixture[str]) -> None:
+    show_nodes("local", None, None)
+    assert capsys.readouterr().out.splitlines()[0].split() == ["NODE", "STATE", "DEVICES"]
 
 
 def test_the_worst_state_is_the_launchs() -> None:

@@ -63,3 +63,11 @@ def test_without_a_controller_that_is_all_there_is_to_say(monkeypatch: pytest.Mo
     assert list(found) == ["controller"]
     assert found["controller"].level == "wrong"
     assert "scontrol is not installed here" in found["controller"].found
+
+
+def test_a_machine_that_knows_no_cluster_says_where_to_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text("#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert "start this on a login node of the cluster" in look(job(), tmp_path)["controller"].found
