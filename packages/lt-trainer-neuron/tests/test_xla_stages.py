@@ -30,13 +30,13 @@ from lt_trainer_neuron.nxd.layers import TorchLayers
 from lt_trainer_neuron.nxd.ranks import Alone
 
 config = LlamaConfig(
-    vocab_size=62, hidden_size=32, intermediate_size=40, n_layers=3, n_heads=4, n_kv_heads=2,
+    vocab_size=30, hidden_size=16, intermediate_size=24, n_layers=3, n_heads=2, n_kv_heads=1,
     max_position_embeddings=16, tie_word_embeddings=True,
 )
 base = {
-    "run": {"engine": "neuron"}, "model": {"hidden_size": 32, "intermediate_size": 40, "n_heads": 4, "n_kv_heads": 2,
+    "run": {"engine": "neuron"}, "model": {"hidden_size": 16, "intermediate_size": 24, "n_heads": 2, "n_kv_heads": 1,
     "n_layers": 3, "tie_word_embeddings": True}, "data": {"store": "unused", "seq_len": 16},
-    "batch": {"global_batch": 10, "micro_batch": 2}, "optimizer": {"grad_clip": 0.3, "weight_decay": 0.1},
+    "batch": {"global_batch": 8, "micro_batch": 2}, "optimizer": {"grad_clip": 0.3, "weight_decay": 0.1},
     "schedule": {"max_steps": 9, "warmup_steps": 1}, "parallel": {"pp": 3},
     "engine": {"neuron": {"num_neuroncores": 3, "precision": "fp32_master"}},
 }
@@ -67,15 +67,15 @@ def counted(work):
     return result, {name: after[name] - before.get(name, 0) for name in after}
 
 out = []
-for rank, global_batch in ((0, 10), (1, 10), (2, 10), (0, 14), (1, 14), (2, 14)):
+for rank, global_batch in ((0, 8), (1, 8), (2, 8), (1, 12)):
     recipe = load(base=base, sets=[f"batch.global_batch={global_batch}"]).recipe
     world = World(rank=rank, size=3, local_rank=rank, local_size=3)
     engine = NeuronEngine(recipe, config, nxd.NxdBackend(recipe, config, world))
     rng = np.random.default_rng(3)
     pendings, steps, evaluations = [], [], []
-    for rate in (0.0, 1e-3, 0.013, 1.0):
+    for rate in (0.0, 1e-3, 1.0):
         shape = (recipe.accumulation(3), 2, 16)
-        ids, labels = (rng.integers(0, 62, shape, dtype=np.int32) for _ in range(2))
+        ids, labels = (rng.integers(0, 30, shape, dtype=np.int32) for _ in range(2))
         labels[rng.random(shape) < 0.1] = -100
         batch = StepBatch(
             input_ids=ids, labels=labels, position_ids=np.broadcast_to(np.arange(16, dtype=np.int32), shape).copy(),
@@ -93,7 +93,7 @@ print("RESULT" + json.dumps(out))
 
 
 def run() -> list[dict[str, Any]]:
-    """What the script counted for each of the stages, with 5 and then with 7 micro-batches."""
+    """What the script counted for each of the stages with 4 micro-batches, then for the middle one with 6."""
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -110,20 +110,17 @@ TURNS = (4, 6, 3)
 
 
 def test_a_stage_has_a_handful_of_graphs_and_none_is_compiled_again() -> None:
-    found = run()
-    for stage, turns in enumerate(TURNS):
-        few, many = found[stage], found[stage + 3]
-        for micros, stage_found in ((5, few), (7, many)):
-            for step, counted in enumerate(stage_found["steps"]):
-                fallbacks = {name: n for name, n in counted.items() if name.startswith("aten::") and n}
-                assert not fallbacks, (stage, step, fallbacks)
-                assert counted["fetched"] == 0, (stage, step)
-                assert counted["MarkStep"] == turns * micros + OTHERS, (stage, step)
-        compiled = [counted.get("UncachedCompile", 0) for counted in few["steps"]]
-        assert 0 < compiled[0] <= turns + OTHERS, stage
-        assert compiled[2:] == [0, 0], stage
+    first, middle, last, more = run()
+    for stage, micros, found in ((0, 4, first), (1, 4, middle), (2, 4, last), (1, 6, more)):
+        for step, counted in enumerate(found["steps"]):
+            fallbacks = {name: n for name, n in counted.items() if name.startswith("aten::") and n}
+            assert not fallbacks, (stage, step, fallbacks)
+            assert counted["fetched"] == 0, (stage, step)
+            assert counted["MarkStep"] == TURNS[stage] * micros + OTHERS, (stage, step)
+        compiled = [counted.get("UncachedCompile", 0) for counted in found["steps"]]
+        assert compiled[2] == 0, stage
         # More micro-batches are the same graphs more often.
-        assert [counted["UncachedCompile"] for counted in many["steps"]] == [0] * 4, stage
-        assert few["evaluations"][1]["UncachedCompile"] == 0, stage
-        assert all((loss > 0) == (stage == 2) for loss, _ in few["metrics"]), stage
-        assert all(norm > 0 for _, norm in few["metrics"]), stage
+        assert compiled == [0, 0, 0] if found is more else 0 < compiled[0] <= TURNS[stage] + OTHERS, stage
+        assert found["evaluations"][1]["UncachedCompile"] == 0, stage
+        assert all((loss > 0) == (stage == 2) for loss, _ in found["metrics"]), stage
+        assert all(norm > 0 for _, norm in found["metrics"]), stage
