@@ -2,12 +2,14 @@
 
 NxD imports packages of the Neuron SDK (runtime, compiler, kernels) that are not on the public index. None of them takes
 part in what its parallel layers compute on a CPU, so any name of theirs is answered with an object that does nothing.
-Two things are real: the platform is called trn1, and collectives that NxD asks of torch-xla directly, which does
-nothing for tensors on a CPU, go over gloo.
+Three things are real: the platform is called trn1; collectives that NxD asks of torch-xla directly, which does nothing
+for tensors on a CPU, go over gloo; and gradients reach NxD's linear layers dense, for these take views of them, which
+torch-xla's tensors, always dense, allow and a CPU's transposed ones do not.
 """
 
 import importlib.abc
 import importlib.machinery
+import os
 import sys
 import types
 from typing import Any
@@ -71,6 +73,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def install() -> None:
     """Put the stand-ins in place; before NxD is imported."""
+    from torch_xla.core import xla_env_vars
     from torch_xla.core import xla_model as xm
 
     sys.meta_path.insert(0, Finder())
@@ -92,11 +95,39 @@ def install() -> None:
 
     def all_reduce(reduce_type: str, inputs: Any, scale: float = 1.0, groups: Any = None, **_: Any) -> Any:
         for tensor in inputs if isinstance(inputs, list) else [inputs]:
-            dist.all_reduce(tensor, op=operations[reduce_type], group=group_of(groups))
-            if scale != 1.0:
-                tensor.mul_(scale)
+            dense = tensor.contiguous()  # gloo takes no others
+            dist.all_reduce(dense, op=operations[reduce_type], group=group_of(groups))
+            tensor.copy_(dense * scale)
         return inputs
 
-    xm.all_reduce = all_reduce
+    def all_gather(value: Any, dim: int = 0, groups: Any = None, **_: Any) -> Any:
+        group = group_of(groups)
+        parts = [torch.empty_like(value.contiguous()) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, value.contiguous(), group=group)
+        return torch.cat(parts, dim=dim)
+
+    def reduce_scatter(reduce_type: str, value: Any, *, output: Any, groups: Any, scatter_dim: int, **_: Any) -> Any:
+        group = group_of(groups)
+        whole = value.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, op=operations[reduce_type], group=group)
+        output.copy_(whole.chunk(dist.get_world_size(group), dim=scatter_dim)[dist.get_rank(group)])
+        return output
+
+    xm.all_reduce, xm.all_gather, xm.reduce_scatter = all_reduce, all_gather, reduce_scatter
     xm.rendezvous = lambda *args, **kwargs: dist.barrier()
     xm.xla_device = lambda *args, **kwargs: torch.device("cpu")
+    xla_env_vars.HOST_WORLD_SIZE = "HOST_WORLD_SIZE"  # NxD asks for the name; newer releases of torch-xla lack it
+    os.environ["HOST_WORLD_SIZE"] = "1"
+    _dense_gradients()
+
+
+def _dense_gradients() -> None:
+    from neuronx_distributed.modules import qkv_linear
+    from neuronx_distributed.parallel_layers import layers
+
+    for function in (layers.LinearWithAsyncCommunication, qkv_linear.GQAQKVLinearWithAsyncCommunication):
+
+        def dense(ctx: Any, *gradients: Any, backward: Any = function.backward) -> Any:
+            return backward(ctx, *(gradient.contiguous() for gradient in gradients))
+
+        function.backward = staticmethod(dense)

@@ -1,11 +1,16 @@
-"""One rank on NxD's real source in its CPU mode: trains the cases it is told and leaves what it saw in a file.
+"""Ranks on NxD's real source in its CPU mode: each trains the cases it is told and leaves what it saw in a file.
 
-Arguments: folder for the results; JSON list of cases {"name", "kv_heads", "sets"}.
+Arguments: folder for the results; JSON list of cases {"name", "kv_heads", "sets"}; the number of ranks.
+
+The ranks are forks of one process, made when all is imported: importing torch-xla and NxD takes far more CPU time than
+what is computed here. Nothing has run by then that a fork would lose: no thread, no device, no group.
 """
 
 import json
 import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +33,7 @@ from lt_trainer_neuron.spec import SPEC  # noqa: E402
 
 RATES = (0.0, 1e-3, 0.02)
 ROWS, SEQ_LEN, VOCAB = 4, 16, 60
+NUMPY = {"F32": np.float32, "F64": np.float64}
 
 
 def model(kv_heads: int) -> LlamaConfig:
@@ -110,7 +116,7 @@ def train(kv_heads: int, sets: list[str], folder: Path) -> dict[str, Any]:
     metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
     shards = []
     for shard in engine.boxes():
-        values = shard.bytes().view(np.float32).astype(float).tolist()
+        values = shard.bytes().view(NUMPY[shard.dtype]).astype(float).tolist()
         shards.append(
             [shard.group, shard.name, list(shard.global_shape), list(shard.offset), list(shard.shape), values]
         )
@@ -124,13 +130,49 @@ def train(kv_heads: int, sets: list[str], folder: Path) -> dict[str, Any]:
     return {"metrics": metrics, "evaluated": evaluated, "loaded": loaded, "shards": shards}
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+def rank_of(folder: Path, cases: list[dict[str, Any]]) -> None:
+    """One rank's cases, one after the other."""
     found = {}
     for case in cases:
         if parallel_state.model_parallel_is_initialized():
             parallel_state.destroy_model_parallel()
             parallel_state.destroy_kv_group()
-        found[case["name"]] = train(case["kv_heads"], case["sets"], folder / case["name"])
+        try:
+            found[case["name"]] = train(case["kv_heads"], case["sets"], folder / case["name"])
+        except BaseException as error:
+            error.add_note(f"in the case {case['name']}, on rank {os.environ['RANK']}")
+            raise
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(found))
+
+
+def forked(folder: Path, cases: list[dict[str, Any]], rank: int) -> int:
+    """The process id of a new rank."""
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        rank_of(folder, cases)
+        code = 0
+    except BaseException:  # noqa: BLE001 - a fork must not go on as if it were the program
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder, cases, size = Path(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+    os.environ.update(WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size))
+    running = {forked(folder, cases, rank) for rank in range(size)}
+    failed = False
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        if status and not failed:
+            failed = True
+            for other in running:  # they would wait for the one that failed
+                os.kill(other, signal.SIGKILL)
+    sys.exit(failed)
