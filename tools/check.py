@@ -27,7 +27,7 @@ STAGES: dict[str, list[str]] = {
         "-m",
         "not slow",
         "-n",
-        "2",
+        "3",  # on two cores: half of the time tests wait for processes that they have started
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",

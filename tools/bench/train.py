@@ -6,9 +6,9 @@
 12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 tokens, one a step; bfloat16 compute
 with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as their own training
 does, and with the AdamW that their trainers take on a CPU (transformers: fused); ours is the engine that `lt train run`
-uses. Each trainer is a process of its own. They take turns, step by step, each waiting while another runs, so that
-whatever else the machine does falls on all alike; CPU seconds are those of the process, and medians over the steps
-count, compilation and warm-up apart.
+uses. All start with the same weights. Each trainer is a process of its own. They take turns, step by step, each waiting
+while another runs, so that whatever else the machine does falls on all alike; CPU seconds are those of the process, and
+medians over the steps count, compilation and warm-up apart.
 
 `--steps 100` also shows that all learn the same: rows of a text-like source (a fixed order-1 Markov chain, the same for
 all), and the mean loss of the last tenth. `--start` measures from the command to the first step of `lt train run`.
@@ -115,6 +115,7 @@ def litgpt() -> Any:
     """The model of litgpt, its loss, compiled whole as its pretrain command does."""
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
+    from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama  # pyright: ignore[reportMissingImports]
     from litgpt.utils import chunked_cross_entropy  # pyright: ignore[reportMissingImports]
 
     config = Config(
@@ -132,9 +133,9 @@ def litgpt() -> Any:
         mlp_class_name="LLaMAMLP",
         intermediate_size=2072,
     )
-    torch.manual_seed(0)
-    model = GPT(config)
-    model.apply(small_weights)
+    model, started = GPT(config), {}
+    copy_weights_hf_llama(config, {}, started, initial_weights())
+    model.load_state_dict(started)
     compiled = torch.compile(model)
     return peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
 
@@ -144,7 +145,6 @@ def transformers() -> Any:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=768,
@@ -153,9 +153,11 @@ def transformers() -> Any:
         num_attention_heads=12,
         num_key_value_heads=12,
         max_position_embeddings=SEQ_LEN,
+        rms_norm_eps=1e-5,
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).train()
+    model.load_state_dict(initial_weights())
     loss = torch.nn.functional.cross_entropy
 
     def loss_of(ids: Any, labels: Any) -> Any:
@@ -165,12 +167,15 @@ def transformers() -> Any:
     return peer_step(model, loss_of, fused=True)
 
 
-def small_weights(module: Any) -> None:
-    """Normal weights of 0.02, as the others start with."""
-    import torch
+def initial_weights() -> dict[str, Any]:
+    """The weights that ours starts with, float32, by the names of transformers."""
+    from lt_model import PRESETS, parameters
+    from lt_model.init import init_slice
+    from lt_trainer.recipe import load
 
-    if isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
-        torch.nn.init.normal_(module.weight, std=0.02)
+    config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
+    seed = load(base={"model": {"vocab_size": VOCAB}, "data": {"synthetic": True}}).recipe.run.seed
+    return {parameter.name: init_slice(parameter, seed) for parameter in parameters(config)}
 
 
 def resident_bytes(field: str) -> int:

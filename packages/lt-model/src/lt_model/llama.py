@@ -102,12 +102,18 @@ class LlamaBlock(nn.Module):
         return x_BTD + self.mlp(self.post_attention_layernorm(x_BTD))
 
 
+def _embedding(vocab_size: int, hidden_size: int) -> nn.Embedding:
+    """Torch's, with torch's weights; on the meta device it draws none, for there that imports all of torch._dynamo."""
+    weight = torch.empty(vocab_size, hidden_size)
+    return nn.Embedding.from_pretrained(weight if weight.is_meta else nn.init.normal_(weight), freeze=False)
+
+
 class LlamaModel(nn.Module):
     """The decoder without its head: embedding, blocks, last norm."""
 
     def __init__(self, config: LlamaConfig, attend: Attention) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = _embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(LlamaBlock(config, attend) for _ in range(config.n_layers))
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
 
