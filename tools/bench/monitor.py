@@ -22,7 +22,8 @@ from pathlib import Path
 from lt_trainer.monitor.host import Host
 from lt_trainer.monitor.nvml import Gpus, NoGpus, load_nvml
 from lt_trainer.sections import MetricsOptions
-from lt_trainer.sinks.opening import About, open_sinks
+from lt_trainer.sinks.opening import open_sinks
+from lt_trainer.sinks.sink import About
 from lt_trainer.timing import PARTS, HostStopwatch
 
 RECORD = dict.fromkeys(("loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "hfu", "memory_gib"), 1.5)
