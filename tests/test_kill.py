@@ -89,7 +89,10 @@ def events(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def names(folder: Path) -> list[str]:
-    return os.listdir(folder) if folder.exists() else []
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:  # not yet there, or renamed since it was listed
+        return []
 
 
 @pytest.fixture(scope="module")

@@ -104,13 +104,13 @@ def compute(case: str, ids: np.ndarray, sets: tuple[str, ...]) -> Computed:
     stage, pipeline, groups = backend._stage, backend._pipeline, backend._groups
     with torch.no_grad():
         (micro,) = backend._micros(batch)
-        output = stage.forward(micro, pipeline._receive(micro, groups.pp.rank - 1, 0))
+        first = backend.grid.first_stage
+        output = stage.forward(micro, None if first else pipeline._take(micro, -1, 0))
         if backend.grid.last_stage:
             own = F.linear(stage._enter(output), stage.weights["lm_head.weight"])
             logits = gathered(own, groups.tp, dim=-1).numpy()
         else:
-            pipeline._send(output, groups.pp.rank + 1, 0)
-        pipeline._wait()
+            pipeline._give(output, 1, 0)
     (numbers,) = engine.read([engine.step(batch, 1e-3)])
     boxes: Boxes = [
         (s.name, s.offset, s.bytes().view(np.float32).reshape(s.shape) / np.float32(1 - BETA1))

@@ -1,6 +1,7 @@
 """`lt launch run --on ssh` over two real hosts: ranks, failures, and no orphan when launcher, link or host dies."""
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -97,7 +98,10 @@ def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) ->
     until(lambda: not net.machines["b"].processes("fake_trainer.py"), ORPHANS_S)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
-    assert "host b is lost (ranks 2 to 3): no sign of life for" in out
+    # Whichever is first: no word from the host for too long, or ssh that gives the connection up.
+    assert re.search(r"host b is lost \(ranks 2 to 3\): (no sign of life for|its agent ended .* exit code 255)", out), (
+        out
+    )
     assert not training(net)
 
 

@@ -81,6 +81,8 @@ _OF_SCRIPTS: dict[str, Meaning] = {
     "USE_GPU_COMPATIBLE_PRECISION": _switch({_PRECISION: "fp32_master"}, {}),
 }
 _OF_OPTIONS = {leaf.hp: _field(leaf.name) for leaf in leaves(NeuronOptions, f"{SECTION}.").values() if leaf.hp}
+_FLAGS = frozenset(("seq_len", "max_steps", "warmup_steps", "min_lr", "beta1", "beta2", "weight_decay"))
+"""Flags of the scripts whose names, in capitals, are hyperparameters of ours."""
 ALIASES: Mapping[str, Meaning] = MappingProxyType(_OF_SCRIPTS | _OF_OPTIONS)
 """By name in upper case."""
 
@@ -98,5 +100,4 @@ def fields_of(name: str, value: Any) -> Mapping[str, Any] | None:
     meaning = ALIASES.get(name.upper())
     if meaning is not None:
         return meaning(name, str(value))
-    same = table().get(name.upper()) if name.islower() else None
-    return None if same is None else {same.name: str(value)}
+    return {table()[name.upper()].name: str(value)} if name in _FLAGS else None
