@@ -10,8 +10,9 @@ uses. All start with the same weights. Each trainer is a process of its own. The
 while another runs, so that whatever else the machine does falls on all alike; CPU seconds are those of the process, and
 medians over the steps count, compilation and warm-up apart.
 
-`--steps 100` also shows that all learn the same: rows of a text-like source (a fixed order-1 Markov chain, the same for
-all), and the mean loss of the last tenth. `--start` measures from the command to the first step of `lt train run`.
+`--steps 98` also shows that all learn the same: rows of a text-like source (a fixed order-1 Markov chain, the same for
+all), and the mean loss of the last tenth; `--longer FILE` puts the losses of such a run, kept as JSON, on the page of
+another. `--start` measures from the command to the first step of `lt train run`.
 
 litgpt needs lightning and other packages: an environment is made for it in a temporary folder, which takes torch and
 transformers from the running one.
@@ -400,6 +401,10 @@ def page(found: dict[str, Any]) -> str:
             "wanted: 5 s."
         )
     lines.append(f"- {next(iter(trainers.values()))['steps']} steps each, the first {found['warmup']} not timed.")
+    if found.get("longer"):
+        longer = found["longer"]
+        told = ", ".join(f"{LABELS[name]} {row['loss_last_tenth']:.3f}" for name, row in longer.items())
+        lines.append(f"- Loss of the last tenth of {longer['lt']['steps']} steps, in a run of its own: {told}.")
     return "\n".join(lines) + "\n"
 
 
@@ -410,6 +415,7 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
     parser.add_argument("--start", action="store_true", help="also from the command to the first step")
+    parser.add_argument("--longer", type=Path, help="JSON of a run of more steps, whose losses the page tells as well")
     parser.add_argument("--python", help="an interpreter that has litgpt already")
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
@@ -421,6 +427,8 @@ def main() -> int:
     found: dict[str, Any] = {"machine": machine(), "warmup": options.warmup, "products": floor()}
     if options.start:
         found["start"] = start_seconds()
+    if options.longer:
+        found["longer"] = json.loads(options.longer.read_text(encoding="utf-8"))["trainers"]
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (environment(Path(folder) / "env") if "litgpt" in names else "")
         found["trainers"] = compare(names, options.steps, options.warmup, python)
