@@ -405,8 +405,8 @@ def page(found: dict[str, Any]) -> str:
         longer = found["longer"]
         told = ", ".join(f"{LABELS[name]} {row['loss_last_tenth']:.3f}" for name, row in longer.items())
         lines.append(
-            f"- Loss of the last tenth of {longer['lt']['steps']} steps, in a run of its own, all from the same weights: "
-            f"{told}. Peers under autocast keep the stream between blocks in fp32, ours in bfloat16."
+            f"- Loss of the last tenth of {longer['lt']['steps']} steps, in a run of its own, all from the same "
+            f"weights: {told}. Peers under autocast keep the stream between blocks in fp32, ours in bfloat16."
         )
     return "\n".join(lines) + "\n"
 
