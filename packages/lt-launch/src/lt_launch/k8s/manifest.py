@@ -30,7 +30,7 @@ def manifests(job: Job, options: KubernetesOptions, profile: Profile) -> list[di
     Raises:
         RecipeError: there is no image of a registry or no recipe, or a name that Kubernetes does not take.
     """
-    image = options.image or job.container.image
+    image = _image(job, options)
     if not image or image.startswith((".", "/")) or image.endswith(".sqsh"):
         name = "k8s.image" if options.image else "job.container.image"
         remedy = "name one in k8s.image or job.container.image, such as REGISTRY/lt:1"
@@ -99,6 +99,10 @@ def _command(job: Job, profile: Profile, *rendezvous: str) -> list[str]:
     return [profile.python, *words, "--", *rendezvous]
 
 
+def _image(job: Job, options: KubernetesOptions) -> str:
+    return options.image or job.container.image
+
+
 def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[str, Any]:
     """Kubeflow Trainer v2: the operator sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in each pod."""
     volumes, mounts = _volumes(job, options)
@@ -122,7 +126,7 @@ def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
                 "name": options.runtime,
             },
             "trainer": {
-                "image": options.image or job.container.image,
+                "image": _image(job, options),
                 "command": shell,
                 "numNodes": job.nodes,
                 "numProcPerNode": job.procs_per_node,
@@ -148,7 +152,7 @@ def _hyperpod(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
         "containers": [
             {
                 "name": "pytorch-job-container",
-                "image": options.image or job.container.image,
+                "image": _image(job, options),
                 "command": command,
                 "env": _environment(job, profile),
                 "resources": _resources(job, options),
