@@ -2,6 +2,7 @@
 
     python tools/artefacts.py lt-data --out dist              # siblings: wheels of what stands here
     python tools/artefacts.py lt-data --out dist --index URL  # siblings: what is published (a release)
+    python tools/artefacts.py lt-data --out dist --python 3.13  # tried with that Python, not with this one
 
 Built with `--no-sources`, so that the metadata are those that users get, and the wheel from the sdist, so that the
 sdist is whole. Each is installed by its path and imported with warnings as errors; its console scripts answer `--help`.
@@ -44,20 +45,30 @@ def build(member: Member, out: Path, *, cached: bool = True, root: Path = ROOT) 
     return wheel, sdist
 
 
-def try_alone(member: Member, file: Path, work: Path, *, sources: Sequence[str | Path], cached: bool = True) -> None:
+def try_alone(
+    member: Member,
+    file: Path,
+    work: Path,
+    *,
+    sources: Sequence[str | Path],
+    cached: bool = True,
+    python: str = sys.executable,
+) -> None:
     """Install one file into an empty environment below `work`, import it and ask its scripts for help.
+
+    `python` is an interpreter or a version, as uv takes them.
 
     Raises:
         ToolError: it does not install, import or answer.
     """
     venv, cache = work / f"venv-{file.suffix.strip('.')}", () if cached else ("--no-cache",)
-    python = venv / "bin" / "python"
+    interpreter = venv / "bin" / "python"
     extra = "[cli]" if "cli" in member.extras else ""
     target = f"{member.name}{extra} @ {file.resolve().as_uri()}"
-    run("uv", "venv", "--quiet", "--python", sys.executable, venv, cwd=work)
-    run("uv", *cache, "pip", "install", "--quiet", "--python", python, *sources, target, cwd=work)
+    run("uv", "venv", "--quiet", "--python", python, venv, cwd=work)
+    run("uv", *cache, "pip", "install", "--quiet", "--python", interpreter, *sources, target, cwd=work)
     told = f"import {member.module}; from importlib.metadata import version; print(version({member.name!r}))"
-    version = run(python, "-W", "error", "-c", told, cwd=work).strip()
+    version = run(interpreter, "-W", "error", "-c", told, cwd=work).strip()
     if version != str(member.version):
         raise ToolError(f"{file.name}: installed as {version}")
     for script in member.scripts:
@@ -82,6 +93,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("package")
     parser.add_argument("--out", type=Path, required=True, help="an empty folder for wheel and sdist")
     parser.add_argument("--index", help="take siblings from this simple index, not from here")
+    parser.add_argument("--python", default=sys.executable, help="the Python of the empty environments; this one")
     parser.add_argument("--no-cache", action="store_true", help="neither build nor install from uv's cache")
     options = parser.parse_args(arguments)
     members = read()
@@ -98,7 +110,7 @@ def main(arguments: list[str]) -> int:
             run("uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels, cwd=ROOT)
             sources += ["--find-links", wheels]
         for file in files:
-            try_alone(member, file, work, sources=sources, cached=not options.no_cache)
+            try_alone(member, file, work, sources=sources, cached=not options.no_cache, python=options.python)
             print(f"{file.name}: installs alone, imports{', answers --help' if member.scripts else ''}", flush=True)
     return 0
 

@@ -92,19 +92,24 @@ def environment_commands(
     return commands
 
 
-def stages(member: Member, out: Path, *, resolution: str) -> dict[str, list[list[str]]]:
+def stages(member: Member, out: Path, *, python: str, resolution: str) -> dict[str, list[list[str]]]:
     """Commands by stage, without the environment; the tree is looked at by main."""
     programs = out / "venv" / "bin"
-    python, folder = str(programs / "python"), str(member.folder)
+    interpreter, folder = str(programs / "python"), str(member.folder)
     checker = str(programs / "basedpyright")
     # "src" of the checkout is not on the path: what is imported must be what was installed.
     where = f"import {member.module} as m, sys; sys.exit(not m.__file__.startswith({str(out / 'venv')!r}))"
-    tests = [python, "-m", "pytest", "-q", "-m", "not slow", "--hypothesis-profile=ci", f"{folder}/tests"]
+    tests = [interpreter, "-m", "pytest", "-q", "-m", "not slow", "--hypothesis-profile=ci", f"{folder}/tests"]
     found: dict[str, list[list[str]]] = {
-        "lint": [[python, "-m", "ruff", "check", folder], [python, "-m", "ruff", "format", "--check", folder]],
-        "types": [[checker, "--level", "error", "--pythonpath", python, "--project", str(out / "types.json")]],
-        "tests": [[python, "-c", where], tests],
-        "artefacts": [[sys.executable, "tools/artefacts.py", member.name, "--out", str(out / "dist")]],
+        "lint": [
+            [interpreter, "-m", "ruff", "check", folder],
+            [interpreter, "-m", "ruff", "format", "--check", folder],
+        ],
+        "types": [[checker, "--level", "error", "--pythonpath", interpreter, "--project", str(out / "types.json")]],
+        "tests": [[interpreter, "-c", where], tests],
+        "artefacts": [
+            [sys.executable, "tools/artefacts.py", member.name, "--python", python, "--out", str(out / "dist")]
+        ],
     }
     return found if resolution == "locked" else {name: found[name] for name in ("tests", "artefacts")}
 
@@ -152,7 +157,7 @@ def main(arguments: list[str]) -> int:
     out.mkdir(parents=True, exist_ok=True)
     (out / "types.json").write_text(json.dumps(types_settings(member)), encoding="utf-8")
     before = tree()
-    found = stages(member, out, resolution=options.resolution)
+    found = stages(member, out, python=options.python, resolution=options.resolution)
     if unknown := set(options.only) - set(found):
         raise ToolError(
             f"no stage {', '.join(sorted(unknown))} with {options.resolution}; there are {', '.join(found)}"

@@ -70,10 +70,17 @@ def test_extras(tmp_path: Path) -> None:
 
 
 def test_lint_and_types_run_with_the_versions_of_the_lock(tmp_path: Path) -> None:
-    assert list(stages(REAL["lt-data"], tmp_path, resolution="locked")) == ["lint", "types", "tests", "artefacts"]
+    assert list(stages(REAL["lt-data"], tmp_path, python="3.13", resolution="locked")) == [
+        "lint",
+        "types",
+        "tests",
+        "artefacts",
+    ]
     for resolution in ("highest", "lowest-direct"):
-        found = stages(REAL["lt-data"], tmp_path, resolution=resolution)
+        found = stages(REAL["lt-data"], tmp_path, python="3.13", resolution=resolution)
         assert list(found) == ["tests", "artefacts"]
+        (artefacts,) = found["artefacts"]
+        assert artefacts[artefacts.index("--python") + 1] == "3.13"
         assert found["tests"][-1][-1] == str(ROOT / "packages" / "lt-data" / "tests")
 
 
