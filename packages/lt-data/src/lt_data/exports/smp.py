@@ -14,7 +14,6 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 
@@ -77,8 +76,15 @@ def _packed(file: NewFile, *, gz: bool) -> Iterator[Callable[[bytes], object]]:
     if not gz:
         yield file.write
         return
-    with gzip.GzipFile(filename="", mode="wb", compresslevel=_LEVEL, fileobj=cast(Any, file), mtime=0) as packed:
-        yield packed.write
+    # Not gzip.GzipFile: what a failed write leaves of it writes again when it is collected; 3.13 tells so.
+    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+
+    def add(content: bytes) -> None:
+        if packed := packer.compress(content):
+            file.write(packed)
+
+    yield add
+    file.write(packer.flush())
 
 
 def _line(add: Callable[[bytes], object], ids: np.ndarray, n_real: int) -> None:
