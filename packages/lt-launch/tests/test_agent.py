@@ -301,11 +301,29 @@ def test_ranks_end_when_the_agent_is_killed_and_the_node_counts_as_lost(stage: C
     made.until(lambda: len(made.pids()) == 3)
     process.kill()
     process.wait(60)
-    made.until(lambda: not any(alive(pid) for pid in made.pids()))
+    agent = made.notes()[0]["pid"]
+    made.until(lambda: not any(alive(pid) for pid in (agent, *made.pids())))
     code, result, told = made.verdict(attempt)
     assert (code, result["kind"], result["first"]["ranks"]) == (75, "lost", [0, 1, 2])
     assert "host" in told
     assert "is lost (ranks 0 to 2)" in told
+
+
+def test_an_agent_that_nobody_watches_and_that_is_killed_ends_the_other_nodes(stage: Callable[..., Stage]) -> None:
+    made = stage("import time; time.sleep(600)", procs_per_node=1, nodes=2, settle_s=0.1)
+    attempt = made.open()
+    killed, other = made.start(attempt, node=1), made.start(attempt, node=0)
+    made.until(
+        lambda: all([note["event"] for note in made.notes(node=node)] == ["began", "started"] for node in (0, 1))
+    )
+    agent = made.notes(node=1)[0]["pid"]
+    assert agent != killed.pid
+    os.kill(agent, signal.SIGKILL)
+    assert killed.wait(60) == 128 + signal.SIGKILL
+    assert other.wait(60) == 128 + signal.SIGTERM
+    code, result, told = made.verdict(attempt)
+    assert (code, result["kind"], result["first"]["node"]) == (75, "lost", 1)
+    assert f"host {os.uname().nodename} is lost" in told
 
 
 def test_the_agent_ends_its_ranks_when_orders_stop(stage: Callable[..., Stage]) -> None:

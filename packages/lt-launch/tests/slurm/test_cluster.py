@@ -256,7 +256,6 @@ python = "PYTHON"
 """
 
 
-@pytest.mark.slow
 def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit) -> None:
     """The agent of the second node dies, twice: of three nodes two are needed, so only the newest loss is left out."""
     made = submit(LOSES)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from . import stamp, verdict
 from .command import Start
+from .guard import guarded
 from .node import Node
 from .outbox import Outbox
 from .places import Place, Table, read_table
@@ -37,12 +38,16 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     start = _start(given, spec, os.environ if environ is None else environ)
     if start is None:
         return USER_ERROR
-    outbox = Outbox()
-    node = Node(spec, place, start, given.attempt, outbox, 0 if given.control else None)
-    try:
-        return node.run()
-    finally:
-        outbox.close(0.0 if node.alone else 5.0)
+
+    def run() -> int:
+        outbox = Outbox()
+        node = Node(spec, place, start, given.attempt, outbox, 0 if given.control else None)
+        try:
+            return node.run()
+        finally:
+            outbox.close(0.0 if node.alone else 5.0)
+
+    return run() if given.control else guarded(run, place.attempt(given.attempt), start.node)
 
 
 def open_attempt(spec: Table, place: Place) -> int:

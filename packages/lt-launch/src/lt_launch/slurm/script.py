@@ -161,6 +161,13 @@ verdict=$("$python" "$launch/agent/queued.py" leave "$spec" --attempt "$attempt"
     "${index[@]}") || exit
 read -r action code lost <<<"$verdict"
 if [ "$action" = requeue ]; then
+    bad=-
+    if [ "$lost" != - ]; then
+        for at in ${lost//,/ }; do printf '%s\\n' "${nodes[$at]}" >>"$stage/bad-nodes"; done
+        bad=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o '%N %t' |
+            "$python" "$launch/agent/queued.py" avoid "$spec" --bad "$stage/bad-nodes" --never "$never")
+    fi
+    trap '' TERM # which a requeue brings to all processes of the job, these commands among them
     for pause in 10 30 60 120 0; do # the controller may be away for a moment
         answer=$(scontrol requeue "$job" 2>&1) && break
         say "$answer"
@@ -172,14 +179,9 @@ if [ "$action" = requeue ]; then
             ;;
         esac
     done
-    if [ "$lost" != - ]; then
-        for at in ${lost//,/ }; do printf '%s\\n' "${nodes[$at]}" >>"$stage/bad-nodes"; done
-        bad=$(sinfo -h -N -p "$SLURM_JOB_PARTITION" -o '%N %t' |
-            "$python" "$launch/agent/queued.py" avoid "$spec" --bad "$stage/bad-nodes" --never "$never")
-        if [ -n "$bad" ] && [ "$bad" != - ]; then
-            say "leaving out $bad from now on"
-            scontrol update JobId="$job" ExcNodeList="$bad${never:+,$never}" || true
-        fi
+    if [ -n "$bad" ] && [ "$bad" != - ]; then # only a job that waits takes this
+        say "leaving out $bad from now on"
+        scontrol update JobId="$job" ExcNodeList="$bad${never:+,$never}" || true
     fi
     exit 75
 fi
