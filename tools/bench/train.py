@@ -10,9 +10,8 @@ uses. All start with the same weights. Each trainer is a process of its own. The
 while another runs, so that whatever else the machine does falls on all alike; CPU seconds are those of the process, and
 medians over the steps count, compilation and warm-up apart.
 
-`--steps 98` also shows that all learn the same: rows of a text-like source (a fixed order-1 Markov chain, the same for
-all), and the mean loss of the last tenth; `--longer FILE` puts the losses of such a run, kept as JSON, on the page of
-another. `--start` measures from the command to the first step of `lt train run`.
+Rows are of a text-like source, a fixed order-1 Markov chain, the same for all; whether all learn the same from them is
+what `train_losses.py` shows. `--start` measures from the command to the first step of `lt train run`.
 
 litgpt needs lightning and other packages: an environment is made for it in a temporary folder, which takes torch and
 transformers from the running one.
@@ -42,6 +41,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks/training.md"
 VOCAB, SEQ_LEN = 32000, 1024
 LR, BETAS, DECAY, CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
+WARMUP = 20
+"""Steps until the learning rate is whole."""
 TRAINERS = ("lt", "litgpt", "transformers")
 LABELS = {"lt": "lt", "litgpt": "litgpt + compile", "transformers": "transformers, eager"}
 PEERS = ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "jsonargparse")
@@ -62,13 +63,19 @@ def rows(step: int) -> np.ndarray:
     return found
 
 
-def ours() -> Any:
+def rate(step: int) -> float:
+    """The learning rate of a step: `LR` after `WARMUP` steps."""
+    return LR * min(1.0, (step + 1) / WARMUP)
+
+
+def ours(seed: int) -> Any:
     """A step of our engine."""
     from lt_trainer.engine import StepBatch, World
     from lt_trainer.recipe import llama_config, load
     from lt_trainer_gpu.spec import SPEC
 
     base = {
+        "run": {"seed": seed},
         "model": {"preset": "litespark-default", "vocab_size": VOCAB},
         "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
         "batch": {"global_batch": 1, "micro_batch": 1},
@@ -79,7 +86,7 @@ def ours() -> Any:
     engine = SPEC.open(recipe, llama_config(recipe, VOCAB), World())
     positions = np.arange(SEQ_LEN, dtype=np.int32).reshape(1, 1, SEQ_LEN)
 
-    def step(row: np.ndarray) -> float:
+    def step(row: np.ndarray, lr: float) -> float:
         ids = row.astype(np.int32).reshape(1, 1, -1)
         batch = StepBatch(
             input_ids=np.ascontiguousarray(ids[..., :-1]),
@@ -88,7 +95,7 @@ def ours() -> Any:
             doc_ids=np.zeros_like(positions),
             valid_tokens=SEQ_LEN,
         )
-        return engine.read([engine.step(batch, LR)])[0].loss
+        return engine.read([engine.step(batch, lr)])[0].loss
 
     return step
 
@@ -99,12 +106,14 @@ def peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=fused)
 
-    def step(row: np.ndarray) -> float:
+    def step(row: np.ndarray, lr: float) -> float:
         ids = torch.from_numpy(row)[None]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -112,7 +121,7 @@ def peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
     return step
 
 
-def litgpt() -> Any:
+def litgpt(seed: int) -> Any:
     """The model of litgpt, its loss, compiled whole as its pretrain command does."""
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
@@ -135,13 +144,13 @@ def litgpt() -> Any:
         intermediate_size=2072,
     )
     model, started = GPT(config), {}
-    copy_weights_hf_llama(config, {}, started, initial_weights())
+    copy_weights_hf_llama(config, {}, started, initial_weights(seed))
     model.load_state_dict(started)
     compiled = torch.compile(model)
     return peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
 
 
-def transformers() -> Any:
+def transformers(seed: int) -> Any:
     """The model of transformers, eager."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -158,7 +167,7 @@ def transformers() -> Any:
         tie_word_embeddings=False,
     )
     model = LlamaForCausalLM(config).train()
-    model.load_state_dict(initial_weights())
+    model.load_state_dict(initial_weights(seed))
     loss = torch.nn.functional.cross_entropy
 
     def loss_of(ids: Any, labels: Any) -> Any:
@@ -168,14 +177,12 @@ def transformers() -> Any:
     return peer_step(model, loss_of, fused=True)
 
 
-def initial_weights() -> dict[str, Any]:
+def initial_weights(seed: int) -> dict[str, Any]:
     """The weights that ours starts with, float32, by the names of transformers."""
     from lt_model import PRESETS, parameters
     from lt_model.init import init_slice
-    from lt_trainer.recipe import load
 
     config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
-    seed = load(base={"model": {"vocab_size": VOCAB}, "data": {"synthetic": True}}).recipe.run.seed
     return {parameter.name: init_slice(parameter, seed) for parameter in parameters(config)}
 
 
@@ -186,17 +193,18 @@ def resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(name: str) -> None:
+def child(name: str, seed: int, threads: int) -> None:
     """One trainer: a step for each number on stdin, a JSON line for each on stdout."""
     import torch
 
-    torch.set_num_threads(1)
-    step = {"lt": ours, "litgpt": litgpt, "transformers": transformers}[name]()
+    torch.set_num_threads(threads)
+    step = {"lt": ours, "litgpt": litgpt, "transformers": transformers}[name](seed)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
-        row = rows(int(line))
+        index = int(line)
+        row = rows(index)
         began, began_wall = time.process_time(), time.perf_counter()
-        loss = step(row)
+        loss = step(row, rate(index))
         seconds, wall = time.process_time() - began, time.perf_counter() - began_wall
         told = {"cpu_s": seconds, "wall_s": wall, "loss": loss, "peak_rss": resident_bytes("VmHWM")}
         print(json.dumps(told), flush=True)
@@ -219,13 +227,14 @@ def environment(folder: Path) -> str:
 
 
 class Trainer:
-    """A trainer's process."""
+    """A trainer's process, its weights drawn from `seed`."""
 
-    def __init__(self, name: str, python: str) -> None:
+    def __init__(self, name: str, python: str, seed: int = 0, threads: int = 1) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
-        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        command = [python, "-W", "ignore", str(Path(__file__).resolve()), "--child", name]
+        few = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        child = ["--child", name, "--seed", str(seed), "--threads", str(threads)]
+        env, command = os.environ | few, [python, "-W", "ignore", str(Path(__file__).resolve()), *child]
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -401,13 +410,7 @@ def page(found: dict[str, Any]) -> str:
             "wanted: 5 s."
         )
     lines.append(f"- {next(iter(trainers.values()))['steps']} steps each, the first {found['warmup']} not timed.")
-    if found.get("longer"):
-        longer = found["longer"]
-        told = ", ".join(f"{LABELS[name]} {row['loss_last_tenth']:.3f}" for name, row in longer.items())
-        lines.append(
-            f"- Loss of the last tenth of {longer['lt']['steps']} steps, in a run of its own, all from the same "
-            f"weights: {told}. Peers under autocast keep the stream between blocks in fp32, ours in bfloat16."
-        )
+    lines.append("- Whether all learn the same: [training-losses.md](training-losses.md).")
     return "\n".join(lines) + "\n"
 
 
@@ -418,20 +421,19 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
     parser.add_argument("--start", action="store_true", help="also from the command to the first step")
-    parser.add_argument("--longer", type=Path, help="JSON of a run of more steps, whose losses the page tells as well")
     parser.add_argument("--python", help="an interpreter that has litgpt already")
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
+    parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child)
+        child(options.child, options.seed, options.threads)
         return 0
     names = options.only.split(",")
     found: dict[str, Any] = {"machine": machine(), "warmup": options.warmup, "products": floor()}
     if options.start:
         found["start"] = start_seconds()
-    if options.longer:
-        found["longer"] = json.loads(options.longer.read_text(encoding="utf-8"))["trainers"]
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (environment(Path(folder) / "env") if "litgpt" in names else "")
         found["trainers"] = compare(names, options.steps, options.warmup, python)
