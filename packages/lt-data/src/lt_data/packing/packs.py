@@ -118,7 +118,8 @@ class PackIndex:
             for name in _ARRAYS:
                 buffer = io.BytesIO()
                 np.save(buffer, getattr(self, name), allow_pickle=False)
-                write_file(building / f"{name}.npy", buffer.getbuffer())
+                with buffer.getbuffer() as content:
+                    write_file(building / f"{name}.npy", content)
             write_file(building / FILE_NAME, (json.dumps(self._header(), indent=2) + "\n").encode())
 
     @classmethod
