@@ -152,7 +152,7 @@ FORMS = [path for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml") if
 @pytest.mark.parametrize(
     ("command", "files"),
     [
-        (("actionlint",), FILES),  # comes by the workflow itself: its Python wheel is built from a download of GitHub
+        (("actionlint",), FILES),
         (("zizmor", "--offline", "--no-progress", "--min-severity=medium"), FILES),
         ((*SCHEMA, "vendor.github-workflows"), FILES),
         ((*SCHEMA, "vendor.github-issue-forms"), FORMS),
@@ -188,6 +188,26 @@ def test_a_careless_workflow_is_found(tmp_path: Path, old: str, new: str, findin
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     assert finding in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "finding"),
+    [
+        ("needs: [plan,", "needs: [plans, plan,", "job-needs"),
+        ("fromJSON(needs.plan.", "fromJSON(needs.plans.", "expression"),
+        ("runs-on: ubuntu-24.04", "runs-on: ubuntu-42", "runner-label"),
+    ],
+)
+def test_a_workflow_that_could_not_run_is_found(tmp_path: Path, old: str, new: str, finding: str) -> None:
+    program = shutil.which("actionlint", path=str(Path(sys.executable).parent))
+    if program is None:
+        pytest.skip("actionlint is not installed: it was not seen to find anything")
+    assert old in TEXTS["ci.yml"]
+    planted = tmp_path / "ci.yml"
+    planted.write_text(TEXTS["ci.yml"].replace(old, new, 1))
+    done = subprocess.run([program, planted], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"[{finding}]" in done.stdout
 
 
 def test_a_workflow_of_another_form_is_found(tmp_path: Path) -> None:
