@@ -24,7 +24,7 @@ from .ranks import dies_with_parent
 
 
 def guarded(run: Callable[[], int], folder: Path, node: int) -> int:
-    """Run in a process of its own; this returns in both.
+    """Run in a process of its own; this returns in both, each of which is about to end.
 
     Args:
         run: what the agent does; its exit code.
@@ -38,28 +38,26 @@ def guarded(run: Callable[[], int], folder: Path, node: int) -> int:
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # under nohup
         waited.discard(signal.SIGHUP)
     tie = dies_with_parent()
-    # Held back in both: the agent takes them once it can, and here they wait for `sigwait`.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, waited)
+    # Held back in both: the agent takes them once it can, and here they wait for `sigwait`. They stay held back: what
+    # comes after the agent's end must not change the exit code.
+    signal.pthread_sigmask(signal.SIG_BLOCK, waited)
     child = os.fork()
     if child == 0:
         if tie is not None:
             tie()
         return run()
-    try:
-        while True:
-            number = signal.sigwait(waited)
-            if number != signal.SIGCHLD:
-                os.kill(child, number)
-                continue
-            found, status = os.waitpid(child, os.WNOHANG)
-            if found:
-                break
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    while True:
+        number = signal.sigwait(waited)
+        if number != signal.SIGCHLD:
+            os.kill(child, number)
+            continue
+        found, status = os.waitpid(child, os.WNOHANG)
+        if found:
+            break
     if os.WIFEXITED(status):
         return os.WEXITSTATUS(status)
     number = os.WTERMSIG(status)
     record = {"node": node, "time": time.time(), "signal": number, "reason": "the agent was killed"}
-    with suppress(FileExistsError), open(folder / "first.json", "x", encoding="utf-8") as file:
+    with suppress(OSError), open(folder / "first.json", "x", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
     return 128 + number
