@@ -150,8 +150,8 @@ def litgpt(seed: int) -> Any:
     return peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
 
 
-def transformers(seed: int) -> Any:
-    """The model of transformers, eager."""
+def transformers(seed: int, noise: float) -> Any:
+    """The model of transformers, eager; `noise` is what its initial weights are changed by, relative to each."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -168,6 +168,10 @@ def transformers(seed: int) -> Any:
     )
     model = LlamaForCausalLM(config).train()
     model.load_state_dict(initial_weights(seed))
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(1 + noise * torch.randn(weight.shape, generator=draw))
     loss = torch.nn.functional.cross_entropy
 
     def loss_of(ids: Any, labels: Any) -> Any:
@@ -193,12 +197,14 @@ def resident_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def child(name: str, seed: int, threads: int) -> None:
+def child(name: str, seed: int, noise: float) -> None:
     """One trainer: a step for each number on stdin, a JSON line for each on stdout."""
     import torch
 
-    torch.set_num_threads(threads)
-    step = {"lt": ours, "litgpt": litgpt, "transformers": transformers}[name](seed)
+    torch.set_num_threads(1)
+    assert not noise or name == "transformers"
+    makers = {"lt": ours, "litgpt": litgpt, "transformers": lambda of: transformers(of, noise)}
+    step = makers[name](seed)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         index = int(line)
@@ -227,14 +233,14 @@ def environment(folder: Path) -> str:
 
 
 class Trainer:
-    """A trainer's process, its weights drawn from `seed`."""
+    """A trainer's process, its weights drawn from `seed` and changed by `noise`."""
 
-    def __init__(self, name: str, python: str, seed: int = 0, threads: int = 1) -> None:
+    def __init__(self, name: str, python: str, seed: int = 0, noise: float = 0.0) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
-        few = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
-        child = ["--child", name, "--seed", str(seed), "--threads", str(threads)]
-        env, command = os.environ | few, [python, "-W", "ignore", str(Path(__file__).resolve()), *child]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        child = ["--child", name, "--seed", str(seed), "--noise", str(noise)]
+        command = [python, "-W", "ignore", str(Path(__file__).resolve()), *child]
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
         )
@@ -425,10 +431,10 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--threads", type=int, default=1, help=argparse.SUPPRESS)
+    parser.add_argument("--noise", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.seed, options.threads)
+        child(options.child, options.seed, options.noise)
         return 0
     names = options.only.split(",")
     found: dict[str, Any] = {"machine": machine(), "warmup": options.warmup, "products": floor()}
