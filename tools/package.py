@@ -77,7 +77,8 @@ def environment_commands(
     pins: list[str] = []
     if resolution == "locked":
         groups = LOCK_GROUPS.get(member.name, [])
-        export = ["uv", "export", "--quiet", "--locked", "--all-packages", "--no-emit-workspace", "--no-hashes"]
+        # Not --all-packages, which excludes the group neuron: the groups name all members with their extras.
+        export = ["uv", "export", "--quiet", "--locked", "--no-emit-workspace", "--no-hashes"]
         commands.append([*export, *groups, "--format", "requirements.txt", "--output-file", lock])
         pins = ["--constraint", lock]
     extras = [part for e in member.extras if e not in NOT_PUBLIC.get(member.name, ()) for part in ("--extra", e)]

@@ -1,10 +1,12 @@
 """One package in an environment of its own: what is installed there, and that nothing of the workspace slips in."""
 
+import subprocess
 from pathlib import Path
 
 import pytest
 from members import ROOT, read
 from package import RESOLUTIONS, environment_commands, needed_by_tests, stages, tree, types_settings
+from packaging.utils import canonicalize_name
 from small_workspace import git
 
 REAL = read()
@@ -67,6 +69,20 @@ def test_extras(tmp_path: Path) -> None:
     assert "neuron" not in [c[i + 1] for c in made for i, word in enumerate(c) if word == "--extra"]
     (export,) = [c for c in made if c[1] == "export"]
     assert "--no-group gpu --group neuron" in " ".join(export)
+
+
+@pytest.mark.parametrize(("name", "line"), [("lt-trainer-gpu", "2.15"), ("lt-trainer-neuron", "2.9")])
+def test_the_lock_is_exported(name: str, line: str, tmp_path: Path) -> None:
+    """For real, but for `--locked`, which asks the index."""
+    (export,) = [c for c in commands(name, "locked", tmp_path) if c[1] == "export"]
+    done = ["--frozen" if word == "--locked" else word for word in export]
+    subprocess.run(done, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    locked = (tmp_path / "locked.txt").read_text(encoding="utf-8").splitlines()
+    assert [text for text in locked if text.startswith(f"torch=={line}.")]
+    for member in REAL.values():
+        required = {canonicalize_name(r.name) for r in member.dependencies} - set(REAL)
+        named = {text.partition("==")[0] for text in locked}
+        assert required <= named, member.name
 
 
 def test_lint_and_types_run_with_the_versions_of_the_lock(tmp_path: Path) -> None:
