@@ -15,7 +15,7 @@ Shapes: B batch, T positions, D hidden_size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,12 +77,12 @@ def own(x: Tensor, peers: Peers, dim: int) -> Tensor:
 
 def enter(x_BTD: Tensor, peers: Peers, *, sequence: bool) -> Tensor:
     """What every rank's part of a layer is given: all positions."""
-    return _Enter.apply(x_BTD, peers, sequence)
+    return cast(Tensor, _Enter.apply(x_BTD, peers, sequence))
 
 
 def leave(x_BTD: Tensor, peers: Peers, *, sequence: bool) -> Tensor:
     """The sum of every rank's part of a layer: all positions, or this rank's."""
-    return _Leave.apply(x_BTD, peers, sequence)
+    return cast(Tensor, _Leave.apply(x_BTD, peers, sequence))
 
 
 class _Enter(torch.autograd.Function):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 import torch
@@ -82,7 +82,7 @@ class HostDevice:
         """By torch's checkpointing."""
         from torch.utils.checkpoint import checkpoint
 
-        return checkpoint(function, *inputs, use_reentrant=False)
+        return cast(Tensor, checkpoint(function, *inputs, use_reentrant=False))
 
     def memory_bytes(self) -> int:
         """Peak resident size of this process."""
@@ -98,10 +98,11 @@ class XlaDevice:
 
     def __init__(self) -> None:
         import torch_xla
+        from torch_xla import runtime
 
         self._xla = torch_xla
         self.torch_device = torch_xla.device()
-        hardware = str(torch_xla.runtime.device_type() or "xla")
+        hardware = str(runtime.device_type() or "xla")
         self.kind = hardware.lower()
         self.name = f"torch-xla on {hardware}"
 
@@ -125,7 +126,7 @@ class XlaDevice:
         """By torch-xla's checkpointing, whose barriers keep the compiler from joining both computations into one."""
         from torch_xla.utils.checkpoint import checkpoint
 
-        return checkpoint(function, *inputs)
+        return cast(Tensor, checkpoint(function, *inputs))
 
     def memory_bytes(self) -> int:
         """What the device says it has used at most; the Neuron runtime may not say, then this process's peak."""

@@ -11,6 +11,7 @@ Cost: the meeting of all ranks, and one group per axis.
 from __future__ import annotations
 
 import datetime
+from importlib import import_module
 
 import torch.distributed as dist
 
@@ -31,12 +32,10 @@ def join(recipe: Recipe, *, on_host: bool) -> None:
         if on_host:
             dist.init_process_group("gloo", timeout=timeout)
         elif requires_init_pg_override():
-            import torch_xla.experimental.pjrt_backend
-
+            import_module("torch_xla.experimental.pjrt_backend")
             dist.init_process_group("xla", init_method="pjrt://")
         else:
-            import torch_xla.distributed.xla_backend  # noqa: F401 - registers "xla"
-
+            import_module("torch_xla.distributed.xla_backend")  # registers "xla"
             dist.init_process_group("xla")
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(

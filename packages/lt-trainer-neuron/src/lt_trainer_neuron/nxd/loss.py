@@ -14,7 +14,7 @@ Shapes: N positions, V columns of this rank.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -38,7 +38,8 @@ def vocabulary_loss(
         z_loss: coefficient of logsumexp(logits)^2.
         wide: dtype in which it is computed.
     """
-    return LossParts(*_VocabularyLoss.apply(logits_NV, labels_N, ranks, first_column, z_loss, wide))
+    found = _VocabularyLoss.apply(logits_NV, labels_N, ranks, first_column, z_loss, wide)
+    return LossParts(*cast(tuple[Tensor, Tensor, Tensor], found))
 
 
 class _VocabularyLoss(torch.autograd.Function):
