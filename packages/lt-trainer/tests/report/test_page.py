@@ -293,6 +293,8 @@ def test_a_place_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
         write_report([eventful], tmp_path / "file" / "page.html")
 
 
+# Older versions of matplotlib use names that newer ones of pyparsing call old when they are imported.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:matplotlib")
 def test_pictures(eventful: Path, make_run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     written = write_report([eventful, make_run("other")], tmp_path / "page.html", png=tmp_path / "png")
