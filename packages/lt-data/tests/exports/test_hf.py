@@ -127,7 +127,10 @@ def test_what_datasets_saved_is_imported(tmp_path: Path, wide_tokenizer: Tokeniz
 
     rows = {"ids": [[1, 2, 3], [4, 5, 6]], "attention_mask": [[1, 1, 1], [0, 1, 0]]}
     features = datasets.Features(
-        {"ids": datasets.Sequence(datasets.Value("uint32"), 3), "attention_mask": datasets.List(datasets.Value("bool"))}
+        {
+            "ids": datasets.Sequence(datasets.Value("uint32"), 3),
+            "attention_mask": datasets.Sequence(datasets.Value("bool")),
+        }
     )
     split = datasets.DatasetDict({"test": datasets.Dataset.from_dict(rows, features=features)})
     split.save_to_disk(str(tmp_path / "dict"))
