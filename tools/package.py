@@ -36,6 +36,8 @@ NOT_PUBLIC = {"lt-trainer-neuron": {"neuron"}}
 """Extras that no public index can fill."""
 LOCK_GROUPS = {"lt-trainer-neuron": ["--no-group", "gpu", "--group", "neuron"]}
 """The torch line of a package where it is not the default one."""
+TORCH_LINE = {"lt-trainer-neuron": ["torch==2.9.*"]}
+"""What torch-xla is built for and does not ask for; in the lock the group says it."""
 TEST_TOOLS = {"pytest", "hypothesis", "moto", "packaging", "botocore", "boto3"}
 """What the dev group brings."""
 
@@ -85,7 +87,9 @@ def environment_commands(
     wanted = ["--requirements", str(member.folder / "pyproject.toml"), *extras, "--no-sources"]
     wanted += ["--group", f"{ROOT / 'pyproject.toml'}:dev"]
     wheel = str(out / "wheels" / f"{member.module}-{member.version}-py3-none-any.whl")
-    direct = ["--resolution", resolution] if resolution != "locked" else pins
+    direct = pins
+    if resolution != "locked":
+        direct = ["--resolution", resolution, *TORCH_LINE.get(member.name, [])]
     commands.append([*install, *direct, *wanted])
     commands.append([*install, "--no-deps", "--reinstall", wheel])
     if needed := needed_by_tests(member, members):

@@ -69,6 +69,8 @@ def test_extras(tmp_path: Path) -> None:
     assert "neuron" not in [c[i + 1] for c in made for i, word in enumerate(c) if word == "--extra"]
     (export,) = [c for c in made if c[1] == "export"]
     assert "--no-group gpu --group neuron" in " ".join(export)
+    (newest,) = [c for c in commands("lt-trainer-neuron", "highest", tmp_path) if "--requirements" in c]
+    assert "torch==2.9.*" in newest
 
 
 @pytest.mark.parametrize(("name", "line"), [("lt-trainer-gpu", "2.15"), ("lt-trainer-neuron", "2.9")])

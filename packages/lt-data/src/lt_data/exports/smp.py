@@ -10,6 +10,7 @@ each time (gzip without time and name). Memory: one batch; long lines are writte
 
 import gzip
 import json
+import struct
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -76,15 +77,19 @@ def _packed(file: NewFile, *, gz: bool) -> Iterator[Callable[[bytes], object]]:
     if not gz:
         yield file.write
         return
-    # Not gzip.GzipFile: what a failed write leaves of it writes again when it is collected; 3.13 tells so.
-    packer = zlib.compressobj(_LEVEL, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    # Not gzip.GzipFile: what a failed write leaves of it writes again when it is collected; 3.13 tells so. Its header
+    # (RFC 1952: no time, no system), because zlib's own names the system that wrote it.
+    packer, checksum, size = zlib.compressobj(_LEVEL, zlib.DEFLATED, -zlib.MAX_WBITS), 0, 0
+    file.write(b"\x1f\x8b\x08\0\0\0\0\0\0\xff")
 
     def add(content: bytes) -> None:
+        nonlocal checksum, size
+        checksum, size = zlib.crc32(content, checksum), size + len(content)
         if packed := packer.compress(content):
             file.write(packed)
 
     yield add
-    file.write(packer.flush())
+    file.write(packer.flush() + struct.pack("<II", checksum, size % 2**32))
 
 
 def _line(add: Callable[[bytes], object], ids: np.ndarray, n_real: int) -> None:
