@@ -168,10 +168,11 @@ def transformers(seed: int, noise: float) -> Any:
     )
     model = LlamaForCausalLM(config).train()
     model.load_state_dict(initial_weights(seed))
-    draw = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.mul_(1 + noise * torch.randn(weight.shape, generator=draw))
+    if noise:
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight.mul_(1 + noise * torch.randn(weight.shape, generator=draw))
     loss = torch.nn.functional.cross_entropy
 
     def loss_of(ids: Any, labels: Any) -> Any:
