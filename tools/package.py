@@ -5,7 +5,8 @@
     python tools/package.py lt-data --out /tmp/x --resolution lowest-direct --only tests
 
 Resolutions: `locked` (what uv.lock says), `highest` (the newest that the ranges allow), `lowest-direct` (the oldest
-that the package itself allows of each thing it requires). The environment has the package's wheel with all its extras,
+that the package itself allows of each thing it requires, held there: a floor that the other requirements do not let
+be reached is an error, for nothing would test it). The environment has the package's wheel with all its extras,
 its siblings' wheels (of what stands here, or with --index what is published), the dev group, and what its tests import
 besides; not the workspace, so a sibling that it does not require is not there. `uv.lock` is not touched.
 
@@ -28,8 +29,9 @@ from pathlib import Path
 from declared import DISTRIBUTIONS, declared, imported
 from members import ROOT, Member, ToolError, chosen, read
 from packaging.utils import canonicalize_name
+from packaging.version import Version
 
-__all__ = ["environment_commands", "needed_by_tests"]
+__all__ = ["environment_commands", "floors", "needed_by_tests"]
 
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
 NOT_PUBLIC = {"lt-trainer-neuron": {"neuron"}}
@@ -54,6 +56,25 @@ def _imported_by(folder: Path) -> frozenset[str]:
     own = {path.stem for path in paths} | set(sys.stdlib_module_names)
     named = {name for path in paths for name, _ in imported(path.read_text(encoding="utf-8"), filename=str(path))}
     return frozenset(canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in named - own)
+
+
+def floors(member: Member, members: dict[str, Member]) -> list[str]:
+    """`name==version` of the oldest that the package allows of each thing from outside, its extras included.
+
+    Raises:
+        ToolError: a requirement without a floor.
+    """
+    found: dict[tuple[str, str], Version] = {}
+    for extra, requirements in member.requirements.items():
+        for r in requirements:
+            if extra in NOT_PUBLIC.get(member.name, ()) or canonicalize_name(r.name) in members:
+                continue
+            stated = [Version(part.version) for part in r.specifier if part.operator == ">="]
+            if not stated:
+                raise ToolError(f"{member.name} requires {r}, which says no oldest version; write {r.name}>=VERSION")
+            key = r.name, f" ; {r.marker}" if r.marker else ""
+            found[key] = max([*stated, *([found[key]] if key in found else [])])
+    return sorted(f"{name}=={version}{marker}" for (name, marker), version in found.items())
 
 
 def environment_commands(
@@ -87,9 +108,11 @@ def environment_commands(
     wanted = ["--requirements", str(member.folder / "pyproject.toml"), *extras, "--no-sources"]
     wanted += ["--group", f"{ROOT / 'pyproject.toml'}:dev"]
     wheel = str(out / "wheels" / f"{member.module}-{member.version}-py3-none-any.whl")
+    if resolution == "lowest-direct":
+        pins = ["--constraint", str(out / "floors.txt")]
     direct = pins
     if resolution != "locked":
-        direct = ["--resolution", resolution, *TORCH_LINE.get(member.name, [])]
+        direct = [*pins, "--resolution", resolution, *TORCH_LINE.get(member.name, [])]
     commands.append([*install, *direct, *wanted])
     commands.append([*install, "--no-deps", "--reinstall", wheel])
     if needed := needed_by_tests(member, members):
@@ -161,6 +184,7 @@ def main(arguments: list[str]) -> int:
         raise ToolError(f"{out} is not empty; give an empty folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / "types.json").write_text(json.dumps(types_settings(member)), encoding="utf-8")
+    (out / "floors.txt").write_text("\n".join(floors(member, members)) + "\n", encoding="utf-8")
     before = tree()
     found = stages(member, out, python=options.python, resolution=options.resolution)
     if unknown := set(options.only) - set(found):

@@ -1,11 +1,13 @@
 """One package in an environment of its own: what is installed there, and that nothing of the workspace slips in."""
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from members import ROOT, read
-from package import RESOLUTIONS, environment_commands, needed_by_tests, stages, tree, types_settings
+from members import ROOT, Member, ToolError, read
+from package import RESOLUTIONS, environment_commands, floors, needed_by_tests, stages, tree, types_settings
+from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from small_workspace import git
 
@@ -46,10 +48,40 @@ def test_the_resolutions(tmp_path: Path) -> None:
         (first,) = [command for command in made if "--requirements" in command]
         given = first[first.index("--resolution") + 1] if "--resolution" in first else "locked"
         assert given == resolution
-        assert ("--constraint" in first) == (resolution == "locked")
+        held = {"locked": ["locked.txt"], "lowest-direct": ["floors.txt"], "highest": []}[resolution]
+        installs = [c for c in made if c[1] == "pip" and "--no-deps" not in c]
+        assert len(installs) == 2
+        for command in installs:  # what the tests need besides must not lift what the package was tested with
+            assert [command[i + 1] for i, w in enumerate(command) if w == "--constraint"] == [
+                str(tmp_path / name) for name in held
+            ]
         exported = [command for command in made if command[1] == "export"]
         assert len(exported) == (resolution == "locked")
         assert all("--locked" in command for command in exported)
+
+
+def member_with(**requirements: list[str]) -> Member:
+    groups = {name: tuple(map(Requirement, texts)) for name, texts in requirements.items()}
+    dependencies = groups.pop("always")
+    return replace(REAL["lt-data"], dependencies=dependencies, extras=groups)
+
+
+def test_the_oldest_that_is_allowed() -> None:
+    """Of everything from outside, extras included; of two floors the one that binds."""
+    member = member_with(
+        always=["numpy>=1.26,<3", "lt-ckpt>=0.1,<0.2"], cli=["typer>=0.26"], full=["lt-data[cli]", "numpy>=2.0.1"]
+    )
+    assert floors(member, REAL) == ["numpy==2.0.1", "typer==0.26"]
+    marked = member_with(always=["torch-xla>=2.9 ; sys_platform == 'linux'"])
+    assert floors(marked, REAL) == ['torch-xla==2.9 ; sys_platform == "linux"']
+    with pytest.raises(ToolError, match=r"lt-data requires rich<15, which says no oldest version; write rich>=VERSION"):
+        floors(member_with(always=["rich<15"]), REAL)
+
+
+def test_every_member_says_its_floors() -> None:
+    for member in REAL.values():
+        assert len(floors(member, REAL)) >= 2, member.name
+    assert not [text for text in floors(REAL["lt-trainer-neuron"], REAL) if text.startswith("neuronx")]
 
 
 def test_a_release_is_tested_with_what_is_published(tmp_path: Path) -> None:
