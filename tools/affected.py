@@ -5,8 +5,8 @@
 
 A package's own tests, README and changelog concern that package alone; its sources and its pyproject concern its
 dependants too. What all packages share (the lock, the tools, the workflows) concerns all. A path that no rule knows is
-an error, so that a new folder cannot slip past CI. The diff is taken against the merge base and without renames: a file
-that moves from one package to another concerns both.
+an error, so that a new folder cannot slip past CI; one of a package or folder that the change removes concerns all. The
+diff is taken against the merge base and without renames: a file that moves from one package to another concerns both.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -29,9 +29,10 @@ EVERYTHING = {
 """What every package's checks run with."""
 READ_BY_TESTS = {
     "constraints/": ("lt-trainer-neuron",),
-    "examples/": ("lt-data", "lt-launch", "lt-trainer", "lt-trainer-neuron"),
+    "examples/": ("lt-data", "lt-launch", "lt-trainer-neuron"),
     "containers/": ("lt-launch",),
-    "docs/": ("lt-launch", "lt-trainer"),
+    "docs/": ("lt-trainer",),
+    "packages/lt-ckpt/tests/": ("lt-trainer-neuron",),
 }
 """Folders outside a package that its own tests read."""
 TEXT = {"LICENSE", ".gitignore", "mkdocs.yml", "zensical.toml"}
@@ -48,8 +49,13 @@ class Plan:
     """Whether the tests that cross packages run, and lint and types over everything."""
 
 
-def plan(paths: Iterable[str], members: Mapping[str, Member]) -> Plan:
+def plan(paths: Iterable[str], members: Mapping[str, Member], *, removed: Collection[str] = ()) -> Plan:
     """What a change of these paths, relative to the root with forward slashes, has to run.
+
+    Args:
+        paths: What the change touches.
+        members: The packages after the change.
+        removed: Those of the paths that it removes. One whose package or folder is not known any more concerns all.
 
     Raises:
         ToolError: a path that belongs to nothing known.
@@ -60,27 +66,40 @@ def plan(paths: Iterable[str], members: Mapping[str, Member]) -> Plan:
     for text in paths:
         top, *rest = PurePosixPath(text).parts
         key = f"{top}/" if rest else top
+        alone |= {name for folder, names in READ_BY_TESTS.items() if text.startswith(folder) for name in names}
         if key == "packages/":
             name = rest[0]
             if name not in members or len(rest) == 1:
-                raise ToolError(f"{text}: packages/{name} is no package; give it a pyproject.toml or move it")
-            (below if rest[1] in ("src", "pyproject.toml") else alone).add(name)
-        elif key in EVERYTHING:
+                if text not in removed:
+                    raise ToolError(f"{text}: packages/{name} is no package; give it a pyproject.toml or move it")
+                below |= set(members)
+            else:
+                (below if rest[1] in ("src", "pyproject.toml") else alone).add(name)
+        elif key in EVERYTHING or (text in removed and not _known(key)):
             below |= set(members)
-        elif key in READ_BY_TESTS:
-            alone |= set(READ_BY_TESTS[key])
-        elif not (key in TEXT or (not rest and key.endswith(".md"))):
+        elif not _known(key):
             raise ToolError(f"{text}: tools/affected.py does not know {key}; say there what it concerns")
     return Plan(packages=tuple(sorted(alone | dependants(below, members))), workspace=bool(paths))
 
 
-def changed_paths(base: str, *, root: Path = ROOT) -> list[str]:
+def _known(key: str) -> bool:
+    """Whether some rule knows a folder, or a file, of the root."""
+    return key in EVERYTHING or key in READ_BY_TESTS or key in TEXT or key.endswith(".md")
+
+
+def changed_paths(base: str, *, root: Path = ROOT, removed: bool = False) -> list[str]:
     """Paths that differ between HEAD and the point where it left `base`, both sides of a rename.
+
+    Args:
+        base: A commit or branch.
+        root: The workspace.
+        removed: Only those that are not there any more.
 
     Raises:
         ToolError: git does not know `base`, or has no history in common with it (a shallow clone).
     """
-    command = ["git", "diff", "--name-only", "--no-renames", "-z", f"{base}...HEAD"]
+    only = ["--diff-filter=D"] if removed else []
+    command = ["git", "diff", "--name-only", "--no-renames", *only, "-z", f"{base}...HEAD"]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ToolError(f"{' '.join(command)}: {done.stderr.strip()}; fetch the whole history (fetch-depth: 0)")
@@ -100,8 +119,10 @@ def main(arguments: list[str]) -> int:
     members = read()
     if options.all:
         found = Plan(packages=tuple(members), workspace=True)
+    elif options.base:
+        found = plan(changed_paths(options.base), members, removed=changed_paths(options.base, removed=True))
     else:
-        found = plan(options.paths or changed_paths(options.base), members)
+        found = plan(options.paths, members)
     values = {"packages": list(found.packages), "workspace": found.workspace}
     if options.github:
         print("\n".join(f"{name}={json.dumps(value)}" for name, value in values.items()))

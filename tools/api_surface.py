@@ -1,4 +1,6 @@
-"""The frozen list of what users may rely on, package by package: Python names, commands with options, recipe fields.
+"""The frozen list of what users may rely on: Python names, commands with options, recipe fields, programs, extras.
+
+There is one list for each package.
 
     python tools/api_surface.py                   # fails where packages/*/API.txt is not what the sources say
     python tools/api_surface.py --write           # writes the lists; look at the diff before you commit it
@@ -29,6 +31,7 @@ from surface_levels import bumped, compare, level_of
 __all__ = ["changes_since", "command_lines", "field_lines", "frozen", "surface"]
 
 FILE = "API.txt"
+COMMANDS = "lt.commands"
 HEADER = (
     "# What users of {name} may rely on. Written by tools/api_surface.py; a change of it belongs in CHANGELOG.md.\n"
 )
@@ -41,8 +44,10 @@ RECIPES = {
 
 
 def surface(member: Member) -> list[str]:
-    """All lines of a package: names, then commands, then recipe fields."""
-    return [*names(member), *_commands(member), *_fields(member)]
+    """All lines of a package: names, then commands, then recipe fields, then what is installed by name."""
+    installed = [f"extra {member.name}[{extra}]" for extra in sorted(member.extras)]
+    installed += [f"program {script}" for script in sorted(member.scripts)]
+    return [*names(member), *_commands(member), *_fields(member), *installed]
 
 
 def frozen(text: str) -> list[str]:
@@ -63,11 +68,18 @@ def changes_since(tag: str, member: Member, *, root: Path = ROOT) -> tuple[list[
 
 
 def _commands(member: Member) -> Iterator[str]:
-    """Commands with arguments and options, of the entry points that the package declares."""
-    for name, target in sorted(member.entry_points.get("lt.commands", {}).items()):
-        module, _, attribute = target.partition(":")
-        app: Any = getattr(import_module(module), attribute)
-        yield from command_lines(app, f"lt/{name}")
+    """Commands with arguments and options, of the entry points that the package declares.
+
+    The group `lt.commands` has those of `lt`, `lt.commands.train` those that are added to `lt train`.
+    """
+    for group, commands in sorted(member.entry_points.items()):
+        if group != COMMANDS and not group.startswith(f"{COMMANDS}."):
+            continue
+        path = "/".join(["lt", *group.split(".")[2:]])
+        for name, target in sorted(commands.items()):
+            module, _, attribute = target.partition(":")
+            app: Any = getattr(import_module(module), attribute)
+            yield from command_lines(app, f"{path}/{name}")
 
 
 def command_lines(app: Any, path: str) -> list[str]:

@@ -1,13 +1,15 @@
 """What a change has to run: packages that it touches, what stands on them, and never less."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from affected import Plan, changed_paths, plan
+from affected import READ_BY_TESTS, Plan, changed_paths, plan
 from members import ROOT, ToolError, dependants, in_order, read, siblings
 from small_workspace import git, write_package
 
@@ -53,14 +55,23 @@ def test_every_file_of_the_workspace_is_known() -> None:
 
 def test_folders_that_packages_read_in_their_tests_are_known() -> None:
     """A package whose tests read examples/, containers/ or docs/ is tested when those change."""
-    from affected import READ_BY_TESTS
-
+    found: set[tuple[str, str]] = set()
     for name in REAL:
         for path in (ROOT / "packages" / name / "tests").rglob("*.py"):
             text = path.read_text()
-            for folder, readers in READ_BY_TESTS.items():
-                if f'/ "{folder.rstrip("/")}"' in text:
-                    assert name in readers, f"{path.relative_to(ROOT)} reads {folder}"
+            read_here = set(re.findall(r'"((?:constraints|examples|containers|docs)/)', text))
+            read_here |= {f"{folder}/" for folder in re.findall(r'/ "(constraints|examples|containers|docs)"', text)}
+            others = re.findall(r'/ "(lt-[a-z-]+)" / "(\w+)"', text)
+            read_here |= {f"packages/{other}/{folder}/" for other, folder in others if other in REAL and other != name}
+            for folder in read_here:
+                assert name in READ_BY_TESTS.get(folder, ()), f"{path.relative_to(ROOT)} reads {folder}"
+                found.add((folder, name))
+    assert found == {(folder, name) for folder, names in READ_BY_TESTS.items() for name in names}
+
+
+def test_what_tests_of_another_package_read_concerns_both() -> None:
+    assert plan(["packages/lt-ckpt/tests/data/nxd/a"], REAL).packages == ("lt-ckpt", "lt-trainer-neuron")
+    assert plan(["packages/lt-ckpt/README.md"], REAL).packages == ("lt-ckpt",)
 
 
 def test_a_file_that_moves_concerns_where_it_was_too(small: Path, commit: Callable[..., None]) -> None:
@@ -71,6 +82,30 @@ def test_a_file_that_moves_concerns_where_it_was_too(small: Path, commit: Callab
     git("mv", "packages/lt-side/src/lt_side/long.py", "packages/lt-top/src/lt_top/long.py", cwd=small)
     commit()
     assert plan(changed_paths("before", root=small), read(small)).packages == ("lt-side", "lt-top")
+
+
+def test_a_package_or_folder_that_is_gone_concerns_all(small: Path, commit: Callable[..., None]) -> None:
+    """Its name is known to no rule any more; a new one of that kind stays an error."""
+    (small / "old").mkdir()
+    (small / "old" / "a.py").write_text("")
+    commit()
+    for folder in ("packages/lt-side", "old"):
+        git("tag", "--force", "before", cwd=small)
+        shutil.rmtree(small / folder)
+        commit()
+        members = read(small)
+        removed = changed_paths("before", root=small, removed=True)
+        assert removed == changed_paths("before", root=small)
+        assert plan(removed, members, removed=removed).packages == ("lt-base", "lt-mid", "lt-top")
+        with pytest.raises(ToolError, match=folder):
+            plan(removed, members)
+    (small / "packages/lt-top/README.md").write_text("")
+    commit()
+    git("tag", "--force", "before", cwd=small)
+    (small / "packages/lt-top/README.md").unlink()
+    commit()
+    removed = changed_paths("before", root=small, removed=True)
+    assert plan(removed, read(small), removed=removed).packages == ("lt-top",), "what is known stays what it is"
 
 
 def test_what_main_did_since_does_not_count(small: Path, commit: Callable[..., None]) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from api_names import names
@@ -42,6 +43,30 @@ def test_the_list_has_commands_and_recipe_fields() -> None:
     assert "command lt/data/prepare" in data
     assert "option lt/data/prepare(--tokenizer) value required" in data
     assert any(line.startswith("recipe optimizer.lr = ") and line.endswith(" LEARNING_RATE") for line in trainer)
+    neuron = frozen((REAL["lt-trainer-neuron"].folder / "API.txt").read_text())
+    assert "option lt/train/env(--sdk) value = " in neuron, "what an engine adds to lt train"
+    assert {"program lt-data", "extra lt-data[cli]"} <= set(data)
+
+
+def test_every_command_of_lt_is_in_a_list() -> None:
+    """By the other way: what the `lt` command finds, with all that is added to it."""
+    from typer import Context
+    from typer.main import get_command
+
+    from lt_trainer.cli import app
+
+    train: Any = get_command(app)
+    there = {f"lt/train/{name}" for name in train.list_commands(Context(train))}
+    there |= {f"lt/{name}" for member in REAL.values() for name in member.entry_points.get("lt.commands", {})}
+    listed = {line for member in REAL.values() for line in frozen((member.folder / "API.txt").read_text())}
+    assert len(there) > 15
+    assert {f"command {path}" for path in there} <= listed
+
+
+def test_programs_and_extras_are_promised(small: Path) -> None:
+    before = surface(read(small)["lt-mid"])
+    edit(small / "packages/lt-mid/pyproject.toml", "cli = [", "shell = [")
+    assert compare(before, surface(read(small)["lt-mid"])) == (["- extra lt-mid[cli]"], ["+ extra lt-mid[shell]"])
 
 
 SOURCE = '''
