@@ -129,11 +129,11 @@ def test_what_does_not_fit_is_the_failure_reason(opt_ml: Callable[..., Path], na
 def test_hyperparameters_variables_and_the_container_make_the_recipe(opt_ml: Callable[..., Path], data: Path) -> None:
     hyperparameters = {**SMALL, "sagemaker_job_name": '"x"', "LEARNING_RATE": '"2e-3"', "TOKENIZER": "org/mine"}
     root = opt_ml(hyperparameters, channels={"train": data, "tokenizer": data / "tokenizer", "validation": data})
-    environ = {"LT_SET_00": "engine.gpu.device=cpu", "LT_SET_01": "optimizer.eps=1e-7"}
+    environ = {"LT_SET_00": "run.seed=5", "LT_SET_01": "optimizer.eps=1e-7"}
     recipe = resolve(read(root, {}), environ).recipe
     assert recipe.optimizer.lr == 2e-3
     assert recipe.optimizer.eps == 1e-7
-    assert recipe.engine["gpu"].device == "cpu"
+    assert recipe.run.seed == 5
     assert recipe.run.out == str(root / "checkpoints" / "run")
     assert recipe.data.store == str(root / "input" / "data" / "train" / "store")
     assert recipe.data.validation == str(root / "input" / "data" / "validation" / "store")

@@ -107,6 +107,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def test_two_hosts_are_stopped_restored_and_finish(submit: Callable[..., Launch]) -> None:
+    pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
     made = submit(nodes=2, steps=60)
     target, run = LocalSageMaker(), made.directory / "sagemaker" / "run"
     until(made, lambda: len(losses(run)) >= 4, "step 4")

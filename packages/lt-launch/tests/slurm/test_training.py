@@ -72,6 +72,7 @@ python = "{python}"
 partition = "low"
 step_wait_s = 30
 """
+NO_ENGINE = "needs an engine: pip install lt-trainer-gpu"
 SEED = int(os.environ.get("LT_SEED", "7"))
 
 
@@ -249,10 +250,13 @@ def test_twenty_disturbances_leave_every_loss_as_it_was(
     cluster: Any, submit: Callable[..., Any], engine: str, steps: int
 ) -> None:
     """With torch each attempt takes the time that two ranks need to import it."""
+    if engine == "gpu":
+        pytest.importorskip("lt_trainer_gpu", reason=NO_ENGINE)
     check(cluster, submit, engine, int(os.environ.get("LT_KILLS", "20")), steps)
 
 
 def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
+    pytest.importorskip("lt_trainer_gpu", reason=NO_ENGINE)
     made, id_ = submit("torchrun", "torchrun", 100000)
     cluster.wait_for(lambda: max(losses(made), default=0) >= 3, "step 3")
     assert list(SlurmBackend().cancel(made)) == [f"train: job {id_} was told to save and stop"]

@@ -86,7 +86,8 @@ class Instruments:
         if self._on_gpu:
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         self._profiled = 0
-        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+        # There is one cycle, whose events are kept either way; without acc_events torch 2.11 warns of losing them.
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
 
     def _stop(self) -> list[Path]:
