@@ -3,10 +3,10 @@
     python tools/changelog.py --base origin/main     # fails where src/ changed and the changelog says nothing new
 
 Format: Keep a Changelog. The top section is what is pending: `## [Unreleased]`, or `## [0.1.0] - unreleased` before a
-package's first release. Below stand releases, `## [0.1.0] - 2026-11-21`, newest first.
+package's first release. Below stand releases, `## [0.1.0] - 2026-11-21`, newest first. No other heading has this level.
 
 A change that no user can notice needs no entry: each of its commits that touches the package's sources then carries the
-trailer `Changelog: none` in its message.
+trailer `Changelog: none` in its message. One that changes the public names (`API.txt`) is always told.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from members import ROOT, Member, ToolError, read
 __all__ = ["Section", "cut", "missing_entries", "notes", "pending", "released", "sections", "with_entry"]
 
 HEADING = re.compile(r"^## \[(?P<name>[^\]]+)\](?: - (?P<when>\S+))?[ \t]*$", re.M)
+LEVEL = re.compile(r"^##(?!#)", re.M)
 ENTRY = re.compile(r"^- (.+(?:\n(?:  .*|(?=\n  )))*)", re.M)
 UNRELEASED = "unreleased"
 FILE = "CHANGELOG.md"
+NAMES = "API.txt"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +55,15 @@ class Section:
 
 
 def sections(text: str) -> list[Section]:
-    """All sections of a changelog, in the order of the file."""
+    """All sections of a changelog, in the order of the file.
+
+    Raises:
+        ToolError: a heading of another form, which would make one release a part of the one above it.
+    """
     found = list(HEADING.finditer(text))
+    if odd := {match.start() for match in LEVEL.finditer(text)} - {match.start() for match in found}:
+        heading = text[min(odd) :].partition("\n")[0]
+        raise ToolError(f"changelog: write {heading!r} as ## [VERSION] - {date.today()}, or ## [Unreleased]")
     ends = [match.start() for match in found[1:]] + [len(text)]
     return [
         Section(name=match["name"], when=match["when"], body=text[match.end() : end].strip())
@@ -137,7 +146,7 @@ def told(before: str, after: str) -> list[str]:
 
 
 def missing_entries(base: str, members: Sequence[Member], *, root: Path = ROOT) -> list[str]:
-    """One sentence for each package whose sources differ from `base` while its changelog tells nothing new.
+    """One sentence for each package whose sources or names differ from `base` while its changelog tells nothing new.
 
     Raises:
         ToolError: git does not know `base`.
@@ -147,16 +156,16 @@ def missing_entries(base: str, members: Sequence[Member], *, root: Path = ROOT) 
     problems: list[str] = []
     for member in members:
         folder = f"packages/{member.name}"
-        if not any(path.startswith(f"{folder}/src/") for path in changed):
+        names = f"{folder}/{NAMES}" in changed
+        if not names and not any(path.startswith(f"{folder}/src/") for path in changed):
             continue
         after = (member.folder / FILE).read_text(encoding="utf-8")
         there = _git("ls-tree", "--name-only", fork, f"{folder}/{FILE}", root=root).strip()
         before = _git("show", f"{fork}:{folder}/{FILE}", root=root) if there else ""
-        if not told(before, after) and not _silent(fork, f"{folder}/src", root=root):
-            problems.append(
-                f"{folder}/src changed and {folder}/{FILE} tells nothing new: add a line under its top heading, "
-                "or the trailer `Changelog: none` to commits that no user can notice"
-            )
+        if not told(before, after) and (names or not _silent(fork, f"{folder}/src", root=root)):
+            what = f"{folder}/{NAMES if names else 'src'} changed and {folder}/{FILE} tells nothing new"
+            silent = "" if names else ", or the trailer `Changelog: none` to commits that no user can notice"
+            problems.append(f"{what}: add a line under its top heading{silent}")
     return problems
 
 

@@ -1,7 +1,8 @@
 """The ranges in which packages of this workspace require each other. uv does not look at them, pip does.
 
     python tools/check_ranges.py                       # says what is wrong, in milliseconds
-    python tools/check_ranges.py --oldest OUT          # builds the wheels and installs the oldest allowed combination
+    python tools/check_ranges.py --oldest OUT          # builds the wheels, installs the oldest allowed combination,
+                                                       # and sees that it has all that is imported (tools/taken.py)
 
 Inside a workspace uv takes the sibling that is there, whatever the range says, so a version that a sibling excludes is
 noticed only by the users who install both. What must hold of each requirement on a sibling:
@@ -65,7 +66,7 @@ def problems(members: Mapping[str, Member]) -> list[str]:
 def _wrong(requirement: Requirement, sibling: Member) -> list[str]:
     texts: list[str] = []
     lowest, highest = floor(requirement), cap(requirement)
-    wanted = f">={lowest or sibling.version},<{next_breaking(sibling.version)}"
+    wanted = f">={min(lowest or sibling.version, sibling.version)},<{next_breaking(sibling.version)}"
     if lowest is None or highest is None:
         texts.append(f"needs a floor and a cap, as {wanted}")
     elif highest > next_breaking(sibling.version):
@@ -81,13 +82,14 @@ def _missing_extras(requirement: Requirement, sibling: Member) -> list[str]:
 
 
 def oldest(members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (), index: str | None = None) -> None:
-    """Build all wheels; install each package with the oldest siblings that it allows into a venv of its own; import it.
+    """Build all wheels; install each package with the oldest siblings that it allows into a venv of its own; try it.
 
-    Siblings come from `index` where it has them and from the wheels that were just built where it has not, so that
-    before the first release the oldest combination is the one that stands here.
+    It is imported, and every name that it imports from a sibling anywhere must be there (tools/taken.py). Siblings come
+    from `index` where it has them and from the wheels that were just built where it has not, so that before the first
+    release the oldest combination is the one that stands here.
 
     Raises:
-        ToolError: something does not install or import.
+        ToolError: something does not install or import, or a sibling lacks a name.
     """
     wheels = out / "wheels"
     _run("uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels, cwd=ROOT)
@@ -95,13 +97,17 @@ def oldest(members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (
         member, venv = members[name], out / f"venv-{name}"
         python = venv / "bin" / "python"
         (wheel,) = wheels.glob(f"{member.module}-{member.version}-*.whl")
-        pins = [f"{sibling}=={version}" for sibling, version in floors(member, members, index=index).items()]
+        chosen = floors(member, members, index=index)
+        pins = [f"{sibling}=={version}" for sibling, version in chosen.items()]
         fresh = [part for known in members for part in ("--refresh-package", known)]
         sources = ["--find-links", wheels, *(["--index", index] if index else []), *fresh]
         _run("uv", "venv", "--quiet", "--python", sys.executable, venv, cwd=out)
         _run("uv", "pip", "install", "--quiet", "--python", python, *sources, wheel, *pins, cwd=out)
         _run(python, "-W", "error", "-c", f"import {member.module}", cwd=out)
-        print(f"{name} {member.version}: installs and imports with {', '.join(pins) or 'no sibling'}", flush=True)
+        others = [members[sibling].module for sibling in chosen]
+        _run(python, Path(__file__).with_name("taken.py"), member.module, *others, cwd=out)
+        found = f"installs and finds all it imports with {', '.join(pins) or 'no sibling'}"
+        print(f"{name} {member.version}: {found}", flush=True)
 
 
 def floors(member: Member, members: Mapping[str, Member], *, index: str | None) -> dict[str, Version]:
@@ -128,14 +134,16 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--oldest", metavar="OUT", type=Path, help="an empty folder for wheels and environments")
     parser.add_argument("--package", action="append", default=[], help="only this one (with --oldest)")
-    parser.add_argument("--index", help="the simple index that has our releases; without it none is released")
+    parser.add_argument(
+        "--index", help="the simple index that has our releases; without one, or empty, none is released"
+    )
     options = parser.parse_args(arguments)
     members = read()
     found = problems(members)
     print("\n".join(found) or "ranges between packages hold")
     if not found and options.oldest:
         options.oldest.mkdir(parents=True, exist_ok=True)
-        oldest(members, options.oldest.resolve(), names=options.package, index=options.index)
+        oldest(members, options.oldest.resolve(), names=options.package, index=options.index or None)
     return bool(found)
 
 

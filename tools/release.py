@@ -4,9 +4,10 @@
     python tools/release.py lt-data first              # the version that stands there, which was never released
     python tools/release.py lt-data minor --widen      # and let the siblings whose range excludes it have it
 
-Nothing is written before all of this holds: something is pending in the changelog; the move is as far as the public
-names ask for (tools/api_surface.py, against the last tag); no sibling's range excludes the new version, unless --widen
-moves that range's cap and notes so in the sibling's changelog. Files are edited in place: two lines and the changelog.
+Nothing is written before all of this holds: the tree is committed; something is pending in the changelog; the move is
+as far as the public names ask for (tools/api_surface.py, against the last tag); the tag is not there yet; no sibling's
+range excludes the new version, unless --widen moves that range's cap and notes so in the sibling's changelog. Files are
+edited in place: two lines and the changelog.
 The tag is made by hand, after the change is merged; tools/release_check.py is what the tag's workflow runs.
 """
 
@@ -25,10 +26,10 @@ from changelog import FILE, cut, released, with_entry
 from check_ranges import next_breaking
 from members import ROOT, Member, ToolError, chosen, read
 from packaging.utils import canonicalize_name
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 from surface_levels import Level, bumped, level_of
 
-__all__ = ["last_tag", "prepare", "tag_of"]
+__all__ = ["last_tag", "prepare", "tag_of", "uncommitted"]
 
 VERSION = re.compile(r'^version = "[^"]+"$', re.M)
 
@@ -40,9 +41,17 @@ def tag_of(name: str, version: Version) -> str:
 
 def last_tag(name: str, *, root: Path = ROOT, before: Version | None = None) -> str | None:
     """The newest release tag of a package, older than `before` where that is given; None before the first release."""
-    done = subprocess.run(["git", "tag", "--list", f"{name}-v*"], cwd=root, capture_output=True, text=True, check=True)
-    versions = [Version(tag.removeprefix(f"{name}-v")) for tag in done.stdout.split()]
-    return tag_of(name, max(known)) if (known := [v for v in versions if before is None or v < before]) else None
+    tags = _git("tag", "--list", f"{name}-v*", root=root).split()
+    known = [version for tag in tags if (version := _version(tag.removeprefix(f"{name}-v"))) is not None]
+    return tag_of(name, max(older)) if (older := [v for v in known if before is None or v < before]) else None
+
+
+def _version(text: str) -> Version | None:
+    """The version that a tag ends with; None for a tag of another package whose name begins alike, or of no release."""
+    try:
+        return Version(text)
+    except InvalidVersion:
+        return None
 
 
 def prepare(
@@ -64,6 +73,8 @@ def prepare(
     member = chosen(members, name)
     changelog = (member.folder / FILE).read_text(encoding="utf-8")
     version = _next(member, move, changelog, last_tag(name, root=root), root=root)
+    if _git("tag", "--list", tag_of(name, version), root=root):
+        raise ToolError(f"there is a tag {tag_of(name, version)} already: is this the newest main?")
     files = {
         member.folder / FILE: cut(changelog, version=str(version), when=when),
         member.folder / "pyproject.toml": _with_version(member.folder / "pyproject.toml", version),
@@ -91,6 +102,16 @@ def _next(member: Member, move: str, changelog: str, tag: str | None, *, root: P
             shown = "\n  ".join([*breaks, *added][:20])
             raise ToolError(f"since {tag} {member.name} changed what users see; say {least.name.lower()}:\n  {shown}")
     return bumped(member.version, level)
+
+
+def uncommitted(*, root: Path = ROOT) -> list[str]:
+    """Files that git knows and that differ from the last commit; a release is made of what was looked at and merged."""
+    lines = _git("status", "--porcelain", "--untracked-files=no", root=root).splitlines()
+    return [line[3:] for line in lines]
+
+
+def _git(*arguments: str, root: Path) -> str:
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
 def _with_version(pyproject: Path, version: Version) -> str:
@@ -132,6 +153,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--widen", action="store_true", help="move the caps of siblings that exclude the new version")
     options = parser.parse_args(arguments)
     name = options.package
+    if changed := uncommitted():
+        raise ToolError(f"commit these first, or set them aside: {', '.join(changed[:5])}")
     files = prepare(read(), name, options.move, when=options.date, widen=options.widen)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What `lt launch` costs: CPU seconds of a render beside `import typer`, and what an installation takes on the disk.
+"""What `lt launch` costs: CPU seconds of help and of a render beside `import typer`, and what is installed, in bytes.
 
     uv run python tools/bench/launch.py [--rounds N] [--to docs/benchmarks/launch.md]
 
-CPU seconds: `python -c "import typer"` and `lt launch render` of an example for each target, in turn, N times after a
-first time that makes byte code; the median of the differences within a round, and the least beside the least.
+CPU seconds: `import typer` alone, help, and `lt launch render` of an example for each target, in turn, N times after
+a first time that makes byte code; the median of the differences within a round, and the least beside the least.
 
 Size: wheels of lt-launch and all that it stands on are built and installed with uv into two fresh environments,
 lt-trainer into one, lt-launch[sagemaker] beside it into the other; what the files of the second take more than those
@@ -26,14 +26,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples" / "launch"
-RENDERS = {
-    "local, a pipeline of seven stages": ["tiny.toml"],
-    "ssh, four hosts": ["llama-7b.toml", "--on", "ssh", "--hostfile", "hosts.txt", "--nproc-per-node", "8"],
-    "slurm, a pipeline of eight stages": ["continued.toml", "--on", "slurm"],
-    "sagemaker, checked against the service model": ["litespark-sagemaker.toml", "--on", "sagemaker"],
-    "k8s": ["smp-enroot.toml", "--on", "k8s"],
+HELP_S, RENDER_S, INSTALLED_MB = 0.2, 0.4, 60
+"""The bars: CPU seconds beyond `import typer`, and megabytes."""
+RENDER = ["launch", "render"]
+COMMANDS = {
+    "`lt --help`": (HELP_S, ["--help"]),
+    "`lt data --help`": (HELP_S, ["data", "--help"]),
+    "render, local, a pipeline of seven stages": (RENDER_S, [*RENDER, "tiny.toml"]),
+    "render, ssh, four hosts": (
+        RENDER_S,
+        [*RENDER, "llama-7b.toml", "--on", "ssh", "--hostfile", "hosts.txt", "--nproc-per-node", "8"],
+    ),
+    "render, slurm, a pipeline of eight stages": (RENDER_S, [*RENDER, "continued.toml", "--on", "slurm"]),
+    "render, sagemaker, checked against the service model": (
+        RENDER_S,
+        [*RENDER, "litespark-sagemaker.toml", "--on", "sagemaker"],
+    ),
+    "render, k8s": (RENDER_S, [*RENDER, "smp-enroot.toml", "--on", "k8s"]),
 }
-BAR_S, BAR_MB = 0.4, 60
+"""The bar and the arguments, by what it is called."""
 SMALL = ("lt-data", "lt-model", "lt-ckpt", "lt-trainer", "lt-launch")
 ENGINES = ("lt-trainer-gpu", "lt-trainer-neuron")
 """Installed without torch, which a render does not import."""
@@ -48,14 +59,14 @@ def cpu_seconds(python: str, *words: str) -> float:
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
-def renders(python: str, rounds: int) -> tuple[list[float], dict[str, list[float]]]:
-    """CPU seconds of `import typer` and of each render, by round."""
+def measured(python: str, rounds: int) -> tuple[list[float], dict[str, list[float]]]:
+    """CPU seconds of `import typer` and of each command, by round."""
     typer: list[float] = []
-    found: dict[str, list[float]] = {name: [] for name in RENDERS}
+    found: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(rounds + 1):
         typer.append(cpu_seconds(python, "-c", "import typer"))
-        for name, words in RENDERS.items():
-            found[name].append(cpu_seconds(python, "-m", "lt_launch", "launch", "render", *words))
+        for name, (_, words) in COMMANDS.items():
+            found[name].append(cpu_seconds(python, "-m", "lt_launch", *words))
     return typer[1:], {name: seconds[1:] for name, seconds in found.items()}
 
 
@@ -100,7 +111,7 @@ def page(typer: list[float], found: dict[str, list[float]], sizes: tuple[int, in
     rows = ""
     for name, seconds in found.items():
         median, least = beyond(typer, seconds)
-        rows += f"| {name} | {statistics.median(seconds):.2f} | {median:.2f} | {least:.2f} |\n"
+        rows += f"| {name} | {statistics.median(seconds):.2f} | {median:.2f} | {least:.2f} | {COMMANDS[name][0]} |\n"
     first, second, names = sizes
     return f"""\
 # Launching
@@ -108,19 +119,19 @@ def page(typer: list[float], found: dict[str, list[float]], sizes: tuple[int, in
 Made by `uv run python tools/bench/launch.py --rounds {rounds} --to ...`, {datetime.date.today()}: {platform.machine()},
 {os.cpu_count()} CPUs (load average {os.getloadavg()[0]:.0f}), Python {platform.python_version()}, {versions}.
 
-## `lt launch render`
+## Commands
 
 CPU seconds of a fresh process in an environment that holds lt-launch[sagemaker,k8s], lt-trainer and the engines without
 torch; {rounds} rounds in turn. `import typer` alone takes {middle:.2f} (least {min(typer):.2f}),
-the bar is {BAR_S} beyond it. Beside other work a CPU second does less, so the least of all rounds stands there, too.
+the bars are beyond it. Beside other work a CPU second does less, so the least of all rounds stands there, too.
 
-| render | CPU s, median | beyond `import typer`, median | least |
-|---|---|---|---|
+| command | CPU s, median | beyond `import typer`, median | least | bar |
+|---|---|---|---|---|
 {rows}
 ## Installation
 
 `lt-trainer` from wheels in a fresh environment: {first / 1e6:.1f} MB. With `lt-launch[sagemaker]` beside it:
-{second / 1e6:.1f} MB, {(second - first) / 1e6:.1f} MB more (bar: {BAR_MB} MB). It adds
+{second / 1e6:.1f} MB, {(second - first) / 1e6:.1f} MB more (bar: {INSTALLED_MB} MB). It adds
 {", ".join(names)}.
 """
 
@@ -133,13 +144,13 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="lt-bench-launch-") as folder:
         python, sizes = install(Path(folder))
-        typer, found = renders(python, given.rounds)
+        typer, found = measured(python, given.rounds)
     text = page(typer, found, sizes)
     print(text)
     if given.to is not None:
         given.to.write_text(text, encoding="utf-8")
-    slow = any(beyond(typer, seconds)[1] > BAR_S for seconds in found.values())
-    return int(slow or sizes[1] - sizes[0] > BAR_MB * 1e6)
+    slow = any(beyond(typer, seconds)[1] > COMMANDS[name][0] for name, seconds in found.items())
+    return int(slow or sizes[1] - sizes[0] > INSTALLED_MB * 1e6)
 
 
 if __name__ == "__main__":
