@@ -142,6 +142,18 @@ def test_older_names_and_missing_lengths_are_read_as_transformers_reads_them():
     assert LlamaConfig.from_hf({**LLAMA_2_7B_OLD, "rms_norm_eps": None}).norm_eps == 1e-6
 
 
+def test_where_a_file_is_silent_transformers_defaults_hold():
+    transformers = pytest.importorskip("transformers")
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    silent = {"model_type": "llama", **{name: LLAMA_2_7B_OLD[name] for name in sizes}}
+    ours, theirs = LlamaConfig.from_hf(silent), transformers.LlamaConfig.from_dict(silent)
+    assert ours.n_kv_heads == theirs.num_key_value_heads
+    assert ours.max_position_embeddings == theirs.max_position_embeddings
+    assert ours.norm_eps == theirs.rms_norm_eps
+    assert ours.tie_word_embeddings is theirs.tie_word_embeddings
+    assert (ours.rope_theta, ours.rope_scaling) == (10000.0, None)
+
+
 def test_token_ids_and_dtype_are_checked(gqa_config):
     with pytest.raises(ModelError, match="bos_token_id = 101 is outside the vocabulary of 101"):
         gqa_config.to_hf(bos_token_id=101)

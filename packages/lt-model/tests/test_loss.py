@@ -5,6 +5,7 @@ torch = pytest.importorskip("torch")
 from lt_model import IGNORE, cross_entropy_sum  # noqa: E402
 from lt_model import linear_cross_entropy_sum as linear_loss  # noqa: E402
 from lt_model.norm import RMSNorm, rms_norm  # noqa: E402
+from lt_model.swiglu import swiglu  # noqa: E402
 
 
 def _inputs(n_tokens=23, width=6, vocab=11, dtype=torch.float64):
@@ -86,6 +87,28 @@ def test_bfloat16_loss_is_fp32_of_bfloat16_logits():
     assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
 
 
+def test_the_heads_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
+    """Each token adds an eighth to seven rows: in bfloat16 the sum would stay at 32, where half a step is more."""
+    monkeypatch.setattr("lt_model.loss._CPU_ROWS", 1)
+    hidden = torch.ones(512, 2, dtype=torch.bfloat16)
+    weight = torch.zeros(8, 2, dtype=torch.bfloat16, requires_grad=True)
+    linear_loss(hidden, weight, torch.zeros(512, dtype=torch.long)).backward()
+    assert weight.grad.tolist() == [[512 * (1 / 8 - 1)] * 2] + [[512 / 8] * 2] * 7
+
+
+@pytest.mark.parametrize("slab", [1, 3, 4, 11])
+def test_slabs_of_the_heads_gradient_do_not_show(monkeypatch, slab):
+    """A CPU widens the product of a narrow dtype some rows of the vocabulary at a time."""
+    monkeypatch.setattr("lt_model.loss._CPU_ROWS", 5)
+    monkeypatch.setattr("lt_model.loss._CPU_SLAB", slab)
+    hidden, weight, labels = _inputs(dtype=torch.bfloat16)
+    linear_loss(hidden, weight, labels).backward()
+    exact = weight.detach().float().requires_grad_()
+    cross_entropy_sum(hidden.detach().float() @ exact.T, labels).backward()
+    torch.testing.assert_close(weight.grad.float(), exact.grad, rtol=2e-2, atol=5e-2)
+    assert exact.grad.abs().amax(dim=1).min() > 0.5, "a row in the wrong place would not show"
+
+
 def test_rms_norm_gradients_are_right():
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 8, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -108,3 +131,19 @@ def test_rms_norm_equals_the_function_used_on_other_devices(dtype):
     assert out.dtype == dtype
     tolerance = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
     torch.testing.assert_close((out, *found), (expected_out, *expected), rtol=tolerance, atol=tolerance)
+
+
+def test_what_a_compiler_is_given_is_the_same_function(monkeypatch):
+    """Norm and SwiGLU have a formula of their own for compiled code; here that one runs uncompiled."""
+    generator = torch.Generator().manual_seed(0)
+    x, gate, up = (torch.randn(5, 8, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(3))
+    weight = torch.randn(8, generator=generator, dtype=torch.float64).requires_grad_()
+    upstream = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+
+    def results():
+        outs = rms_norm(x, weight, 0.3), swiglu(gate, up)
+        return [*outs, *torch.autograd.grad(outs, (x, weight, gate, up), (upstream, upstream))]
+
+    own = results()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    torch.testing.assert_close(results(), own, rtol=1e-12, atol=1e-13)

@@ -29,6 +29,32 @@ def test_preset_counts_are_exact(name):
     assert n_parameters(PRESETS[name]) == COUNTS[name]
 
 
+# What no count of parameters shows, from the config.json of each maker: theta, positions, factor of the stretching.
+POSITIONS = {
+    "llama-160m": (10000.0, 2048, None),
+    "llama-1b": (10000.0, 2048, None),
+    "llama2-7b": (10000.0, 4096, None),
+    "llama2-13b": (10000.0, 4096, None),
+    "llama2-70b": (10000.0, 4096, None),
+    "llama3-8b": (500000.0, 8192, None),
+    "llama3-70b": (500000.0, 8192, None),
+    "llama3.2-1b": (500000.0, 131072, 32.0),
+    "llama3.2-3b": (500000.0, 131072, 32.0),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS)
+def test_presets_turn_positions_as_their_makers_do(name):
+    config = PRESETS[name]
+    scaling = config.rope_scaling
+    assert (config.rope_theta, config.max_position_embeddings, scaling and scaling.factor) == POSITIONS[name]
+    if scaling:
+        limits = (scaling.low_freq_factor, scaling.high_freq_factor, scaling.original_max_position_embeddings)
+        assert limits == (1.0, 4.0, 8192)
+    assert config.norm_eps == 1e-5
+    assert config.head_dim in (64, 128)
+
+
 @pytest.mark.parametrize("name", ["litespark-default", "llama-1b", "llama3-8b", "llama3.2-1b", "llama3.2-3b"])
 def test_table_has_the_names_and_shapes_of_transformers(name):
     torch = pytest.importorskip("torch")
