@@ -1,5 +1,6 @@
 """Each guard, with the mistake that it is there for."""
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -12,11 +13,13 @@ from changelog import cut, missing_entries, notes, pending, sections, with_entry
 from check_ranges import next_breaking, problems
 from declared import undeclared
 from gate import verdict
-from members import ROOT, ToolError, read
+from members import ROOT, ToolError, read, siblings
 from packaging.version import Version
 from small_workspace import edit, git, write_package
+from taken import missing, taken
 
 REAL = read()
+CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
 
 
 def test_the_packages_here_pass() -> None:
@@ -27,7 +30,7 @@ def test_the_packages_here_pass() -> None:
 @pytest.mark.parametrize(
     ("requirement", "message"),
     [
-        ("lt-base>=0.2,<0.3", "excludes lt-base 0.1.0, which stands here; write >=0.2,<0.2"),
+        ("lt-base>=0.2,<0.3", "excludes lt-base 0.1.0, which stands here; write >=0.1.0,<0.2"),
         ("lt-base>=0.1", "needs a floor and a cap, as >=0.1,<0.2"),
         ("lt-base<0.2", "needs a floor and a cap"),
         ("lt-base", "needs a floor and a cap"),
@@ -97,8 +100,72 @@ def test_what_is_declared_may_be_imported(small: Path) -> None:
     assert "imports yaml" in text
 
 
+TAKES = """
+from typing import TYPE_CHECKING
+from lt_base import go, later
+from lt_base.deep import one, two
+if TYPE_CHECKING:
+    from lt_base import Typed
+def f():
+    import lt_base.gone
+    from lt_base import deep, lost
+    import_module("lt_base.away")
+"""
+LAZY = """
+_MODULES = {"later": "deep"}
+def go(): ...
+def __getattr__(name): ...
+"""
+
+
+def test_a_name_that_the_oldest_sibling_does_not_have_is_missed(small: Path) -> None:
+    """`import lt_mid` alone would notice none of these."""
+    base, mid = small / "packages/lt-base/src/lt_base", small / "packages/lt-mid/src/lt_mid"
+    (mid / "x.py").write_text(TAKES)
+    (base / "__init__.py").write_text(LAZY)
+    (base / "deep.py").write_text("if True:\n    one = 1\n")
+    assert missing(mid, {"lt_base": base}) == [
+        "lt_mid/x.py:4: lt_base.deep has no two",
+        "lt_mid/x.py:8: there is no module lt_base.gone",
+        "lt_mid/x.py:9: lt_base has no lost",
+        "lt_mid/x.py:10: there is no module lt_base.away",
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(REAL))
+def test_all_that_packages_take_from_each_other_is_there(name: str) -> None:
+    member = REAL[name]
+    roots = {REAL[sibling].module: REAL[sibling].source for sibling in siblings(member, REAL)}
+    assert missing(member.source, roots) == []
+    assert bool(roots) is bool(taken(member.source, set(roots)))
+
+
+LAYERS = [
+    *(("lt_data", "names", "lt_model"), ("lt_model", "presets", "lt_data"), ("lt_ckpt", "errors", "lt_trainer")),
+    *(("lt_trainer", "schedule", "lt_trainer_gpu"), ("lt_trainer", "schedule", "torch")),
+    *(("lt_trainer_gpu", "options", "lt_trainer_neuron"), ("lt_launch", "errors", "lt_trainer_gpu")),
+    *(("lt_data", "names", "torch"), ("lt_model", "config", "numpy"), ("lt_launch", "errors", "boto3")),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("package", "module", "imported"), LAYERS)
+def test_each_import_across_the_layers(tmp_path: Path, package: str, module: str, imported: str) -> None:
+    _layers(tmp_path, package, module, imported)
+
+
+def test_every_package_stands_in_a_layer() -> None:
+    (layers,) = [c for c in CONTRACTS if c["type"] == "layers"]
+    named = [name.strip() for layer in layers["layers"] for name in layer.split("|")]
+    assert sorted(named) == sorted(member.module for member in REAL.values())
+
+
 def test_an_import_across_the_layers(tmp_path: Path) -> None:
     """The contracts of the workspace on its own sources, with one line added to lt-data in a copy."""
+    _layers(tmp_path, *LAYERS[0])
+
+
+def _layers(tmp_path: Path, package: str, module: str, imported: str) -> None:
     program = Path(sys.executable).with_name("lint-imports")
     for name, member in REAL.items():
         for path in member.source.rglob("*.py"):
@@ -106,15 +173,13 @@ def test_an_import_across_the_layers(tmp_path: Path) -> None:
             copy.parent.mkdir(parents=True, exist_ok=True)
             copy.write_bytes(path.read_bytes())
         assert (tmp_path / "src" / name.replace("-", "_")).is_dir()
-    settings = ROOT / "pyproject.toml"
-    command = [program, "--no-cache", "--config", settings]
+    command = [program, "--no-cache", "--config", ROOT / "pyproject.toml"]
     environment = {"PYTHONPATH": str(tmp_path / "src"), "PATH": ""}
-    with (tmp_path / "src/lt_data/names.py").open("a") as file:
-        file.write("\nimport lt_model\n")
+    changed = tmp_path / "src" / package / f"{module}.py"
+    changed.write_text(f"{changed.read_text()}\nimport {imported}\n")
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "lt_data.names -> lt_model" in done.stdout
-    assert tomllib.loads(settings.read_text())["tool"]["importlinter"]["contracts"][0]["type"] == "layers"
+    assert f"{package}.{module} -> {imported}" in done.stdout
 
 
 def test_a_forgotten_changelog(small: Path, commit: Callable[..., None]) -> None:
@@ -163,6 +228,22 @@ def test_a_change_that_nobody_can_notice_says_so(small: Path, commit: Callable[.
     assert len(missing_entries("lt-mid-v0.1.0", members, root=small)) == 1
 
 
+def test_a_change_of_the_public_names_is_never_silent(small: Path, commit: Callable[..., None]) -> None:
+    """Neither by the trailer, nor because nothing of the sources changed: programs and extras stand in pyproject."""
+    with (small / "packages/lt-mid/API.txt").open("a") as file:
+        file.write("function lt_mid.stop\n")
+    commit("A name\n\nChangelog: none")
+    members = list(read(small).values())
+    (text,) = missing_entries("lt-mid-v0.1.0", members, root=small)
+    assert text == (
+        "packages/lt-mid/API.txt changed and packages/lt-mid/CHANGELOG.md tells nothing new: "
+        "add a line under its top heading"
+    )
+    edit(small / "packages/lt-mid/CHANGELOG.md", "pending.\n", "pending.\n- `stop`.\n")
+    commit()
+    assert missing_entries("lt-mid-v0.1.0", members, root=small) == []
+
+
 def test_a_release_in_the_same_change_tells_too(small: Path, commit: Callable[..., None]) -> None:
     changelog = small / "packages/lt-mid/CHANGELOG.md"
     edit(small / "packages/lt-mid/src/lt_mid/__init__.py", "...", "print(1)")
@@ -186,6 +267,20 @@ def test_cutting_a_changelog() -> None:
         cut(text, version="0.1.0", when=date(2026, 3, 5))
     with pytest.raises(ToolError, match=r"no release 9"):
         notes(after, version="9")
+
+
+@pytest.mark.parametrize("heading", ["## 0.1.0 - 2026-01-02", "## [0.1.0] - 2026-01-02 (late)", "##[0.1.0]"])
+def test_a_heading_of_another_form_does_not_join_two_releases(heading: str) -> None:
+    """Its entries would be told as those of the release above."""
+    text = f"# C\n\n## [Unreleased]\n\n- New.\n\n{heading}\n\n### Added\n\n- Old.\n"
+    with pytest.raises(ToolError, match=re.escape(f"write '{heading}' as ## [VERSION]")):
+        cut(text, version="0.2.0", when=date(2026, 3, 4))
+
+
+@pytest.mark.parametrize("heading", ["## [0.1.0]", "## [0.1.0] - soon", "## [0.1.0] - 2026-13-02"])
+def test_a_release_without_a_date_is_not_read_over(heading: str) -> None:
+    with pytest.raises(ToolError, match=r"## \[0\.1\.0\] needs a date"):
+        cut(f"# C\n\n## [Unreleased]\n\n- New.\n\n{heading}\n\n- Old.\n", version="0.2.0", when=date(2026, 3, 4))
 
 
 def test_an_entry_goes_to_the_end_of_what_is_pending() -> None:

@@ -149,6 +149,11 @@ def rehearsal(tmp_path_factory: pytest.TempPathFactory, index: str) -> Rehearsal
     made.tool("api_surface", "--write", "lt-data")
     made.commit("lt-data: the answer is told")
     made.tool("changelog", "--base", "lt-data-v0.1.0")
+    edit(root / "packages/lt-data/README.md", "\n", "\n\n")
+    assert "commit these first, or set them aside: packages/lt-data/README.md" in made.tool(
+        "release", "lt-data", "minor", code=1
+    )
+    git("checkout", "--quiet", "packages/lt-data/README.md", cwd=root)
     excluded = made.tool("release", "lt-data", "minor", code=1)
     assert "excludes lt-data 0.2.0: allow <0.3 there, or pass --widen" in excluded
     made.publish(made.release("lt-data", "minor", "--widen"), alone=True)
@@ -189,11 +194,18 @@ def test_what_was_released_before_keeps_the_lt_data_that_it_knows(rehearsal: Reh
     assert found["torch"].startswith("2.9.")
 
 
-def test_the_oldest_siblings_that_are_allowed_install_and_import(rehearsal: Rehearsal, tmp_path: Path) -> None:
+def test_the_oldest_siblings_that_are_allowed_have_what_is_imported(rehearsal: Rehearsal, tmp_path: Path) -> None:
     """lt-trainer as it stands now allows lt-data 0.2, which stands here, and 0.1, which only the index has."""
     wanted = ["--package", "lt-trainer", "--index", rehearsal.index]
     told = rehearsal.tool("check_ranges", "--oldest", tmp_path / "oldest", *wanted)
-    assert "lt-trainer 0.1.0: installs and imports with lt-ckpt==0.1.0, lt-data==0.1.0, lt-model==0.1.0" in told
+    oldest = "lt-ckpt==0.1.0, lt-data==0.1.0, lt-model==0.1.0"
+    assert f"lt-trainer 0.1.0: installs and finds all it imports with {oldest}" in told
+    source = rehearsal.root / "packages/lt-trainer/src/lt_trainer/schedule.py"
+    before = source.read_text()
+    source.write_text(f"{before}\n\ndef _new() -> int:\n    from lt_data import answer\n\n    return answer()\n")
+    told = rehearsal.tool("check_ranges", "--oldest", tmp_path / "new", *wanted, code=1)
+    source.write_text(before)
+    assert "lt_data has no answer" in told, "what only 0.2 has, while 0.1 is allowed"
 
 
 @pytest.mark.slow

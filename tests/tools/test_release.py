@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from members import ToolError, read
 from packaging.version import Version
 from published import versions
-from release import last_tag, prepare, tag_of
+from release import last_tag, prepare, tag_of, uncommitted
 from release_check import check, parse_tag
 from small_workspace import edit, git, write_package
 from surface_levels import Level, bumped, compare, level_of
@@ -241,8 +241,25 @@ def test_a_tag_that_is_too_near_to_the_last_one(small: Path, commit: Callable[..
         check("lt-side-v0.1.1", read(small), index=index, root=small)
 
 
+def test_a_tag_that_is_there_already_is_not_prepared_again(small: Path) -> None:
+    """An old checkout: what it calls the next version is out."""
+    git("tag", "lt-side-v0.1.1", cwd=small)
+    with pytest.raises(ToolError, match=r"there is a tag lt-side-v0\.1\.1 already"):
+        write(small, "lt-side", "patch")
+
+
+def test_what_is_not_committed_is_seen(small: Path) -> None:
+    assert uncommitted(root=small) == []
+    (small / "new.txt").write_text("git does not know it\n")
+    assert uncommitted(root=small) == []
+    edit(small / "packages/lt-mid/src/lt_mid/__init__.py", "...", "print(1)")
+    assert uncommitted(root=small) == ["packages/lt-mid/src/lt_mid/__init__.py"]
+
+
 def test_tags_of_names_that_begin_alike(small: Path) -> None:
     write_package(small, "lt-base-v2")
+    for tag in ("lt-base-v2-v7.0.0", "lt-base-vtrial"):
+        git("tag", tag, cwd=small)
     members = read(small)
     assert parse_tag("lt-base-v2-v0.1.0", members)[0].name == "lt-base-v2"
     for version in ("0.9.0", "0.10.0", "0.2.0"):

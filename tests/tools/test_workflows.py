@@ -76,6 +76,69 @@ def test_nothing_from_outside_is_pasted_into_a_command() -> None:
         assert "${{" not in step.get("run", ""), f"{where}: hand it over by env"
 
 
+def test_nothing_that_fails_is_taken_for_passed() -> None:
+    """No step goes on after a failure, and a job or step is left out only where the plan or the event says so."""
+    for file, name, job in jobs():
+        assert "continue-on-error" not in job, f"{file}:{name}"
+        assert job.get("strategy", {"fail-fast": False})["fail-fast"] is False, f"{file}:{name}"
+    for where, step in steps():
+        assert "continue-on-error" not in step, where
+        assert not re.search(r"\|\||;\s*true|set \+e", step.get("run", "")), where
+    conditions = {(file, name): job["if"] for file, name, job in jobs() if "if" in job}
+    assert conditions == {
+        ("ci.yml", "package"): "needs.plan.outputs.packages != '[]'",
+        ("ci.yml", "workspace"): "needs.plan.outputs.workspace == 'true'",
+        ("ci.yml", "gate"): "always()",
+    }
+    assert {step["if"] for _, step in steps() if "if" in step} == {"github.event_name == 'pull_request'"}
+
+
+def test_what_starts_a_workflow() -> None:
+    """Code of a fork runs by `pull_request` alone, which hands it neither secrets nor rights."""
+    assert {name: sorted(flow[ON]) for name, flow in FLOWS.items()} == {
+        "ci.yml": ["pull_request", "push"],
+        "package.yml": ["workflow_call"],
+        "release.yml": ["push"],
+    }
+    assert FLOWS["ci.yml"][ON] == {"pull_request": None, "push": {"branches": ["main"]}}, "no path is left out"
+
+
+def test_what_asks_the_history_has_it() -> None:
+    """In a shallow checkout there is neither the fork point of a change nor the tag of the release before."""
+    deep = {
+        where for where, step in steps() if "actions/checkout" in step.get("uses", "") and "fetch-depth" in step["with"]
+    }
+    asks = re.compile(r"--base|release_check|merge-base|tools/check\.py")
+    assert {where for where, step in steps() if asks.search(step.get("run", ""))} == deep
+    assert {
+        step["with"]["fetch-depth"]
+        for where, step in steps()
+        if where in deep and "actions/checkout" in step.get("uses", "")
+    } == {0}
+
+
+def test_no_tag_that_waits_is_ended_by_another() -> None:
+    """GitHub ends the run that waits in a group when one more comes."""
+    assert FLOWS["release.yml"]["concurrency"] == {"group": "release-${{ github.ref }}", "cancel-in-progress": False}
+    assert FLOWS["ci.yml"]["concurrency"] == {
+        "group": "ci-${{ github.event_name == 'pull_request' && github.ref || github.sha }}",
+        "cancel-in-progress": "${{ github.event_name == 'pull_request' }}",
+    }
+
+
+def test_the_oldest_siblings_that_are_published_are_tried() -> None:
+    """Before a merge by what is imported, before a release by the tests."""
+    (oldest,) = [step for where, step in steps() if where == "ci.yml:workspace" and "--oldest" in step.get("run", "")]
+    assert oldest["run"].endswith('--index "$INDEX"')
+    assert oldest["env"]["INDEX"] == "${{ vars.PACKAGE_INDEX }}"
+    tests = [
+        step["run"] for where, step in steps() if where == "release.yml:build" and "package.py" in step.get("run", "")
+    ]
+    assert len(tests) == 2
+    assert all('--only tests --index "$INDEX"' in " ".join(run.split()) for run in tests)
+    assert "--resolution lowest-direct" in tests[1]
+
+
 def test_every_job_has_an_end() -> None:
     for file, name, job in jobs():
         assert "uses" in job or "timeout-minutes" in job, f"{file}:{name}"
