@@ -124,7 +124,7 @@ def test_what_is_not_the_model_is_refused(tmp_path: Path, change, message: str) 
 
 def test_rotary_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
     start = make_hf(tmp_path / "hf")
-    weights = loaded(start)
+    weights = {name: tensor.clone() for name, tensor in loaded(start).items()}  # else they lie in the file written over
     old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file(old, start / "model.safetensors")
     made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
