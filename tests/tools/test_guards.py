@@ -228,6 +228,23 @@ def test_a_change_that_nobody_can_notice_says_so(small: Path, commit: Callable[.
     assert len(missing_entries("lt-mid-v0.1.0", members, root=small)) == 1
 
 
+def test_a_merge_of_main_does_not_have_to_say_so(small: Path, commit: Callable[..., None]) -> None:
+    """A merge that resolves a conflict touches the sources, too."""
+    source = small / "packages/lt-mid/src/lt_mid/__init__.py"
+    git("switch", "--quiet", "-c", "work", cwd=small)
+    edit(source, "A package.", "One package.")
+    commit("Better words\n\nChangelog: none")
+    git("switch", "--quiet", "main", cwd=small)
+    edit(source, "...", "print(1)")
+    edit(small / "packages/lt-mid/CHANGELOG.md", "pending.\n", "pending.\n- It prints.\n")
+    commit("More")
+    git("switch", "--quiet", "work", cwd=small)
+    git("merge", "--quiet", "--no-commit", "--no-ff", "main", cwd=small)
+    edit(source, "One package.", "One package")
+    commit("Merge")
+    assert missing_entries("main", list(read(small).values()), root=small) == []
+
+
 def test_a_change_of_the_public_names_is_never_silent(small: Path, commit: Callable[..., None]) -> None:
     """Neither by the trailer, nor because nothing of the sources changed: programs and extras stand in pyproject."""
     with (small / "packages/lt-mid/API.txt").open("a") as file:

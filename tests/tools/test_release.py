@@ -1,5 +1,6 @@
 """Preparing a release and checking its tag, on a small workspace; an index of files answers for what is published."""
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from datetime import date
@@ -23,18 +24,34 @@ PUBLISHED: dict[str, list[str]] = {}
 """Files by project, as the index answers; tests fill it."""
 
 
+JSON = "application/vnd.pypi.simple.v1+json"
+
+
 class _Index(BaseHTTPRequestHandler):
+    """Answers with HTML; below /json/ with JSON, below /page/ with a page of another kind, below /down/ not at all."""
+
     def do_GET(self) -> None:
+        kind = self.path.split("/")[1]
         files = PUBLISHED.get(self.path.strip("/").rpartition("/")[2])
-        page = "".join(f"<a href='../../{file}#sha256=0'>{file}</a>\n" for file in files or ()).encode()
-        self.send_response(404 if files is None else 200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
+        if kind == "json":
+            listed = [{"filename": f.removeprefix("yanked:"), "yanked": f.startswith("yanked:")} for f in files or ()]
+            page = json.dumps({"files": listed}).encode()
+        else:
+            page = "".join(map(_link, files or ())).encode()
+        self.send_response(503 if kind == "down" else 404 if files is None else 200)
+        kinds = {"json": JSON, "page": "text/plain"}
+        self.send_header("Content-Type", kinds.get(kind, "text/html; charset=utf-8"))
         self.send_header("Content-Length", str(len(page)))
         self.end_headers()
         self.wfile.write(page)
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""
+
+
+def _link(file: str) -> str:
+    name, yanked = file.removeprefix("yanked:"), " data-yanked='too early'" if file.startswith("yanked:") else ""
+    return f"<a href='../../{name}#sha256=0'{yanked}>{name}</a>\n"
 
 
 @pytest.fixture
@@ -281,6 +298,29 @@ def test_what_an_index_has(index: str) -> None:
     assert versions("lt-x", index=None) == []
     with pytest.raises(ToolError, match="address of a simple index"):
         versions("lt-x", index="file:///etc")
+
+
+@pytest.mark.parametrize("kind", ["json", "simple"])
+def test_what_was_yanked_does_not_count_in_json_and_html(index: str, kind: str) -> None:
+    PUBLISHED["lt-x"] = ["lt_x-0.1.0.tar.gz", "yanked:lt_x-0.2.0.tar.gz", "lt_x-0.1.1-py3-none-any.whl"]
+    assert versions("lt-x", index=index.replace("simple", kind)) == [Version("0.1.0"), Version("0.1.1")]
+
+
+@pytest.mark.parametrize(("kind", "message"), [("page", "answers with text/plain"), ("down", "503")])
+def test_an_index_that_does_not_say_what_it_has(index: str, kind: str, message: str) -> None:
+    """It is not taken for one that has nothing: what is published would be published again."""
+    PUBLISHED["lt-x"] = ["lt_x-0.1.0.tar.gz"]
+    with pytest.raises(ToolError, match=message):
+        versions("lt-x", index=index.replace("simple", kind))
+
+
+def test_a_release_that_says_nothing(small: Path, commit: Callable[..., None], index: str) -> None:
+    tag = release(small, commit, "lt-side", "patch")
+    edit(small / "packages/lt-side/CHANGELOG.md", "- Something that is pending.\n", "")
+    git("tag", "--delete", tag, cwd=small)
+    commit()
+    with pytest.raises(ToolError, match=r"lt-side/CHANGELOG\.md says nothing about 0\.1\.1"):
+        check(tag, read(small), index=index, root=small)
 
 
 def test_the_oldest_siblings_that_are_allowed(small: Path, index: str) -> None:

@@ -139,6 +139,44 @@ def test_the_oldest_siblings_that_are_published_are_tried() -> None:
     assert "--resolution lowest-direct" in tests[1]
 
 
+def test_every_job_does_all_its_parts() -> None:
+    """Each command once, in this order; one that went missing would leave its guard to nobody."""
+    parts = {
+        "ci.yml:plan": ['tools/affected.py --github "$BASE"', 'tools/changelog.py --base "$BASE"'],
+        "ci.yml:workspace": [
+            *("tools/check.py tests", "tools/check_ranges.py", "tools/declared.py", "tools/api_surface.py"),
+            *("tools/check_ranges.py --oldest", "actionlint"),
+        ],
+        "ci.yml:gate": ["python3 tools/gate.py"],
+        "package.yml:test": [
+            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --python "$PYTHON" --resolution "$RESOLUTION"'
+        ],
+        "release.yml:build": [
+            'tools/release_check.py "$TAG" --index "$INDEX" >> "$GITHUB_OUTPUT"',
+            'tools/release_check.py "$TAG" --notes > notes.md',
+            "git merge-base --is-ancestor HEAD origin/main",
+            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --only tests --index "$INDEX"',
+            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/oldest" --only tests --index "$INDEX"',
+            'tools/artefacts.py "$PACKAGE" --out dist --no-cache --index "$INDEX"',
+        ],
+        "release.yml:publish": ["uv publish --trusted-publishing always dist/*"],
+        "release.yml:announce": ['gh release create "$TAG" --repo "$REPOSITORY" --verify-tag'],
+    }
+    for job in {where for where, _ in steps()} | set(parts):
+        text = " ".join(" ".join(step.get("run", "") for where, step in steps() if where == job).split())
+        at = -1
+        for part in parts[job]:
+            found = re.compile(re.escape(part) + r"(?=$|\s|\")").search(text, at + 1)
+            assert found, f"{job}: {part}"
+            at = found.start()
+    assert FLOWS["release.yml"]["jobs"]["announce"]["needs"] == ["build", "publish"]
+
+
+def test_the_matrix_leaves_out_the_oldest_on_the_newest_python_alone() -> None:
+    (left_out,) = FLOWS["package.yml"]["jobs"]["test"]["strategy"]["matrix"]["exclude"]
+    assert left_out == {"python": "3.13", "resolution": "lowest-direct"}
+
+
 def test_every_job_has_an_end() -> None:
     for file, name, job in jobs():
         assert "uses" in job or "timeout-minutes" in job, f"{file}:{name}"
