@@ -6,6 +6,7 @@ The venvs take our wheels from a folder and everything else from the package ind
 import json
 import subprocess
 import sys
+import tarfile
 import textwrap
 import zipfile
 from pathlib import Path
@@ -24,6 +25,8 @@ SIBLINGS = {
     "lt-launch": {"lt-ckpt", "lt-data", "lt-model", "lt-trainer"},
 }
 NEEDS_TORCH = {"lt-trainer-gpu"}
+SDIST = {"LICENSE", "PKG-INFO", "pyproject.toml", "pyproject.toml.orig", "README.md"}
+"""What an sdist has beside the sources; the one with .orig is what its maker was given."""
 HEAVY = ["torch", "transformers", "boto3", "datasets", "matplotlib"]
 
 
@@ -68,12 +71,18 @@ def test_wheel_and_sdist_carry_the_package_and_nothing_else(wheels: Path, packag
     sources = {
         str(path.relative_to(ROOT / "packages" / package / "src"))
         for path in (ROOT / "packages" / package / "src").rglob("*")
-        if path.suffix in (".py", ".typed", ".css", ".js")
+        if path.is_file() and path.suffix != ".pyc"
     }
     ours = {name for name in names if not name.split("/")[0].endswith(".dist-info") and not name.endswith("/")}
     assert ours == sources
     assert f"{module}/py.typed" in names
-    assert list(wheels.glob(f"{module}-*.tar.gz"))
+    (info,) = {name.split("/")[0] for name in names} - {module}
+    assert zipfile.ZipFile(wheel).read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    (sdist,) = wheels.glob(f"{module}-*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        inside = {part.name.partition("/")[2] for part in archive.getmembers() if part.isfile()}
+    assert {f"src/{name}" for name in sources} <= inside
+    assert {name for name in inside if not name.startswith("src/")} <= SDIST
 
 
 @pytest.mark.parametrize("package", PACKAGES)
