@@ -160,3 +160,22 @@ def test_a_real_limit_of_the_file_system(tmp_path: Path, tokenizer: Tokenizer) -
     assert "File too large" in run.stderr
     assert "Traceback" not in run.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in.txt", "tok"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
+def test_folders_made_on_the_way_are_on_the_disk_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut must not take the folders above a finished one."""
+    kept: dict[Path, set[str]] = {}
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        if path.is_dir():
+            kept[path] = set(os.listdir(path))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", note)
+    with new_folder(tmp_path / "a" / "b" / "made") as building:
+        write_file(building / "file", b"x")
+    for name in ("a", "a/b", "a/b/made"):
+        assert (tmp_path / name).name in kept[(tmp_path / name).parent], name

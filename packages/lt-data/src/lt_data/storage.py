@@ -142,7 +142,7 @@ def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     target = Path(os.path.abspath(target))
     building = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
     with os_errors("create", building):
-        target.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(target.parent)
         building.mkdir()
     try:
         yield building

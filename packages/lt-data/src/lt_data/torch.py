@@ -20,6 +20,7 @@ except ModuleNotFoundError as exc:
     raise ModuleNotFoundError('lt_data.torch needs torch: pip install "lt-data[torch]"', name="torch") from exc
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from lt_data.errors import DataError
 from lt_data.streaming.rows import IGNORE, TokenRows
 from lt_data.streaming.stream import RowSource, Stream, StreamBatch, StreamState
 
@@ -141,9 +142,21 @@ class StreamLoader:
         dataset: the batches.
         num_workers: processes that make them; 0: this one. The sequence is the same.
         options: of `torch.utils.data.DataLoader`, such as `pin_memory` and `prefetch_factor`.
+
+    Raises:
+        DataError: `persistent_workers=True` or `in_order=False`.
     """
 
     def __init__(self, dataset: StreamDataset, *, num_workers: int = 0, **options: Any) -> None:
+        if options.get("persistent_workers"):
+            raise DataError(
+                "persistent_workers=True: such workers keep the dataset of the first walk, and the next one would "
+                "repeat its rows; leave it out"
+            )
+        if not options.get("in_order", True):
+            raise DataError(
+                "in_order=False: batches would come in no known order, and no state could tell; leave it out"
+            )
         self._dataset = dataset
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_size=None, num_workers=num_workers, **options)
 

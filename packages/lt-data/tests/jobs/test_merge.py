@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import lt_data
-from lt_data import DataError, Manifest, Selection, Tokenizer, TokenStore, merge, part_folder, prepare
+from lt_data import DataError, Manifest, Selection, Tokenizer, TokenStore, merge, pack, part_folder, prepare
 
 Contents = Callable[[Path], dict[str, bytes]]
 
@@ -76,6 +76,17 @@ def test_a_part_is_a_store_and_says_which_part_it_is(fast_path: Path, corpus: Pa
     assert parts[0].part is not None
     assert parts[1].part is not None
     assert parts[0].part.listing == parts[1].part.listing
+
+
+def test_a_part_without_a_file_is_a_store_of_nothing(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
+    parts = prepare_parts(corpus, fast_path / "store", 13, options)
+    rank = next(rank for rank, part in enumerate(parts) if not part.shards)
+    store = TokenStore.open(part_folder(fast_path / "store", rank, 13))
+    store.verify()
+    assert (store.n_tokens, store.n_documents, store.lengths.tolist(), store.offsets.tolist()) == (0, 0, [], [0])
+    index = pack(store, seq_len=16)
+    assert (index.n_rows, index.n_slices) == (0, 0)
+    index.verify()
 
 
 @pytest.mark.usefixtures("small_batches")

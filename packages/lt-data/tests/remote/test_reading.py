@@ -164,7 +164,9 @@ def test_what_is_no_store_is_refused(tmp_path: Path, bucket: Any, store: TokenSt
 def test_it_can_be_sent_to_another_process(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     upload(store.path, bucket.url)
     shards = pickle.loads(pickle.dumps(RemoteShards(bucket.url, cache=tmp_path / "cache")))
-    assert np.array_equal(shards.read(0, 3, 900), store.shard(0)[3:900])
+    further = pickle.loads(pickle.dumps(shards))  # and from there to a third, before anything was asked for
+    for one in (shards, further):
+        assert np.array_equal(one.read(0, 3, 900), store.shard(0)[3:900])
 
 
 def test_the_commands_take_an_address(

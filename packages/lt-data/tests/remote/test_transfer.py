@@ -255,15 +255,16 @@ def test_all_that_was_fetched_is_on_the_disk_before_it_has_its_name(
 ) -> None:
     upload(files, bucket.url)
     synced: set[int] = set()
-    target = tmp_path / "copy"
+    target = tmp_path / "new" / "copy"
 
     def fsync(descriptor: int) -> None:
-        assert not target.exists() or os.path.samestat(os.fstat(descriptor), tmp_path.stat()), "only the parent after"
+        only_the_parent_after = not target.exists() or os.path.samestat(os.fstat(descriptor), target.parent.stat())
+        assert only_the_parent_after
         synced.add(os.fstat(descriptor).st_ino)
 
     monkeypatch.setattr("lt_data.storage.os.fsync", fsync)
     download(bucket.url, target)
-    for path in (target, tmp_path, *target.rglob("*")):
+    for path in (target, target.parent, tmp_path, *target.rglob("*")):
         assert path.stat().st_ino in synced, path
 
 

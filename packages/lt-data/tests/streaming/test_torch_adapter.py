@@ -136,6 +136,13 @@ def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture: Mixture
     assert loader.state.seed == 4
 
 
+@pytest.mark.parametrize("options", [{"persistent_workers": True}, {"in_order": False}], ids=str)
+def test_options_that_repeat_or_mix_up_batches_are_refused(mixture: Mixture, options: dict[str, bool]) -> None:
+    dataset = StreamDataset(mixture, global_batch=6, seed=4)
+    with pytest.raises(DataError, match=f"{next(iter(options))}=.*leave it out"):
+        StreamLoader(dataset, num_workers=2, **options)
+
+
 def test_with_a_prefetcher(mixture: Mixture) -> None:
     stream = Stream(mixture, global_batch=6, seed=4)
     with Prefetcher(Stream(mixture, global_batch=6, seed=4), work=on_cpu) as ahead:

@@ -32,7 +32,7 @@ from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import fsync, fsync_folder, os_errors, write_file
+from lt_data.storage import fsync, fsync_folder, make_folder, os_errors, write_file
 from lt_data.store.manifest import FILE_NAME as MANIFEST
 from lt_data.store.token_store import TokenStore
 
@@ -91,6 +91,7 @@ def download(
         return Downloaded(path=target, files=n_files, n_bytes=n_bytes, fetched=0)
     building = target.with_name(f".{target.name}.{parcel.identity[:16]}.download")
     with os_errors("write", building):
+        make_folder(target.parent)
         (building / "files").mkdir(parents=True, exist_ok=True)
         (building / "parts").mkdir(exist_ok=True)
     with _locked(building):

@@ -92,13 +92,17 @@ class RemoteShards:
         return all(self._shard_file(number)[1].listed is not None for number in range(len(self.manifest.shards)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_source": (self._source.url, self._source.options), "_process": None}
+        return {**self.__dict__, "_source": self._address(), "_process": None}
+
+    def _address(self) -> tuple[str, S3Options]:
+        """Where the folder in S3 is; another process makes its client when it first asks for something."""
+        return self._source if isinstance(self._source, tuple) else (self._source.url, self._source.options)
 
     def _s3(self) -> S3Folder:
         """The folder in S3, with a client of this process."""
         if self._process != os.getpid():
-            url, options = self._source if isinstance(self._source, tuple) else (self._source.url, self._source.options)
-            self._source, self._process = S3Folder(url, options), os.getpid()
+            self._source, self._process = S3Folder(*self._address()), os.getpid()
+        assert isinstance(self._source, S3Folder)
         return self._source
 
     def _shard_file(self, number: int) -> tuple[str, RemoteFile]:

@@ -141,7 +141,8 @@ class TokenStore:
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, in order (int32 [n_documents])."""
-        return np.concatenate([self._shard_lengths(shard) for shard in self.manifest.shards])
+        # A part of a job may have no shard at all.
+        return np.concatenate([np.zeros(0, np.int32), *(self._shard_lengths(shard) for shard in self.manifest.shards)])
 
     @cached_property
     def offsets(self) -> np.ndarray:
