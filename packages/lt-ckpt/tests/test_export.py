@@ -230,6 +230,38 @@ def test_a_failure_at_any_call_leaves_nothing_behind(fast_path, calls, monkeypat
             HFFolder.open(out)
 
 
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path):
+    model = config(tie_word_embeddings=True)
+    rng = np.random.default_rng(3)
+    shapes = {**{p.name: p.shape for p in parameters(model)}, "lm_head.weight": (64, 32)}
+    for step, differs in enumerate((False, True)):
+        values = {name: rng.standard_normal(shape).astype("<f4") for name, shape in shapes.items()}
+        if not differs:
+            values["lm_head.weight"] = values["model.embed_tokens.weight"]
+        zeros = {name: (0,) * len(shape) for name, shape in shapes.items()}
+        shards = [
+            Shard(
+                group="weights",
+                name=name,
+                dtype="F32",
+                global_shape=shapes[name],
+                offset=zeros[name],
+                shape=shapes[name],
+                data=value.reshape(-1).view(np.uint8),
+            )
+            for name, value in values.items()
+        ]
+        tmp = begin(tmp_path / "ck", step=step, world=1)
+        write_part(tmp, rank=0, shards=shards)
+        checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=step, model=model.to_dict())))
+        if not differs:
+            assert "lm_head.weight" not in HFFolder.open(export_hf(checkpoint, tmp_path / "same")).names()
+            continue
+        with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head\.weight and .* differ"):
+            export_hf(checkpoint, tmp_path / "hf")
+        assert not (tmp_path / "hf").exists()
+
+
 def test_expected_is_the_parameter_table(tmp_path):
     specs = expected(config(tie_word_embeddings=True), dtype="BF16", groups=["weights"])
     assert list(specs) == ["weights"]

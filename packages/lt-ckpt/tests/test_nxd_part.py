@@ -25,6 +25,7 @@ from lt_ckpt import (
     compare,
     discard,
     export_hf,
+    files,
     latest_valid,
     prune,
     verify,
@@ -361,7 +362,31 @@ def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_pat
     made = commit(tmp, world=2, meta=Meta(step=1, model=config.to_dict()))
     with pytest.raises(CheckpointError, match=r"input_layernorm.*drifted"):
         convert_to(open_source(made), tmp_path / "hf", Wish(format="hf"))
+    with pytest.raises(CheckpointError, match=r"input_layernorm.*drifted"):
+        export_hf(Checkpoint.open(made), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
+
+
+def test_a_commit_holds_no_more_than_a_block_of_a_file(tmp_path, models, monkeypatch):
+    """Files of NxD are hashed whole: rank 0 compares them when it commits, and they may be larger than its memory."""
+    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    parts = parts_of(config, NxdOptions(tp=2), 1)
+    state = random_state(config, tied_head=False, masters=False)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
+    read, buffers = files.read_exactly, {}
+
+    def note(descriptor: int, position: int, buffer: memoryview, path: Path) -> None:
+        buffers.setdefault(path.name, []).append((position, len(buffer)))
+        read(descriptor, position, buffer, path)
+
+    monkeypatch.setattr(files, "read_exactly", note)
+    made = save(tmp_path / "run", parts, state)
+    looked_at = {name: places for name, places in buffers.items() if name.startswith("dp_rank")}
+    assert looked_at
+    for name, places in looked_at.items():
+        assert max(n_bytes for _, n_bytes in places) == 1000
+        sizes = {path.stat().st_size for path in made.rglob(name)}
+        assert max(begin + n_bytes for begin, n_bytes in places) == max(sizes), "to its end"
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lt_ckpt import CheckpointError
 from lt_ckpt.convert import convert
 from lt_ckpt.dtypes import cast
+from lt_ckpt.formats import Wish, convert_to
 from lt_ckpt.hf.format import hf_target, open_hf
 from lt_ckpt.models import shapes_of
 from lt_ckpt.nxd.format import nxd_target, open_nxd
@@ -438,6 +439,25 @@ def test_a_program_that_decays_the_norms_numbers_in_model_order(copy):
     opened, before = (open_nxd(path, config=CONFIG, optimizer=True) for path in (copy, ZERO / "nxd-plain"))
     for key in opened.weights.specs:
         assert read(opened, "exp_avg", key).tobytes() == read(before, "exp_avg", key).tobytes()
+    assert "param_groups" not in opened.about
+    assert len(before.about["param_groups"]) == 2
+
+
+@pytest.mark.parametrize("groups", [[[0], list(range(1, 19))], [list(range(18)), [18]]], ids=["model", "decay"])
+def test_other_groups_than_those_of_decay_are_not_handed_on(copy, groups):
+    """Which tensor had which settings would be lost: a state made of it would decay others."""
+    model_order = sorted(ORDER, key=[t.key for t in nxd_layout(config(), NxdOptions(tp=2)).files[0].tensors].index)
+    numbers = [ORDER.index(key) for key in (model_order if groups[0] == [0] else ORDER)]
+    change(copy, lambda tree: renumber(tree, numbers, groups), EVERY)
+    opened = open_nxd(copy, config=CONFIG, optimizer=True)
+    assert "param_groups" not in opened.about
+    with pytest.raises(CheckpointError, match="which settings its optimizer has"):
+        convert_to(opened, copy / "out", Wish(format="nxd", nxd=NxdOptions(tp=2), dp=2, unequal_copies=True))
+
+
+def test_ranks_with_other_settings_are_not_taken_for_one(copy):
+    change(copy, lambda tree: tree["param_groups"][0].update(lr=7.0))
+    assert "param_groups" not in open_nxd(copy, config=CONFIG, optimizer=True).about
 
 
 def test_a_tied_head_has_no_number_of_its_own(copy):

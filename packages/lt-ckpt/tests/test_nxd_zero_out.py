@@ -205,6 +205,11 @@ def test_what_cannot_be_made_is_refused_before_a_byte_is_written(tmp_path):
     for changed, wish, words in (
         (replace(source, groups=groups), Wish(format="nxd", nxd=CUT, dp=2), "has no exp_avg_sq"),
         (replace(source, about=about), Wish(format="nxd", nxd=CUT, dp=2), "which settings its optimizer has"),
+        (
+            replace(source, about={**about, "param_groups": [{"lr": 1.0}] * 3}),
+            Wish(format="nxd", nxd=CUT, dp=2),
+            "which settings its optimizer has",
+        ),
         (replace(source, about={**about, "step": None}), Wish(format="nxd", nxd=CUT, dp=2), "which step"),
         (source, Wish(format="nxd", nxd=NxdOptions(tp=2, layout="v1"), dp=2), "layout v1 has no ZeRO-1 states"),
         (source, Wish(format="nxd", nxd=CUT, dp=-1), "dp must be a whole number"),

@@ -227,11 +227,15 @@ def _seen(path: Path, hashed_bytes: int) -> FileRecord:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        head = bytearray(min(hashed_bytes, size))
-        files.read_exactly(descriptor, 0, memoryview(head), path)
+        hashed, digest = min(hashed_bytes, size), xxhash.xxh3_128()
+        block = memoryview(bytearray(min(hashed, files.BLOCK_BYTES)))
+        for begin in range(0, hashed, files.BLOCK_BYTES):  # a file of NxD's is hashed whole, and may be very large
+            part = block[: min(len(block), hashed - begin)]
+            files.read_exactly(descriptor, begin, part, path)
+            digest.update(part)
     finally:
         os.close(descriptor)
-    return FileRecord(n_bytes=size, hashed_bytes=len(head), xxh3_128=xxhash.xxh3_128_hexdigest(bytes(head)))
+    return FileRecord(n_bytes=size, hashed_bytes=hashed, xxh3_128=digest.hexdigest())
 
 
 def read_parts(folder: Path, mark: Mark) -> tuple[list[Part], Files]:

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,6 +100,22 @@ def test_it_finds_by_itself_what_it_was_not_told_of(store, bucket, toy, tmp_path
     again = start(may_replace=True)
     assert again.close(SOON) == ()
     toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back")), seed=5)
+
+
+def test_it_tries_again_however_long_the_store_is_away():
+    """The pauses double to a limit; nothing overflows in a week without a network."""
+    stop, waits = threading.Event(), []
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 2000:
+            stop.set()
+
+    wake = SimpleNamespace(wait=wait, clear=lambda: None)
+    state = {"_stop": stop, "_closing": threading.Event(), "_wake": wake, "_round": lambda: False}
+    Mirror._work(SimpleNamespace(**state, _poll_s=10.0, _pause_s=5.0))
+    assert waits[:7] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0]
+    assert set(waits[7:]) == {300.0}
 
 
 def test_what_is_there_is_not_sent_again_and_what_is_unfinished_is_not_sent(store, bucket, toy, tmp_path, start):

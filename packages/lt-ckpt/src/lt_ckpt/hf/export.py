@@ -5,8 +5,8 @@ from pathlib import Path
 
 from lt_ckpt import files
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.convert import convert
-from lt_ckpt.hf.format import MAX_SHARD_BYTES, hf_target
+from lt_ckpt.formats import Wish, convert_to
+from lt_ckpt.hf.format import MAX_SHARD_BYTES
 from lt_ckpt.lt_format import open_lt
 
 
@@ -34,8 +34,9 @@ def export_hf(
         The folder.
 
     Raises:
-        CheckpointError: `out` is not empty, the weights are not those of the model, or the disk fails.
+        CheckpointError: `out` is not empty, the weights are not those of the model, copies of a tensor differ, a tied
+            model's head is not its embedding, or the disk fails.
         lt_model.ModelError: The manifest's model is no Llama that lt_model knows.
     """
-    source = open_lt(checkpoint)
-    return convert(source, hf_target(source, dtype=dtype, max_shard_bytes=max_shard_bytes), out, progress=progress)
+    wish = Wish(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return convert_to(open_lt(checkpoint), out, wish, progress=progress)

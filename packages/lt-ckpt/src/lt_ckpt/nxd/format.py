@@ -77,7 +77,8 @@ def open_nxd(
         groups = model_groups(model, examined.layout, states, str(found.root))
         if optimizer:
             about |= _step(states.values(), found.root)
-            about["param_groups"] = _settings(next(iter(states.values())))
+            if settings := _settings(states.values()):
+                about["param_groups"] = settings
     if masters and MASTER not in groups:
         raise CheckpointError(
             f"{found.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
@@ -93,16 +94,28 @@ def open_nxd(
     )
 
 
-def _settings(state: RankState) -> list[dict[str, Any]]:
-    """Returns the settings of the optimizer's groups that are numbers, texts, or lists of numbers."""
+def _settings(states: Iterable[RankState]) -> list[dict[str, Any]]:
+    """Returns the settings of the optimizer's groups that are numbers, texts, or lists of numbers.
+
+    Nothing where the groups are neither one nor two, all other tensors and then the norms, or where ranks have others:
+    which group a tensor was in would be lost.
+    """
 
     def plain(value: Any) -> bool:
         if isinstance(value, list | tuple):
             return all(type(item) in (int, float) and isfinite(item) for item in value)
         return value is None or type(value) in (bool, int, str) or (type(value) is float and isfinite(value))
 
-    groups = state.shards[0].tree["param_groups"]
-    return [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
+    found: list[dict[str, Any]] | None = None
+    for state in states:
+        for saved in state.shards:
+            groups = saved.tree["param_groups"]
+            norms = [{"norm" in state.keys[number] for number in group["params"]} for group in groups]
+            own = [{key: value for key, value in group.items() if key != "params" and plain(value)} for group in groups]
+            if (len(groups) > 1 and norms != [{False}, {True}]) or found not in (None, own):
+                return []
+            found = own
+    return found or []
 
 
 def _step(states: Iterable[RankState], root: Path) -> dict[str, int]:

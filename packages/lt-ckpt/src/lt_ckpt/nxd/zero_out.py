@@ -65,8 +65,12 @@ def with_states(source: Source, target: Target, options: NxdOptions, dp: int) ->
     model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
     groups = {kind: with_head(group, model) for kind, group in _groups(source, model).items()}
     settings, step = source.about.get("param_groups"), source.about.get("step")
-    if type(step) is not int or not settings:
-        lacking = "step its optimizer is at" if type(step) is not int else "settings its optimizer has (lr, betas, ...)"
+    if type(step) is not int or not settings or len(settings) > 2:
+        lacking = (
+            "step its optimizer is at"
+            if type(step) is not int
+            else ("settings its optimizer has (lr, betas, ...) for all tensors, or for the norms and for all others")
+        )
         raise CheckpointError(f"{source.path}: does not say which {lacking}; an optimizer state cannot be made")
     states: dict[str, _State] = {}
     order = dict.fromkeys(piece.name for _, _, piece in target.layout)

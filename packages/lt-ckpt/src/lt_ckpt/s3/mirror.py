@@ -35,6 +35,7 @@ from lt_ckpt.s3.parcel import MAX_COMMIT_BYTES
 from lt_ckpt.s3.sending import OccupiedError, Uploaded, upload
 
 MAX_PAUSE_S = 300.0
+MAX_DOUBLINGS = 30
 MAX_PROBLEMS = 100
 STOP_S = 60.0
 """How long `close` waits, when the time is up, for a request that is under way."""
@@ -278,7 +279,9 @@ class Mirror:
                     return
                 in_vain, pause = 0, self._poll_s
             else:
-                in_vain, pause = in_vain + 1, min(self._pause_s * 2**in_vain, MAX_PAUSE_S)
+                # Doubled a limited number of times: after days the power itself would be too large for a float.
+                pause = min(self._pause_s * 2 ** min(in_vain, MAX_DOUBLINGS), MAX_PAUSE_S)
+                in_vain += 1
             self._wake.wait(pause)
             self._wake.clear()
 
