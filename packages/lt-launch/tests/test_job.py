@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from lt_launch.job import Container, Job, Pipeline, Resources, Restart, Stage, as_table
+from lt_launch.profile import Profile
 from lt_launch.record import pipeline_from
 from lt_trainer.errors import RecipeError
 
@@ -50,7 +51,18 @@ def test_names_that_every_target_takes(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "db_password", "MY_SECRET", "TOKEN"],
+    [
+        "HF_TOKEN",
+        "WANDB_API_KEY",
+        "AWS_SECRET_ACCESS_KEY",
+        "AWS_ACCESS_KEY_ID",
+        "db_password",
+        "MY_SECRET",
+        "TOKEN",
+        "GITHUB_PAT",
+        "X_APIKEY",
+        "DJANGO_SECRET_KEY",
+    ],
 )
 def test_a_secret_is_refused_and_its_value_is_not_repeated(name: str) -> None:
     with pytest.raises(RecipeError) as caught:
@@ -62,6 +74,35 @@ def test_a_secret_is_refused_and_its_value_is_not_repeated(name: str) -> None:
 @pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "KEYS"])
 def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
     assert job(env={name: "1"}).env == {name: "1"}
+
+
+@pytest.mark.parametrize("line", ["export HF_TOKEN=hush-hush", "a; WANDB_API_KEY='hush-hush' b", "MY_SECRET=hush"])
+def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None:
+    for made in (
+        lambda: job(argv=("bash", "-c", line)),
+        lambda: Profile().with_values({"setup": [line]}, "test").setup,
+    ):
+        with pytest.raises(RecipeError, match="looks like a secret") as caught:
+            made()
+        assert "hush" not in str(caught.value)
+        assert "pass_env = [" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *(
+            "export HF_TOKEN=$(cat token)",
+            'HF_TOKEN="$OTHER" lt data prepare',
+            "HF_TOKEN= lt",
+            "--set data.eos_token=x",
+        ),
+        *("--token=x", "echo $TOKEN", "TOKENIZERS_PARALLELISM=false"),
+    ],
+)
+def test_a_command_that_takes_a_secret_from_elsewhere_is_taken(line: str) -> None:
+    assert job(argv=("bash", "-c", line)).argv[2] == line
+    assert Profile().with_values({"setup": [line]}, "test").setup == (line,)
 
 
 def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:

@@ -53,6 +53,46 @@ def test_the_patch_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path
         assert (clone / name).read_bytes() == (repository / name).read_bytes()
 
 
+def test_changes_of_private_files_that_git_knows_are_not_kept_either(repository: Path) -> None:
+    """Committed once, or on the way to it: what a person puts into .env today is no less a secret."""
+    (repository / ".env").write_text("KEY=\n")
+    (repository / ".envrc").write_text("export KEY=\n")
+    (repository / "old.pem").write_text("hush-hush\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "x")
+    (repository / ".env").write_text("KEY=hush-hush\n")
+    (repository / ".envrc").write_text("export KEY=hush-hush\n")
+    (repository / "my_credentials.json").write_text("hush-hush\n")
+    git(repository, "add", "my_credentials.json")
+    (repository / "old.pem").unlink()
+    (repository / "train.py").write_text("one\nchanged\n")
+    state, patch = git_state(repository)
+    assert state["changed_not_kept"] == [".env", ".envrc", "my_credentials.json", "old.pem"]
+    assert "-two\n+changed\n" in patch
+    assert "hush" not in patch
+    assert not state["untracked_not_kept"]
+
+
+def test_the_patch_is_of_the_whole_repository_from_any_folder_of_it(repository: Path, tmp_path: Path) -> None:
+    """And it applies, whatever the person has set for looking at differences."""
+    (repository / "deep").mkdir()
+    (repository / "deep" / "old.py").write_text("old\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "x")
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    for name, value in {"diff.noprefix": "true", "color.ui": "always", "diff.external": "/bin/false"}.items():
+        git(repository, "config", name, value)
+    wanted = {"train.py": "one\n", "deep/old.py": "changed\n", "deep/new.py": "new\n", "top.py": "top\n"}
+    for name, text in wanted.items():
+        (repository / name).write_text(text)
+    state, patch = git_state(repository / "deep")
+    assert (state["changed"], state["untracked"]) == (["deep/old.py", "train.py"], ["deep/new.py", "top.py"])
+    (tmp_path / "patch").write_text(patch)
+    git(clone, "apply", str(tmp_path / "patch"))
+    assert {name: (clone / name).read_text() for name in wanted} == wanted
+
+
 def test_without_a_repository_there_is_nothing_to_keep(tmp_path: Path) -> None:
     assert git_state(tmp_path) == ({}, "")
 

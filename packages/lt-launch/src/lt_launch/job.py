@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -24,9 +24,12 @@ __all__ = ["Container", "Job", "Pipeline", "Resources", "Restart", "Stage", "as_
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 SECRET = re.compile(
-    r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_KEY|ACCESS_KEY|ACCESS_KEY_ID|PRIVATE_KEY)$"
+    r"(?:^|_)(?:TOKEN|PAT|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID"
+    r"|SECRET_KEY|PRIVATE_KEY)$"
 )
 """Names of variables whose values must not be kept with a launch."""
+GIVEN = re.compile(r"(?<![\w$.-])([A-Za-z_][A-Za-z0-9_]*)=[\"']?(?=[^\s\"'$`;&|])")
+"""A variable that gets a plain value in a line of shell; not one that is taken from another or from a command."""
 OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that say who a process is; a job cannot set them."""
 
@@ -49,6 +52,19 @@ def check_env(where: str, env: Mapping[str, object]) -> None:
             raise _wrong(f"{where}.{name}", value, "is not an environment variable", "write NAME = 'one line of text'")
         if name in OURS:
             raise _wrong(f"{where}.{name}", value, "the launcher sets this one itself", "leave it out")
+
+
+def check_lines(where: str, lines: Sequence[str]) -> None:
+    """Refuse lines of shell, or words of a command, that give a secret its value.
+
+    Raises:
+        RecipeError: naming `where` and the variable, never the value.
+    """
+    for line in lines:
+        for match in GIVEN.finditer(line):
+            if SECRET.search(match[1].upper()):
+                problem = "looks like a secret, and what a launch runs is kept with it"
+                raise _wrong(where, f"{match[1]}=...", problem, f'hand it on by name: pass_env = ["{match[1]}"]')
 
 
 def _at_least(made: object, section: str, least: float, *names: str) -> None:
@@ -164,6 +180,7 @@ class Job:
         if self.completion == "run_dir" and not self.run_dir:
             raise _wrong("job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.out")
         check_env("job.env", self.env)
+        check_lines("job.argv", self.argv)
         for name in self.pass_env:
             if not VARIABLE.fullmatch(name):
                 raise _wrong("job.pass_env", name, "is not the name of an environment variable", "give names alone")
@@ -270,6 +287,18 @@ class Pipeline:
             names = [stage.name for stage in self.stages]
             raise _wrong("stages", names, problem, "choose one with --stage NAME, or use local, ssh or slurm")
         return first.job
+
+
+def for_containers(job: Job, *, target: str, env: Mapping[str, str]) -> Job:
+    """The job for a target that starts containers by itself, with a profile's variables below the job's own.
+
+    Raises:
+        RecipeError: it has `pass_env`, and such a target hands on no variable of this machine.
+    """
+    if job.pass_env:
+        remedy = "give the container's role or secret store what it needs, or put it into job.env where it is no secret"
+        raise _wrong("job.pass_env", list(job.pass_env), f"{target} hands on nothing from this machine", remedy)
+    return dataclasses.replace(job, env={**env, **job.env})
 
 
 def as_table(value: Any) -> Any:

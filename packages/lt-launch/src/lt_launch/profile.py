@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
-from lt_launch.job import check_env
+from lt_launch.job import check_env, check_lines
 from lt_launch.targets import BACKENDS
 from lt_trainer.errors import RecipeError
 from lt_trainer.fields import build, leaves, suggest
@@ -65,6 +65,7 @@ class Profile:
         value = self._plain("setup", [])
         if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
             raise self._wrong("setup", "expected a list of lines", 'write setup = ["module load cuda"]')
+        check_lines("setup", value)
         return tuple(value)
 
     @property

@@ -39,11 +39,13 @@ __all__ = ["create", "event", "events", "find", "hold", "holder", "known", "open
 
 FORMAT, VERSION = "lt-launch", 1
 PRIVATE = re.compile(
-    r"(^|/)(\.env(\..*)?|.*\.(pem|key|p12|pfx|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|.*credential.*|.*secret.*|\.netrc"
+    r"(^|/)(\.env(rc|\..*)?|\.(pg|ht)pass(wd)?|.*\.(pem|key|p12|pfx|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|.*credential.*|.*secret.*|\.netrc"
     r"|\.npmrc|\.pypirc|.*token(\.txt)?)$",
     re.IGNORECASE,
 )
-"""Untracked files that are listed by name alone."""
+"""Files that are listed by name alone, whether git knows them or not."""
+PATCH = ["--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"]
+"""So that a patch applies anywhere, whatever the person has set for looking at differences."""
 UNTRACKED_LIMIT = 1 << 20
 """Bytes of an untracked file that are kept at most; larger ones are listed by name."""
 
@@ -271,13 +273,15 @@ def git_state(folder: Path) -> tuple[dict[str, Any], str]:
     """The commit of a working folder, and a patch of all that is not committed in it, small new files included.
 
     Returns:
-        commit, branch, changed and untracked files; and the patch. Empty where there is no git or no repository.
+        commit, branch, changed and untracked files, from the top of the repository; and the patch. Empty where there is
+        no git or no repository.
     """
+    root = ""
 
     def git(*arguments: str, code: int = 0) -> str:
         done = subprocess.run(
             ["git", "-c", "core.quotepath=off", *arguments],
-            cwd=folder,
+            cwd=root or folder,
             capture_output=True,
             text=True,
             errors="surrogateescape",
@@ -290,15 +294,19 @@ def git_state(folder: Path) -> tuple[dict[str, Any], str]:
         if not root:
             return {}, ""
         untracked = [name for name in git("ls-files", "--others", "--exclude-standard", "-z").split("\0") if name]
-        patch = git("diff", "--binary", "HEAD")
-        kept = [name for name in untracked if not PRIVATE.search(name) and _small(folder / name)]
+        changed = [name for name in git("diff", "--no-renames", "--name-only", "-z", "HEAD").split("\0") if name]
+        private = [name for name in changed if PRIVATE.search(name)]
+        hidden = [f":(top,exclude,literal){name}" for name in private]
+        patch = git("diff", "--no-renames", *PATCH, "HEAD", "--", ":(top)", *hidden)
+        kept = [name for name in untracked if not PRIVATE.search(name) and _small(Path(root) / name)]
         for name in kept[:200]:
-            patch += git("diff", "--binary", "--no-index", "--", "/dev/null", name, code=1)
+            patch += git("diff", *PATCH, "--no-index", "--", "/dev/null", name, code=1)
         state = {
             "root": root,
             "commit": git("rev-parse", "HEAD").strip(),
             "branch": git("rev-parse", "--abbrev-ref", "HEAD").strip(),
-            "changed": git("diff", "--name-only", "HEAD").splitlines(),
+            "changed": changed,
+            "changed_not_kept": private,
             "untracked": untracked,
             "untracked_not_kept": [name for name in untracked if name not in kept[:200]],
         }

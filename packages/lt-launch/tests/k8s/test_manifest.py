@@ -88,9 +88,29 @@ def test_neuron_cores() -> None:
     assert made["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"aws.amazon.com/neuroncore": 32}
 
 
+@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+def test_a_neuron_pod_asks_for_a_core_of_each_process_where_the_job_says_nothing(kind: str) -> None:
+    text = rendered(job(engine="neuron", procs_per_node=32, resources=Resources()), profile(kind=kind))
+    assert text.count("aws.amazon.com/neuroncore: 32") == 2
+    assert "nvidia.com" not in text
+
+
+@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+def test_variables_arrive_as_they_were_given(kind: str) -> None:
+    """Kubernetes expands $(NAME) and takes $$ for $: the reading here is its own rule."""
+    values = {"A": "$(HOME)/x", "B": "a$$b", "C": "$5", "D": "plain"}
+    text = rendered(job(env=values), profile(kind=kind).with_values({"env.D": "below", "env.E": "profile"}, "test"))
+    spec = list(yaml.safe_load_all(text))[1]["spec"]
+    one = spec["trainer"] if kind == "trainjob" else spec["replicaSpecs"][0]["template"]["spec"]["containers"][0]
+    found = {item["name"]: item["value"] for item in one["env"]}
+    assert not any(re.search(r"(?<!\$)(?:\$\$)*\$\(", value) for value in found.values())
+    assert {name: value.replace("$$", "$") for name, value in found.items()} == {**values, "E": "profile"}
+
+
 @pytest.mark.parametrize(
     ("changes", "given", "words"),
     [
+        ({"pass_env": ("HF_TOKEN",)}, {}, "job.pass_env.*: Kubernetes hands on nothing from this machine"),
         ({"container": Container()}, {}, "a pod needs an image"),
         (
             {"container": Container(image="/fsx/lt.sqsh")},

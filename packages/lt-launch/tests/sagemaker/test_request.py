@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_launch.job import Job, Resources
+from lt_launch.job import Job, Pipeline, Resources
+from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
+from lt_launch.sagemaker.local import LocalSageMaker
 from lt_launch.sagemaker.options import SageMakerOptions
 from lt_launch.sagemaker.request import SET, request
+from lt_launch.sagemaker.target import REQUEST, SageMakerBackend
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import load, to_toml
 
@@ -217,6 +220,17 @@ def test_golden(golden: Any) -> None:
         }
     ).recipe
     golden("request.json", json.dumps(made(None, recipe=to_toml(recipe)), indent=1) + "\n")
+
+
+def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None:
+    """Here, and in what is run on this machine in its place."""
+    table = {f"sagemaker.{name}": value for name, value in OPTIONS.items()}
+    profile = Profile().with_values({**table, "env.A": "profile", "env.B": "profile"}, "test")
+    for target in (SageMakerBackend(), LocalSageMaker()):
+        text = target.render(Pipeline.of(job(env={"B": "job"})), profile).files[REQUEST]
+        assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
+        with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker hands on nothing"):
+            target.render(Pipeline.of(job(pass_env=("HF_TOKEN",))), profile)
 
 
 def test_the_same_job_is_the_same_request(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 
 from lt_launch.job import Job
 from lt_launch.k8s.options import KubernetesOptions
-from lt_launch.profile import Profile
 from lt_trainer.errors import RecipeError
 
 __all__ = ["manifests"]
@@ -24,7 +23,7 @@ RECIPE_FOLDER = "/etc/lt"
 LEAVING_S = 30
 
 
-def manifests(job: Job, options: KubernetesOptions, profile: Profile) -> list[dict[str, Any]]:
+def manifests(job: Job, options: KubernetesOptions, python: str) -> list[dict[str, Any]]:
     """The ConfigMap of the recipe and the job that trains it.
 
     Raises:
@@ -48,7 +47,7 @@ def manifests(job: Job, options: KubernetesOptions, profile: Profile) -> list[di
             remedy="name the PersistentVolumeClaim, and let run.out lie below k8s.mount",
         )
     make = _trainjob if options.kind == "trainjob" else _hyperpod
-    return [_config_map(job, options), make(job, options, profile)]
+    return [_config_map(job, options), make(job, options, python)]
 
 
 def _config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
@@ -63,9 +62,9 @@ def _config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
 def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     """What one pod gets; limits, since devices and huge pages know no other."""
     found: dict[str, Any] = {}
-    if job.resources.neuron_cores_per_node:
-        found["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node
-    elif job.engine != "neuron":
+    if job.resources.neuron_cores_per_node or job.engine == "neuron":
+        found["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node or job.procs_per_node
+    else:
         found["nvidia.com/gpu"] = job.resources.gpus_per_node or job.procs_per_node
     if options.efa_per_node:
         found["vpc.amazonaws.com/efa"] = options.efa_per_node
@@ -76,8 +75,9 @@ def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
     return {"limits": found, "requests": dict(found)}
 
 
-def _environment(job: Job, profile: Profile) -> list[dict[str, str]]:
-    return [{"name": name, "value": value} for name, value in {**profile.env, **job.env}.items()]
+def _environment(job: Job) -> list[dict[str, str]]:
+    """Variables; Kubernetes would take $(NAME) in a value for a reference and $$ for one $, so each $ is doubled."""
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in job.env.items()]
 
 
 def _volumes(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -94,19 +94,19 @@ def _volumes(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]]
     return volumes, mounts
 
 
-def _command(job: Job, profile: Profile, *rendezvous: str) -> list[str]:
+def _command(job: Job, python: str, *rendezvous: str) -> list[str]:
     words = ["-m", "lt_trainer", "torchrun", f"{RECIPE_FOLDER}/run.toml", "--nproc-per-node", str(job.procs_per_node)]
-    return [profile.python, *words, "--", *rendezvous]
+    return [python, *words, "--", *rendezvous]
 
 
 def _image(job: Job, options: KubernetesOptions) -> str:
     return options.image or job.container.image
 
 
-def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[str, Any]:
+def _trainjob(job: Job, options: KubernetesOptions, python: str) -> dict[str, Any]:
     """Kubeflow Trainer v2: the operator sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in each pod."""
     volumes, mounts = _volumes(job, options)
-    shell = _command(job, profile, f"--nnodes={job.nodes}", "--node-rank=$(PET_NODE_RANK)")
+    shell = _command(job, python, f"--nnodes={job.nodes}", "--node-rank=$(PET_NODE_RANK)")
     shell += ["--master-addr=$(PET_MASTER_ADDR)", "--master-port=$(PET_MASTER_PORT)"]
     spec: dict[str, Any] = {
         "volumes": volumes,
@@ -130,7 +130,7 @@ def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
                 "command": shell,
                 "numNodes": job.nodes,
                 "numProcPerNode": job.procs_per_node,
-                "env": _environment(job, profile),
+                "env": _environment(job),
                 "resourcesPerNode": _resources(job, options),
             },
             "podTemplateOverrides": [{"targetJobs": [{"name": "node"}], "spec": spec}],
@@ -138,7 +138,7 @@ def _trainjob(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
     }
 
 
-def _hyperpod(job: Job, options: KubernetesOptions, profile: Profile) -> dict[str, Any]:
+def _hyperpod(job: Job, options: KubernetesOptions, python: str) -> dict[str, Any]:
     """HyperPod's training operator: it replaces broken nodes and starts pods again, at most max_restarts times.
 
     Its own agent, hyperpodrun, stands in torchrun's place; the image must have it (pip install hyperpod-elastic-agent).
@@ -154,7 +154,7 @@ def _hyperpod(job: Job, options: KubernetesOptions, profile: Profile) -> dict[st
                 "name": "pytorch-job-container",
                 "image": _image(job, options),
                 "command": command,
-                "env": _environment(job, profile),
+                "env": _environment(job),
                 "resources": _resources(job, options),
                 "volumeMounts": mounts,
             }

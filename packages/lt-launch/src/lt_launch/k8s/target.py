@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus
 from lt_launch.errors import LaunchError
-from lt_launch.job import Pipeline
+from lt_launch.job import Pipeline, for_containers
 from lt_launch.k8s.manifest import manifests
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
@@ -42,8 +42,8 @@ class KubernetesBackend:
             return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
         Plain.add_representer(str, text)
-        job = pipeline.only
-        made = manifests(job, profile.options("k8s", KubernetesOptions), profile)
+        job = for_containers(pipeline.only, target="Kubernetes", env=profile.env)
+        made = manifests(job, profile.options("k8s", KubernetesOptions), profile.python)
         document = yaml.dump_all(made, Dumper=Plain, sort_keys=False, width=1000)
         file = f"{job.name}.yaml"
         return Rendered(files={file: document}, commands=(("kubectl", "apply", "-f", file),))

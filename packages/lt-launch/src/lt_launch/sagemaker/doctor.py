@@ -8,7 +8,7 @@ from typing import Any
 
 from lt_launch.backend import Backend, Finding
 from lt_launch.errors import LaunchError
-from lt_launch.job import Pipeline
+from lt_launch.job import Pipeline, for_containers
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.options import SageMakerOptions, pairs
 from lt_trainer.errors import RecipeError
@@ -33,7 +33,7 @@ def findings(profile: Profile, pipeline: Pipeline | None, aws: Any = None) -> It
     if pipeline is not None:
         from lt_launch.sagemaker.request import request
 
-        yield _request(lambda: request(pipeline.only, options))
+        yield _request(lambda: request(for_containers(pipeline.only, target="SageMaker", env=profile.env), options))
     if aws is None:
         from lt_launch.sagemaker.aws import Aws
 

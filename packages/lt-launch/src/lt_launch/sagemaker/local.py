@@ -20,7 +20,7 @@ from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
 from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus
-from lt_launch.job import Job, Pipeline
+from lt_launch.job import Job, Pipeline, for_containers
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, pairs
@@ -46,7 +46,8 @@ class LocalSageMaker:
     def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
         """The request, and which folders stand for its addresses (relative to the launch, or absolute)."""
         options = profile.options("sagemaker", SageMakerOptions)
-        job, localized, folders = localize(pipeline.only, options)
+        job = for_containers(pipeline.only, target="SageMaker", env=profile.env)
+        job, localized, folders = localize(job, options)
         made = request(job, localized)
         files = {REQUEST: json.dumps(made, indent=1) + "\n", ADDRESSES: json.dumps(folders, indent=1) + "\n"}
         return Rendered(files=files, commands=((sys.executable, "-m", "lt_launch.sagemaker.emulator", "."),))

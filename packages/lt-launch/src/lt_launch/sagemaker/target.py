@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus, State
-from lt_launch.job import Pipeline
+from lt_launch.job import Pipeline, for_containers
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
@@ -42,7 +42,8 @@ class SageMakerBackend:
 
     def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
         """The request as JSON, and the command of the AWS CLI that sends the same."""
-        made = request(pipeline.only, profile.options("sagemaker", SageMakerOptions))
+        job = for_containers(pipeline.only, target="SageMaker", env=profile.env)
+        made = request(job, profile.options("sagemaker", SageMakerOptions))
         return Rendered(
             files={REQUEST: json.dumps(made, indent=1) + "\n"},
             commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST}"),),
