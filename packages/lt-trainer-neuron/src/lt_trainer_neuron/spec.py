@@ -9,7 +9,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Recipe, Resolved, engine_options
 from lt_trainer_neuron.aliases import fields_of
 from lt_trainer_neuron.checks import check, check_model
-from lt_trainer_neuron.environment import Variable, check_environment, settings, variables
+from lt_trainer_neuron.environment import Variable, check_environment, neuron_env, settings, variables
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import installed, require
 
@@ -75,6 +75,9 @@ class NeuronSpec:
             from lt_trainer_neuron.engine import NeuronEngine
 
             return NeuronEngine(recipe, model, CpuBackend(recipe, model, world))
+        from lt_trainer_neuron.arenas import limit_arenas
+
+        limit_arenas(neuron_env(recipe, environ=os.environ)["MALLOC_ARENA_MAX"])
         if options.backend == "nxd":
             require(installed())
             from lt_trainer_neuron.compile_key import require_compiled
