@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lt_model import flops_per_token, preset
 from lt_trainer.batches import StreamBatches
-from lt_trainer.engine import Device
+from lt_trainer.engine import Device, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.journal import RankLog, RunJournal, Work
 from lt_trainer.loop import StepRecord
 from lt_trainer.metrics import METRIC_DEFINITIONS, MetricsRecord, line, newest_way, read_jsonl
 from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.resume import Position
+from lt_trainer.run import run, work
 from lt_trainer.rundir import RunDir
 from lt_trainer.timing import PARTS, HostStopwatch
 
@@ -179,6 +182,17 @@ def test_what_the_monitor_has_to_tell_is_told(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.count("# monitor: GPU 3: it is lost\n") == 1
 
 
+def test_rows_of_each_length_cost_what_their_attention_sees(fake_engine) -> None:
+    base = {
+        "data": {"store": "unused", "pack": "buckets", "seq_len": 64, "shortest": 16},
+        "batch": {"global_batch": 8, "micro_batch": 2},
+    }
+    recipe, model = load(base=base).recipe, preset("tiny-2m")
+    costs = work(recipe, model, fake_engine.open(recipe, model, World()))
+    assert (costs.micro_batch, costs.seq_len, costs.flops_per_token) == (2, 64, flops_per_token(model, 64, "full"))
+    assert costs.flops_by_length == {n: flops_per_token(model, n, "full") for n in (32, 16)}
+
+
 # ---- where the time goes ----
 
 
@@ -232,6 +246,33 @@ def test_the_parts_of_a_run_are_told_apart(recipe_base, fake_engine, monkeypatch
         (6, 4.0, 6.0, 0.0, 0.0, 5.0, 1.0),
         (8, 4.0, 6.0, 0.0, 7.0, 0.0, 1.0),
     ]
+
+
+def test_what_a_start_takes_is_no_training(recipe_base, fake_engine, monkeypatch) -> None:
+    """A restore of 1000 s before steps of 2 s: rates are those of the steps from the first record on."""
+    clock = Clock()
+    restore = Position._restored
+
+    def slowly(self: Position, checkpoint: Any) -> Any:
+        clock.now += 1000.0
+        return restore(self, checkpoint)
+
+    def on_step(call: int) -> None:
+        clock.now += 2.0
+
+    monkeypatch.setattr(Position, "_restored", slowly)
+    monkeypatch.setattr("lt_trainer.run.RunJournal", partial(RunJournal, clock=clock))
+    monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
+    fake_engine.on_step = on_step
+    recipe_base["schedule"] |= {"max_steps": 6}
+    start = partial(run, load(base=recipe_base, sets=["run.engine=fake"]), environ={})
+    assert start(stop_at_step=3) == 75
+    assert start() == 0
+    found = [r for r in records(Path(recipe_base["run"]["out"])) if "loss" in r]
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
+    assert [r["tokens_per_sec"] for r in found] == [8 * 32 / 2.0] * 6
+    assert [r["checkpoint_s"] for r in found] == [0.0, 0.0, 0.0, 1000.0, 0.0, 0.0]
+    assert sum(r["rest_s"] for r in found) == 0.0
 
 
 # ---- what supersedes what ----

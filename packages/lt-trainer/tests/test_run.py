@@ -139,6 +139,14 @@ def test_validation_counts_every_position_once(recipe_base, fake_engine, little_
     assert {r["val_tokens"] for r in found} == {valid}
 
 
+def test_the_step_of_a_stop_is_saved_and_not_validated(recipe_base, fake_engine) -> None:
+    """Whoever sends the signal waits; a last step is validated though a signal came in it."""
+    assert start(recipe_base, sets=["metrics.eval_interval=4"], stop_at_step=8) == 75
+    assert start(recipe_base, sets=["metrics.eval_interval=4"], stop_at_step=20) == 0
+    records = read_jsonl(Path(recipe_base["run"]["out"]) / "metrics.jsonl")
+    assert [r["step"] for r in records if "val_loss" in r] == [4, 12, 16, 20]
+
+
 def test_checkpoint_carries_recipe_model_tokenizer_and_data_position(recipe_base, fake_engine) -> None:
     assert start(recipe_base) == 0
     found, _ = latest_valid(Path(recipe_base["run"]["out"]) / "checkpoints")

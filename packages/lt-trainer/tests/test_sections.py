@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from lt_trainer.data import position_facts
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import (
     BatchOptions,
@@ -319,3 +320,32 @@ def test_data_parallel_and_accumulation() -> None:
         "not divide the global batch; set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of 192, "
         "or micro_batch lower"
     )
+
+
+def test_a_ramp_in_tokens_lasts_for_all_the_rows_that_hold_them() -> None:
+    """65 positions are begun in the third row of 32."""
+    batch = BatchOptions(global_batch=16, micro_batch=4, ramp=RampOptions(start=8, tokens=65))
+    ramp = batch.grows(32)
+    assert ramp is not None
+    assert (ramp.start, ramp.final, ramp.increment, ramp.steps, ramp.rows) == (8, 16, 8, 0, 3)
+    assert BatchOptions().grows(32) is None
+
+
+def test_phases_in_steps_begin_with_the_rows_that_a_growing_batch_has_read() -> None:
+    """Four steps of 8 rows, then 16 a step: step 6 begins with row 64, not with 96."""
+    base = {
+        "data": {"mixture": {"a": {"store": "a", "phase_weights": [3]}, "b": {"store": "b"}}, "phase_steps": [6]},
+        "batch": {"global_batch": 16, "micro_batch": 4, "ramp": {"start": 8, "increment": 8, "steps": 4}},
+    }
+    phases = position_facts(load(base=base).recipe)["rows"]["phases"]
+    assert phases == [
+        {"from_row": 0, "weights": {"a": 1.0, "b": 1.0}},
+        {"from_row": 64, "weights": {"a": 3.0, "b": 1.0}},
+    ]
+
+
+def test_the_final_learning_rate_may_be_the_highest_and_not_more() -> None:
+    made = load(base=STORE, sets=["optimizer.lr=1e-3", "schedule.min_lr=1e-3"]).recipe
+    assert made.schedule.min_lr == made.optimizer.lr
+    told = message_of(load, base=STORE, sets=["optimizer.lr=1e-3", "schedule.min_lr=1.001e-3"])
+    assert "the final learning rate is above the highest one" in told

@@ -349,3 +349,22 @@ def test_random_rows_may_be_validated_on_text(recipe_base, fake_engine, little_d
     recipe_base["model"]["vocab_size"] = 299
     with pytest.raises(ValueError, match=r"model\.vocab_size = 299.*300 ids"):
         start(recipe_base)
+
+
+def test_random_ids_are_the_stated_function_of_seed_row_and_place() -> None:
+    """In plain integers: a change of these is a change of every run on random rows."""
+    gamma, mask = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mixed(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+        z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+        return z ^ z >> 31
+
+    key = int.from_bytes(hashlib.sha256(b"lt synthetic rows 1 3").digest()[:8], "little")
+
+    def wanted(row: int, place: int) -> int:
+        return (mixed((mixed((row * gamma + key) & mask) + place * gamma) & mask) >> 32) * 1000 >> 32
+
+    found = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).compact(np.array([0, 7, 2**40]))
+    for ids, last, row in zip(found.input_ids.tolist(), found.next_ids.tolist(), (0, 7, 2**40), strict=True):
+        assert [*ids, last] == [wanted(row, place) for place in range(6)]

@@ -76,6 +76,16 @@ def test_a_follower_reads_each_line_once_and_torn_ones_later(tmp_path: Path) -> 
     assert follower.read() == [{"a": 5}]
 
 
+def test_the_time_that_remains_is_by_the_speed_of_this_start(folder: Path) -> None:
+    """A start that was killed after 20 s; the next took 30 s to its first record and has needed 2 s a step since."""
+    first = [record(step, elapsed_s=10.0 * step) for step in (1, 2)]
+    second = [record(3, elapsed_s=30.0, rest_s=21.0), *(record(s, elapsed_s=30.0 + 2 * (s - 3)) for s in (4, 5))]
+    for one in second[1:]:
+        one |= {"data_s": 0.0, "forward_backward_s": 1.0, "optimizer_s": 0.5, "rest_s": 0.5}
+    append(folder / "metrics.jsonl", *first, *second)
+    assert Watcher(folder).look().remaining_s == 395 * 2.0
+
+
 def test_a_run_that_goes_on(folder: Path) -> None:
     watcher = Watcher(folder, clock=lambda: (folder / "metrics.jsonl").stat().st_mtime + 5)
     append(
@@ -138,7 +148,8 @@ def test_a_way_back_and_a_new_start_are_followed(folder: Path) -> None:
     watcher = Watcher(folder)
     append(folder / "metrics.jsonl", *(record(step) for step in range(1, 31)))
     watcher.look()
-    append(folder / "metrics.jsonl", *(record(step, elapsed_s=3.0 * (step - 20), loss=1.0) for step in range(21, 26)))
+    again = {"loss": 1.0, "forward_backward_s": 0.0}
+    append(folder / "metrics.jsonl", *(record(step, elapsed_s=3.0 * (step - 20), **again) for step in range(21, 26)))
     view = watcher.look()
     assert [one["step"] for one in view.train] == list(range(1, 26))
     assert view.train[-1]["loss"] == 1.0

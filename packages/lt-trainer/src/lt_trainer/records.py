@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["METRIC_DEFINITIONS", "MetricsRecord", "ValidationRecord", "as_dict", "line", "newest_way"]
+from lt_trainer.timing import PARTS
+
+__all__ = ["METRIC_DEFINITIONS", "MetricsRecord", "ValidationRecord", "as_dict", "begins_start", "line", "newest_way"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +122,17 @@ def newest_way(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
             last = record["step"]
         kept.append(record)
     return kept
+
+
+def begins_start(before: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Whether a start of the run begins with this training record, `before` being the training record above it.
+
+    Each start counts `elapsed_s` from 0, so less than before is a new start. More may be one too, where the start
+    before was a short one. Then the parts of the time tell: they add up to what has passed since the record before,
+    which for the first record of a start is all of its `elapsed_s`.
+    """
+    elapsed, then = record["elapsed_s"], before["elapsed_s"]
+    if elapsed < then:
+        return True
+    parts = [record[f"{part}_s"] for part in PARTS if f"{part}_s" in record]
+    return bool(parts) and math.fsum(parts) > elapsed - then / 2

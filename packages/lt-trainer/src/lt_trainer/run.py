@@ -143,6 +143,7 @@ def run(
             costs = work(recipe, plan.model, engine)
             sinks, lost = run_sinks(recipe, run_dir)
             journal = stack.enter_context(RunJournal(run_dir, log, engine.device, costs, sinks=sinks, monitor=monitor))
+            journal.pause()  # until the first step: what is restored or fetched before it is no training
             _announce(journal, recipe, engine, run_dir)
             journal.sinks_lost(lost)
         mirroring = stack.enter_context(
@@ -176,9 +177,12 @@ def run(
                 model=plan.model,
                 go_on=watch.go_on,
             )
+            engine.stopwatch.lap("checkpoint")
             batches = position.first()
+            engine.stopwatch.lap("rest")
             stack.callback(batches.close)
             mirroring.start()
+            journal.proceed()
             outcome = Loop(
                 recipe=recipe,
                 engine=engine,

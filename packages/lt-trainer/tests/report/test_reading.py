@@ -48,6 +48,17 @@ def test_seconds_are_those_of_all_starts(make_run) -> None:
     assert [record["elapsed_s"] for record in run.train] == [5.0, 3.0, 7.5, 1.25]
 
 
+def test_a_short_start_counts_too(make_run) -> None:
+    """The second start's first record comes later on its own clock than the first start's last one."""
+    numbers = ((1, 2.0, 2.0), (2, 3.0, 1.0), (3, 50.0, 50.0), (4, 51.0, 1.0), (5, 52.5, 1.5))
+    records = [
+        {"step": step, "loss": 1.0, "elapsed_s": elapsed, "forward_backward_s": busy - 0.5, "rest_s": 0.5}
+        for step, elapsed, busy in numbers
+    ]
+    records.insert(4, {"step": 4, "val_loss": 1.0, "val_tokens": 9, "elapsed_s": 51.25})
+    assert read_run(make_run(records=records)).seconds == 3.0 + 52.5
+
+
 @pytest.mark.parametrize(
     ("events", "state"),
     [
@@ -60,6 +71,14 @@ def test_seconds_are_those_of_all_starts(make_run) -> None:
 )
 def test_the_state_is_what_the_run_has_said_last(make_run, events: list[dict[str, object]], state: str) -> None:
     assert read_run(make_run(events=events)).state == state
+
+
+def test_what_was_left_are_training_records(make_run) -> None:
+    records = [{"step": step, "loss": 1.0, "elapsed_s": float(step)} for step in (1, 2, 3)]
+    records += [{"step": 3, "val_loss": 1.0, "val_tokens": 9, "elapsed_s": 3.5}]
+    records += [{"step": step, "loss": 1.0, "elapsed_s": step - 1.0} for step in (2, 3)]
+    run = read_run(make_run(records=records))
+    assert (run.left, run.validation) == (2, {})
 
 
 def test_a_validation_that_was_done_twice_counts_once(make_run) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.jsonl import read_jsonl
 from lt_trainer.recipe import Recipe, from_dict
-from lt_trainer.records import newest_way
+from lt_trainer.records import begins_start, newest_way
 
 KINDS = {
     "checkpoint": "checkpoint",
@@ -166,10 +166,13 @@ def _state(events: Sequence[Mapping[str, Any]]) -> str:
 def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
     """Each start counts its seconds from 0: the last of each start, summed."""
     total = last = 0.0
+    before: Mapping[str, Any] | None = None
     for record in records:
-        if record["elapsed_s"] < last:
+        begins = "loss" in record and before is not None and begins_start(before, record)
+        if begins or record["elapsed_s"] < last:
             total += last
         last = record["elapsed_s"]
+        before = record if "loss" in record else before
     return total + last
 
 

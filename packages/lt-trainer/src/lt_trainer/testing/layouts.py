@@ -29,6 +29,7 @@ __all__ = [
     "part_of",
     "pieces",
     "resumed",
+    "saved",
     "train",
     "whole",
     "with_a_bad_step",
@@ -156,19 +157,24 @@ def interrupted(
     engine: Engine, batches: Sequence[StepBatch], folder: str, boxes: Boxes
 ) -> tuple[str, list[Piece], list[Piece], list[float]]:
     """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
-    rank, world = engine.topology.rank, engine.topology.world
     first, second, third = (part_of(batch, engine, 1) for batch in batches)
     numbers = engine.read([engine.step(first, 1e-2), engine.step(second, 1e-2)])
-    saved = pieces(boxes())
-    tmp = engine.control.broadcast(str(begin(Path(folder), step=2, world=world)) if rank == 0 else "")
-    snapshot = engine.state()
-    write_part(Path(tmp), rank=rank, shards=snapshot.shards, layout=snapshot.layout)
-    engine.control.all_max(0)
-    path = str(commit(Path(tmp), world=world, meta=Meta(step=2, small=snapshot.small))) if rank == 0 else ""
+    before = pieces(boxes())
+    path = saved(engine, folder, step=2)
     numbers = [*numbers, *engine.read([engine.step(third, 1e-2)])]
     after = pieces(boxes())
     engine.close()
-    return path, saved, after, [n.loss for n in numbers]
+    return path, before, after, [n.loss for n in numbers]
+
+
+def saved(engine: Engine, folder: str, *, step: int) -> str:
+    """In a rank: a checkpoint of all ranks; its path on rank 0, nothing on others."""
+    rank, world = engine.topology.rank, engine.topology.world
+    tmp = engine.control.broadcast(str(begin(Path(folder), step=step, world=world)) if rank == 0 else "")
+    snapshot = engine.state()
+    write_part(Path(tmp), rank=rank, shards=snapshot.shards, layout=snapshot.layout)
+    engine.control.all_max(0)
+    return str(commit(Path(tmp), world=world, meta=Meta(step=step, small=snapshot.small))) if rank == 0 else ""
 
 
 def resumed(engine: Engine, third: StepBatch, path: str, boxes: Boxes) -> tuple[list[Piece], list[Piece], list[float]]:

@@ -16,7 +16,7 @@ from typing import Any
 from lt_trainer.errors import RunDirError
 from lt_trainer.jsonl import NOT_FINITE
 from lt_trainer.monitor.node import FOLDER as MONITOR
-from lt_trainer.records import newest_way
+from lt_trainer.records import begins_start, newest_way
 
 KEPT_EVENTS = 200
 RATE_RECORDS = 20
@@ -87,7 +87,7 @@ class View:
         """Seconds to the last step at the speed of the newest records of this start; nan where that is not known."""
         recent = self.train[-RATE_RECORDS:]
         for index in range(len(recent) - 1, 0, -1):
-            if recent[index]["elapsed_s"] < recent[index - 1]["elapsed_s"]:  # here a new start began
+            if begins_start(recent[index - 1], recent[index]):
                 recent = recent[index:]
                 break
         if len(recent) < 2 or not self.max_steps:

@@ -1,0 +1,24 @@
+"""What engines share on torch's side, without ranks."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from lt_trainer.torch import Part  # noqa: E402
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 12])
+@pytest.mark.parametrize("copies", [1, 2, 3, 5])
+def test_ranks_that_hold_the_same_give_each_row_once(rows: int, copies: int) -> None:
+    """Also where the rows do not divide by the ranks: a checkpoint would else lack the last ones."""
+    local = torch.arange(rows * 2).view(rows, 2)
+    whole = torch.full((rows + 10, 2), -1)
+    for copy in range(copies):
+        part = Part(local=local, shape=(rows + 10, 2), offset=(4, 0), copies=copies, copy=copy).share()
+        assert (part.copies, part.shape) == (1 if copies > 1 else copies, (rows + 10, 2))
+        first, n = part.offset[0], part.local.shape[0]
+        assert (whole[first : first + n] == -1).all(), "two ranks give the same rows"
+        whole[first : first + n] = part.local
+    assert torch.equal(whole[4 : 4 + rows], local)
+    assert (whole[:4] == -1).all()
+    assert (whole[4 + rows :] == -1).all()
