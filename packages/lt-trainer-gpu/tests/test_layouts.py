@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Shard
+from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.recipe import load
@@ -173,6 +173,63 @@ def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, sets: tupl
     start = whole([one.states[0]])
     assert all((before[key] == start[key].astype(np.float32)).all() for key in before)
     assert all((before[key] != after[key]).any() for key in before)
+
+
+@pytest.mark.parametrize(("n", "sets"), [(2, ()), (4, (HSDP, KEEP))], ids=["fsdp", "hsdp"])
+def test_gradients_in_bfloat16_are_added_up_in_float32(ranks, n: int, sets: tuple[str, ...]) -> None:
+    """Rows one by one give the same bfloat16 gradients everywhere; what follows must not round to bfloat16 again.
+
+    A matrix with two uses is no example: whether their two gradients meet in bfloat16 or in float32 is torch's choice.
+    """
+    alike = ("engine.gpu.dtype=bfloat16", "engine.gpu.attention=sdpa")
+    (one,) = ranks.run(train, alike, False, 1, ranks=1)
+    found = ranks.run(train, (*alike, *sets), False, 1, ranks=n)
+    after = whole([rank.states[1] for rank in found]), whole([one.states[1]])
+    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after), 1e-5)
+
+
+def train_in_chunks(sets: tuple[str, ...], tied: bool, micro_batch: int) -> Trained:
+    """One rank's training whose loss sees five tokens at a time, and the last time fewer."""
+    from lt_model import loss
+    from lt_trainer_gpu import vocabulary_loss
+
+    loss._CPU_ROWS = vocabulary_loss._CPU_ROWS = 5
+    return train(sets, tied, micro_batch)
+
+
+@pytest.mark.parametrize(("n", "sets"), [(1, ()), (2, (TP2, SP, PADDED))], ids=["one", "tp-sp-padded"])
+def test_chunks_of_the_loss_do_not_show(ranks, alone, n: int, sets: tuple[str, ...]) -> None:
+    more = "optimizer.z_loss=0.02"
+    compare(alone(True, more), ranks.run(train_in_chunks, (*sets, more), True, 4, ranks=n))
+
+
+def validated_and_saved(sets: tuple[str, ...], folder: str) -> tuple[str, tuple[float, int]]:
+    """In a rank: a checkpoint after a step, and what the validation says there."""
+    engine = open_engine(sets, tied=True)
+    (batch,), (rest,) = global_batches(1), global_batches(1, seed=9)
+    engine.read([engine.step(part_of(batch, engine, 2), 1e-2)])
+    path = layouts.saved(engine, folder, step=1)
+    told = engine.evaluate([part_of(rest, engine, 2)])
+    engine.close()
+    return path, told
+
+
+def restored_after_a_validation(sets: tuple[str, ...], path: str) -> list[tuple[float, int]]:
+    """In a rank: the same validation with other weights, and with those that are restored then."""
+    engine = open_engine(("run.seed=7", *sets), tied=True)
+    (rest,) = global_batches(1, seed=9)
+    told = [engine.evaluate([part_of(rest, engine, 2)])]
+    engine.restore(Checkpoint.open(Path(path)))
+    told.append(engine.evaluate([part_of(rest, engine, 2)]))
+    engine.close()
+    return told
+
+
+@pytest.mark.parametrize("sets", [(), (KEEP,), (TP2,)], ids=["fsdp", "fsdp-keep-weights", "tp"])
+def test_gathered_weights_of_a_validation_are_used_no_more_after_a_way_back(ranks, tmp_path: Path, sets) -> None:
+    left = ranks.run(validated_and_saved, sets, str(tmp_path), ranks=2)
+    taken = ranks.run(restored_after_a_validation, sets, left[0][0], ranks=2)
+    assert all(after == left[0][1] != before for before, after in taken)
 
 
 def interrupted(sets: tuple[str, ...], tied: bool, folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:

@@ -6,17 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from safetensors.numpy import save_file
 
 from lt_model import LlamaConfig, parameters
-from lt_trainer.engine import World
+from lt_trainer.engine import StepBatch, World
 from lt_trainer.pretrained import open_pretrained
-from lt_trainer.recipe import load
+from lt_trainer.recipe import Recipe, load
 from lt_trainer_gpu.spec import SPEC
 
+DTYPES = ("float32", "bfloat16")
 
-def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
-    """In a rank: what its engine holds after it took over the model's weights."""
+
+def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     base = {
         "data": {"store": "unused", "seq_len": 24},
         "model": {"init_from": folder, "resize_vocab": True},
@@ -24,7 +26,12 @@ def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, .
         "schedule": {"max_steps": 1, "warmup_steps": 0},
         "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
     }
-    recipe, world = load(base=base, sets=sets).recipe, World.from_env(os.environ)
+    return load(base=base, sets=sets).recipe
+
+
+def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
+    """In a rank: what its engine holds after it took over the model's weights."""
+    recipe, world = recipe_of(folder, dtype, sets), World.from_env(os.environ)
     engine = SPEC.open(recipe, config, world)
     with open_pretrained(recipe.model, config, {}, engine.control, world.rank, lambda: None) as pretrained:
         engine.load_weights(pretrained)
@@ -74,3 +81,25 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
         for target, expected in ((config, weights), (grown, wanted)):
             pieces = ranks.run(first_state, str(tmp_path / "model"), target, dtype, sets, ranks=n)
             check([piece for rank in pieces for piece in rank], expected)
+
+
+def first_loss(folder: str, config: LlamaConfig, dtype: str) -> float:
+    """In a rank: the loss of some rows under the model's weights, before any step."""
+    recipe = recipe_of(folder, dtype)
+    engine = SPEC.open(recipe, config, World.from_env(os.environ))
+    with open_pretrained(recipe.model, config, {}, engine.control, engine.topology.rank, lambda: None) as pretrained:
+        engine.load_weights(pretrained)
+    ids = (np.arange(2 * 24, dtype=np.int32).reshape(1, 2, 24) * 7) % config.vocab_size
+    places = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape).copy()
+    batch = StepBatch(input_ids=ids, labels=ids, position_ids=places, doc_ids=np.zeros_like(ids), valid_tokens=ids.size)
+    loss_sum, tokens = engine.evaluate([batch])
+    engine.close()
+    return loss_sum / tokens
+
+
+def test_the_weights_are_computed_with_from_the_first_step_on(config, ranks, tmp_path) -> None:
+    """A model in bfloat16 stands beside its masters, and has to be told of them."""
+    written(tmp_path / "model", config)
+    losses = [ranks.run(first_loss, str(tmp_path / "model"), config, dtype, ranks=1)[0] for dtype in DTYPES]
+    assert losses[0] > 2 * np.log(config.vocab_size), "weights from a normal distribution guess badly"
+    assert losses[1] == pytest.approx(losses[0], rel=0.05)

@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from lt_trainer.recipe import OptimizerOptions
+from lt_trainer_gpu import gradients as gradients_module
 from lt_trainer_gpu import optimizer
+from lt_trainer_gpu.gradients import squared_norm
 from lt_trainer_gpu.optimizer import AdamW
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
@@ -62,6 +64,32 @@ def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments
             for found, exact in ((slot.exp_avg, first[name]), (slot.exp_avg_sq, second[name])):
                 assert (found.double().numpy() == exact).mean() > 0.9
                 np.testing.assert_allclose(found.double().numpy(), exact, rtol=2**-7)
+
+
+@pytest.mark.parametrize("widened", [1, 8, 1 << 20])
+def test_narrow_gradients_are_widened_in_slabs_that_do_not_show(monkeypatch: pytest.MonkeyPatch, widened: int) -> None:
+    """A CPU updates a large weight some numbers at a time; its step is one step all the same."""
+    monkeypatch.setattr(optimizer, "WIDENED", widened)
+    weights = given(0, torch.float32)
+    adamw = AdamW(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS))
+    steps = [given(seed, torch.bfloat16) for seed in range(1, 4)]
+    for gradients in steps:
+        adamw.step(weights, gradients, LR, torch.tensor(True), torch.tensor(0.5))
+    halves = [{name: g.float() / 2 for name, g in gradients.items()} for gradients in steps]
+    wanted, first, second = by_the_formula(halves, narrow=False)
+    assert [slot.step.item() for slot in adamw.slots.values()] == [3, 3, 3]
+    for name, slot in adamw.slots.items():
+        np.testing.assert_allclose(weights[name].numpy(), wanted[name], rtol=1e-5, atol=2e-7)
+        np.testing.assert_allclose(slot.exp_avg.numpy(), first[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(slot.exp_avg_sq.numpy(), second[name], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("slab", [1, 7, 1 << 18])
+def test_the_norm_of_narrow_gradients_is_that_of_all_their_numbers(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
+    monkeypatch.setattr(gradients_module, "SLAB", slab)
+    narrow = list(given(1, torch.bfloat16).values())
+    wanted = sum(float(tensor.double().square().sum()) for tensor in narrow)
+    assert squared_norm(narrow, torch.device("cpu")).item() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
