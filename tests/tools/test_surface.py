@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +171,14 @@ def test_the_names_of_a_module(small: Path) -> None:
 def test_the_picture_is_what_the_sources_import() -> None:
     """If this fails: tools/architecture.py --write."""
     assert (ROOT / "docs/images/architecture.svg").read_text() == drawing(REAL)
+
+
+def test_the_table_beside_the_picture_says_the_same() -> None:
+    rows = re.findall(
+        r"^\| (lt-[a-z-]+) \(`\w+`\) \|[^|]*\| ([^|]*) \|", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
+    written = {name: set(re.findall(r"lt-[a-z-]+", text)) for name, text in rows}
+    assert written == imports(REAL)
 
 
 def test_a_new_import_changes_the_picture(small: Path) -> None:
