@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig, flops_per_token
+from lt_model.activations import SELECTIVE
 from lt_model.params import parameters
 from lt_trainer.planning.devices import PlannedDevice
 from lt_trainer.planning.layout import PlannedLayout
@@ -21,8 +22,9 @@ from lt_trainer.recipe import Recipe
 ASSUMED_HFU = 0.45
 """Published bfloat16 runs of dense Llamas on H100 reach 0.36 to 0.48 of the peak, on A100 up to 0.68."""
 
-# Share of the products' and of the attention's forward FLOPs that is done a second time.
-_AGAIN = {"none": 0.0, "selective": 0.5, "full": 1.0}
+# Matrix products of a block that are not done a second time. With "full" torch stops before the last one, whose result
+# no one needs.
+_ONCE = {"selective": SELECTIVE, "full": ("down_proj",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,14 +88,16 @@ def planned_time(
 
 
 def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
-    """Return the FLOPs per token that are done a second time.
+    """Return the FLOPs per token that are done a second time: what the engine reports as HFU beyond MFU.
 
-    "selective" keeps attention and every other product: half of the products' FLOPs, roughly, and no attention. A
-    budget is taken to recompute in proportion to what it does not keep.
+    "selective" keeps attention and every other product. A budget is taken to recompute in proportion to what it does
+    not keep.
     """
-    products = 2 * sum(row.size for row in parameters(config) if row.layer is not None)
-    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len
-    if layout.checkpointing == "budget":
-        return (1 - layout.budget) * (products + attention)
-    share = _AGAIN[layout.checkpointing]
-    return share * products + (attention if layout.checkpointing == "full" else 0.0)
+    mode = "full" if layout.checkpointing == "budget" else layout.checkpointing
+    if mode == "none":
+        return 0.0
+    products = 2 * sum(
+        row.size for row in parameters(config) if row.role == "block" and row.kind not in (*_ONCE[mode], "norm")
+    )
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len if mode == "full" else 0
+    return (products + attention) * (1 - layout.budget if layout.checkpointing == "budget" else 1.0)
