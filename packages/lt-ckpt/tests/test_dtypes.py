@@ -63,6 +63,18 @@ def test_f64_just_above_a_tie_is_not_rounded_twice():
     assert bf16_value(run(np.array([value]), "F64", "BF16").view("<u2")[0]) == 1 + 2.0**-7
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+def test_f64_beside_every_tie_of_bf16(sign):
+    """Numbers too small for a normal float32 too, where float32 alone would lose what decides."""
+    low = np.arange(0x7F80, dtype="<u4")
+    value, above = (low << 16).view("<f4").astype("<f8"), ((low + 1) << 16).view("<f4").astype("<f8")
+    above[-1] = 2.0**128
+    tie, little = (value + above) / 2, (above - value) * 2.0**-30
+    for given_, expected in ((tie - little, low), (tie, low + (low & 1)), (tie + little, low + 1)):
+        got = run(sign * given_, "F64", "BF16").view("<u2")
+        assert (got == expected + (0x8000 if sign < 0 else 0)).all()
+
+
 @pytest.mark.parametrize("source", TORCH)
 @pytest.mark.parametrize("target", TORCH)
 def test_casts_equal_torch(source, target):

@@ -230,14 +230,15 @@ def test_a_failure_at_any_call_leaves_nothing_behind(fast_path, calls, monkeypat
             HFFolder.open(out)
 
 
-def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path):
+def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(convert_module, "BLOCK_BYTES", 4 * 100)
     model = config(tie_word_embeddings=True)
     rng = np.random.default_rng(3)
     shapes = {**{p.name: p.shape for p in parameters(model)}, "lm_head.weight": (64, 32)}
     for step, differs in enumerate((False, True)):
         values = {name: rng.standard_normal(shape).astype("<f4") for name, shape in shapes.items()}
-        if not differs:
-            values["lm_head.weight"] = values["model.embed_tokens.weight"]
+        values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
+        values["lm_head.weight"][-1, -1] += differs  # in the last block
         zeros = {name: (0,) * len(shape) for name, shape in shapes.items()}
         shards = [
             Shard(

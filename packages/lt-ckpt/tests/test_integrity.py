@@ -1,3 +1,4 @@
+import math
 import os
 import random
 import shutil
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import Checkpoint, CheckpointError, latest_valid, verify
+from lt_ckpt import Checkpoint, CheckpointError, files, latest_valid, verify
 
 
 def flip(path, bit):
@@ -188,3 +189,24 @@ def test_loading_is_strict(copy):
         checkpoint.require({"weights": {"norm": specs["weights"]["norm"]}})
     with pytest.raises(CheckpointError, match="missing: none/x"):
         checkpoint.require({"none": {"x": TensorSpec("F32", ())}})
+
+
+def test_slices_of_many_blocks_are_verified_to_their_end(fast_path, toy, monkeypatch):
+    made = toy.save(fast_path, 1)
+    monkeypatch.setattr(files, "BLOCK_BYTES", 8)
+    assert verify(made).ok
+    group = Checkpoint.open(made).manifest.tensors["weights"]
+    slices = [piece for record in group.values() for piece in record.slices]
+    last = max((piece for piece in slices if math.prod(piece.shape) > 8), key=lambda piece: piece.begin)
+    path = made / last.file
+    flip(path, 8 * (last.begin + 2 * math.prod(last.shape)) - 1)  # every element has two bytes or more
+    (problem,) = verify(made).problems
+    assert "have changed since they were written" in problem
+
+
+def test_a_tokenizer_that_has_changed_is_never_handed_on(tmp_path, toy):
+    checkpoint = Checkpoint.open(toy.save(tmp_path, 1))
+    assert checkpoint.tokenizer_files() == {"tokenizer.json": b"{}"}
+    (checkpoint.path / "tokenizer" / "tokenizer.json").write_bytes(b"[]")  # as long as before
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: its bytes have changed since they were written"):
+        Checkpoint.open(checkpoint.path).tokenizer_files()

@@ -23,6 +23,7 @@ from lt_ckpt import (
     begin,
     commit,
     compare,
+    comparison,
     discard,
     export_hf,
     files,
@@ -349,13 +350,16 @@ def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path, models):
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000003"]
 
 
-def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_path, models):
+@pytest.mark.parametrize("place", [0, -1])
+def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_path, models, place, monkeypatch):
+    monkeypatch.setattr(comparison, "BLOCK_BYTES", 4 * 4)  # some elements at a time
     config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     parts = parts_of(config, NxdOptions(tp=2), 1)
     state, other = (random_state(config, tied_head=False, masters=False) for _ in range(2))
     name = "model.layers.1.input_layernorm.weight"
     dtype, values = other["weights"][name]
-    other["weights"][name] = (dtype, values + np.float32(1))
+    values[place] += np.float32(1)
+    other["weights"][name] = (dtype, values)
     tmp = begin(tmp_path / "run", step=1, world=2)
     for rank, (part, held) in enumerate(zip(parts, (state, other), strict=True)):
         write_part(tmp, rank=rank, shards=shards_of(part, held), layout=part)

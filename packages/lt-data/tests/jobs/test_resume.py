@@ -91,6 +91,24 @@ def test_goes_on_to_the_same_bytes_wherever_it_was_cut(
 
 
 @pytest.mark.usefixtures("small_batches")
+def test_what_was_read_ahead_and_left_out_is_counted_once(
+    fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents
+) -> None:
+    """To choose an engine the beginning is read before anything is written: what is left out there lies ahead."""
+    options = {**options, "engine": "auto"}
+    prepare([corpus], out=fast_path / "whole", **options)
+    gone_on = 0
+    for reports in range(2, 18):
+        out = fast_path / str(reports)
+        assert cut_off(corpus, out, options, reports)
+        notices: list[str] = []
+        prepare([corpus], out=out, notice=notices.append, **options)
+        gone_on += any("goes on after" in notice for notice in notices)
+        assert contents(out) == contents(fast_path / "whole"), reports
+    assert gone_on > 8
+
+
+@pytest.mark.usefixtures("small_batches")
 def test_cut_again_and_again(
     fast_path: Path, corpus: Path, options: dict[str, Any], whole: dict[str, bytes], contents: Contents
 ) -> None:

@@ -1,5 +1,6 @@
 """`lt data verify` finds every flipped bit, every lost byte, and packs that are not what they say."""
 
+import json
 import shutil
 import sys
 from dataclasses import replace
@@ -102,7 +103,9 @@ def test_ids_beyond_the_vocabulary(whole: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat", "buckets"])
-@pytest.mark.parametrize("change", ["lost slice", "twice", "labels", "moved", "document", "rows joined", "valid"])
+@pytest.mark.parametrize(
+    "change", ["lost slice", "twice", "labels", "counted labels", "moved", "document", "rows joined", "valid"]
+)
 def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole: Path, tmp_path: Path) -> None:
     """As a wrong program would write it: every fingerprint is right."""
     store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
@@ -123,6 +126,9 @@ def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole:
             arrays[name][0] = arrays[name][1]
     elif change == "labels":
         arrays["labels"][0] -= 1
+    elif change == "counted labels":
+        arrays["labels"][0] -= 1
+        arrays["valid"][0] -= 1
     elif change == "moved":
         arrays["start"][1] += 1
     elif change == "document":
@@ -139,6 +145,19 @@ def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole:
     told = verify(store)
     assert told
     assert all(str(folder) in problem for problem in told)
+
+
+def test_a_row_that_is_said_to_be_longer_than_it_is(whole: Path, tmp_path: Path) -> None:
+    """Which rows are of which bucket stands in the description alone; the fingerprint answers for that too."""
+    store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
+    folder = next((store.path / "packs").glob("buckets-512*"))
+    header = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
+    header["buckets"][0][1] += 1
+    header["buckets"][1][1] -= 1
+    assert header["buckets"][1][1] >= 0
+    (folder / "pack.json").write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+    (told,) = verify(store)
+    assert "its arrays are not those it was made with" in told
 
 
 def test_a_pack_of_another_store(whole: Path, tmp_path: Path) -> None:

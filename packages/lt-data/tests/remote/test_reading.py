@@ -250,6 +250,19 @@ def test_blocks_on_their_way_count_and_are_left_alone(tmp_path: Path) -> None:
     assert not [*tmp_path.rglob("*.tmp")]
 
 
+def test_a_block_that_was_verified_once_is_verified_again_when_it_is_another_file(tmp_path: Path) -> None:
+    cache = BlockCache(tmp_path, LEAST_BYTES)
+    cache.write("key", 1, block(1))
+    digest = block_digest(block(1))
+    assert cache.read("key", 1, 0, 4, BLOCK_BYTES, digest) == block(1)[:4]
+    path = cache._path("key", 1)
+    other = path.with_name("other")
+    other.write_bytes(block(2))  # another process brought it, and its disk is failing
+    other.rename(path)
+    assert cache.read("key", 1, 0, 4, BLOCK_BYTES, digest) is None
+    assert not path.exists()
+
+
 def test_reading_a_block_makes_it_the_newest(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, LEAST_BYTES)
     for number in range(16):

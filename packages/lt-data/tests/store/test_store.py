@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, TokenStore, pack
+from lt_data.store.megatron import decode_index, encode_index
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4), st.data())
@@ -74,6 +75,17 @@ def test_short_or_missing_shard_is_found_when_opening(store: TokenStore, name: s
         TokenStore.open(store.path)
 
 
+def test_an_index_of_other_borders_is_found(store: TokenStore) -> None:
+    """A whole index of as many documents and tokens, which is not the one that was written."""
+    path = store.path / "shards" / "00000.idx"
+    lengths, dtype = decode_index(path.read_bytes(), str(path))
+    other = lengths[::-1].astype(np.int64)
+    assert (other != lengths).any()
+    path.write_bytes(encode_index(other, dtype))
+    with pytest.raises(DataError, match=f"{path}: its SHA-256 is not the one in the manifest"):
+        TokenStore.open(store.path).verify()
+
+
 def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
     path = store.path / "tokenizer" / "tokenizer_config.json"
     path.write_text('{"eos_token": "<|bos|>"}', encoding="utf-8")
@@ -88,6 +100,8 @@ def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
         ({"version": 9}, "version 9 of the format; this program reads .*: update lt-data"),
         ({"bos": False}, "fingerprint does not fit"),
         ({"tokens": 5}, "tokens does not fit"),
+        ({"shard_tokens": 7}, "its checksum is not that of its fields"),
+        ({"skipped": {"broken JSON line": 1}}, "its checksum is not that of its fields"),
         ({"surprise": 1}, "broken manifest"),
         ({"shards": 3}, "broken manifest"),
         ({"sources": {"listed": [], "extra": 1}}, "broken manifest"),

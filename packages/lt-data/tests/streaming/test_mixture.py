@@ -147,6 +147,24 @@ def test_gathered_rows_are_those_of_the_sources(make: Callable[..., RowReader], 
     assert mixture.labels_in(np.array(chosen, np.int64)) == int(rows.loss_mask.sum())
 
 
+def test_many_documents_in_many_rows_stay_in_their_order(counting_store: Callable[..., TokenStore]) -> None:
+    rng = np.random.default_rng(5)
+    readers: dict[str, RowReader] = {}
+    for name in "abc":
+        store = counting_store(rng.integers(1, 5, size=300).tolist())
+        index = build_index(store.lengths, seq_len=16, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+        readers[name] = RowReader(store, index)
+    mixture = Mixture(readers, {"a": 3, "b": 2, "c": 1})
+    chosen = rng.permutation(mixture.n_rows)[:90]
+    found = mixture.gather(chosen)
+    assert found.doc_ids.max() > 5
+    for place, row in enumerate(chosen.tolist()):
+        reader, number = mixture.locate(row)
+        alone = reader.gather(np.array([number]))
+        for name in ("input_ids", "labels", "position_ids", "doc_ids"):
+            assert np.array_equal(getattr(found, name)[place], getattr(alone, name)[0]), (name, place)
+
+
 def test_unlike_sources_of_one_size_have_unlike_orders(make: Callable[..., RowReader]) -> None:
     mixture = Mixture({"a": make(12), "b": make(12)}, {"a": 1, "b": 1})
     rows = mixture.rows_at(0, 24, seed=0, shuffle=True)

@@ -228,6 +228,11 @@ def test_skipping_is_noted_and_leaves_the_sequence_as_it_is(make_reader: Callabl
     resumed.skip(1)
     assert (first, second) == (sequence[:2], sequence[7:9])
     assert resumed.state.skipped == ((2, 7), (9, 10))
+    one = Stream(resumed.reader, global_batch=1)
+    for skip in (1, 2):
+        one.skip(skip)
+        one.next()
+    assert one.state.skipped == ((0, 1), (2, 4)), "the row between the two was read"
     assert (resumed.state.step, resumed.state.row) == (2, 10)
     with pytest.raises(DataError, match="n_rows=-1"):
         stream.skip(-1)
