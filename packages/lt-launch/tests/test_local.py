@@ -397,6 +397,15 @@ def test_what_this_machine_alone_cannot_do_is_refused_before_anything_is_written
     assert not (lt.folder / "runs").exists()
 
 
+def test_a_variable_by_name_that_is_not_there_is_refused_before_anything_is_written(lt: Lt) -> None:
+    lt.write('[job]\nargv = ["true"]\npass_env = ["MY_OWN_TOKEN"]\n')
+    told = lt.run("run", "run.toml", code=64)
+    assert "job.pass_env = 'MY_OWN_TOKEN': is handed on by name" in told
+    assert "export MY_OWN_TOKEN" in told
+    assert not (lt.folder / "runs").exists()
+    lt.run("run", "run.toml", env={"MY_OWN_TOKEN": ""})
+
+
 def test_a_folder_of_something_else_is_left_alone(lt: Lt) -> None:
     (lt.folder / "mine" / "launch").mkdir(parents=True)
     (lt.folder / "mine" / "launch" / "thesis.txt").touch()

@@ -13,6 +13,7 @@ from lt_launch.backend import Rendered, backend
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
+from lt_trainer.errors import RecipeError
 
 __all__ = ["as_text", "launch", "specs_of", "write_rendered"]
 
@@ -29,6 +30,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     from lt_launch import record
 
     target = backend(on)
+    _refuse_unset(pipeline)
     rendered = target.render(pipeline, profile)
     specs = specs_of(target, pipeline, profile, cwd=os.getcwd())
     _refuse_running(target, Path(pipeline.out), on)
@@ -39,6 +41,18 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     if ids:
         record.remember(made, ids)
     return code
+
+
+def _refuse_unset(pipeline: Pipeline) -> None:
+    """A variable that is not there would be missed by the job alone, hours later and on another machine."""
+    for stage in pipeline.stages:
+        for name in stage.job.pass_env:
+            if name not in os.environ:
+                raise RecipeError(
+                    "is handed on by name, and there is no such variable here",
+                    values={"job.pass_env": name},
+                    remedy=f"export {name}, or leave it out",
+                )
 
 
 def _refuse_running(target: Any, out: Path, on: str) -> None:

@@ -69,6 +69,12 @@ class Profile:
         return tuple(value)
 
     @property
+    def left_out_of_containers(self) -> tuple[str, ...]:
+        """What a person should know whose job runs in containers that a service starts."""
+        note = "setup of the profile is not run: what a container needs belongs into its image"
+        return (note,) if self.setup else ()
+
+    @property
     def env(self) -> dict[str, str]:
         """Variables for every process; those of the job win."""
         found = self.table("env", of_text=True)

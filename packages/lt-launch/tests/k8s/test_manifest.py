@@ -131,6 +131,12 @@ def test_what_a_pod_cannot_do_without(changes: dict[str, Any], given: dict[str, 
         rendered(job(**changes), profile(**given))
 
 
+def test_lines_of_the_profile_that_no_pod_runs_are_told() -> None:
+    given = profile().with_values({"setup": ["module load x"]}, "test")
+    (note,) = KubernetesBackend().render(Pipeline.of(job()), given).notes
+    assert note.startswith("setup of the profile is not run")
+
+
 def test_nothing_is_sent() -> None:
     with pytest.raises(LaunchError, match="kubectl apply"):
         KubernetesBackend().submit(None, Rendered(files={}), detach=False)  # type: ignore[arg-type]

@@ -231,6 +231,9 @@ def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None
         assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
         with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker hands on nothing"):
             target.render(Pipeline.of(job(pass_env=("HF_TOKEN",))), profile)
+        assert target.render(Pipeline.of(job()), profile).notes == ()
+        told = target.render(Pipeline.of(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
+        assert told == ("setup of the profile is not run: what a container needs belongs into its image",)
 
 
 def test_the_same_job_is_the_same_request(tmp_path: Path) -> None:

@@ -104,6 +104,13 @@ def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
         script(job(), profile(slurm__srun=["--a b"]))
 
 
+def test_a_warning_that_comes_too_late_to_save_is_refused() -> None:
+    late = profile(slurm__warn_s=119)
+    with pytest.raises(RecipeError, match=r"slurm.warn_s = 119, job.grace_s = 120.0: the warning leaves less than"):
+        script(job(grace_s=120), late)
+    assert "--signal=B:USR1@119\n" in script(job(grace_s=119), late)
+
+
 def test_dependencies_stand_in_the_commands() -> None:
     stages = (
         Stage(job=job(name="prepare"), array=3),

@@ -46,7 +46,8 @@ class KubernetesBackend:
         made = manifests(job, profile.options("k8s", KubernetesOptions), profile.python)
         document = yaml.dump_all(made, Dumper=Plain, sort_keys=False, width=1000)
         file = f"{job.name}.yaml"
-        return Rendered(files={file: document}, commands=(("kubectl", "apply", "-f", file),))
+        commands = (("kubectl", "apply", "-f", file),)
+        return Rendered(files={file: document}, commands=commands, notes=profile.left_out_of_containers)
 
     def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Nothing is sent."""

@@ -50,7 +50,8 @@ class LocalSageMaker:
         job, localized, folders = localize(job, options)
         made = request(job, localized)
         files = {REQUEST: json.dumps(made, indent=1) + "\n", ADDRESSES: json.dumps(folders, indent=1) + "\n"}
-        return Rendered(files=files, commands=((sys.executable, "-m", "lt_launch.sagemaker.emulator", "."),))
+        commands = ((sys.executable, "-m", "lt_launch.sagemaker.emulator", "."),)
+        return Rendered(files=files, commands=commands, notes=profile.left_out_of_containers)
 
     def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Run it to its end here, or in the background."""

@@ -47,6 +47,7 @@ class SageMakerBackend:
         return Rendered(
             files={REQUEST: json.dumps(made, indent=1) + "\n"},
             commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST}"),),
+            notes=profile.left_out_of_containers,
             remarks=("names of training jobs are used once: lt launch run puts the time behind it",),
         )
 

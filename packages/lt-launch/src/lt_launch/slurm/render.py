@@ -54,6 +54,12 @@ def header(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -> list[str]
             values={"job.time_limit": job.time_limit_s, "job.grace_s": job.grace_s},
             remedy="raise the time limit, or lower guard.grace_s",
         )
+    if options.warn_s and options.warn_s < job.grace_s:
+        raise RecipeError(
+            "the warning leaves less than the grace time, and Slurm would kill the job while it saves",
+            values={"slurm.warn_s": options.warn_s, "job.grace_s": job.grace_s},
+            remedy="raise slurm.warn_s, or leave it out for the grace time and half a minute",
+        )
     tasks = job.procs_per_node if job.spawner == "srun" else 1
     cpus = resources.cpus_per_proc * (1 if job.spawner == "srun" else job.procs_per_node)
     element = "%A_%a" if stage.array else "%j"
