@@ -58,23 +58,30 @@ def _imported_by(folder: Path) -> frozenset[str]:
     return frozenset(canonicalize_name(DISTRIBUTIONS.get(name, name)) for name in named - own)
 
 
-def floors(member: Member, members: dict[str, Member]) -> list[str]:
+def floors(member: Member, members: dict[str, Member], *, python: str) -> list[str]:
     """`name==version` of the oldest that the package allows of each thing from outside, its extras included.
+
+    Args:
+        member: The package.
+        members: All of them.
+        python: "3.13"; what is required of other Pythons alone does not count.
 
     Raises:
         ToolError: a requirement without a floor.
     """
-    found: dict[tuple[str, str], Version] = {}
+    found: dict[str, Version] = {}
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     for extra, requirements in member.requirements.items():
         for r in requirements:
             if extra in NOT_PUBLIC.get(member.name, ()) or canonicalize_name(r.name) in members:
                 continue
+            if r.marker and not r.marker.evaluate(environment):
+                continue
             stated = [Version(part.version) for part in r.specifier if part.operator == ">="]
             if not stated:
                 raise ToolError(f"{member.name} requires {r}, which says no oldest version; write {r.name}>=VERSION")
-            key = r.name, f" ; {r.marker}" if r.marker else ""
-            found[key] = max([*stated, *([found[key]] if key in found else [])])
-    return sorted(f"{name}=={version}{marker}" for (name, marker), version in found.items())
+            found[r.name] = max([*stated, *([found[r.name]] if r.name in found else [])])
+    return sorted(f"{name}=={version}" for name, version in found.items())
 
 
 def environment_commands(
@@ -184,7 +191,8 @@ def main(arguments: list[str]) -> int:
         raise ToolError(f"{out} is not empty; give an empty folder")
     out.mkdir(parents=True, exist_ok=True)
     (out / "types.json").write_text(json.dumps(types_settings(member)), encoding="utf-8")
-    (out / "floors.txt").write_text("\n".join(floors(member, members)) + "\n", encoding="utf-8")
+    oldest = floors(member, members, python=options.python)
+    (out / "floors.txt").write_text("\n".join(oldest) + "\n", encoding="utf-8")
     before = tree()
     found = stages(member, out, python=options.python, resolution=options.resolution)
     if unknown := set(options.only) - set(found):
