@@ -89,7 +89,7 @@ def drawing(members: Mapping[str, Member]) -> str:
             lines.append(f'<path d="M{x} {y + HEIGHT}C{x} {middle} {u} {middle} {u} {v}"/>')
     for name, (x, y) in sorted(place.items()):
         nothing = "nothing more" if edges[name] else "standard library only"
-        others = [r.name for r in members[name].dependencies if r.name not in members]
+        others = sorted({r.name for r in members[name].dependencies} - set(members))
         lines.append(f'<rect x="{x - BOX // 2}" y="{y}" width="{BOX}" height="{HEIGHT}" rx="8"/>')
         lines.append(f'<text x="{x}" y="{y + 22}">{name}</text>')
         lines.append(f'<text class="s" x="{x}" y="{y + 40}">{", ".join(others) or nothing}</text>')
