@@ -7,7 +7,8 @@ from lt_data.errors import DataError
 from lt_data.exports.options import ExportOptions
 from lt_data.packing.packs import FILE_NAME, PackIndex, build_index, open_pack
 from lt_data.progress import Progress, silent
-from lt_data.store.token_store import PACK_FOLDER, TokenStore
+from lt_data.store.manifest import PACK_FOLDER
+from lt_data.store.token_store import TokenStore
 from lt_data.streaming.rows import RowReader
 
 

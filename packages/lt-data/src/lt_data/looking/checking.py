@@ -22,8 +22,9 @@ from lt_data.packing.packs import PackIndex
 from lt_data.progress import Progress, silent
 from lt_data.storage import os_errors
 from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.store.manifest import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
 from lt_data.store.megatron import decode_index
-from lt_data.store.token_store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, TokenStore
+from lt_data.store.token_store import TokenStore
 
 _CHUNK = 2**22  # ids that are looked at together
 

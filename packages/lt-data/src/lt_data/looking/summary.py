@@ -16,7 +16,8 @@ from lt_data.looking.steps import EpochSteps, steps_per_epoch
 from lt_data.packing.packs import FILE_NAME, PackIndex
 from lt_data.preparing.duplicates import HASH, SeenHashes
 from lt_data.progress import Progress, silent
-from lt_data.store.token_store import PACK_FOLDER, TokenStore
+from lt_data.store.manifest import PACK_FOLDER
+from lt_data.store.token_store import TokenStore
 
 _BLOCK = 2**16  # documents whose hashes are looked up together
 

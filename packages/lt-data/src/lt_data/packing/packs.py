@@ -25,7 +25,8 @@ from lt_data.errors import DataError
 from lt_data.packing.filling import fill_best_fit, fill_buckets, fill_concat
 from lt_data.packing.npy import open_array
 from lt_data.storage import new_folder, os_errors, write_file
-from lt_data.store.token_store import PACK_FOLDER, TokenStore
+from lt_data.store.manifest import PACK_FOLDER
+from lt_data.store.token_store import TokenStore
 
 FORMAT = "lt-data-pack"
 VERSION = 1

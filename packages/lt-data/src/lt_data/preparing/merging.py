@@ -40,10 +40,9 @@ from lt_data.preparing.store_writer import (
 from lt_data.progress import Progress, silent
 from lt_data.sources.reader import sources_of
 from lt_data.storage import make_folder, os_errors
-from lt_data.store.manifest import DUPLICATE, Amount, Manifest, Shard, read_manifest
+from lt_data.store.manifest import DUPLICATE, SHARD_FOLDER, TOKENIZER_FOLDER, Amount, Manifest, Shard, read_manifest
 from lt_data.store.megatron import decode_index
 from lt_data.store.shards import ShardWriter
-from lt_data.store.token_store import SHARD_FOLDER, TOKENIZER_FOLDER
 
 _CHUNK_TOKENS = 1 << 22
 

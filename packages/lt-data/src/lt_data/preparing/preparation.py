@@ -29,8 +29,19 @@ from lt_data.sources.document import Document
 from lt_data.sources.options import OnBad
 from lt_data.sources.reader import DocumentReader, sources_of
 from lt_data.storage import make_folder, os_errors, write_file
-from lt_data.store.manifest import FILE_NAME, Manifest, Part, Selection, Shard, Sources, TokenizerInfo, read_manifest
-from lt_data.store.token_store import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
+from lt_data.store.manifest import (
+    FILE_NAME,
+    PACK_FOLDER,
+    SHARD_FOLDER,
+    TOKENIZER_FOLDER,
+    Manifest,
+    Part,
+    Selection,
+    Shard,
+    Sources,
+    TokenizerInfo,
+    read_manifest,
+)
 from lt_data.tokenizing.encode import encode_all
 from lt_data.tokenizing.encoder import Encoder
 from lt_data.tokenizing.engines import Asked, EngineChoice

@@ -25,10 +25,9 @@ from lt_data.preparing.counts import Counts
 from lt_data.preparing.duplicates import HASH
 from lt_data.preparing.intake import Intake
 from lt_data.storage import make_folder, os_errors, remove_tree, write
-from lt_data.store.manifest import EMPTY, Amount, Selection, Shard, SourceFile
+from lt_data.store.manifest import EMPTY, SHARD_FOLDER, Amount, Selection, Shard, SourceFile
 from lt_data.store.megatron import index_size
 from lt_data.store.shards import ShardWriter
-from lt_data.store.token_store import SHARD_FOLDER
 
 PART_FOLDER = "part"  # of the store that a part of a job is: what merging needs
 TOO_FEW_TOKENS = "too few tokens"

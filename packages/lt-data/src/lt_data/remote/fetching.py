@@ -28,6 +28,7 @@ from lt_data.errors import DataError
 from lt_data.names import local
 from lt_data.packing.packs import verify_packs
 from lt_data.progress import Progress, silent
+from lt_data.remote.blocks import fetch_blocks, runs
 from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
@@ -35,9 +36,6 @@ from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import fsync, fsync_folder, make_folder, os_errors, write_file
 from lt_data.store.manifest import FILE_NAME as MANIFEST
 from lt_data.store.token_store import TokenStore
-
-_RANGE_BLOCKS = 8  # blocks in one request
-_TRIES = 4  # for a block that came with other bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,42 +238,6 @@ def _write_at(descriptor: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Runs [first, last) of consecutive numbers, each of at most `_RANGE_BLOCKS`."""
-    runs: list[tuple[int, int]] = []
-    for number in numbers:
-        if runs and runs[-1][1] == number and number - runs[-1][0] < _RANGE_BLOCKS:
-            runs[-1] = (runs[-1][0], number + 1)
-        else:
-            runs.append((number, number + 1))
-    return runs
-
-
-def fetch_blocks(source: S3Folder, name: str, file: RemoteFile, begin: int, end: int) -> bytes:
-    """The bytes [begin, end) of a file, whole blocks of it, compared with the listing where there is one.
-
-    Raises:
-        RemoteError: S3 refuses or cannot be reached.
-        DataError: the bytes of a block are others, several times over.
-    """
-    data = bytearray(source.read_range(name, begin, end))
-    if file.listed is None:
-        return bytes(data)
-    for at in range(0, end - begin, BLOCK_BYTES):
-        wanted = file.listed.block((begin + at) // BLOCK_BYTES)
-        tries = 0
-        while block_digest(memoryview(data)[at : at + BLOCK_BYTES]) != wanted:
-            tries += 1
-            if tries == _TRIES:
-                raise DataError(
-                    f"{source.url}/{name}: its bytes from {begin + at} on are not those that were uploaded, {_TRIES} "
-                    "times over; upload it again"
-                )
-            size = min(BLOCK_BYTES, end - begin - at)
-            data[at : at + size] = source.read_range(name, begin + at, begin + at + size)
-    return bytes(data)
 
 
 def _bad(parcel: RemoteParcel, folder: Path, checking: Progress) -> list[str]:

@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 
 from lt_data.errors import DataError
+from lt_data.remote.blocks import fetch_blocks, runs
 from lt_data.remote.cache import TMP, BlockCache, is_of_the_dead
 from lt_data.remote.contents import BLOCK_BYTES
-from lt_data.remote.fetching import fetch_blocks, runs
 from lt_data.remote.parcel import RemoteFile, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import pool_of
 from lt_data.storage import fsync, fsync_folder, os_errors, write
 from lt_data.store.manifest import FILE_NAME as MANIFEST
-from lt_data.store.manifest import Manifest
-from lt_data.store.token_store import SHARD_FOLDER, TOKENIZER_FOLDER
+from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, Manifest
 
 DEFAULT_CACHE_BYTES = 20 * 2**30
 _PIECE = 8 * BLOCK_BYTES

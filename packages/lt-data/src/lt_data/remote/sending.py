@@ -36,7 +36,7 @@ from lt_data.remote.contents import (
     part_size,
     read_parts,
 )
-from lt_data.remote.parcel import LocalParcel, of_folder
+from lt_data.remote.outgoing import LocalParcel, of_folder
 from lt_data.remote.s3 import Remote, RemoteError, S3Folder, S3Options, SentPart
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import os_errors

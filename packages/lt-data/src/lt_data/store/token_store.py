@@ -22,14 +22,11 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.progress import Progress, silent
 from lt_data.storage import os_errors
-from lt_data.store.manifest import Manifest, Shard, read_manifest
+from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, Manifest, Shard, read_manifest
 from lt_data.store.megatron import LENGTHS_AT, decode_index, index_size
 from lt_data.store.together import together
 from lt_data.tokenizing.tokenizer import Tokenizer
 
-TOKENIZER_FOLDER = "tokenizer"
-SHARD_FOLDER = "shards"
-PACK_FOLDER = "packs"
 _READ_IDS = 2**22  # at a time, of a shard that is not a local file
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
 

@@ -1,0 +1,86 @@
+"""What a folder on this machine consists of that is to be sent (one in a bucket: lt_data.remote.parcel).
+
+Cost: each file is looked at, and none but a store's manifest is read.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from lt_data.errors import DataError
+from lt_data.names import portable
+from lt_data.remote.contents import LISTING, check_name
+from lt_data.remote.parcel import file_hashes, is_store
+from lt_data.storage import os_errors
+from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.store.token_store import TokenStore
+
+_PACK_HEADER = "pack.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalParcel:
+    """A folder on this machine that is to be sent.
+
+    Attributes:
+        folder: where it is.
+        sizes: its files in the order in which they are sent, a store's manifest left out: name → bytes.
+        hashes: the SHA-256 (hex) that the store's manifest tells of some of them.
+        manifest: the bytes of the store's manifest; None for a folder of another kind.
+    """
+
+    folder: Path
+    sizes: dict[str, int]
+    hashes: dict[str, str]
+    manifest: bytes | None
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of all files but the manifest."""
+        return sum(self.sizes.values())
+
+
+def of_folder(folder: Path) -> LocalParcel:
+    """Look at a folder that is to be sent; nothing but a store's manifest is read.
+
+    Raises:
+        DataError: it is no folder or has no files, something in it is no plain file, or it is a store in parts.
+    """
+    sizes: dict[str, int] = {}
+    with os_errors("look at", folder):
+        for at, folders, files in os.walk(folder, onerror=_raise):
+            for name in (*folders, *files):
+                path = Path(at, name)
+                if path.is_symlink() or not (path.is_dir() if name in folders else path.is_file()):
+                    raise DataError(f"{path}: not a plain file or folder: put what it stands for in its place")
+            for name in files:
+                path = Path(at, name)
+                sizes[_name(path.relative_to(folder))] = path.stat().st_size
+    if not sizes:
+        raise DataError(f"{folder}: there is nothing to upload: no such folder, or no file in it")
+    sizes.pop(LISTING, None)  # of an earlier download: made anew
+    content = _manifest_of(folder) if MANIFEST in sizes else None
+    hashes: dict[str, str] = {}
+    if content is not None:
+        hashes = file_hashes(TokenStore.open(folder).manifest)
+        del sizes[MANIFEST]
+    # A pack's description after its arrays, as everywhere: what makes a thing whole comes last.
+    ordered = sorted(sizes, key=lambda name: (name.endswith(f"/{_PACK_HEADER}"), name.encode("utf-8", "replace")))
+    return LocalParcel(folder=folder, sizes={n: sizes[n] for n in ordered}, hashes=hashes, manifest=content)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _name(path: Path) -> str:
+    name = portable(path.as_posix())
+    if not name.isprintable():
+        raise DataError(f"{path}: a file name that is no printable UTF-8 cannot be an object's name: rename it")
+    return check_name(name, str(path))
+
+
+def _manifest_of(folder: Path) -> bytes | None:
+    with os_errors("read", folder / MANIFEST):
+        content = (folder / MANIFEST).read_bytes()
+    return content if is_store(content) else None
