@@ -31,7 +31,7 @@ PUBLIC_MODULES = {
     "lt-data": ("torch", "exports.options"),
     "lt-launch": ("backend", "job", "profile"),
     "lt-model": ("activations", "costs"),
-    "lt-trainer": ("engine", "metrics", "recipe", "testing", "torch"),
+    "lt-trainer": ("control", "engine", "metrics", "planning.answer", "recipe", "testing", "torch"),
 }
 """Beside the package itself: what READMEs and guides import by its own path."""
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lt_trainer.bench import bench_recipe
-from lt_trainer.engine import SoloControl, StepBatch, Topology
+from lt_trainer.control import SoloControl
+from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.run import Plan
 from lt_trainer_neuron.extract import extract
 

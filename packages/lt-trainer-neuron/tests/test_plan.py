@@ -16,6 +16,7 @@ from lt_trainer.planning.answer import plan_of
 from lt_trainer.recipe import Resolved, load
 from lt_trainer_neuron import SPEC
 from lt_trainer_neuron.grid import cut_of
+from lt_trainer_neuron.plan_text import page
 from lt_trainer_neuron.planning import BUSY, BYTES, GIB, core_memory, make
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "neuron"
@@ -58,7 +59,7 @@ def test_an_example_resolves_and_fits(name: str) -> None:
     assert found.recipe.schedule.warmup_steps == warmup
     assert made.fits
     assert made.epoch is None  # random rows have none
-    text, values = made.page(), json.loads(json.dumps(made.values()))
+    text, values = page(made), json.loads(json.dumps(made.values()))
     assert f"{made.fullest.needed / GIB:.2f}" in text
     assert f"{tokens:,} tokens" in text
     assert values["fits"] is True
@@ -177,7 +178,7 @@ def test_an_epoch_is_counted_where_the_store_is(resolved, tmp_path: Path) -> Non
     )
     assert made.epoch is not None
     assert (made.epoch.rows, made.epoch.steps, made.epoch.left) == (rows, rows // 8, rows % 8)
-    assert f"{rows // 8:,} updates of {rows:,} rows, {rows % 8:,} rows left over" in made.page()
+    assert f"{rows // 8:,} updates of {rows:,} rows, {rows % 8:,} rows left over" in page(made)
 
 
 def test_time_follows_the_peak_of_all_cores(resolved) -> None:
@@ -221,5 +222,5 @@ def test_what_cannot_be_planned_is_refused(
 def test_what_does_not_fit_says_what_helps(resolved) -> None:
     made = make(resolved("parallel.tp=1", "engine.neuron.zero1=false"), device="trn1", devices=32)
     assert not made.fits
-    assert "DOES NOT FIT" in made.page()
-    assert "greater parallel.tp" in made.page()
+    assert "DOES NOT FIT" in page(made)
+    assert "greater parallel.tp" in page(made)

@@ -21,7 +21,8 @@ import json
 import numpy as np, torch
 import torch_xla.debug.metrics as met
 from lt_model import LlamaConfig
-from lt_trainer.engine import SoloControl, StepBatch, World
+from lt_trainer.control import SoloControl
+from lt_trainer.engine import StepBatch, World
 from lt_trainer.recipe import load
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.nxd import backend as nxd

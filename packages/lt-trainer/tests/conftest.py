@@ -12,7 +12,8 @@ from lt_ckpt import Checkpoint, Shard
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig
 from lt_trainer import engine as engine_module
-from lt_trainer.engine import Device, Snapshot, SoloControl, StepBatch, StepMetrics, Topology, World
+from lt_trainer.control import SoloControl
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.pretrained import Pretrained
 from lt_trainer.recipe import Recipe
 from lt_trainer.timing import HostStopwatch

@@ -10,7 +10,8 @@ import pytest
 
 from lt_ckpt import latest_valid
 from lt_data import DataError
-from lt_trainer.engine import SoloControl, Topology
+from lt_trainer.control import SoloControl
+from lt_trainer.engine import Topology
 from lt_trainer.errors import LoaderError, RecipeError
 from lt_trainer.loading import LoaderBatches
 from lt_trainer.metrics import read_jsonl

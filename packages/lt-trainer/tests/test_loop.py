@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lt_data import StreamState
-from lt_trainer.engine import SoloControl, StepBatch, StepMetrics, Topology
+from lt_trainer.control import SoloControl
+from lt_trainer.engine import StepBatch, StepMetrics, Topology
 from lt_trainer.loop import Loop, StepRecord
 from lt_trainer.recipe import Recipe, load
 from lt_trainer.stop import StopSignals

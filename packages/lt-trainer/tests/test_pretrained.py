@@ -16,7 +16,7 @@ from lt_ckpt import CheckpointError, convert_to, open_source
 from lt_ckpt.formats import Wish
 from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, parameters
-from lt_trainer.engine import SoloControl
+from lt_trainer.control import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.metrics import read_jsonl
 from lt_trainer.pretrained import open_pretrained

@@ -29,7 +29,8 @@ from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig, parameters
 from lt_model.llama import Llama
 from lt_model.loss import LossParts
-from lt_trainer.engine import Control, Device, Snapshot, SoloControl, StepBatch, StepMetrics, World
+from lt_trainer.control import Control, SoloControl
+from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.pretrained import Pretrained
 from lt_trainer.recipe import Recipe
 from lt_trainer.torch import (

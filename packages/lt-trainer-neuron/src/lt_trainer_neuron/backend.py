@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lt_trainer.engine import Control, Device, StepBatch, Stopwatch
+    from lt_trainer.control import Control
+    from lt_trainer.engine import Device, StepBatch, Stopwatch
     from lt_trainer_neuron.grid import Grid
 
 __all__ = ["MASTERS", "MOMENTS", "Backend", "Rows"]

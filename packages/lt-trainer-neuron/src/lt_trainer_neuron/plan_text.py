@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from lt_ckpt.nxd.layout import stages
 from lt_model import n_parameters
 from lt_trainer.planning.text import count, duration
-from lt_trainer_neuron.planning import GIB
-
-if TYPE_CHECKING:
-    from lt_trainer_neuron.planning import NeuronPlan
+from lt_trainer_neuron.planning import GIB, NeuronPlan
 
 __all__ = ["page"]
 

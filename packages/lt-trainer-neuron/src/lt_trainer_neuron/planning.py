@@ -145,12 +145,6 @@ class NeuronPlan:
         """Positions of one update."""
         return self.recipe.batch.global_batch * self.recipe.data.seq_len
 
-    def page(self) -> str:
-        """The plan for a person."""
-        from lt_trainer_neuron.plan_text import page
-
-        return page(self)
-
     def values(self) -> dict[str, Any]:
         """The plan as plain values: bytes and seconds."""
         epoch = self.epoch

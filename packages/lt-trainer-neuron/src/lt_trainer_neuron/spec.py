@@ -16,7 +16,7 @@ from lt_trainer_neuron.sdk import installed, require
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import Engine, World
-    from lt_trainer_neuron.planning import NeuronPlan
+    from lt_trainer.planning.answer import Answer
 
 __all__ = ["SPEC", "NeuronSpec"]
 
@@ -46,13 +46,14 @@ class NeuronSpec:
         """The same as `env`, each with its reason and with what the recipe alone would say."""
         return variables(recipe, environ=environ)
 
-    def plan(
-        self, resolved: Resolved, *, device: str, devices: int, nodes: int | None, mfu: float | None
-    ) -> "NeuronPlan":
+    def plan(self, resolved: Resolved, *, device: str, devices: int, nodes: int | None, mfu: float | None) -> "Answer":
         """Memory of a core by part, steps of an epoch and time, for `lt train plan`."""
+        from lt_trainer.planning.answer import Answer
+        from lt_trainer_neuron.plan_text import page
         from lt_trainer_neuron.planning import make
 
-        return make(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
+        plan = make(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
+        return Answer(fits=plan.fits, page=lambda: page(plan), values=plan.values)
 
     def open(self, recipe: Recipe, model: "LlamaConfig", world: "World") -> "Engine":
         """Check once more, with the model's vocabulary, open the backend and fill it.

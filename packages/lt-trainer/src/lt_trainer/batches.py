@@ -15,7 +15,8 @@ from lt_trainer.data import TrainingData, open_stream, position, step_batch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from lt_trainer.engine import Control, StepBatch, Topology
+    from lt_trainer.control import Control
+    from lt_trainer.engine import StepBatch, Topology
     from lt_trainer.recipe import Recipe
 
 

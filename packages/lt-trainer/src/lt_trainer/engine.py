@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from lt_trainer.control import Control
 from lt_trainer.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from lt_ckpt.save import PartFiles
     from lt_model import LlamaConfig
     from lt_trainer.pretrained import Pretrained
-    from lt_trainer.recipe import Recipe
+    from lt_trainer.sections import Recipe
 
 ENGINES = "lt.engines"
 
@@ -134,38 +135,6 @@ class Snapshot:
     """What makes files of the shards where they are to be another program's; the shards are then as it wants them."""
     about: Mapping[str, Any] = field(default_factory=dict)
     """What the manifest should say of how the ranks held the tensors; equal on all ranks."""
-
-
-class Control(Protocol):
-    """The little that ranks say to each other outside the step, over a CPU group."""
-
-    def all_max(self, value: int) -> int:
-        """The largest `value` of all ranks."""
-        ...
-
-    def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` (anything JSON can hold) on every rank."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold) on every rank, by rank."""
-        ...
-
-
-class SoloControl:
-    """Control of a world of one process."""
-
-    def all_max(self, value: int) -> int:
-        """The value itself."""
-        return value
-
-    def broadcast(self, value: Any) -> Any:
-        """The value itself."""
-        return value
-
-    def gather(self, value: Any) -> list[Any]:
-        """The value itself, alone."""
-        return [value]
 
 
 class Stopwatch(Protocol):

@@ -40,7 +40,8 @@ from lt_trainer.recipe import to_dict
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from lt_trainer.engine import Control, StepBatch, Topology
+    from lt_trainer.control import Control
+    from lt_trainer.engine import StepBatch, Topology
     from lt_trainer.recipe import Recipe
 
 FIELDS = ("input_ids", "labels", "position_ids", "doc_ids")

@@ -35,7 +35,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.together import all_patiently, patiently
 
 if TYPE_CHECKING:
-    from lt_trainer.engine import Control
+    from lt_trainer.control import Control
     from lt_trainer.sections import ModelOptions
 
 HUB = "hf://"

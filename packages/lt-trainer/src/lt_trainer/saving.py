@@ -38,7 +38,8 @@ from lt_trainer.together import together
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.engine import Control, Engine, Snapshot
+    from lt_trainer.control import Control
+    from lt_trainer.engine import Engine, Snapshot
     from lt_trainer.recipe import Recipe
 
 

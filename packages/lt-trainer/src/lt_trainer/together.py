@@ -14,7 +14,7 @@ from lt_ckpt import CheckpointError
 from lt_trainer.errors import TrainerError
 
 if TYPE_CHECKING:
-    from lt_trainer.engine import Control
+    from lt_trainer.control import Control
 
 __all__ = ["all_patiently", "patiently", "together"]
 

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model import LlamaConfig
-from lt_trainer.engine import Control, Device, SoloControl, StepBatch, Stopwatch, World
+from lt_trainer.control import Control, SoloControl
+from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.recipe import Recipe, engine_options
 from lt_trainer.timing import HostStopwatch
 from lt_trainer.torch import GlooControl, decayed, peers, to_device

@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from lt_ckpt.nxd.layout import nxd_layout, rank_rules
 from lt_ckpt.nxd.zero import shard_rows
 from lt_model import LlamaConfig
-from lt_trainer.engine import Control, Device, SoloControl, StepBatch, Stopwatch, World
+from lt_trainer.control import Control, SoloControl
+from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Recipe, engine_options
 from lt_trainer.timing import HostStopwatch

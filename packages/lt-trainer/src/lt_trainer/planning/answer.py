@@ -6,43 +6,28 @@ what `plan_of` takes and returns an `Answer`.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 from lt_trainer.engine import engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.recipe import Resolved
 
 
-class Answer(Protocol):
-    """See the module's text."""
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A plan that is made.
 
-    @property
-    def fits(self) -> bool:
-        """Whether every device has memory enough."""
-        ...
+    Attributes:
+        fits: whether every device has memory enough.
+        page: gives the plan for a person.
+        values: gives it as plain values for JSON.
+    """
 
-    def page(self) -> str:
-        """The plan for a person."""
-        ...
-
-    def values(self) -> dict[str, Any]:
-        """The plan as plain values for JSON."""
-        ...
-
-
-class _OfGpus:
-    def __init__(self, plan: Any) -> None:
-        self._plan, self.fits = plan, plan.fits
-
-    def page(self) -> str:
-        from lt_trainer.planning.text import page
-
-        return page(self._plan)
-
-    def values(self) -> dict[str, Any]:
-        from lt_trainer.planning.plan import to_values
-
-        return to_values(self._plan)
+    fits: bool
+    page: Callable[[], str]
+    values: Callable[[], dict[str, Any]]
 
 
 def plan_of(resolved: Resolved, *, device: str, devices: int, nodes: int | None, mfu: float | None) -> Answer:
@@ -61,9 +46,11 @@ def plan_of(resolved: Resolved, *, device: str, devices: int, nodes: int | None,
     engine = resolved.recipe.run.engine
     if engine == "gpu":
         from lt_trainer.planning.devices import planned_device
-        from lt_trainer.planning.plan import make
+        from lt_trainer.planning.plan import make, to_values
+        from lt_trainer.planning.text import page
 
-        return _OfGpus(make(resolved, device=planned_device(device), devices=devices, nodes=nodes, mfu=mfu))
+        plan = make(resolved, device=planned_device(device), devices=devices, nodes=nodes, mfu=mfu)
+        return Answer(fits=plan.fits, page=lambda: page(plan), values=lambda: to_values(plan))
     of_engine = getattr(engine_spec(engine), "plan", None)
     if of_engine is None:
         raise RecipeError(

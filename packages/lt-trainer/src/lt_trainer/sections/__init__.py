@@ -15,6 +15,7 @@ from lt_trainer.sections.metrics import MetricsOptions
 from lt_trainer.sections.model import ModelOptions, RopeScalingOptions
 from lt_trainer.sections.optimizer import OptimizerOptions
 from lt_trainer.sections.parallel import ParallelOptions
+from lt_trainer.sections.recipe import Recipe
 from lt_trainer.sections.run import RunOptions
 from lt_trainer.sections.schedule import ScheduleOptions
 
@@ -29,6 +30,7 @@ __all__ = [
     "OptimizerOptions",
     "ParallelOptions",
     "RampOptions",
+    "Recipe",
     "RopeScalingOptions",
     "RunOptions",
     "ScheduleOptions",
