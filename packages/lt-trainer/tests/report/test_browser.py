@@ -105,6 +105,24 @@ def test_lines_stand_where_their_numbers_say(browser: Chromium, eventful: Path, 
     assert value == pytest.approx(2.6 + 7 * math.exp(-100 / 60), abs=0.03)
 
 
+@pytest.mark.parametrize("width", [1280, 400])
+def test_events_and_loss_have_the_same_axis(browser: Chromium, eventful: Path, tmp_path: Path, width: int) -> None:
+    """A step stands at the same pixels in both, and the dots of a stop under the dotted lines of the curves."""
+    (path,) = write_report([eventful], tmp_path / "page.html")
+    page = browser.open(path, width=width)
+    drawn = page.value("""["#chart-loss", "#chart-events"].map((name) => {
+      const figure = document.querySelector(name);
+      const boxes = [...figure.querySelectorAll("svg")].map((one) => one.getBoundingClientRect());
+      const marks = [...figure.querySelectorAll(".x span")].map((one) => one.getBoundingClientRect());
+      return [boxes.map((box) => [box.left, box.right]), marks.map((box) => (box.left + box.right) / 2)];
+    })""")
+    (((left, right),), loss_marks), (lanes, event_marks) = drawn
+    assert len(lanes) > 3
+    assert len(loss_marks) > 2
+    assert lanes == [[pytest.approx(left, abs=0.1), pytest.approx(right, abs=0.1)]] * len(lanes)
+    assert event_marks == pytest.approx(loss_marks, abs=0.1)
+
+
 def test_the_ruler_tells_the_values_at_its_step(browser: Chromium, eventful: Path, tmp_path: Path) -> None:
     (path,) = write_report([eventful], tmp_path / "page.html")
     page = browser.open(path, height=3000)
