@@ -113,6 +113,7 @@ def page(
 ) -> str:
     """The figures as Markdown."""
     rounds, middle = len(typer), statistics.median(typer)
+    parsing, _ = beyond(typer, pydantic)
     versions = f"typer {version('typer')}, {next(line for line in sizes[2] if line.startswith('botocore'))}"
     rows = ""
     for name, seconds in found.items():
@@ -129,7 +130,7 @@ Made by `uv run python tools/bench/launch.py --rounds {rounds} --to ...`, {datet
 
 CPU seconds of a fresh process in an environment that holds lt-launch[sagemaker,k8s], lt-trainer and the engines without
 torch; {rounds} rounds in turn. `import typer` alone takes {middle:.2f} (least {min(typer):.2f}),
-the bars are beyond it. {beyond(typer, pydantic)[0]:.2f} of what a render takes is pydantic, which typer imports to parse an
+the bars are beyond it. {parsing:.2f} of what a render takes is pydantic, which typer imports to parse an
 option. Beside other work a CPU second does less, so the least of all rounds stands there, too.
 
 | command | CPU s, median | beyond `import typer`, median | least | bar |
