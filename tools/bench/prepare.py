@@ -341,6 +341,7 @@ def main() -> None:
         kind, *rest = given.words[1:]
         print(json.dumps(CHILDREN[kind](given.folder, *(int(w) if w.isdigit() else w for w in rest))))
         return
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: modules are compiled once
     for word in given.words:
         if word == "collect":
             collect(given.folder)

@@ -127,6 +127,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also write the page here")
     parser.add_argument("--steps", type=int, default=0, help="training steps of the quickstart; 0 for its default")
     arguments = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: modules are compiled once
     facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         quickstart = Path(folder) / "quickstart"
