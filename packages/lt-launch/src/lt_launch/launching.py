@@ -30,8 +30,8 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     from lt_launch import record
 
     target = backend(on)
-    _refuse_unset(pipeline)
     rendered = target.render(pipeline, profile)
+    _refuse_unset(pipeline)  # after what refuses every variable by name
     specs = specs_of(target, pipeline, profile, cwd=os.getcwd())
     _refuse_running(target, Path(pipeline.out), on)
     made = record.create(pipeline, profile, on, rendered, specs)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.names import portable
+from lt_data.packing.packs import FILE_NAME as PACK_HEADER
 from lt_data.remote.contents import LISTING, check_name
 from lt_data.remote.parcel import file_hashes, is_store
 from lt_data.storage import os_errors
 from lt_data.store.manifest import FILE_NAME as MANIFEST
 from lt_data.store.token_store import TokenStore
-
-_PACK_HEADER = "pack.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +64,7 @@ def of_folder(folder: Path) -> LocalParcel:
         hashes = file_hashes(TokenStore.open(folder).manifest)
         del sizes[MANIFEST]
     # A pack's description after its arrays, as everywhere: what makes a thing whole comes last.
-    ordered = sorted(sizes, key=lambda name: (name.endswith(f"/{_PACK_HEADER}"), name.encode("utf-8", "replace")))
+    ordered = sorted(sizes, key=lambda name: (name.endswith(f"/{PACK_HEADER}"), name.encode("utf-8", "replace")))
     return LocalParcel(folder=folder, sizes={n: sizes[n] for n in ordered}, hashes=hashes, manifest=content)
 
 
