@@ -22,17 +22,20 @@ types:
     uv run --locked basedpyright --level error
     uv run --locked lint-imports
 
-# Ranges between packages, declared imports, public names, the architecture picture.
+# Ranges between packages, declared imports, public names, generated pictures and tables.
 packages:
     uv run --locked python tools/check_ranges.py
-    uv run --locked python tools/declared.py
+    uv run --locked python tools/check_dependencies.py
     uv run --locked python tools/api_surface.py
-    uv run --locked python tools/architecture.py
+    uv run --locked python tools/architecture_diagram.py
+    uv run --locked python tools/recipe_page.py
 
-# Write the frozen lists of public names and the picture anew; look at the diff.
+# Write the frozen lists of public names, the pictures and the tables anew; look at the diff.
 refresh:
     uv run --locked python tools/api_surface.py --write
-    uv run --locked python tools/architecture.py --write
+    uv run --locked python tools/architecture_diagram.py --write
+    uv run --locked python tools/recipe_page.py --write
+    uv run --locked python tools/guarantees.py --write
 
 # The site of the documentation, built strictly; open OUT/index.html.
 site OUT="site":
@@ -40,16 +43,16 @@ site OUT="site":
 
 # What a change against BASE has to run, and whether the changelogs tell of it.
 affected BASE="origin/main":
-    uv run --locked python tools/affected.py --base {{BASE}}
+    uv run --locked python tools/affected_packages.py --base {{BASE}}
     uv run --locked python tools/changelog.py --base {{BASE}}
 
 # One package in an environment of its own: just package lt-data /tmp/x --python 3.13 --resolution highest
 package NAME OUT *OPTIONS:
-    uv run --locked python tools/package.py {{NAME}} --out {{OUT}} {{OPTIONS}}
+    uv run --locked python tools/check_package.py {{NAME}} --out {{OUT}} {{OPTIONS}}
 
 # Wheel and sdist of one package, each tried alone.
-artefacts NAME OUT:
-    uv run --locked python tools/artefacts.py {{NAME}} --out {{OUT}}
+artifacts NAME OUT:
+    uv run --locked python tools/artifacts.py {{NAME}} --out {{OUT}}
 
 # Prepare a release: just release lt-data minor
 release NAME MOVE *OPTIONS:

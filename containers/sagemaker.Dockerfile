@@ -5,7 +5,7 @@ ARG BASE=lt:gpu
 FROM ${BASE}
 
 # The service runs the image with the argument "train"; the entry is process 1, so that SIGTERM reaches it.
-RUN printf '#!/bin/sh\nexec lt launch sagemaker-entry\n' > /usr/local/bin/train \
+RUN printf '#!/bin/sh\nexec lt launch sagemaker-entrypoint\n' > /usr/local/bin/train \
     && chmod 755 /usr/local/bin/train
 
 # Isolated containers have no network: nothing may wait for it.

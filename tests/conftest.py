@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_trainer.testing.stores import make_stores
+from lt_test_helpers.stores import make_stores
 
 ENV = os.environ | {"OMP_NUM_THREADS": "1"}
 """One thread per process: with several ranks on few cores, more would only wait for each other."""
@@ -54,7 +54,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "run.toml").write_text(
         f"""
 [run]
-out = "run"
+dir = "run"
 
 [model]
 hidden_size = 64
@@ -70,8 +70,8 @@ validation = "{root}/validation"
 seq_len = 64
 
 [batch]
-global_batch = 8
-micro_batch = 2
+global_batch_size = 8
+micro_batch_size = 2
 
 [optimizer]
 lr = 3e-3

@@ -20,13 +20,13 @@ def infinite_loss_on_rank_1(rank: int) -> None:
 
     def poisoned(self: GpuEngine, batch, lr: float):
         calls[0] += 1
-        bad = calls[0] in BAD_STEPS and rank == self.topology.world - 1
+        bad = calls[0] in BAD_STEPS and rank == self.topology.world_size - 1
         return step(self, replace(batch, valid_tokens=0) if bad else batch, lr)
 
     GpuEngine.step = poisoned
 
 
-def stuck_while_reading(rank: int) -> None:
+def data_loader_hangs_on_rank_1(rank: int) -> None:
     """Rank 1 never gets its fifth batch."""
     from lt_data import Stream
 
@@ -41,7 +41,7 @@ def stuck_while_reading(rank: int) -> None:
     Stream.next = stuck_reader
 
 
-def a_disk_error_on_rank_1(rank: int) -> None:
+def disk_error_on_rank_1(rank: int) -> None:
     """The disk of rank 1 cannot read the fifth batch."""
     from lt_data import DataError, Stream
 
@@ -56,9 +56,9 @@ def a_disk_error_on_rank_1(rank: int) -> None:
     Stream.next = failing
 
 
-def a_clock_that_jumps(rank: int) -> None:
+def wall_clock_jumps(rank: int) -> None:
     """The wall clock of each rank starts in another century, and then jumps back and forth by years."""
-    from lt_trainer import journal, rundir
+    from lt_trainer.run_directory import rank_log, run_dir
 
     ticks = [0]
 
@@ -72,7 +72,7 @@ def a_clock_that_jumps(rank: int) -> None:
             return cls.fromtimestamp(max(0.0, jump()), tz)
 
     time.time = jump
-    journal.datetime = rundir.datetime = Clock
+    rank_log.datetime = run_dir.datetime = Clock
 
 
 def disk_fills_up_after_step_10(rank: int) -> None:

@@ -18,7 +18,7 @@ BENCH = Path(__file__).parent.parent / "tools" / "bench"
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
-    """tools/bench/gpu.py as a module, and with it gpu_child.py."""
+    """tools/bench/gpu.py as a module, and with it gpu_worker.py."""
     sys.path.insert(0, str(BENCH))
     try:
         spec = importlib.util.spec_from_file_location("gpu", BENCH / "gpu.py")
@@ -75,9 +75,9 @@ def test_a_size_that_does_not_fit_is_noted_and_the_next_one_runs(report: dict) -
     (row,) = report["training"]
     (failed,) = row["attempts"]
     assert (failed["status"], failed["during"]) == ("out_of_memory", "the first step")
-    assert (failed["micro_batch"], failed["seq_len"]) == (20000, 64)
+    assert (failed["micro_batch_size"], failed["seq_len"]) == (20000, 64)
     assert failed["memory"]["estimate"]["total"] > 20e9
-    assert (row["status"], row["micro_batch"], row["seq_len"]) == ("ok", 2, 64)
+    assert (row["status"], row["micro_batch_size"], row["seq_len"]) == ("ok", 2, 64)
 
 
 def test_the_numbers_of_a_row_agree(report: dict) -> None:
@@ -108,12 +108,12 @@ def test_the_numbers_of_a_row_agree(report: dict) -> None:
 def test_what_does_not_fit_into_the_budget_is_skipped_and_says_so(bench: ModuleType) -> None:
     row = bench.train_case(bench.CASES[0], {"device": "cuda", "sets": []}, bench.Budget(30.0))
     assert row["status"] == "skipped"
-    assert "s of the budget are left, a try may need 60" in row["reason"]
+    assert "s of the budget are left, a try needs up to 60" in row["reason"]
 
 
 def test_a_child_that_crashes_or_hangs_is_a_result(bench: ModuleType) -> None:
-    assert bench.run_limited([sys.executable, "-c", "print('so'); raise SystemExit(3)"], 60.0) == (3, "so\n")
-    code, output = bench.run_limited([sys.executable, "-c", "import time; time.sleep(600)"], 2.0)
+    assert bench.run_with_timeout([sys.executable, "-c", "print('so'); raise SystemExit(3)"], 60.0) == (3, "so\n")
+    code, output = bench.run_with_timeout([sys.executable, "-c", "import time; time.sleep(600)"], 2.0)
     assert code is None
     assert not output or "KeyboardInterrupt" in output  # it was interrupted first, so that pytest would report
 
@@ -124,7 +124,7 @@ def test_counts_of_a_junit_file(bench: ModuleType, tmp_path: Path) -> None:
         '<failure message="wrong"/></testcase><testcase classname="a" name="y"><error message="broken"/></testcase>'
         '<testcase classname="a" name="z"><skipped message="no"/></testcase></testsuite></testsuites>'
     )
-    found = bench.junit(tmp_path / "junit.xml")
+    found = bench.parse_junit(tmp_path / "junit.xml")
     assert found == {
         "passed": 2,
         "failed": 1,
@@ -136,22 +136,22 @@ def test_counts_of_a_junit_file(bench: ModuleType, tmp_path: Path) -> None:
 
 def test_what_nvidia_smi_says_is_summed_up(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines are read until it is ended; one that is cut short, or names a field that the card lacks, is left out."""
-    child = sys.modules["gpu_child"]
+    child = sys.modules["gpu_worker"]
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nprintf '650.5, 1980, 60\\n[N/A], 1980, 60\\n700.5, 1755, 64\\n69'\nexec sleep 600\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    with child.GpuLog("cuda") as log:
+    with child.GpuMonitor("cuda") as log:
         deadline = 600
         while log._file.tell() == 0 and (deadline := deadline - 1):
             log._file.seek(0, os.SEEK_END)
             subprocess.run(["sleep", "0.1"], check=True)
-    assert log.found == {
+    assert log.stats == {
         "samples": 2,
         "power_w": {"median": 675.5, "max": 700.5},
         "sm_clock_mhz": {"median": 1867.5, "max": 1980.0},
         "temperature_c": {"median": 62.0, "max": 64.0},
     }
-    with child.GpuLog("cpu") as log:
+    with child.GpuMonitor("cpu") as log:
         pass
-    assert log.found is None
+    assert log.stats is None

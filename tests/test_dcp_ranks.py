@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt.convert import convert
+from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.format import dcp_target, open_dcp
-from lt_ckpt.source import Reader
-from lt_model import LlamaConfig
+from lt_ckpt.source import TensorReader
+from lt_model import LlamaConfig, config_to_hf
 from lt_trainer.testing import RankPool
 
 CONFIG = LlamaConfig(
@@ -88,10 +88,10 @@ def test_fsdp_ranks_write_what_we_read_and_read_what_we_write(tmp_path: Path, ra
     results = ranks.run(train_and_save, CONFIG, 3, 2, tmp_path / "theirs", ranks=n_ranks)
     whole, moments = results[0]
     assert all(result == results[0] for result in results)
-    source = open_dcp(tmp_path / "theirs", config=CONFIG.to_hf())
+    source = open_dcp(tmp_path / "theirs", config=config_to_hf(CONFIG))
     assert len(list((tmp_path / "theirs").glob("*.distcp"))) == n_ranks
     assert set(source.groups) == {"weights", "exp_avg", "exp_avg_sq"}
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         for name, data in whole.items():
             assert reader.read(source.weights, name).tobytes() == data, name
         for kind in ("exp_avg", "exp_avg_sq"):

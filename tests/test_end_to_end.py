@@ -11,25 +11,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, latest_valid
+from lt_ckpt import Checkpoint, find_latest_valid
 from lt_data import RowReader, Stream, TokenStore, open_pack
-from lt_trainer.metrics import read_jsonl
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 RUN = ("-m", "lt_trainer", "run")
 
 
-def losses(run: Path) -> dict[int, float]:
+def read_losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
 
 
-def newest(run: Path) -> Checkpoint:
-    found, rejected = latest_valid(run / "checkpoints")
+def latest_checkpoint(run: Path) -> Checkpoint:
+    found, rejected = find_latest_valid(run / "checkpoints")
     assert found is not None
     assert not rejected
     return found
 
 
-def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
+def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
     numpy_dtypes = {"F32": np.float32, "F64": np.float64}
     return {
         (group, name): checkpoint.read(group, name).view(numpy_dtypes[checkpoint.dtype(group, name)])
@@ -39,19 +39,19 @@ def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], np.ndarray]:
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def uninterrupted_run(prepared: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing interrupts."""
     cwd = tmp_path_factory.mktemp("whole")
     lt("train", "run", prepared / "run.toml", cwd=cwd)
     return cwd / "run"
 
 
-def test_training_learns(whole: Path) -> None:
-    found = losses(whole)
+def test_training_learns(uninterrupted_run: Path) -> None:
+    found = read_losses(uninterrupted_run)
     assert sorted(found) == list(range(1, 21))
     assert found[1] == pytest.approx(np.log(320), abs=0.15)  # a fresh model knows nothing
     assert found[20] < found[1] - 1
-    assert {path.name for path in whole.iterdir()} >= {
+    assert {path.name for path in uninterrupted_run.iterdir()} >= {
         "recipe.toml",
         "recipe.json",
         "environment.json",
@@ -62,35 +62,46 @@ def test_training_learns(whole: Path) -> None:
     }
 
 
-def test_stop_and_resume_are_bit_equal(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
-    lt("train", "run", prepared / "run.toml", "--stop-at-step", "11", "--shadow-steps", "5", cwd=tmp_path, code=75)
+@pytest.mark.guarantee("stop-resume")
+def test_stop_and_resume_are_bit_equal(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
+    lt(
+        "train",
+        "run",
+        prepared / "run.toml",
+        "--stop-after-step",
+        "11",
+        "--verify-resume-steps",
+        "5",
+        cwd=tmp_path,
+        code=75,
+    )
     run = tmp_path / "run"
-    assert newest(run).step == 11
+    assert latest_checkpoint(run).step == 11
     lt("train", "run", prepared / "run.toml", cwd=tmp_path)
-    assert losses(run) == losses(whole)
-    shadow = {r["step"]: r["loss"] for r in read_jsonl(run / "shadow.jsonl")}
-    assert shadow == {step: losses(whole)[step] for step in range(12, 17)}
-    expected, found = tensors(newest(whole)), tensors(newest(run))
+    assert read_losses(run) == read_losses(uninterrupted_run)
+    shadow = {r["step"]: r["loss"] for r in read_jsonl(run / "resume_check.jsonl")}
+    assert shadow == {step: read_losses(uninterrupted_run)[step] for step in range(12, 17)}
+    expected, found = read_tensors(latest_checkpoint(uninterrupted_run)), read_tensors(latest_checkpoint(run))
     assert found.keys() == expected.keys()
     assert all((found[key] == expected[key]).all() for key in expected)
 
 
-def test_a_real_sigterm_saves_and_exits_75(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+def test_a_real_sigterm_saves_and_exits_75(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     command = [sys.executable, *RUN, str(prepared / "run.toml"), "--set", "schedule.max_steps=2000"]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         metrics = tmp_path / "run" / "metrics.jsonl"
         deadline = time.monotonic() + 120
-        while not (metrics.exists() and len(losses(tmp_path / "run")) >= 3):
+        while not (metrics.exists() and len(read_losses(tmp_path / "run")) >= 3):
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 75
-    stopped = newest(tmp_path / "run").step
-    assert stopped == max(losses(tmp_path / "run"))
+    stopped = latest_checkpoint(tmp_path / "run").step
+    assert stopped == max(read_losses(tmp_path / "run"))
 
 
-def test_kill_9_resumes_from_the_last_checkpoint(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+def test_kill_9_resumes_from_the_last_checkpoint(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     command = [sys.executable, *RUN, str(prepared / "run.toml")]
     with subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
         checkpoint = tmp_path / "run" / "checkpoints" / "step-00000008"
@@ -101,22 +112,22 @@ def test_kill_9_resumes_from_the_last_checkpoint(whole: Path, prepared: Path, lt
             time.sleep(0.01)
         process.kill()
     lt("train", "run", prepared / "run.toml", cwd=tmp_path)
-    assert losses(tmp_path / "run") == losses(whole)
+    assert read_losses(tmp_path / "run") == read_losses(uninterrupted_run)
 
 
 def test_two_ranks_train_as_one_and_go_on_as_one(prepared: Path, lt, torchrun, tmp_path: Path) -> None:
     """In float64: the same losses, the same weights, and a checkpoint of two ranks resumed by one process."""
     exact = ("--set", "engine.gpu.dtype=float64")
-    lt("train", "run", prepared / "run.toml", *exact, "--set", "run.out=one", cwd=tmp_path)
-    two = (prepared / "run.toml", *exact, "--set", "run.out=two")
-    torchrun(2, *RUN, *two, "--set", "schedule.max_steps=20", "--stop-at-step", "12", cwd=tmp_path, code=1)
-    assert newest(tmp_path / "two").step == 12
-    assert newest(tmp_path / "two").manifest.layout["world"] == 2
+    lt("train", "run", prepared / "run.toml", *exact, "--set", "run.dir=one", cwd=tmp_path)
+    two = (prepared / "run.toml", *exact, "--set", "run.dir=two")
+    torchrun(2, *RUN, *two, "--set", "schedule.max_steps=20", "--stop-after-step", "12", cwd=tmp_path, code=1)
+    assert latest_checkpoint(tmp_path / "two").step == 12
+    assert latest_checkpoint(tmp_path / "two").manifest.layout["world"] == 2
     lt("train", "run", *two, cwd=tmp_path)
-    expected, found = losses(tmp_path / "one"), losses(tmp_path / "two")
+    expected, found = read_losses(tmp_path / "one"), read_losses(tmp_path / "two")
     assert sorted(found) == sorted(expected)
     assert all(found[step] == pytest.approx(expected[step], rel=1e-10) for step in expected)
-    one, other = tensors(newest(tmp_path / "one")), tensors(newest(tmp_path / "two"))
+    one, other = read_tensors(latest_checkpoint(tmp_path / "one")), read_tensors(latest_checkpoint(tmp_path / "two"))
     for key, tensor in one.items():
         assert np.abs(other[key] - tensor).max() <= 1e-9 * np.abs(tensor).max(), key
     validation = [
@@ -125,28 +136,28 @@ def test_two_ranks_train_as_one_and_go_on_as_one(prepared: Path, lt, torchrun, t
     assert validation[1] == pytest.approx(validation[0], rel=1e-9)
 
 
-def test_export_loads_in_transformers_with_the_same_logits(whole: Path, lt, tmp_path: Path) -> None:
+def test_export_loads_in_transformers_with_the_same_logits(uninterrupted_run: Path, lt, tmp_path: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lt_trainer.sample import load
+    from lt_trainer.cli.sample import load_model
 
-    lt("ckpt", "verify", whole, cwd=tmp_path)
-    lt("ckpt", "export", whole, "--out", "model", cwd=tmp_path)
+    lt("ckpt", "verify", uninterrupted_run, cwd=tmp_path)
+    lt("ckpt", "export", uninterrupted_run, "--out", "model", cwd=tmp_path)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model", local_files_only=True)
     ids = torch.tensor([tokenizer("the loss of a model falls")["input_ids"]])
-    for source in (whole, newest(whole).path, tmp_path / "model"):
+    for source in (uninterrupted_run, latest_checkpoint(uninterrupted_run).path, tmp_path / "model"):
         with torch.no_grad():
-            ours = load(source).model(ids)
+            ours = load_model(source).model(ids)
             assert (ours - theirs(input_ids=ids).logits).abs().max() <= 1e-5 * ours.abs().max()
 
 
-def test_sample_and_show(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+def test_sample_and_show(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     options = ("--prompt", "the loss", "--max-new-tokens", "8", "--seed", "3")
-    text = lt("train", "sample", whole, *options, cwd=tmp_path)
+    text = lt("train", "sample", uninterrupted_run, *options, cwd=tmp_path)
     assert text.startswith("the loss")
-    assert lt("train", "sample", whole, *options, cwd=tmp_path) == text
+    assert lt("train", "sample", uninterrupted_run, *options, cwd=tmp_path) == text
     shown = lt("train", "show", prepared / "run.toml", "--set", "optimizer.lr=1e-2", cwd=tmp_path)
     assert "lr = 0.01" in shown
     assert "--set" in shown
@@ -155,20 +166,23 @@ def test_sample_and_show(whole: Path, prepared: Path, lt, tmp_path: Path) -> Non
     assert as_json["origins"]["optimizer.beta1"] == "default"
 
 
-def test_the_resolved_recipe_of_a_run_starts_the_same_run(whole: Path, lt, tmp_path: Path) -> None:
-    lt("train", "run", whole / "recipe.toml", "--set", "run.out=again", cwd=tmp_path)
-    assert losses(tmp_path / "again") == losses(whole)
+def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Path, lt, tmp_path: Path) -> None:
+    lt("train", "run", uninterrupted_run / "recipe.toml", "--set", "run.dir=again", cwd=tmp_path)
+    assert read_losses(tmp_path / "again") == read_losses(uninterrupted_run)
 
 
-def test_the_documents_of_any_step_can_be_named(whole: Path, prepared: Path, lt, tmp_path: Path) -> None:
+@pytest.mark.guarantee("provenance")
+def test_the_documents_of_any_step_can_be_named(uninterrupted_run: Path, prepared: Path, lt, tmp_path: Path) -> None:
     """What `lt data inspect` says of a step is what the stream gave to it."""
     store = TokenStore.open(prepared / "train")
-    stream = Stream(RowReader(store, open_pack(store, seq_len=64)), global_batch=8)
+    stream = Stream(RowReader(store, open_pack(store, seq_len=64)), global_batch_size=8)
     for step in range(1, 18):
         batch = stream.next()
         if step in (1, 13, 17):
-            told = json.loads(lt("data", "inspect", "--run", whole, "--step", str(step), "--json", cwd=tmp_path))
+            told = json.loads(
+                lt("data", "inspect", "--run", uninterrupted_run, "--step", str(step), "--json", cwd=tmp_path)
+            )
             assert [row["row"] for row in told["rows"]] == batch.row_ids.tolist()
             assert sum(row["labels"] for row in told["rows"]) == batch.valid_tokens
-    text = (prepared / told["rows"][0]["pieces"][0]["source"]).read_text(encoding="utf-8")
-    assert told["rows"][0]["pieces"][0]["text"].replace("<|bos|>", "").replace("<|eos|>", "") in text
+    text = (prepared / told["rows"][0]["spans"][0]["source"]).read_text(encoding="utf-8")
+    assert told["rows"][0]["spans"][0]["text"].replace("<|bos|>", "").replace("<|eos|>", "") in text

@@ -12,19 +12,19 @@ import torch
 
 from lt_data import TokenStore, pack
 from lt_model import n_parameters
-from lt_trainer.metrics import read_jsonl
+from lt_trainer.config.recipe import load
 from lt_trainer.planning.devices import DEVICES
-from lt_trainer.planning.plan import make
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.planning.plan import make_plan
+from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.testing import RankPool
+from lt_trainer.training.runner import run
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SEQ_LEN = 64
-SHRUNK = (
+SHRUNK_OVERRIDES = (
     "parallel.n_nodes=1",
-    "batch.global_batch=8",
-    "batch.micro_batch=1",
+    "batch.global_batch_size=8",
+    "batch.micro_batch_size=1",
     "schedule.max_steps=2",
     "schedule.warmup_steps=1",
     "metrics.log_interval=1",
@@ -32,7 +32,7 @@ SHRUNK = (
     "engine.gpu.device=cpu",
     "engine.gpu.attention=auto",
 )
-SMALL_MODEL = (
+SMALL_MODEL_OVERRIDES = (
     "model.vocab_size=128",
     "model.hidden_size=32",
     "model.intermediate_size=48",
@@ -51,12 +51,12 @@ LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "bench-7b/no-checkpointing.toml": (6738.4, 1, 2, ()),
     "bench-7b/colossalai.toml": (6738.4, 4, 2, ()),
 }
-FROM_MODELS = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
+FINE_TUNING_EXAMPLES = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
 
 
 @pytest.fixture(scope="module")
 def ranks() -> RankPool:
-    return RankPool(4, preload=("lt_trainer.run", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+    return RankPool(4, preload=("lt_trainer.training.runner", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
 
 
 @pytest.fixture(scope="module")
@@ -83,27 +83,27 @@ def model(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(example: str, sets: tuple[str, ...]) -> int:
+def train_on_rank(example: str, sets: tuple[str, ...]) -> int:
     """One rank's training, in that rank; the exit code."""
     torch.set_num_threads(1)
-    return run(load(EXAMPLES / example, sets=list(sets)))
+    return run(load(EXAMPLES / example, overrides=list(sets)))
 
 
-def losses(out: Path) -> list[float]:
+def read_losses(out: Path) -> list[float]:
     return [record["loss"] for record in read_jsonl(out / "metrics.jsonl") if "loss" in record]
 
 
 def test_the_examples_are_all_here() -> None:
     found = {str(path.relative_to(EXAMPLES)) for path in (*EXAMPLES.glob("*.toml"), *EXAMPLES.glob("bench-7b/*.toml"))}
-    assert found == {*LAYOUTS, *FROM_MODELS}
+    assert found == {*LAYOUTS, *FINE_TUNING_EXAMPLES}
 
 
 @pytest.mark.parametrize("example", LAYOUTS)
 def test_an_example_resolves_and_fits_the_devices_that_it_is_for(example: str) -> None:
     millions, nodes, _, _ = LAYOUTS[example]
-    plan = make(load(EXAMPLES / example), device=DEVICES["h100"], devices=8)
+    plan = make_plan(load(EXAMPLES / example), device=DEVICES["h100"], devices=8)
     assert n_parameters(plan.config) / 1e6 == pytest.approx(millions, abs=0.05)
-    assert plan.layout.world == 8 * nodes
+    assert plan.layout.world_size == 8 * nodes
     assert plan.fits
     assert plan.recipe.data.synthetic
 
@@ -111,20 +111,20 @@ def test_an_example_resolves_and_fits_the_devices_that_it_is_for(example: str) -
 @pytest.mark.parametrize("example", LAYOUTS)
 def test_a_shrunk_example_trains(example: str, ranks: RankPool, tmp_path: Path) -> None:
     _, _, n_ranks, layout = LAYOUTS[example]
-    sets = (*SHRUNK, *SMALL_MODEL, *layout, f"run.out={tmp_path / 'run'}")
-    assert ranks.run(train, example, sets, ranks=n_ranks) == [0] * n_ranks
-    found = losses(tmp_path / "run")
+    sets = (*SHRUNK_OVERRIDES, *SMALL_MODEL_OVERRIDES, *layout, f"run.dir={tmp_path / 'run'}")
+    assert ranks.run(train_on_rank, example, sets, ranks=n_ranks) == [0] * n_ranks
+    found = read_losses(tmp_path / "run")
     assert len(found) == 2
     assert all(4 < loss < 6 for loss in found)  # random ids of 128: ln 128 = 4.85
 
 
-@pytest.mark.parametrize("example", FROM_MODELS)
+@pytest.mark.parametrize("example", FINE_TUNING_EXAMPLES)
 def test_an_example_starts_from_a_model(
     example: str, ranks: RankPool, model: Path, prepared: Path, tmp_path: Path, lt: Callable[..., str]
 ) -> None:
-    given = (f"model.init_from={model}", f"data.store={prepared / 'train'}", f"run.out={tmp_path / 'run'}")
-    plan = make(load(EXAMPLES / example, sets=list(given)), device=DEVICES["h100"], devices=8)
+    given = (f"model.init_from={model}", f"data.store={prepared / 'train'}", f"run.dir={tmp_path / 'run'}")
+    plan = make_plan(load(EXAMPLES / example, overrides=list(given)), device=DEVICES["h100"], devices=8)
     assert plan.fits
     assert plan.config.hidden_size == 32  # the model's own
-    assert ranks.run(train, example, (*SHRUNK, *given), ranks=1) == [0]
-    assert len(losses(tmp_path / "run")) == 2
+    assert ranks.run(train_on_rank, example, (*SHRUNK_OVERRIDES, *given), ranks=1) == [0]
+    assert len(read_losses(tmp_path / "run")) == 2

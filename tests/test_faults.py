@@ -12,80 +12,84 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import latest_valid
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.testing import Run, start_run
+from lt_ckpt import find_latest_valid
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.testing import RankProcesses, start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
-HOOKS = Path(__file__).with_name("faults.py")
-SOON_S = 240
+FAULTS_FILE = Path(__file__).with_name("faults.py")
+TIMEOUT_S = 240
 
 
-def start(prepared: Path, cwd: Path, *sets: str, ranks: int = 2, fault: str = "", **env: str) -> Run:
+def start_ranks(prepared: Path, cwd: Path, *sets: str, ranks: int = 2, fault: str = "", **env: str) -> RankProcesses:
     arguments = [text for value in sets for text in ("--set", value)]
-    prepare = f"{HOOKS}:{fault}" if fault else ""
+    prepare = f"{FAULTS_FILE}:{fault}" if fault else ""
     recipe = prepared / "run.toml"
     return start_run(["run", recipe, *arguments], ranks=ranks, cwd=cwd, prepare=prepare, preload=PRELOAD, env=env)
 
 
-def finish(prepared: Path, cwd: Path, *sets: str, codes: list[int], fault: str = "", **env: str) -> list[str]:
+def run_to_end(prepared: Path, cwd: Path, *sets: str, codes: list[int], fault: str = "", **env: str) -> list[str]:
     """Run to the end; returns what each rank said, after checking the exit codes."""
-    with start(prepared, cwd, *sets, ranks=len(codes), fault=fault, **env) as run:
-        found = run.wait(SOON_S)
+    with start_ranks(prepared, cwd, *sets, ranks=len(codes), fault=fault, **env) as run:
+        found = run.wait(TIMEOUT_S)
         said = [run.output(rank) for rank in range(len(codes))]
     assert found == codes, "\n".join(said)
     return said
 
 
-def losses(run: Path) -> dict[int, float]:
+def read_losses(run: Path) -> dict[int, float]:
     path = run / "metrics.jsonl"
     return {r["step"]: r["loss"] for r in read_jsonl(path) if "loss" in r} if path.exists() else {}
 
 
-def events(run: Path, kind: str) -> list[dict]:
+def read_events(run: Path, kind: str) -> list[dict]:
     return [e for e in read_jsonl(run / "events.jsonl") if e["event"] == kind]
 
 
 def newest_step(run: Path) -> int:
-    found, _ = latest_valid(run / "checkpoints")
+    found, _ = find_latest_valid(run / "checkpoints")
     assert found is not None
     return found.step
 
 
-def wait_for_step(run: Run, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + SOON_S
-    while max(losses(folder), default=0) < step:
-        assert run.alive, run.output(0)
+def wait_for_step(run: RankProcesses, folder: Path, step: int) -> None:
+    deadline = time.monotonic() + TIMEOUT_S
+    while max(read_losses(folder), default=0) < step:
+        assert run.alive_ranks, run.output(0)
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+def uninterrupted_losses(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process that nothing disturbs."""
     cwd = tmp_path_factory.mktemp("whole")
-    finish(prepared, cwd, codes=[0])
-    return losses(cwd / "run")
+    run_to_end(prepared, cwd, codes=[0])
+    return read_losses(cwd / "run")
 
 
+@pytest.mark.guarantee("non-finite-steps")
 def test_an_infinite_loss_on_one_rank_is_skipped_by_all_and_then_left_behind(prepared: Path, tmp_path: Path) -> None:
     """Two ranks, of which one is hit, do what one process does: skip three steps, go back to step 8, end the same."""
-    sets = ("guard.max_skipped=2", "engine.gpu.dtype=float64")
+    sets = ("fault_tolerance.max_skipped_steps=2", "engine.gpu.dtype=float64")
     for name, ranks in (("one", 1), ("two", 2)):
         (tmp_path / name).mkdir()
-        said = finish(prepared, tmp_path / name, *sets, codes=[0] * ranks, fault="infinite_loss_on_rank_1")
+        said = run_to_end(prepared, tmp_path / name, *sets, codes=[0] * ranks, fault="infinite_loss_on_rank_1")
         assert "step 10 was skipped: loss" in said[0]
     one, two = tmp_path / "one" / "run", tmp_path / "two" / "run"
     for run in (one, two):
-        assert [e["step"] for e in events(run, "skipped")] == [10, 11, 12]
-        assert [(e["step"], e["rows"]) for e in events(run, "rewind")] == [(8, [64, 96])]
-    wanted = losses(one)
+        assert [e["step"] for e in read_events(run, "step_skipped")] == [10, 11, 12]
+        assert [(e["step"], e["rows"]) for e in read_events(run, "rollback")] == [(8, [64, 96])]
+    wanted = read_losses(one)
     assert sorted(wanted) == list(range(1, 21))
-    assert losses(two) == pytest.approx(wanted, rel=1e-9)
+    assert read_losses(two) == pytest.approx(wanted, rel=1e-9)
 
 
+@pytest.mark.guarantee("hang", "hang-collectives")
 def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
-    said = finish(prepared, tmp_path, "guard.timeout_s=4", codes=[75, 75], fault="stuck_while_reading")
+    said = run_to_end(
+        prepared, tmp_path, "fault_tolerance.hang_timeout_s=4", codes=[75, 75], fault="data_loader_hangs_on_rank_1"
+    )
     logs = [(tmp_path / "run" / "logs" / f"rank{rank:05}.log").read_text(encoding="utf-8") for rank in (0, 1)]
     assert "stuck_reader" in logs[1]
     assert "rank 1" in said[0]
@@ -98,78 +102,83 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: 
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
 
 
+@pytest.mark.guarantee("lost-rank")
 def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
-    sets = ("guard.timeout_s=4", "schedule.max_steps=100000", "checkpoint.interval=8")
-    with start(prepared, tmp_path, *sets) as run:
+    sets = ("fault_tolerance.hang_timeout_s=4", "schedule.max_steps=100000", "checkpoint.interval=8")
+    with start_ranks(prepared, tmp_path, *sets) as run:
         wait_for_step(run, tmp_path / "run", 10)
         os.kill(run.pids[1], signal.SIGSTOP)
-        deadline = time.monotonic() + SOON_S
-        while 0 in run.alive:
+        deadline = time.monotonic() + TIMEOUT_S
+        while 0 in run.alive_ranks:
             assert time.monotonic() < deadline
             time.sleep(0.05)
         said = run.output(0)
         run.kill(1)
-        assert run.wait(SOON_S) == [75, -signal.SIGKILL], said
+        assert run.wait(TIMEOUT_S) == [75, -signal.SIGKILL], said
     assert "rank 1" in said
     reached = newest_step(tmp_path / "run")
     assert reached >= 8
-    with start(prepared, tmp_path, *sets) as run:  # and the run goes on
+    with start_ranks(prepared, tmp_path, *sets) as run:  # and the run goes on
         wait_for_step(run, tmp_path / "run", reached + 2)
 
 
+@pytest.mark.guarantee("rank-error")
 def test_an_error_on_one_rank_is_told_by_all(prepared: Path, tmp_path: Path) -> None:
-    said = finish(prepared, tmp_path, codes=[75, 64], fault="a_disk_error_on_rank_1")
+    said = run_to_end(prepared, tmp_path, codes=[75, 64], fault="disk_error_on_rank_1")
     assert "error: shards/00000.bin: Input/output error; check the disk" in said[1]
     assert "rank 1" in said[0]
     assert "Input/output error" in said[0]
-    finish(prepared, tmp_path, codes=[0, 0])
+    run_to_end(prepared, tmp_path, codes=[0, 0])
 
 
+@pytest.mark.guarantee("changed-data-refused")
 def test_a_changed_store_is_refused_with_what_changed(prepared: Path, lt, tmp_path: Path) -> None:
     shutil.copytree(prepared / "text" / "train", tmp_path / "text")
     lt("data", "prepare", "text", "--tokenizer", prepared / "tokenizer", "--out", "store", cwd=tmp_path)
     lt("data", "pack", "store", "--seq-len", "64", cwd=tmp_path)
     store = f"data.store={tmp_path}/store"
-    finish(prepared, tmp_path, store, "schedule.max_steps=12", codes=[0])
+    run_to_end(prepared, tmp_path, store, "schedule.max_steps=12", codes=[0])
     (tmp_path / "text" / "007.txt").write_text("another text altogether", encoding="utf-8")
     lt("data", "prepare", "text", "--tokenizer", prepared / "tokenizer", "--out", "store", "--overwrite", cwd=tmp_path)
-    (said,) = finish(prepared, tmp_path, store, codes=[64])
+    (said,) = run_to_end(prepared, tmp_path, store, codes=[64])
     assert "pack" in said  # the old pack does not fit the new store, or there is none
     lt("data", "pack", "store", "--seq-len", "64", cwd=tmp_path)
     before = {path: path.read_bytes() for path in (tmp_path / "run" / "checkpoints").rglob("*") if path.is_file()}
-    (said,) = finish(prepared, tmp_path, store, codes=[64])
+    (said,) = run_to_end(prepared, tmp_path, store, codes=[64])
     assert "store:" in said
     assert "before" in said
     assert {path: path.read_bytes() for path in before} == before
 
 
-def test_a_clock_that_jumps_by_years_changes_nothing(prepared: Path, tmp_path: Path, whole) -> None:
+@pytest.mark.guarantee("clock-jump")
+def test_a_clock_that_jumps_by_years_changes_nothing(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     sets = ("checkpoint.interval=3", "checkpoint.keep_last=2")
-    with start(prepared, tmp_path, *sets, ranks=1, fault="a_clock_that_jumps") as run:
+    with start_ranks(prepared, tmp_path, *sets, ranks=1, fault="wall_clock_jumps") as run:
         wait_for_step(run, tmp_path / "run", 8)
-        run.signal(signal.SIGTERM)
-        assert run.wait(SOON_S) == [75], run.output()
+        run.send_signal(signal.SIGTERM)
+        assert run.wait(TIMEOUT_S) == [75], run.output()
     stopped = newest_step(tmp_path / "run")
     for number, path in enumerate((tmp_path / "run" / "checkpoints").iterdir()):
         os.utime(path, (4e9 * (number % 2), 4e9 * (number % 2)))
-    finish(prepared, tmp_path, *sets, codes=[0], fault="a_clock_that_jumps")
-    assert [e["step"] for e in events(tmp_path / "run", "resume")] == [stopped]
-    assert losses(tmp_path / "run") == whole
+    run_to_end(prepared, tmp_path, *sets, codes=[0], fault="wall_clock_jumps")
+    assert [e["step"] for e in read_events(tmp_path / "run", "resume")] == [stopped]
+    assert read_losses(tmp_path / "run") == uninterrupted_losses
 
 
 def in_locale(prepared: Path, home: Path, **env: str) -> subprocess.CompletedProcess[bytes]:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TZ": "Pacific/Chatham", **env}
-    command = [sys.executable, "-m", "lt_trainer", "run", str(prepared / "run.toml"), "--set", f"run.out={home}/run"]
+    command = [sys.executable, "-m", "lt_trainer", "run", str(prepared / "run.toml"), "--set", f"run.dir={home}/run"]
     return subprocess.run(command, cwd=home.parent, env=environ, capture_output=True, check=False)
 
 
-def test_names_that_the_terminal_cannot_show(prepared: Path, tmp_path: Path, whole) -> None:
+@pytest.mark.guarantee("locale")
+def test_names_that_the_terminal_cannot_show(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     """A folder with an umlaut and a dotless i in the C locale, with output that can only be ASCII."""
     home = tmp_path / "läufe-\u0131"
     home.mkdir()
     done = in_locale(prepared, home, LC_ALL="C", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(home / "run") == whole
+    assert read_losses(home / "run") == uninterrupted_losses
     assert b"l\\xe4ufe-\\u0131" in done.stdout
 
 
@@ -179,11 +188,12 @@ def test_names_that_the_locale_cannot_say_are_refused(prepared: Path, tmp_path: 
     home.mkdir()
     done = in_locale(prepared, home, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
     assert done.returncode == 64, done.stdout + done.stderr
-    assert b"not valid Unicode text; use a name that can be written in UTF-8" in done.stderr
+    assert b"not valid Unicode; use text that can be encoded as UTF-8" in done.stderr
     assert list(home.iterdir()) == []
 
 
-def test_a_run_outlives_its_terminal(prepared: Path, tmp_path: Path, whole) -> None:
+@pytest.mark.guarantee("terminal-lost")
+def test_a_run_outlives_its_terminal(prepared: Path, tmp_path: Path, uninterrupted_losses) -> None:
     """Whoever read standard output is gone after the first line; the log and the metrics go on."""
     command = [sys.executable, "-m", "lt_trainer", "run", str(prepared / "run.toml")]
     with subprocess.Popen(
@@ -194,12 +204,12 @@ def test_a_run_outlives_its_terminal(prepared: Path, tmp_path: Path, whole) -> N
         process.stdout.readline()
         process.stdout.close()
         said = process.stderr.read()
-        assert process.wait(SOON_S) == 0, said
+        assert process.wait(TIMEOUT_S) == 0, said
     assert said == b""
-    assert losses(tmp_path / "run") == whole
+    assert read_losses(tmp_path / "run") == uninterrupted_losses
     log = (tmp_path / "run" / "logs" / "rank00000.log").read_text(encoding="utf-8")
-    assert "standard output is gone (Broken pipe)" in log
-    assert "all 20 steps are done" in log
+    assert "standard output is closed (Broken pipe)" in log
+    assert "training completed at step 20" in log
 
 
 @pytest.fixture
@@ -215,38 +225,43 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
+@pytest.mark.guarantee("save-preflight")
 def test_a_disk_too_small_is_found_before_the_first_step(prepared: Path, small_disk: Path) -> None:
-    larger = ("model.hidden_size=256", "model.intermediate_size=512", "run.out=disk/run")
-    said = finish(prepared, small_disk.parent, *larger, codes=[64, 64])
+    larger = ("model.hidden_size=256", "model.intermediate_size=512", "run.dir=disk/run")
+    said = run_to_end(prepared, small_disk.parent, *larger, codes=[64, 64])
     assert "a checkpoint needs" in said[0]
     assert "are free" in said[1]
-    assert losses(small_disk / "run") == {}
+    assert read_losses(small_disk / "run") == {}
     assert list((small_disk / "run" / "checkpoints").iterdir()) == []
 
 
-def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(prepared: Path, small_disk: Path, whole) -> None:
+@pytest.mark.guarantee("disk-full")
+def test_a_disk_that_fills_up_ends_the_run_and_loses_nothing(
+    prepared: Path, small_disk: Path, uninterrupted_losses
+) -> None:
     cwd = small_disk.parent
-    said = finish(prepared, cwd, "run.out=disk/run", codes=[64], fault="disk_fills_up_after_step_10")
+    said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64], fault="disk_fills_up_after_step_10")
     assert "No space left on device" in said[0]
     assert "free" in said[0]
     assert newest_step(small_disk / "run") == 8
     (small_disk / "of-somebody-else").unlink()
-    finish(prepared, cwd, "run.out=disk/run", codes=[0])
-    found = losses(small_disk / "run")
-    assert {step: found[step] for step in range(9, 21)} == {step: whole[step] for step in range(9, 21)}
+    run_to_end(prepared, cwd, "run.dir=disk/run", codes=[0])
+    found = read_losses(small_disk / "run")
+    assert {step: found[step] for step in range(9, 21)} == {step: uninterrupted_losses[step] for step in range(9, 21)}
 
 
+@pytest.mark.guarantee("disk-full")
 def test_checkpoints_that_turn_read_only_end_the_run_and_nothing_is_lost(
-    prepared: Path, small_disk: Path, whole
+    prepared: Path, small_disk: Path, uninterrupted_losses
 ) -> None:
     cwd, checkpoints = small_disk.parent, small_disk / "run" / "checkpoints"
     fault = "checkpoints_become_read_only_after_step_10"
-    said = finish(prepared, cwd, "run.out=disk/run", codes=[64], fault=fault)
+    said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64], fault=fault)
     assert "read-only: remount it" in said[0]
     assert newest_step(small_disk / "run") == 8
-    said = finish(prepared, cwd, "run.out=disk/run", codes=[64])  # and is found at once when it is started again
+    said = run_to_end(prepared, cwd, "run.dir=disk/run", codes=[64])  # and is found at once when it is started again
     assert "read-only: remount it" in said[0]
     subprocess.run(["umount", str(checkpoints)], check=True)
-    finish(prepared, cwd, "run.out=disk/run", codes=[0])
-    found = losses(small_disk / "run")
-    assert {step: found[step] for step in range(9, 21)} == {step: whole[step] for step in range(9, 21)}
+    run_to_end(prepared, cwd, "run.dir=disk/run", codes=[0])
+    found = read_losses(small_disk / "run")
+    assert {step: found[step] for step in range(9, 21)} == {step: uninterrupted_losses[step] for step in range(9, 21)}

@@ -15,9 +15,9 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from lt_data import RowReader, Stream, TokenStore, open_pack, pack
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.config.recipe import load
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 ROWS, SEQ_LEN = 4, 64
 LLAMA3 = {
@@ -35,7 +35,7 @@ def store(prepared: Path) -> Path:
     return prepared / "train"
 
 
-def made(
+def make_model(
     folder: Path,
     store: Path,
     mode: Callable[[], AbstractContextManager[object]],
@@ -61,12 +61,12 @@ def made(
 def first_rows(store: Path) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = TokenStore.open(store)
     reader = RowReader(tokens, open_pack(tokens, seq_len=SEQ_LEN, mode="concat"), document_mask=False)
-    batch = Stream(reader, global_batch=ROWS, seed=0).next()
+    batch = Stream(reader, global_batch_size=ROWS, seed=0).next()
     return (torch.from_numpy(np.asarray(part, dtype=np.int64)) for part in (batch.rows.input_ids, batch.rows.labels))
 
 
 @pytest.fixture
-def loss_of(store: Path, no_float32) -> Callable[[LlamaForCausalLM], float]:
+def reference_loss(store: Path, no_float32) -> Callable[[LlamaForCausalLM], float]:
     """The loss of a model of transformers over the run's first rows, in float64."""
 
     @torch.no_grad()
@@ -81,15 +81,15 @@ def loss_of(store: Path, no_float32) -> Callable[[LlamaForCausalLM], float]:
 
 def first_loss(folder: Path, store: Path, out: Path, *sets: str) -> float:
     base = {
-        "run": {"out": str(out)},
+        "run": {"dir": str(out)},
         "model": {"init_from": str(folder)},
-        "data": {"store": str(store), "seq_len": SEQ_LEN, "pack": "concat", "document_mask": False},
-        "batch": {"global_batch": ROWS, "micro_batch": 2},
+        "data": {"store": str(store), "seq_len": SEQ_LEN, "packing": "concat", "document_mask": False},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 2},
         "schedule": {"max_steps": 1, "warmup_steps": 0},
         "metrics": {"log_interval": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    assert run(load(base=base, sets=sets), environ={}) == 0
+    assert run(load(base=base, overrides=sets), environ={}) == 0
     return next(record["loss"] for record in read_jsonl(out / "metrics.jsonl") if "loss" in record)
 
 
@@ -102,15 +102,15 @@ def first_loss(folder: Path, store: Path, out: Path, *sets: str) -> float:
     ],
     ids=["llama3-rope", "tied", "bfloat16"],
 )
-def test_the_first_loss_is_the_one_of_transformers(more, store, loss_of, no_float32, tmp_path) -> None:
-    model = made(tmp_path / "model", store, no_float32, **more)
-    assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(loss_of(model), rel=1e-10)
+def test_the_first_loss_is_the_one_of_transformers(more, store, reference_loss, no_float32, tmp_path) -> None:
+    model = make_model(tmp_path / "model", store, no_float32, **more)
+    assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(reference_loss(model), rel=1e-10)
 
 
-def test_added_tokens_start_as_the_mean_of_the_others(store, loss_of, no_float32, tmp_path) -> None:
+def test_added_tokens_start_as_the_mean_of_the_others(store, reference_loss, no_float32, tmp_path) -> None:
     """A model that knows fewer tokens than the data has, as after tokens were added for continued pre-training."""
     vocab = TokenStore.open(store).vocab_size
-    model = made(tmp_path / "model", store, no_float32, vocab_size=vocab - 37)
+    model = make_model(tmp_path / "model", store, no_float32, vocab_size=vocab - 37)
     with no_float32():
         grown = LlamaForCausalLM(HFConfig(**(model.config.to_dict() | {"vocab_size": vocab}))).double().eval()
     state = model.state_dict()
@@ -119,17 +119,17 @@ def test_added_tokens_start_as_the_mean_of_the_others(store, loss_of, no_float32
         state[name] = torch.cat([old, old.mean(dim=0, keepdim=True).expand(37, -1)])
     grown.load_state_dict(state)
     found = first_loss(tmp_path / "model", store, tmp_path / "run", "model.resize_vocab=true")
-    assert found == pytest.approx(loss_of(grown), rel=1e-10)
+    assert found == pytest.approx(reference_loss(grown), rel=1e-10)
 
 
-def test_a_padded_vocabulary_is_kept(store, loss_of, no_float32, tmp_path) -> None:
+def test_a_padded_vocabulary_is_kept(store, reference_loss, no_float32, tmp_path) -> None:
     """Models often have more rows than their tokenizer has tokens; those rows are part of the softmax."""
-    model = made(tmp_path / "model", store, no_float32, vocab_size=TokenStore.open(store).vocab_size + 29)
-    assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(loss_of(model), rel=1e-10)
+    model = make_model(tmp_path / "model", store, no_float32, vocab_size=TokenStore.open(store).vocab_size + 29)
+    assert first_loss(tmp_path / "model", store, tmp_path / "run") == pytest.approx(reference_loss(model), rel=1e-10)
 
 
 def test_in_float32_beside_transformers_as_it_is(store, no_float32, tmp_path) -> None:
-    made(tmp_path / "model", store, no_float32)
+    make_model(tmp_path / "model", store, no_float32)
     ids, labels = first_rows(store)
     with torch.no_grad():
         logits = LlamaForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)(input_ids=ids).logits

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, latest_valid
-from lt_trainer.metrics import read_jsonl
+from lt_ckpt import Checkpoint, find_latest_valid
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 pytestmark = pytest.mark.gpu
 
@@ -52,8 +52,8 @@ validation = "{root}/validation"
 seq_len = 64
 
 [batch]
-global_batch = 8
-micro_batch = 2
+global_batch_size = 8
+micro_batch_size = 2
 
 [optimizer]
 lr = 3e-3
@@ -68,7 +68,7 @@ interval = 5
 
 [metrics]
 log_interval = 1
-eval_interval = 5
+validation_interval = 5
 
 [engine.gpu]
 device = "{DEVICE}"
@@ -79,19 +79,19 @@ deterministic = true
     return root
 
 
-def numbers(run: Path) -> dict[tuple[str, int], float]:
+def read_step_metrics(run: Path) -> dict[tuple[str, int], float]:
     records = read_jsonl(run / "metrics.jsonl")
     return {(name, r["step"]): r[name] for r in records for name in ("loss", "grad_norm", "val_loss") if name in r}
 
 
-def newest(run: Path) -> Checkpoint:
-    found, rejected = latest_valid(run / "checkpoints")
+def latest_checkpoint(run: Path) -> Checkpoint:
+    found, rejected = find_latest_valid(run / "checkpoints")
     assert found is not None
     assert not rejected
     return found
 
 
-def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], bytes]:
+def read_tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], bytes]:
     return {
         (group, name): np.ascontiguousarray(checkpoint.read(group, name)).tobytes()
         for group in checkpoint.groups
@@ -101,22 +101,25 @@ def tensors(checkpoint: Checkpoint) -> dict[tuple[str, str], bytes]:
 
 def test_one_rank_of_torchrun_stops_and_goes_on_bit_equal(store: Path, torchrun: Callable[..., str], tmp_path) -> None:
     run = ("-m", "lt_trainer", "run", str(store / "run.toml"), "--set")
-    subprocess.run([sys.executable, *run, "run.out=whole"], cwd=tmp_path, check=True)
-    wanted = numbers(tmp_path / "whole")
+    subprocess.run([sys.executable, *run, "run.dir=whole"], cwd=tmp_path, check=True)
+    wanted = read_step_metrics(tmp_path / "whole")
     assert wanted["loss", 1] == pytest.approx(np.log(320), abs=0.15)  # a fresh model knows nothing
     assert wanted["loss", STEPS] < wanted["loss", 1] - 0.5
 
     torchrun(
-        1, *run, "run.out=stopped", "--stop-at-step", str(STOP), cwd=tmp_path, code=1
+        1, *run, "run.dir=stopped", "--stop-after-step", str(STOP), cwd=tmp_path, code=1
     )  # torchrun's word for any code
-    assert newest(tmp_path / "stopped").step == STOP
-    torchrun(1, *run, "run.out=stopped", cwd=tmp_path)
-    assert numbers(tmp_path / "stopped") == wanted
+    assert latest_checkpoint(tmp_path / "stopped").step == STOP
+    torchrun(1, *run, "run.dir=stopped", cwd=tmp_path)
+    assert read_step_metrics(tmp_path / "stopped") == wanted
     events = list(read_jsonl(tmp_path / "stopped" / "events.jsonl"))
     assert [e["step"] for e in events if e["event"] == "resume"] == [STOP]
     if DEVICE == "cuda":
         assert {e["device"] for e in events if e["event"] == "start"} == {torch.cuda.get_device_name(0)}
 
-    expected, found = tensors(newest(tmp_path / "whole")), tensors(newest(tmp_path / "stopped"))
-    assert newest(tmp_path / "stopped").step == STEPS
+    expected, found = (
+        read_tensors(latest_checkpoint(tmp_path / "whole")),
+        read_tensors(latest_checkpoint(tmp_path / "stopped")),
+    )
+    assert latest_checkpoint(tmp_path / "stopped").step == STEPS
     assert found == expected

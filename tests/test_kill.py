@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, latest_valid, list_steps
+from lt_ckpt import Checkpoint, find_latest_valid, list_steps
 from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.testing import Run, start_run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.testing import RankProcesses, start_run
 
 STEPS, BATCH, INTERVAL = 24, 8, 2
 KILLS = int(os.environ.get("LT_KILLS", "100"))
 """Of the full count, which only `pytest -m slow` runs."""
-STAGES = (
+SAVE_FILE_PATTERNS = (
     ".tmp-*",
     "weights-*",
     "exp_avg_sq-*",
@@ -41,26 +41,26 @@ STAGES = (
     ".trash-*",
 )
 """What appears in the checkpoint folder, or in that of a save under way, in the course of a save."""
-LOST_PEER = 75
+EXIT_LOST_PEER = 75
 DEADLINE_S = 180.0
 
 
-def arguments(prepared: Path, *sets: str) -> list[str]:
+def run_arguments(prepared: Path, *sets: str) -> list[str]:
     fixed = (
         "engine.gpu.dtype=float64",
         f"checkpoint.interval={INTERVAL}",
         f"schedule.max_steps={STEPS}",
         "data.validation=",
-        "guard.timeout_s=30",  # also sets how long a rank looks for the cause when it has lost another
+        "fault_tolerance.hang_timeout_s=30",  # also sets how long a rank looks for the cause when it has lost another
     )
     return ["run", str(prepared / "run.toml"), *(a for s in (*fixed, *sets) for a in ("--set", s))]
 
 
-def start(prepared: Path, cwd: Path, ranks: int, **more: Any) -> Run:
-    return start_run(arguments(prepared), ranks=ranks, cwd=cwd, preload=("lt_trainer_gpu.engine",), **more)
+def start_ranks(prepared: Path, cwd: Path, ranks: int, **more: Any) -> RankProcesses:
+    return start_run(run_arguments(prepared), ranks=ranks, cwd=cwd, preload=("lt_trainer_gpu.engine",), **more)
 
 
-def numbers(run: Path) -> dict[int, list[tuple[float, float, int]]]:
+def read_step_metrics(run: Path) -> dict[int, list[tuple[float, float, int]]]:
     """All that metrics.jsonl says of each step, as often as it was run."""
     found: dict[int, list[tuple[float, float, int]]] = {}
     for record in read_jsonl(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else ():
@@ -68,7 +68,7 @@ def numbers(run: Path) -> dict[int, list[tuple[float, float, int]]]:
     return found
 
 
-def digests(checkpoint: Checkpoint) -> dict[str, list[str]]:
+def checkpoint_hashes(checkpoint: Checkpoint) -> dict[str, list[str]]:
     return {
         f"{group}/{name}": [piece.xxh3_128 for piece in record.slices]
         for group, tensors in checkpoint.manifest.tensors.items()
@@ -76,19 +76,19 @@ def digests(checkpoint: Checkpoint) -> dict[str, list[str]]:
     }
 
 
-def newest(run: Path) -> Checkpoint:
-    found, rejected = latest_valid(run / "checkpoints")
+def latest_checkpoint(run: Path) -> Checkpoint:
+    found, rejected = find_latest_valid(run / "checkpoints")
     assert found is not None
     assert not rejected
     return found
 
 
-def events(run: Path, kind: str) -> list[dict[str, Any]]:
+def read_events(run: Path, kind: str) -> list[dict[str, Any]]:
     path = run / "events.jsonl"
     return [event for event in read_jsonl(path) if event["event"] == kind] if path.exists() else []
 
 
-def names(folder: Path) -> list[str]:
+def list_names(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except FileNotFoundError:  # not yet there, or renamed since it was listed
@@ -103,10 +103,10 @@ def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     def of(ranks: int) -> Path:
         if ranks not in done:
             cwd = tmp_path_factory.mktemp(f"reference-{ranks}")
-            with start(prepared, cwd, ranks) as run:
+            with start_ranks(prepared, cwd, ranks) as run:
                 assert run.wait(DEADLINE_S) == [0] * ranks, run.output()
-            assert sorted(numbers(cwd / "run")) == list(range(1, STEPS + 1))
-            assert newest(cwd / "run").step == STEPS
+            assert sorted(read_step_metrics(cwd / "run")) == list(range(1, STEPS + 1))
+            assert latest_checkpoint(cwd / "run").step == STEPS
             done[ranks] = cwd / "run"
         return done[ranks]
 
@@ -114,75 +114,79 @@ def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
 
 
 @dataclass
-class Trials:
+class KillTrials:
     """Runs that are killed, and what came of it."""
 
     prepared: Path
     root: Path
     rng: random.Random
-    say: Callable[[str], None] = lambda text: None
+    log: Callable[[str], None] = lambda text: None
     kills: int = 0
-    of_one_rank: int = 0
-    inside_saves: int = 0
-    swept: int = 0
+    single_rank_kills: int = 0
+    kills_during_save: int = 0
+    cleaned_up: int = 0
     fallbacks: int = 0
     runs: int = 0
-    deck: list[str] = field(default_factory=list)
-    torn: set[str] = field(default_factory=set)
-    damaged: set[int] = field(default_factory=set)
+    pending_patterns: list[str] = field(default_factory=list)
+    torn_saves: set[str] = field(default_factory=set)
+    damaged_steps: set[int] = field(default_factory=set)
 
-    def carry_on(self, ranks: int, kills: int) -> Path:
+    def run_with_kills(self, ranks: int, kills: int) -> Path:
         """A new run, killed until it has ended or `kills` are reached, and then left alone; returns its directory."""
         self.runs += 1
         cwd = self.root / f"{self.runs}"
         cwd.mkdir()
         run = cwd / "run"
-        self.torn, self.damaged, expected, finished = set(), set(), 0, False
+        self.torn_saves, self.damaged_steps, expected, finished = set(), set(), 0, False
         while not finished:
-            resumes = len(events(run, "resume"))
-            with start(self.prepared, cwd, ranks) as processes:
+            resumes = len(read_events(run, "resume"))
+            with start_ranks(self.prepared, cwd, ranks) as processes:
                 struck = self._kill(processes, run) if self.kills < kills else []
-                there = [step for step in self._steps(run) if step not in self.damaged]
+                there = [step for step in self._checkpoint_steps(run) if step not in self.damaged_steps]
                 codes = processes.wait(DEADLINE_S)
                 output = "".join(f"\n--- rank {rank}:\n{processes.output(rank)}" for rank in range(ranks))
             finished = codes == [0] * ranks
             self._check_codes(codes, struck, run, output)
-            resumed = [event["step"] for event in events(run, "resume")[resumes:]]
+            resumed = [event["step"] for event in read_events(run, "resume")[resumes:]]
             assert resumed in ([], [expected] if expected else []), f"went on from {resumed}, not from {expected}"
             if not finished:
                 self.kills += 1
-                self.of_one_rank += len(struck) < ranks
-                expected = self._look(run, max([expected, *there]))
-                self.say(f"{self.kills}: run {self.runs}, rank {struck} of {ranks} killed, newest step {expected}")
-        left = {name: names(run / "checkpoints" / name) for name in names(run / "checkpoints") if name.startswith(".")}
+                self.single_rank_kills += len(struck) < ranks
+                expected = self._check_after_kill(run, max([expected, *there]))
+                self.log(f"{self.kills}: run {self.runs}, rank {struck} of {ranks} killed, newest step {expected}")
+        left = {
+            name: list_names(run / "checkpoints" / name)
+            for name in list_names(run / "checkpoints")
+            if name.startswith(".")
+        }
         # A kill between making a folder and marking it leaves one that nobody can claim, with nothing of value in it.
         assert all(set(inside) <= {"save.json.tmp"} for inside in left.values()), f"killed saves not swept: {left}"
-        self.swept += len(self.torn - left.keys())
+        self.cleaned_up += len(self.torn_saves - left.keys())
         return run
 
-    def _kill(self, processes: Run, run: Path) -> list[int]:
+    def _kill(self, processes: RankProcesses, run: Path) -> list[int]:
         """Wait for a random moment, and kill a rank or all; returns which, or none when the run ended before."""
-        arrived = self._moment(run)
+        arrived = self._kill_condition(run)
         while not arrived():
-            if not processes.alive:
+            if not processes.alive_ranks:
                 return []
             time.sleep(0.0005)
         time.sleep(self.rng.choice([0.0, self.rng.uniform(0, 0.005)]))
-        alive = processes.alive
+        alive = processes.alive_ranks
         if len(alive) < len(processes.pids):
             return []
         one = self.rng.choice([None, *alive])
         processes.kill(one)
         return alive if one is None else [one]
 
-    def _moment(self, run: Path) -> Callable[[], bool]:
+    def _kill_condition(self, run: Path) -> Callable[[], bool]:
         root = run / "checkpoints"
         kind = self.rng.choices(("save", "step", "start"), (6, 2, 2))[0]
         if kind == "start":
-            starts, delay = len(events(run, "start")), self.rng.uniform(0, 0.1)
+            starts, delay = len(read_events(run, "start")), self.rng.uniform(0, 0.1)
 
             def begun() -> bool:
-                if len(events(run, "start")) == starts:
+                if len(read_events(run, "start")) == starts:
                     return False
                 time.sleep(delay)
                 return True
@@ -191,50 +195,50 @@ class Trials:
         if kind == "step":
             lines = len(read_jsonl(run / "metrics.jsonl")) if (run / "metrics.jsonl").exists() else 0
             wanted = lines + self.rng.randint(1, 7)
-            return lambda: sum(map(len, numbers(run).values())) >= wanted
-        if not self.deck:
-            self.deck = self.rng.sample(STAGES, len(STAGES))
-        old, stage, count = set(names(root)), self.deck.pop(), self.rng.randint(1, 3)
+            return lambda: sum(map(len, read_step_metrics(run).values())) >= wanted
+        if not self.pending_patterns:
+            self.pending_patterns = self.rng.sample(SAVE_FILE_PATTERNS, len(SAVE_FILE_PATTERNS))
+        old, stage, count = set(list_names(root)), self.pending_patterns.pop(), self.rng.randint(1, 3)
         seen: set[str] = set()
 
         def saving() -> bool:
-            for name in names(root):
+            for name in list_names(root):
                 if name in old or name.startswith(".tmp-step-00000000"):  # the rehearsal of a start
                     continue
-                inside = names(root / name) if name.startswith(".tmp-") else []
+                inside = list_names(root / name) if name.startswith(".tmp-") else []
                 if any(fnmatch.fnmatch(found, stage) for found in (name, *inside)):
                     seen.add(name)
             return len(seen) >= count
 
         return saving
 
-    def _steps(self, run: Path) -> list[int]:
+    def _checkpoint_steps(self, run: Path) -> list[int]:
         return [step for step, path in list_steps(run / "checkpoints") if ".aside-" not in path.name]
 
     def _check_codes(self, codes: list[int], struck: list[int], run: Path, output: str) -> None:
         """Those that were not killed have lost a peer and say so, unless all was done before they could notice."""
-        done = self._steps(run)[:1] == [STEPS]
+        done = self._checkpoint_steps(run)[:1] == [STEPS]
         for rank, code in enumerate(codes):
-            allowed = {LOST_PEER} if struck else set()
+            allowed = {EXIT_LOST_PEER} if struck else set()
             if rank in struck:
                 allowed.add(-signal.SIGKILL)
             if done:
                 allowed.add(0)
             assert code in allowed, f"rank {rank} ended with {code}, killed was {struck}{output}"
 
-    def _look(self, run: Path, floor: int) -> int:
+    def _check_after_kill(self, run: Path, floor: int) -> int:
         """Check what a kill has left, damage it now and then, and return the step from which the run must go on."""
         root = run / "checkpoints"
-        found, rejected = latest_valid(root)
+        found, rejected = find_latest_valid(root)
         step = found.step if found else 0
         assert step >= floor, f"step {floor} was there before the kill, now the newest valid one is {step}: {rejected}"
-        strange = [bad for bad in rejected if int(bad.path.name.split("-")[1].split(".")[0]) not in self.damaged]
+        strange = [bad for bad in rejected if int(bad.path.name.split("-")[1].split(".")[0]) not in self.damaged_steps]
         assert not strange, f"a kill must not leave a broken folder with a checkpoint's name: {strange}"
-        self.damaged -= {step}
-        torn = {name for name in names(root) if name.startswith((".tmp-", ".trash-"))}
-        self.inside_saves += any(not name.startswith(".tmp-step-00000000") for name in torn - self.torn)
-        self.torn |= torn
-        older = [other for other in self._steps(run) if other < step and other not in self.damaged]
+        self.damaged_steps -= {step}
+        torn = {name for name in list_names(root) if name.startswith((".tmp-", ".trash-"))}
+        self.kills_during_save += any(not name.startswith(".tmp-step-00000000") for name in torn - self.torn_saves)
+        self.torn_saves |= torn
+        older = [other for other in self._checkpoint_steps(run) if other < step and other not in self.damaged_steps]
         if found and older and self.kills % 6 == 5:
             victim = self.rng.choice(sorted(path for path in found.path.iterdir() if path.suffix == ".safetensors"))
             with open(victim, "r+b") as file:
@@ -242,54 +246,56 @@ class Trials:
                 byte = file.read(1)[0]
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([byte ^ 1 << self.rng.randrange(8)]))
-            self.damaged.add(step)
+            self.damaged_steps.add(step)
             self.fallbacks += 1
-            fallback, _ = latest_valid(root)
+            fallback, _ = find_latest_valid(root)
             assert fallback is not None
             assert fallback.step == older[0]
             return fallback.step
         return step
 
-    def check(self, run: Path, reference: Path) -> None:
+    def check_final_state(self, run: Path, reference: Path) -> None:
         """Every step's numbers, each time it was run, and the last state: the same bits as without interruption."""
-        wanted = {step: set(found) for step, found in numbers(reference).items()}
-        assert {step: set(found) for step, found in numbers(run).items()} == wanted
-        assert digests(newest(run)) == digests(newest(reference))
+        wanted = {step: set(found) for step, found in read_step_metrics(reference).items()}
+        assert {step: set(found) for step, found in read_step_metrics(run).items()} == wanted
+        assert checkpoint_hashes(latest_checkpoint(run)) == checkpoint_hashes(latest_checkpoint(reference))
 
     def summary(self) -> str:
         return (
-            f"{self.kills} kills in {self.runs} runs, {self.of_one_rank} of them of one rank among several: "
-            f"{self.inside_saves} inside a save, {self.swept} torn folders swept, {self.fallbacks} fallbacks past a "
-            "damaged checkpoint; every run ended with the same bits"
+            f"{self.kills} kills in {self.runs} runs, {self.single_rank_kills} of them of one rank among several: "
+            f"{self.kills_during_save} inside a save, {self.cleaned_up} torn folders swept, {self.fallbacks} fallbacks "
+            "past a damaged checkpoint; every run ended with the same bits"
         )
 
 
 @pytest.fixture
-def trials(prepared: Path, tmp_path: Path) -> Callable[..., Trials]:
-    return lambda seed, **more: Trials(prepared, tmp_path, random.Random(seed), **more)
+def trials(prepared: Path, tmp_path: Path) -> Callable[..., KillTrials]:
+    return lambda seed, **more: KillTrials(prepared, tmp_path, random.Random(seed), **more)
 
 
+@pytest.mark.guarantee("kill-resume")
 @pytest.mark.parametrize(("ranks", "kills", "seed"), [(1, 14, 1), (2, 6, 2)])
 def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, kills: int, seed: int) -> None:
-    sample: Trials = trials(seed)
-    while sample.kills < kills or not sample.inside_saves:
+    sample: KillTrials = trials(seed)
+    while sample.kills < kills or not sample.kills_during_save:
         assert sample.kills < 10 * kills, "the kills must hit saves"
-        sample.check(sample.carry_on(ranks, max(kills, sample.kills + 2)), reference(ranks))
+        sample.check_final_state(sample.run_with_kills(ranks, max(kills, sample.kills + 2)), reference(ranks))
 
 
+@pytest.mark.guarantee("kill-resume")
 @pytest.mark.slow
 def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -> None:
     def say(text: str) -> None:
         with capfd.disabled():
             print(text, flush=True)  # noqa: T201
 
-    many: Trials = trials(int(os.environ.get("LT_SEED", "0")), say=say)
+    many: KillTrials = trials(int(os.environ.get("LT_SEED", "0")), say=say)
     start_s = time.monotonic()
     while many.kills < KILLS:
         ranks = (2, 1, 2, 4)[many.runs % 4]
-        many.check(many.carry_on(ranks, KILLS), reference(ranks))
+        many.check_final_state(many.run_with_kills(ranks, KILLS), reference(ranks))
     say(f"{many.summary()}; {time.monotonic() - start_s:.0f} s")
-    assert many.inside_saves >= KILLS // 10, "the kills must hit saves"
+    assert many.kills_during_save >= KILLS // 10, "the kills must hit saves"
 
 
 def wait_after_step_9(rank: int) -> None:
@@ -316,24 +322,25 @@ def record_rows(rank: int) -> None:
     Stream.next = noting  # pyright: ignore[reportAttributeAccessIssue]
 
 
+@pytest.mark.guarantee("resume-other-ranks")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
 def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, before: int, after: int) -> None:
     """The same rows in the same order, and nearly the same numbers: only the order of additions differs."""
     run = tmp_path / "run"
-    with start(prepared, tmp_path, before, prepare=f"{__file__}:wait_after_step_9") as processes:
-        while 9 not in numbers(run):
-            assert processes.alive, processes.output()
+    with start_ranks(prepared, tmp_path, before, prepare=f"{__file__}:wait_after_step_9") as processes:
+        while 9 not in read_step_metrics(run):
+            assert processes.alive_ranks, processes.output()
             time.sleep(0.01)
         processes.kill()
         processes.wait(DEADLINE_S)
-    saved = newest(run)
+    saved = latest_checkpoint(run)
     assert (saved.step, saved.manifest.layout["world"]) == (8, before)
-    with start(prepared, tmp_path, after, prepare=f"{__file__}:record_rows") as processes:
+    with start_ranks(prepared, tmp_path, after, prepare=f"{__file__}:record_rows") as processes:
         assert processes.wait(DEADLINE_S) == [0] * after, processes.output()
 
     store = TokenStore.open(prepared / "train")
     reader = RowReader(store, open_pack(store, seq_len=64))
-    fresh = Stream(reader, global_batch=BATCH)
+    fresh = Stream(reader, global_batch_size=BATCH)
     order = fresh.global_rows(fresh.state, STEPS * BATCH)
     read = [
         dict(json.loads(line) for line in (tmp_path / f"rows-{rank}").read_text().splitlines()) for rank in range(after)
@@ -343,12 +350,12 @@ def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, bef
         assert whole.tolist() == order[step * BATCH : (step + 1) * BATCH].tolist(), f"rows of step {step + 1}"
     for rank in read:  # beyond the last step rows are only made ahead
         assert sorted(step for step in rank if step < STEPS) == list(range(saved.step, STEPS))
-    state = StreamState.from_json(newest(run).manifest.data or {})
+    state = StreamState.from_dict(latest_checkpoint(run).manifest.data or {})
     assert (state.step, state.row, state.skipped) == (STEPS, STEPS * BATCH, ())
 
-    last = events(run, "data")[-1]
+    last = read_events(run, "data")[-1]
     assert (last["step"], last["row"], last["dp_size"]) == (saved.step, saved.step * BATCH, after)
-    expected, found = numbers(reference(before)), numbers(run)
+    expected, found = read_step_metrics(reference(before)), read_step_metrics(run)
     for step in range(saved.step + 1, STEPS + 1):
         loss, norm, tokens = found[step][-1]
         assert tokens == expected[step][0][2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.metrics import read_jsonl
+from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.testing import start_run
 
 
@@ -21,10 +21,11 @@ def recipe(prepared: Path, tmp_path: Path) -> Path:
     return tmp_path / "run.toml"
 
 
-def losses(run: Path) -> dict[int, float]:
+def read_losses(run: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in read_jsonl(run / "metrics.jsonl") if "loss" in row}
 
 
+@pytest.mark.guarantee("restart-parity")
 def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(recipe: Path, tmp_path: Path) -> None:
     quiet, disturbed = tmp_path / "quiet", tmp_path / "disturbed"
     for folder in (quiet, disturbed):
@@ -57,12 +58,12 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(
     assert f"rank 1 on {os.uname().nodename} was the first to fail: killed by SIGKILL" in text
     kinds = [row["kind"] for row in read_jsonl(launch / "events.jsonl") if row["event"] == "attempt_ended"]
     assert kinds == ["killed", "done"]
-    expected = losses(quiet / "run")
+    expected = read_losses(quiet / "run")
     assert sorted(expected) == list(range(1, 41))
-    assert losses(out) == expected
+    assert read_losses(out) == expected
     done = subprocess.run(
         [*command, "status", "run", "--json"], cwd=disturbed, env=environ, capture_output=True, text=True, check=True
     )
     (row,) = json.loads(done.stdout)
-    assert (row["state"], row["attempt"], row["progress"]["step"]) == ("done", 1, 40)
+    assert (row["state"], row["attempt"], row["progress"]["step"]) == ("completed", 1, 40)
     assert row["progress"]["loss"] == expected[40]

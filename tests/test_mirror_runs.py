@@ -12,120 +12,124 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import Checkpoint, list_steps
+from lt_test_helpers.s3_server import MotoServer, run_s3_server
 from lt_trainer.errors import PeerError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.testing import RankPool, Run, start_run
-from lt_trainer.testing.bucket import Bucket, serve
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.testing import RankPool, RankProcesses, start_run
 
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
-SOON_S = 240
-FIXED = ("checkpoint.background=true", "checkpoint.interval=4", "checkpoint.keep_last=9", "data.validation=")
+TIMEOUT_S = 240
+BASE_OVERRIDES = ("checkpoint.async_save=true", "checkpoint.interval=4", "checkpoint.keep_last=9", "data.validation=")
 
 
 @pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MotoServer]:
     pytest.importorskip("moto.server", reason="moto[server] is not installed")
-    with serve(tmp_path_factory.mktemp("moto")) as found:
+    with run_s3_server(tmp_path_factory.mktemp("moto")) as found:
         yield found
 
 
 @pytest.fixture
-def url(bucket: Bucket) -> Iterator[str]:
-    yield bucket.new()
-    bucket.line.let_go()
+def url(bucket: MotoServer) -> Iterator[str]:
+    yield bucket.create_bucket()
+    bucket.relay.release()
 
 
-def start(prepared: Path, cwd: Path, bucket: Bucket, url: str, *sets: str) -> Run:
+def start_ranks(prepared: Path, cwd: Path, bucket: MotoServer, url: str, *sets: str) -> RankProcesses:
     cwd.mkdir(exist_ok=True)
-    values = (*FIXED, f"checkpoint.mirror={url}", *sets)
+    values = (*BASE_OVERRIDES, f"checkpoint.mirror_url={url}", *sets)
     arguments = [text for value in values for text in ("--set", value)]
     return start_run(["run", prepared / "run.toml", *arguments], ranks=2, cwd=cwd, env=bucket.environ, preload=PRELOAD)
 
 
-def finish(prepared: Path, cwd: Path, bucket: Bucket, url: str, *sets: str, codes: list[int]) -> list[str]:
-    with start(prepared, cwd, bucket, url, *sets) as run:
-        found = run.wait(SOON_S)
+def run_to_end(prepared: Path, cwd: Path, bucket: MotoServer, url: str, *sets: str, codes: list[int]) -> list[str]:
+    with start_ranks(prepared, cwd, bucket, url, *sets) as run:
+        found = run.wait(TIMEOUT_S)
         said = [run.output(rank) for rank in range(2)]
     assert found == codes, "\n".join(said)
     return said
 
 
-def losses(run: Path) -> dict[int, float]:
+def read_losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
 
 
-def events(run: Path, kind: str) -> list[dict]:
+def read_events(run: Path, kind: str) -> list[dict]:
     return [event for event in read_jsonl(run / "events.jsonl") if event["event"] == kind]
 
 
 @pytest.fixture(scope="module")
-def whole(prepared: Path, tmp_path_factory: pytest.TempPathFactory, bucket: Bucket) -> Path:
+def uninterrupted_run(prepared: Path, tmp_path_factory: pytest.TempPathFactory, bucket: MotoServer) -> Path:
     """A run of two ranks that nothing interrupts, and that has no mirror."""
     cwd = tmp_path_factory.mktemp("whole")
-    finish(prepared, cwd, bucket, "", codes=[0, 0])
+    run_to_end(prepared, cwd, bucket, "", codes=[0, 0])
     return cwd / "run"
 
 
+@pytest.mark.guarantee("mirror-restore")
 def test_kill_9_while_something_is_sent_and_an_empty_machine(
-    prepared: Path, tmp_path: Path, bucket: Bucket, url: str, whole: Path
+    prepared: Path, tmp_path: Path, bucket: MotoServer, url: str, uninterrupted_run: Path
 ) -> None:
     """What was being sent is no checkpoint; the one before is brought back, verified, and the rest is bit-equal."""
-    bucket.line.hold("PUT", "step-00000008/manifest.json")
-    with start(prepared, tmp_path / "first", bucket, url) as run:
-        assert bucket.line.wait(SOON_S), run.output(0)
+    bucket.relay.hold_request("PUT", "step-00000008/manifest.json")
+    with start_ranks(prepared, tmp_path / "first", bucket, url) as run:
+        assert bucket.relay.wait_held(TIMEOUT_S), run.output(0)
         run.kill()
-        assert run.wait(SOON_S) == [-signal.SIGKILL] * 2
-    bucket.line.down()  # what was held dies with its connection, as the process has
-    bucket.line.let_go()
-    bucket.line.up()
+        assert run.wait(TIMEOUT_S) == [-signal.SIGKILL] * 2
+    bucket.relay.down()  # what was held dies with its connection, as the process has
+    bucket.relay.release()
+    bucket.relay.up()
     assert bucket.steps(url) == [4]
-    assert any(name.startswith("step-00000008/") for name in bucket.names(url))
+    assert any(name.startswith("step-00000008/") for name in bucket.object_names(url))
     shutil.rmtree(tmp_path / "first")
-    said = finish(prepared, tmp_path / "second", bucket, url, codes=[0, 0])
+    said = run_to_end(prepared, tmp_path / "second", bucket, url, codes=[0, 0])
     run = tmp_path / "second" / "run"
     assert f"brought {url}/step-00000004 to " in said[0]
     assert "resuming after step 4" in said[0]
-    assert losses(run) == {step: loss for step, loss in losses(whole).items() if step > 4}
-    assert [event["step"] for event in events(run, "mirrored")] == [8, 12, 16, 20]
-    assert events(run, "mirrored")[0]["kept"] > 0, "what was sent before the kill is not sent again"
+    assert read_losses(run) == {step: loss for step, loss in read_losses(uninterrupted_run).items() if step > 4}
+    assert [event["step"] for event in read_events(run, "mirror_uploaded")] == [8, 12, 16, 20]
+    assert read_events(run, "mirror_uploaded")[0]["kept"] > 0, "what was sent before the kill is not sent again"
     assert bucket.steps(url) == [4, 8, 12, 16, 20]
     for name in ("step-00000004", "step-00000020"):
-        ours, theirs = (Checkpoint.open(folder / "checkpoints" / name).manifest for folder in (run, whole))
+        ours, theirs = (Checkpoint.open(folder / "checkpoints" / name).manifest for folder in (run, uninterrupted_run))
         assert ours.tensors == theirs.tensors
-    for text in finish(prepared, tmp_path / "third", bucket, url, "run.seed=1", codes=[64, 64]):
-        assert "holds a run with another recipe (run.seed: 0 there, 1 here)" in text, "both ranks say why"
+    for text in run_to_end(prepared, tmp_path / "third", bucket, url, "run.seed=1", codes=[64, 64]):
+        assert "has a run with another recipe (run.seed: 0 there, 1 here)" in text, "both ranks say why"
 
 
-def test_a_stop_while_something_is_sent(prepared: Path, tmp_path: Path, bucket: Bucket, url: str, whole: Path) -> None:
+@pytest.mark.guarantee("mirror-exit-code")
+def test_a_stop_while_something_is_sent(
+    prepared: Path, tmp_path: Path, bucket: MotoServer, url: str, uninterrupted_run: Path
+) -> None:
     """A signal to the other rank: both leave within the grace time, and say what is not there."""
-    bucket.line.hold("PUT", "step-00000004/weights-00001")
-    with start(prepared, tmp_path, bucket, url, "guard.grace_s=4") as run:
-        assert bucket.line.wait(SOON_S), run.output(0)
-        run.signal(signal.SIGTERM, 1)
-        deadline = time.monotonic() + SOON_S
-        while not events(tmp_path / "run", "not_mirrored"):
-            assert run.alive == [0, 1], run.output(0)
+    bucket.relay.hold_request("PUT", "step-00000004/weights-00001")
+    with start_ranks(prepared, tmp_path, bucket, url, "fault_tolerance.grace_period_s=4") as run:
+        assert bucket.relay.wait_held(TIMEOUT_S), run.output(0)
+        run.send_signal(signal.SIGTERM, 1)
+        deadline = time.monotonic() + TIMEOUT_S
+        while not read_events(tmp_path / "run", "mirror_incomplete"):
+            assert run.alive_ranks == [0, 1], run.output(0)
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        bucket.line.let_go()
-        assert run.wait(SOON_S) == [75, 75], run.output(0)
+        bucket.relay.release()
+        assert run.wait(TIMEOUT_S) == [75, 75], run.output(0)
         said = run.output(0)
-    (missing,) = events(tmp_path / "run", "not_mirrored")
+    (missing,) = read_events(tmp_path / "run", "mirror_incomplete")
     assert missing["names"] == [path.name for _, path in reversed(list_steps(tmp_path / "run" / "checkpoints"))]
     assert f"warning: not in the mirror {url}: step-00000004" in said
     assert bucket.steps(url) == []
-    finish(prepared, tmp_path, bucket, url, codes=[0, 0])
-    assert losses(tmp_path / "run") == losses(whole)
+    run_to_end(prepared, tmp_path, bucket, url, codes=[0, 0])
+    assert read_losses(tmp_path / "run") == read_losses(uninterrupted_run)
     assert bucket.steps(url) == sorted(step for step, _ in list_steps(tmp_path / "run" / "checkpoints"))
 
 
-def slow_answers(patient: bool) -> list[str]:
+def act_slowly_on_rank_0(patient: bool) -> list[str]:
     """Rank 0 acts for longer than a collective may wait."""
     import datetime
 
     import torch.distributed as dist
 
-    from lt_trainer.together import patiently, together
+    from lt_trainer.resilience.rank_sync import run_on_rank0, run_with_keepalive
     from lt_trainer.torch import GlooControl
 
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
@@ -137,12 +141,12 @@ def slow_answers(patient: bool) -> list[str]:
 
     first = dist.get_rank() == 0
     if patient:
-        return [patiently(control, first, act, lambda: seen.append(1), 0.2), "waited" if seen else ""]
-    return [together(control, first, act)]
+        return [run_with_keepalive(control, first, act, lambda: seen.append(1), 0.2), "waited" if seen else ""]
+    return [run_on_rank0(control, first, act)]
 
 
 def test_ranks_wait_longer_than_a_collective_may() -> None:
     pool = RankPool(2, preload=PRELOAD)
-    assert pool.run(slow_answers, True) == [["done", "waited"]] * 2
+    assert pool.run(act_slowly_on_rank_0, True) == [["done", "waited"]] * 2
     with pytest.raises(PeerError):
-        pool.run(slow_answers, False)
+        pool.run(act_slowly_on_rank_0, False)

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.testing.browser import Chromium, find
+from lt_test_helpers.browser import Chromium, find_browser
+from lt_trainer.run_directory.jsonl import read_jsonl
 
 STEPS = 60
 
 
-def losses(run: Path) -> dict[int, float]:
+def read_losses(run: Path) -> dict[int, float]:
     return {r["step"]: r["loss"] for r in read_jsonl(run / "metrics.jsonl") if "loss" in r}
 
 
@@ -32,20 +32,20 @@ def passage(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def finished(passage: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished_quickstart(passage: Path, lt, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A finished quickstart's folder and what it printed."""
     cwd = tmp_path_factory.mktemp("quickstart")
     text = lt("quickstart", "--source", passage, "--steps", str(STEPS), cwd=cwd)
     return cwd / "quickstart", text
 
 
-def test_it_proves_what_it_promises(finished: tuple[Path, str]) -> None:
-    folder, text = finished
+def test_it_proves_what_it_promises(finished_quickstart: tuple[Path, str]) -> None:
+    folder, text = finished_quickstart
     summary = json.loads((folder / "summary.json").read_text())
-    shadow = read_jsonl(folder / "run" / "shadow.jsonl")
+    shadow = read_jsonl(folder / "run" / "resume_check.jsonl")
     assert [r["step"] for r in shadow] == list(range(STEPS // 2 + 1, STEPS // 2 + 11))
-    assert [r["loss"] for r in shadow] == [losses(folder / "run")[r["step"]] for r in shadow]
-    assert summary["resume"]["equal"] is True
+    assert [r["loss"] for r in shadow] == [read_losses(folder / "run")[r["step"]] for r in shadow]
+    assert summary["resume"]["is_equal"] is True
     assert summary["logits"]["max_difference"] <= 1e-4 * summary["logits"]["scale"]
     scores = {
         s["name"]: s["nats_per_token"] for s in [summary["comparison"]["model"], *summary["comparison"]["baselines"]]
@@ -59,36 +59,36 @@ def test_it_proves_what_it_promises(finished: tuple[Path, str]) -> None:
     assert len(list((folder / "model").glob("model-*.safetensors"))) >= 2, "sharded, with an index"
 
 
-def test_it_ends_with_a_page_about_the_run(finished: tuple[Path, str]) -> None:
-    folder, text = finished
+def test_it_ends_with_a_page_about_the_run(finished_quickstart: tuple[Path, str]) -> None:
+    folder, text = finished_quickstart
     assert f"to open in a browser: {Path('quickstart') / 'report.html'}" in text
     page = (folder / "report.html").read_text()
     for shown in (
-        f"done, step {STEPS} of {STEPS}",
+        f"completed, step {STEPS} of {STEPS}",
         "Length of documents",
         "bfd-256",
-        "Where the parameters are",
+        "Memory per device",
         "resume",
     ):
         assert shown in page, shown
-    if find() is None:
+    if find_browser() is None:
         pytest.skip("NO BROWSER: the page was not opened; install the Debian package chromium")
     with Chromium() as browser:
         shown = browser.open(folder / "report.html")
         assert (shown.errors, shown.requests) == ([], [(folder / "report.html").as_uri()])
-        assert shown.value("document.querySelector('#chart-loss path.line') !== null")
+        assert shown.evaluate_js("document.querySelector('#chart-loss path.line') !== null")
 
 
-def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished: tuple[Path, str]) -> None:
+def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished_quickstart: tuple[Path, str]) -> None:
     """From the metrics alone: labels counted by the engine, step by step, against what the baselines have counted."""
-    folder, _ = finished
+    folder, _ = finished_quickstart
     trained = sum(r["valid_tokens"] for r in read_jsonl(folder / "run" / "metrics.jsonl") if "loss" in r)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["comparison"]["seen_tokens"] == trained
 
 
-def test_the_commands_by_hand_give_the_same_run(finished: tuple[Path, str], lt, tmp_path: Path) -> None:
-    folder, text = finished
+def test_the_commands_by_hand_give_the_same_run(finished_quickstart: tuple[Path, str], lt, tmp_path: Path) -> None:
+    folder, text = finished_quickstart
     commands = [line.strip() for line in text.splitlines() if line.startswith("  lt ")]
     assert len(commands) == 13
     hand = tmp_path / "quickstart"
@@ -96,22 +96,22 @@ def test_the_commands_by_hand_give_the_same_run(finished: tuple[Path, str], lt, 
     shutil.copy(folder / "run.toml", hand / "run.toml")
     for command in commands:
         lt(*shlex.split(command)[1:], cwd=tmp_path)
-    assert losses(hand / "run") == losses(folder / "run")
+    assert read_losses(hand / "run") == read_losses(folder / "run")
     assert (hand / "report.html").exists()
     assert (hand / "model" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
 
 
-def test_run_again_it_goes_on_with_what_is_there(finished: tuple[Path, str], passage: Path, lt) -> None:
-    folder, _ = finished
+def test_run_again_it_goes_on_with_what_is_there(finished_quickstart: tuple[Path, str], passage: Path, lt) -> None:
+    folder, _ = finished_quickstart
     before = (folder / "run" / "metrics.jsonl").read_bytes()
     text = lt("quickstart", "--source", passage, "--steps", str(STEPS), cwd=folder.parent)
-    assert "going on with what is there" in text
+    assert "continuing it" in text
     assert (folder / "run" / "metrics.jsonl").read_bytes() == before
 
 
-def test_other_settings_need_to_be_told_to_start_over(finished: tuple[Path, str], passage: Path, lt) -> None:
-    folder, _ = finished
+def test_other_settings_need_to_be_told_to_start_over(finished_quickstart: tuple[Path, str], passage: Path, lt) -> None:
+    folder, _ = finished_quickstart
     text = lt("quickstart", "--source", passage, "--steps", "70", cwd=folder.parent, code=64)
     assert f"steps was {STEPS}, is 70" in text
-    assert "--fresh" in text
+    assert "--overwrite" in text
     assert (folder / "summary.json").exists()

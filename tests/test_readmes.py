@@ -1,11 +1,11 @@
-"""The READMEs: what every package has, links that lead somewhere, and tables that are what the code says."""
+"""The READMEs and docs: what every package has, and links that lead somewhere."""
 
 import re
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/*.md")])
+READMES = sorted([*ROOT.glob("*.md"), *ROOT.glob("packages/*/README.md"), *ROOT.glob("docs/**/*.md")])
 
 
 def test_every_package_has_a_readme_with_an_example_and_a_changelog() -> None:
@@ -17,24 +17,24 @@ def test_every_package_has_a_readme_with_an_example_and_a_changelog() -> None:
         assert f"## [{project['version']}]" in changelog
 
 
-def test_hyperparameter_table_is_generated() -> None:
-    from lt_trainer.hyperparameters import markdown
-
-    assert markdown().strip() in (ROOT / "packages" / "lt-trainer" / "README.md").read_text()
-
-
-def test_gpu_options_table_names_every_option() -> None:
-    from lt_trainer.fields import leaves
-    from lt_trainer_gpu import GpuOptions
-
-    rows = re.findall(
-        r"^\| `(\w+)` \| `([^`]*)` \|", (ROOT / "packages" / "lt-trainer-gpu" / "README.md").read_text(), re.M
-    )
-    written = {name: default.strip('"') for name, default in rows}
-    assert written == {leaf.name: str(leaf.default).lower() for leaf in leaves(GpuOptions).values()}
-
-
 def test_links_between_documents_lead_somewhere() -> None:
     for path in READMES:
         for target in re.findall(r"\]\((?!https?://)([^)#]+)\)", path.read_text()):
             assert (path.parent / target).exists(), f"{path.relative_to(ROOT)}: {target}"
+
+
+def test_the_table_of_memory_is_what_a_plan_says() -> None:
+    from lt_trainer.config.recipe import load
+    from lt_trainer.planning.devices import DEVICES
+    from lt_trainer.planning.plan import make_plan
+
+    text = (ROOT / "docs" / "guides" / "parallelism.md").read_text()
+    for column, example in enumerate(("smp-70b.toml", "bench-7b/hsdp.toml")):
+        memory = make_plan(load(ROOT / "examples" / example), device=DEVICES["h100"], devices=8).memory
+        found = {name: size for name, size in memory.parts.items() if f"| {name} |" in text} | {
+            "needed, with reserve": memory.needed
+        }
+        assert len(found) == 6
+        for name, size in found.items():
+            (row,) = re.findall(rf"^\| {name} \| (.*) \| (.*) \|$", text, re.M)
+            assert row[column] == f"{size / 2**30:.2f}", name

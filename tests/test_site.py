@@ -32,25 +32,25 @@ def test_links_lead_to_pages_of_the_site_or_become_text(site: ModuleType) -> Non
     text = (
         "[a](packages/lt-data) [b](docs/guides/launch.md#x) [c](tests/conftest.py) [d](https://x.org) [e](nowhere.md)"
     )
-    assert site.relinked(text, "README.md", known) == (
+    assert site.rewrite_links(text, "README.md", known) == (
         "[a](packages/lt-data.md) [b](guides/launch.md#x) c [d](https://x.org) [e](nowhere.md)"
     )
     back = "[r](../../README.md) ![p](../images/report.png) [p](../../packages/lt-data/README.md)\n    [code](../x.md)"
     both = "    [code](../x.md)\n\n[r](../../README.md)\n\n```\n[r](../../README.md)\n```\n\n[r](../../README.md)"
-    assert site.relinked(both, "docs/guides/launch.md", known) == (
+    assert site.rewrite_links(both, "docs/guides/launch.md", known) == (
         "    [code](../x.md)\n\n[r](../index.md)\n\n```\n[r](../../README.md)\n```\n\n[r](../index.md)"
     )
-    assert site.relinked(back, "docs/guides/launch.md", known) == (
+    assert site.rewrite_links(back, "docs/guides/launch.md", known) == (
         "[r](../index.md) ![p](../images/report.png) [p](../packages/lt-data.md)\n    [code](../x.md)"
     )
 
 
 def test_every_page_stands_in_the_navigation(site: ModuleType) -> None:
-    known = site.pages()
+    known = site.find_pages()
     assert set(known) >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")}
     assert set(site.PACKAGES) == {path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")}
-    shown = set(re.findall(r"[\w./-]+\.md", repr(site.navigation(known))))
-    assert shown == set(known.values()) | {f"api/{name}.md" for name in site.PACKAGES}
+    shown = set(re.findall(r"[\w./-]+\.md", repr(site.build_navigation(known))))
+    assert shown == set(known.values()) - set(site.UNLISTED) | {f"api/{name}.md" for name in site.PACKAGES}
 
 
 def test_the_reference_has_every_name_that_a_package_exports(site: ModuleType) -> None:
@@ -58,7 +58,7 @@ def test_the_reference_has_every_name_that_a_package_exports(site: ModuleType) -
     import lt_trainer
 
     for module in (lt_data, lt_trainer):
-        names = {name.rpartition(".")[2] for name in site.public_names(module.__name__.replace("_", "-"))}
+        names = {name.rpartition(".")[2] for name in site.exported_names(module.__name__.replace("_", "-"))}
         assert names == set(module.__all__)
 
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import latest_valid
-from lt_trainer.metrics import read_jsonl
+from lt_ckpt import find_latest_valid
+from lt_trainer.run_directory.jsonl import read_jsonl
 
-LONG = ("--set", "schedule.max_steps=100000", "--set", "checkpoint.interval=1000")
+LONG_RUN_ARGS = ("--set", "schedule.max_steps=100000", "--set", "checkpoint.interval=1000")
 
 
 @contextmanager
-def under_torchrun(recipe: Path, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen]:
+def start_torchrun(recipe: Path, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen]:
     command = [sys.executable, "-m", "lt_trainer", "torchrun", str(recipe), "--nproc-per-node", "2", *arguments]
     with (
         open(cwd / "out.txt", "w", encoding="utf-8") as out,
@@ -31,7 +31,7 @@ def under_torchrun(recipe: Path, cwd: Path, *arguments: str) -> Iterator[subproc
             process.kill()
 
 
-def until_training(process: subprocess.Popen, cwd: Path) -> None:
+def wait_until_training(process: subprocess.Popen, cwd: Path) -> None:
     metrics = cwd / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and len(read_jsonl(metrics)) >= 2):
@@ -40,7 +40,7 @@ def until_training(process: subprocess.Popen, cwd: Path) -> None:
         time.sleep(0.05)
 
 
-def ranks(cwd: Path) -> dict[int, int]:
+def rank_pids(cwd: Path) -> dict[int, int]:
     """Process numbers by rank, from the heartbeats."""
     import json
 
@@ -50,52 +50,62 @@ def ranks(cwd: Path) -> dict[int, int]:
     }
 
 
+@pytest.mark.guarantee("torchrun-signals")
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Path, tmp_path: Path, number) -> None:
-    with under_torchrun(prepared / "run.toml", tmp_path, *LONG) as process:
-        until_training(process, tmp_path)
+    with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
+        wait_until_training(process, tmp_path)
         process.send_signal(number)
         process.send_signal(signal.SIGTERM)  # a second one changes nothing
         assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
-    found, rejected = latest_valid(tmp_path / "run" / "checkpoints")
+    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
     assert not rejected
     assert found is not None
     events = read_jsonl(tmp_path / "run" / "events.jsonl")
     assert [(e["step"], e["signal"]) for e in events if e["event"] == "stop"] == [(found.step, number.name)]
 
 
+@pytest.mark.guarantee("torchrun-signals")
 def test_a_rank_that_cannot_stop_is_killed_after_the_grace_time_of_the_recipe(prepared: Path, tmp_path: Path) -> None:
     """torchrun's own patience is 30 s; a stopped process does not even see SIGTERM."""
-    arguments = (*LONG, "--set", "guard.grace_s=3", "--set", "guard.timeout_s=500")
-    with under_torchrun(prepared / "run.toml", tmp_path, *arguments) as process:
-        until_training(process, tmp_path)
-        os.kill(ranks(tmp_path)[1], signal.SIGSTOP)
+    arguments = (
+        *LONG_RUN_ARGS,
+        "--set",
+        "fault_tolerance.grace_period_s=3",
+        "--set",
+        "fault_tolerance.hang_timeout_s=500",
+    )
+    with start_torchrun(prepared / "run.toml", tmp_path, *arguments) as process:
+        wait_until_training(process, tmp_path)
+        os.kill(rank_pids(tmp_path)[1], signal.SIGSTOP)
         start = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=180) != 0
         assert 2.5 < time.monotonic() - start < 25
 
 
+@pytest.mark.guarantee("lost-rank")
 def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path: Path) -> None:
-    with under_torchrun(prepared / "run.toml", tmp_path, *LONG) as process:
-        until_training(process, tmp_path)
-        os.kill(ranks(tmp_path)[1], signal.SIGKILL)
+    with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
+        wait_until_training(process, tmp_path)
+        os.kill(rank_pids(tmp_path)[1], signal.SIGKILL)
         assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
     log = (tmp_path / "run" / "logs" / "rank00000.log").read_text(encoding="utf-8")
     assert "rank 1" in log
-    assert "start the run again" in log
+    assert "rerun to resume" in log
 
 
 def test_a_mistake_in_the_recipe_is_told_once(prepared: Path, tmp_path: Path) -> None:
-    with under_torchrun(prepared / "run.toml", tmp_path, "--set", "optimizer.beta1=7") as process:
+    with start_torchrun(prepared / "run.toml", tmp_path, "--set", "optimizer.beta1=7") as process:
         assert process.wait(timeout=120) == 64
     assert (tmp_path / "out.txt").read_text(encoding="utf-8").count("optimizer.beta1 = 7") == 1
-    with under_torchrun(prepared / "run.toml", tmp_path, "--set", "parallel.tp=4") as process:
+    with start_torchrun(prepared / "run.toml", tmp_path, "--set", "parallel.tp=4") as process:
         assert process.wait(timeout=120) == 64  # only the ranks know how many they are
 
 
+@pytest.mark.guarantee("preflight")
 def test_check_on_all_ranks(prepared: Path, tmp_path: Path) -> None:
-    with under_torchrun(prepared / "run.toml", tmp_path, "--check") as process:
+    with start_torchrun(prepared / "run.toml", tmp_path, "--check") as process:
         assert process.wait(timeout=180) == 0
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("ok ")]

@@ -20,15 +20,15 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from lt_data import RowReader, Stream, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.config.recipe import load
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 STEPS, WARMUP, ROWS, SEQ_LEN = 300, 30, 8, 64
-LR, MIN_LR, DECAY, BETAS, EPS, CLIP = 3e-3, 3e-4, 0.1, (0.9, 0.95), 1e-8, 1.0
+LR, MIN_LR, WEIGHT_DECAY, BETAS, EPS, GRAD_CLIP = 3e-3, 3e-4, 0.1, (0.9, 0.95), 1e-8, 1.0
 MODULES = ("argparse", "ast", "calendar", "configparser", "datetime", "difflib", "doctest", "inspect", "optparse")
 
-Mode = Callable[[], AbstractContextManager[object]]
+ModeFactory = Callable[[], AbstractContextManager[object]]
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,15 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def reference(root: Path, steps: int, *, dtype: torch.dtype, mode: Mode = nullcontext, parts: int = 1) -> np.ndarray:
+def reference_losses(
+    root: Path, steps: int, *, dtype: torch.dtype, mode: ModeFactory = nullcontext, parts: int = 1
+) -> np.ndarray:
     """The losses of transformers' model, its batch in so many micro-batches."""
     with mode():
         model = LlamaForCausalLM.from_pretrained(root / "model", dtype=dtype, attn_implementation="sdpa")
     undecayed = [p for name, p in model.named_parameters() if "norm" in name or "embed" in name]
     decayed = [p for name, p in model.named_parameters() if not ("norm" in name or "embed" in name)]
-    groups = [{"params": decayed, "weight_decay": DECAY}, {"params": undecayed, "weight_decay": 0.0}]
+    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}, {"params": undecayed, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=BETAS, eps=EPS)
 
     def factor(step: int) -> float:
@@ -78,7 +80,7 @@ def reference(root: Path, steps: int, *, dtype: torch.dtype, mode: Mode = nullco
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     tokens = TokenStore.open(root / "store")
     reader = RowReader(tokens, open_pack(tokens, seq_len=SEQ_LEN, mode="concat"), document_mask=False)
-    stream = Stream(reader, global_batch=ROWS, seed=0)
+    stream = Stream(reader, global_batch_size=ROWS, seed=0)
     losses = []
     for _ in range(steps):
         rows = stream.next().rows
@@ -92,34 +94,34 @@ def reference(root: Path, steps: int, *, dtype: torch.dtype, mode: Mode = nullco
             loss = loss / (labels != -100).sum()
             loss.backward()
             total += loss.item()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         optimizer.step()
         scheduler.step()
         losses.append(total)
     return np.array(losses)
 
 
-def ours(root: Path, out: Path, steps: int, dtype: str) -> np.ndarray:
+def lt_losses(root: Path, out: Path, steps: int, dtype: str) -> np.ndarray:
     """The losses of our run, which has two micro-batches where the reference has one batch."""
     base = {
-        "run": {"out": str(out)},
+        "run": {"dir": str(out)},
         "model": {"init_from": str(root / "model")},
-        "data": {"store": str(root / "store"), "seq_len": SEQ_LEN, "pack": "concat", "document_mask": False},
-        "batch": {"global_batch": ROWS, "micro_batch": ROWS // 2},
+        "data": {"store": str(root / "store"), "seq_len": SEQ_LEN, "packing": "concat", "document_mask": False},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": ROWS // 2},
         "optimizer": {
             "lr": LR,
-            "weight_decay": DECAY,
+            "weight_decay": WEIGHT_DECAY,
             "beta1": BETAS[0],
             "beta2": BETAS[1],
             "eps": EPS,
-            "grad_clip": CLIP,
+            "grad_clip": GRAD_CLIP,
         },
         "schedule": {"kind": "cosine", "max_steps": STEPS, "warmup_steps": WARMUP, "min_lr": MIN_LR},
         "checkpoint": {"interval": 0},
         "metrics": {"log_interval": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
     }
-    code = run(load(base=base), environ={}, stop_at_step=steps if steps < STEPS else 0)
+    code = run(load(base=base), environ={}, stop_after_step=steps if steps < STEPS else 0)
     assert code == (75 if steps < STEPS else 0)
     return np.array([record["loss"] for record in read_jsonl(out / "metrics.jsonl") if "loss" in record])
 
@@ -135,17 +137,17 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 def test_the_first_steps_in_float64(store, no_float32, tmp_path) -> None:
     """Forward, backward, clipping, AdamW with its two groups and the warm-up are the same arithmetic."""
-    expected = reference(store, 12, dtype=torch.float64, mode=no_float32)
-    found = ours(store, tmp_path / "run", 12, "float64")
+    expected = reference_losses(store, 12, dtype=torch.float64, mode=no_float32)
+    found = lt_losses(store, tmp_path / "run", 12, "float64")
     np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-12)
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_300_steps_stay_within_the_noise(store, tmp_path) -> None:
-    expected = reference(store, STEPS, dtype=torch.float32)
-    again = [reference(store, STEPS, dtype=torch.float32, parts=parts) for parts in (2, 4)]
-    found = ours(store, tmp_path / "run", STEPS, "float32")
+    expected = reference_losses(store, STEPS, dtype=torch.float32)
+    again = [reference_losses(store, STEPS, dtype=torch.float32, parts=parts) for parts in (2, 4)]
+    found = lt_losses(store, tmp_path / "run", STEPS, "float32")
     assert len(found) == STEPS
     np.testing.assert_allclose(found[:3], expected[:3], rtol=1e-6)
     assert expected[-20:].mean() < expected[0] - 2, "it learns"

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "tools" / "trn1_acceptance.sh"
 
-STAND_IN = """
+FAKE_LT_SCRIPT = """
 import json, math, os, sys
 from pathlib import Path
 
@@ -29,7 +29,7 @@ if name == "python":
     else:
         sys.exit(0)
 if name == "lt-train":
-    from lt_trainer.cli import app
+    from lt_trainer.cli.commands import app
 else:
     from lt_ckpt.cli import app
 
@@ -46,7 +46,7 @@ if name == "lt-ckpt" or arguments[0] == "neuron-cache":
     sys.exit(0)
 
 from lt_trainer.engine import World
-from lt_trainer.recipe import llama_config, load
+from lt_trainer.config.recipe import llama_config, load
 from lt_trainer_neuron import SPEC, check_model
 
 path = Path(next(argument for argument in arguments[1:] if argument.endswith(".toml")))
@@ -60,14 +60,14 @@ if arguments[0] == "precompile":
     graph.parent.mkdir(parents=True, exist_ok=True)
     graph.touch()
 elif arguments[0] in ("torchrun", "run"):
-    if recipe.engine["neuron"].compile_key == "refuse" and not key.exists():
+    if recipe.engine["neuron"].compile_key == "error" and not key.exists():
         sys.exit(64)
-    out = Path(recipe.run.out)
+    out = Path(recipe.run.dir)
     out.mkdir(parents=True, exist_ok=True)
-    shadow = "--shadow-steps" in arguments
+    shadow = "--verify-resume-steps" in arguments
     steps = range(21, 26) if shadow else range(1, recipe.schedule.max_steps + 1)
     rows = [json.dumps({"step": step, "loss": math.log(32000) + step / 1000}) for step in steps]
-    (out / ("shadow.jsonl" if shadow else "metrics.jsonl")).write_text("\\n".join(rows) + "\\n")
+    (out / ("resume_check.jsonl" if shadow else "metrics.jsonl")).write_text("\\n".join(rows) + "\\n")
     if recipe.checkpoint.interval:
         (out / "checkpoints" / f"step-{steps[-1]:09d}").mkdir(parents=True, exist_ok=True)
     sys.exit(1 if shadow else 0)
@@ -78,7 +78,7 @@ def test_every_command_and_recipe_of_the_acceptance_run_is_taken(tmp_path: Path)
     commands = tmp_path / "bin"
     commands.mkdir()
     for name in ("lt-train", "lt-ckpt", "python"):
-        (commands / name).write_text(f"#!{sys.executable}\n{STAND_IN}")
+        (commands / name).write_text(f"#!{sys.executable}\n{FAKE_LT_SCRIPT}")
         (commands / name).chmod(0o755)
     (commands / "neuron-ls").write_text("#!/bin/sh\n")
     (commands / "neuron-ls").chmod(0o755)

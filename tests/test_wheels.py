@@ -25,9 +25,9 @@ SIBLINGS = {
     "lt-launch": {"lt-ckpt", "lt-data", "lt-model", "lt-trainer"},
 }
 NEEDS_TORCH = {"lt-trainer-gpu"}
-SDIST = {"LICENSE", "PKG-INFO", "pyproject.toml", "pyproject.toml.orig", "README.md"}
+SDIST_FILES = {"LICENSE", "PKG-INFO", "pyproject.toml", "pyproject.toml.orig", "README.md"}
 """What an sdist has beside the sources; the one with .orig is what its maker was given."""
-HEAVY = ["torch", "transformers", "boto3", "datasets", "matplotlib"]
+HEAVY_PACKAGES = ["torch", "transformers", "boto3", "datasets", "matplotlib"]
 
 
 def run(*command: str | Path, cwd: Path) -> str:
@@ -82,7 +82,7 @@ def test_wheel_and_sdist_carry_the_package_and_nothing_else(wheels: Path, packag
     with tarfile.open(sdist) as archive:
         inside = {part.name.partition("/")[2] for part in archive.getmembers() if part.isfile()}
     assert {f"src/{name}" for name in sources} <= inside
-    assert {name for name in inside if not name.startswith("src/")} <= SDIST
+    assert {name for name in inside if not name.startswith("src/")} <= SDIST_FILES
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -93,7 +93,7 @@ def test_wheel_alone_imports(install, package: str, tmp_path: Path) -> None:
     if package not in NEEDS_TORCH:
         assert "torch" not in names
     module = package.replace("-", "_")
-    script = f"import sys, {module}; print([m for m in {HEAVY!r} if m in sys.modules])"
+    script = f"import sys, {module}; print([m for m in {HEAVY_PACKAGES!r} if m in sys.modules])"
     assert run(python, "-W", "error", "-c", script, cwd=tmp_path).strip() == "[]"
 
 
@@ -117,7 +117,7 @@ def test_lt_data_alone_prepares_packs_and_streams(install, tmp_path: Path) -> No
                 store = TokenStore.open("store")
                 store.verify()
                 index = pack(store, seq_len=32, mode="bfd")
-                stream = Stream(RowReader(store, index), global_batch=4, seed=1)
+                stream = Stream(RowReader(store, index), global_batch_size=4, seed=1)
                 batch = stream.next()
                 assert batch.rows.input_ids.shape == (4, 32)
                 assert batch.valid_tokens == int((batch.rows.labels != -100).sum()) > 0

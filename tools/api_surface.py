@@ -1,16 +1,16 @@
-"""The frozen list of what users may rely on: Python names, commands with options, recipe fields, programs, extras.
+"""Frozen lists of what users may rely on: Python names, commands with options, recipe fields, programs, extras.
 
-There is one list for each package.
+There is one list per package.
 
-    python tools/api_surface.py                   # fails where packages/*/API.txt is not what the sources say
-    python tools/api_surface.py --write           # writes the lists; look at the diff before you commit it
+    python tools/api_surface.py                   # fails where packages/*/API.txt does not match the sources
+    python tools/api_surface.py --write           # writes the lists; review the diff before you commit it
     python tools/api_surface.py --since lt-data-v0.1.0 lt-data    # breaks, additions and the next version they need
 
-A change of a list is a change for users: it comes with a line in the package's changelog (tools/changelog.py sees to
-that, since the sources changed too) and decides how far the next version must move (tools/release.py).
+A changed list is a change for users: it needs a line in the package's changelog (tools/changelog.py checks that, since
+the sources changed too) and decides how far the next version must move (tools/release.py).
 
-Python names come from the sources (tools/api_names.py); commands and recipe fields from the packages themselves, which
-have to be installed: it is the command line that users see, not the code that makes it. A few seconds.
+Python names come from the sources (tools/api_names.py); commands and recipe fields from the installed packages, because
+users see the command line and not the code that builds it. A few seconds.
 """
 
 from __future__ import annotations
@@ -24,56 +24,56 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from api_names import names
-from members import ROOT, Member, ToolError, chosen, read
-from surface_levels import bumped, compare, level_of
+from api_names import public_names
+from members import ROOT, Member, ToolError, get_member, read_members
+from version_bump import bump_version, diff_api, required_bump
 
-__all__ = ["changes_since", "command_lines", "field_lines", "frozen", "surface"]
+__all__ = ["api_lines", "command_lines", "diff_since_tag", "field_lines", "parse_api_file"]
 
-FILE = "API.txt"
-COMMANDS = "lt.commands"
-HEADER = (
-    "# What users of {name} may rely on. Written by tools/api_surface.py; a change of it belongs in CHANGELOG.md.\n"
-)
-RECIPES = {
-    "lt-trainer": ("", "lt_trainer.recipe", "Recipe"),
+API_FILE = "API.txt"
+ENTRY_POINT_GROUP = "lt.commands"
+HEADER = "# Public API of {name}, written by tools/api_surface.py; a change of it belongs in CHANGELOG.md.\n"
+RECIPE_SCHEMAS = {
+    "lt-trainer": ("", "lt_trainer.config.recipe", "Recipe"),
     "lt-trainer-gpu": ("engine.gpu.", "lt_trainer_gpu.options", "GpuOptions"),
     "lt-trainer-neuron": ("engine.neuron.", "lt_trainer_neuron.options", "NeuronOptions"),
 }
 """Prefix, module and class of the recipe fields that a package owns."""
 
 
-def surface(member: Member) -> list[str]:
-    """All lines of a package: names, then commands, then recipe fields, then what is installed by name."""
+def api_lines(member: Member) -> list[str]:
+    """Return all lines of a package: names, commands, recipe fields, extras and programs."""
     installed = [f"extra {member.name}[{extra}]" for extra in sorted(member.extras)]
     installed += [f"program {script}" for script in sorted(member.scripts)]
-    return [*names(member), *_commands(member), *_fields(member), *installed]
+    return [*public_names(member), *_command_lines(member), *_recipe_field_lines(member), *installed]
 
 
-def frozen(text: str) -> list[str]:
-    """The lines of a list that was written, without comments."""
+def parse_api_file(text: str) -> list[str]:
+    """Return the lines of a written list, without comments."""
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def changes_since(tag: str, member: Member, *, root: Path = ROOT) -> tuple[list[str], list[str]]:
-    """Breaks and additions of the frozen list since a tag; nothing where the tag has no list yet.
+def diff_since_tag(tag: str, member: Member, *, root: Path = ROOT) -> tuple[list[str], list[str]]:
+    """Return breaks and additions of the frozen list since a tag; nothing if the tag has no list.
 
     Raises:
         ToolError: there is no such tag.
     """
-    path = f"packages/{member.name}/{FILE}"
-    there = _git("ls-tree", "--name-only", tag, path, root=root).strip()
-    before = frozen(_git("show", f"{tag}:{path}", root=root)) if there else []
-    return compare(before, frozen((member.folder / FILE).read_text(encoding="utf-8"))) if there else ([], [])
+    path = f"packages/{member.name}/{API_FILE}"
+    exists = _git("ls-tree", "--name-only", tag, path, root=root).strip()
+    before = parse_api_file(_git("show", f"{tag}:{path}", root=root)) if exists else []
+    return (
+        diff_api(before, parse_api_file((member.folder / API_FILE).read_text(encoding="utf-8"))) if exists else ([], [])
+    )
 
 
-def _commands(member: Member) -> Iterator[str]:
-    """Commands with arguments and options, of the entry points that the package declares.
+def _command_lines(member: Member) -> Iterator[str]:
+    """Yield the commands, arguments and options of the entry points that the package declares.
 
-    The group `lt.commands` has those of `lt`, `lt.commands.train` those that are added to `lt train`.
+    The group `lt.commands` has the commands of `lt`, `lt.commands.train` those added to `lt train`.
     """
     for group, commands in sorted(member.entry_points.items()):
-        if group != COMMANDS and not group.startswith(f"{COMMANDS}."):
+        if group != ENTRY_POINT_GROUP and not group.startswith(f"{ENTRY_POINT_GROUP}."):
             continue
         path = "/".join(["lt", *group.split(".")[2:]])
         for name, target in sorted(commands.items()):
@@ -83,18 +83,18 @@ def _commands(member: Member) -> Iterator[str]:
 
 
 def command_lines(app: Any, path: str) -> list[str]:
-    """The lines of a typer app, or of a command, that is called by the words of `path`."""
-    return sorted(set(_walk(_click(app), path)))
+    """Return the lines of a typer app or command that is called by the words of `path`."""
+    return sorted(set(_walk_commands(_click_command(app), path)))
 
 
-def _click(app: Any) -> Any:
-    """The command object below a typer app, or what has that interface already."""
+def _click_command(app: Any) -> Any:
+    """Return the click command of a typer app; any other object unchanged."""
     import typer
 
     return typer.main.get_command(app) if isinstance(app, typer.Typer) else app
 
 
-def _walk(command: Any, path: str) -> Iterator[str]:
+def _walk_commands(command: Any, path: str) -> Iterator[str]:
     yield f"command {path}"
     for parameter in getattr(command, "params", ()):
         required = " required" if parameter.required else ""
@@ -103,18 +103,18 @@ def _walk(command: Any, path: str) -> Iterator[str]:
             continue
         kind = "flag" if getattr(parameter, "is_flag", False) else "many" if parameter.multiple else "value"
         default = getattr(parameter.default, "value", parameter.default)
-        said = f" = {default}" if isinstance(default, str | int | float | Path) and kind == "value" else ""
+        shown = f" = {default}" if isinstance(default, str | int | float | Path) and kind == "value" else ""
         for option in (*parameter.opts, *parameter.secondary_opts):
-            yield f"option {path}({option}) {kind}{said}{required}"
-        described = getattr(parameter, "type_descriptor", None)  # None for an option that typer adds by itself
-        for choice in sorted(_choices(getattr(described, "annotation", None))):
+            yield f"option {path}({option}) {kind}{shown}{required}"
+        descriptor = getattr(parameter, "type_descriptor", None)  # None for an option that typer adds by itself
+        for choice in sorted(_choices(getattr(descriptor, "annotation", None))):
             yield f"choice {path}({parameter.opts[0]}) {choice}"
     for name, child in sorted(getattr(command, "commands", {}).items()):
-        yield from _walk(child, f"{path}/{name}")
+        yield from _walk_commands(child, f"{path}/{name}")
 
 
 def _choices(annotation: Any) -> set[str]:
-    """The values that an annotation allows, where it names them: literals and enumerations, also `X | None`."""
+    """Return the values that an annotation allows: literals and enumerations, also in `X | None`."""
     if get_origin(annotation) is Literal:
         return {str(value) for value in get_args(annotation)}
     if isinstance(annotation, type) and issubclass(annotation, Enum):
@@ -122,19 +122,22 @@ def _choices(annotation: Any) -> set[str]:
     return {value for part in get_args(annotation) for value in _choices(part)}
 
 
-def _fields(member: Member) -> Iterator[str]:
-    """Recipe fields with type and default, and the upper-case name where a field has one."""
-    if member.name not in RECIPES:
+def _recipe_field_lines(member: Member) -> Iterator[str]:
+    """Yield the recipe fields with default and upper-case name, if any."""
+    if member.name not in RECIPE_SCHEMAS:
         return
-    from lt_trainer.fields import leaves
+    from lt_trainer.config import leaves
 
-    prefix, module, owner = RECIPES[member.name]
+    prefix, module, owner = RECIPE_SCHEMAS[member.name]
     yield from field_lines(leaves(getattr(import_module(module), owner)).values(), prefix)
 
 
 def field_lines(leaves: Iterable[Any], prefix: str = "") -> list[str]:
-    """The lines of recipe fields (`lt_trainer.fields.Leaf`)."""
-    return [f"recipe {prefix}{leaf.name} = {leaf.default!r}{f' {leaf.hp}' if leaf.hp else ''}" for leaf in leaves]
+    """Return the lines of recipe fields (`lt_trainer.config.fields.Leaf`)."""
+    return [
+        f"recipe {prefix}{leaf.name} = {leaf.default!r}{f' {leaf.hyperparameter}' if leaf.hyperparameter else ''}"
+        for leaf in leaves
+    ]
 
 
 def _git(*arguments: str, root: Path) -> str:
@@ -145,36 +148,42 @@ def _git(*arguments: str, root: Path) -> str:
 
 
 def _check(member: Member, *, write: bool) -> list[str]:
-    path, now = member.folder / FILE, surface(member)
-    before = frozen(path.read_text(encoding="utf-8")) if path.is_file() else []
+    path, now = member.folder / API_FILE, api_lines(member)
+    before = parse_api_file(path.read_text(encoding="utf-8")) if path.is_file() else []
     if write:
         path.write_text(HEADER.format(name=member.name) + "\n".join(now) + "\n", encoding="utf-8")
         return []
-    breaks, added = compare(before, now)
+    breaks, added = diff_api(before, now)
     return [f"{member.name}: {line}" for line in [*breaks, *added]]
 
 
 def main(arguments: list[str]) -> int:
-    """Check, write or compare the lists; returns 1 if one is not what the sources say."""
+    """Check, write or compare the lists; return 1 if one does not match the sources."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("packages", nargs="*", help="all by default")
-    parser.add_argument("--write", action="store_true", help="write what the sources say")
+    parser.add_argument("--write", action="store_true", help="write the lists")
     parser.add_argument("--since", metavar="TAG", help="print what changed since a tag, for one package")
     options = parser.parse_args(arguments)
-    members: Mapping[str, Member] = read()
-    picked = [chosen(members, name) for name in options.packages or members]
+    members: Mapping[str, Member] = read_members()
+    picked = [get_member(members, name) for name in options.packages or members]
     if options.since:
         if len(picked) != 1:
             parser.error("--since takes one package")
-        breaks, added = changes_since(options.since, picked[0])
+        breaks, added = diff_since_tag(options.since, picked[0])
         version = picked[0].version
         print(
-            "\n".join([*breaks, *added, f"next version: {bumped(version, level_of(breaks, added, version=version))}"])
+            "\n".join(
+                [
+                    *breaks,
+                    *added,
+                    f"next version: {bump_version(version, required_bump(breaks, added, version=version))}",
+                ]
+            )
         )
         return 0
     found = [line for member in picked for line in _check(member, write=options.write)]
     if found:
-        print("\n".join([*found, "run tools/api_surface.py --write and say it in the package's CHANGELOG.md"]))
+        print("\n".join([*found, "run tools/api_surface.py --write and add a line to the package's CHANGELOG.md"]))
     return bool(found)
 
 

@@ -1,6 +1,6 @@
-"""Everything that must hold for a commit: lint, format, types, layers, tests. Run as `uv run python tools/check.py`.
+"""All checks of a commit: lint, format, types, layers, tests. Run as `uv run python tools/check.py`.
 
-Each stage is a command that can be run alone; its wall time is printed. The first failure ends the run with its code.
+Each stage is a command of its own; its wall time is printed. The first failure ends the run with its exit code.
 Arguments are passed on to pytest, so `tools/check.py packages/lt-data` narrows only the tests.
 """
 
@@ -27,21 +27,21 @@ STAGES: dict[str, list[str]] = {
         "-m",
         "not slow",
         "-n",
-        "3",  # on two cores: half of the time tests wait for processes that they have started
+        "3",  # on two cores: tests wait half of the time for processes that they start
         "--dist",
         "loadfile",
         "--no-loadscope-reorder",
-        "--durations=30",  # what to look at when the whole grows too long
-        "--hypothesis-profile=ci",  # the same examples each time; tools/slow.py and plain pytest look for new ones
+        "--durations=30",  # the tests to shorten first
+        "--hypothesis-profile=ci",  # fixed examples; tools/slow.py and plain pytest search for new ones
     ],
 }
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-"""Tests run side by side; a process that took all cores for itself would only wait for the others."""
+"""Tests run in parallel, so each process uses one thread."""
 
 
 def main(pytest_arguments: list[str]) -> int:
-    """Run every stage; returns the exit code of the first that fails."""
+    """Run every stage and return the exit code of the first that fails, else 0."""
     for name, command in STAGES.items():
         if name == "tests":
             command = [*command, *pytest_arguments]

@@ -1,15 +1,16 @@
-"""The ranges in which packages of this workspace require each other. uv does not look at them, pip does.
+"""Check of the version ranges in which the packages require each other. uv ignores them, pip does not.
 
-    python tools/check_ranges.py                       # says what is wrong, in milliseconds
+    python tools/check_ranges.py                       # prints problems, in milliseconds
     python tools/check_ranges.py --oldest OUT          # builds the wheels, installs the oldest allowed combination,
-                                                       # and sees that it has all that is imported (tools/taken.py)
+                                                       # and checks all imports (tools/sibling_imports.py)
 
-Inside a workspace uv takes the sibling that is there, whatever the range says, so a version that a sibling excludes is
-noticed only by the users who install both. What must hold of each requirement on a sibling:
+Inside a workspace uv uses the local sibling whatever the range, so only users who install both would notice a version
+that a sibling excludes. Each requirement on a sibling must satisfy:
 
-- it has a floor and a cap; the cap is not above the next version that may break (semver: 0.x breaks with the minor);
-- it admits the version that stands here, and the extras that it asks for exist there;
-- all requirements of one package on the same sibling say the same range, or pip has to guess which one is meant.
+- it has a lower and an upper bound; the upper bound is at most the next breaking version (semver: 0.x breaks with the
+  minor);
+- it allows the version in the workspace, and the requested extras exist;
+- all requirements of one package on the same sibling have the same range, else pip has to pick one.
 """
 
 from __future__ import annotations
@@ -20,32 +21,32 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from members import ROOT, Member, ToolError, in_order, read
+from members import ROOT, Member, ToolError, read_members, topological_order
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = ["cap", "floor", "next_breaking", "problems"]
+__all__ = ["find_range_problems", "lower_bound", "next_breaking_version", "upper_bound"]
 
 
-def next_breaking(version: Version) -> Version:
-    """The first version after this one that semver allows to break: 0.3.1 to 0.4, 1.2.0 to 2."""
+def next_breaking_version(version: Version) -> Version:
+    """Return the first later version that semver allows to break: 0.4 after 0.3.1, 2 after 1.2.0."""
     return Version(f"{version.major + 1}" if version.major else f"0.{version.minor + 1}")
 
 
-def floor(requirement: Requirement) -> Version | None:
-    """The oldest version that a requirement names with >= or ~= or ==."""
+def lower_bound(requirement: Requirement) -> Version | None:
+    """Return the version that a requirement names with >= or ~= or ==, or None."""
     found = [Version(s.version) for s in requirement.specifier if s.operator in (">=", "~=", "==")]
     return max(found, default=None)
 
 
-def cap(requirement: Requirement) -> Version | None:
-    """The version that a requirement names with <."""
+def upper_bound(requirement: Requirement) -> Version | None:
+    """Return the version that a requirement names with <, or None."""
     return min((Version(s.version) for s in requirement.specifier if s.operator == "<"), default=None)
 
 
-def problems(members: Mapping[str, Member]) -> list[str]:
-    """One sentence for each requirement on a sibling that does not hold, with the remedy."""
+def find_range_problems(members: Mapping[str, Member]) -> list[str]:
+    """Return a sentence with the remedy for each invalid requirement on a sibling."""
     found: list[str] = []
     for member in members.values():
         ranges: dict[str, str] = {}
@@ -54,25 +55,25 @@ def problems(members: Mapping[str, Member]) -> list[str]:
                 name = canonicalize_name(requirement.name)
                 if name in members and name != member.name:
                     place = f"{member.name}{f'[{extra}]' if extra else ''}: {requirement}"
-                    found += [f"{place}: {text}" for text in _wrong(requirement, members[name])]
+                    found += [f"{place}: {text}" for text in _range_problems(requirement, members[name])]
                     first = ranges.setdefault(name, str(requirement.specifier))
                     if first != str(requirement.specifier):
-                        found.append(f"{place}: elsewhere {member.name} says {name}{first}; say the same everywhere")
+                        found.append(f"{place}: elsewhere {member.name} requires {name}{first}; use one range")
                 elif name == member.name:
                     found += [f"{member.name}[{extra}]: {text}" for text in _missing_extras(requirement, member)]
     return found
 
 
-def _wrong(requirement: Requirement, sibling: Member) -> list[str]:
+def _range_problems(requirement: Requirement, sibling: Member) -> list[str]:
     texts: list[str] = []
-    lowest, highest = floor(requirement), cap(requirement)
-    wanted = f">={min(lowest or sibling.version, sibling.version)},<{next_breaking(sibling.version)}"
+    lowest, highest = lower_bound(requirement), upper_bound(requirement)
+    wanted = f">={min(lowest or sibling.version, sibling.version)},<{next_breaking_version(sibling.version)}"
     if lowest is None or highest is None:
-        texts.append(f"needs a floor and a cap, as {wanted}")
-    elif highest > next_breaking(sibling.version):
-        texts.append(f"admits versions that may break; write {wanted}")
+        texts.append(f"needs a lower and an upper bound; write {wanted}")
+    elif highest > next_breaking_version(sibling.version):
+        texts.append(f"allows breaking versions; write {wanted}")
     if not requirement.specifier.contains(sibling.version, prereleases=True):
-        texts.append(f"excludes {sibling.name} {sibling.version}, which stands here; write {wanted}")
+        texts.append(f"excludes {sibling.name} {sibling.version} of this workspace; write {wanted}")
     return texts + _missing_extras(requirement, sibling)
 
 
@@ -81,23 +82,25 @@ def _missing_extras(requirement: Requirement, sibling: Member) -> list[str]:
     return [f"{sibling.name} has no extra {extra}; it has {', '.join(sibling.extras) or 'none'}" for extra in missing]
 
 
-def oldest(members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (), index: str | None = None) -> None:
-    """Build all wheels; install each package with the oldest siblings that it allows into a venv of its own; try it.
+def check_oldest_siblings(
+    members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (), index: str | None = None
+) -> None:
+    """Build all wheels and test each package with its oldest allowed siblings in a venv of its own.
 
-    It is imported, and every name that it imports from a sibling anywhere must be there (tools/taken.py). Siblings come
-    from `index` where it has them and from the wheels that were just built where it has not, so that before the first
-    release the oldest combination is the one that stands here.
+    The package is imported, and every name that it imports from a sibling must exist (tools/sibling_imports.py).
+    Siblings come from `index`, or from the wheels just built if they are not published, so that before the first
+    release the oldest combination is the workspace itself.
 
     Raises:
         ToolError: something does not install or import, or a sibling lacks a name.
     """
     wheels = out / "wheels"
     _run("uv", "build", "--quiet", "--all-packages", "--wheel", "--no-sources", "--out-dir", wheels, cwd=ROOT)
-    for name in names or in_order(members):
+    for name in names or topological_order(members):
         member, venv = members[name], out / f"venv-{name}"
         python = venv / "bin" / "python"
         (wheel,) = wheels.glob(f"{member.module}-{member.version}-*.whl")
-        chosen = floors(member, members, index=index)
+        chosen = oldest_sibling_versions(member, members, index=index)
         pins = [f"{sibling}=={version}" for sibling, version in chosen.items()]
         fresh = [part for known in members for part in ("--refresh-package", known)]
         sources = ["--find-links", wheels, *(["--index", index] if index else []), *fresh]
@@ -105,20 +108,20 @@ def oldest(members: Mapping[str, Member], out: Path, *, names: Iterable[str] = (
         _run("uv", "pip", "install", "--quiet", "--python", python, *sources, wheel, *pins, cwd=out)
         _run(python, "-W", "error", "-c", f"import {member.module}", cwd=out)
         others = [members[sibling].module for sibling in chosen]
-        _run(python, Path(__file__).with_name("taken.py"), member.module, *others, cwd=out)
-        found = f"installs and finds all it imports with {', '.join(pins) or 'no sibling'}"
+        _run(python, Path(__file__).with_name("sibling_imports.py"), member.module, *others, cwd=out)
+        found = f"installs and imports with {', '.join(pins) or 'no sibling'}"
         print(f"{name} {member.version}: {found}", flush=True)
 
 
-def floors(member: Member, members: Mapping[str, Member], *, index: str | None) -> dict[str, Version]:
-    """The oldest published version of each sibling that the package allows, or the one that stands here."""
-    from published import versions
+def oldest_sibling_versions(member: Member, members: Mapping[str, Member], *, index: str | None) -> dict[str, Version]:
+    """Return the oldest allowed published version of each sibling, or else the one in the workspace."""
+    from package_index import published_versions
 
     found: dict[str, Version] = {}
     for requirement in member.dependencies:
         name = canonicalize_name(requirement.name)
         if name in members:
-            known = [*versions(name, index=index), members[name].version]
+            known = [*published_versions(name, index=index), members[name].version]
             found[name] = min(v for v in known if requirement.specifier.contains(v))
     return found
 
@@ -130,20 +133,18 @@ def _run(*command: str | Path, cwd: Path) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Check the ranges; returns 1 if one of them does not hold."""
+    """Check the ranges; return 1 if one is invalid."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--oldest", metavar="OUT", type=Path, help="an empty folder for wheels and environments")
-    parser.add_argument("--package", action="append", default=[], help="only this one (with --oldest)")
-    parser.add_argument(
-        "--index", help="the simple index that has our releases; without one, or empty, none is released"
-    )
+    parser.add_argument("--package", action="append", default=[], help="only this package (with --oldest)")
+    parser.add_argument("--index", help="simple index with our releases; none is published if empty or not given")
     options = parser.parse_args(arguments)
-    members = read()
-    found = problems(members)
-    print("\n".join(found) or "ranges between packages hold")
+    members = read_members()
+    found = find_range_problems(members)
+    print("\n".join(found) or "ranges between packages are valid")
     if not found and options.oldest:
         options.oldest.mkdir(parents=True, exist_ok=True)
-        oldest(members, options.oldest.resolve(), names=options.package, index=options.index or None)
+        check_oldest_siblings(members, options.oldest.resolve(), names=options.package, index=options.index or None)
     return bool(found)
 
 

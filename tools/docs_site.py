@@ -1,9 +1,9 @@
-"""The documentation site: what mkdocs is told beside mkdocs.yml. `mkdocs build --strict` runs this as a hook.
+"""Documentation site: configuration of mkdocs besides mkdocs.yml. `mkdocs build --strict` runs this as a hook.
 
-Pages that live elsewhere in the repository become pages of the site: the README is its start, each package has its
+Pages from elsewhere in the repository become pages of the site: the README is its start page; each package has its
 README, its changelog and a reference of its public names, made from their docstrings. A link to a file that is such a
-page leads there; a link to any other file outside docs/ (a test, a source) becomes plain text, since the site has no
-place for it. The navigation is made here too, and a page of docs/ that stands nowhere in it is an error.
+page is rewritten; a link to any other file outside docs/ (a test, a source) becomes plain text. The navigation is built
+here too; a page of docs/ that is neither in it nor in `UNLISTED` is an error.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lt-data", "lt-model", "lt-ckpt", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron", "lt-launch")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-SECTIONS = {"guides": "Guides", "formats": "Formats", "benchmarks": "Benchmarks"}
-"""Folders of docs/ and how they are called; the pages in them stand in the order of their names."""
-LOOSE = {
+GUIDES = ("quickstart", "data", "recipe", "parallelism", "checkpoints", "observability", "launch", "launch-ssh")
+GUIDES += ("launch-slurm", "launch-sagemaker", "trainium", "troubleshooting", "migration")
+"""The guides in reading order; others follow."""
+UNLISTED = ("decisions.md",)
+"""Pages of docs/ that are linked but not in the navigation; also listed in mkdocs.yml."""
+TOP_LEVEL_PAGES = {
     "architecture.md": "Architecture",
     "decisions.md": "Decisions",
     "guarantees.md": "Guarantees",
@@ -29,8 +32,8 @@ LOOSE = {
 }
 
 
-def pages() -> dict[str, str]:
-    """Every page of the site: its file in the repository → its place in the site."""
+def find_pages() -> dict[str, str]:
+    """Return the path in the site of each page, by its file in the repository."""
     found = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md"}
     if (ROOT / "SECURITY.md").exists():
         found["SECURITY.md"] = "security.md"
@@ -46,13 +49,13 @@ def pages() -> dict[str, str]:
     return found
 
 
-def relinked(text: str, source: str, known: Mapping[str, str]) -> str:
-    """A page's text with its links as they must be in the site.
+def rewrite_links(text: str, source: str, known: Mapping[str, str]) -> str:
+    """Return a page's text with its links rewritten for the site.
 
     Args:
         text: Markdown.
         source: the page's file in the repository.
-        known: as `pages` gives.
+        known: result of `find_pages`.
     """
     here = os.path.dirname(known[source])
 
@@ -71,38 +74,40 @@ def relinked(text: str, source: str, known: Mapping[str, str]) -> str:
         elif (ROOT / file).exists():
             return words
         else:
-            return match[0]  # leads nowhere: mkdocs says so
+            return match[0]  # broken link: mkdocs reports it
         return f"{picture}[{words}]({os.path.relpath(place, here or '.')}{'#' + anchor if anchor else ''})"
 
     parts = re.split(r"(^ *```[^\n]*\n(?:[^\n]*\n)*? *```$|^    .*$)", text, flags=re.M)
     return "".join(part if number % 2 else LINK.sub(lead, part) for number, part in enumerate(parts))
 
 
-def public_names(package: str) -> list[str]:
-    """What a package exports, as module.name: the imports that its `__init__` shows to type checkers."""
+def exported_names(package: str) -> list[str]:
+    """Return a package's exports as module.name: the imports for type checkers in its `__init__`."""
     name = package.replace("-", "_")
     tree = ast.parse((ROOT / "packages" / package / "src" / name / "__init__.py").read_text(encoding="utf-8"))
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == name:
-            found += [f"{node.module}.{alias.name}" for alias in node.names]
-    return sorted(found, key=lambda one: one.rpartition(".")[2].lower())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    names = [
+        f"{node.module}.{alias.name}"
+        for block in blocks or [tree]
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == name
+        for alias in node.names
+    ]
+    return sorted(names, key=lambda exported: exported.rpartition(".")[2].lower())
 
 
-def reference(package: str) -> str:
-    """The page with the reference of a package, for mkdocstrings."""
-    names = public_names(package)
+def reference_page(package: str) -> str:
+    """Return the reference page of a package, for mkdocstrings."""
+    names = exported_names(package)
     blocks = "".join(f"\n::: {name}\n" for name in names)
-    what = (
-        f"What `import {package.replace('-', '_')}` gives."
-        if names
-        else "It exports nothing: it is found by entry point."
+    intro = (
+        f"Names of `import {package.replace('-', '_')}`." if names else "No public names; it is loaded by entry point."
     )
-    return f"# {package}: reference\n\n{what}\n{blocks}"
+    return f"# {package}: reference\n\n{intro}\n{blocks}"
 
 
-def navigation(known: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The navigation, as mkdocs takes it."""
+def build_navigation(known: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the navigation in the form of mkdocs."""
     places = set(known.values())
 
     def inside(folder: str) -> list[str]:
@@ -111,52 +116,50 @@ def navigation(known: Mapping[str, str]) -> list[dict[str, Any]]:
     packages = [
         {
             name: [
-                {"What it is": f"packages/{name}.md"},
+                {"Overview": f"packages/{name}.md"},
                 {"Reference": f"api/{name}.md"},
                 {"Changes": f"packages/{name}-changes.md"},
             ]
         }
         for name in PACKAGES
     ]
-    guides = [*inside("guides"), *inside("examples"), *[one for one in ("containers.md",) if one in places]]
+    order = [place for name in GUIDES if (place := f"guides/{name}.md") in places]
+    others = [place for place in inside("guides") if place not in order]
+    guides = [*order, *others, *inside("examples"), *[one for one in ("containers.md",) if one in places]]
     return [
         {"Start": "index.md"},
         {"Guides": guides},
         {"Packages": packages},
-        {"Formats": inside("formats")},
+        {"Reference": inside("reference")},
         {"Guarantees": ["guarantees.md", "known-limits.md"]},
         {"Benchmarks": inside("benchmarks")},
-        {
-            "Inside": [
-                one for one in ("architecture.md", "decisions.md", "contributing.md", "security.md") if one in places
-            ]
-        },
+        {"Internals": [one for one in ("architecture.md", "contributing.md", "security.md") if one in places]},
     ]
 
 
-# ---- what mkdocs calls ----
+# ---- hooks called by mkdocs ----
 
 
 def on_config(config: Any) -> Any:
     """Set the navigation."""
-    config.nav = navigation(pages())
+    config.nav = build_navigation(find_pages())
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages that do not live in docs/."""
+    """Add the pages outside docs/."""
     File = import_module("mkdocs.structure.files").File
 
-    for source, place in pages().items():
+    for source, place in find_pages().items():
         if not source.startswith("docs/"):
             files.append(File.generated(config, place, content=(ROOT / source).read_text(encoding="utf-8")))
     for name in PACKAGES:
-        files.append(File.generated(config, f"api/{name}.md", content=reference(name)))
+        files.append(File.generated(config, f"api/{name}.md", content=reference_page(name)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Lead the links of a page to pages of the site."""
-    known = pages()
+    """Rewrite the links of a page."""
+    known = find_pages()
     source = next((file for file, place in known.items() if place == page.file.src_uri), None)
-    return markdown if source is None else relinked(markdown, source, known)
+    return markdown if source is None else rewrite_links(markdown, source, known)

@@ -1,6 +1,6 @@
-"""The members of the workspace as their pyproject files tell them: versions, requirements, who stands on whom.
+"""Workspace members as their pyproject files describe them: versions, requirements, dependency order.
 
-Everything else under tools/ that asks about packages asks here. Milliseconds; nothing is imported or built.
+The other tools read packages through this module. Milliseconds; nothing is imported or built.
 """
 
 from __future__ import annotations
@@ -14,13 +14,22 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-__all__ = ["ROOT", "Member", "ToolError", "chosen", "dependants", "in_order", "read", "siblings"]
+__all__ = [
+    "ROOT",
+    "Member",
+    "ToolError",
+    "dependents",
+    "get_member",
+    "read_members",
+    "sibling_dependencies",
+    "topological_order",
+]
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
 class ToolError(ValueError):
-    """Something that the person at the keyboard can mend; the message says how."""
+    """User error of a tool; the message says how to fix it."""
 
     exit_code: int = 64
 
@@ -30,7 +39,7 @@ class Member:
     """One package of the workspace."""
 
     name: str
-    """As it is published, `lt-data`."""
+    """Distribution name, such as `lt-data`."""
     folder: Path
     version: Version
     dependencies: tuple[Requirement, ...]
@@ -40,22 +49,22 @@ class Member:
 
     @property
     def module(self) -> str:
-        """As it is imported, `lt_data`."""
+        """Import name, such as `lt_data`."""
         return self.name.replace("-", "_")
 
     @property
-    def source(self) -> Path:
-        """The folder of the import package."""
+    def source_dir(self) -> Path:
+        """Folder of the import package."""
         return self.folder / "src" / self.module
 
     @property
     def requirements(self) -> dict[str, tuple[Requirement, ...]]:
-        """What is required, by extra; the key of what is always required is the empty string."""
+        """Requirements by extra; the key "" holds the unconditional ones."""
         return {"": self.dependencies, **self.extras}
 
 
-def read(root: Path = ROOT) -> dict[str, Member]:
-    """All members by name, in the order of their names.
+def read_members(root: Path = ROOT) -> dict[str, Member]:
+    """Return all members by name, in alphabetical order.
 
     Raises:
         ToolError: a folder under packages/ that holds files but no pyproject.toml, or one named unlike its project.
@@ -66,7 +75,7 @@ def read(root: Path = ROOT) -> dict[str, Member]:
             continue
         pyproject = folder / "pyproject.toml"
         if not pyproject.is_file():
-            raise ToolError(f"{folder.relative_to(root)} has no pyproject.toml: make it a package or move it away")
+            raise ToolError(f"{folder.relative_to(root)} has no pyproject.toml; make it a package or move it")
         project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
         if project["name"] != folder.name:
             raise ToolError(f"{pyproject.relative_to(root)} names {project['name']!r}; name it {folder.name!r}")
@@ -83,41 +92,41 @@ def read(root: Path = ROOT) -> dict[str, Member]:
     return found
 
 
-def chosen(members: Mapping[str, Member], name: str) -> Member:
-    """The member of that name.
+def get_member(members: Mapping[str, Member], name: str) -> Member:
+    """Return the member with that name.
 
     Raises:
         ToolError: there is none.
     """
     if name not in members:
-        raise ToolError(f"{name!r} is no package here; there are {', '.join(members)}")
+        raise ToolError(f"{name!r} is not a package of this workspace; the packages are {', '.join(members)}")
     return members[name]
 
 
-def siblings(member: Member, members: Mapping[str, Member]) -> set[str]:
-    """Names of other members that this one requires, with or without an extra."""
+def sibling_dependencies(member: Member, members: Mapping[str, Member]) -> set[str]:
+    """Return the names of the other members that this one requires, extras included."""
     named: set[str] = {canonicalize_name(r.name) for group in member.requirements.values() for r in group}
     return (named & set(members)) - {member.name}
 
 
-def dependants(names: Iterable[str], members: Mapping[str, Member]) -> set[str]:
-    """These members and all that stand on one of them, directly or not."""
+def dependents(names: Iterable[str], members: Mapping[str, Member]) -> set[str]:
+    """Return these members and all that depend on one of them, directly or indirectly."""
     found = set(names)
-    while more := {name for name, member in members.items() if siblings(member, members) & found} - found:
+    while more := {name for name, member in members.items() if sibling_dependencies(member, members) & found} - found:
         found |= more
     return found
 
 
-def in_order(members: Mapping[str, Member]) -> list[str]:
-    """All names, each after those that it stands on; ties by name.
+def topological_order(members: Mapping[str, Member]) -> list[str]:
+    """Return all names, each after its dependencies; ties by name.
 
     Raises:
-        ToolError: packages that stand on each other in a ring.
+        ToolError: the dependencies have a cycle.
     """
     done: list[str] = []
     while len(done) < len(members):
-        ready = [n for n in members if n not in done and siblings(members[n], members) <= set(done)]
+        ready = [n for n in members if n not in done and sibling_dependencies(members[n], members) <= set(done)]
         if not ready:
-            raise ToolError(f"packages that stand on each other: {', '.join(sorted(set(members) - set(done)))}")
+            raise ToolError(f"dependency cycle: {', '.join(sorted(set(members) - set(done)))}")
         done.append(min(ready))
     return done

@@ -1,14 +1,14 @@
-"""Prepare a release: move the version, cut the changelog, relock. What is left to do is printed.
+"""Preparation of a release: version bump, changelog and lock; prints the remaining steps.
 
     python tools/release.py lt-data minor              # 0.1.3 -> 0.2.0; also major, patch
-    python tools/release.py lt-data first              # the version that stands there, which was never released
-    python tools/release.py lt-data minor --widen      # and let the siblings whose range excludes it have it
+    python tools/release.py lt-data first              # the current version, which was never released
+    python tools/release.py lt-data minor --widen      # also widen the ranges of siblings that exclude it
 
-Nothing is written before all of this holds: the tree is committed; something is pending in the changelog; the move is
-as far as the public names ask for (tools/api_surface.py, against the last tag); the tag is not there yet; no sibling's
-range excludes the new version, unless --widen moves that range's cap and notes so in the sibling's changelog. Files are
-edited in place: two lines and the changelog.
-The tag is made by hand, after the change is merged; tools/release_check.py is what the tag's workflow runs.
+Nothing is written unless all of this holds: the tree is committed; the changelog has unreleased entries; the bump is as
+large as the change of public names requires (tools/api_surface.py, against the last tag); the tag does not exist; no
+sibling's range excludes the new version, unless --widen raises that range's upper bound and adds a line to the
+sibling's changelog. Files are edited in place: two lines and the changelog. The tag is made by hand after the change is
+merged; its workflow runs tools/release_check.py.
 """
 
 from __future__ import annotations
@@ -21,91 +21,91 @@ from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 
-from api_surface import changes_since
-from changelog import FILE, cut, released, with_entry
-from check_ranges import next_breaking
-from members import ROOT, Member, ToolError, chosen, read
+from api_surface import diff_since_tag
+from changelog import CHANGELOG_FILE, add_entry, cut_release, release_sections
+from check_ranges import next_breaking_version
+from members import ROOT, Member, ToolError, get_member, read_members
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
-from surface_levels import Level, bumped, level_of
+from version_bump import BumpLevel, bump_version, required_bump
 
-__all__ = ["last_tag", "prepare", "tag_of", "uncommitted"]
+__all__ = ["last_tag", "prepare_release", "release_tag", "uncommitted_files"]
 
-VERSION = re.compile(r'^version = "[^"]+"$', re.M)
+VERSION_LINE = re.compile(r'^version = "[^"]+"$', re.M)
 
 
-def tag_of(name: str, version: Version) -> str:
-    """The tag of a release, `lt-data-v0.2.0`."""
+def release_tag(name: str, version: Version) -> str:
+    """Return the tag of a release, `lt-data-v0.2.0`."""
     return f"{name}-v{version}"
 
 
 def last_tag(name: str, *, root: Path = ROOT, before: Version | None = None) -> str | None:
-    """The newest release tag of a package, older than `before` where that is given; None before the first release."""
+    """Return the newest release tag of a package, older than `before` if given, or None."""
     tags = _git("tag", "--list", f"{name}-v*", root=root).split()
-    known = [version for tag in tags if (version := _version(tag.removeprefix(f"{name}-v"))) is not None]
-    return tag_of(name, max(older)) if (older := [v for v in known if before is None or v < before]) else None
+    known = [version for tag in tags if (version := _tag_version(tag.removeprefix(f"{name}-v"))) is not None]
+    return release_tag(name, max(older)) if (older := [v for v in known if before is None or v < before]) else None
 
 
-def _version(text: str) -> Version | None:
-    """The version that a tag ends with; None for a tag of another package whose name begins alike, or of no release."""
+def _tag_version(text: str) -> Version | None:
+    """Return the version of a tag; None if it is not a version."""
     try:
         return Version(text)
     except InvalidVersion:
         return None
 
 
-def prepare(
-    members: Mapping[str, Member], name: str, move: str, *, when: date, widen: bool = False, root: Path = ROOT
+def prepare_release(
+    members: Mapping[str, Member], name: str, bump: str, *, release_date: date, widen: bool = False, root: Path = ROOT
 ) -> dict[Path, str]:
-    """The files of a release with their new content; nothing is written.
+    """Return the files of a release with their new content; nothing is written.
 
     Args:
-        members: All packages as they stand.
-        name: The one to release.
-        move: first, major, minor or patch.
-        when: The date that the changelog gets.
-        widen: Move the caps of siblings that exclude the new version.
+        members: All packages.
+        name: The package to release.
+        bump: first, major, minor or patch.
+        release_date: Date in the changelog.
+        widen: Raise the upper bounds of siblings that exclude the new version.
         root: The workspace.
 
     Raises:
-        ToolError: the release cannot be made as asked for; the message says what is missing.
+        ToolError: the release cannot be made; the message says what is missing.
     """
-    member = chosen(members, name)
-    changelog = (member.folder / FILE).read_text(encoding="utf-8")
-    version = _next(member, move, changelog, last_tag(name, root=root), root=root)
-    if _git("tag", "--list", tag_of(name, version), root=root):
-        raise ToolError(f"there is a tag {tag_of(name, version)} already: is this the newest main?")
+    member = get_member(members, name)
+    changelog = (member.folder / CHANGELOG_FILE).read_text(encoding="utf-8")
+    version = _next_version(member, bump, changelog, last_tag(name, root=root), root=root)
+    if _git("tag", "--list", release_tag(name, version), root=root):
+        raise ToolError(f"tag {release_tag(name, version)} exists already; update main first")
     files = {
-        member.folder / FILE: cut(changelog, version=str(version), when=when),
-        member.folder / "pyproject.toml": _with_version(member.folder / "pyproject.toml", version),
+        member.folder / CHANGELOG_FILE: cut_release(changelog, version=str(version), release_date=release_date),
+        member.folder / "pyproject.toml": _set_version(member.folder / "pyproject.toml", version),
     }
-    for sibling, texts in _excluding(members, name, version).items():
+    for sibling, texts in _excluding_requirements(members, name, version).items():
         if not widen:
-            remedy = f"allow <{next_breaking(version)} there, or pass --widen"
-            raise ToolError(f"{sibling} requires {', '.join(texts)}, which excludes {name} {version}: {remedy}")
-        files |= _widened(members[sibling], name, version)
+            remedy = f"allow <{next_breaking_version(version)} there, or pass --widen"
+            raise ToolError(f"{sibling} requires {', '.join(texts)}, which excludes {name} {version}; {remedy}")
+        files |= _widen_range(members[sibling], name, version)
     return files
 
 
-def _next(member: Member, move: str, changelog: str, tag: str | None, *, root: Path) -> Version:
-    never = tag is None and not released(changelog)
+def _next_version(member: Member, move: str, changelog: str, tag: str | None, *, root: Path) -> Version:
+    never = tag is None and not release_sections(changelog)
     if never != (move == "first"):
-        state = "was never released" if never else f"was released as {tag or released(changelog)[0].name}"
-        raise ToolError(f"{member.name} {state}: say {'first' if never else 'major, minor or patch'} instead of {move}")
+        state = "was never released" if never else f"was released as {tag or release_sections(changelog)[0].name}"
+        raise ToolError(f"move = {move}: {member.name} {state}; use {'first' if never else 'major, minor or patch'}")
     if never:
         return member.version
-    level = Level[move.upper()]
+    level = BumpLevel[move.upper()]
     if tag is not None:
-        breaks, added = changes_since(tag, member, root=root)
-        least = level_of(breaks, added, version=member.version)
+        breaks, added = diff_since_tag(tag, member, root=root)
+        least = required_bump(breaks, added, version=member.version)
         if level < least:
             shown = "\n  ".join([*breaks, *added][:20])
-            raise ToolError(f"since {tag} {member.name} changed what users see; say {least.name.lower()}:\n  {shown}")
-    return bumped(member.version, level)
+            raise ToolError(f"move = {move}: the API changed since {tag}; use {least.name.lower()}:\n  {shown}")
+    return bump_version(member.version, level)
 
 
-def uncommitted(*, root: Path = ROOT) -> list[str]:
-    """Files that git knows and that differ from the last commit; a release is made of what was looked at and merged."""
+def uncommitted_files(*, root: Path = ROOT) -> list[str]:
+    """Return the tracked files that differ from the last commit."""
     lines = _git("status", "--porcelain", "--untracked-files=no", root=root).splitlines()
     return [line[3:] for line in lines]
 
@@ -114,15 +114,15 @@ def _git(*arguments: str, root: Path) -> str:
     return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
-def _with_version(pyproject: Path, version: Version) -> str:
-    text, count = VERSION.subn(f'version = "{version}"', pyproject.read_text(encoding="utf-8"))
+def _set_version(pyproject: Path, version: Version) -> str:
+    text, count = VERSION_LINE.subn(f'version = "{version}"', pyproject.read_text(encoding="utf-8"))
     if count != 1:
-        raise ToolError(f"{pyproject}: expected one line version = ..., found {count}")
+        raise ToolError(f"{pyproject}: {count} lines version = ...; expected one")
     return text
 
 
-def _excluding(members: Mapping[str, Member], name: str, version: Version) -> dict[str, list[str]]:
-    """Requirements on a package that exclude a version of it, by the sibling that has them."""
+def _excluding_requirements(members: Mapping[str, Member], name: str, version: Version) -> dict[str, list[str]]:
+    """Return the requirements that exclude a version of a package, by sibling."""
     found: dict[str, list[str]] = {}
     for sibling in members.values():
         for requirement in (r for group in sibling.requirements.values() for r in group):
@@ -132,36 +132,38 @@ def _excluding(members: Mapping[str, Member], name: str, version: Version) -> di
     return found
 
 
-def _widened(sibling: Member, name: str, version: Version) -> dict[Path, str]:
-    """A sibling's pyproject with the caps moved past a version, and its changelog with the line that says so."""
+def _widen_range(sibling: Member, name: str, version: Version) -> dict[Path, str]:
+    """Return a sibling's pyproject with raised upper bounds, and its changelog with a line about it."""
     path = sibling.folder / "pyproject.toml"
     cap = re.compile(rf'("{re.escape(name)}(?:\[[^\]"]*\])?>=[^,"]+),<[^"]+"')
-    text, count = cap.subn(rf'\1,<{next_breaking(version)}"', path.read_text(encoding="utf-8"))
+    text, count = cap.subn(rf'\1,<{next_breaking_version(version)}"', path.read_text(encoding="utf-8"))
     if not count:
-        raise ToolError(f"{path}: the ranges of {name} are not written as >=A,<B; change them by hand")
-    changelog = (sibling.folder / FILE).read_text(encoding="utf-8")
+        raise ToolError(f"{path}: the ranges of {name} are not of the form >=A,<B; change them by hand")
+    changelog = (sibling.folder / CHANGELOG_FILE).read_text(encoding="utf-8")
     entry = f"- Works with {name} {version.major}.{version.minor}."
-    return {path: text, sibling.folder / FILE: with_entry(changelog, entry)}
+    return {path: text, sibling.folder / CHANGELOG_FILE: add_entry(changelog, entry)}
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files of a release and print what is left to do."""
+    """Write the files of a release and print the remaining steps."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("package")
     parser.add_argument("move", choices=["first", "major", "minor", "patch"])
-    parser.add_argument("--date", type=date.fromisoformat, default=date.today(), help="today by default")
-    parser.add_argument("--widen", action="store_true", help="move the caps of siblings that exclude the new version")
+    parser.add_argument("--date", type=date.fromisoformat, default=date.today(), help="default: today")
+    parser.add_argument(
+        "--widen", action="store_true", help="raise the upper bounds of siblings that exclude the new version"
+    )
     options = parser.parse_args(arguments)
     name = options.package
-    if changed := uncommitted():
-        raise ToolError(f"commit these first, or set them aside: {', '.join(changed[:5])}")
-    files = prepare(read(), name, options.move, when=options.date, widen=options.widen)
+    if changed := uncommitted_files():
+        raise ToolError(f"uncommitted files: {', '.join(changed[:5])}; commit or stash them")
+    files = prepare_release(read_members(), name, options.move, release_date=options.date, widen=options.widen)
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")
     subprocess.run(["uv", "lock", "--quiet"], cwd=ROOT, check=True)
-    tag = tag_of(name, read()[name].version)
+    tag = release_tag(name, read_members()[name].version)
     paths = " ".join(str(path.relative_to(ROOT)) for path in sorted(files))
-    print(f"{tag} is prepared. Look at the diff, then:")
+    print(f"{tag} is prepared. Review the diff, then:")
     print(f"  git commit -m 'Release {tag}' -- {paths} uv.lock")
     print(f"  (merge it to main)  git tag {tag} && git push origin {tag}")
     return 0

@@ -38,7 +38,7 @@ recipe() { # NAME LINES...: a small run on random rows, 30 steps
     shift
     cat > "$name.toml" << TOML
 [run]
-out = "$OUT/runs/$name"
+dir = "$OUT/runs/$name"
 engine = "neuron"
 [model]
 hidden_size = 1024
@@ -52,8 +52,8 @@ synthetic = true
 seq_len = 2048
 document_mask = false
 [batch]
-global_batch = 64
-micro_batch = 1
+global_batch_size = 64
+micro_batch_size = 1
 [schedule]
 max_steps = 30
 warmup_steps = 5
@@ -86,14 +86,14 @@ small() { # NAME LINES...: make a recipe, train it, look at its losses
 
 # 1. What is installed and what is there.
 check installed python -c '
-from lt_trainer_neuron.sdk import installed, require
-found = installed(); require(found)
+from lt_trainer_neuron.sdk import detect_packages, require_installed
+found = detect_packages(); require_installed(found)
 print(found); assert found.sdk is not None, "these versions are of no release that is known"'
 check devices neuron-ls
 check python-packages python -m pip list
 
 # 2. Precompile with the options of the run, and train without compiling anything more.
-recipe tp8 '[parallel]' 'tp = 8' 'sequence_parallel = true' '[engine.neuron]' 'compile_key = "refuse"'
+recipe tp8 '[parallel]' 'tp = 8' 'sequence_parallel = true' '[engine.neuron]' 'compile_key = "error"'
 check environment lt-train env tp8.toml
 # shellcheck disable=SC2329
 refuses() { # NAME: a run without its graphs, where the recipe says refuse, ends with 64
@@ -106,11 +106,11 @@ count() { find "$OUT/cache" -name model.neff | wc -l; }
 BEFORE=$(count)
 check train-tp8 train tp8 && check losses-tp8 falls tp8
 check nothing-compiled-after-precompile test "$(count)" -eq "$BEFORE"
-check cache-has-no-failures lt-train neuron-cache failed
+check cache-has-no-failures lt-train neuron-cache list-failed
 
 # 3. Layouts and precisions.
 small tp2 '[parallel]' 'tp = 2'
-small tp8-fp32-master '[parallel]' 'tp = 8' '[engine.neuron]' 'precision = "fp32_master"'
+small tp8-fp32-master '[parallel]' 'tp = 8' '[engine.neuron]' 'precision = "fp32_master_weights"'
 small tp8-downcast '[parallel]' 'tp = 8' '[engine.neuron]' 'precision = "downcast"'
 small tp8-pp2 '[parallel]' 'tp = 8' 'pp = 2'
 recipe tp8-pp4 '[parallel]' 'tp = 8' 'pp = 4' 'sequence_parallel = true'
@@ -119,7 +119,7 @@ BEFORE=$(count)
 check train-tp8-pp4 train tp8-pp4 && check losses-tp8-pp4 falls tp8-pp4
 check nothing-compiled-after-precompile-stages test "$(count)" -eq "$BEFORE"
 small tp8-no-zero1 '[parallel]' 'tp = 8' '[engine.neuron]' 'zero1 = false'
-recipe tp32-gqa '[parallel]' 'tp = 32' 'sequence_parallel = true' '[engine.neuron]' 'qkv_linear = true' 'kv_replicator = 4' 'fuse_qkv = true'
+recipe tp32-gqa '[parallel]' 'tp = 32' 'sequence_parallel = true' '[engine.neuron]' 'qkv_linear = true' 'kv_size_multiplier = 4' 'fuse_qkv = true'
 sed -i 's/^n_kv_heads = 32/n_kv_heads = 8/' tp32-gqa.toml
 check train-tp32-gqa train tp32-gqa && check losses-tp32-gqa falls tp32-gqa
 small tp8-flash '[parallel]' 'tp = 8' '[engine.neuron]' 'flash_attention = true'
@@ -142,15 +142,15 @@ recipe resumed '[parallel]' 'tp = 8'
 # shellcheck disable=SC2329
 stop() { # the ranks end with 75, which torchrun turns into 1
     python -m torch.distributed.run --standalone --nproc-per-node "$CORES" -m lt_trainer run resumed.toml \
-        --stop-at-step 20 --shadow-steps 5
-    test -s "$OUT/runs/resumed/shadow.jsonl"
+        --stop-after-step 20 --verify-resume-steps 5
+    test -s "$OUT/runs/resumed/resume_check.jsonl"
 }
 check stop stop && check resume train resumed && check resume-is-exact python - << PY
 import json
 def losses(name):
     rows = [json.loads(line) for line in open(f"$OUT/runs/resumed/{name}")]
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
-shadow, resumed = losses("shadow.jsonl"), losses("metrics.jsonl")
+shadow, resumed = losses("resume_check.jsonl"), losses("metrics.jsonl")
 print(shadow, resumed)
 assert shadow and all(resumed[step] == loss for step, loss in shadow.items())
 PY
@@ -164,7 +164,7 @@ check export-is-equal lt-ckpt verify exported --against "${NEWEST:-missing}"
 # 7. Llama 2 7B as it is: speed and memory beside the plan. About 20 minutes with compiling.
 cat > llama2-7b.toml << TOML
 [run]
-out = "$OUT/runs/llama2-7b"
+dir = "$OUT/runs/llama2-7b"
 engine = "neuron"
 [model]
 preset = "llama2-7b"
@@ -174,8 +174,8 @@ synthetic = true
 seq_len = 4096
 document_mask = false
 [batch]
-global_batch = 256
-micro_batch = 1
+global_batch_size = 256
+micro_batch_size = 1
 [schedule]
 max_steps = 10
 warmup_steps = 2

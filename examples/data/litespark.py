@@ -10,9 +10,9 @@ import argparse
 from pathlib import Path
 
 import lt_data
-from lt_data.exports.exporting import export
+from lt_data.display.progress_bars import progress_bar
+from lt_data.exports.export import export
 from lt_data.exports.options import ExportOptions
-from lt_data.showing.bars import progress_bar
 
 
 def main() -> None:

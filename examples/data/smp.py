@@ -11,7 +11,7 @@ import argparse
 from pathlib import Path
 
 import lt_data
-from lt_data.exports.exporting import export
+from lt_data.exports.export import export
 from lt_data.exports.options import ExportOptions
 
 

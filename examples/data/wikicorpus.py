@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import lt_data
-from lt_data.exports.exporting import export
+from lt_data.exports.export import export
 from lt_data.exports.options import ExportOptions
 
 WIKICORPUS = "hf://datasets/gsarti/wikicorpus@refs%2Fconvert%2Fparquet/raw_en/train"

@@ -13,8 +13,8 @@ import shlex
 import textwrap
 from dataclasses import dataclass
 
-OURS = ("lt", "lt-data", "lt-model", "lt-ckpt", "lt-train")
-OTHERS = (
+LT_PROGRAMS = ("lt", "lt-data", "lt-model", "lt-ckpt", "lt-train")
+OTHER_PROGRAMS = (
     "bash",
     "cd",
     "colossalai",
@@ -28,11 +28,11 @@ OTHERS = (
     "pip",
     "python",
 )
-OTHERS += ("python3", "python3.11", "sbatch", "source", "srun", "tensorboard", "torchrun", "uv", "uvx")
-NAMES = "|".join(map(re.escape, (*OURS, *OTHERS)))
-PROGRAM = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S* )*(?:uv run )?({NAMES}) (?!= )")
-MARK = re.compile(r"\s*<!-- not run:(.*)-->\s*")
-SHELLS = ("sh", "bash", "console", "shell")
+OTHER_PROGRAMS += ("python3", "python3.11", "sbatch", "source", "srun", "tensorboard", "torchrun", "uv", "uvx")
+PROGRAM_NAMES = "|".join(map(re.escape, (*LT_PROGRAMS, *OTHER_PROGRAMS)))
+PROGRAM_LINE = re.compile(rf"(?:\$ )?(?:[A-Z_]+=\S* )*(?:uv run )?({PROGRAM_NAMES}) (?!= )")
+NOT_RUN_COMMENT = re.compile(r"\s*<!-- not run:(.*)-->\s*")
+SHELL_LANGUAGES = ("sh", "bash", "console", "shell")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,16 +43,16 @@ class Block:
         line: its first line in the page, from 1.
         kind: "commands", "python", or the language of the fence, or "".
         text: what is in it, without its indentation.
-        reason: why it is not run; None where nothing says so.
+        skip_reason: why it is not run; None where nothing says so.
     """
 
     line: int
     kind: str
     text: str
-    reason: str | None = None
+    skip_reason: str | None = None
 
 
-def blocks(text: str) -> list[Block]:
+def parse_blocks(text: str) -> list[Block]:
     """All blocks of a page, in order."""
     lines, found, at, told = text.splitlines(), [], 0, ""
     while at < len(lines):
@@ -63,9 +63,9 @@ def blocks(text: str) -> list[Block]:
                 end += 1
             found.append(_block(at + 1, fence[1], lines[at + 1 : end], told))
             end, told = end + 1, ""
-        elif line.startswith("    ") and not MARK.fullmatch(line) and (at == 0 or not lines[at - 1].strip()):
+        elif line.startswith("    ") and not NOT_RUN_COMMENT.fullmatch(line) and (at == 0 or not lines[at - 1].strip()):
             while end < len(lines) and (lines[end].startswith("    ") or not lines[end].strip()):
-                if MARK.fullmatch(lines[end]) or lines[end].lstrip().startswith("```"):
+                if NOT_RUN_COMMENT.fullmatch(lines[end]) or lines[end].lstrip().startswith("```"):
                     break
                 end += 1
             found.append(_block(at + 1, "", lines[at:end], told))
@@ -78,16 +78,16 @@ def blocks(text: str) -> list[Block]:
 
 def _block(line: int, language: str, lines: list[str], before: str) -> Block:
     text = textwrap.dedent("\n".join(lines)).rstrip() + "\n"
-    marked = MARK.fullmatch(before)
-    return Block(line=line, kind=_kind(language, text), text=text, reason=marked and marked[1].strip())
+    marked = NOT_RUN_COMMENT.fullmatch(before)
+    return Block(line=line, kind=_kind(language, text), text=text, skip_reason=marked and marked[1].strip())
 
 
 def _kind(language: str, text: str) -> str:
-    if language in SHELLS:
+    if language in SHELL_LANGUAGES:
         return "commands"
     if language:
         return language
-    if any(PROGRAM.match(line) for line in text.splitlines()):
+    if any(PROGRAM_LINE.match(line) for line in text.splitlines()):
         return "commands"
     try:
         parts = list(ast.walk(ast.parse(text)))
@@ -96,13 +96,13 @@ def _kind(language: str, text: str) -> str:
     return "python" if any(isinstance(part, ast.Call | ast.Import | ast.ImportFrom) for part in parts) else ""
 
 
-def commands(text: str) -> list[str]:
+def parse_commands(text: str) -> list[str]:
     """The commands of a block, each on one line, without what is said about them behind `#` or three spaces."""
     joined = re.sub(r"\s*\\\n\s*", " ", text)
     found = [re.split(r"(?:^|\s+)#|\s{3,}", line.strip())[0].strip() for line in joined.splitlines()]
     return [line.removeprefix("$ ").removeprefix("uv run ") for line in found if line]
 
 
-def words(command: str) -> list[str]:
+def split_words(command: str) -> list[str]:
     """The words of a command; brackets around what may be left out are taken away, and what stands in them stays."""
     return [word for word in shlex.split(command.replace(" [", " ").replace("] ", " ").rstrip("]")) if word]

@@ -13,7 +13,7 @@ from small_workspace import git, write_package  # noqa: E402
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Path:
+def small_workspace_dir(tmp_path: Path) -> Path:
     """lt-top stands on lt-mid, lt-mid on lt-base, lt-side on nothing; all of 0.1.0 and released by tags."""
     write_package(tmp_path, "lt-base")
     write_package(tmp_path, "lt-mid", "lt-base>=0.1,<0.2")
@@ -28,11 +28,11 @@ def small(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def commit(small: Path) -> Callable[..., None]:
+def commit(small_workspace_dir: Path) -> Callable[..., None]:
     """Commit everything in the small workspace."""
 
     def do(message: str = "Change") -> None:
-        git("add", ".", cwd=small)
-        git("commit", "--quiet", "--allow-empty", "-m", message, cwd=small)
+        git("add", ".", cwd=small_workspace_dir)
+        git("commit", "--quiet", "--allow-empty", "-m", message, cwd=small_workspace_dir)
 
     return do

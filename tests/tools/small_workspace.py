@@ -47,7 +47,7 @@ def write_package(root: Path, name: str, *requires: str, version: str = "0.1.0")
     (source / "__init__.py").write_text('"""A package."""\n\n__all__ = ["go"]\n\n\ndef go() -> None: ...\n')
 
 
-def edit(path: Path, old: str, new: str) -> None:
+def replace_text(path: Path, old: str, new: str) -> None:
     """Replace one place of a file; a text that is not there is a mistake of the test."""
     text = path.read_text()
     assert text.count(old) >= 1, f"{path}: no {old!r}"

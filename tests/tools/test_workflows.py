@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from members import ROOT, read
+from members import ROOT, read_members
 
 FILES = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 TEXTS = {path.name: path.read_text() for path in FILES}
@@ -142,22 +142,23 @@ def test_the_oldest_siblings_that_are_published_are_tried() -> None:
 def test_every_job_does_all_its_parts() -> None:
     """Each command once, in this order; one that went missing would leave its guard to nobody."""
     parts = {
-        "ci.yml:plan": ['tools/affected.py --github "$BASE"', 'tools/changelog.py --base "$BASE"'],
+        "ci.yml:plan": ['tools/affected_packages.py --github "$BASE"', 'tools/changelog.py --base "$BASE"'],
         "ci.yml:workspace": [
-            *("tools/check.py tests", "tools/check_ranges.py", "tools/declared.py", "tools/api_surface.py"),
+            *("tools/check.py tests", "tools/check_ranges.py", "tools/check_dependencies.py", "tools/api_surface.py"),
             *("tools/check_ranges.py --oldest", "actionlint"),
         ],
-        "ci.yml:gate": ["python3 tools/gate.py"],
+        "ci.yml:gate": ["python3 tools/ci_gate.py"],
         "package.yml:test": [
-            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --python "$PYTHON" --resolution "$RESOLUTION"'
+            'tools/check_package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --python "$PYTHON" '
+            '--resolution "$RESOLUTION"'
         ],
         "release.yml:build": [
             'tools/release_check.py "$TAG" --index "$INDEX" >> "$GITHUB_OUTPUT"',
             'tools/release_check.py "$TAG" --notes > notes.md',
             "git merge-base --is-ancestor HEAD origin/main",
-            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --only tests --index "$INDEX"',
-            'tools/package.py "$PACKAGE" --out "$RUNNER_TEMP/oldest" --only tests --index "$INDEX"',
-            'tools/artefacts.py "$PACKAGE" --out dist --no-cache --index "$INDEX"',
+            'tools/check_package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --only tests --index "$INDEX"',
+            'tools/check_package.py "$PACKAGE" --out "$RUNNER_TEMP/oldest" --only tests --index "$INDEX"',
+            'tools/artifacts.py "$PACKAGE" --out dist --no-cache --index "$INDEX"',
         ],
         "release.yml:publish": ["uv publish --trusted-publishing always dist/*"],
         "release.yml:announce": ['gh release create "$TAG" --repo "$REPOSITORY" --verify-tag'],
@@ -183,10 +184,10 @@ def test_every_package_is_planned_tested_and_released() -> None:
     assert ci["package"]["strategy"]["matrix"]["package"] == "${{ fromJSON(needs.plan.outputs.packages) }}"
     assert ci["package"]["uses"] == "./.github/workflows/package.yml"
     (pattern,) = FLOWS["release.yml"][ON]["push"]["tags"]
-    command = [sys.executable, ROOT / "tools" / "affected.py", "--all"]
+    command = [sys.executable, ROOT / "tools" / "affected_packages.py", "--all"]
     planned = yaml.safe_load(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     folders = sorted(path.parent.name for path in (ROOT / "packages").glob("*/pyproject.toml"))
-    assert planned["packages"] == folders == sorted(read())
+    assert planned["packages"] == folders == sorted(read_members())
     assert [name for name in folders if not fnmatch.fnmatch(f"{name}-v1.2.3", pattern)] == []
 
 
@@ -269,7 +270,7 @@ def test_linters(command: tuple[str, ...], files: list[Path]) -> None:
     ("old", "new", "finding"),
     [
         ("@3d3c42e5aac5ba805825da76410c181273ba90b1 # v7.0.1", "@v7", "unpinned-uses"),
-        ("tools/gate.py", "tools/gate.py ${{ github.head_ref }}", "template-injection"),
+        ("tools/ci_gate.py", "tools/ci_gate.py ${{ github.head_ref }}", "template-injection"),
         ("contents: read", "contents: write", "excessive-permissions"),
     ],
 )

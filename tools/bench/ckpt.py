@@ -1,15 +1,15 @@
-"""What a save, a load, the hashes and a background save cost, each beside the limit that this machine has for it.
+"""Cost of a save, a load, the hashes and an async save, each relative to the limit of this machine.
 
     uv run python tools/bench/ckpt.py [save load hash stall ...] [--rounds 7] [--folder F] [--out PAGE]
 
-The state is that of a Llama of 1.1 billion parameters in bfloat16, 2.2 GB, random bytes. In every round each thing is
-measured once, in changing order, so that a disk or a processor that others use too is the same for all of them; ratios
-are formed within a round.
+The state is that of a Llama with 1.1 billion parameters in bfloat16, 2.2 GB, random bytes. Every round measures each
+case once, in alternating order, so that other load on disk and CPU affects all alike; ratios are taken within a round.
 
     save   begin, write_part, commit (all fsynced)   against   as many bytes written with O_DIRECT, and an fsync
     load   Checkpoint.read_into, page cache dropped  against   the same file read with O_DIRECT by as many threads
-    hash   a save                                    against   a save that hashes nothing
-    stall  BackgroundSaver.start                     against   one memcpy of the state; and what steps beside it lose
+    hash   a save                                    against   a save without hashing
+    stall  AsyncRankSaver.start                      against   one memcpy of the state; also the slowdown of steps
+                                                               that run during the save
 
 The folder must be on a real disk; 5 GB are written to it at once, and removed.
 """
@@ -39,9 +39,20 @@ from unittest.mock import patch
 import numpy as np
 import xxhash
 
-from lt_ckpt import BackgroundSaver, Checkpoint, Meta, Shard, Want, begin, commit, direct, tensorfile, write_part
-from lt_ckpt.readahead import THREADS
-from lt_model import LlamaConfig, parameters
+from lt_ckpt import (
+    AsyncRankSaver,
+    Checkpoint,
+    CheckpointMetadata,
+    ReadItem,
+    Shard,
+    begin_save,
+    commit_save,
+    direct_io,
+    tensorfile,
+    write_rank_files,
+)
+from lt_ckpt.readahead import READER_THREADS
+from lt_model import LlamaConfig, param_specs
 
 CONFIG = LlamaConfig(
     vocab_size=32000,
@@ -53,18 +64,17 @@ CONFIG = LlamaConfig(
     max_position_embeddings=4096,
 )
 ITEM_BYTES = 2
-TENSORS = [(parameter.name, tuple(parameter.shape)) for parameter in parameters(CONFIG)]
+TENSORS = [(parameter.name, tuple(parameter.shape)) for parameter in param_specs(CONFIG)]
 N_BYTES = sum(prod(shape) for _, shape in TENSORS) * ITEM_BYTES
-TARGETS = {"save": 1.5, "load": 1.3, "hash": 1.05, "stall": 1.3}
 
 
-def slices(memory: np.ndarray) -> list[np.ndarray]:
-    """The part of each tensor in one array of `N_BYTES`."""
+def tensor_views(memory: np.ndarray) -> list[np.ndarray]:
+    """Return the part of each tensor in one array of `N_BYTES`."""
     ends = np.cumsum([prod(shape) * ITEM_BYTES for _, shape in TENSORS]).tolist()
     return [memory[end - prod(shape) * ITEM_BYTES : end] for end, (_, shape) in zip(ends, TENSORS, strict=True)]
 
 
-def shards(memory: np.ndarray) -> list[Shard]:
+def make_shards(memory: np.ndarray) -> list[Shard]:
     return [
         Shard(
             group="weights",
@@ -75,36 +85,38 @@ def shards(memory: np.ndarray) -> list[Shard]:
             shape=shape,
             data=data,
         )
-        for (name, shape), data in zip(TENSORS, slices(memory), strict=True)
+        for (name, shape), data in zip(TENSORS, tensor_views(memory), strict=True)
     ]
 
 
 @contextmanager
-def timed(into: dict[str, list[float]], name: str):
-    """Add the wall seconds of the block to a list, and its CPU seconds to another."""
+def record_time(times: dict[str, list[float]], name: str):
+    """Append the wall seconds of the block to one list and its CPU seconds to another."""
     cpu, wall = time.process_time(), time.perf_counter()
     yield
-    into.setdefault(name, []).append(time.perf_counter() - wall)
-    into.setdefault(f"{name} cpu", []).append(time.process_time() - cpu)
+    times.setdefault(name, []).append(time.perf_counter() - wall)
+    times.setdefault(f"{name} cpu", []).append(time.process_time() - cpu)
 
 
-def aligned_block() -> np.ndarray:
-    """Memory as good as ours: of huge pages, where the system has them."""
-    block = direct.take_block(direct.BLOCK_BYTES)
+def make_aligned_block() -> np.ndarray:
+    """Return an aligned block as the package uses it: of huge pages, if the system has them."""
+    block = direct_io.acquire_block(direct_io.BLOCK_BYTES)
     block[:] = np.frombuffer(os.urandom(len(block)), np.uint8)
     return block
 
 
-def new_checkpoint(root: Path, step: int, state: list[Shard]) -> Path:
-    tmp = begin(root, step=step, world=1)
-    write_part(tmp, rank=0, shards=state)
-    return commit(tmp, world=1, meta=Meta(step=step))
+def save_checkpoint(root: Path, step: int, state: list[Shard]) -> Path:
+    tmp = begin_save(root, step=step, world_size=1)
+    write_rank_files(tmp, rank=0, shards=state)
+    return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
 
 
 def write_raw(path: Path, block: np.ndarray) -> None:
-    """As many bytes as the state has, through one aligned block."""
+    """Write as many bytes as the state has, through one aligned block."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    assert direct.switch_on(descriptor), "the folder's file system has no O_DIRECT: the limit cannot be measured"
+    assert direct_io.enable_direct_io(descriptor), (
+        "--folder: its file system does not support O_DIRECT, so the limit cannot be measured"
+    )
     for position in range(0, N_BYTES - len(block) + 1, len(block)):
         os.pwrite(descriptor, block.data, position)
     os.fsync(descriptor)
@@ -112,9 +124,9 @@ def write_raw(path: Path, block: np.ndarray) -> None:
 
 
 def read_raw(path: Path, blocks: list[np.ndarray]) -> None:
-    """The file's bytes into aligned blocks, by a thread each that takes the next position."""
+    """Read the file into aligned blocks, one thread per block."""
     descriptor = os.open(path, os.O_RDONLY)
-    assert direct.switch_on(descriptor)
+    assert direct_io.enable_direct_io(descriptor)
     positions, lock = iter(range(0, N_BYTES, len(blocks[0]))), threading.Lock()
 
     def work(block: np.ndarray) -> None:
@@ -130,7 +142,7 @@ def read_raw(path: Path, blocks: list[np.ndarray]) -> None:
     os.close(descriptor)
 
 
-def drop_cache(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             descriptor = os.open(path, os.O_RDONLY)
@@ -138,83 +150,83 @@ def drop_cache(folder: Path) -> None:
             os.close(descriptor)
 
 
-def in_changing_order(number: int, actions: list[Callable[[], None]]) -> None:
+def run_alternating(number: int, actions: list[Callable[[], None]]) -> None:
     for action in actions if number % 2 else reversed(actions):
         action()
 
 
 def bench_save(root: Path, memory: np.ndarray, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    state, block = shards(memory), aligned_block()
+    state, block = make_shards(memory), make_aligned_block()
 
     def limit() -> None:
-        with timed(found, "limit"):
+        with record_time(found, "limit"):
             write_raw(root / "raw", block)
         os.unlink(root / "raw")
 
     def ours() -> None:
-        with timed(found, "ours"):
-            path = new_checkpoint(root, 1, state)
+        with record_time(found, "ours"):
+            path = save_checkpoint(root, 1, state)
         shutil.rmtree(path)
 
     for number in range(rounds):
-        in_changing_order(number, [limit, ours])
+        run_alternating(number, [limit, ours])
     return found
 
 
 def bench_load(root: Path, memory: np.ndarray, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    path = new_checkpoint(root, 1, shards(memory))
+    path = save_checkpoint(root, 1, make_shards(memory))
     (file,) = path.glob("weights-*")
-    blocks = [aligned_block() for _ in range(THREADS)]
+    blocks = [make_aligned_block() for _ in range(READER_THREADS)]
     target = np.ones(N_BYTES, np.uint8)
-    wants, targets = [Want(group="weights", name=name) for name, _ in TENSORS], slices(target)
+    wants, targets = [ReadItem(group="weights", name=name) for name, _ in TENSORS], tensor_views(target)
 
     def limit() -> None:
-        drop_cache(path)
-        with timed(found, "limit"):
+        drop_page_cache(path)
+        with record_time(found, "limit"):
             read_raw(file, blocks)
 
     def ours() -> None:
-        drop_cache(path)
-        with timed(found, "ours"):
+        drop_page_cache(path)
+        with record_time(found, "ours"):
             Checkpoint.open(path).read_into(wants, targets)
 
     for number in range(rounds):
-        in_changing_order(number, [limit, ours])
+        run_alternating(number, [limit, ours])
     assert (target == memory).all()
     shutil.rmtree(path)
     return found
 
 
 class NoHash:
-    """Stands in for a hash that costs nothing."""
+    """Hash that costs nothing."""
 
     def update(self, data: memoryview) -> None:
-        """Take bytes."""
+        """Ignore bytes."""
 
     def hexdigest(self) -> str:
-        """Return what looks like a hash."""
+        """Return a constant in the form of a hash."""
         return "0" * 32
 
 
 def bench_hash(root: Path, memory: np.ndarray, rounds: int) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {}
-    state = shards(memory)
+    state = make_shards(memory)
     without = SimpleNamespace(xxh3_128=NoHash, xxh3_128_hexdigest=xxhash.xxh3_128_hexdigest)
 
     def save(name: str, module: object) -> None:
-        with patch.object(tensorfile, "xxhash", module), timed(found, name):
-            path = new_checkpoint(root, 1, state)
+        with patch.object(tensorfile, "xxhash", module), record_time(found, name):
+            path = save_checkpoint(root, 1, state)
         shutil.rmtree(path)
 
     for number in range(rounds):
-        in_changing_order(number, [lambda: save("limit", without), lambda: save("ours", xxhash)])
+        run_alternating(number, [lambda: save("limit", without), lambda: save("ours", xxhash)])
     return found
 
 
-def python_steps(until: Callable[[], bool]) -> float:
-    """Turns per second of a loop that never leaves the interpreter: the worst that a thread can be in the way of."""
+def measure_python_rate(until: Callable[[], bool]) -> float:
+    """Return iterations per second of a pure Python loop, the worst case for a second thread."""
     start, turns = time.perf_counter(), 0
     while not until():
         sum(range(2000))
@@ -222,8 +234,8 @@ def python_steps(until: Callable[[], bool]) -> float:
     return turns / (time.perf_counter() - start)
 
 
-def matrix_steps(until: Callable[[], bool]) -> float:
-    """Products per second of matrices as a training step on one core has them."""
+def measure_matmul_rate(until: Callable[[], bool]) -> float:
+    """Return matrix products per second, as in a training step on one core."""
     a, start, turns = np.ones((256, 256), np.float32), time.perf_counter(), 0
     while not until():
         a @ a
@@ -232,65 +244,65 @@ def matrix_steps(until: Callable[[], bool]) -> float:
 
 
 def bench_stall(root: Path, memory: np.ndarray, rounds: int) -> dict[str, list[float]]:
-    """Besides the stall: how fast the next steps are while the thread writes, against the same with an idle thread."""
+    """Measure the stall, and the speed of the next steps during the save against an idle saver."""
     found: dict[str, list[float]] = {}
-    state, saver, copy = shards(memory), BackgroundSaver(), np.ones(N_BYTES, np.uint8)
+    state, saver, copy = make_shards(memory), AsyncRankSaver(), np.ones(N_BYTES, np.uint8)
     saver.reserve(state)
+    loops = (("python steps", measure_python_rate), ("matrix steps", measure_matmul_rate))
 
     def limit() -> None:
-        with timed(found, "limit"):
+        with record_time(found, "limit"):
             np.copyto(copy, memory)
 
-    def ours(steps: Callable[[Callable[[], bool]], float]) -> None:
-        with timed(found, "begin"):
-            tmp = begin(root, step=1, world=1)
-        with timed(found, "ours"):
+    def ours(name: str, measure_rate: Callable[[Callable[[], bool]], float]) -> None:
+        with record_time(found, "begin"):
+            tmp = begin_save(root, step=1, world_size=1)
+        with record_time(found, "ours"):
             saver.start(tmp, rank=0, shards=state)
         start = time.perf_counter()
-        busy = steps(saver.poll)
+        busy = measure_rate(saver.poll)
         took = time.perf_counter() - start
         saver.wait()
-        commit(tmp, world=1, meta=Meta(step=1))
+        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1))
         shutil.rmtree(root / "step-00000001")
         until = time.perf_counter() + min(took, 1.0)
-        name = steps.__name__.replace("_", " ")
-        found.setdefault(f"{name} lost", []).append(1 - busy / steps(lambda: time.perf_counter() > until))
+        idle = measure_rate(lambda: time.perf_counter() > until)
+        found.setdefault(f"{name} lost", []).append(1 - busy / idle)
         found.setdefault("written after", []).append(took)
 
     for number in range(rounds):
-        in_changing_order(number, [limit, lambda n=number: ours((python_steps, matrix_steps)[n % 2])])
+        run_alternating(number, [limit, lambda n=number: ours(*loops[n % 2])])
     return found
 
 
 BENCHES = {"save": bench_save, "load": bench_load, "hash": bench_hash, "stall": bench_stall}
-WHAT = {
+LABELS = {
     "save": ("save, fsynced", "O_DIRECT write and fsync"),
-    "load": ("load, cold", f"O_DIRECT read, {THREADS} in flight"),
+    "load": ("load, cold", f"O_DIRECT read, {READER_THREADS} in flight"),
     "hash": ("save with hashes", "save without"),
-    "stall": ("stall of a background save", "memcpy of the state"),
+    "stall": ("stall of an async save", "memcpy of the state"),
 }
 
 
-def row(name: str, found: dict[str, list[float]], load: tuple[float, float]) -> str:
+def format_row(name: str, found: dict[str, list[float]], load: tuple[float, float]) -> str:
     ours, limit = (statistics.median(found[key]) for key in ("ours", "limit"))
     ratios = [a / b for a, b in zip(found["ours"], found["limit"], strict=True)]
     spread = f"{min(found['limit']):.2f} to {max(found['limit']):.2f}"
     cells = [
-        WHAT[name][0],
+        LABELS[name][0],
         f"{ours:.2f}",
         f"{statistics.median(found['ours cpu']):.2f}",
-        WHAT[name][1],
+        LABELS[name][1],
         f"{limit:.2f} ({spread})",
         f"{statistics.median(ratios):.2f}",
         f"{ours / limit:.2f}",
-        f"{TARGETS[name]:.2f}",
         f"{load[0]:.1f} to {load[1]:.1f}",
     ]
     return f"| {' | '.join(cells)} |"
 
 
-def machine(folder: Path) -> dict[str, str]:
-    """What the figures were measured on."""
+def machine_info(folder: Path) -> dict[str, str]:
+    """Return CPU, versions and file system of the measurement."""
     cpu = platform.processor() or platform.machine()
     info = Path("/proc/cpuinfo")
     for line in info.read_text(encoding="utf-8").splitlines() if info.exists() else []:
@@ -308,54 +320,56 @@ def machine(folder: Path) -> dict[str, str]:
     }
 
 
-def page(facts: dict[str, str], rows: list[str], rounds: int, lost: dict[str, list[float]]) -> str:
-    more = ""
+def render_page(facts: dict[str, str], rows: list[str], rounds: int, lost: dict[str, list[float]]) -> str:
+    stall_text = ""
     if lost:
         medians = {key: statistics.median(found) for key, found in lost.items()}
-        more = f"""
-A background save: the folder is made in {medians["begin"]:.3f} s (three fsyncs), before the copy; the bytes are on the
-disk {medians["written after"]:.2f} s after it. While they are being written, a loop of pure Python in the main thread
-loses {100 * medians.get("python steps lost", 0):.0f} % of its speed, one of matrix products
+        stall_text = f"""
+An async save creates its folder in {medians["begin"]:.3f} s (three fsyncs) before the copy; the bytes are on disk
+{medians["written after"]:.2f} s after it. Meanwhile a loop of pure Python in the main thread loses
+{100 * medians.get("python steps lost", 0):.0f} % of its speed, one of matrix products
 {100 * medians.get("matrix steps lost", 0):.0f} %.
 """
     table = "\n".join(rows)
     return f"""# Saving and loading checkpoints
 
-Made by `uv run python tools/bench/ckpt.py --out docs/benchmarks/ckpt.md`. The state: {len(TENSORS)} tensors of a Llama
-of 1.1 billion parameters, bfloat16, {N_BYTES / 1e9:.2f} GB. {rounds} rounds, interleaved in changing order; seconds are
-medians. The ratio that counts is the median of the ratios within a round; beside it stands the ratio of the medians.
+Measured by `uv run python tools/bench/ckpt.py --out docs/benchmarks/ckpt.md`. The state: {len(TENSORS)} tensors of a
+Llama of 1.1 billion parameters, bfloat16, {N_BYTES / 1e9:.2f} GB. {rounds} rounds, interleaved in changing
+order; seconds are medians. "ratio" is the median of the ratios within a round, "of medians" the ratio of the medians.
 
 {", ".join(f"{name} {value}" for name, value in facts.items())}.
 
-| ours | s | CPU s | limit | s (range) | ratio | of medians | target | load average |
-|---|---|---|---|---|---|---|---|---|
+| ours | s | CPU s | limit | s (range) | ratio | of medians | load average |
+|---|---|---|---|---|---|---|---|
 {table}
-{more}"""
+{stall_text}"""
 
 
 def main() -> None:
-    """Measure, and write the page."""
+    """Measure, print the page and optionally write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", choices=[[], *BENCHES], default=[], help="by default all")
+    parser.add_argument("what", nargs="*", choices=[[], *BENCHES], default=[], help="default: all")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", type=Path, help="a folder on the disk to be measured; by default the system's")
+    parser.add_argument(
+        "--folder", type=Path, help="folder on the disk to measure; default: the system's temporary folder"
+    )
     parser.add_argument("--out", type=Path, help="also write the page here")
     arguments = parser.parse_args()
     rows: list[str] = []
     lost: dict[str, list[float]] = {}
     memory = np.frombuffer(random.Random(0).randbytes(2**20), np.uint8)
     memory = np.resize(memory, N_BYTES)
-    memory[::4096] += np.arange(len(memory[::4096]), dtype=np.uint64).astype(np.uint8)  # no two pages alike
+    memory[::4096] += np.arange(len(memory[::4096]), dtype=np.uint64).astype(np.uint8)  # all pages differ
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        facts = machine(Path(folder).resolve())
+        facts = machine_info(Path(folder).resolve())
         for name in arguments.what or list(BENCHES):
             before = os.getloadavg()[0]
             found = BENCHES[name](Path(folder), memory, arguments.rounds)
-            rows.append(row(name, found, (before, os.getloadavg()[0])))
+            rows.append(format_row(name, found, (before, os.getloadavg()[0])))
             print(rows[-1], flush=True)
             if name == "stall":
                 lost = found
-    text = page(facts, rows, arguments.rounds, lost)
+    text = render_page(facts, rows, arguments.rounds, lost)
     print(text)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")

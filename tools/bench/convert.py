@@ -1,15 +1,15 @@
-"""Conversion of a Llama of real shapes: memory, and speed beside what the disk can do in the same minutes.
+"""Conversion of a Llama of real shapes: memory, and speed relative to the disk's in the same minutes.
 
     uv run python tools/bench/convert.py --preset llama3-70b --layers 8 --to nxd
-         --tp 32 --pp 8 --kv-multiplier 4 --qkv-linear
+         --tp 32 --pp 8 --kv-size-multiplier 4 --qkv-linear
 
-A Hugging Face model of the preset's shapes (fewer layers where the disk is small; random bits) is written once. Then,
-in turn and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync (the
-disk's limits, without anything of ours), each alone (`read_limit_s`, `write_limit_s`) and both at the same time
-(`copy_limit_s`, which is what a conversion has to do), and convert, with the page cache emptied of the model first.
-`of_limit` is the slower direction's time over the conversion's, `of_copy_limit` that of both at once over the
-conversion's. Peak memory is that of a process of its own, beside one that converts a model of a few kB; with
-`--cgroup-mib` (as root) the conversion lives in a control group with so much memory, page cache included.
+A Hugging Face model of the preset's shapes (fewer layers for a small disk; random bits) is written once. Then,
+alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
+(the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
+a conversion), and convert, with the model dropped from the page cache. `of_limit` is the slower direction's time over
+the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
+that converts a model of a few kB; with `--cgroup-mib` (as root) the conversion runs in a cgroup with that much memory,
+page cache included.
 """
 
 from __future__ import annotations
@@ -36,44 +36,47 @@ from pathlib import Path
 
 import numpy as np
 
-from lt_ckpt.tensorfile import TensorSpec, TensorWriter
-from lt_model import PRESETS, LlamaConfig, parameters
+from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
+from lt_model import PRESETS, LlamaConfig, config_to_hf, param_specs
 
-BLOCK = 4 * 2**20
-CHILD = "convert-child"
+BLOCK_BYTES = 4 * 2**20
+CHILD_ARGUMENT = "convert-child"
 
 
 def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
-    """Write random bf16 weights as a sharded Hugging Face folder; returns their bytes."""
+    """Write random bf16 weights as a sharded Hugging Face folder; return their bytes."""
     folder.mkdir(parents=True)
-    noise = np.random.default_rng(0).integers(0, 256, BLOCK + 4096, dtype=np.uint8)
+    noise = np.random.default_rng(0).integers(0, 256, BLOCK_BYTES + 4096, dtype=np.uint8)
     files: list[dict[str, TensorSpec]] = [{}]
-    room = shard_bytes
-    for parameter in parameters(config):
+    bytes_left = shard_bytes
+    for parameter in param_specs(config):
         spec = TensorSpec("BF16", parameter.shape)
-        if files[-1] and spec.n_bytes > room:
+        if files[-1] and spec.n_bytes > bytes_left:
             files.append({})
-            room = shard_bytes
+            bytes_left = shard_bytes
         files[-1][parameter.name] = spec
-        room -= spec.n_bytes
+        bytes_left -= spec.n_bytes
     names = {}
     for i, group in enumerate(files, start=1):
         name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        with TensorWriter(folder / name, group, {"format": "pt"}) as writer:
+        with HashingSafetensorsWriter(folder / name, group, {"format": "pt"}) as writer:
             for key, spec in group.items():
                 start = hash(key) % 4096
-                blocks = (noise[start : start + min(BLOCK, spec.n_bytes - at)] for at in range(0, spec.n_bytes, BLOCK))
+                blocks = (
+                    noise[start : start + min(BLOCK_BYTES, spec.n_bytes - at)]
+                    for at in range(0, spec.n_bytes, BLOCK_BYTES)
+                )
                 writer.write(key, blocks)
                 names[key] = name
     total = sum(spec.n_bytes for group in files for spec in group.values())
     index = {"metadata": {"total_size": total}, "weight_map": names}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    hf = config.to_hf(bos_token_id=1, eos_token_id=2, dtype="bfloat16")
+    hf = config_to_hf(config, bos_token_id=1, eos_token_id=2, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     return total
 
 
-def forget(folder: Path) -> None:
+def drop_page_cache(folder: Path) -> None:
     """Drop the page cache of the files in a folder."""
     for path in folder.rglob("*"):
         if path.is_file():
@@ -83,19 +86,19 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def aligned() -> np.ndarray:
-    """A buffer of large pages, as disks like them."""
-    pages = mmap.mmap(-1, 2 * BLOCK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def make_aligned_buffer() -> np.ndarray:
+    """Return a page-aligned buffer of huge pages."""
+    pages = mmap.mmap(-1, 2 * BLOCK_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(pages, np.uint8)
     skip = -memory.ctypes.data % 2**21
     memory[:] = 1
-    return memory[skip : skip + BLOCK]
+    return memory[skip : skip + BLOCK_BYTES]
 
 
 def direct_read(folder: Path, n_bytes: int) -> float:
-    """Seconds to read about so many bytes of the folder's files with large direct reads."""
-    buffer = aligned()
+    """Return the seconds to read about `n_bytes` of the folder's files with large direct reads."""
+    buffer = make_aligned_buffer()
     done, start = 0, time.perf_counter()
     for path in sorted(folder.glob("*.safetensors")):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -107,23 +110,23 @@ def direct_read(folder: Path, n_bytes: int) -> float:
 
 
 def direct_write(folder: Path, n_bytes: int) -> float:
-    """Seconds to write so many bytes with large direct writes and one fsync."""
-    buffer = aligned()
-    buffer[:] = np.frombuffer(os.urandom(4096) * (BLOCK // 4096), np.uint8)
+    """Return the seconds to write `n_bytes` with large direct writes and one fsync."""
+    buffer = make_aligned_buffer()
+    buffer[:] = np.frombuffer(os.urandom(4096) * (BLOCK_BYTES // 4096), np.uint8)
     path = folder / "probe"
     start = time.perf_counter()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
-    for _ in range(-(-n_bytes // BLOCK)):
+    for _ in range(-(-n_bytes // BLOCK_BYTES)):
         os.write(descriptor, buffer.data)
     os.fsync(descriptor)
     os.close(descriptor)
     seconds = time.perf_counter() - start
     path.unlink()
-    return seconds * n_bytes / (-(-n_bytes // BLOCK) * BLOCK)
+    return seconds * n_bytes / (-(-n_bytes // BLOCK_BYTES) * BLOCK_BYTES)
 
 
 def direct_copy(model: Path, folder: Path, n_read: int, n_written: int) -> float:
-    """Seconds to do both at the same time."""
+    """Return the seconds to do both at the same time."""
     start = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
         for done in [pool.submit(direct_read, model, n_read), pool.submit(direct_write, folder, n_written)]:
@@ -132,23 +135,23 @@ def direct_copy(model: Path, folder: Path, n_read: int, n_written: int) -> float
 
 
 @contextmanager
-def control_group(mib: int) -> Iterator[Path]:
-    """A control group with so much memory (version 2, or the memory controller of version 1)."""
-    old = Path("/sys/fs/cgroup/memory")
-    group = (old if old.is_dir() else old.parent) / f"lt-bench-{os.getpid()}"
+def create_cgroup(mib: int) -> Iterator[Path]:
+    """Create a cgroup with that much memory (version 2, or the memory controller of version 1)."""
+    memory_v1 = Path("/sys/fs/cgroup/memory")
+    group = (memory_v1 if memory_v1.is_dir() else memory_v1.parent) / f"lt-bench-{os.getpid()}"
     group.mkdir()
     try:
-        limit = "memory.limit_in_bytes" if old.is_dir() else "memory.max"
+        limit = "memory.limit_in_bytes" if memory_v1.is_dir() else "memory.max"
         (group / limit).write_text(str(mib * 2**20), encoding="ascii")
         yield group
     finally:
         group.rmdir()
 
 
-def converted(model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0) -> dict[str, float]:
-    """Convert in a process of its own; returns its seconds, CPU seconds, peak memory and what it wrote."""
-    command = [sys.executable, __file__, CHILD, str(model), str(out), *arguments]
-    with control_group(cgroup_mib) if cgroup_mib else nullcontext() as group:
+def run_conversion(model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0) -> dict[str, float]:
+    """Convert in a subprocess; return its seconds, CPU seconds, peak memory and output size."""
+    command = [sys.executable, __file__, CHILD_ARGUMENT, str(model), str(out), *arguments]
+    with create_cgroup(cgroup_mib) if cgroup_mib else nullcontext() as group:
         if group:
             command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
@@ -163,7 +166,7 @@ def cpu_model() -> str:
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
-def child(arguments: list[str]) -> None:
+def run_child(arguments: list[str]) -> None:
     from lt_ckpt.cli import app
 
     start = time.perf_counter()
@@ -178,8 +181,12 @@ def main() -> None:
     parser.add_argument("--preset", default="llama3.2-1b")
     parser.add_argument("--layers", type=int, default=0, help="fewer layers than the preset has")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, default=None, help="where to work; needs two to three times the model")
-    parser.add_argument("--model", type=Path, default=None, help="make the model here and keep it, or use what is here")
+    parser.add_argument(
+        "--folder", type=Path, default=None, help="working folder; needs two to three times the size of the model"
+    )
+    parser.add_argument(
+        "--model", type=Path, default=None, help="create the model here and keep it, or use the existing one"
+    )
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
     parser.add_argument("--cgroup-mib", type=int, default=0, help="memory of the conversion, page cache included")
     options, arguments = parser.parse_known_args()
@@ -190,24 +197,24 @@ def main() -> None:
         model = options.model or folder / "model"
         if not model.exists():
             make_model(model, config, 5 * 10**9)
-        n_bytes = 2 * sum(parameter.size for parameter in parameters(config))
+        n_bytes = 2 * sum(parameter.numel for parameter in param_specs(config))
         tiny = replace(config, vocab_size=64, hidden_size=64, intermediate_size=64, n_heads=8, n_kv_heads=8)
         make_model(folder / "tiny", tiny, 10**9)
-        base = converted(folder / "tiny", folder / "tiny-out", ["--to", "hf"])["peak_bytes"]
+        base = run_conversion(folder / "tiny", folder / "tiny-out", ["--to", "hf"])["peak_bytes"]
         rounds = []
         for _ in range(options.rounds):
-            forget(model)
+            drop_page_cache(model)
             read = direct_read(model, n_bytes)
-            forget(model)
-            found = converted(model, folder / "out", arguments, options.cgroup_mib)
+            drop_page_cache(model)
+            found = run_conversion(model, folder / "out", arguments, options.cgroup_mib)
             shutil.rmtree(folder / "out") if (folder / "out").is_dir() else (folder / "out").unlink()
             write = direct_write(folder, int(found["out_bytes"]))
-            forget(model)
+            drop_page_cache(model)
             copy = direct_copy(model, folder, n_bytes, int(found["out_bytes"]))
             rounds.append({**found, "read_limit_s": read, "write_limit_s": write, "copy_limit_s": copy})
             rounds[-1]["of_limit"] = max(read, write) / found["seconds"]
             rounds[-1]["of_copy_limit"] = copy / found["seconds"]
-        largest = max(parameter.size for parameter in parameters(config)) * 2
+        largest = max(parameter.numel for parameter in param_specs(config)) * 2
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": f"{os.cpu_count()} x {cpu_model()}, load {os.getloadavg()[0]:.1f}",
@@ -232,7 +239,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [CHILD]:
-        child(sys.argv[2:])
+    if sys.argv[1:2] == [CHILD_ARGUMENT]:
+        run_child(sys.argv[2:])
     else:
         main()

@@ -1,10 +1,10 @@
-"""What observing a run costs: CPU time of the node's monitor, of a record to each sink, and of a lap of the stopwatch.
+"""Cost of observing a run: CPU time of the node's monitor, of a record to each sink, and of a stopwatch lap.
 
     uv run python tools/bench/monitor.py [--samples N] [--json FILE]
 
-CPU seconds of the calling thread (`time.thread_time`), so other work on the machine matters little; the median of N
-calls. The share is that of one core at the default interval of 10 s. GPUs are not part of it: on a machine with
-NVIDIA's driver, the samples of them are measured as well and named so.
+CPU seconds of the calling thread (`time.thread_time`), so other load on the machine matters little; the median of N
+calls. The share is that of one core at the default interval of 10 s, without GPUs; with NVIDIA's driver their samples
+are measured separately.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from lt_trainer.monitor.host import Host
-from lt_trainer.monitor.nvml import Gpus, NoGpus, load_nvml
-from lt_trainer.sections import MetricsOptions
-from lt_trainer.sinks.opening import open_sinks
-from lt_trainer.sinks.sink import About
-from lt_trainer.timing import PARTS, HostStopwatch
+from lt_trainer.config import MetricsOptions
+from lt_trainer.observability.monitor import GpuSampler, GpusUnavailableError, HostSampler, load_nvml
+from lt_trainer.observability.sinks import RunInfo, open_sinks
+from lt_trainer.timing import STEP_PARTS, HostStopwatch
 
 RECORD = dict.fromkeys(("loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "hfu", "memory_gib"), 1.5)
 
@@ -48,25 +46,25 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for ranks in (1, 8):
-            host = Host(folder)
+            host = HostSampler(folder)
             pids = dict.fromkeys(range(ranks), os.getpid())
             found[f"sample of the host, {ranks} rank(s), us"] = median_us(
                 lambda _, h=host, p=pids: h.sample(p), arguments.samples
             )
         try:
-            gpus = Gpus(load_nvml(), count=1, environ=os.environ)
+            gpus = GpuSampler(load_nvml(), count=1, environ=os.environ)
             found["sample of one GPU, us"] = median_us(lambda _: gpus.sample(0), arguments.samples)
-        except NoGpus as exc:
+        except GpusUnavailableError as exc:
             print(f"# GPUs are left out: {exc}")
-        about = About(run=folder, recipe={}, toml="", step=0)
+        about = RunInfo(run=folder, recipe={}, toml="", step=0)
         sinks, _ = open_sinks(("tensorboard",), about)
-        record = RECORD | {f"{part}_s": 1.0 for part in PARTS}
+        record = RECORD | {f"{part}_s": 1.0 for part in STEP_PARTS}
         found["record to TensorBoard, us"] = median_us(
             lambda i: sinks.write({"step": i + 1, **record}), arguments.samples
         )
         sinks.close()
         stopwatch = HostStopwatch()
-        found["lap on the host, us"] = median_us(lambda _: [stopwatch.lap("data") for _ in range(100)], 100) / 100
+        found["lap on the host, us"] = median_us(lambda _: [stopwatch.begin("data") for _ in range(100)], 100) / 100
     share = found["sample of the host, 8 rank(s), us"] / 1e6 / interval
     result = {
         "machine": platform.processor() or platform.machine(),

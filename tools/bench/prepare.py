@@ -1,25 +1,25 @@
-"""What preparing a token store costs, beside the tokenizer alone, with each engine, and how much memory it takes.
+"""Cost of preparing a token store relative to the tokenizer alone, by engine, and its memory.
 
     uv run python tools/bench/prepare.py collect [--folder F]      # the text and the tokenizer, once
-    uv run python tools/bench/prepare.py speed-1 speed-2 memory [peer]   # one round each; do it several times
+    uv run python tools/bench/prepare.py speed-1 speed-2 memory [peer]   # one round each; repeat several times
     uv run python tools/bench/prepare.py table [--out PAGE]        # medians of all rounds so far
 
-The text is what lies on a developer's machine: Python sources and the documentation beside them (of the interpreter and
-of its packages), manual pages and the files under /usr/share/doc. All of it is listed, ordered by the SHA-256 of the
-path, and taken until 100 MB (1 GB) of text are there; exact duplicates, files over 4 MB and what is not UTF-8 are left
-out. Where there is less than 1 GB it is walked again, and the page says so. The tokenizer is a byte-level BPE of 32000
-ids with the split of Llama 3, trained on the first 20 MB.
+The text is from a developer's machine: Python sources and documentation (of the interpreter and of its packages),
+manual pages and the files under /usr/share/doc. All files are listed, ordered by the SHA-256 of the path, and read up
+to 100 MB (1 GB) of text; exact duplicates, files over 4 MB and non-UTF-8 files are skipped. If there is less than 1 GB,
+the files are read again, and the page says so. The tokenizer is a byte-level BPE of 32000 ids with the split of Llama
+3, trained on the first 20 MB.
 
-    speed-N  CPU seconds, children included, of a whole `prepare` (start, imports, reading, hashing, writing, fsync)
-             with N processes that encode, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same
-             texts in memory, in batches of 1 MB by N processes of one thread, nothing else counted, the ids left where
-             they are. The ids of all runs must be the same.
-    memory   the most memory that each process had at 100 MB and at 1 GB of text, and what the workers had of their own
-             (anonymous, by the median of the samples) in the second and the last tenth of the time; memory-hf,
-             memory-gigatoken-large and the like measure a part of it
-    peer     datasets.map(tokenize) + group_texts + save_to_disk, as the examples of transformers do it, over 25 MB
+    speed-N  CPU seconds, children included, of a complete `prepare` (start, imports, reading, hashing, writing, fsync)
+             with N encoding processes, per engine; against `raw`: encode_batch_fast of `tokenizers` over the same texts
+             in memory, in batches of 1 MB by N single-threaded processes, nothing else counted, the ids discarded. All
+             runs must produce the same ids.
+    memory   peak memory of each process at 100 MB and at 1 GB of text, and the workers' own memory (anonymous, median
+             of the samples) in the second and the last tenth of the time; memory-hf, memory-gigatoken-large and the
+             like measure a part of it
+    peer     datasets.map(tokenize) + group_texts + save_to_disk, as in the examples of transformers, over 25 MB
 
-In each round every thing is measured once, in changing order, and the ratios are formed within the round.
+Every round measures each case once, in random order; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ SMALL_BYTES = 100 * MB
 LARGE_BYTES = 1000 * MB
 PEER_BYTES = 25 * MB
 TRAIN_BYTES = 20 * MB
-MOST_FILE_BYTES = 4 * MB
+MAX_FILE_BYTES = 4 * MB
 VOCAB = 32000
 SEQ_LEN = 4096
 ENGINES = ("hf", "gigatoken")
 
 
-def places() -> list[tuple[str, Path, tuple[str, ...]]]:
+def source_dirs() -> list[tuple[str, Path, tuple[str, ...]]]:
     code = (".py", ".pyi", ".md", ".rst", ".txt")
     return [
         ("Python sources and their documentation", Path(sysconfig.get_path("stdlib")), code),
@@ -69,9 +69,9 @@ def places() -> list[tuple[str, Path, tuple[str, ...]]]:
     ]
 
 
-def listed() -> list[tuple[str, Path]]:
+def list_files() -> list[tuple[str, Path]]:
     found: dict[Path, str] = {}
-    for kind, root, suffixes in places():
+    for kind, root, suffixes in source_dirs():
         for folder, _, names in os.walk(root):
             for name in names:
                 path = Path(folder, name)
@@ -80,25 +80,25 @@ def listed() -> list[tuple[str, Path]]:
     return [(found[path], path) for path in sorted(found, key=lambda p: hashlib.sha256(os.fsencode(p)).digest())]
 
 
-def content(path: Path) -> str | None:
-    """The text of a file; None when it is too large, empty, or not text."""
+def read_text(path: Path) -> str | None:
+    """Return the text of a file; None if it is too large, empty, or not text."""
     try:
         data = path.read_bytes()
         if path.suffix == ".gz":
             with gzip.open(path) as file:
-                data = file.read(MOST_FILE_BYTES + 1)
-        if not 0 < len(data) <= MOST_FILE_BYTES or b"\0" in data:
+                data = file.read(MAX_FILE_BYTES + 1)
+        if not 0 < len(data) <= MAX_FILE_BYTES or b"\0" in data:
             return None
         return data.decode()
     except (OSError, EOFError, ValueError):
         return None
 
 
-def collect(folder: Path) -> None:
+def collect_texts(folder: Path) -> None:
     from lt_data import train_bpe
 
     folder.mkdir(parents=True, exist_ok=True)
-    files = listed()
+    files = list_files()
     facts: dict[str, Any] = {"python": platform.python_version(), "files_listed": len(files), "date": str(date.today())}
     with (folder / "small.jsonl").open("w") as small, (folder / "large.jsonl").open("w") as large:
         size = documents = passes = once = 0
@@ -109,7 +109,7 @@ def collect(folder: Path) -> None:
             passes += 1
             seen: set[bytes] = set()
             for kind, path in files:
-                text = content(path)
+                text = read_text(path)
                 if text is None or (key := hashlib.sha256(text.encode()).digest()) in seen:
                     continue
                 seen.add(key)
@@ -134,13 +134,13 @@ def collect(folder: Path) -> None:
     print(json.dumps(facts, indent=2))
 
 
-def texts(path: Path) -> Iterator[str]:
+def read_documents(path: Path) -> Iterator[str]:
     with path.open() as file:
         for line in file:
             yield json.loads(line)["text"]
 
 
-def batches(source: Iterable[str]) -> Iterator[list[str]]:
+def batch_texts(source: Iterable[str]) -> Iterator[list[str]]:
     batch: list[str] = []
     size = 0
     for text in source:
@@ -153,22 +153,22 @@ def batches(source: Iterable[str]) -> Iterator[list[str]]:
         yield batch
 
 
-# What a child process does; its last line of output is JSON.
+# Child processes; the last line of output is JSON.
 
 
 def child_raw(folder: Path, workers: int) -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    made = list(batches(texts(folder / "small.jsonl")))
+    batches = list(batch_texts(read_documents(folder / "small.jsonl")))
     with get_context("fork").Pool(workers) as pool:
-        found = pool.starmap(raw_part, [(folder, made[i::workers]) for i in range(workers)], chunksize=1)
+        found = pool.starmap(tokenize_part, [(folder, batches[i::workers]) for i in range(workers)], chunksize=1)
     return {"cpu_s": sum(cpu for cpu, _ in found), "tokens": sum(tokens for _, tokens in found)}
 
 
-def raw_part(folder: Path, part: list[list[str]]) -> tuple[float, int]:
+def tokenize_part(folder: Path, part: list[list[str]]) -> tuple[float, int]:
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer/tokenizer.json"))
-    tokenizer.encode_special_tokens = True  # as prepare does: what looks like a special token in a text is text
+    tokenizer.encode_special_tokens = True  # as in prepare: special tokens in a text are plain text
     begin = time.process_time()
     tokens = sum(sum(map(len, tokenizer.encode_batch_fast(batch, add_special_tokens=False))) for batch in part)
     return time.process_time() - begin, tokens
@@ -180,7 +180,7 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
 
     out = folder / f"store-{os.getpid()}"
     try:
-        with Watch() as watch:
+        with MemoryMonitor() as monitor:
             manifest = lt_data.prepare(
                 [folder / f"{name}.jsonl"],
                 tokenizer=folder / "tokenizer",
@@ -191,7 +191,7 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
                 workers=workers,
             )
         ids = hashlib.sha256()
-        cpu = cpu_seconds()  # before the ids are compared, which is not part of the work
+        cpu = cpu_seconds()  # before comparing the ids, which is not part of the work
         for shard in manifest.shards:
             ids.update((out / f"shards/{shard.name}.bin").read_bytes())
     finally:
@@ -202,13 +202,13 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
         "text_bytes": manifest.text_bytes,
         "ids": ids.hexdigest(),
         "engine": manifest.engine["name"],
-        "memory_bytes": watch.most,
-        "own_bytes_by_tenth": watch.by_tenth(),
+        "memory_bytes": monitor.peak_bytes,
+        "own_bytes_by_tenth": monitor.median_by_tenth(),
     }
 
 
 def child_peer(folder: Path) -> dict[str, Any]:
-    """The tokenizing and grouping of transformers' run_clm.py and of NxD's get_dataset.py."""
+    """Run the tokenizing and grouping of transformers' run_clm.py and of NxD's get_dataset.py."""
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
@@ -223,13 +223,13 @@ def child_peer(folder: Path) -> dict[str, Any]:
 
     size = 0
     chosen: list[str] = []
-    for text in texts(folder / "small.jsonl"):
+    for text in read_documents(folder / "small.jsonl"):
         if size >= PEER_BYTES:
             break
         chosen.append(text)
         size += len(text.encode())
     try:
-        with Watch() as watch:
+        with MemoryMonitor() as monitor:
             dataset = Dataset.from_dict({"text": chosen})
             encoded = dataset.map(
                 lambda rows: tokenizer(rows["text"], add_special_tokens=False, return_token_type_ids=False),
@@ -241,47 +241,47 @@ def child_peer(folder: Path) -> dict[str, Any]:
     finally:
         shutil.rmtree(folder / "peer", ignore_errors=True)
         shutil.rmtree(folder / "hf", ignore_errors=True)
-    return {"cpu_s": cpu_seconds(), "text_bytes": size, "memory_bytes": watch.most}
+    return {"cpu_s": cpu_seconds(), "text_bytes": size, "memory_bytes": monitor.peak_bytes}
 
 
 def cpu_seconds() -> float:
-    """User and system time of this process and of its children that ended."""
+    """Return user and system time of this process and of its finished children."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-class Watch:
-    """The most memory that this process and its children have had (VmHWM), each apart; a thread looks while they live.
+class MemoryMonitor:
+    """Thread that samples the peak memory (VmHWM) of this process and of each child while they run.
 
     Attributes:
-        most: of the process itself first, then of its children, largest first.
+        peak_bytes: peak of the process itself, then of its children, largest first.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
         self._own: list[tuple[float, int, int]] = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self.most: list[int] = []
+        self._thread = threading.Thread(target=self._poll)
+        self.peak_bytes: list[int] = []
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> MemoryMonitor:
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        self._note(os.getpid())
+        self._record(os.getpid())
         own = self._seen.pop(os.getpid())
-        self.most = [own, *sorted(self._seen.values(), reverse=True)]
+        self.peak_bytes = [own, *sorted(self._seen.values(), reverse=True)]
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         while not self._end.wait(0.2):
             with open(f"/proc/self/task/{os.getpid()}/children") as file:
                 for child in file.read().split():
-                    self._note(int(child))
+                    self._record(int(child))
 
-    def _note(self, process: int) -> None:
+    def _record(self, process: int) -> None:
         try:
             status = Path(f"/proc/{process}/status").read_text()
         except OSError:  # it has ended
@@ -291,8 +291,8 @@ class Watch:
             self._seen[process] = int(fields["VmHWM"].split()[0]) * 1024
             self._own.append((time.monotonic(), process, int(fields["RssAnon"].split()[0]) * 1024))
 
-    def by_tenth(self) -> list[int]:
-        """Anonymous memory of the children, the median of all samples in each tenth of the time."""
+    def median_by_tenth(self) -> list[int]:
+        """Return the median anonymous memory of the children in each tenth of the time."""
         samples = [(when, size) for when, process, size in self._own if process != os.getpid()]
         if not samples:
             return []
@@ -306,25 +306,25 @@ class Watch:
 CHILDREN = {"raw": child_raw, "prepare": child_prepare, "peer": child_peer}
 
 
-def run(folder: Path, *words: str | int) -> dict[str, Any]:
+def run_child(folder: Path, *words: str | int) -> dict[str, Any]:
     command = [sys.executable, __file__, "--folder", str(folder), "child", *map(str, words)]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True, encoding="utf-8")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(folder: Path, what: str) -> None:
-    """One round, appended to the file of results."""
+def measure_round(folder: Path, what: str) -> None:
+    """Measure one round and append it to the results file."""
     if what.startswith("speed-"):
         workers = int(what.removeprefix("speed-"))
-        things: list[tuple[str | int, ...]] = [("prepare", "small", engine, workers) for engine in ENGINES]
-        things.append(("raw", workers))
+        cases: list[tuple[str | int, ...]] = [("prepare", "small", engine, workers) for engine in ENGINES]
+        cases.append(("raw", workers))
     elif what.startswith("memory"):
-        things = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
-        things = [thing for thing in things if all(part in thing for part in what.split("-")[1:])]
+        cases = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
+        cases = [case for case in cases if all(part in case for part in what.split("-")[1:])]
     else:
-        things = [("peer",)]
-    random.shuffle(things)
-    found = {" ".join(map(str, thing)): run(folder, *thing) for thing in things}
+        cases = [("peer",)]
+    random.shuffle(cases)
+    found = {" ".join(map(str, case)): run_child(folder, *case) for case in cases}
     with (folder / "results.jsonl").open("a") as file:
         file.write(json.dumps({"what": what, "found": found}) + "\n")
     for name, result in found.items():
@@ -336,29 +336,29 @@ def main() -> None:
     parser.add_argument("words", nargs="+")
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/lt-bench-prepare")
     parser.add_argument("--out", type=Path)
-    given = parser.parse_args()
-    if given.words[0] == "child":
-        kind, *rest = given.words[1:]
-        print(json.dumps(CHILDREN[kind](given.folder, *(int(w) if w.isdigit() else w for w in rest))))
+    options = parser.parse_args()
+    if options.words[0] == "child":
+        kind, *rest = options.words[1:]
+        print(json.dumps(CHILDREN[kind](options.folder, *(int(w) if w.isdigit() else w for w in rest))))
         return
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: modules are compiled once
-    for word in given.words:
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
+    for word in options.words:
         if word == "collect":
-            collect(given.folder)
+            collect_texts(options.folder)
         elif word == "table":
-            table(given.folder, given.out)
+            write_page(options.folder, options.out)
         else:
-            measure(given.folder, word)
+            measure_round(options.folder, word)
 
 
-def table(folder: Path, out: Path | None) -> None:
+def write_page(folder: Path, out: Path | None) -> None:
     facts = json.loads((folder / "facts.json").read_text())
     rounds = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    lines = page(facts, rounds)
+    lines = render_page(facts, rounds)
     if out is None:
         print("\n".join(lines))
         return
-    # The page has tables of other scripts too: only what stands between the marks is this one's.
+    # The page has tables of other scripts too: replace only the part between the marks.
     begin, end = "<!-- tools/bench/prepare.py -->", "<!-- end of tools/bench/prepare.py -->"
     old = out.read_text() if out.exists() else "# Benchmarks of lt-data\n"
     before, _, rest = old.partition(begin)
@@ -366,15 +366,15 @@ def table(folder: Path, out: Path | None) -> None:
     out.write_text(f"{before.rstrip()}\n\n{begin}\n\n" + "\n".join(lines) + f"\n\n{end}\n{after}")
 
 
-def page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
+def render_page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
     small, large = facts["small"], facts["large"]
     kinds = ", ".join(f"{size / MB:.0f} MB {kind}" for kind, size in small["bytes"].items())
     lines = [
         "## Preparing a token store",
         "",
-        f"{date.today()}, {machine()}. Python {platform.python_version()}, "
+        f"{date.today()}, {machine_info()}. Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in ("tokenizers", "gigatoken", "numpy", "datasets"))
-        + ". `tools/bench/prepare.py`; how it measures stands at its top.",
+        + ". Measured by `tools/bench/prepare.py`.",
         "",
         f"Text: {sum(small['bytes'].values()) / MB:.1f} MB in {small['documents']} documents ({kinds}), SHA-256 "
         f"`{small['sha256'][:16]}`; byte-level BPE of {VOCAB} ids with Llama 3's split.",
@@ -390,7 +390,7 @@ def page(facts: dict[str, Any], rounds: list[dict[str, Any]]) -> list[str]:
             continue
         ids = {entry[names[engine]]["ids"] for entry in found for engine in ENGINES}
         if len(ids) > 1:
-            raise SystemExit(f"the ids differ: {ids}")
+            raise SystemExit(f"ids differ between engines: {ids}")
         size = found[0][names["hf"]]["text_bytes"]
         cpu = {key: [entry[name]["cpu_s"] for entry in found] for key, name in names.items()}
         for key in names:
@@ -421,21 +421,21 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
     if not found:
         return []
     lines = [
-        f"Most memory of a process (VmHWM), two workers; 1 GB is {large['different_bytes'] / MB:.0f} MB of "
+        f"Peak memory of a process (VmHWM), two workers; 1 GB is {large['different_bytes'] / MB:.0f} MB of "
         + "different text"
-        + (", walked again." if large["passes"] > 1 else "."),
+        + (", read again." if large["passes"] > 1 else "."),
         "",
         "| engine | text | parent | larger worker | other worker | workers' own, second tenth | last tenth |",
         "|---|---|---|---|---|---|---|",
     ]
     for engine in ENGINES:
         for name, size in (("small", "100 MB"), ("large", "1 GB")):
-            thing = f"prepare {name} {engine} 2"
-            most = [entry[thing]["memory_bytes"][:3] for entry in found if thing in entry]
-            if not most:
+            case = f"prepare {name} {engine} 2"
+            peaks = [entry[case]["memory_bytes"][:3] for entry in found if case in entry]
+            if not peaks:
                 continue
-            own = [entry[thing]["own_bytes_by_tenth"] for entry in found if thing in entry]
-            columns = [*zip(*most, strict=True), [tenths[1] for tenths in own], [tenths[9] for tenths in own]]
+            own = [entry[case]["own_bytes_by_tenth"] for entry in found if case in entry]
+            columns = [*zip(*peaks, strict=True), [tenths[1] for tenths in own], [tenths[9] for tenths in own]]
             cells = " | ".join(f"{max(column) / MB:.0f} MB" for column in columns)
             lines.append(f"| {engine} | {size} | {cells} |")
     return [*lines, ""]
@@ -446,15 +446,15 @@ def peer_lines(rounds: list[dict[str, Any]]) -> list[str]:
     if not found:
         return []
     speed = statistics.median(entry["text_bytes"] / MB / entry["cpu_s"] for entry in found)
-    most = max(max(entry["memory_bytes"]) for entry in found)
+    peak = max(max(entry["memory_bytes"]) for entry in found)
     return [
         f"Peer: `datasets.map` + `group_texts` + `save_to_disk`, two processes, {found[0]['text_bytes'] / MB:.0f} MB: "
-        f"{speed:.2f} MB per CPU-s, {most / MB:.0f} MB in its largest process.",
+        f"{speed:.2f} MB per CPU-s, {peak / MB:.0f} MB in its largest process.",
         "",
     ]
 
 
-def machine() -> str:
+def machine_info() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,10 +1,10 @@
-"""How long the quickstart takes, stage by stage, and how long a training command takes to its first step.
+"""Duration of the quickstart by stage, and of a training command up to its first step.
 
     uv run python tools/bench/quickstart.py [--out docs/benchmarks/quickstart.md] [--steps N]
 
-Runs one fresh quickstart in a temporary folder and reads its summary.json. Then, five times and interleaved: a process
-that only imports what training imports, and a training process until its first step is printed. The difference of the
-medians is what lt adds between imports and first step; nothing is compiled in it.
+Runs one new quickstart in a temporary folder and reads its summary.json. Then, five times and alternating: a process
+with only the imports of training, and a training process until its first step is printed. The difference of the medians
+is the time of lt between imports and first step; nothing is compiled in it.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from pathlib import Path
 from typing import Any
 
 REPEATS = 5
-IMPORTS = "import lt_trainer.run, lt_trainer_gpu.engine, lt_data.streaming.stream, lt_ckpt.save, torch._dynamo"
-"""What a training process imports; torch.optim brings in torch._dynamo, which takes as long as torch itself."""
+IMPORT_STATEMENT = (
+    "import lt_trainer.training.runner, lt_trainer_gpu.engine, lt_data.streaming.stream, lt_ckpt.save, torch._dynamo"
+)
+"""Imports of a training process; torch.optim imports torch._dynamo, which takes as long as torch itself."""
 
 
-def seconds(command: list[str], *, until: str = "") -> tuple[float, float]:
-    """Wall seconds until the process prints a line that starts with `until` (or ends), and its CPU seconds in all."""
+def time_command(command: list[str], *, until: str = "") -> tuple[float, float]:
+    """Return wall seconds until a line that starts with `until` (or the end), and total CPU seconds."""
     before = os.times()
     start = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
@@ -45,20 +47,20 @@ def seconds(command: list[str], *, until: str = "") -> tuple[float, float]:
     return time.perf_counter() - start if elapsed is None else elapsed, cpu
 
 
-def first_step(quickstart: Path) -> dict[str, float]:
-    """Medians of imports alone and of a training command to its first step, interleaved."""
+def measure_first_step(quickstart: Path) -> dict[str, float]:
+    """Return medians of imports alone and of a training command up to its first step, alternating."""
     imports, steps, cpu = [], [], []
     for i in range(REPEATS):
-        imports.append(seconds([sys.executable, "-c", IMPORTS])[0])
+        imports.append(time_command([sys.executable, "-c", IMPORT_STATEMENT])[0])
         command = [sys.executable, "-m", "lt_trainer", "run", str(quickstart / "run.toml")]
         options = {
-            "run.out": quickstart / f"bench-{i}",
+            "run.dir": quickstart / f"bench-{i}",
             "schedule.max_steps": 1,
             "schedule.warmup_steps": 1,
             "data.validation": "",
         }
         sets = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
-        wall, used = seconds([*command, *sets], until="step=1 ")
+        wall, used = time_command([*command, *sets], until="step=1 ")
         steps.append(wall)
         cpu.append(used)
     found = {"imports_s": statistics.median(imports), "command_to_first_step_s": statistics.median(steps)}
@@ -68,8 +70,8 @@ def first_step(quickstart: Path) -> dict[str, float]:
     }
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured on."""
+def machine_info() -> dict[str, str]:
+    """Return CPU, load and versions of the measurement."""
     cpu = platform.processor() or platform.machine()
     for line in (
         Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []
@@ -85,8 +87,8 @@ def machine() -> dict[str, str]:
     }
 
 
-def markdown(facts: dict[str, str], summary: dict[str, Any], start: dict[str, float]) -> str:
-    """The page."""
+def render_page(facts: dict[str, str], summary: dict[str, Any], start: dict[str, float]) -> str:
+    """Return the page as Markdown."""
     stages = "\n".join(f"| {name} | {value:.1f} |" for name, value in summary["seconds"].items())
     start_rows = "\n".join(f"| {name} | {value:.2f} |" for name, value in start.items())
     comparison = summary["comparison"]
@@ -99,7 +101,7 @@ def markdown(facts: dict[str, str], summary: dict[str, Any], start: dict[str, fl
     )
     return f"""# Quickstart
 
-Made by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
+Measured by `uv run python tools/bench/quickstart.py`. Wall seconds, one run; starts: median of {REPEATS}, interleaved.
 
 {", ".join(f"{name} {value}" for name, value in facts.items())}.
 
@@ -113,7 +115,7 @@ Training: {training}.
 |---|---|
 {start_rows}
 
-Importing takes almost all of it and varies by a second on a shared machine, more than what comes after it takes.
+Importing takes almost all of it and varies by a second on a shared machine.
 
 | predictor on the validation set | nats/token | bits/byte |
 |---|---|---|
@@ -122,13 +124,13 @@ Importing takes almost all of it and varies by a second on a shared machine, mor
 
 
 def main() -> None:
-    """Measure and write the page."""
+    """Measure, print the page and optionally write it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="also write the page here")
     parser.add_argument("--steps", type=int, default=0, help="training steps of the quickstart; 0 for its default")
     arguments = parser.parse_args()
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # as users have it: modules are compiled once
-    facts = machine()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # compile modules once, as for users
+    facts = machine_info()
     with tempfile.TemporaryDirectory() as folder:
         quickstart = Path(folder) / "quickstart"
         lt = str(Path(sys.executable).parent / "lt")
@@ -136,8 +138,8 @@ def main() -> None:
             [lt, "quickstart", "--out", str(quickstart), "--steps", str(arguments.steps)], check=False
         )
         summary = json.loads((quickstart / "summary.json").read_text())
-        start = first_step(quickstart)
-    page = markdown(facts, summary, start)
+        start = measure_first_step(quickstart)
+    page = render_page(facts, summary, start)
     print(page)
     if arguments.out:
         arguments.out.write_text(page)

@@ -1,18 +1,18 @@
-"""What packing, opening and reading a token store cost, each beside the limit that this machine has for it.
+"""Cost of packing, opening and reading a token store, each relative to the limit of this machine.
 
     uv run python tools/bench/stream.py [open gather pack] [--folder F] [--peers] [--out docs/benchmarks/data.md]
 
     pack    best-fit decreasing over ten million documents, from their lengths to the finished index, hash included
-    open    a store of 10^10 tokens (sparse files): open it and its pack, and give the batch of step 10^6; in processes
-            of their own, wall seconds and memory
-    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed places, nothing
-            else done), against one memcpy of as many bytes in a single block, and, where rows are made of pieces,
-            against the memcpy of prepared views of the same pieces (the join of a bytearray, in C, nothing looked up);
-            CPU seconds, ratios within a round, medians of rounds, all from the page cache
+    open    a store of 10^10 tokens (sparse files): open it and its pack, and return the batch of step 10^6; in
+            subprocesses, wall seconds and memory
+    gather  batches of random rows, against the memcpy of the same rows (one loop in C over precomputed offsets),
+            against one memcpy of as many bytes in a single block, and, for rows of several spans, against the memcpy of
+            prepared views of the same spans (the join of a bytearray, in C, without lookups); CPU seconds, ratios
+            within a round, medians of rounds, all from the page cache
 
 With --peers `datasets` reads the same rows, `with_format("numpy")`, from a table of 2-byte ids.
-The folder takes 0.9 GB; what is written there is removed. Of a page only what stands between the marks of the parts
-that were run is replaced.
+The folder takes 0.9 GB and is emptied at the end. Of a page only the parts that were run are replaced, between their
+marks.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ import numpy as np
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
 from lt_data.packing.packs import PackIndex, build_index
-from lt_data.store.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
 from lt_data.store.megatron import encode_index, index_size
 
 SEQ_LEN = 4096
 BATCH = 256
 ROUNDS = 9
-SAME = "memcpy of the same rows, one loop in C"
-BLOCK = "memcpy of as many bytes, one block"
-PIECES = "memcpy of the same pieces of bfd rows, prepared"
+MEMCPY_ROWS = "memcpy of the same rows, one loop in C"
+MEMCPY_BLOCK = "memcpy of as many bytes, one block"
+MEMCPY_SPANS = "memcpy of the same spans of bfd rows, prepared"
 STORE_TOKENS = 200_000_000
 
 
-def lognormal(n: int, median: float) -> np.ndarray:
-    """Lengths of documents as text has them."""
+def lognormal_lengths(n: int, median: float) -> np.ndarray:
+    """Return document lengths distributed as in text."""
     return np.random.default_rng(0).lognormal(np.log(median), 1.2, n).astype(np.int64) + 1
 
 
 def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: bool = False) -> TokenStore:
-    """A store of random 2-byte ids, or of holes that read as zeros; hashes are left out."""
+    """Create a store of random 2-byte ids, or of holes that read as zeros, without hashes."""
     (folder / "shards").mkdir(parents=True)
     rng = np.random.default_rng(1)
     ends = np.cumsum(lengths)
-    shards: list[Shard] = []
+    shards: list[ShardFile] = []
     first = begin = 0
     while first < lengths.size:
         last = max(first + 1, int(np.searchsorted(ends, begin + shard_tokens, side="right")))
@@ -75,29 +75,37 @@ def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: 
                 file.truncate(index_size(last - first))
             else:
                 file.write(encode_index(lengths[first:last], "uint16"))
-        shards.append(Shard(name=name, tokens=tokens, documents=last - first, sha256="", idx_sha256=""))
+        shards.append(ShardFile(name=name, tokens=tokens, documents=last - first, sha256="", idx_sha256=""))
         first, begin = last, int(ends[last - 1])
     info = TokenizerInfo(sha256="", vocab_size=60_000, files={}, name="bench")
-    manifest = Manifest(
-        tokenizer=info, bos=False, eos=True, dtype="uint16", shards=tuple(shards), text_bytes=4 * int(ends[-1])
+    n_tokens = int(ends[-1])
+    manifest = StoreManifest(
+        tokenizer=info,
+        bos=False,
+        eos=True,
+        dtype="uint16",
+        shards=tuple(shards),
+        text_bytes=4 * n_tokens,
+        read=DocumentTotals(documents=lengths.size, text_bytes=4 * n_tokens, tokens=n_tokens),
+        shard_tokens=2**27,
     )
-    (folder / "manifest.json").write_text(json.dumps(manifest.to_json()), encoding="utf-8")
+    (folder / "manifest.json").write_text(json.dumps(manifest.to_dict()), encoding="utf-8")
     return TokenStore(folder, manifest)
 
 
-def reader_of(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowReader:
+def make_reader(store: TokenStore, mode: Any, seq_len: int = SEQ_LEN) -> RowReader:
     index = build_index(store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=store.manifest.fingerprint)
-    index.save(store.path / "packs" / f"{mode}-{seq_len}", replace=True)
+    index.save(store.path / "packs" / f"{mode}-{seq_len}", overwrite=True)
     return RowReader(store, PackIndex.load(store.path / "packs" / f"{mode}-{seq_len}"))
 
 
 def bench_pack() -> list[list[str]]:
-    """Index of ten million documents; CPU seconds, median of three."""
+    """Index ten million documents; CPU seconds, median of three."""
     rows: list[list[str]] = []
     shapes: list[tuple[str, np.ndarray, int]] = [
-        ("lognormal, median 490", lognormal(10_000_000, 490), 4096),
-        ("the same", lognormal(10_000_000, 490), 32_768),
-        ("the same", lognormal(10_000_000, 490), 131_072),
+        ("lognormal, median 490", lognormal_lengths(10_000_000, 490), 4096),
+        ("the same", lognormal_lengths(10_000_000, 490), 32_768),
+        ("the same", lognormal_lengths(10_000_000, 490), 131_072),
         ("uniform, 1 to 2000", np.random.default_rng(0).integers(1, 2001, 10_000_000), 4096),
         ("uniform, 1 to 20,000", np.random.default_rng(0).integers(1, 20_001, 10_000_000), 4096),
     ]
@@ -111,12 +119,12 @@ def bench_pack() -> list[list[str]]:
         assert index is not None
         cut = np.bincount(index.document, minlength=lengths.size)
         avoidable = int((cut > -(-lengths // seq_len)).sum())
-        fill = float(lengths.sum() / index.positions)
+        fill = float(lengths.sum() / index.n_positions)
         rows.append([name, str(seq_len), f"{statistics.median(seconds):.2f}", f"{fill:.4%}", str(avoidable)])
     return rows
 
 
-OPENING = """
+OPEN_SCRIPT = """
 import json, sys, time
 import numpy as np
 from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
@@ -130,7 +138,7 @@ store = TokenStore.open(sys.argv[1])
 reader = RowReader(store, open_pack(store, seq_len=4096, mode=sys.argv[2]))
 position = 10**6 * 256
 state = StreamState(step=10**6, row=position, seed=1, fingerprint=sequence_fingerprint(reader, shuffle=True))
-stream = Stream(reader, global_batch=256, dp_rank=3, dp_size=8, seed=1, state=state)
+stream = Stream(reader, global_batch_size=256, dp_rank=3, dp_size=8, seed=1, state=state)
 batch = stream.next()
 wall, cpu = time.perf_counter() - begin, time.process_time() - cpu
 after = memory()
@@ -140,20 +148,20 @@ print(json.dumps({"wall": wall, "cpu": cpu, "own": after[0] - before[0], "mapped
 """
 
 
-def sparse_pack(store: TokenStore, mode: str, documents_per_row: int) -> None:
-    """A pack of the right size whose big arrays are holes but for what makes it readable."""
+def write_sparse_pack(store: TokenStore, mode: str, documents_per_row: int) -> None:
+    """Write a pack of full size with minimal contents."""
     rows = store.n_tokens // SEQ_LEN
-    piece = SEQ_LEN // documents_per_row
+    span = SEQ_LEN // documents_per_row
     n = rows * documents_per_row
     folder = store.path / "packs" / f"{mode}-{SEQ_LEN}"
     folder.mkdir(parents=True)
     arrays: dict[str, np.ndarray] = {
         "row_offsets": np.arange(0, n + 1, documents_per_row, dtype=np.int64),
         "document": np.arange(n, dtype=np.uint32),
-        "start": np.arange(0, n * piece, piece, dtype=np.int64),
-        "length": np.full(n, piece, np.int32),
-        "labels": np.full(n, piece - 1, np.int32),
-        "valid": np.full(rows, documents_per_row * (piece - 1), np.int32),
+        "start": np.arange(0, n * span, span, dtype=np.int64),
+        "length": np.full(n, span, np.int32),
+        "labels": np.full(n, span - 1, np.int32),
+        "valid": np.full(rows, documents_per_row * (span - 1), np.int32),
     }
     for name, array in arrays.items():
         np.save(folder / f"{name}.npy", array)
@@ -177,64 +185,64 @@ def bench_open(folder: Path) -> list[list[str]]:
     for tokens in (10**8, 10**10):
         lengths = np.full(tokens // 512, 512, np.int64)
         store = make_store(folder / f"sparse-{tokens}", lengths, 2**27, sparse=True)
-        sparse_pack(store, "bfd", 8)
+        write_sparse_pack(store, "bfd", 8)
         del lengths
         found = []
         for _ in range(7):
-            command = [sys.executable, "-c", OPENING, str(store.path), "bfd"]
+            command = [sys.executable, "-c", OPEN_SCRIPT, str(store.path), "bfd"]
             found.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
         assert found[0]["shape"] == [32, SEQ_LEN]
-        of = {key: statistics.median(one[key] for one in found) for key in ("wall", "cpu", "own", "mapped")}
+        medians = {key: statistics.median(result[key] for result in found) for key in ("wall", "cpu", "own", "mapped")}
         shards = len(store.manifest.shards)
         rows.append(
             [
                 f"{found[0]['tokens']:.3g}",
                 str(shards),
                 f"{found[0]['rows']}",
-                f"{1000 * of['wall']:.1f}",
-                f"{1000 * of['cpu']:.1f}",
-                f"{of['own'] / 1024:.1f}",
-                f"{of['mapped'] / 1024:.1f}",
+                f"{1000 * medians['wall']:.1f}",
+                f"{1000 * medians['cpu']:.1f}",
+                f"{medians['own'] / 1024:.1f}",
+                f"{medians['mapped'] / 1024:.1f}",
             ]
         )
     return rows
 
 
-def measure(
-    things: dict[str, Callable[[Any], Any]],
-    numbers: Callable[[], np.ndarray],
+def measure_cpu(
+    functions: dict[str, Callable[[Any], Any]],
+    draw_ids: Callable[[], np.ndarray],
     repeat: int,
     prepare: dict[str, Callable[[np.ndarray], Any]],
 ) -> dict[str, list[float]]:
-    """CPU seconds of each thing in every round, all of a round on batches drawn anew, `prepare` not counted."""
-    found: dict[str, list[float]] = {name: [] for name in things}
+    """Return CPU seconds of each function in every round, with new batches, `prepare` not counted."""
+    found: dict[str, list[float]] = {name: [] for name in functions}
     for turn in range(ROUNDS):
-        names = list(things)
+        names = list(functions)
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             made = prepare.get(name, lambda batch: batch)
-            batches = [made(numbers()) for _ in range(repeat)]
+            batches = [made(draw_ids()) for _ in range(repeat)]
             begin = time.process_time()
             for batch in batches:
-                things[name](batch)
+                functions[name](batch)
             found[name].append(time.process_time() - begin)
     return found
 
 
 def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
-    """Random rows; CPU seconds against memcpy."""
+    """Read random rows; CPU seconds relative to memcpy."""
     rng = np.random.default_rng(2)
-    lengths = lognormal(STORE_TOKENS // 1000, 490)
+    lengths = lognormal_lengths(STORE_TOKENS // 1000, 490)
     lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), STORE_TOKENS))]
     whole = make_store(folder / "one", lengths, 2**40)
     sharded = make_store(folder / "many", lengths, 2**23)
-    concat, best = reader_of(whole, "concat"), reader_of(whole, "bfd")
-    spread, many = reader_of(sharded, "concat"), reader_of(sharded, "bfd")
+    concat, best = make_reader(whole, "concat"), make_reader(whole, "bfd")
+    spread, many = make_reader(sharded, "concat"), make_reader(sharded, "bfd")
     mixture = Mixture({"a": concat, "b": spread}, {"a": 1, "b": 1})
     n_rows = min(concat.n_rows, best.n_rows) - 1
-    ids = whole.shard(0)
+    ids = whole.read_shard(0)
     ids.sum()  # every page is mapped and in the page cache
     for number in range(len(sharded.manifest.shards)):
-        sharded.shard(number).sum()
+        sharded.read_shard(number).sum()
     block = np.empty(BATCH * SEQ_LEN, np.uint16)
     big = np.empty(32 * 2**20, np.uint16)
     big[:] = 1
@@ -254,46 +262,46 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
 
     def views(numbers: np.ndarray) -> list[memoryview]:
         rows = [slice(int(best.pack.row_offsets[n]), int(best.pack.row_offsets[n + 1])) for n in numbers.tolist()]
-        pieces = [
+        spans = [
             (begin, begin + length)
             for row in rows
             for begin, length in zip(best.pack.start[row].tolist(), best.pack.length[row].tolist(), strict=True)
         ]
-        return [ids.data[begin:end] for begin, end in pieces]
+        return [ids.data[begin:end] for begin, end in spans]
 
     shards = len(sharded.manifest.shards)
-    things: dict[str, Callable[[Any], Any]] = {
-        SAME: same_rows,
-        BLOCK: one_block,
-        PIECES: lambda pieces: bytearray().join(pieces),
-        "`tokens`, concat, one shard": concat.tokens,
-        f"`tokens`, concat, {shards} shards": spread.tokens,
-        "`tokens`, bfd": best.tokens,
-        f"`tokens`, bfd, {shards} shards": many.tokens,
-        "`compact` (ids and borders), concat": concat.compact,
-        "`compact`, bfd": best.compact,
-        "`compact`, mixture of two": mixture.compact,
-        "`gather` (four int32 arrays), concat": concat.gather,
-        "`gather`, bfd": best.gather,
+    functions: dict[str, Callable[[Any], Any]] = {
+        MEMCPY_ROWS: same_rows,
+        MEMCPY_BLOCK: one_block,
+        MEMCPY_SPANS: lambda spans: bytearray().join(spans),
+        "`tokens`, concat, one shard": concat.read_tokens,
+        f"`tokens`, concat, {shards} shards": spread.read_tokens,
+        "`tokens`, bfd": best.read_tokens,
+        f"`tokens`, bfd, {shards} shards": many.read_tokens,
+        "`read_token_rows` (ids and boundaries), concat": concat.read_token_rows,
+        "`read_token_rows`, bfd": best.read_token_rows,
+        "`read_token_rows`, mixture of two": mixture.read_token_rows,
+        "`read_rows` (four int32 arrays), concat": concat.read_rows,
+        "`read_rows`, bfd": best.read_rows,
     }
     if peers:
-        things['`datasets`, `with_format("numpy")`, ids only'] = datasets_reader(folder, ids, n_rows)
+        functions['`datasets`, `with_format("numpy")`, ids only'] = make_datasets_reader(folder, ids, n_rows)
     repeat = 16
-    found = measure(things, lambda: rng.integers(0, n_rows, BATCH), repeat, {PIECES: views})
-    long = measure({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1, {})
-    same, block_of, pieces_of = found[SAME], found[BLOCK], found[PIECES]
+    found = measure_cpu(functions, lambda: rng.integers(0, n_rows, BATCH), repeat, {MEMCPY_SPANS: views})
+    long = measure_cpu({"memcpy, 64 MB": big_block}, lambda: rng.integers(0, n_rows, BATCH), 1, {})
+    row_copy, block_copy, span_copy = found[MEMCPY_ROWS], found[MEMCPY_BLOCK], found[MEMCPY_SPANS]
     tokens = repeat * BATCH * SEQ_LEN
     rows: list[list[str]] = []
     speed = big.size / statistics.median(long["memcpy, 64 MB"]) / 1e6
     rows.append(["memcpy, one block of 64 MB", f"{speed:.0f}", f"{2 * speed / 1000:.1f}", "", "", ""])
     for name, seconds in found.items():
         speed = tokens / statistics.median(seconds) / 1e6
-        of = [
-            f"{statistics.median(a / b for a, b in zip(one, seconds, strict=True)):.2f}"
-            for one in (same, block_of, pieces_of)
+        ratios = [
+            f"{statistics.median(a / b for a, b in zip(base, seconds, strict=True)):.2f}"
+            for base in (row_copy, block_copy, span_copy)
         ]
-        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", *of[:2], of[2] if "bfd" in name else ""])
-    stream = Stream(best, global_batch=BATCH)
+        rows.append([name, f"{speed:.0f}", f"{2 * speed / 1000:.1f}", *ratios[:2], ratios[2] if "bfd" in name else ""])
+    stream = Stream(best, global_batch_size=BATCH)
     seconds: list[float] = []
     for _ in range(ROUNDS):
         begin = time.process_time()
@@ -305,8 +313,8 @@ def bench_gather(folder: Path, peers: bool) -> list[list[str]]:
     return rows
 
 
-def datasets_reader(folder: Path, ids: np.ndarray, n_rows: int) -> Callable[[np.ndarray], Any]:
-    """The same rows by `datasets`, saved to disk and mapped."""
+def make_datasets_reader(folder: Path, ids: np.ndarray, n_rows: int) -> Callable[[np.ndarray], Any]:
+    """Return a reader of the same rows by `datasets`, saved to disk and mapped."""
     import pyarrow as pa
     from datasets import Dataset, load_from_disk
 
@@ -332,23 +340,23 @@ TITLES = {
             "GB per CPU-s",
             "of memcpy of the rows",
             "of memcpy of a block",
-            "of memcpy of the pieces",
+            "of memcpy of the spans",
         ],
     ),
     "pack": (
         "Best-fit decreasing over 10 million documents, from lengths to the finished index with its hash; CPU seconds, "
         "median of 3.",
-        ["lengths", "seq_len", "CPU s", "fill", "documents cut although they fit"],
+        ["lengths", "seq_len", "CPU s", "fill", "documents split although they fit"],
     ),
 }
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
+def format_table(head: list[str], rows: list[list[str]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["| " + " | ".join(line) + " |" for line in lines]
 
 
-def machine() -> str:
+def machine_info() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), platform.processor())
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -359,8 +367,8 @@ def machine() -> str:
     )
 
 
-def put(page: Path, part: str, lines: list[str]) -> None:
-    """Replace what stands between the marks of a part."""
+def replace_section(page: Path, part: str, lines: list[str]) -> None:
+    """Replace the text between the marks of a part."""
     begin, end = f"<!-- tools/bench/stream.py {part} -->", f"<!-- end of tools/bench/stream.py {part} -->"
     old = page.read_text(encoding="utf-8") if page.exists() else ""
     before, _, rest = old.partition(begin)
@@ -379,16 +387,16 @@ def main() -> None:
         folder = Path(name)
         for what in options.what or [*TITLES]:
             title, head = TITLES[what]
-            where = machine()
+            where = machine_info()
             rows = {
                 "pack": bench_pack,
                 "open": lambda: bench_open(folder),
                 "gather": lambda: bench_gather(folder, options.peers),
             }[what]()
-            lines = [title, "", where, "", *table(head, rows)]
+            lines = [title, "", where, "", *format_table(head, rows)]
             print("\n".join(lines), flush=True)
             if options.out:
-                put(options.out, what, lines)
+                replace_section(options.out, what, lines)
 
 
 if __name__ == "__main__":

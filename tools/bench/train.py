@@ -1,20 +1,20 @@
-"""One CPU thread trains the shape of litespark-default: ours beside litgpt (compiled) and transformers (eager).
+"""Training on one CPU thread in the shape of litespark-default: lt, litgpt (compiled) and transformers (eager).
 
     uv run python tools/bench/train.py                  # JSON on stdout
-    uv run python tools/bench/train.py --write          # and docs/benchmarks/training.md with its JSON beside it
+    uv run python tools/bench/train.py --write          # also docs/benchmarks/training.md and its JSON
 
-12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 tokens, one a step; bfloat16 compute
-with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as their own training
-does, and with the AdamW that their trainers take on a CPU (transformers: fused); ours is the engine that `lt train run`
-uses. All start with the same weights. Each trainer is a process of its own. They take turns, step by step, each waiting
-while another runs, so that whatever else the machine does falls on all alike; CPU seconds are those of the process, and
-medians over the steps count, compilation and warm-up apart.
+12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 tokens, one per step; bfloat16 compute
+with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as in their own trainers,
+and with the AdamW that those use on a CPU (transformers: fused); ours is the engine of `lt train run`. All start from
+the same weights. Each trainer is a process of its own. They alternate step by step, each waiting while another runs, so
+that other load on the machine affects all alike; CPU seconds are those of the process; medians over the steps, without
+compilation and warm-up.
 
-Rows are of a text-like source, a fixed order-1 Markov chain, the same for all; whether all learn the same from them is
-what `train_losses.py` shows. `--start` measures from the command to the first step of `lt train run`.
+Rows are from a text-like source, a fixed order-1 Markov chain, the same for all; `train_losses.py` compares what they
+learn. `--start` measures from the command to the first step of `lt train run`.
 
-litgpt needs lightning and other packages: an environment is made for it in a temporary folder, which takes torch and
-transformers from the running one.
+litgpt needs lightning and other packages: they are installed into a temporary environment, which uses torch and
+transformers of the running one.
 """
 
 from __future__ import annotations
@@ -40,21 +40,19 @@ import numpy as np
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks/training.md"
 VOCAB, SEQ_LEN = 32000, 1024
-LR, BETAS, DECAY, CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
-WARMUP = 20
-"""Steps until the learning rate is whole."""
+LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
+WARMUP_STEPS = 20
+"""Steps until the full learning rate is reached."""
 TRAINERS = ("lt", "litgpt", "transformers")
 LABELS = {"lt": "lt", "litgpt": "litgpt + compile", "transformers": "transformers, eager"}
-PEERS = ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "jsonargparse")
-BARS = {"litgpt": 1.1, "transformers": 1.6}
-MEMORY_BAR = 0.75
+PEER_REQUIREMENTS = ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "jsonargparse")
 
 
 # --- A trainer, in a process of its own -----------------------------------------------------------------------------
 
 
-def rows(step: int) -> np.ndarray:
-    """The row of a step, [SEQ_LEN + 1]: a Markov chain whose next id is one of eight that the last one decides."""
+def make_row(step: int) -> np.ndarray:
+    """Return the row of a step, [SEQ_LEN + 1]: a Markov chain with eight possible successors of each id."""
     rng = np.random.default_rng([7, step])
     choices, found = rng.integers(0, 8, SEQ_LEN + 1), np.empty(SEQ_LEN + 1, np.int64)
     found[0] = rng.integers(0, 512)
@@ -63,23 +61,24 @@ def rows(step: int) -> np.ndarray:
     return found
 
 
-def rate(step: int) -> float:
-    """The learning rate of a step: `LR` after `WARMUP` steps."""
-    return LR * min(1.0, (step + 1) / WARMUP)
+def learning_rate(step: int) -> float:
+    """Return the learning rate of a step: `LR` after `WARMUP_STEPS` steps."""
+    return LR * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def ours(seed: int) -> Any:
-    """A step of our engine."""
-    from lt_trainer.engine import StepBatch, World
-    from lt_trainer.recipe import llama_config, load
+def make_lt_step(seed: int) -> Any:
+    """Return the step function of our engine."""
+    from lt_trainer.config import llama_config, load
+    from lt_trainer.engine import World
+    from lt_trainer.testing.layouts import step_batch
     from lt_trainer_gpu.spec import SPEC
 
     base = {
         "run": {"seed": seed},
         "model": {"preset": "litespark-default", "vocab_size": VOCAB},
         "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
-        "batch": {"global_batch": 1, "micro_batch": 1},
-        "optimizer": {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": DECAY, "grad_clip": CLIP},
+        "batch": {"global_batch_size": 1, "micro_batch_size": 1},
+        "optimizer": {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "grad_clip": GRAD_CLIP},
         "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16"}},
     }
     recipe = load(base=base).recipe
@@ -88,30 +87,30 @@ def ours(seed: int) -> Any:
 
     def step(row: np.ndarray, lr: float) -> float:
         ids = row.astype(np.int32).reshape(1, 1, -1)
-        batch = StepBatch(
+        batch = step_batch(
             input_ids=np.ascontiguousarray(ids[..., :-1]),
             labels=np.ascontiguousarray(ids[..., 1:]),
             position_ids=positions,
             doc_ids=np.zeros_like(positions),
             valid_tokens=SEQ_LEN,
         )
-        return engine.read([engine.step(batch, lr)])[0].loss
+        return engine.fetch_metrics([engine.step(batch, lr)])[0].loss
 
     return step
 
 
-def peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
-    """A step as the peers' own loops make it: autocast, clip, AdamW."""
+def make_peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
+    """Return a step function as in the peers' own loops: autocast, clip, AdamW."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=DECAY, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused)
 
     def step(row: np.ndarray, lr: float) -> float:
         ids = torch.from_numpy(row)[None]
         with torch.autocast("cpu", dtype=torch.bfloat16):
             loss = loss_of(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
@@ -121,8 +120,8 @@ def peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
     return step
 
 
-def litgpt(seed: int) -> Any:
-    """The model of litgpt, its loss, compiled whole as its pretrain command does."""
+def make_litgpt_step(seed: int) -> Any:
+    """Return the step function of litgpt: its model and loss, compiled as in its pretrain command."""
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
     from litgpt.scripts.convert_hf_checkpoint import copy_weights_hf_llama  # pyright: ignore[reportMissingImports]
@@ -143,15 +142,15 @@ def litgpt(seed: int) -> Any:
         mlp_class_name="LLaMAMLP",
         intermediate_size=2072,
     )
-    model, started = GPT(config), {}
-    copy_weights_hf_llama(config, {}, started, initial_weights(seed))
-    model.load_state_dict(started)
+    model, weights = GPT(config), {}
+    copy_weights_hf_llama(config, {}, weights, initial_weights(seed))
+    model.load_state_dict(weights)
     compiled = torch.compile(model)
-    return peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
+    return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
 
 
-def transformers(seed: int, noise: float) -> Any:
-    """The model of transformers, eager; `noise` is what its initial weights are changed by, relative to each."""
+def make_transformers_step(seed: int, noise: float) -> Any:
+    """Return the step function of transformers, eager; `noise` is a relative change of its initial weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -169,72 +168,76 @@ def transformers(seed: int, noise: float) -> Any:
     model = LlamaForCausalLM(config).train()
     model.load_state_dict(initial_weights(seed))
     if noise:
-        draw = torch.Generator().manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for weight in model.parameters():
-                weight.mul_(1 + noise * torch.randn(weight.shape, generator=draw))
+                weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
     loss = torch.nn.functional.cross_entropy
 
     def loss_of(ids: Any, labels: Any) -> Any:
         logits = model(input_ids=ids, use_cache=False).logits
         return loss(logits.float().flatten(0, 1), labels.flatten())
 
-    return peer_step(model, loss_of, fused=True)
+    return make_peer_step(model, loss_of, fused=True)
 
 
 def initial_weights(seed: int) -> dict[str, Any]:
-    """The weights that ours starts with, float32, by the names of transformers."""
-    from lt_model import PRESETS, parameters
+    """Return our engine's initial weights, float32, by the names of transformers."""
+    from lt_model import PRESETS, param_specs
     from lt_model.init import init_slice
 
     config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
-    return {parameter.name: init_slice(parameter, seed) for parameter in parameters(config)}
+    return {parameter.name: init_slice(parameter, seed) for parameter in param_specs(config)}
 
 
-def resident_bytes(field: str) -> int:
-    """A field of /proc/self/status."""
+def read_status_bytes(field: str) -> int:
+    """Return a field of /proc/self/status in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
     (line,) = (line for line in lines if line.startswith(f"{field}:"))
     return int(line.split()[1]) * 1024
 
 
-def child(name: str, seed: int, noise: float) -> None:
-    """One trainer: a step for each number on stdin, a JSON line for each on stdout."""
+def run_child(name: str, seed: int, noise: float) -> None:
+    """Run one trainer: a step for each number on stdin, a JSON line for each on stdout."""
     import torch
 
     torch.set_num_threads(1)
     assert not noise or name == "transformers"
-    makers = {"lt": ours, "litgpt": litgpt, "transformers": lambda of: transformers(of, noise)}
+    makers = {
+        "lt": make_lt_step,
+        "litgpt": make_litgpt_step,
+        "transformers": lambda of: make_transformers_step(of, noise),
+    }
     step = makers[name](seed)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         index = int(line)
-        row = rows(index)
-        began, began_wall = time.process_time(), time.perf_counter()
-        loss = step(row, rate(index))
-        seconds, wall = time.process_time() - began, time.perf_counter() - began_wall
-        told = {"cpu_s": seconds, "wall_s": wall, "loss": loss, "peak_rss": resident_bytes("VmHWM")}
-        print(json.dumps(told), flush=True)
+        row = make_row(index)
+        start, start_wall = time.process_time(), time.perf_counter()
+        loss = step(row, learning_rate(index))
+        seconds, wall = time.process_time() - start, time.perf_counter() - start_wall
+        result = {"cpu_s": seconds, "wall_s": wall, "loss": loss, "peak_rss": read_status_bytes("VmHWM")}
+        print(json.dumps(result), flush=True)
 
 
 # --- The comparison -------------------------------------------------------------------------------------------------
 
 
-def environment(folder: Path) -> str:
-    """An interpreter that has the peers' packages, and torch and the rest from this one."""
+def create_environment(folder: Path) -> str:
+    """Create an environment with the peers' packages and with torch and the rest of this one; return its python."""
     subprocess.run(["uv", "venv", "-q", "--python", sys.executable, str(folder)], check=True)
     python = folder / "bin" / "python"
     own = sysconfig.get_path("purelib")
-    asked = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    place = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    Path(place, "beside.pth").write_text(f"import site; site.addsitedir({own!r})\n", encoding="utf-8")
-    # Without what they depend on: their pins exclude each other's, and torch is large.
-    subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "--no-deps", *PEERS], check=True)
+    command = [str(python), "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site_packages = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    Path(site_packages, "parent.pth").write_text(f"import site; site.addsitedir({own!r})\n", encoding="utf-8")
+    # --no-deps: their pins conflict with each other, and torch is large
+    subprocess.run(["uv", "pip", "install", "-q", "--python", str(python), "--no-deps", *PEER_REQUIREMENTS], check=True)
     return str(python)
 
 
 class Trainer:
-    """A trainer's process, its weights drawn from `seed` and changed by `noise`."""
+    """Trainer's process, with weights drawn from `seed` and changed by `noise`."""
 
     def __init__(self, name: str, python: str, seed: int = 0, noise: float = 0.0) -> None:
         self.name = name
@@ -248,7 +251,7 @@ class Trainer:
         assert self._read() == {"ready": name}
 
     def step(self, index: int) -> None:
-        """Do a step and note what it took."""
+        """Run a step and record its cost."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{index}\n")
         self._process.stdin.flush()
@@ -268,8 +271,8 @@ class Trainer:
         self._process.wait()
 
 
-def compare(names: list[str], steps: int, warmup: int, python: str) -> dict[str, Any]:
-    """Let the trainers take turns."""
+def compare_trainers(names: list[str], steps: int, warmup: int, python: str) -> dict[str, Any]:
+    """Run the trainers alternating."""
     trainers = [Trainer(name, python if name == "litgpt" else sys.executable) for name in names]
     try:
         for index in range(warmup + steps):
@@ -278,11 +281,11 @@ def compare(names: list[str], steps: int, warmup: int, python: str) -> dict[str,
     finally:
         for trainer in trainers:
             trainer.close()
-    return {trainer.name: summary(trainer.steps, warmup) for trainer in trainers}
+    return {trainer.name: summarize(trainer.steps, warmup) for trainer in trainers}
 
 
-def summary(steps: list[dict[str, float]], warmup: int) -> dict[str, Any]:
-    """Of one trainer's steps."""
+def summarize(steps: list[dict[str, float]], warmup: int) -> dict[str, Any]:
+    """Summarize one trainer's steps."""
     timed = [step["cpu_s"] for step in steps[warmup:]]
     tail = [step["loss"] for step in steps[-max(1, len(steps) // 10) :]]
     return {
@@ -298,32 +301,32 @@ def summary(steps: list[dict[str, float]], warmup: int) -> dict[str, Any]:
     }
 
 
-def start_seconds() -> dict[str, float]:
-    """From the command to the end of the first step of `lt train run` on the CPU, by the clock and in CPU seconds.
+def measure_startup() -> dict[str, float]:
+    """Measure the start of `lt train run` on the CPU up to its first step, in wall and CPU seconds.
 
     The second start is measured: the first leaves compiled modules, as an installed package's first use does.
     """
     with tempfile.TemporaryDirectory(prefix="lt-bench-pyc-") as compiled:
         env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         env |= {"OMP_NUM_THREADS": "2", "PYTHONPYCACHEPREFIX": compiled}
-        return [one_start(env) for _ in range(2)][-1]
+        return [time_startup(env) for _ in range(2)][-1]
 
 
-def one_start(env: dict[str, str]) -> dict[str, float]:
-    """One start in this environment; `step_s` is the first step's own time."""
+def time_startup(env: dict[str, str]) -> dict[str, float]:
+    """Time one start in this environment; `step_s` is the first step's own time."""
     import resource
 
     with tempfile.TemporaryDirectory(prefix="lt-bench-") as name:
         recipe = Path(name) / "run.toml"
         recipe.write_text(
-            f'[run]\nout = "{name}/run"\n[model]\npreset = "litespark-default"\nvocab_size = {VOCAB}\n'
-            f"[data]\nsynthetic = true\nseq_len = {SEQ_LEN}\n[batch]\nglobal_batch = 1\nmicro_batch = 1\n"
+            f'[run]\ndir = "{name}/run"\n[model]\npreset = "litespark-default"\nvocab_size = {VOCAB}\n'
+            f"[data]\nsynthetic = true\nseq_len = {SEQ_LEN}\n[batch]\nglobal_batch_size = 1\nmicro_batch_size = 1\n"
             "[schedule]\nmax_steps = 10\nwarmup_steps = 1\n[metrics]\nlog_interval = 1\n"
             '[engine.gpu]\ndevice = "cpu"\ndtype = "bfloat16"\n',
             encoding="utf-8",
         )
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        began = time.perf_counter()
+        start = time.perf_counter()
         command = [sys.executable, "-m", "lt_trainer", "run", str(recipe)]
         metrics = Path(name) / "run" / "metrics.jsonl"
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
@@ -331,7 +334,7 @@ def one_start(env: dict[str, str]) -> dict[str, float]:
             if process.poll() is not None:
                 raise SystemExit("lt train run ended before its first step")
             time.sleep(0.02)
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - start
         step = json.loads(next(line for line in metrics.read_text(encoding="utf-8").splitlines() if '"loss"' in line))
         process.kill()
         process.wait()
@@ -340,23 +343,23 @@ def one_start(env: dict[str, str]) -> dict[str, float]:
     return {"wall_s": seconds, "cpu_s": cpu, "step_s": step["elapsed_s"]}
 
 
-def floor() -> dict[str, float]:
-    """The matrix products of a step without attention's, at the best speed that one thread of this CPU has shown."""
+def matmul_lower_bound() -> dict[str, float]:
+    """Return the time of the matrix products of a step without attention, at the best speed of one thread."""
     import torch
 
-    from lt_model import PRESETS, parameters
-    from lt_trainer_gpu.peak import measured_matmul
+    from lt_model import PRESETS, param_specs
+    from lt_trainer_gpu.peak_flops import measure_matmul_flops
 
     torch.set_num_threads(1)
-    best, _ = measured_matmul(torch.device("cpu"), torch.bfloat16)
+    best, _ = measure_matmul_flops(torch.device("cpu"), torch.bfloat16)
     config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
-    weights = sum(row.size for row in parameters(config) if len(row.shape) == 2 and "embed_tokens" not in row.name)
+    weights = sum(row.numel for row in param_specs(config) if len(row.shape) == 2 and "embed_tokens" not in row.name)
     flops = 6.0 * weights * SEQ_LEN
     return {"flops": flops, "flops_per_s": best, "cpu_s": flops / best}
 
 
-def machine() -> dict[str, object]:
-    """What the figures were made on."""
+def machine_info() -> dict[str, object]:
+    """Return CPU, load and versions of the measurement."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
@@ -367,24 +370,23 @@ def machine() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "transformers": version("transformers"),
-        "litgpt": PEERS[0].partition("==")[2],
+        "litgpt": PEER_REQUIREMENTS[0].partition("==")[2],
     }
 
 
-def page(found: dict[str, Any]) -> str:
-    """docs/benchmarks/training.md."""
+def render_page(found: dict[str, Any]) -> str:
+    """Return the page docs/benchmarks/training.md."""
     trainers = found["trainers"]
     lines = [
-        "# Training on a CPU, beside others",
+        "# Training step on a CPU, compared with litgpt and transformers",
         "",
-        "Made by `uv run python tools/bench/train.py --write`, which says how; raw numbers:",
+        "Measured by `uv run python tools/bench/train.py --write`; raw numbers:",
         "[training.json](training.json). One thread, the shape of litespark-default (134.8 M parameters), rows of 1024",
-        "tokens, bfloat16 compute with fp32 weights. All trainers take turns step by step in one run; medians of CPU",
-        "seconds.",
+        "tokens, bfloat16 compute with fp32 weights. All trainers take turns, step by step; medians of CPU seconds.",
         "",
         ", ".join(f"{name} {value}" for name, value in found["machine"].items()) + ".",
         "",
-        "| trainer | CPU s a step | tokens per CPU s | peak resident | first step, CPU s | loss, first, last tenth |",
+        "| trainer | CPU s per step | tokens per CPU s | peak resident | first step, CPU s | loss, first, last tenth |",
         "|---|---|---|---|---|---|",
     ]
     for name, row in trainers.items():
@@ -394,60 +396,59 @@ def page(found: dict[str, Any]) -> str:
             f"{row['loss_first']:.3f}, {row['loss_last_tenth']:.3f} |"
         )
     lines.append("")
-    for name, bar in BARS.items():
+    for name in TRAINERS[1:]:
         if name in trainers:
             ratio = trainers[name]["cpu_s"] / trainers["lt"]["cpu_s"]
-            lines.append(f"- {ratio:.2f} times the speed of {LABELS[name]}; wanted: {bar}.")
+            lines.append(f"- {ratio:.2f} times the speed of {LABELS[name]}.")
     if "litgpt" in trainers:
         share = trainers["lt"]["peak_rss_bytes"] / trainers["litgpt"]["peak_rss_bytes"]
-        lines.append(f"- {share:.2f} of litgpt's resident memory; wanted: at most {MEMORY_BAR}.")
+        lines.append(f"- {share:.2f} of litgpt's resident memory.")
     products = found["products"]
     lines.append(
-        f"- The matrix products of a step, attention's apart, are {products['flops'] / 1e9:.0f} GFLOP: "
+        f"- The matrix products of a step, without attention, are {products['flops'] / 1e9:.0f} GFLOP: "
         f"{products['cpu_s']:.1f} s at the {products['flops_per_s'] / 1e9:.0f} GFLOP/s that one thread reached with "
-        f"1024^3, and the same for all: "
+        "1024^3, so of a step "
         + ", ".join(f"{products['cpu_s'] / row['cpu_s']:.0%} of {LABELS[name]}" for name, row in trainers.items())
-        + ". Where a CPU multiplies bfloat16 faster beside its other arithmetic, the ratios above are other ones."
+        + ". On a CPU with faster bfloat16 products the ratios differ."
     )
     if found.get("start"):
         start = found["start"]
         lines.append(
             f"- `lt train run`, from the command to the end of the first step: {start['wall_s']:.1f} s by the clock, "
-            f"{start['step_s']:.1f} s of them that step itself ({start['cpu_s']:.1f} CPU s in all, two threads); "
-            "wanted: 5 s."
+            f"{start['step_s']:.1f} s of them that step itself ({start['cpu_s']:.1f} CPU s in all, two threads)."
         )
     lines.append(f"- {next(iter(trainers.values()))['steps']} steps each, the first {found['warmup']} not timed.")
-    lines.append("- Whether all learn the same: [training-losses.md](training-losses.md).")
+    lines.append("- Losses of longer runs: [training-losses.md](training-losses.md).")
     return "\n".join(lines) + "\n"
 
 
 def main() -> int:
-    """Measure, print JSON, and write the page when asked."""
+    """Measure, print JSON, and optionally write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=8, help="timed steps of each trainer")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
-    parser.add_argument("--start", action="store_true", help="also from the command to the first step")
-    parser.add_argument("--python", help="an interpreter that has litgpt already")
+    parser.add_argument("--start", action="store_true", help="also measure from the command to the first step")
+    parser.add_argument("--python", help="interpreter with litgpt installed")
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--noise", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
-        child(options.child, options.seed, options.noise)
+        run_child(options.child, options.seed, options.noise)
         return 0
     names = options.only.split(",")
-    found: dict[str, Any] = {"machine": machine(), "warmup": options.warmup, "products": floor()}
+    found: dict[str, Any] = {"machine": machine_info(), "warmup": options.warmup, "products": matmul_lower_bound()}
     if options.start:
-        found["start"] = start_seconds()
+        found["start"] = measure_startup()
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
-        python = options.python or (environment(Path(folder) / "env") if "litgpt" in names else "")
-        found["trainers"] = compare(names, options.steps, options.warmup, python)
+        python = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
+        found["trainers"] = compare_trainers(names, options.steps, options.warmup, python)
     print(json.dumps(found, indent=1))
     if options.write:
         PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        PAGE.write_text(page(found), encoding="utf-8")
+        PAGE.write_text(render_page(found), encoding="utf-8")
     return 0
 
 

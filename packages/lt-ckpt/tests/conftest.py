@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, direct, write_part
+from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, direct_io, write_rank_files
 from lt_ckpt.dtypes import cast
-from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.tensorfile import TensorSpec, TensorWriter, file_order
-from lt_model import LlamaConfig, parameters
+from lt_ckpt.records import OptimizerRecord
+from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
+from lt_model import LlamaConfig, config_to_hf, param_specs
 
+OPTIMIZER = OptimizerRecord(name="sgd", slots=("exp_avg",))
 DTYPES = {"F32": "<f4", "F64": "<f8", "BF16": "<u2", "I64": "<i8", "U8": "u1"}
 
 
@@ -75,11 +77,17 @@ def toy_shards(state: Mapping[tuple[str, str], tuple[str, np.ndarray]], rank: in
 
 def toy_save(root: Path, step: int, *, world: int = 2, seed: int | None = None, **more: object) -> Path:
     state = toy_state(step if seed is None else seed)
-    tmp = begin(root, step=step, world=world)
+    tmp = begin_save(root, step=step, world_size=world)
     for rank in range(world):
-        write_part(tmp, rank=rank, shards=toy_shards(state, rank, world))
-    meta = Meta(step=step, small={"lr": 0.1}, tokenizer_files={"tokenizer.json": b"{}"}, data={"row": step * 8})
-    return commit(tmp, world=world, meta=meta, **more)  # pyright: ignore[reportArgumentType]
+        write_rank_files(tmp, rank=rank, shards=toy_shards(state, rank, world))
+    meta = CheckpointMetadata(
+        step=step,
+        optimizer=OPTIMIZER,
+        scalars={"lr": 0.1},
+        tokenizer_files={"tokenizer.json": b"{}"},
+        data={"row": step * 8},
+    )
+    return commit_save(tmp, world_size=world, metadata=meta, **more)  # pyright: ignore[reportArgumentType]
 
 
 def toy_check(checkpoint: Checkpoint, seed: int | None = None) -> None:
@@ -108,17 +116,17 @@ def toy_model(folder: Path, *, dtype: str = "BF16", seed: int = 0, **changes: ob
     config = toy_config(**changes)
     rng = np.random.default_rng(seed)
     folder.mkdir(parents=True)
-    specs = {p.name: TensorSpec(dtype, p.shape) for p in parameters(config)}
-    with TensorWriter(folder / "model.safetensors", specs, {"format": "pt"}) as writer:
+    specs = {p.name: TensorSpec(dtype, p.shape) for p in param_specs(config)}
+    with HashingSafetensorsWriter(folder / "model.safetensors", specs, {"format": "pt"}) as writer:
         for name in file_order(specs):
             values = rng.standard_normal(specs[name].shape).astype("<f4").reshape(-1).view(np.uint8)
             writer.write(name, [cast(values, "F32", dtype)])
-    values = config.to_hf(bos_token_id=None, eos_token_id=None, dtype="bfloat16")
+    values = config_to_hf(config, bos_token_id=None, eos_token_id=None, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
 
 
-GROUPED = {"tp": 4, "kv_multiplier": 2, "pp": 2}
+GROUPED = {"tp": 4, "kv_size_multiplier": 2, "pp": 2}
 OUTPUTS: dict[str, dict[str, Any]] = {
     "hf": {"format": "hf"},
     "hf in shards": {"format": "hf", "max_shard_bytes": 1500},
@@ -132,17 +140,17 @@ OUTPUTS: dict[str, dict[str, Any]] = {
     "nxd xser": {"nxd": {**GROUPED, "qkv": "gqa_fused", "xser": True, "tag": "step_3"}},
     "nxd xser v1": {"nxd": {"tp": 2, "pp": 3, "xser": True, "layout": "v1"}},
 }
-"""Every format and kind that a conversion makes of `toy_model`: name → what to wish for."""
+"""Every output format and kind of a conversion of `toy_model`: name → its options."""
 
 
 def toy_output(source: Path, out: Path, name: str) -> Path:
     """Converts a model; for `pt` the path gets a suffix. Those that do not say what the model is need its config."""
-    wish = dict(OUTPUTS[name])
-    cut = wish.pop("nxd", None)
+    options = dict(OUTPUTS[name])
+    cut = options.pop("nxd", None)
     if cut is not None:
-        wish |= {"format": "nxd", "nxd": NxdOptions(**cut)}
-    target = out.with_suffix(".pt") if wish["format"] == "pt" else out
-    convert_to(open_source(source), target, Wish(**wish))
+        options |= {"format": "nxd", "nxd": NxdOptions(**cut)}
+    target = out.with_suffix(".pt") if options["format"] == "pt" else out
+    convert_checkpoint(open_source(source), target, ConvertOptions(**options))
     return target
 
 
@@ -227,13 +235,13 @@ def writing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Both ways of writing a file, for the little state: blocks are smaller, and any file system takes them."""
     if request.param == "direct":
         real = fcntl.fcntl
-        monkeypatch.setattr(direct, "DIRECT_FROM_BYTES", 1)
-        monkeypatch.setattr(direct, "BLOCK_BYTES", 256)
-        monkeypatch.setattr(direct, "GATHER_BYTES", 64)
-        monkeypatch.setattr(direct, "THREADS", 1)  # one order of calls
-        monkeypatch.setattr(direct, "ALIGN", 32)
+        monkeypatch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
+        monkeypatch.setattr(direct_io, "BLOCK_BYTES", 256)
+        monkeypatch.setattr(direct_io, "COALESCE_BYTES", 64)
+        monkeypatch.setattr(direct_io, "WRITER_THREADS", 1)  # one order of calls
+        monkeypatch.setattr(direct_io, "ALIGN", 32)
         monkeypatch.setattr(os, "O_DIRECT", getattr(os, "O_DIRECT", 0x4000), raising=False)
-        monkeypatch.setattr(direct, "_refusals", {})
+        monkeypatch.setattr(direct_io, "_unsupported_devices", {})
 
         def accept(descriptor: int, command: int, value: int = 0) -> int:
             return 0 if command == fcntl.F_SETFL else real(descriptor, command, value)

@@ -15,9 +15,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import BackgroundSaver, Checkpoint, CheckpointError, Meta, Shard, begin, commit, discard, latest_valid
-from lt_ckpt.background import host_memory
-from lt_ckpt.errors import GivenUpError
+from lt_ckpt import (
+    AsyncRankSaver,
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    Shard,
+    begin_save,
+    commit_save,
+    discard_save,
+    find_latest_valid,
+)
+from lt_ckpt.async_save import allocate_host_memory
+from lt_ckpt.errors import SaveCancelledError
 
 SOON_S = 60
 
@@ -30,13 +40,13 @@ def no_thread_is_left():
 
 
 def start(saver, root, toy, step, *, tmp=None, rank=0, world=1, state=None, **more):
-    tmp = tmp or begin(root, step=step, world=world)
+    tmp = tmp or begin_save(root, step=step, world_size=world)
 
     def then(given_up):
-        commit(tmp, world=world, meta=Meta(step=step), given_up=given_up, **more)
+        commit_save(tmp, world_size=world, metadata=CheckpointMetadata(step=step), is_cancelled=given_up, **more)
 
     shards = toy.shards(state or toy.state(step), rank, world)
-    saver.start(tmp, rank=rank, shards=shards, then=then if rank == 0 else None)
+    saver.start(tmp, rank=rank, shards=shards, on_written=then if rank == 0 else None)
     return tmp
 
 
@@ -59,8 +69,8 @@ def disk_stands_still(monkeypatch):
 
 def test_the_checkpoint_is_that_of_a_save_in_the_foreground(fast_path, toy):
     there = toy.save(fast_path / "foreground", 3)
-    tmp = begin(fast_path / "background", step=3, world=2)
-    savers = [BackgroundSaver() for _ in range(2)]
+    tmp = begin_save(fast_path / "background", step=3, world_size=2)
+    savers = [AsyncRankSaver() for _ in range(2)]
     for rank in (0, 1):
         start(savers[rank], None, toy, 3, tmp=tmp, rank=rank, world=2)
     assert [saver.wait() for saver in savers] == [True, True]
@@ -72,15 +82,16 @@ def test_the_checkpoint_is_that_of_a_save_in_the_foreground(fast_path, toy):
     toy.check(ours)
 
 
+@pytest.mark.guarantee("background-save-parity")
 def test_it_is_the_state_of_the_moment(fast_path, toy, monkeypatch):
     state = toy.state(1)
-    saver = BackgroundSaver()
+    saver = AsyncRankSaver()
     with disk_stands_still(monkeypatch):
         start(saver, fast_path, toy, 1, state=state)
         assert not saver.poll()
         for _, array in state.values():
             array.fill(0)
-        assert latest_valid(fast_path) == (None, [])
+        assert find_latest_valid(fast_path) == (None, [])
     assert saver.wait()
     toy.check(Checkpoint.open(fast_path / "step-00000001"))
 
@@ -90,9 +101,9 @@ def test_memory_is_taken_once(fast_path, toy):
 
     def allocate(n_bytes):
         taken.append(n_bytes)
-        return host_memory(n_bytes)
+        return allocate_host_memory(n_bytes)
 
-    saver = BackgroundSaver(allocate)
+    saver = AsyncRankSaver(allocate)
     n_bytes = saver.reserve(toy.shards(toy.state(1), 0, 1))
     assert n_bytes >= sum(array.nbytes for _, array in toy.state(1).values())
     for step in (1, 2, 3):
@@ -115,25 +126,25 @@ def test_shards_may_know_a_quicker_way_into_memory(fast_path, toy):
         def slow():
             raise AssertionError("not asked for")
 
-        return replace(shard, data=slow, into=into)
+        return replace(shard, data=slow, copy_fn=into)
 
-    tmp = begin(fast_path, step=1, world=1)
-    saver = BackgroundSaver()
+    tmp = begin_save(fast_path, step=1, world_size=1)
+    saver = AsyncRankSaver()
     shards = toy.shards(toy.state(1), 0, 1)
     saver.start(tmp, rank=0, shards=(quick(shard) for shard in shards))
     saver.wait()
     assert ways == [shard.name for shard in shards]
-    toy.check(Checkpoint.open(commit(tmp, world=1, meta=Meta(step=1))))
+    toy.check(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1))))
 
 
 def test_a_new_save_waits_for_the_old_one(fast_path, toy, monkeypatch):
     """They share the memory, so the second begins to copy only when the first is done."""
-    saver, log = BackgroundSaver(), []
+    saver, log = AsyncRankSaver(), []
 
     def noted(shard):
         return replace(shard, data=lambda: log.append((fast_path / "step-00000001").exists()) or shard.data)
 
-    first, second = (begin(fast_path, step=step, world=1) for step in (1, 2))
+    first, second = (begin_save(fast_path, step=step, world_size=1) for step in (1, 2))
     with disk_stands_still(monkeypatch) as go_on:
         start(saver, fast_path, toy, 1, tmp=first)
         timer = threading.Timer(0.1, go_on.set)
@@ -143,22 +154,22 @@ def test_a_new_save_waits_for_the_old_one(fast_path, toy, monkeypatch):
     saver.wait()
     assert log == [True] * 8
     toy.check(Checkpoint.open(fast_path / "step-00000001"))
-    toy.check(Checkpoint.open(commit(second, world=1, meta=Meta(step=2))))
+    toy.check(Checkpoint.open(commit_save(second, world_size=1, metadata=CheckpointMetadata(step=2))))
 
 
 @pytest.mark.parametrize("call", ["poll", "wait", "start"])
 def test_a_failure_is_told_once_by_the_next_call(fast_path, toy, call):
-    saver = BackgroundSaver()
-    tmp = begin(fast_path, step=1, world=1)
+    saver = AsyncRankSaver()
+    tmp = begin_save(fast_path, step=1, world_size=1)
     (tmp / "weights-00000.safetensors").mkdir()
     start(saver, fast_path, toy, 1, tmp=tmp)
     deadline = time.monotonic() + SOON_S
-    while not saver.failed:
+    while not saver.has_failed:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    with pytest.raises(CheckpointError, match="writing the part of rank 0 failed: File exists"):
+    with pytest.raises(CheckpointError, match="writing the files of rank 0 failed: File exists"):
         start(saver, fast_path, toy, 2) if call == "start" else getattr(saver, call)()
-    assert not saver.failed
+    assert not saver.has_failed
     assert saver.poll()
     start(saver, fast_path, toy, 3)
     saver.wait()
@@ -166,72 +177,72 @@ def test_a_failure_is_told_once_by_the_next_call(fast_path, toy, call):
 
 
 def test_a_failure_that_is_no_checkpoint_error_is_not_lost_either(fast_path):
-    saver = BackgroundSaver()
+    saver = AsyncRankSaver()
 
     def then(given_up):
         raise RuntimeError("a bug")
 
-    saver.start(begin(fast_path, step=1, world=1), rank=0, shards=[], then=then)
-    assert saver.wait_part(SOON_S)
+    saver.start(begin_save(fast_path, step=1, world_size=1), rank=0, shards=[], on_written=then)
+    assert saver.wait_until_written(SOON_S)
     with pytest.raises(RuntimeError, match="a bug"):
         saver.wait()
 
 
 def test_a_failed_rank_ends_the_commit_of_rank_0(fast_path, toy):
-    tmp = begin(fast_path, step=1, world=2)
-    savers = [BackgroundSaver() for _ in range(2)]
+    tmp = begin_save(fast_path, step=1, world_size=2)
+    savers = [AsyncRankSaver() for _ in range(2)]
     (tmp / "rng-00001.safetensors").mkdir()
     for rank in (0, 1):
         start(savers[rank], None, toy, 1, tmp=tmp, rank=rank, world=2)
-    with pytest.raises(CheckpointError, match="rank 1 failed to write its part"):
+    with pytest.raises(CheckpointError, match="rank 1 failed to write its files"):
         savers[0].wait()
     with pytest.raises(CheckpointError, match="File exists"):
         savers[1].wait()
     (tmp / "rng-00001.safetensors").rmdir()
-    discard(tmp)
+    discard_save(tmp)
 
 
 def test_a_save_can_be_given_up_while_its_part_is_written(fast_path, toy, monkeypatch):
-    saver = BackgroundSaver()
+    saver = AsyncRankSaver()
     with disk_stands_still(monkeypatch):
         tmp = start(saver, fast_path, toy, 1)
         saver.cancel()
-    with pytest.raises(GivenUpError):
+    with pytest.raises(SaveCancelledError):
         saver.wait()
     assert (tmp / "failed-00000").exists()
-    discard(tmp)
+    discard_save(tmp)
     start(saver, fast_path, toy, 2)  # which says nothing about the next one
     saver.wait()
     toy.check(Checkpoint.open(fast_path / "step-00000002"))
 
 
 def test_a_save_can_be_given_up_while_it_waits_for_other_ranks(fast_path, toy):
-    saver = BackgroundSaver()
+    saver = AsyncRankSaver()
     tmp = start(saver, fast_path, toy, 1, world=2)
-    assert saver.wait_part(SOON_S)
+    assert saver.wait_until_written(SOON_S)
     assert not saver.wait(0.05)
     saver.cancel()
-    with pytest.raises(GivenUpError, match="given up before all parts had come"):
+    with pytest.raises(SaveCancelledError, match="cancelled before all ranks had written"):
         saver.wait(SOON_S)
-    discard(tmp)
+    discard_save(tmp)
 
 
 def test_an_os_error_at_any_call_leaves_the_last_checkpoint_and_is_told(fast_path, toy, calls, monkeypatch):
-    saver = BackgroundSaver()
-    tmp = begin(fast_path / "dry", step=2, world=1)
+    saver = AsyncRankSaver()
+    tmp = begin_save(fast_path / "dry", step=2, world_size=1)
     with calls.recording(monkeypatch):
         start(saver, None, toy, 2, tmp=tmp)
         saver.wait()
     for index in range(0, len(calls.log), 3):
         root = fast_path / f"{index}"
         toy.save(root, 1)
-        tmp = begin(root, step=2, world=1)
+        tmp = begin_save(root, step=2, world_size=1)
         with calls.recording(monkeypatch, fail_at=index, error=errno.ENOSPC):
             start(saver, None, toy, 2, tmp=tmp)
             with pytest.raises(CheckpointError, match="No space left on device"):
                 saver.wait()
         calls.fail_at = -1
-        found, rejected = latest_valid(root)
+        found, rejected = find_latest_valid(root)
         assert found is not None
         assert rejected == []
         toy.check(found)
@@ -243,23 +254,24 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import toy_shards, toy_state
-from lt_ckpt import BackgroundSaver, Meta, begin, commit, prune
-root, step, saver = Path({root!r}), {first}, BackgroundSaver()
+from lt_ckpt import AsyncRankSaver, CheckpointMetadata, begin_save, commit_save, prune_checkpoints
+root, step, saver = Path({root!r}), {first}, AsyncRankSaver()
 print("ready", flush=True)
 while True:
     state = toy_state(step)
     saver.wait()
-    tmp = begin(root, step=step, world=1)
+    tmp = begin_save(root, step=step, world_size=1)
     def then(given_up, tmp=tmp, step=step):
-        commit(tmp, world=1, meta=Meta(step=step))
-        prune(root, last=2)
-    saver.start(tmp, rank=0, shards=toy_shards(state, 0, 1), then=then)
+        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
+        prune_checkpoints(root, keep_last=2)
+    saver.start(tmp, rank=0, shards=toy_shards(state, 0, 1), on_written=then)
     for _, array in state.values():
         array.fill(0)  # the next step
     step += 1
 """
 
 
+@pytest.mark.guarantee("background-save-kill")
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
     rng, last = random.Random(seed), 0
@@ -272,7 +284,7 @@ def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         child.stdout.close()
-        found, rejected = latest_valid(tmp_path)
+        found, rejected = find_latest_valid(tmp_path)
         assert rejected == []
         if found is not None:
             toy.check(found)

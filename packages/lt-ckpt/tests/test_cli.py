@@ -41,7 +41,7 @@ def test_inspect(tmp_path, toy, main):
     assert "data        row=24" in out
     code, out, _ = main("inspect", "--json", path)
     shown = json.loads(out)
-    assert (shown["step"], shown["world"], shown["small"]) == (3, 2, {"lr": 0.1})
+    assert (shown["step"], shown["world_size"], shown["scalars"]) == (3, 2, {"lr": 0.1})
     assert shown["groups"]["weights"]["dtypes"] == {"F32": 33, "BF16": 28}
 
 
@@ -62,7 +62,7 @@ def test_verify(tmp_path, toy, main):
     assert err == f"error: {tmp_path}: 2 of 2 checkpoints did not verify\n"
     code, out, err = main("inspect", tmp_path)
     assert code == 0
-    assert f"passed over {two}" in err
+    assert f"skipped {two}" in err
     assert "step        1" in out
 
 
@@ -75,7 +75,7 @@ def test_errors_are_one_line_and_64(tmp_path, main):
 
 
 def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkeypatch):
-    import lt_ckpt.discover
+    import lt_ckpt.discovery
 
     def broken(path):
         raise RuntimeError("bug")
@@ -84,11 +84,11 @@ def test_bugs_are_a_traceback_and_70_and_an_interrupt_130(tmp_path, main, monkey
         raise KeyboardInterrupt
 
     (tmp_path / "step-00000001").mkdir()
-    monkeypatch.setattr(lt_ckpt.discover, "resolve", broken)
+    monkeypatch.setattr(lt_ckpt.discovery, "resolve_checkpoint", broken)
     code, _, err = main("inspect", tmp_path)
     assert code == 70
     assert "Traceback" in err
-    monkeypatch.setattr(lt_ckpt.discover, "resolve", interrupted)
+    monkeypatch.setattr(lt_ckpt.discovery, "resolve_checkpoint", interrupted)
     assert main("inspect", tmp_path)[0] == 130
 
 
@@ -164,7 +164,7 @@ def test_public_names_are_what_they_say():
     assert not modules & set(lt_ckpt.__all__), "a module would hide the function of the same name"
     for name in lt_ckpt.__all__:
         assert getattr(lt_ckpt, name).__name__ == name
-    assert sorted(lt_ckpt._OWNERS) == sorted(lt_ckpt.__all__) == sorted(dir(lt_ckpt))
+    assert sorted(lt_ckpt._EXPORTS) == sorted(lt_ckpt.__all__) == sorted(dir(lt_ckpt))
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = lt_ckpt.nothing
 
@@ -187,5 +187,5 @@ def test_a_model_that_lies_here_is_not_said_to_be_downloaded(monkeypatch, tmp_pa
     from lt_ckpt.cli import terminal
 
     monkeypatch.setattr(terminal, "progress_bar", lambda title: pytest.fail(title))
-    with pytest.raises(ValueError, match="names no model"):
+    with pytest.raises(ValueError, match="has no model configuration"):
         terminal.open_model(str(toy.save(tmp_path, 3)), None)

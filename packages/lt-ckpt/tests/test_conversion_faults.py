@@ -2,7 +2,7 @@
 
 Some threads read and some write, so the calls come in no fixed order; but each kind of call on the output's side comes
 a fixed number of times, and the n-th of it is the one that fails. A power cut is a model of the disk that forgets what
-was not fsynced. Every kind of output is tried, that of `resplit` too.
+was not fsynced. Every kind of output is tried, that of `reshard_optimizer` too.
 """
 
 import errno
@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from lt_ckpt import CheckpointError, latest_valid
+from lt_ckpt import CheckpointError, find_latest_valid
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import open_source, read_config
-from lt_ckpt.nxd.resplitting import resplit
+from lt_ckpt.nxd.zero1_reshard import reshard_optimizer
 
 ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
-KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd small xser", "resplit", "state"]
+KINDS = ["hf", "hf in shards", "lt", "dcp", "pt", "nxd gqa", "nxd v1", "nxd small xser", "reshard", "state"]
 CALLS = ("open", "write", "pwrite", "fsync", "rename", "mkdir", "close")
 EACH = 5
 """Failures per kind of call in the test command: the first, the last, and some between; the slow test takes all."""
@@ -38,41 +38,43 @@ def model(memory, models):
 
 def make(kind: str, model: Path, out: Path, models: SimpleNamespace) -> Path:
     """Makes an output in one call; returns what it is called."""
-    if kind == "resplit":
-        return resplit(ZERO / "nxd-plain", out, dp=3, config=read_config(ZERO / "hf-start"))
+    if kind == "reshard":
+        return reshard_optimizer(ZERO / "nxd-plain", out, dp=3, config=read_config(ZERO / "hf-start"))
     if kind == "state":
-        from lt_ckpt.formats import Wish, convert_to
+        from lt_ckpt.formats import ConvertOptions, convert_checkpoint
         from lt_ckpt.nxd.options import NxdOptions
 
         source = open_source(ZERO / "nxd-plain", config=ZERO / "hf-start", optimizer=True)
-        return convert_to(source, out, Wish(format="nxd", nxd=NxdOptions(tp=2), dp=3, unequal_copies=True))
+        return convert_checkpoint(
+            source, out, ConvertOptions(format="nxd", nxd=NxdOptions(tp=2), dp=3, allow_replica_mismatch=True)
+        )
     if kind == "nxd small xser":
-        from lt_ckpt.formats import Wish, convert_to
+        from lt_ckpt.formats import ConvertOptions, convert_checkpoint
         from lt_ckpt.nxd.options import NxdOptions
 
         cut = NxdOptions(tp=2, qkv="gqa_fused", xser=True, tag="step_3")
-        return convert_to(open_source(model), out, Wish(format="nxd", nxd=cut))
+        return convert_checkpoint(open_source(model), out, ConvertOptions(format="nxd", nxd=cut))
     return models.output(model, out, kind)
 
 
 def require_whole(kind: str, model: Path, made: Path) -> None:
-    if kind == "resplit":
+    if kind == "reshard":
         assert len(list((made / "optim").glob("*.pt"))) == 6
         return
     if kind == "state":
         source = open_source(ZERO / "nxd-plain", config=ZERO / "hf-start", optimizer=True)
         again = open_source(made, config=ZERO / "hf-start", optimizer=True)
-        assert again.about["dp"] == 3
+        assert again.format_info["dp"] == 3
         for group in ("exp_avg", "exp_avg_sq", "master"):
             a, b = (replace(s, groups={"weights": s.groups[group]}) for s in (source, again))
-            assert all(c.equal for c in compare(a, b))
+            assert all(c.is_equal for c in compare(a, b))
         return
     if kind == "lt":
-        found, rejected = latest_valid(made)
+        found, rejected = find_latest_valid(made)
         assert found is not None
         assert rejected == []
     config = None if kind.startswith(("hf", "lt")) else model
-    assert all(c.equal for c in compare(open_source(model), open_source(made, config=config)))
+    assert all(c.is_equal for c in compare(open_source(model), open_source(made, config=config)))
 
 
 class Calls:
@@ -137,14 +139,14 @@ def fail_at(kind: str, model: Path, models: Any, folder: Path, monkeypatch: Any,
             place.mkdir()
             calls = Calls(place)
             with calls.watching(monkeypatch, failing=(name, index)):
-                told = ""
+                error_text = ""
                 try:
                     make(kind, model, place / "out", models)
                 except CheckpointError as exc:
-                    told = str(exc)
+                    error_text = str(exc)
             assert calls.failed_at
-            assert not told or "No space left" in told
-            if not told:  # removing the hidden folder of a single file, when that has its name
+            assert not error_text or "No space left" in error_text
+            if not error_text:  # removing the hidden folder of a single file, when that has its name
                 assert (kind, Path(calls.failed_at).name[:12]) == ("pt", ".out.pt.tmp-")
                 require_whole(kind, model, place / "out.pt")
                 continue
@@ -163,6 +165,7 @@ def fail_at(kind: str, model: Path, models: Any, folder: Path, monkeypatch: Any,
     return dry.counts
 
 
+@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, kind):
     rng = random.Random(kind)
@@ -173,10 +176,11 @@ def test_a_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypa
     fail_at(kind, model, models, fast_path, monkeypatch, some)
 
 
+@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_failing_call_leaves_nothing_or_all(fast_path, model, models, monkeypatch, writing, kind):
-    if (kind, writing) in (("resplit", "direct"), ("state", "direct")):
+    if (kind, writing) in (("reshard", "direct"), ("state", "direct")):
         pytest.skip("thousands of calls; every other kind is tried both ways")
     counts = fail_at(kind, model, models, fast_path, monkeypatch, lambda count: list(range(count)))
     assert sum(counts.values()) >= 15
@@ -276,6 +280,7 @@ def kept(node: Any, parts: tuple[str, ...]) -> Any:
     return node
 
 
+@pytest.mark.guarantee("convert-atomic")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_power_cut_leaves_nothing_or_all(fast_path, model, models, monkeypatch, writing, kind):
     """Nothing gets its name before it is on the disk, and what was returned as made is on the disk under its name."""

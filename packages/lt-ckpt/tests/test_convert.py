@@ -11,14 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from lt_ckpt import Checkpoint, CheckpointError, direct
-from lt_ckpt import convert as convert_module
+from lt_ckpt import Checkpoint, CheckpointError, direct_io
+from lt_ckpt import conversion as convert_module
 from lt_ckpt import source as source_module
 from lt_ckpt.comparison import compare
-from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig, parameters
+from lt_model import LlamaConfig, config_to_hf, param_specs
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -30,12 +30,12 @@ def make_hf(folder: Path, *, tied: bool = False, head: bool = False, dtype=torch
     """A random Llama as transformers writes it: config.json and one safetensors file."""
     config = LlamaConfig(**{**TINY, **changes}, tie_word_embeddings=tied)
     generator = torch.Generator().manual_seed(0)
-    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(config)}
+    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in param_specs(config)}
     if tied and head:
         weights[HEAD] = weights[EMBED].clone()
     folder.mkdir(parents=True)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    values = config.to_hf(bos_token_id=1, eos_token_id=2, dtype="bfloat16")
+    values = config_to_hf(config, bos_token_id=1, eos_token_id=2, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     (folder / "tokenizer.json").write_text('{"made": "up"}', encoding="utf-8")
     return folder
@@ -60,12 +60,14 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_hf_to_ours_and_back_is_bit_exact(tmp_path: Path, monkeypatch, tied: bool, block_bytes: int) -> None:
     monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
     start = make_hf(tmp_path / "hf", tied=tied)
-    saved = convert_to(open_source(start), tmp_path / "run", Wish(format="lt"))
+    saved = convert_checkpoint(open_source(start), tmp_path / "run", ConvertOptions(format="lt"))
     assert saved == tmp_path / "run" / "step-00000000"
     checkpoint = Checkpoint.open(saved)
     assert checkpoint.tokenizer_files() == {"tokenizer.json": b'{"made": "up"}'}
     assert set(checkpoint.names("weights")) == set(loaded(start))
-    back = convert_to(open_source(tmp_path / "run"), tmp_path / "back", Wish(format="hf", max_shard_bytes=9000))
+    back = convert_checkpoint(
+        open_source(tmp_path / "run"), tmp_path / "back", ConvertOptions(format="hf", max_shard_bytes=9000)
+    )
     assert len(list(back.glob("*.safetensors"))) > 3
     assert_same(loaded(back), loaded(start))
     assert (back / "tokenizer.json").read_bytes() == b'{"made": "up"}'
@@ -76,21 +78,21 @@ def test_a_sharded_output_loads_in_transformers(tmp_path: Path) -> None:
 
     start = make_hf(tmp_path / "hf", dtype=torch.float32)
     (start / "tokenizer.json").unlink()
-    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf", max_shard_bytes=20_000))
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf", max_shard_bytes=20_000))
     models = [AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in (start, made)]
     assert_same(models[0].state_dict(), models[1].state_dict())
 
 
 def test_a_cast_is_torchs_and_the_configuration_says_so(tmp_path: Path) -> None:
     start = make_hf(tmp_path / "hf", dtype=torch.float32)
-    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf", dtype="BF16"))
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf", dtype="BF16"))
     assert_same(loaded(made), {name: t.to(torch.bfloat16) for name, t in loaded(start).items()})
     assert json.loads((made / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
 
 
 def test_a_tied_head_that_is_stored_twice_is_written_once(tmp_path: Path) -> None:
     start = make_hf(tmp_path / "hf", tied=True, head=True)
-    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
     assert HEAD in loaded(start)
     assert_same(loaded(made), {name: t for name, t in loaded(start).items() if name != HEAD})
 
@@ -101,7 +103,7 @@ def test_a_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     weights[HEAD][-1, -1] += 1
     save_file(weights, start / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings is true, but lm_head.weight .* differ"):
-        convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+        convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
     assert not (tmp_path / "out").exists()
 
 
@@ -127,7 +129,7 @@ def test_rotary_buffers_of_old_files_are_left_out(tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in loaded(start).items()}  # else they lie in the file written over
     old = weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}
     save_file(old, start / "model.safetensors")
-    made = convert_to(open_source(start), tmp_path / "out", Wish(format="hf"))
+    made = convert_checkpoint(open_source(start), tmp_path / "out", ConvertOptions(format="hf"))
     assert_same(loaded(made), weights)
 
 
@@ -137,12 +139,12 @@ def test_nothing_is_written_over_and_nothing_is_left_behind(tmp_path: Path, monk
     out.mkdir()
     (out / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match="not an empty folder"):
-        convert_to(open_source(start), out, Wish(format="hf"))
+        convert_checkpoint(open_source(start), out, ConvertOptions(format="hf"))
     with open(start / "model.safetensors", "r+b") as file:
         source = open_source(start)
         file.truncate(os.path.getsize(start / "model.safetensors") - 100)
     with pytest.raises(CheckpointError, match="truncated"):
-        convert_to(source, tmp_path / "other", Wish(format="hf"))
+        convert_checkpoint(source, tmp_path / "other", ConvertOptions(format="hf"))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
@@ -155,22 +157,22 @@ def test_compare_says_what_differs_and_how_much(tmp_path: Path) -> None:
     b = make_hf(tmp_path / "b", dtype=torch.float32)
     save_file(changed, b / "model.safetensors")
     found = {c.name: c for c in compare(open_source(a), open_source(b))}
-    assert [name for name, c in found.items() if not c.equal] == [
+    assert [name for name, c in found.items() if not c.is_equal] == [
         "model.layers.1.mlp.down_proj.weight",
         "model.norm.weight",
     ]
     one = found["model.layers.1.mlp.down_proj.weight"]
     assert (one.n_different, one.n_elements) == (1, 32 * 80)
-    assert one.max_abs == pytest.approx(0.5)
-    assert one.relative == pytest.approx(0.5 / float(weights["model.layers.1.mlp.down_proj.weight"].abs().max()))
-    assert np.isnan(found["model.norm.weight"].max_abs)
+    assert one.max_abs_diff == pytest.approx(0.5)
+    assert one.relative_diff == pytest.approx(0.5 / float(weights["model.layers.1.mlp.down_proj.weight"].abs().max()))
+    assert np.isnan(found["model.norm.weight"].max_abs_diff)
 
 
 def test_compare_across_dtypes_and_shapes(tmp_path: Path) -> None:
     a = make_hf(tmp_path / "a", dtype=torch.bfloat16)
     wider = make_hf(tmp_path / "wider", dtype=torch.bfloat16)
     save_file({name: t.float() for name, t in loaded(a).items()}, wider / "model.safetensors")
-    assert all(c.equal and c.dtypes == ("BF16", "F32") for c in compare(open_source(a), open_source(wider)))
+    assert all(c.is_equal and c.dtypes == ("BF16", "F32") for c in compare(open_source(a), open_source(wider)))
     other = make_hf(tmp_path / "other", intermediate_size=96, n_layers=2)
     problems = [c.problem for c in compare(open_source(a), open_source(other)) if c.problem]
     assert sum("shapes" in p for p in problems) == 6
@@ -205,10 +207,10 @@ def test_logits_layer_by_layer_find_a_swapped_head_order(tmp_path: Path) -> None
 
 MEASURE = """
 import resource, sys
-from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.tensorfile import TensorSpec
-convert_to(open_source(sys.argv[1]), sys.argv[2], Wish(format=sys.argv[3]))
+convert_checkpoint(open_source(sys.argv[1]), sys.argv[2], ConvertOptions(format=sys.argv[3]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 """
 
@@ -245,34 +247,36 @@ def test_memory_is_used_again_only_after_its_bytes_were_written(
     n_header = int.from_bytes(raw[:8], "little")
     header = raw[8 : 8 + n_header] + b" " * padding
     (start / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + n_header :])
-    wish = Wish(format="nxd", nxd=NxdOptions(tp=2, pp=3, xser=True), dtype=None if block_bytes == 1 else "F32")
-    expected = contents(convert_to(open_source(start), tmp_path / "expected", wish))
+    options = ConvertOptions(
+        format="nxd", nxd=NxdOptions(tp=2, pp=3, xser=True), dtype=None if block_bytes == 1 else "F32"
+    )
+    expected = contents(convert_checkpoint(open_source(start), tmp_path / "expected", options))
 
-    class Noisy(convert_module._Memory):
-        given = 0
+    class Noisy(convert_module._BufferPool):
+        n_released = 0
 
-        def give(self, block: np.ndarray) -> None:
+        def release(self, block: np.ndarray) -> None:
             block[:] = 0xA5
-            Noisy.given += 1
-            super().give(block)
+            Noisy.n_released += 1
+            super().release(block)
 
-    monkeypatch.setattr(convert_module, "_Memory", Noisy)
+    monkeypatch.setattr(convert_module, "_BufferPool", Noisy)
     monkeypatch.setattr(convert_module, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(convert_module, "AHEAD_BYTES", 40_000)
-    monkeypatch.setattr(convert_module, "BEHIND_BYTES", 40_000)
-    monkeypatch.setattr(source_module, "DIRECT_FROM_BYTES", 1)
-    assert contents(convert_to(open_source(start), tmp_path / "out", wish)) == expected
-    assert Noisy.given > 10
+    monkeypatch.setattr(convert_module, "READ_AHEAD_BYTES", 40_000)
+    monkeypatch.setattr(convert_module, "WRITE_BEHIND_BYTES", 40_000)
+    monkeypatch.setattr(source_module, "MIN_DIRECT_BYTES", 1)
+    assert contents(convert_checkpoint(open_source(start), tmp_path / "out", options)) == expected
+    assert Noisy.n_released > 10
 
 
 def test_blocks_are_larger_where_every_row_goes_to_many_files() -> None:
     spec = TensorSpec("BF16", (8192, 28672))
-    columns = [convert_module._Cut.of(i, ((0, 896 * i), (8192, 896))) for i in range(32)]
-    rows = [convert_module._Cut.of(i, ((256 * i, 0), (256, 28672))) for i in range(32)]
-    for cuts, limit in ((columns, convert_module.WIDE_BLOCK_BYTES), (rows, convert_module.BLOCK_BYTES)):
-        found = convert_module._sized_boxes(spec, "F32", cuts)
+    columns = [convert_module._FileRegion.from_box(i, ((0, 896 * i), (8192, 896))) for i in range(32)]
+    rows = [convert_module._FileRegion.from_box(i, ((256 * i, 0), (256, 28672))) for i in range(32)]
+    for cuts, limit in ((columns, convert_module.MAX_BLOCK_BYTES), (rows, convert_module.BLOCK_BYTES)):
+        found = convert_module._boxes_with_sizes(spec, "F32", cuts)
         assert sum(box[1][0] for box, _ in found) == 8192
         for (_, shape), memory in found:
-            assert 4 * shape[0] * shape[1] + 2 * direct.ALIGN <= memory == limit
-    ((_, memory),) = convert_module._sized_boxes(TensorSpec("F32", (1, 3 * 2**20)), "F32", columns[:1])
+            assert 4 * shape[0] * shape[1] + 2 * direct_io.ALIGN <= memory == limit
+    ((_, memory),) = convert_module._boxes_with_sizes(TensorSpec("F32", (1, 3 * 2**20)), "F32", columns[:1])
     assert memory == 4 * convert_module.BLOCK_BYTES, "a row that is longer than a block"

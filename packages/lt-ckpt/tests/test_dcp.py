@@ -21,17 +21,17 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lt_ckpt import CheckpointError, TensorSpec
-from lt_ckpt.convert import convert
-from lt_ckpt.dcp.files import DcpWriter, check_crc, locate
+from lt_ckpt.conversion import convert
+from lt_ckpt.dcp.files import DcpWriter, check_crc, locate_chunks
 from lt_ckpt.dcp.format import dcp_target, open_dcp, read_metadata
-from lt_ckpt.dcp.metadata import Chunk, Chunked, dump, parse
-from lt_ckpt.meta.names import key_of
-from lt_ckpt.source import Reader
-from lt_model import LlamaConfig, parameters
+from lt_ckpt.dcp.metadata import ChunkedTensor, DcpChunk, dump_metadata, parse_metadata
+from lt_ckpt.meta_llama.names import dialect_key
+from lt_ckpt.source import TensorReader
+from lt_model import LlamaConfig, config_to_hf, param_specs
 
 CONFIG = LlamaConfig(vocab_size=26, hidden_size=16, intermediate_size=20, n_heads=4, n_kv_heads=2, n_layers=2)
 TIED = replace(CONFIG, tie_word_embeddings=True)
-HF = CONFIG.to_hf()
+HF = config_to_hf(CONFIG)
 GOLDEN = Path(__file__).parent / "data" / "dcp-torch-2.9"
 
 pytestmark = [
@@ -47,7 +47,7 @@ def open_files():
 
 def state(config=CONFIG, dtype=torch.float32, seed=0):
     made = {}
-    for i, p in enumerate(parameters(config)):
+    for i, p in enumerate(param_specs(config)):
         generator = torch.Generator().manual_seed(100 * seed + i)
         made[p.name] = torch.randn(p.shape, generator=generator).to(dtype)
     return made
@@ -63,7 +63,7 @@ def in_dialect(tensors, dialect, config=CONFIG):
             n_heads = config.n_heads if "q_proj" in name else config.n_kv_heads
             rows, columns = tensor.shape
             tensor = tensor.view(n_heads, 2, rows // n_heads // 2, columns).transpose(1, 2).reshape(rows, columns)
-        made[key_of(name, dialect)] = tensor.contiguous()
+        made[dialect_key(name, dialect)] = tensor.contiguous()
     return made
 
 
@@ -83,7 +83,7 @@ def load(folder, content):
 
 def same(source, group, tensors):
     assert set(tensors) <= set(source.groups[group].specs)
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         for name, tensor in tensors.items():
             assert source.groups[group].specs[name].shape == tuple(tensor.shape)
             found = reader.read(source.groups[group], name)
@@ -110,7 +110,7 @@ def test_we_read_what_torch_writes(tmp_path, dialect, prefix):
     assert source.weights.specs["lm_head.weight"].dtype == "BF16"
     n = len(tensors)
     others = {"optimizer": n + 2, "dataloader": 1, "step": 1}
-    assert source.about == {"names": dialect, "prefix": prefix, "others": others}
+    assert source.format_info == {"names": dialect, "prefix": prefix, "others": others}
     assert (source.format, source.root, source.config) == ("dcp", tmp_path, HF)
     same(open_dcp(tmp_path, config=HF, prefix=prefix), "weights", tensors)
     with pytest.raises(CheckpointError, match="no embedding of a Llama"):
@@ -120,14 +120,14 @@ def test_we_read_what_torch_writes(tmp_path, dialect, prefix):
 def test_a_checkpoint_of_torch_2_9_is_read():
     """torchtitan's names, saved by torch 2.9.1 from two ranks with half of the rows each, of some an odd number."""
     config = LlamaConfig(vocab_size=13, hidden_size=12, intermediate_size=10, n_heads=2, n_kv_heads=1, n_layers=1)
-    source = open_dcp(GOLDEN, config=config.to_hf())
+    source = open_dcp(GOLDEN, config=config_to_hf(config))
     for group, more in {"weights": 0.0, "exp_avg": 0.5}.items():
         tensors = {
-            p.name: (torch.arange(p.size) + 1000.0 * i + more).reshape(p.shape)
-            for i, p in enumerate(parameters(config))
+            p.name: (torch.arange(p.numel) + 1000.0 * i + more).reshape(p.shape)
+            for i, p in enumerate(param_specs(config))
         }
         same(source, group, tensors)
-    assert source.about == {"names": "titan", "prefix": "", "others": {"train_state": 1, "lr_scheduler": 1}}
+    assert source.format_info == {"names": "titan", "prefix": "", "others": {"train_state": 1, "lr_scheduler": 1}}
 
 
 def test_several_files_and_threads(tmp_path):
@@ -153,13 +153,13 @@ def test_safetensors_inside(tmp_path):
 def test_tied_models(tmp_path):
     tensors = state(TIED)
     save(tmp_path / "without", tensors)
-    source = open_dcp(tmp_path / "without", config=TIED.to_hf())
+    source = open_dcp(tmp_path / "without", config=config_to_hf(TIED))
     same(source, "weights", {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]})
     both = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     save(tmp_path / "with", both)
-    source = open_dcp(tmp_path / "with", config=TIED.to_hf())
+    source = open_dcp(tmp_path / "with", config=config_to_hf(TIED))
     same(source, "weights", both)
-    places = source.weights.places
+    places = source.weights.locations
     assert places["lm_head.weight"] != places["model.embed_tokens.weight"]
 
 
@@ -169,7 +169,7 @@ def test_moments_of_some_tensors_only_are_no_group(tmp_path):
     save(tmp_path, {"model": tensors, "optimizer": {"state": some}})
     source = open_dcp(tmp_path, config=HF)
     assert set(source.groups) == {"weights"}
-    assert source.about["others"] == {"optimizer": len(some)}
+    assert source.format_info["others"] == {"optimizer": len(some)}
 
 
 @pytest.mark.parametrize(
@@ -179,8 +179,8 @@ def test_moments_of_some_tensors_only_are_no_group(tmp_path):
         (lambda t: t.pop("lm_head.weight"), r"'lm_head\.weight' is missing"),
         (lambda t: t.pop("model.embed_tokens.weight"), "no embedding of a Llama"),
         (lambda t: t.update({"model.norm.weight": torch.ones(17)}), r"norm\.weight has shape \[17\]"),
-        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(1)}), "q_proj.bias' is no tensor of"),
-        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}), "is no tensor of this model"),
+        (lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(1)}), "q_proj.bias' is not a tensor"),
+        (lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.ones(1)}), "is not a tensor of this model"),
         (lambda t: t.update({"ema.model.embed_tokens.weight": torch.ones(1)}), "several models, behind '', 'ema.'"),
     ],
 )
@@ -220,9 +220,9 @@ def save_chunks(folder, tensors, rng):
                 file, begin = opened[rank], opened[rank].tell()
                 part = tensor[tuple(slice(o, o + n) for o, n in zip(offset, shape, strict=True))]
                 torch.save(part.clone(), file)
-                chunks.append(Chunk((offset, shape), f"__{rank}_0.distcp", begin, file.tell() - begin))
-            written[key] = Chunked(TensorSpec("F32", tuple(tensor.shape)), tuple(chunks))
-    (folder / ".metadata").write_bytes(dump(written))
+                chunks.append(DcpChunk((offset, shape), f"__{rank}_0.distcp", begin, file.tell() - begin))
+            written[key] = ChunkedTensor(TensorSpec("F32", tuple(tensor.shape)), tuple(chunks))
+    (folder / ".metadata").write_bytes(dump_metadata(written))
     return folder
 
 
@@ -245,12 +245,12 @@ def test_chunks_of_any_ranks_are_read(memory, seed, dialect):
     tensors = state(config)
     folder = Path(tempfile.mkdtemp(dir=memory)) / "x"
     save_chunks(folder, in_dialect(tensors, dialect), rng)
-    source = open_dcp(folder, config=config.to_hf())
+    source = open_dcp(folder, config=config_to_hf(config))
     same(source, "weights", tensors)
     name = "model.layers.0.self_attn.q_proj.weight"
     first, left = rng.randrange(16), rng.randrange(16)
     rows, columns = rng.randint(1, 16 - first), rng.randint(1, 16 - left)
-    with Reader(folder) as reader:
+    with TensorReader(folder) as reader:
         found = reader.read(source.weights, name, ((first, left), (rows, columns)))
     assert found.tobytes() == tensors[name].numpy()[first : first + rows, left : left + columns].tobytes()
 
@@ -265,7 +265,7 @@ def write(folder, tensors, metadata=None, block=777, **more):
             writer.append(data[start : start + block])
         writer.close()
     except BaseException:
-        writer.abandon()
+        writer.abort()
         raise
     return folder
 
@@ -312,18 +312,23 @@ def test_metadata_texts_lie_beside(tmp_path):
 
 def test_conversion_into_a_folder_and_back(tmp_path):
     tensors = state(TIED, dtype=torch.bfloat16)
-    source = open_dcp(save(tmp_path / "a", in_dialect(tensors, "titan", TIED)), config=TIED.to_hf())
-    told = []
-    convert(source, dcp_target(source, max_file_bytes=2000), tmp_path / "b", progress=lambda *now: told.append(now))
+    source = open_dcp(save(tmp_path / "a", in_dialect(tensors, "titan", TIED)), config=config_to_hf(TIED))
+    reports = []
+    convert(
+        source,
+        dcp_target(source, max_file_bytes=2000),
+        tmp_path / "b",
+        progress=lambda *now: reports.append(now),
+    )
     both = {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"]}
     loaded = load(tmp_path / "b", {key: torch.zeros_like(tensor) for key, tensor in both.items()})
     assert all(torch.equal(loaded[key], tensor) for key, tensor in both.items())
-    again = open_dcp(tmp_path / "b", config=TIED.to_hf())
-    assert again.about == {"names": "hf", "prefix": "", "others": {}}
+    again = open_dcp(tmp_path / "b", config=config_to_hf(TIED))
+    assert again.format_info == {"names": "hf", "prefix": "", "others": {}}
     same(again, "weights", both)
-    assert told[-1][:2] == (sum(2 * t.numel() for t in both.values()),) * 2
+    assert reports[-1][:2] == (sum(2 * t.numel() for t in both.values()),) * 2
     convert(source, dcp_target(source, dtype="F32"), tmp_path / "c")
-    same(open_dcp(tmp_path / "c", config=TIED.to_hf()), "weights", {k: t.float() for k, t in both.items()})
+    same(open_dcp(tmp_path / "c", config=config_to_hf(TIED)), "weights", {k: t.float() for k, t in both.items()})
 
 
 def test_the_marker_comes_last_and_everything_is_on_the_disk(tmp_path, calls, monkeypatch):
@@ -349,12 +354,12 @@ def test_a_writer_that_fails_leaves_no_marker_and_no_descriptor(tmp_path):
     writer = DcpWriter(tmp_path / "a", a_few, {})
     with pytest.raises(AssertionError, match="more bytes"):
         writer.append(np.zeros(13, np.uint8))
-    writer.abandon()
+    writer.abort()
     writer = DcpWriter(tmp_path / "b", a_few, {})
     writer.append(np.zeros(8, np.uint8))
-    with pytest.raises(AssertionError, match="b has not come whole"):
+    with pytest.raises(AssertionError, match="b is incomplete"):
         writer.close()
-    writer.abandon()
+    writer.abort()
     assert not list(tmp_path.glob("*/.metadata"))
     assert open_files() == before
 
@@ -474,45 +479,45 @@ Size = torch.Size
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_info(relative_path="../x/__0_0.distcp"), "no file of this folder"),
-        (set_info(relative_path="/etc/passwd"), "no file of this folder"),
-        (set_info(relative_path=".."), "no file of this folder"),
-        (set_info(relative_path=""), "no file of this folder"),
-        (set_info(relative_path=7), "no file of this folder"),
+        (set_info(relative_path="../x/__0_0.distcp"), "not a file of this folder"),
+        (set_info(relative_path="/etc/passwd"), "not a file of this folder"),
+        (set_info(relative_path=".."), "not a file of this folder"),
+        (set_info(relative_path=""), "not a file of this folder"),
+        (set_info(relative_path=7), "not a file of this folder"),
         (set_info(relative_path="__9_0.distcp"), "check that the path is right"),
         (set_info(relative_path=".metadata", offset=0, length=64), "norm.weight: neither a file of torch nor"),
-        (set_info(offset=-1), "a place that is none"),
-        (set_info(length=True), "a place that is none"),
-        (set_info(offset=2**62), "should lie at"),
-        (set_info(length=10**9), "should lie at"),
+        (set_info(offset=-1), "an invalid position"),
+        (set_info(length=True), "an invalid position"),
+        (set_info(offset=2**62), "expected at bytes"),
+        (set_info(length=10**9), "expected at bytes"),
         (set_info(length=100), "norm.weight: "),
-        (set_info(length=0), "norm.weight: is no file of torch.save"),
-        (set_info(offset=1), "norm.weight: is no file of torch.save"),
-        (set_info(offset=0), "norm.weight: holds F32|not of one save|its end is not"),
-        (set_info(transform_descriptors=["zstd"]), "through an extension"),
+        (set_info(length=0), "norm.weight: is not a torch.save file"),
+        (set_info(offset=1), "norm.weight: is not a torch.save file"),
+        (set_info(offset=0), "norm.weight: holds F32|not from the same save|its end is not"),
+        (set_info(transform_descriptors=["zstd"]), "with an extension"),
         (set_chunk(offsets=Size([1])), "does not lie in"),
         (set_chunk(offsets=Size([0, 0])), "does not lie in"),
         (set_chunk(offsets=Size([-1])), "shape, stride or offset"),
         (set_chunk(sizes=Size([17])), "does not lie in"),
         (set_chunk(sizes=Size([15])), "the slices hold 15 of 16"),
-        (set_chunk(sizes=(16,)), "a tuple in place of a TorchSize"),
+        (set_chunk(sizes=(16,)), "a tuple instead of a TorchSize"),
         (set_chunk(sizes=Size([0])), "no slice at all"),
         (set_tensor(size=Size([17])), "the slices hold 16 of 17"),
         (set_tensor(chunks=[]), "no slice at all"),
-        (set_tensor(chunks=()), "a tuple in place of a list"),
-        (set_tensor(chunks=[3]), "a int in place of a ChunkStorageMetadata"),
+        (set_tensor(chunks=()), "a tuple instead of a list"),
+        (set_tensor(chunks=[3]), "a int instead of a ChunkStorageMetadata"),
         (set_tensor(properties=None), "has no properties"),
         (set_dtype(torch.bfloat16), r"holds F32 \[16\], .metadata says BF16"),
         (set_dtype(torch.complex64), "torch.complex64"),
         (set_dtype(None), "has no dtype"),
         (twice, "two slices overlap"),
-        (without_place, "lies nowhere; the checkpoint is incomplete"),
-        (lambda m: replace(m, storage_data=None), "a NoneType in place of a dict"),
-        (lambda m: replace(m, state_dict_metadata=[]), "a list in place of a dict"),
+        (without_place, "has no position; the checkpoint is incomplete"),
+        (lambda m: replace(m, storage_data=None), "a NoneType instead of a dict"),
+        (lambda m: replace(m, state_dict_metadata=[]), "a list instead of a dict"),
         (lambda m: replace(m, state_dict_metadata={3: None}), "a key of type int"),
-        (lambda m: {"a": 1}, "a dict in place of a Metadata"),
-        (lambda m: m.storage_meta, "in place of a Metadata"),
-        (lambda m: replace(m, storage_data={"a": 1}), "a str in place of a MetadataIndex"),
+        (lambda m: {"a": 1}, "a dict instead of a Metadata"),
+        (lambda m: m.storage_meta, "instead of a Metadata"),
+        (lambda m: replace(m, storage_data={"a": 1}), "a str instead of a MetadataIndex"),
     ],
 )
 def test_metadata_that_lies_is_refused(tmp_path, change, message):
@@ -547,16 +552,16 @@ def test_broken_folders_are_refused(tmp_path):
 def test_every_flipped_bit_of_a_chunk_is_found(memory):
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
     for folder in (save(memory / "flips-theirs", tensors), write(memory / "flips-ours", tensors)):
-        metadata, told = read_metadata(folder), []
-        assert check_crc(folder, metadata.tensors, progress=lambda *now, told=told: told.append(now)) == set()
+        metadata, reports = read_metadata(folder), []
+        assert check_crc(folder, metadata.tensors, progress=lambda *now, reports=reports: reports.append(now)) == set()
         [file] = folder.glob("*.distcp")
         raw = file.read_bytes()
-        assert [total for _, total, _ in told] == [len(raw)] * 2
-        assert told[-1][0] == len(raw)
-        for [stored] in locate(folder, metadata.tensors).values():
+        assert [total for _, total, _ in reports] == [len(raw)] * 2
+        assert reports[-1][0] == len(raw)
+        for [stored] in locate_chunks(folder, metadata.tensors).values():
             for bit in range(8 * stored.shape[0]):
                 flipped = bytearray(raw)
-                flipped[stored.begin + bit // 8] ^= 1 << bit % 8
+                flipped[stored.byte_offset + bit // 8] ^= 1 << bit % 8
                 file.write_bytes(flipped)
                 with pytest.raises(CheckpointError, match=r"distcp: [ab]: the bytes of record 'data/0' differ"):
                     check_crc(folder, metadata.tensors)
@@ -570,8 +575,8 @@ def test_every_flipped_bit_of_a_chunk_is_found(memory):
 def test_files_of_two_saves_are_told_apart_by_shape(tmp_path):
     folder = save(tmp_path / "a", {"a": torch.ones(4, 2), "b": torch.ones(2, 4)})
     changed_metadata(folder, swap)
-    with pytest.raises(CheckpointError, match="not of one save"):
-        locate(folder, read_metadata(folder).tensors)
+    with pytest.raises(CheckpointError, match="not from the same save"):
+        locate_chunks(folder, read_metadata(folder).tensors)
 
 
 def swap(metadata):
@@ -584,7 +589,7 @@ def test_a_chunk_that_is_no_tensor_is_refused(tmp_path):
     changed_metadata(folder, set_info(relative_path="__1_0.distcp", offset=0))
     torch.save({"a": torch.ones(16)}, folder / "__1_0.distcp")
     changed_metadata(folder, set_info(length=(folder / "__1_0.distcp").stat().st_size))
-    with pytest.raises(CheckpointError, match="holds a dict in place of a tensor"):
+    with pytest.raises(CheckpointError, match="holds a dict instead of a tensor"):
         open_dcp(folder, config=HF)
 
 
@@ -598,7 +603,7 @@ def test_damaged_metadata_is_refused_or_still_consistent(memory, rng):
     for _ in range(rng.randint(1, 3)):
         raw[rng.randrange(len(raw))] = rng.randrange(256)
     try:
-        metadata = parse(bytes(raw), "x")
+        metadata = parse_metadata(bytes(raw), "x")
     except CheckpointError:
         return
     assert all(isinstance(tensor.spec, TensorSpec) for tensor in metadata.tensors.values())

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import CheckpointError, Meta, begin, commit, latest_valid, list_steps, prune, resolve, write_part
-from lt_ckpt.folders import FOREIGN_OWNER_SECONDS, sweep
+from lt_ckpt import (
+    CheckpointError,
+    CheckpointMetadata,
+    begin_save,
+    commit_save,
+    find_latest_valid,
+    list_steps,
+    prune_checkpoints,
+    resolve_checkpoint,
+    write_rank_files,
+)
+from lt_ckpt.folders import REMOTE_SAVE_TIMEOUT_S, remove_abandoned_saves
 
 
 def damage(path):
@@ -16,14 +26,14 @@ def damage(path):
 
 
 def test_an_empty_or_missing_root_has_none(tmp_path):
-    assert latest_valid(tmp_path) == (None, [])
-    assert latest_valid(tmp_path / "none") == (None, [])
+    assert find_latest_valid(tmp_path) == (None, [])
+    assert find_latest_valid(tmp_path / "none") == (None, [])
 
 
 def test_a_root_that_cannot_be_read_is_an_error_and_not_empty(tmp_path):
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(CheckpointError, match="looking for checkpoints failed"):
-        latest_valid(tmp_path / "file")
+        find_latest_valid(tmp_path / "file")
 
 
 def test_the_newest_step_is_found_by_number(tmp_path, toy):
@@ -33,7 +43,7 @@ def test_the_newest_step_is_found_by_number(tmp_path, toy):
         (tmp_path / name).mkdir()
     (tmp_path / "step-00000099").write_text("a file", encoding="utf-8")
     assert [step for step, _ in list_steps(tmp_path)] == [123_456_789, 10, 9, 1]
-    found, rejected = latest_valid(tmp_path)
+    found, rejected = find_latest_valid(tmp_path)
     assert found is not None
     assert (found.step, rejected) == (123_456_789, [])
 
@@ -42,14 +52,14 @@ def test_a_broken_newest_one_is_passed_over_with_the_reason(tmp_path, toy):
     paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4)}
     damage(paths[4])
     (paths[3] / "COMMIT").unlink()
-    found, rejected = latest_valid(tmp_path)
+    found, rejected = find_latest_valid(tmp_path)
     assert found is not None
     assert found.step == 2
     toy.check(found)
     assert [item.path for item in rejected] == [paths[4], paths[3]]
     assert "b.weight have changed" in rejected[0].reason
     assert "no COMMIT in it" in rejected[1].reason
-    unchecked, _ = latest_valid(tmp_path, verify=False)
+    unchecked, _ = find_latest_valid(tmp_path, verify=False)
     assert unchecked is not None
     assert unchecked.step == 4
 
@@ -57,51 +67,52 @@ def test_a_broken_newest_one_is_passed_over_with_the_reason(tmp_path, toy):
 def test_resolve_takes_a_checkpoint_a_folder_of_them_or_a_run(tmp_path, toy):
     root = tmp_path / "run" / "checkpoints"
     one, two = toy.save(root, 1), toy.save(root, 2)
-    assert resolve(one)[0].path == one
-    assert resolve(root)[0].path == two
-    assert resolve(tmp_path / "run")[0].path == two
+    assert resolve_checkpoint(one)[0].path == one
+    assert resolve_checkpoint(root)[0].path == two
+    assert resolve_checkpoint(tmp_path / "run")[0].path == two
     moved = shutil.copytree(one, tmp_path / "renamed")
-    assert resolve(moved)[0].step == 1
+    assert resolve_checkpoint(moved)[0].step == 1
     damage(two)
-    found, rejected = resolve(tmp_path / "run")
+    found, rejected = resolve_checkpoint(tmp_path / "run")
     assert (found.path, [item.path for item in rejected]) == (one, [two])
     with pytest.raises(CheckpointError, match="no valid checkpoint: no folder named step-"):
-        resolve(tmp_path)
+        resolve_checkpoint(tmp_path)
     (one / "COMMIT").unlink()
     with pytest.raises(CheckpointError, match="not a checkpoint: no COMMIT"):
-        resolve(one)
+        resolve_checkpoint(one)
     with pytest.raises(CheckpointError, match=r"no valid checkpoint: .*have changed.*no COMMIT"):
-        resolve(root)
+        resolve_checkpoint(root)
 
 
 def left(root):
     return [step for step, path in reversed(list_steps(root)) if path.name == f"step-{step:08d}"]
 
 
+@pytest.mark.guarantee("retention")
 def test_prune_keeps_the_last_the_multiples_and_the_protected(tmp_path, toy):
     for step in range(10):
         toy.save(tmp_path, step)
-    gone = prune(tmp_path, last=2, every=4, protect=[tmp_path / "step-00000001"])
+    gone = prune_checkpoints(tmp_path, keep_last=2, keep_every=4, protect=[tmp_path / "step-00000001"])
     assert left(tmp_path) == [1, 4, 8, 9]
     assert sorted(path.name for path in gone) == [f"step-{step:08d}" for step in (0, 2, 3, 5, 6, 7)]
     assert sorted(os.listdir(tmp_path)) == [f"step-{step:08d}" for step in (1, 4, 8, 9)]
-    assert prune(tmp_path, last=2, every=4, protect=[tmp_path / "step-00000001"]) == []
-    assert prune(tmp_path / "none", last=1) == []
-    for bad in ({"last": 0}, {"last": 1, "every": -1}):
-        with pytest.raises(CheckpointError, match="last must be"):
-            prune(tmp_path, **bad)
+    assert prune_checkpoints(tmp_path, keep_last=2, keep_every=4, protect=[tmp_path / "step-00000001"]) == []
+    assert prune_checkpoints(tmp_path / "none", keep_last=1) == []
+    for bad in ({"keep_last": 0}, {"keep_last": 1, "keep_every": -1}):
+        with pytest.raises(CheckpointError, match="keep_last must be"):
+            prune_checkpoints(tmp_path, **bad)
 
 
 def test_crashed_and_broken_saves_never_push_out_a_good_one(tmp_path, toy):
     paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4, 5)}
     for step in (3, 4, 5):
         (paths[step] / "COMMIT").unlink()
-    assert prune(tmp_path, last=2) == []
+    assert prune_checkpoints(tmp_path, keep_last=2) == []
     assert left(tmp_path) == [1, 2, 3, 4, 5]
     toy.save(tmp_path, 6)
-    assert prune(tmp_path, last=2) == [paths[1]]
+    assert prune_checkpoints(tmp_path, keep_last=2) == [paths[1]]
     toy.save(tmp_path, 7)  # now two good ones are newer than the broken ones
-    assert sorted(path.name[-1] for path in prune(tmp_path, last=2)) == ["2", "3", "4", "5"]
+    assert sorted(path.name[-1] for path in prune_checkpoints(tmp_path, keep_last=2)) == ["2", "3", "4", "5"]
     assert left(tmp_path) == [6, 7]
 
 
@@ -109,8 +120,8 @@ def test_the_last_good_one_is_not_removed_for_damaged_ones(tmp_path, toy):
     paths = {step: toy.save(tmp_path, step) for step in (1, 2, 3, 4)}
     damage(paths[3])
     damage(paths[4])
-    assert prune(tmp_path, last=2) == [paths[1]]
-    found, _ = latest_valid(tmp_path)
+    assert prune_checkpoints(tmp_path, keep_last=2) == [paths[1]]
+    found, _ = find_latest_valid(tmp_path)
     assert found is not None
     assert found.step == 2
 
@@ -119,8 +130,8 @@ def test_an_old_kept_one_is_no_reason_to_remove_the_newest_good_one(tmp_path, to
     paths = {step: toy.save(tmp_path, step) for step in (10, 11, 12, 13, 14)}
     damage(paths[13])
     damage(paths[14])
-    assert prune(tmp_path, last=2, every=10) == [paths[11]]
-    found, _ = latest_valid(tmp_path)
+    assert prune_checkpoints(tmp_path, keep_last=2, keep_every=10) == [paths[11]]
+    found, _ = find_latest_valid(tmp_path)
     assert found is not None
     assert found.step == 12
     assert left(tmp_path) == [10, 12, 13, 14]
@@ -132,6 +143,7 @@ def ten(memory, toy):
     return {step: toy.save(memory / "ten", step) for step in range(10)}
 
 
+@pytest.mark.guarantee("retention")
 @settings(max_examples=40, deadline=None)
 @given(
     states=st.lists(st.sampled_from(["none", "good", "good", "flipped", "cut", "no COMMIT"]), min_size=10, max_size=10),
@@ -152,16 +164,16 @@ def test_whatever_is_damaged_the_newest_good_one_and_those_asked_for_stay(ten, m
             os.truncate(path / "weights-00000.safetensors", 30)
         elif state == "no COMMIT":
             (path / "COMMIT").unlink()
-    before = latest_valid(root)[0]
+    before = find_latest_valid(root)[0]
     listed = [step for step in range(10) if states[step] in ("good", "flipped")]
     wanted = {*listed[-last:], *(step for step in listed if every and step and step % every == 0)}
     if before is not None:
         wanted.add(before.step)
     newer = [sum(other > step for other in listed) for step in range(10)]
     wanted |= {step for step in range(10) if states[step] in ("cut", "no COMMIT") and newer[step] < last}
-    prune(root, last=last, every=every)
+    prune_checkpoints(root, keep_last=last, keep_every=every)
     assert left(root) == sorted(wanted)
-    after = latest_valid(root)[0]
+    after = find_latest_valid(root)[0]
     assert (after and after.step) == (before and before.step)
 
 
@@ -176,7 +188,7 @@ def test_a_folder_that_is_not_ours_stays(tmp_path, toy):
     os.rename(tmp_path / "step-00000004", tmp_path / "elsewhere")
     (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere")
     before = sorted(str(path) for path in tmp_path.rglob("*"))
-    assert prune(tmp_path, last=1) == []
+    assert prune_checkpoints(tmp_path, keep_last=1) == []
     assert sorted(str(path) for path in tmp_path.rglob("*")) == before
 
 
@@ -184,18 +196,18 @@ def test_a_checkpoint_that_was_moved_aside_still_counts_when_nothing_better_is_t
     path = toy.save(tmp_path, 5, seed=1)
     aside = tmp_path / "step-00000005.aside-0123456789abcdef"
     os.rename(path, aside)
-    found, _ = latest_valid(tmp_path)
+    found, _ = find_latest_valid(tmp_path)
     assert found is not None
     toy.check(found, seed=1)
     toy.save(tmp_path, 4)
-    assert prune(tmp_path, last=2) == []
-    assert prune(tmp_path, last=1) == [tmp_path / "step-00000004"]
+    assert prune_checkpoints(tmp_path, keep_last=2) == []
+    assert prune_checkpoints(tmp_path, keep_last=1) == [tmp_path / "step-00000004"]
     toy.save(tmp_path, 5, seed=2)
-    found, _ = latest_valid(tmp_path)
+    found, _ = find_latest_valid(tmp_path)
     assert found is not None
     toy.check(found, seed=2)
     toy.save(tmp_path, 3)
-    assert prune(tmp_path, last=2) == [aside]
+    assert prune_checkpoints(tmp_path, keep_last=2) == [aside]
 
 
 def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, monkeypatch):
@@ -211,7 +223,7 @@ def test_a_removal_that_was_cut_off_is_finished_by_the_next_save(tmp_path, toy, 
 
     monkeypatch.setattr(os, "unlink", unlink)
     with pytest.raises(CheckpointError, match="removing failed"):
-        prune(tmp_path, last=1)
+        prune_checkpoints(tmp_path, keep_last=1)
     monkeypatch.setattr(os, "unlink", real)
     assert left(tmp_path) == [2]
     assert any(name.startswith(".trash-") for name in os.listdir(tmp_path))
@@ -231,64 +243,65 @@ def test_a_removal_that_was_killed_before_its_last_call_is_finished_too(tmp_path
 def watched_for(root, monkeypatch, seconds):
     """One look at the root, so many seconds by the monotonic clock after the beginning of the test."""
     monkeypatch.setattr("lt_ckpt.folders.time.monotonic", lambda: 1e6 + seconds)
-    return sweep(root)
+    return remove_abandoned_saves(root)
 
 
 def test_saves_of_other_machines_are_swept_only_when_watched_for_long_without_a_change(tmp_path, monkeypatch):
-    tmp = begin(tmp_path, step=1, world=1)
-    monkeypatch.setattr("lt_ckpt.folders.machine", lambda: "another")
+    tmp = begin_save(tmp_path, step=1, world_size=1)
+    monkeypatch.setattr("lt_ckpt.folders.machine_id", lambda: "another")
     assert watched_for(tmp_path, monkeypatch, 0) == []
-    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS - 1) == []
-    write_part(tmp, rank=0, shards=[])
-    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS + 1) == [], "it has just changed"
-    assert watched_for(tmp_path, monkeypatch, 2 * FOREIGN_OWNER_SECONDS) == []
-    assert watched_for(tmp_path, monkeypatch, 2 * FOREIGN_OWNER_SECONDS + 1) == [tmp]
+    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S - 1) == []
+    write_rank_files(tmp, rank=0, shards=[])
+    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S + 1) == [], "it has just changed"
+    assert watched_for(tmp_path, monkeypatch, 2 * REMOTE_SAVE_TIMEOUT_S) == []
+    assert watched_for(tmp_path, monkeypatch, 2 * REMOTE_SAVE_TIMEOUT_S + 1) == [tmp]
     assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("seconds", [0, 1, 2**31, 4e9])
 def test_no_wall_clock_sweeps_the_save_of_another_machine(tmp_path, monkeypatch, seconds):
     """Its files may be as old or as far in the future as the clocks of three machines make them."""
-    tmp = begin(tmp_path, step=1, world=1)
-    write_part(tmp, rank=0, shards=[])
-    monkeypatch.setattr("lt_ckpt.folders.machine", lambda: "another")
+    tmp = begin_save(tmp_path, step=1, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[])
+    monkeypatch.setattr("lt_ckpt.folders.machine_id", lambda: "another")
     for path in (tmp, *tmp.iterdir()):
         os.utime(path, (seconds, seconds))
     monkeypatch.setattr("time.time", lambda: 3e9)
     assert watched_for(tmp_path, monkeypatch, 0) == []
-    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS - 1) == []
+    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S - 1) == []
     os.utime(tmp / "part-00000.json", (5, 5))  # another time is a change, in either direction
-    assert watched_for(tmp_path, monkeypatch, FOREIGN_OWNER_SECONDS + 1) == []
+    assert watched_for(tmp_path, monkeypatch, REMOTE_SAVE_TIMEOUT_S + 1) == []
     assert tmp.exists()
-    assert watched_for(tmp_path, monkeypatch, 3 * FOREIGN_OWNER_SECONDS) == [tmp]
+    assert watched_for(tmp_path, monkeypatch, 3 * REMOTE_SAVE_TIMEOUT_S) == [tmp]
 
 
 def test_no_wall_clock_sweeps_the_save_of_a_living_process_here(tmp_path, monkeypatch):
-    tmp = begin(tmp_path, step=1, world=1)
+    tmp = begin_save(tmp_path, step=1, world_size=1)
     for path in (tmp, *tmp.iterdir()):
         os.utime(path, (0, 0))
-    for seconds in (0, 10 * FOREIGN_OWNER_SECONDS):
+    for seconds in (0, 10 * REMOTE_SAVE_TIMEOUT_S):
         assert watched_for(tmp_path, monkeypatch, seconds) == []
     assert tmp.exists()
 
 
+@pytest.mark.guarantee("clock-jump")
 def test_the_wall_clock_decides_nothing_about_checkpoints(tmp_path, toy):
     """The clock lies in 2077, goes backwards from save to save and jumps again; files have times as wrong."""
     paths = {}
     for step, now in ((1, 3.4e9), (2, 1.7e9), (3, 9e8), (4, 1e9)):
-        tmp = begin(tmp_path, step=step, world=1)
-        write_part(tmp, rank=0, shards=toy.shards(toy.state(step), 0, 1))
-        paths[step] = commit(tmp, world=1, meta=Meta(step=step, created_at=now))
+        tmp = begin_save(tmp_path, step=step, world_size=1)
+        write_rank_files(tmp, rank=0, shards=toy.shards(toy.state(step), 0, 1))
+        paths[step] = commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, created_at=now))
         for path in (*paths[step].rglob("*"), paths[step]):
             os.utime(path, (now, now))
     assert [step for step, _ in list_steps(tmp_path)] == [4, 3, 2, 1]
-    found, rejected = latest_valid(tmp_path)
+    found, rejected = find_latest_valid(tmp_path)
     assert found is not None
     assert (found.step, rejected) == (4, [])
     assert found.manifest.created_at == 1e9
-    assert prune(tmp_path, last=2) == [paths[2], paths[1]]
+    assert prune_checkpoints(tmp_path, keep_last=2) == [paths[2], paths[1]]
     damage(paths[4])
-    found, _ = latest_valid(tmp_path)
+    found, _ = find_latest_valid(tmp_path)
     assert found is not None
     assert found.step == 3
 
@@ -298,5 +311,5 @@ def test_nothing_without_our_mark_is_swept(tmp_path):
     for name in names:
         (tmp_path / name).mkdir()
         (tmp_path / name / "weights-00000.safetensors").write_text("theirs", encoding="utf-8")
-    assert sweep(tmp_path) == []
+    assert remove_abandoned_saves(tmp_path) == []
     assert sorted(os.listdir(tmp_path)) == sorted(names)

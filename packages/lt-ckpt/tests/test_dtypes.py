@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.dtypes import ITEM_BYTES, cast, item_bytes, long_name, parse_float
+from lt_ckpt.dtypes import ITEM_BYTES, cast, item_bytes, parse_float_dtype, torch_dtype_name
 
 TORCH = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -93,7 +93,7 @@ def test_only_floats_are_cast():
 
 
 def test_names():
-    assert [parse_float(name) for name in ("bf16", "BF16", "bfloat16", "fp32", "float16", "f64")] == [
+    assert [parse_float_dtype(name) for name in ("bf16", "BF16", "bfloat16", "fp32", "float16", "f64")] == [
         "BF16",
         "BF16",
         "BF16",
@@ -101,9 +101,9 @@ def test_names():
         "F16",
         "F64",
     ]
-    assert long_name("BF16") == "bfloat16"
+    assert torch_dtype_name("BF16") == "bfloat16"
     assert item_bytes("I16") == 2
-    for call in (lambda: parse_float("int8"), lambda: item_bytes("F4"), lambda: long_name("I64")):
+    for call in (lambda: parse_float_dtype("int8"), lambda: item_bytes("F4"), lambda: torch_dtype_name("I64")):
         with pytest.raises(CheckpointError):
             call()
     assert set(ITEM_BYTES.values()) == {1, 2, 4, 8}

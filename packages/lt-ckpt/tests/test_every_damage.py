@@ -23,11 +23,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.checksums import damaged_files
+from lt_ckpt.checksums import iter_checksum_errors
 from lt_ckpt.cli import verify as command
 from lt_ckpt.comparison import compare
 from lt_ckpt.formats import open_source
-from lt_model import LlamaConfig, ModelError
+from lt_model import ModelError, config_from_hf
 
 NAMES = [
     "hf",
@@ -72,10 +72,11 @@ def is_the_same(place: Path, model: Path) -> bool:
     own = place.name.startswith(("hf", "lt"))
     opened = open_source(place, config=None if own else model)
     original = open_source(model)
-    same = LlamaConfig.from_hf(dict(opened.config or {})) == LlamaConfig.from_hf(dict(original.config or {}))
-    return same and all(c.equal for c in compare(original, opened))
+    same = config_from_hf(dict(opened.config or {})) == config_from_hf(dict(original.config or {}))
+    return same and all(c.is_equal for c in compare(original, opened))
 
 
+@pytest.mark.guarantee("convert-verify")
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
@@ -117,6 +118,7 @@ def test_any_damage_is_found_or_changes_nothing(made, name, data):
             path.write_bytes(content)
 
 
+@pytest.mark.guarantee("convert-verify")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_flipped_bit_of_any_tensor(made, name):
     """A bit in each of fifteen places of tensors: found without `--against` wherever there are checksums."""
@@ -125,7 +127,7 @@ def test_a_flipped_bit_of_any_tensor(made, name):
     own = place.name.startswith(("hf", "lt"))
     opened = open_source(place, config=None if own else model)
     rng = random.Random(name)
-    held = [(tensor, p) for tensor, found in opened.weights.places.items() for p in found]
+    held = [(tensor, p) for tensor, found in opened.weights.locations.items() for p in found]
     assert not is_found(place, model, str(model))
     for tensor, stored in rng.sample(held, min(15, len(held))):
         path = opened.root / stored.file
@@ -143,7 +145,7 @@ def test_a_flipped_bit_of_any_tensor(made, name):
 
 def first_byte(opened, tensor: str, stored) -> int:
     """Where the first element of a stored piece lies in its file, found by asking the planner."""
-    from lt_ckpt.plan import plan_copies
+    from lt_ckpt.copy_plan import plan_copies
 
     [copy] = plan_copies([((stored.offset, stored.shape), [stored], 2, tensor)])
     return copy.first_byte
@@ -161,7 +163,7 @@ def test_ranks_that_changed_places_are_found_against_the_source(made, tmp_path, 
         path.write_bytes(second)
         twin.write_bytes(first)
     assert is_found(place, model, str(model))
-    problems = [c.name for c in compare(open_source(model), open_source(place, config=model)) if not c.equal]
+    problems = [c.name for c in compare(open_source(model), open_source(place, config=model)) if not c.is_equal]
     assert "model.embed_tokens.weight" in problems
     assert "model.norm.weight" not in problems
 
@@ -171,12 +173,12 @@ def test_a_file_of_torch_is_checked_whatever_it_is_called(made, tmp_path):
     path = tmp_path / "pytorch_model.bin"
     shutil.copy(places["pt"], path)
     opened = open_source(path, config=model)
-    assert list(damaged_files(opened)) == []
-    stored = opened.weights.places["model.norm.weight"][0]
+    assert list(iter_checksum_errors(opened)) == []
+    stored = opened.weights.locations["model.norm.weight"][0]
     raw = bytearray(path.read_bytes())
-    raw[stored.begin] ^= 1
+    raw[stored.byte_offset] ^= 1
     path.write_bytes(raw)
-    assert len(list(damaged_files(opened))) == 1
+    assert len(list(iter_checksum_errors(opened))) == 1
     with pytest.raises(CheckpointError, match="1 problems"):
         command(str(path), model / "config.json")
 
@@ -209,4 +211,4 @@ def test_what_can_be_told_without_a_hash(made, tmp_path, capsys):
     command(str(places["hf in shards"]))
     assert "its files have no checksums" in capsys.readouterr().out
     command(str(places["pt"]), model / "config.json")
-    assert "every checksum right" in capsys.readouterr().out
+    assert "every checksum correct" in capsys.readouterr().out

@@ -11,18 +11,18 @@ from safetensors.torch import load_file
 from lt_ckpt import (
     Checkpoint,
     CheckpointError,
+    CheckpointMetadata,
     HFFolder,
-    Meta,
     Shard,
     TensorSpec,
-    begin,
-    commit,
-    expected,
+    begin_save,
+    commit_save,
+    expected_state_specs,
     export_hf,
-    write_part,
+    write_rank_files,
 )
-from lt_ckpt import convert as convert_module
-from lt_model import LlamaConfig, parameters
+from lt_ckpt import conversion as convert_module
+from lt_model import LlamaConfig, param_specs
 
 TOKENIZER = {
     "tokenizer.json": json.dumps(
@@ -65,7 +65,7 @@ def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_
     rng = np.random.default_rng(3)
     weights = {}
     ranks = [[] for _ in range(world)]
-    for parameter in parameters(model):
+    for parameter in param_specs(model):
         value = (rng.standard_normal(parameter.shape) * 0.1).astype("<f4")
         if dtype == "BF16":
             value = (value.view("<u4") >> 16).astype("<u2")
@@ -89,11 +89,11 @@ def save_model(root, model, *, dtype="F32", world=2, tokenizer=TOKENIZER, leave_
                     data=np.ascontiguousarray(piece).reshape(-1).view(np.uint8),
                 )
             )
-    tmp = begin(root, step=7, world=world)
+    tmp = begin_save(root, step=7, world_size=world)
     for rank, shards in enumerate(ranks):
-        write_part(tmp, rank=rank, shards=shards)
-    meta = Meta(step=7, model=model.to_dict(), tokenizer_files=tokenizer)
-    return Checkpoint.open(commit(tmp, world=world, meta=meta)), weights
+        write_rank_files(tmp, rank=rank, shards=shards)
+    meta = CheckpointMetadata(step=7, model=model.to_dict(), tokenizer_files=tokenizer)
+    return Checkpoint.open(commit_save(tmp, world_size=world, metadata=meta)), weights
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -183,7 +183,7 @@ def test_the_output_must_be_new_or_empty(tmp_path):
     before = sorted(os.listdir(tmp_path))
     (tmp_path / "file").write_text("mine", encoding="utf-8")
     for name in ("empty", "file", "ck"):
-        with pytest.raises(CheckpointError, match="is there already and not an empty folder"):
+        with pytest.raises(CheckpointError, match="already exists and not an empty folder"):
             export_hf(checkpoint, tmp_path / name)
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "file"])
 
@@ -196,21 +196,21 @@ def test_what_cannot_be_right_is_refused_before_a_byte_is_written(tmp_path):
     for dtype, message in (("I64", "cannot cast F32 to I64"), ("bf16", "cannot cast F32 to bf16|not known")):
         with pytest.raises(CheckpointError, match=message):
             export_hf(good, tmp_path / "hf", dtype=dtype)
-    with pytest.raises(CheckpointError, match="max_shard_bytes must be at least 1"):
+    with pytest.raises(CheckpointError, match="must be at least 1"):
         export_hf(good, tmp_path / "hf", max_shard_bytes=0)
     lost = {**TOKENIZER, "tokenizer_config.json": b'{"bos_token": "<nowhere>"}'}
     odd, _ = save_model(tmp_path / "c", config(), tokenizer=lost)
     with pytest.raises(CheckpointError, match="bos_token is '<nowhere>', but its vocabulary has no such token"):
         export_hf(odd, tmp_path / "hf")
-    tmp = begin(tmp_path / "d", step=0, world=1)
-    write_part(tmp, rank=0, shards=[])
-    with pytest.raises(CheckpointError, match="names no model"):
-        export_hf(Checkpoint.open(commit(tmp, world=1, meta=Meta(step=0))), tmp_path / "hf")
+    tmp = begin_save(tmp_path / "d", step=0, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[])
+    with pytest.raises(CheckpointError, match="has no model configuration"):
+        export_hf(Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=0))), tmp_path / "hf")
     assert sorted(os.listdir(tmp_path)) == ["a", "b", "c", "d"]
 
 
 def test_a_failure_at_any_call_leaves_nothing_behind(fast_path, calls, monkeypatch):
-    monkeypatch.setattr(convert_module, "READERS", 1)  # each opens the files for itself: one number of calls
+    monkeypatch.setattr(convert_module, "READER_THREADS", 1)  # each opens the files for itself: one number of calls
     checkpoint, _ = save_model(fast_path / "ck", config(n_layers=1))
     with calls.recording(monkeypatch):
         export_hf(checkpoint, fast_path / "dry", max_shard_bytes=20_000)
@@ -234,7 +234,7 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch)
     monkeypatch.setattr(convert_module, "BLOCK_BYTES", 4 * 100)
     model = config(tie_word_embeddings=True)
     rng = np.random.default_rng(3)
-    shapes = {**{p.name: p.shape for p in parameters(model)}, "lm_head.weight": (64, 32)}
+    shapes = {**{p.name: p.shape for p in param_specs(model)}, "lm_head.weight": (64, 32)}
     for step, differs in enumerate((False, True)):
         values = {name: rng.standard_normal(shape).astype("<f4") for name, shape in shapes.items()}
         values["lm_head.weight"] = values["model.embed_tokens.weight"].copy()
@@ -252,9 +252,11 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch)
             )
             for name, value in values.items()
         ]
-        tmp = begin(tmp_path / "ck", step=step, world=1)
-        write_part(tmp, rank=0, shards=shards)
-        checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=step, model=model.to_dict())))
+        tmp = begin_save(tmp_path / "ck", step=step, world_size=1)
+        write_rank_files(tmp, rank=0, shards=shards)
+        checkpoint = Checkpoint.open(
+            commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, model=model.to_dict()))
+        )
         if not differs:
             assert "lm_head.weight" not in HFFolder.open(export_hf(checkpoint, tmp_path / "same")).names()
             continue
@@ -264,11 +266,11 @@ def test_a_tied_head_that_is_not_the_embedding_is_refused(tmp_path, monkeypatch)
 
 
 def test_expected_is_the_parameter_table(tmp_path):
-    specs = expected(config(tie_word_embeddings=True), dtype="BF16", groups=["weights"])
+    specs = expected_state_specs(config(tie_word_embeddings=True), dtype="BF16", groups=["weights"])
     assert list(specs) == ["weights"]
     assert specs["weights"]["model.layers.1.mlp.down_proj.weight"] == TensorSpec("BF16", (32, 48))
     assert "lm_head.weight" not in specs["weights"]
-    assert set(expected(config())) == {"weights", "exp_avg", "exp_avg_sq"}
+    assert set(expected_state_specs(config())) == {"weights"}
 
 
 def hf_folder(tmp_path):
@@ -281,10 +283,10 @@ def hf_folder(tmp_path):
     [
         (
             lambda m: m.update({"model.norm.weight": "../../etc/passwd.safetensors"}),
-            "no safetensors file of this folder",
+            "not a safetensors file of this folder",
         ),
-        (lambda m: m.update({"model.norm.weight": "/etc/passwd"}), "no safetensors file of this folder"),
-        (lambda m: m.update({"model.norm.weight": 7}), "no safetensors file of this folder"),
+        (lambda m: m.update({"model.norm.weight": "/etc/passwd"}), "not a safetensors file of this folder"),
+        (lambda m: m.update({"model.norm.weight": 7}), "not a safetensors file of this folder"),
         (lambda m: m.update({"more": m["model.norm.weight"]}), "disagree about tensor 'more'"),
         (lambda m: m.pop("model.norm.weight"), r"disagree about tensor 'model\.norm\.weight'"),
         (lambda m: m.update({"more": "model-9.safetensors"}), "reading failed: No such file"),

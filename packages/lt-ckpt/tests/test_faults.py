@@ -10,20 +10,32 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, discard, latest_valid, write_part
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    Shard,
+    begin_save,
+    commit_save,
+    discard_save,
+    find_latest_valid,
+    write_rank_files,
+)
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.part import NxdPart, stateful_keys
+from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_model import LlamaConfig
 
 
 def save(root, toy, step, opened=None):
     """Two ranks save one step; keeps the temporary folder's path so that a test can look at it."""
-    tmp = begin(root, step=step, world=2)
+    tmp = begin_save(root, step=step, world_size=2)
     if opened is not None:
         opened.append(tmp)
     for rank in range(2):
-        write_part(tmp, rank=rank, shards=toy.shards(toy.state(step), rank, 2))
-    return commit(tmp, world=2, meta=Meta(step=step, tokenizer_files={"tokenizer.json": b"{}"}))
+        write_rank_files(tmp, rank=rank, shards=toy.shards(toy.state(step), rank, 2))
+    return commit_save(
+        tmp, world_size=2, metadata=CheckpointMetadata(step=step, tokenizer_files={"tokenizer.json": b"{}"})
+    )
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
@@ -49,7 +61,7 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
                 save(root, toy, 2, opened)
         except CheckpointError as exc:
             messages.append(str(exc))
-        found, rejected = latest_valid(root)
+        found, rejected = find_latest_valid(root)
         assert found is not None
         assert rejected == []
         toy.check(found)
@@ -58,12 +70,12 @@ def test_an_os_error_at_any_call_leaves_the_last_checkpoint(fast_path, toy, call
         calls.fail_at = -1
         for tmp in opened:
             if tmp.exists():
-                discard(tmp)
+                discard_save(tmp)
         if not committed:
             save(root, toy, 2)
         toy.check(Checkpoint.open(root / "step-00000002"))
         assert [name for name in os.listdir(root) if name.startswith(".tmp") and opened] == []
-    # All are reported but the three calls by which the sweep in `begin` reads a mark: what it cannot read it leaves.
+    # All are reported but the three calls by which `begin_save` reads a save marker: what it cannot read it leaves.
     reads_a_mark = names.index("preadv")
     spared = {reads_a_mark - 1, reads_a_mark, reads_a_mark + 1}
     assert len(messages) == len(set(points) - spared), "an error was swallowed"
@@ -78,11 +90,12 @@ def test_a_read_only_folder_is_said_and_the_checkpoints_stay_readable(fast_path,
     with pytest.raises(CheckpointError, match="read-only: remount it"):
         save(fast_path, toy, 2)
     monkeypatch.setattr(os, "mkdir", real)
-    found, _ = latest_valid(fast_path)
+    found, _ = find_latest_valid(fast_path)
     assert found is not None
     toy.check(found)
 
 
+@pytest.mark.guarantee("save-atomic")
 def test_the_order_of_a_save(fast_path, toy, calls, monkeypatch, writing):
     with calls.recording(monkeypatch):
         save(fast_path, toy, 3)
@@ -199,6 +212,7 @@ class Disk:
                 self.leave(folder / name, child)
 
 
+@pytest.mark.guarantee("save-atomic")
 def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, monkeypatch, writing):
     """Everything that was not fsynced is lost, at every point of two saves in turn."""
     live, cut = fast_path / "live", fast_path / "cut"
@@ -208,7 +222,7 @@ def test_a_power_cut_at_any_call_leaves_the_old_or_the_new_one(fast_path, toy, m
     def after():
         folder = cut / f"{len(seen)}"
         disk.leave(folder)
-        found, rejected = latest_valid(folder / "ck")
+        found, rejected = find_latest_valid(folder / "ck")
         assert rejected == []
         if found is not None:
             toy.check(found)
@@ -232,8 +246,12 @@ def save_for_nxd(root: Path, step: int, *, xser: bool) -> Path:
     """One rank saves files of NxD; every number in them is the step."""
     config = LlamaConfig(vocab_size=4, hidden_size=4, intermediate_size=4, n_heads=2, n_kv_heads=2, n_layers=1)
     cut = NxdOptions(xser=xser)
-    part = NxdPart(
-        config=config, options=cut, groups=(stateful_keys(config, cut, 0, 0),), step=step, user_content={"step": step}
+    part = NxdRankWriter(
+        config=config,
+        options=cut,
+        param_group_keys=(optimizer_state_keys(config, cut, 0, 0),),
+        step=step,
+        user_content={"step": step},
     )
     shards = [
         Shard(
@@ -245,14 +263,15 @@ def save_for_nxd(root: Path, step: int, *, xser: bool) -> Path:
             shape=tensor.shape,
             data=np.full(tensor.shape, step, "<f4").reshape(-1).view(np.uint8),
         )
-        for tensor in part.tensors()
+        for tensor in part.model_tensors()
         for group in ("weights", "exp_avg", "exp_avg_sq", "master")
     ]
-    tmp = begin(root, step=step, world=1)
-    write_part(tmp, rank=0, shards=shards, layout=part)
-    return commit(tmp, world=1, meta=Meta(step=step, model=config.to_dict()))
+    tmp = begin_save(root, step=step, world_size=1)
+    write_rank_files(tmp, rank=0, shards=shards, writer=part)
+    return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step, model=config.to_dict()))
 
 
+@pytest.mark.guarantee("nxd-checkpoint-safety")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 def test_a_power_cut_while_nxds_files_are_written(fast_path, monkeypatch, xser):
     """The old one or the new one, for us and for NxD, which takes what has its marker `done`."""
@@ -266,7 +285,7 @@ def test_a_power_cut_while_nxds_files_are_written(fast_path, monkeypatch, xser):
         folder = cut / "now"
         shutil.rmtree(folder, ignore_errors=True)
         disk.leave(folder)
-        found, rejected = latest_valid(folder / "ck")
+        found, rejected = find_latest_valid(folder / "ck")
         assert rejected == []
         if found is not None:
             for group in found.groups:
@@ -305,7 +324,7 @@ def test_an_error_at_any_call_of_nxds_files_is_told_and_leaves_the_last_checkpoi
         except CheckpointError as exc:
             messages.append(str(exc))
         calls.fail_at = -1
-        found, rejected = latest_valid(root)
+        found, rejected = find_latest_valid(root)
         assert found is not None
         assert rejected == []
         assert found.step == (2 if (root / "step-00000002").exists() else 1)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt import CheckpointError, files
-from lt_ckpt.errors import storage
+from lt_ckpt.errors import translate_os_errors
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls, monkeypatch):
@@ -36,7 +36,7 @@ def test_all_bytes_are_written_though_the_system_takes_them_in_parts(tmp_path, c
 def test_nothing_is_written_over(tmp_path):
     (tmp_path / "x").write_bytes(b"theirs")
     with pytest.raises(FileExistsError):
-        files.create(tmp_path / "x")
+        files.create_file(tmp_path / "x")
 
 
 def test_new_folders_are_on_the_disk_too(tmp_path, calls, monkeypatch):
@@ -71,14 +71,14 @@ def test_reading_past_the_end_is_an_error(tmp_path):
         files.read_exactly(descriptor, 2, memoryview(buffer), tmp_path / "x")
     os.close(descriptor)
     with pytest.raises(CheckpointError, match="5 bytes, more than the 4"):
-        files.read_small(tmp_path / "x", 4)
+        files.read_bounded(tmp_path / "x", 4)
 
 
 def test_an_os_error_becomes_one_with_path_and_remedy():
     for number, remedy in ((errno.ENOSPC, "free some space"), (errno.EROFS, "read-only"), (errno.EACCES, "owner")):
         with (
             pytest.raises(CheckpointError, match=f"/p: saving failed: .*; .*{remedy}") as caught,
-            storage("saving", "/p"),
+            translate_os_errors("saving", "/p"),
         ):
             raise OSError(number, os.strerror(number))
         assert isinstance(caught.value.__cause__, OSError)
@@ -90,13 +90,14 @@ import os, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
 from conftest import toy_save
-from lt_ckpt import begin_trial, write_trial
+from lt_ckpt import begin_preflight, write_preflight
 os.umask({umask:#o})
 toy_save(Path({root!r}), 1)
-write_trial(begin_trial({root!r}, world=1), rank=0, need_bytes=1)
+write_preflight(begin_preflight({root!r}, world_size=1), rank=0, required_bytes=1)
 """
 
 
+@pytest.mark.guarantee("file-modes")
 @pytest.mark.parametrize(
     ("umask", "file_mode", "folder_mode"),
     [(0o022, 0o644, 0o755), (0o027, 0o640, 0o750), (0o002, 0o664, 0o775), (0o077, 0o600, 0o700)],
@@ -107,7 +108,7 @@ def test_modes_follow_the_umask(tmp_path, umask, file_mode, folder_mode):
     subprocess.run([sys.executable, "-c", code], check=True)
     found = [root, *root.rglob("*")]
     assert len(found) > 20
-    assert any(path.name == "trial-00000.safetensors" for path in found)
+    assert any(path.name == "preflight-00000.safetensors" for path in found)
     for path in found:
         expected = folder_mode if path.is_dir() else file_mode
         assert stat.S_IMODE(path.stat().st_mode) == expected, path

@@ -3,18 +3,22 @@
 import json
 from pathlib import Path
 
-from lt_ckpt import Checkpoint, latest_valid, verify
+import pytest
+
+from lt_ckpt import Checkpoint, OptimizerRecord, find_latest_valid, verify
 
 GOLDEN = Path(__file__).parent / "data" / "v1"
 
 
+@pytest.mark.guarantee("format-v1")
 def test_version_1_is_read(toy):
-    found, rejected = latest_valid(GOLDEN)
+    found, rejected = find_latest_valid(GOLDEN)
     assert found is not None
     assert rejected == []
-    assert verify(found.path).ok
+    assert verify(found.path).is_ok
     toy.check(found, seed=42)
-    assert found.manifest.small == {"lr": 0.1}
+    assert found.manifest.scalars == {"lr": 0.1}
+    assert found.manifest.optimizer == OptimizerRecord(name="sgd", slots=("exp_avg",))
     assert found.manifest.data == {"row": 336}
     assert found.tokenizer_files() == {"tokenizer.json": b"{}"}
 

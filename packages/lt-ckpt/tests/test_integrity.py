@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_ckpt import Checkpoint, CheckpointError, files, latest_valid, verify
+from lt_ckpt import Checkpoint, CheckpointError, files, find_latest_valid, verify
 
 
 def flip(path, bit):
@@ -33,9 +33,9 @@ def copy(saved, fast_path):
 def test_a_good_checkpoint_verifies_with_progress(copy, toy):
     seen = []
     report = verify(copy, progress=lambda done, total, unit: seen.append((done, total, unit)))
-    assert report.ok
-    assert report.loadable
-    assert (report.problems, report.extra) == ((), ())
+    assert report.is_ok
+    assert report.is_loadable
+    assert (report.problems, report.extra_files) == ((), ())
     assert report.n_files == len(files_of(copy))
     total = sum(path.stat().st_size for path in files_of(copy) if path.name not in ("COMMIT", "manifest.json"))
     assert report.n_bytes == total
@@ -43,6 +43,7 @@ def test_a_good_checkpoint_verifies_with_progress(copy, toy):
     assert [done for done, _, _ in seen] == sorted(done for done, _, _ in seen)
 
 
+@pytest.mark.guarantee("checkpoint-hashes")
 def test_every_flipped_byte_is_found(saved, memory):
     """A random bit of every third byte of the tensor files and of every ninth of the others, one at a time."""
     rng = random.Random(0)
@@ -58,7 +59,7 @@ def test_every_flipped_byte_is_found(saved, memory):
             assert report.problems, (path, bit)
             n_flips += 1
             path.write_bytes(raw)
-    assert verify(folder).ok
+    assert verify(folder).is_ok
     assert n_flips > 1000
 
 
@@ -86,7 +87,7 @@ def test_truncated_swapped_and_missing_files_are_found(saved, memory, data):
         other.write_bytes(raw)
     report = verify(folder)
     assert report.problems
-    assert not report.loadable
+    assert not report.is_loadable
     if kind in ("truncate", "grow", "remove", "empty"):
         with pytest.raises(CheckpointError):
             Checkpoint.open(folder)
@@ -109,10 +110,10 @@ def test_extra_files_are_said_but_do_no_harm(copy, toy):
     (copy / "weights-00007.safetensors").write_bytes((copy / "weights-00000.safetensors").read_bytes())
     (copy / "tokenizer" / "notes.txt").write_text("x", encoding="utf-8")
     report = verify(copy)
-    assert report.extra == ("tokenizer/notes.txt", "weights-00007.safetensors")
-    assert report.loadable
-    assert not report.ok
-    found, rejected = latest_valid(copy.parent)
+    assert report.extra_files == ("tokenizer/notes.txt", "weights-00007.safetensors")
+    assert report.is_loadable
+    assert not report.is_ok
+    found, rejected = find_latest_valid(copy.parent)
     assert found is not None
     assert rejected == []
     toy.check(found)
@@ -142,20 +143,20 @@ def replace_in(path, old, new):
     ],
 )
 def test_a_forged_manifest_is_refused_though_its_commit_matches(copy, old, new, message):
-    from lt_ckpt.manifest import commit_bytes
+    from lt_ckpt.manifest import make_commit
 
     replace_in(copy / "manifest.json", old, new)
-    (copy / "COMMIT").write_bytes(commit_bytes((copy / "manifest.json").read_bytes(), 4))
+    (copy / "COMMIT").write_bytes(make_commit((copy / "manifest.json").read_bytes(), 4))
     with pytest.raises(CheckpointError, match=message):
         Checkpoint.open(copy)
     assert verify(copy).problems
 
 
 def test_a_manifest_that_calls_a_tensor_something_else_does_not_verify(copy):
-    from lt_ckpt.manifest import commit_bytes
+    from lt_ckpt.manifest import make_commit
 
     replace_in(copy / "manifest.json", b'"dtype":"F32","shape":[3]', b'"dtype":"I32","shape":[3]')
-    (copy / "COMMIT").write_bytes(commit_bytes((copy / "manifest.json").read_bytes(), 4))
+    (copy / "COMMIT").write_bytes(make_commit((copy / "manifest.json").read_bytes(), 4))
     assert Checkpoint.open(copy).dtype("weights", "norm") == "I32"
     problems = verify(copy).problems
     assert len(problems) == 2
@@ -179,27 +180,27 @@ def test_loading_is_strict(copy):
 
     checkpoint = Checkpoint.open(copy)
     specs = {"weights": checkpoint.specs("weights")}
-    checkpoint.require(specs)
+    checkpoint.check_specs(specs)
     for name, spec in (("norm", TensorSpec("BF16", (3,))), ("norm", TensorSpec("F32", (4,)))):
         with pytest.raises(CheckpointError, match=r"different: weights/norm is F32 \[3\] instead of"):
-            checkpoint.require({"weights": {**specs["weights"], name: spec}})
+            checkpoint.check_specs({"weights": {**specs["weights"], name: spec}})
     with pytest.raises(CheckpointError, match="missing: weights/more"):
-        checkpoint.require({"weights": {**specs["weights"], "more": TensorSpec("F32", ())}})
-    with pytest.raises(CheckpointError, match=r"not wanted: weights/a\.weight, weights/b\.weight"):
-        checkpoint.require({"weights": {"norm": specs["weights"]["norm"]}})
+        checkpoint.check_specs({"weights": {**specs["weights"], "more": TensorSpec("F32", ())}})
+    with pytest.raises(CheckpointError, match=r"unexpected: weights/a\.weight, weights/b\.weight"):
+        checkpoint.check_specs({"weights": {"norm": specs["weights"]["norm"]}})
     with pytest.raises(CheckpointError, match="missing: none/x"):
-        checkpoint.require({"none": {"x": TensorSpec("F32", ())}})
+        checkpoint.check_specs({"none": {"x": TensorSpec("F32", ())}})
 
 
 def test_slices_of_many_blocks_are_verified_to_their_end(fast_path, toy, monkeypatch):
     made = toy.save(fast_path, 1)
     monkeypatch.setattr(files, "BLOCK_BYTES", 8)
-    assert verify(made).ok
+    assert verify(made).is_ok
     group = Checkpoint.open(made).manifest.tensors["weights"]
     slices = [piece for record in group.values() for piece in record.slices]
-    last = max((piece for piece in slices if math.prod(piece.shape) > 8), key=lambda piece: piece.begin)
+    last = max((piece for piece in slices if math.prod(piece.shape) > 8), key=lambda piece: piece.byte_offset)
     path = made / last.file
-    flip(path, 8 * (last.begin + 2 * math.prod(last.shape)) - 1)  # every element has two bytes or more
+    flip(path, 8 * (last.byte_offset + 2 * math.prod(last.shape)) - 1)  # every element has two bytes or more
     (problem,) = verify(made).problems
     assert "have changed since they were written" in problem
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import begin, latest_valid
+from lt_ckpt import begin_save, find_latest_valid
 
 KILLS = int(os.environ.get("LT_KILLS", "200"))
 SEED = int(os.environ.get("LT_SEED", "0"))
@@ -28,13 +28,13 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import toy_save
-from lt_ckpt import prune
+from lt_ckpt import prune_checkpoints
 root, step = Path({root!r}), {first}
 print("ready", flush=True)
 while True:
     toy_save(root, step, world=2)
-    toy_save(root, step, world=2, seed=step + 1000, replace=True)  # the same step once more, another state
-    prune(root, last=2)
+    toy_save(root, step, world=2, seed=step + 1000, overwrite=True)  # the same step once more, another state
+    prune_checkpoints(root, keep_last=2)
     step += 1
 """
 
@@ -71,7 +71,7 @@ def kill_one(root: Path, rng: random.Random, first: int) -> str:
 
 def require_old_or_new(root: Path, toy, last: int) -> int:
     """The newest valid checkpoint is of one save, and not older than `last`; returns its step."""
-    found, rejected = latest_valid(root)
+    found, rejected = find_latest_valid(root)
     assert rejected == []
     if found is not None:
         norm = found.read("weights", "norm").tobytes()
@@ -91,17 +91,19 @@ def kills(root: Path, toy, seed: int, n: int) -> Counter[str]:
         when[kill_one(root, rng, last + 1)] += 1
         assert sum(when.values()) < n + 100
         last = require_old_or_new(root, toy, last)
-    begin(root, step=last + 1, world=1)
+    begin_save(root, step=last + 1, world_size=1)
     left = [name for name in os.listdir(root) if name.startswith(".")]
     assert len([name for name in left if (root / name / "save.json").exists()]) == 1, "dead saves are swept"
     return when
 
 
+@pytest.mark.guarantee("kill-resume", "save-kill")
 @pytest.mark.parametrize("seed", range(3))
 def test_kill_9_at_a_random_moment(tmp_path, toy, seed):
     kills(tmp_path, toy, seed, 2)
 
 
+@pytest.mark.guarantee("save-kill")
 @pytest.mark.slow
 def test_many_kills(tmp_path, toy):
     when = kills(tmp_path, toy, 1000 + SEED, KILLS)
@@ -111,7 +113,9 @@ def test_many_kills(tmp_path, toy):
 
 def test_the_save_of_a_living_process_is_left_alone(tmp_path, toy):
     code = SAVER.split("print")[0].format(tests=str(Path(__file__).parent), root=str(tmp_path), first=1)
-    code += "from lt_ckpt import begin\nprint(begin(root, step=1, world=1), flush=True)\nsys.stdin.read()"
+    code += (
+        "from lt_ckpt import begin_save\nprint(begin_save(root, step=1, world_size=1), flush=True)\nsys.stdin.read()"
+    )
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -121,7 +125,7 @@ def test_the_save_of_a_living_process_is_left_alone(tmp_path, toy):
     child.kill()  # not waited for: a zombie does not save any more either
     deadline = time.monotonic() + 10
     while theirs.exists() and time.monotonic() < deadline:
-        toy.save(tmp_path, 6, replace=True)
+        toy.save(tmp_path, 6, overwrite=True)
     assert not theirs.exists()
     child.stdin.close()
     child.stdout.close()

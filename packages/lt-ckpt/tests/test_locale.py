@@ -9,8 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, begin, commit, latest_valid, write_part
-from lt_ckpt.errors import storage
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    begin_save,
+    commit_save,
+    find_latest_valid,
+    write_rank_files,
+)
+from lt_ckpt.errors import translate_os_errors
 
 TESTS = Path(__file__).parent
 
@@ -127,11 +135,11 @@ import sys
 sys.path.insert(0, {str(TESTS)!r})
 from pathlib import Path
 from conftest import toy_save
-from lt_ckpt import begin_trial, finish_trial, write_trial
+from lt_ckpt import begin_preflight, finish_preflight, write_preflight
 root = Path(sys.argv[1])
-tmp = begin_trial(root, world=1)
-write_trial(tmp, rank=0, need_bytes=1)
-finish_trial(tmp, world=1)
+tmp = begin_preflight(root, world_size=1)
+write_preflight(tmp, rank=0, required_bytes=1)
+finish_preflight(tmp, world_size=1)
 toy_save(root, 3)
 """
 
@@ -142,7 +150,7 @@ def test_a_save_is_the_same(tmp_path, toy, name, request):
     if name == "latin-1":
         environment = {**environment, **request.getfixturevalue("latin_locale")}
     run(tmp_path, environment, "kört-東", code=SAVE)
-    found, rejected = latest_valid(tmp_path / "kört-東")
+    found, rejected = find_latest_valid(tmp_path / "kört-東")
     assert found is not None
     assert rejected == []
     toy.check(found)
@@ -155,9 +163,9 @@ def test_a_save_is_the_same(tmp_path, toy, name, request):
 
 
 def test_a_path_that_is_not_utf8_does_not_stop_a_save(tmp_path):
-    tmp = begin(tmp_path, step=1, world=1)
-    write_part(tmp, rank=0, shards=[])
-    path = commit(tmp, world=1, meta=Meta(step=1, recipe=RECIPE))
+    tmp = begin_save(tmp_path, step=1, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[])
+    path = commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1, recipe=RECIPE))
     assert Checkpoint.open(path).manifest.recipe == RECIPE
     raw = (path / "manifest.json").read_bytes()
     assert json.loads(raw.decode("utf-8"))["recipe"] == RECIPE
@@ -168,10 +176,10 @@ def test_a_path_that_is_not_utf8_does_not_stop_a_save(tmp_path):
 
 
 def test_a_name_that_the_locale_cannot_express_is_said(tmp_path):
-    code = "import lt_ckpt; lt_ckpt.begin('k\\u00f6rt', step=1, world=1)"
+    code = "import lt_ckpt; lt_ckpt.begin_save('k\\u00f6rt', step=1, world_size=1)"
     said = run(tmp_path, ASCII, code=code, exit_code=1).decode()
     assert "CheckpointError: " in said
     assert "k\\xf6rt: beginning a save failed: under this locale file names are ascii" in said
     assert said.rstrip().endswith("set LC_ALL=C.UTF-8")
-    with pytest.raises(CheckpointError, match="are latin-1, which"), storage("reading", "東"):
+    with pytest.raises(CheckpointError, match="are latin-1, which"), translate_os_errors("reading", "東"):
         "東".encode("latin-1")

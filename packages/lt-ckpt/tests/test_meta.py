@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.layout import part
-from lt_ckpt.meta.format import meta_layout, open_meta
-from lt_ckpt.meta.names import chunk_in_pairs, key_of
-from lt_ckpt.plan import Stored
-from lt_ckpt.shards import covers
-from lt_ckpt.source import Reader
-from lt_model import LlamaConfig, ModelError, parameters, preset
+from lt_ckpt.copy_plan import StoredSlice
+from lt_ckpt.layout import shard_box
+from lt_ckpt.meta_llama.format import meta_layout, open_meta
+from lt_ckpt.meta_llama.names import dialect_key, split_chunk_into_row_pairs
+from lt_ckpt.shards import find_tiling_error
+from lt_ckpt.source import TensorReader
+from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf, param_specs, preset
 
 CONFIG = LlamaConfig(
     vocab_size=48,
@@ -30,7 +30,7 @@ CONFIG = LlamaConfig(
 
 def weights(config, dtype=torch.bfloat16):
     """Hugging Face's state dict, every element another one as far as the dtype can tell."""
-    table = parameters(replace(config, tie_word_embeddings=False))
+    table = param_specs(replace(config, tie_word_embeddings=False))
     return {
         p.name: torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(dtype) for i, p in enumerate(table)
     }
@@ -53,13 +53,13 @@ def permute(w, n_heads, dim1, dim2):
 def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.bfloat16, more=None):
     """A folder as Meta's, cut by torch; returns Hugging Face's state dict."""
     tensors = weights(config, dtype)
-    tp_dims = {p.name: p.tp_dim for p in parameters(replace(config, tie_word_embeddings=False))}
+    tp_dims = {p.name: p.tp_dim for p in param_specs(replace(config, tie_word_embeddings=False))}
     tp_dims["model.embed_tokens.weight"] = embedding_dim
     for i in range(n_files):
         made = {}
         for name, tensor in tensors.items():
             whole, dim = meta_of(name, tensor, config), tp_dims[name]
-            made[key_of(name, "meta")] = whole if dim is None else whole.chunk(n_files, dim)[i].clone()
+            made[dialect_key(name, "meta")] = whole if dim is None else whole.chunk(n_files, dim)[i].clone()
         made["rope.freqs"] = torch.ones(config.head_dim // 2)
         torch.save({**made, **(more or {})}, folder / f"consolidated.{i:02d}.pth")
     said = {
@@ -77,7 +77,7 @@ def save(folder, config, n_files, *, embedding_dim=0, params=None, dtype=torch.b
 
 def check(source, tensors):
     assert list(source.weights.specs) == list(tensors)
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         for name, tensor in tensors.items():
             assert source.weights.specs[name].shape == tuple(tensor.shape)
             found = reader.read(source.weights, name)
@@ -98,12 +98,12 @@ def test_every_tensor_comes_back_in_the_order_of_hugging_face(tmp_path, n_files,
     (tmp_path / "tokenizer.model").write_bytes(b"pieces")
     source = open_meta(tmp_path)
     check(source, tensors)
-    assert LlamaConfig.from_hf(source.config) == CONFIG
+    assert config_from_hf(source.config) == CONFIG
     assert source.config["torch_dtype"] == "bfloat16"
-    assert source.small == {"tokenizer.model": b"pieces"}
-    assert source.about == {"files": n_files, "embedding_cut": "columns" if embedding_dim else "rows"}
+    assert source.aux_files == {"tokenizer.model": b"pieces"}
+    assert source.format_info == {"files": n_files, "embedding_cut": "columns" if embedding_dim else "rows"}
     assert (source.format, source.path, source.root) == ("meta", tmp_path, tmp_path)
-    norm = source.weights.copies.get("model.norm.weight", ())
+    norm = source.weights.replicas.get("model.norm.weight", ())
     assert [stored.file for stored in norm] == [f"consolidated.{i:02d}.pth" for i in range(1, n_files)]
 
 
@@ -112,7 +112,7 @@ def test_any_rows_of_a_turned_matrix_can_be_read(tmp_path):
     source = open_meta(tmp_path)
     name = "model.layers.1.self_attn.q_proj.weight"
     wanted = tensors[name].view(torch.int16).numpy()
-    with Reader(tmp_path) as reader:
+    with TensorReader(tmp_path) as reader:
         for first, last in ((0, 1), (3, 4), (5, 27), (31, 32), (15, 17)):
             for left, right in ((0, 32), (7, 9)):
                 found = reader.read(source.weights, name, ((first, left), (last - first, right - left)))
@@ -121,18 +121,18 @@ def test_any_rows_of_a_turned_matrix_can_be_read(tmp_path):
 
 def test_a_given_configuration_is_compared(tmp_path):
     tensors = save(tmp_path, CONFIG, 2, params={"rope_theta": 10000.0})
-    given_config = {**CONFIG.to_hf(bos_token_id=1, eos_token_id=2), "tie_word_embeddings": True}
+    given_config = {**config_to_hf(CONFIG, bos_token_id=1, eos_token_id=2), "tie_word_embeddings": True}
     source = open_meta(tmp_path, config=given_config)
     check(source, tensors)
     assert source.config == given_config
     for field, value in {"n_heads": 8, "norm_eps": 1e-6, "rope_theta": 500000.0}.items():
         with pytest.raises(CheckpointError, match=f"params.json: {field} is .*the configuration says"):
-            open_meta(tmp_path, config=replace(CONFIG, **{field: value}).to_hf())
+            open_meta(tmp_path, config=config_to_hf(replace(CONFIG, **{field: value})))
     with pytest.raises(CheckpointError, match="layers"):
-        open_meta(tmp_path, config=replace(CONFIG, intermediate_size=44).to_hf())
+        open_meta(tmp_path, config=config_to_hf(replace(CONFIG, intermediate_size=44)))
     scaled = preset("llama3.2-1b").rope_scaling
     with pytest.raises(CheckpointError, match="use_scaled_rope is False"):
-        open_meta(tmp_path, config=replace(CONFIG, rope_scaling=scaled).to_hf())
+        open_meta(tmp_path, config=config_to_hf(replace(CONFIG, rope_scaling=scaled)))
 
 
 def test_scaled_frequencies_need_the_configuration(tmp_path):
@@ -140,9 +140,9 @@ def test_scaled_frequencies_need_the_configuration(tmp_path):
     with pytest.raises(CheckpointError, match=r"use_scaled_rope is set.*--config"):
         open_meta(tmp_path)
     scaled = replace(CONFIG, rope_theta=500000.0, rope_scaling=preset("llama3.2-1b").rope_scaling)
-    check(open_meta(tmp_path, config=scaled.to_hf()), tensors)
+    check(open_meta(tmp_path, config=config_to_hf(scaled)), tensors)
     with pytest.raises(CheckpointError, match="use_scaled_rope is True"):
-        open_meta(tmp_path, config=replace(scaled, rope_scaling=None).to_hf())
+        open_meta(tmp_path, config=config_to_hf(replace(scaled, rope_scaling=None)))
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_scaled_frequencies_need_the_configuration(tmp_path):
         ({"n_layers": 3}, "layers.2"),
         ({"n_layers": 1}, "'layers.1.*is not expected"),
         ({"vocab_size": 47}, "vocab_size is 47, the embedding has 48 rows"),
-        ({"n_kv_heads": 1}, "cut into 2 files|shape"),
+        ({"n_kv_heads": 1}, "split into 2 files|shape"),
         ({"norm_eps": -1}, "norm_eps"),
         ({"max_seq_len": "x"}, "max_position_embeddings"),
     ],
@@ -201,7 +201,7 @@ def test_other_tensors_are_refused_by_name(tmp_path):
 def test_the_layouts_of_real_models(name, n_files):
     config = replace(preset(name), n_layers=1)
     layout = meta_layout(config, n_files, embedding_dim=0 if name.startswith("llama3") else 1)
-    layout.check({p.name: p.shape for p in parameters(config)})
+    layout.check({p.name: p.shape for p in param_specs(config)})
     assert [file.path for file in layout.files] == [f"consolidated.{i:02d}.pth" for i in range(n_files)]
     assert sum(1 for _ in layout) == n_files * 10 + 2 * (config.n_heads + config.n_kv_heads)
     shapes = {tensor.key: tensor.shape for tensor in layout.files[-1].tensors}
@@ -213,10 +213,10 @@ def test_the_layouts_of_real_models(name, n_files):
 
 
 def test_models_that_cannot_be_cut_are_refused():
-    with pytest.raises(CheckpointError, match="8 key/value heads cannot be cut into 16 files"):
+    with pytest.raises(CheckpointError, match="8 key/value heads cannot be split into 16 files"):
         meta_layout(preset("llama3-70b"), 16)
     with pytest.raises((CheckpointError, ModelError)):
-        part((5, 4), 0, 0, 2, "x")
+        shard_box((5, 4), 0, 0, 2, "x")
 
 
 @settings(max_examples=200, deadline=None)
@@ -227,19 +227,27 @@ def test_a_chunk_of_any_rows_is_made_of_pairs(row, n_rows, column, n_columns):
     matrix = np.arange(20 * width).reshape(20, width)
     chunk = np.ascontiguousarray(matrix[row : row + n_rows, column : column + n_columns])
     flat, pairs = chunk.reshape(-1), matrix.reshape(10, 2 * width)
-    stored = Stored(file="f", begin=0, offset=(row, column), shape=(n_rows, n_columns))
-    parts = list(chunk_in_pairs(stored, width, 1))
+    stored = StoredSlice(file="f", byte_offset=0, offset=(row, column), shape=(n_rows, n_columns))
+    parts = list(split_chunk_into_row_pairs(stored, width, 1))
     for one in parts:
-        whole = one.whole or one.shape
-        array = flat[one.begin : one.begin + whole[0] * whole[1]].reshape(whole)
-        at = one.at or (0, 0)
+        whole = one.array_shape or one.shape
+        array = flat[one.byte_offset : one.byte_offset + whole[0] * whole[1]].reshape(whole)
+        at = one.array_offset or (0, 0)
         found = array[at[0] : at[0] + one.shape[0], at[1] : at[1] + one.shape[1]]
         wanted = pairs[one.offset[0] :, one.offset[1] :][: one.shape[0], : one.shape[1]]
         assert found.tolist() == wanted.tolist()
     assert sum(one.shape[0] * one.shape[1] for one in parts) == chunk.size
-    assert "overlap" not in covers((10, 2 * width), [(one.offset, one.shape) for one in parts])
+    assert "overlap" not in find_tiling_error((10, 2 * width), [(one.offset, one.shape) for one in parts])
 
 
 def test_a_chunk_inside_of_something_is_refused():
     with pytest.raises(CheckpointError, match="contiguous"):
-        list(chunk_in_pairs(Stored(file="f", begin=0, offset=(0, 0), shape=(2, 2), whole=(4, 4), at=(0, 0)), 4, 1))
+        list(
+            split_chunk_into_row_pairs(
+                StoredSlice(
+                    file="f", byte_offset=0, offset=(0, 0), shape=(2, 2), array_shape=(4, 4), array_offset=(0, 0)
+                ),
+                4,
+                1,
+            )
+        )

@@ -17,8 +17,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from conftest import toy_check, toy_save, toy_shards, toy_state
 from lt_ckpt import (
-    CheckpointError, Meta, begin, begin_trial, commit, discard, finish_trial, latest_valid, prune,
-    write_part, write_trial,
+    CheckpointError, CheckpointMetadata, begin_preflight, begin_save, commit_save, discard_save, find_latest_valid,
+    finish_preflight, prune_checkpoints, write_preflight, write_rank_files,
 )
 disk = Path({disk!r})
 root = disk / "checkpoints"
@@ -34,7 +34,7 @@ def error_of(action):
     return ""
 
 def newest():
-    found, rejected = latest_valid(root)
+    found, rejected = find_latest_valid(root)
     assert rejected == [], rejected
     toy_check(found)
     return found.step
@@ -101,10 +101,10 @@ while True:
     opened = []
 
     def save():
-        opened.append(begin(root, step=2, world=2))
+        opened.append(begin_save(root, step=2, world_size=2))
         for rank in range(2):
-            write_part(opened[0], rank=rank, shards=toy_shards(toy_state(2), rank, 2))
-        commit(opened[0], world=2, meta=Meta(step=2))
+            write_rank_files(opened[0], rank=rank, shards=toy_shards(toy_state(2), rank, 2))
+        commit_save(opened[0], world_size=2, metadata=CheckpointMetadata(step=2))
 
     said = error_of(save)
     if not said:
@@ -114,7 +114,7 @@ while True:
     where.add(said.partition(" failed:")[0].rpartition(": ")[2])
     assert newest() == 1
     if opened:
-        discard(opened[0])
+        discard_save(opened[0])
     assert sorted(path.name for path in root.iterdir()) == ["step-00000001"]
     empty()
     free += 1
@@ -125,10 +125,11 @@ print(sorted(where))
 """
 
 
+@pytest.mark.guarantee("disk-full")
 @pytest.mark.parametrize("fill", [FILL_BYTES, FILL_INODES], ids=["bytes", "inodes"])
 def test_a_full_disk_at_every_write_of_a_save(in_own_mounts, fill):
     out = in_own_mounts('mount("size=4m,nr_inodes=500")' + fill + SAVE_ON_A_FULL_DISK)
-    stages = ["beginning a save", "committing", "writing the part of rank 0", "writing the part of rank 1"]
+    stages = ["beginning a save", "committing", "writing the files of rank 0", "writing the files of rank 1"]
     assert out.strip() == str(stages)
 
 
@@ -136,19 +137,19 @@ def test_a_rehearsal_on_a_full_disk_and_on_one_that_is_too_small(in_own_mounts):
     out = in_own_mounts("""
 mount("size=256k")
 toy_save(root, 1)
-def trial(need):
-    tmp = begin_trial(root, world=2)
+def preflight(need):
+    tmp = begin_preflight(root, world_size=2)
     for rank in range(2):
-        write_trial(tmp, rank=rank, need_bytes=need)
-    print(finish_trial(tmp, world=2).need_bytes)
-trial(10)
-said = error_of(lambda: trial(2**17))
+        write_preflight(tmp, rank=rank, required_bytes=need)
+    print(finish_preflight(tmp, world_size=2).required_bytes)
+preflight(10)
+said = error_of(lambda: preflight(2**17))
 assert said.startswith(f"{root}: a checkpoint needs {2**18} bytes (262.1 kB), "), said
 assert [path.name for path in root.iterdir()] == ["step-00000001"]
 space = os.statvfs(disk)
 with open(disk / "filler", "wb") as filler:
     filler.write(bytes(space.f_bavail * space.f_frsize))
-said = error_of(lambda: trial(0))
+said = error_of(lambda: preflight(0))
 assert said.startswith(f"{root}: beginning a save failed: No space left on device; free some space"), said
 assert [path.name for path in root.iterdir()] == ["step-00000001"]
 assert newest() == 1
@@ -164,13 +165,13 @@ toy_save(root, 1)
 toy_save(root, 2)
 
 def save(stop_before):
-    tmp = begin(root, step=3, world=2)
+    tmp = begin_save(root, step=3, world_size=2)
     for rank in range(2):
         if stop_before == rank:
             set_writable(False)
-        write_part(tmp, rank=rank, shards=toy_shards(toy_state(3), rank, 2))
+        write_rank_files(tmp, rank=rank, shards=toy_shards(toy_state(3), rank, 2))
     set_writable(False)
-    commit(tmp, world=2, meta=Meta(step=3))
+    commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=3))
 
 for stop_before in (0, 1, 2):
     said = error_of(lambda: save(stop_before))
@@ -178,10 +179,10 @@ for stop_before in (0, 1, 2):
     assert "Read-only file system; the file system is mounted read-only: remount it or choose another path" in said
     assert newest() == 2
     for action in (
-        lambda: begin(root, step=3, world=2),
-        lambda: begin_trial(root, world=1),
-        lambda: discard(unfinished()[0]),
-        lambda: prune(root, last=1),
+        lambda: begin_save(root, step=3, world_size=2),
+        lambda: begin_preflight(root, world_size=1),
+        lambda: discard_save(unfinished()[0]),
+        lambda: prune_checkpoints(root, keep_last=1),
     ):
         said = error_of(action)
         assert str(disk) in said, said
@@ -189,7 +190,7 @@ for stop_before in (0, 1, 2):
     assert newest() == 2
     set_writable(True)
     for path in unfinished():
-        discard(path)
+        discard_save(path)
 toy_save(root, 3)
 assert newest() == 3
 print(sorted(path.name for path in root.iterdir()))
@@ -211,7 +212,7 @@ toy_save(real, 1)
 root.mkdir()
 subprocess.run(["mount", "--bind", str(real), str(root)], check=True)
 subprocess.run(["mount", "-o", "remount,bind,ro", str(root)], check=True)
-for action in (lambda: begin(root, step=2, world=1), lambda: begin_trial(root, world=1)):
+for action in (lambda: begin_save(root, step=2, world_size=1), lambda: begin_preflight(root, world_size=1)):
     said = error_of(action)
     assert said.startswith(f"{root}: beginning a save failed: Read-only file system; "), said
 assert newest() == 1

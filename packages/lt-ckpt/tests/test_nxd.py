@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from lt_ckpt import CheckpointError, source
-from lt_ckpt.convert import convert
+from lt_ckpt.conversion import convert
 from lt_ckpt.hf.format import hf_target, open_hf
-from lt_ckpt.models import shapes_of
+from lt_ckpt.llama_tensors import tensor_shapes
 from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.source import Reader
+from lt_ckpt.source import TensorReader
 from lt_ckpt.torchfile.file import write_pt
-from lt_model import LlamaConfig
+from lt_model import config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
 MHA, GQA = DATA / "llama2-mha-tp2", DATA / "llama3-gqa-tp4-pp2-kv2"
 MHA_CUT = NxdOptions(tp=2)
-GQA_CUT = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa")
+GQA_CUT = NxdOptions(tp=4, pp=2, kv_size_multiplier=2, qkv="gqa")
 
 CASES = [
     pytest.param(MHA, "nxd-plain", MHA_CUT, id="mha-plain"),
@@ -82,7 +82,7 @@ def config_of(case):
 
 def read_all(opened, name="weights"):
     group = opened.groups[name]
-    with Reader(opened.root) as reader:
+    with TensorReader(opened.root) as reader:
         return {key: (group.specs[key], reader.read(group, key).tobytes()) for key in group.specs}
 
 
@@ -90,10 +90,13 @@ def read_all(opened, name="weights"):
 def test_what_nxd_wrote_is_the_model_it_was_made_from(case, part, cut):
     opened = open_nxd(case / part, config=config_of(case))
     assert read_all(opened) == read_all(open_hf(case / "hf"))
-    said = {name: opened.about[name] for name in ("tp", "pp", "virtual_pp", "qkv", "kv_multiplier", "layout", "xser")}
+    said = {
+        name: opened.format_info[name]
+        for name in ("tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "layout", "xser")
+    }
     assert said == {name: getattr(cut, name) for name in said}
-    assert opened.about["tag"] == cut.tag
-    assert opened.about["head_order"] == "trn1"
+    assert opened.format_info["tag"] == cut.tag
+    assert opened.format_info["head_order"] == "trn1"
 
 
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
@@ -101,18 +104,19 @@ def test_copies_on_other_ranks_hold_the_same_bytes(case, part, cut):
     opened = open_nxd(case / part, config=config_of(case))
     group = opened.weights
     norms = [name for name in group.specs if "norm" in name]
-    assert {name: len(group.copies[name]) for name in norms} == dict.fromkeys(norms, cut.tp - 1)
-    doubled = {name: len(stored) for name, stored in group.copies.items() if name not in norms}
+    assert {name: len(group.replicas[name]) for name in norms} == dict.fromkeys(norms, cut.tp - 1)
+    doubled = {name: len(stored) for name, stored in group.replicas.items() if name not in norms}
     keys = [name for name in group.specs if "k_proj" in name or "v_proj" in name]
-    assert doubled == ({} if cut.kv_multiplier == 1 else dict.fromkeys(keys, cut.tp // 2))
-    with Reader(opened.root) as reader:
-        for name, copies in group.copies.items():
+    assert doubled == ({} if cut.kv_size_multiplier == 1 else dict.fromkeys(keys, cut.tp // 2))
+    with TensorReader(opened.root) as reader:
+        for name, copies in group.replicas.items():
             for stored in copies:
                 box = stored.offset, stored.shape
-                copy = reader.read_at(group.specs, {name: (stored,)}, name, box, "")
+                copy = reader.read_locations(group.specs, {name: (stored,)}, name, box, "")
                 assert copy.tobytes() == reader.read(group, name, box).tobytes()
 
 
+@pytest.mark.guarantee("nxd-fidelity")
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tmp_path):
     out = convert(*(lambda s: (s, nxd_target(s, cut)))(open_hf(case / "hf")), tmp_path / "out")
@@ -135,6 +139,7 @@ def folder_of(folder):
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.guarantee("nxd-fidelity")
 @pytest.mark.parametrize(("case", "part", "cut"), CASES)
 def test_back_to_hugging_face_bit_for_bit(case, part, cut, tmp_path):
     opened = open_nxd(case / part, config=config_of(case))
@@ -151,7 +156,7 @@ def test_attention_of_any_kind_comes_back(qkv, order, xser, tmp_path):
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     assert read_all(open_nxd(out, config=config_of(GQA), options=cut)) == read_all(model)
     found = open_nxd(out, config=config_of(GQA))
-    assert (found.about["qkv"], found.about["virtual_pp"]) == (qkv, 2)
+    assert (found.format_info["qkv"], found.format_info["virtual_pp"]) == (qkv, 2)
     assert (read_all(found) == read_all(model)) == (order == "trn1")  # what lies where cannot be seen
 
 
@@ -179,7 +184,7 @@ def test_a_cut_of_its_own_stages_is_read(tmp_path):
     model = open_hf(MHA / "hf")
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     found = open_nxd(out, config=config_of(MHA))
-    assert found.about["stage_layers"] == [[0, 1, 2], [3]]
+    assert found.format_info["stage_layers"] == [[0, 1, 2], [3]]
     assert read_all(found) == read_all(model)
 
 
@@ -233,16 +238,16 @@ def test_256_files_of_a_model_shaped_like_a_70b(tmp_path):
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.randn(shape, generator=generator).bfloat16()
-        for name, shape in shapes_of(LlamaConfig.from_hf(config)).items()
+        for name, shape in tensor_shapes(config_from_hf(config)).items()
     }
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
     model = open_hf(tmp_path / "hf")
-    cut = NxdOptions(tp=32, pp=8, kv_multiplier=4, qkv="gqa_fused", tag="pretrained_weight")
+    cut = NxdOptions(tp=32, pp=8, kv_size_multiplier=4, qkv="gqa_fused", tag="pretrained_weight")
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     names = {f"dp_rank_00_tp_rank_{t:02d}_pp_rank_{p:02d}.pt" for t in range(32) for p in range(8)}
     assert folder_of(out / "pretrained_weight") == {"checkpoint", "done", *(f"model/{name}" for name in names)}
     opened = open_nxd(out, config=config)
-    assert (opened.about["tp"], opened.about["pp"], opened.about["kv_multiplier"]) == (32, 8, 4)
+    assert (opened.format_info["tp"], opened.format_info["pp"], opened.format_info["kv_size_multiplier"]) == (32, 8, 4)
     assert read_all(opened) == read_all(model)
 
 
@@ -252,8 +257,8 @@ def test_what_is_left_out_is_told(tmp_path):
         held["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
         torch.save({"model": held, "epoch": 3, "scheduler": {}}, tmp_path / path)
     opened = open_nxd(tmp_path, config=config_of(MHA))
-    assert opened.about["dropped"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
-    assert opened.about["beside"] == ["epoch", "scheduler"]
+    assert opened.format_info["ignored_keys"] == ["model.layers.0.self_attn.rotary_emb.inv_freq"]
+    assert opened.format_info["extra_keys"] == ["epoch", "scheduler"]
     assert read_all(opened) == read_all(open_hf(MHA / "hf"))
 
 
@@ -263,7 +268,7 @@ def test_what_nxds_converter_calls_xser_is_read(tmp_path):
     for t in range(2):
         (tmp_path / "fake" / "model" / f"dp_rank_00_tp_rank_0{t}_pp_rank_00.pt.tensors").mkdir()
     opened = open_nxd(tmp_path / "fake", config=config_of(MHA))
-    assert opened.about["xser"] is False
+    assert opened.format_info["xser"] is False
     assert read_all(opened) == read_all(open_hf(MHA / "hf"))
 
 
@@ -275,11 +280,11 @@ def test_xser_of_older_versions_has_no_description(tmp_path):
 
 
 def test_a_reader_keeps_few_files_open(monkeypatch):
-    monkeypatch.setattr(source, "OPEN_FILES", 3)
+    monkeypatch.setattr(source, "MAX_OPEN_FILES", 3)
     opened = open_nxd(GQA / "nxd-xser", config=config_of(GQA))
     wanted = read_all(open_hf(GQA / "hf"))
     before = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
-    with Reader(opened.root) as reader:
+    with TensorReader(opened.root) as reader:
         for name, spec in opened.weights.specs.items():
             assert (spec, reader.read(opened.weights, name).tobytes()) == wanted[name]
             if before is not None:
@@ -299,8 +304,8 @@ def test_the_tag_of_the_highest_step_counts_not_the_newest_file(tmp_path):
     os.utime(tmp_path / "step_9" / "done", (2**31, 2**31))
     opened = open_nxd(tmp_path, config=config_of(MHA))
     assert opened.root == tmp_path / "step_10"
-    assert opened.about["tag"] == "step_10"
-    assert opened.about["passed_over"] == ["step_11", "step_9"]
+    assert opened.format_info["tag"] == "step_10"
+    assert opened.format_info["skipped_tags"] == ["step_11", "step_9"]
     chosen = open_nxd(tmp_path, config=config_of(MHA), options=replace(MHA_CUT, tag="step_9"))
     assert chosen.root == tmp_path / "step_9"
 
@@ -310,7 +315,7 @@ def test_a_bare_model_folder_is_found_from_above_and_from_within(tmp_path, place
     tags(tmp_path, ["pretrained_weight"], pretrained_weight=[])
     opened = open_nxd(tmp_path / place, config=config_of(MHA))
     assert opened.root == tmp_path / "pretrained_weight"
-    assert opened.about["tag"] == ""
+    assert opened.format_info["tag"] == ""
     monkeypatch.chdir(tmp_path / place)
     assert open_nxd(".", config=config_of(MHA)).root == tmp_path / "pretrained_weight"
 
@@ -322,10 +327,10 @@ def refuse(path, match, config=None, options=None):
 
 def test_tags_that_cannot_be_chosen_from_are_refused(tmp_path):
     tags(tmp_path / "a", ["best", "last"])
-    refuse(tmp_path / "a", r"the tags last and best do not tell which is newer")
+    refuse(tmp_path / "a", r"tags last and best: neither is newer")
     tags(tmp_path / "b", ["step_1"], step_1=["checkpoint"])
     refuse(tmp_path / "b", r"no finished NxD checkpoint here: step_1 lack the marker 'done'")
-    refuse(tmp_path / "b" / "step_1", r"the marker 'done' is missing: saving it was not finished")
+    refuse(tmp_path / "b" / "step_1", r"the marker 'done' is missing: its save or its removal was not finished")
     refuse(tmp_path / "a", r"has no tag 'step_3'; it has best, last", options=replace(MHA_CUT, tag="step_3"))
     (tmp_path / "c").mkdir()
     refuse(tmp_path / "c", r"no finished NxD checkpoint here; expected rank files in model/")
@@ -355,7 +360,7 @@ def change(folder, act, file=RANK):
 
 
 def test_a_configuration_is_asked_for():
-    with pytest.raises(CheckpointError, match=r"does not say what the model is; .* \(--config config.json\)"):
+    with pytest.raises(CheckpointError, match=r"has no model configuration; .* \(--config config.json\)"):
         open_nxd(MHA / "nxd-plain", config=None)
 
 
@@ -380,7 +385,7 @@ def test_missing_and_unknown_keys_are_named(copy):
     change(folder, lambda held: held.pop("model.layers.3.mlp.down_proj.weight"))
     refuse(folder, rf"{RANK}: model.layers.3.mlp.down_proj.weight is missing")
     change(folder, lambda held: held.update({"model.layers.3.mlp.down_proj.weight": torch.zeros(1, 2)}))
-    refuse(folder, rf"{RANK}: model.layers.3.mlp.down_proj.weight has shape \[1, 2\], the layout says \[64, 64\]")
+    refuse(folder, rf"{RANK}: model.layers.3.mlp.down_proj.weight has shape \[1, 2\], expected \[64, 64\]")
     change(folder, lambda held: held.update({"model.extra": torch.zeros(1)}))
     refuse(folder, rf"{RANK}: model.extra is not expected here")
 
@@ -388,10 +393,10 @@ def test_missing_and_unknown_keys_are_named(copy):
 def test_biases_and_what_is_no_tensor_are_refused(copy):
     folder = copy(MHA)
     change(folder, lambda held: held.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(1)}))
-    refuse(folder, rf"{RANK}: model.layers.0.self_attn.q_proj.bias: a model with biases")
+    refuse(folder, rf"{RANK}: model.layers.0.self_attn.q_proj.bias: models with biases")
     change(folder, lambda held: held.pop("model.layers.0.self_attn.q_proj.bias"))
     change(folder, lambda held: held.update({"epoch": 3}))
-    refuse(folder, rf"{RANK}: 'epoch' is no tensor but a int")
+    refuse(folder, rf"{RANK}: 'epoch' is not a tensor but a int")
 
 
 def test_two_dtypes_of_one_tensor_are_refused(copy):
@@ -405,8 +410,11 @@ def test_two_dtypes_of_one_tensor_are_refused(copy):
     [
         ({"num_hidden_layers": 5}, r"no file has layer 4, but the configuration has 5 layers"),
         ({"num_hidden_layers": 3}, r"there is a layer 3, but the configuration has 3 layers"),
-        ({"vocab_size": 128}, r"model.embed_tokens.weight has shape \[64, 64\], the layout says \[32, 64\]"),
-        ({"num_key_value_heads": 8}, r"weight_k has shape \[8, 64\], which is no whole number of copies of 8 kv heads"),
+        ({"vocab_size": 128}, r"model.embed_tokens.weight has shape \[64, 64\], expected \[32, 64\]"),
+        (
+            {"num_key_value_heads": 8},
+            r"weight_k has shape \[8, 64\], which is not a whole number of repetitions of 8 kv",
+        ),
         ({"intermediate_size": 126}, r"126 rows of the feed-forward layer do not divide by tp 4"),
     ],
 )
@@ -416,9 +424,12 @@ def test_another_models_configuration_is_noticed(changes, match):
 
 def test_options_that_the_files_contradict_are_refused():
     refuse(
-        GQA / "nxd-plain", "its files are of kv_multiplier 2, not 4", config_of(GQA), replace(GQA_CUT, kv_multiplier=4)
+        GQA / "nxd-plain",
+        "its files have kv_size_multiplier 2, not 4",
+        config_of(GQA),
+        replace(GQA_CUT, kv_size_multiplier=4),
     )
-    refuse(GQA / "nxd-plain", "its files are of xser False, not True", config_of(GQA), replace(GQA_CUT, xser=True))
+    refuse(GQA / "nxd-plain", "its files have xser False, not True", config_of(GQA), replace(GQA_CUT, xser=True))
 
 
 def test_broken_xser_is_named(copy, tmp_path):
@@ -439,11 +450,11 @@ def test_experts_and_several_data_parallel_ranks_are_refused(copy, tmp_path):
     refuse(folder, r"model files of several data-parallel ranks; keep only those of dp_rank_00 there")
     (tmp_path / "moe" / "model").mkdir(parents=True)
     (tmp_path / "moe" / "model" / "dp_rank_00_ep_rank_00_tp_rank_00_pp_rank_00.pt").touch()
-    refuse(tmp_path / "moe", r"is cut by experts")
+    refuse(tmp_path / "moe", r"is sharded by experts")
 
 
 def test_what_cannot_be_cut_is_refused_before_anything_is_written(tmp_path):
     model = open_hf(GQA / "hf")
-    with pytest.raises(CheckpointError, match=r"k_proj.weight: .* 2 x 1 is not 4; choose kv_multiplier 2"):
-        convert(model, nxd_target(model, replace(GQA_CUT, kv_multiplier=1)), tmp_path / "out")
+    with pytest.raises(CheckpointError, match=r"k_proj.weight: .* 2 x 1 is not 4; choose kv_size_multiplier 2"):
+        convert(model, nxd_target(model, replace(GQA_CUT, kv_size_multiplier=1)), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -9,10 +9,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.models import shapes_of
-from lt_ckpt.nxd.layout import nxd_layout, stages
+from lt_ckpt.llama_tensors import tensor_shapes
+from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, preset
+from lt_model import LlamaConfig, config_from_hf, preset
 
 DATA = Path(__file__).parent / "data" / "nxd"
 
@@ -20,7 +20,7 @@ DATA = Path(__file__).parent / "data" / "nxd"
 def model(config):
     """Every element of every tensor has its own number."""
     arrays, start = {}, 0
-    for name, shape in shapes_of(config).items():
+    for name, shape in tensor_shapes(config).items():
         size = int(np.prod(shape))
         arrays[name] = np.arange(start, start + size).reshape(shape)
         start += size
@@ -38,7 +38,9 @@ def stored(layout, arrays):
         made[file.path] = {tensor.key: np.full(tensor.shape, -1) for tensor in file.tensors}
         assert len(made[file.path]) == len(file.tensors)
     for file, tensor, piece in layout:
-        made[file.path][tensor.key][box(piece.at, piece.shape)] = arrays[piece.name][box(piece.offset, piece.shape)]
+        made[file.path][tensor.key][box(piece.stored_offset, piece.shape)] = arrays[piece.name][
+            box(piece.offset, piece.shape)
+        ]
     return made
 
 
@@ -67,7 +69,7 @@ def cuts(draw):
         tp=tp,
         pp=pp,
         virtual_pp=chunks,
-        kv_multiplier=repeats,
+        kv_size_multiplier=repeats,
         qkv=qkv,
         layout=draw(st.sampled_from(["v1", "v2"])),
         xser=draw(st.booleans()),
@@ -81,12 +83,14 @@ def cuts(draw):
 def test_cut_and_put_together_is_the_model_again(cut):
     config, options = cut
     layout, arrays = nxd_layout(config, options), model(config)
-    layout.check(shapes_of(config))
+    layout.check(tensor_shapes(config))
     made = stored(layout, arrays)
     assert all((array >= 0).all() for held in made.values() for array in held.values())
     back = {name: np.full(array.shape, -1) for name, array in arrays.items()}
     for file, tensor, piece in layout:
-        back[piece.name][box(piece.offset, piece.shape)] = made[file.path][tensor.key][box(piece.at, piece.shape)]
+        back[piece.name][box(piece.offset, piece.shape)] = made[file.path][tensor.key][
+            box(piece.stored_offset, piece.shape)
+        ]
     assert all((back[name] == arrays[name]).all() for name in arrays)
     assert len(made) == options.tp * options.pp
 
@@ -108,7 +112,7 @@ def test_every_rank_has_what_its_layers_ask_for(cut):
             at = f"model.layers.{layer}."
             q, k, v = (arrays[f"{at}self_attn.{x}_proj.weight"].reshape(-1, d, config.hidden_size) for x in "qkv")
             out = arrays[f"{at}self_attn.o_proj.weight"].reshape(config.hidden_size, heads, d)
-            if options.grouped:
+            if options.is_gqa:
                 # The ranks that share a key/value head take its query heads in turn, in the order of the ranks.
                 repeated = np.arange(kv_heads)
                 trn1 = options.head_order == "trn1"
@@ -144,16 +148,16 @@ def test_every_rank_has_what_its_layers_ask_for(cut):
 
 
 def test_stages_give_the_remainder_to_the_last_and_interleave_chunks():
-    assert stages(5, 3) == ((0,), (1, 2), (3, 4))
-    assert stages(8, 2) == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert stages(8, 2, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
-    assert stages(10, 2, 2) == ((0, 1, 4, 5, 6), (2, 3, 7, 8, 9))
-    assert stages(80, 8)[7] == tuple(range(70, 80))
+    assert layers_per_stage(5, 3) == ((0,), (1, 2), (3, 4))
+    assert layers_per_stage(8, 2) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layers_per_stage(8, 2, 2) == ((0, 1, 4, 5), (2, 3, 6, 7))
+    assert layers_per_stage(10, 2, 2) == ((0, 1, 4, 5, 6), (2, 3, 7, 8, 9))
+    assert layers_per_stage(80, 8)[7] == tuple(range(70, 80))
 
 
 def test_the_names_of_the_256_files_of_a_70b():
     config = preset("llama3-70b")
-    options = NxdOptions(tp=32, pp=8, kv_multiplier=4, qkv="gqa", tag="pretrained_weight")
+    options = NxdOptions(tp=32, pp=8, kv_size_multiplier=4, qkv="gqa", tag="pretrained_weight")
     layout = nxd_layout(config, options)
     assert sorted(file.path for file in layout.files) == sorted(
         f"pretrained_weight/model/dp_rank_00_tp_rank_{t:02d}_pp_rank_{p:02d}.pt" for t in range(32) for p in range(8)
@@ -162,7 +166,7 @@ def test_the_names_of_the_256_files_of_a_70b():
     assert len(layout.files[0].tensors) == 81
     assert len(layout.files[-1].tensors) == 82
     queries = [file.tensors[1] for file in layout.files[:32]]
-    assert [tensor.pieces[0].offset[0] // 128 for tensor in queries[:10]] == [0, 8, 16, 24, 32, 40, 48, 56, 2, 10]
+    assert [tensor.regions[0].offset[0] // 128 for tensor in queries[:10]] == [0, 8, 16, 24, 32, 40, 48, 56, 2, 10]
 
 
 @pytest.mark.parametrize(
@@ -193,13 +197,17 @@ LLAMA = LlamaConfig(vocab_size=96, hidden_size=96, intermediate_size=96, n_heads
         ({"vocab_size": 97}, {"tp": 2}, r"model.embed_tokens.weight: 97 rows of the vocabulary .* tp 2"),
         ({"intermediate_size": 97}, {"tp": 2}, r"mlp.gate_proj.weight: 97 rows .* choose a tp that divides 97"),
         ({}, {"tp": 16}, "q_proj.weight: 24 query heads do not divide by tp 16"),
-        ({}, {"tp": 12}, r"k_proj.weight: 6 kv heads .* tp 12; choose qkv_linear with kv_multiplier 2"),
+        ({}, {"tp": 12}, r"k_proj.weight: 6 kv heads .* tp 12; choose qkv_linear with kv_size_multiplier 2"),
         ({}, {"tp": 4}, r"k_proj.weight: 6 kv heads .* a tp that is a multiple of 6, or a tp that divides 6"),
-        ({}, {"tp": 6, "kv_multiplier": 2}, r"k_proj.weight: kv_multiplier 2 needs qkv_linear"),
+        ({}, {"tp": 6, "kv_size_multiplier": 2}, r"k_proj.weight: kv_size_multiplier 2 needs qkv_linear"),
         ({}, {"tp": 6, "qkv": "coalesced"}, r"k_proj.weight: coalesce_qkv .* not 6 and 24"),
-        ({}, {"tp": 12, "qkv": "gqa"}, r"k_proj.weight: .* 6 x 1 is not 12; choose kv_multiplier 2"),
-        ({}, {"tp": 6, "kv_multiplier": 2, "qkv": "gqa"}, r"6 x 2 is not 6; choose kv_multiplier 1"),
-        ({}, {"tp": 4, "kv_multiplier": 1, "qkv": "gqa_fused"}, r"6 x 1 is not 4; choose a tp that is a multiple of 6"),
+        ({}, {"tp": 12, "qkv": "gqa"}, r"k_proj.weight: .* 6 x 1 is not 12; choose kv_size_multiplier 2"),
+        ({}, {"tp": 6, "kv_size_multiplier": 2, "qkv": "gqa"}, r"6 x 2 is not 6; choose kv_size_multiplier 1"),
+        (
+            {},
+            {"tp": 4, "kv_size_multiplier": 1, "qkv": "gqa_fused"},
+            r"6 x 1 is not 4; choose a tp that is a multiple of 6",
+        ),
         ({}, {"pp": 5}, r"model.layers.4: 5 stages of 1 chunks need at least 5 layers, the model has 4"),
         ({}, {"pp": 2, "virtual_pp": 3}, r"need at least 6 layers"),
         ({}, {"pp": 2, "stage_layers": ((0, 1), (1, 2))}, r"each of the 4 layers once, in 2 stages"),
@@ -217,7 +225,7 @@ def test_cuts_that_cannot_be_right_are_refused(changes, options, message):
     [
         {"tp": 0},
         {"pp": True},
-        {"kv_multiplier": 1.0},
+        {"kv_size_multiplier": 1.0},
         {"qkv": "fused"},
         {"layout": "v3"},
         {"xser": "False"},
@@ -234,7 +242,7 @@ def test_options_are_checked(options):
 
 def test_the_optimizers_names_are_the_keys_of_the_layout():
     case = DATA / "llama2-mha-tp2-dp2-zero1-steps"
-    config = LlamaConfig.from_hf(json.loads((case / "hf-start" / "config.json").read_text()))
+    config = config_from_hf(json.loads((case / "hf-start" / "config.json").read_text()))
     groups = json.loads((case / "steps.json").read_text())["param_groups"]
     keys = [tensor.key for tensor in nxd_layout(config, NxdOptions(tp=2)).files[1].tensors]
     assert sorted(groups[0]["names"] + groups[1]["names"]) == sorted(keys)

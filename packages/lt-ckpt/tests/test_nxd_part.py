@@ -15,33 +15,33 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import (
-    BackgroundSaver,
+    AsyncRankSaver,
     Checkpoint,
     CheckpointError,
-    Meta,
+    CheckpointMetadata,
     Shard,
-    begin,
-    commit,
+    begin_save,
+    commit_save,
     compare,
     comparison,
-    discard,
+    discard_save,
     export_hf,
     files,
-    latest_valid,
-    prune,
+    find_latest_valid,
+    prune_checkpoints,
     verify,
-    write_part,
+    write_rank_files,
 )
 from lt_ckpt.dtypes import cast
-from lt_ckpt.formats import Wish, convert_to, detect, open_source, read_config
-from lt_ckpt.manifest import commit_bytes
-from lt_ckpt.models import HEAD, stored_shapes
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, detect_format, open_source, read_config
+from lt_ckpt.llama_tensors import HEAD, stored_shapes
+from lt_ckpt.manifest import make_commit
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.part import NxdPart, stateful_keys
-from lt_ckpt.nxd.zero import shard_rows
-from lt_ckpt.source import Reader, Source
-from lt_model import LlamaConfig
+from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
+from lt_ckpt.nxd.zero1 import shard_rows
+from lt_ckpt.source import Source, TensorReader
+from lt_model import LlamaConfig, config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
 STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
@@ -89,7 +89,7 @@ def same(ours: Any, theirs: Any, where: str = "") -> None:
 
 def everything(source: Source) -> dict[tuple[str, str], tuple[str, bytes]]:
     """Kind and tensor → dtype and bytes; a tied head that is only seen in the embedding is left out."""
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         return {
             (kind, name): (group.specs[name].dtype, reader.read(group, name).tobytes())
             for kind, group in source.groups.items()
@@ -105,7 +105,7 @@ def grid(options: NxdOptions, dp: int) -> Iterator[tuple[int, int, int]]:
 def local(tensor: Any, state: Mapping[str, tuple[str, np.ndarray]]) -> tuple[str, np.ndarray]:
     """A rank's tensor, put together of boxes of the model's; rows of bytes."""
     dtype, parts = "", []
-    for piece in tensor.pieces:
+    for piece in tensor.regions:
         dtype, whole = state[piece.name]
         box = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
         parts.append(np.ascontiguousarray(whole[box]))
@@ -126,40 +126,45 @@ def shard(group: str, key: str, dtype: str, shape: tuple[int, ...], first: int, 
     )
 
 
-def shards_of(part: NxdPart, state: State) -> list[Shard]:
+def shards_of(part: NxdRankWriter, state: State) -> list[Shard]:
     """What a rank at this place holds of a state of the whole model."""
     found: list[Shard] = []
     if part.dp_rank == 0:
-        for tensor in part.tensors():
+        for tensor in part.model_tensors():
             dtype, rows = local(tensor, state["weights"])
             found.append(shard("weights", tensor.key, dtype, tensor.shape, 0, rows))
     if part.dp_rank and not part.zero1:
         return found
     for group in [kind for kind in state if kind != "weights"]:
-        for tensor in part.stateful():
+        for tensor in part.optimizer_state_tensors():
             dtype, rows = local(tensor, state[group])
             first, held, _ = shard_rows(tensor.shape[0], *((part.dp, part.dp_rank) if part.zero1 else (1, 0)))
             found.append(shard(group, tensor.key, dtype, tensor.shape, first, rows[first : first + held]))
     return found
 
 
-def parts_of(config: LlamaConfig, options: NxdOptions, dp: int, **more: Any) -> list[NxdPart]:
-    made: list[NxdPart] = []
+def parts_of(config: LlamaConfig, options: NxdOptions, dp: int, **more: Any) -> list[NxdRankWriter]:
+    made: list[NxdRankWriter] = []
     for dp_rank, tp_rank, pp_rank in grid(options, dp):
         at = {"dp": dp, "dp_rank": dp_rank, "tp_rank": tp_rank, "pp_rank": pp_rank}
-        keys = stateful_keys(config, options, tp_rank, pp_rank)
+        keys = optimizer_state_keys(config, options, tp_rank, pp_rank)
         groups = ([k for k in keys if "norm" not in k], [k for k in keys if "norm" in k])
-        named: dict[str, Any] = {"settings": SETTINGS, "groups": groups, "config": config, "options": options}
-        made.append(NxdPart(**{**at, **named, **more}))
+        named: dict[str, Any] = {
+            "param_group_settings": SETTINGS,
+            "param_group_keys": groups,
+            "config": config,
+            "options": options,
+        }
+        made.append(NxdRankWriter(**{**at, **named, **more}))
     return made
 
 
-def save(root: Path, parts: list[NxdPart], state: State, *, step: int = 3) -> Path:
-    tmp = begin(root, step=step, world=len(parts))
+def save(root: Path, parts: list[NxdRankWriter], state: State, *, step: int = 3) -> Path:
+    tmp = begin_save(root, step=step, world_size=len(parts))
     for rank, part in enumerate(parts):
-        write_part(tmp, rank=rank, shards=shards_of(part, state), layout=part)
-    meta = Meta(step=step, model=parts[0].config.to_dict(), tokenizer_files={"tokenizer.json": b"{}"})
-    return commit(tmp, world=len(parts), meta=meta)
+        write_rank_files(tmp, rank=rank, shards=shards_of(part, state), writer=part)
+    meta = CheckpointMetadata(step=step, model=parts[0].config.to_dict(), tokenizer_files={"tokenizer.json": b"{}"})
+    return commit_save(tmp, world_size=len(parts), metadata=meta)
 
 
 def random_state(config: LlamaConfig, *, tied_head: bool, masters: bool, seed: int = 0) -> State:
@@ -188,13 +193,13 @@ def wanted(state: State) -> dict[tuple[str, str], tuple[str, bytes]]:
     }
 
 
-def nxds_own(folder: Path) -> tuple[list[NxdPart], list[list[Shard]]]:
+def nxds_own(folder: Path) -> tuple[list[NxdRankWriter], list[list[Shard]]]:
     """The four ranks of the reference run, each with what NxD's own files of it hold."""
-    config = LlamaConfig.from_hf(read_config(CONFIG))
+    config = config_from_hf(read_config(CONFIG))
     tree = load(folder / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
     given = tuple({k: v for k, v in group.items() if k != "params"} for group in tree["param_groups"])
-    small = {"scheduler": load(folder / "scheduler.pt"), "user_content": load(folder / "user_content.pt")}
-    parts = parts_of(config, NxdOptions(tp=2), 2, settings=given, step=3, **small)
+    small = {"scheduler_state": load(folder / "scheduler.pt"), "user_content": load(folder / "user_content.pt")}
+    parts = parts_of(config, NxdOptions(tp=2), 2, param_group_settings=given, step=3, **small)
     every: list[list[Shard]] = []
     for part in parts:
         found: list[Shard] = []
@@ -203,7 +208,7 @@ def nxds_own(folder: Path) -> tuple[list[NxdPart], list[list[Shard]]]:
             for key, tensor in load(folder / "model" / f"dp_rank_00_{names}").items():
                 found.append(of_torch("weights", key, tensor, tuple(tensor.shape), 0))
         tree = load(folder / "optim" / f"dp_rank_{part.dp_rank:02d}_{names}")
-        for number, key in enumerate(key for keys in part.groups for key in keys):
+        for number, key in enumerate(key for keys in part.param_group_keys for key in keys):
             shape = tuple(tree["shape_info"][number])
             first, held, _ = shard_rows(shape[0], 2, part.dp_rank)
             kinds = {**tree["base_state"][number], "master": tree["sharded_master_weights"][number]}
@@ -220,17 +225,18 @@ def of_torch(group: str, key: str, tensor: Any, shape: tuple[int, ...], first: i
     return shard(group, key, dtype, shape, first, raw)
 
 
+@pytest.mark.guarantee("nxd-checkpoints")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 @pytest.mark.parametrize("name", ["nxd-plain", "nxd-plain-fp32"])
 def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_path):
     folder = STEPS / name / "step_3"
     parts, given_shards = nxds_own(folder)
-    tmp = begin(tmp_path, step=3, world=4)
+    tmp = begin_save(tmp_path, step=3, world_size=4)
     for rank, (part, shards) in enumerate(zip(parts, given_shards, strict=True)):
         cut = replace(part, options=replace(part.options, xser=xser))
-        write_part(tmp, rank=rank, shards=shards, layout=cut)
-    made = commit(tmp, world=4, meta=Meta(step=3, model=parts[0].config.to_dict()))
-    assert verify(made).ok
+        write_rank_files(tmp, rank=rank, shards=shards, writer=cut)
+    made = commit_save(tmp, world_size=4, metadata=CheckpointMetadata(step=3, model=parts[0].config.to_dict()))
+    assert verify(made).is_ok
     theirs = sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     assert len(theirs) == 10
     for path in theirs:
@@ -242,7 +248,7 @@ def test_our_checkpoint_holds_the_files_that_nxd_itself_writes(name, xser, tmp_p
     # Read by our manifest, by the layout of NxD, and from NxD's own files, it is one and the same state.
     read = by_nxds_names(everything(open_source(made)))
     opened = open_nxd(made, config=open_source(made).config, optimizer=True)
-    assert (opened.about["xser"], opened.about["dp"], opened.about["step"]) == (xser, 2, 3)
+    assert (opened.format_info["xser"], opened.format_info["dp"], opened.format_info["step"]) == (xser, 2, 3)
     assert read == everything(opened) == everything(open_source(folder, config=CONFIG, optimizer=True))
 
 
@@ -270,13 +276,14 @@ def runs(draw: Callable[..., Any]) -> tuple[LlamaConfig, NxdOptions, int, dict[s
         tp=tp,
         pp=pp,
         qkv=qkv,
-        kv_multiplier=repeats if grouped else 1,
+        kv_size_multiplier=repeats if grouped else 1,
         xser=draw(st.booleans()),
     )
     flags = {"zero1": draw(st.booleans()), "masters": draw(st.booleans())}
     return config, options, draw(st.sampled_from([1, 2, 3, 7])), flags
 
 
+@pytest.mark.guarantee("nxd-checkpoints")
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(run=runs())
 def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
@@ -285,7 +292,7 @@ def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
     shutil.rmtree(root, ignore_errors=True)
     state = random_state(config, tied_head=config.tie_word_embeddings, masters=flags["masters"])
     made = save(root, parts_of(config, options, dp, zero1=flags["zero1"], step=3), state)
-    assert verify(made).ok
+    assert verify(made).is_ok
     source = open_source(made)
     read = own(by_nxds_names(everything(source)), config)
     assert read == own(wanted(state), config)
@@ -301,7 +308,7 @@ def test_any_cut_of_any_model_comes_back_bit_for_bit(run, fast_path):
 
 
 def n_copies(source: Source) -> int:
-    return sum(len(found) for group in source.groups.values() for found in group.copies.values())
+    return sum(len(found) for group in source.groups.values() for found in group.replicas.values())
 
 
 def by_nxds_names(found: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
@@ -317,63 +324,63 @@ def own(found: Mapping[tuple[str, str], Any], config: LlamaConfig) -> dict[tuple
 
 
 def test_it_is_a_checkpoint_of_ours_for_all_that_follows(tmp_path, models):
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
-    options = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa_fused", xser=True)
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    options = NxdOptions(tp=4, pp=2, kv_size_multiplier=2, qkv="gqa_fused", xser=True)
     state = random_state(config, tied_head=False, masters=True)
     root = tmp_path / "run" / "checkpoints"
     paths = [save(root, parts_of(config, options, 2), state, step=step) for step in (1, 2, 3)]
-    assert detect(tmp_path / "run") == detect(paths[0]) == "lt"
-    found, rejected = latest_valid(root)
+    assert detect_format(tmp_path / "run") == detect_format(paths[0]) == "lt"
+    found, rejected = find_latest_valid(root)
     assert (found and found.step, rejected) == (3, [])
-    export_hf(Checkpoint.open(paths[2]), tmp_path / "hf")  # of the masters
-    with Reader(tmp_path / "hf") as reader:
+    export_hf(Checkpoint.open(paths[2]), tmp_path / "hf")  # of the master weights
+    with TensorReader(tmp_path / "hf") as reader:
         weights = open_source(tmp_path / "hf").weights
         for name, (_, array) in state["master"].items():
             assert reader.read(weights, name).tobytes() == array.tobytes()
-    # To another cut, with another data-parallel degree: weights, moments and masters.
+    # Resharded for other degrees: weights, moments and master weights.
     settings = list(SETTINGS)
     source = open_source(paths[2])
-    source = replace(source, about={**source.about, "param_groups": settings})
-    wish = Wish(format="nxd", nxd=NxdOptions(tp=2, pp=3), dp=5, dtype="BF16")
-    again = open_nxd(convert_to(source, tmp_path / "again", wish), config=source.config, optimizer=True)
+    source = replace(source, format_info={**source.format_info, "param_groups": settings})
+    conversion = ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, pp=3), dp=5, dtype="BF16")
+    again = open_nxd(convert_checkpoint(source, tmp_path / "again", conversion), config=source.config, optimizer=True)
     found = everything(again)
     assert found.keys() == wanted(state).keys()
     for kind in ("exp_avg", "exp_avg_sq", "master"):
         assert {at: v for at, v in found.items() if at[0] == kind} == {
             at: v for at, v in wanted(state).items() if at[0] == kind
         }
-    assert all(c.equal for c in compare(open_source(paths[2]), open_source(paths[1])))
+    assert all(c.is_equal for c in compare(open_source(paths[2]), open_source(paths[1])))
     # A folder that somebody put something into is never removed.
     (paths[0] / "model" / "mine.txt").write_text("mine", encoding="utf-8")
-    assert verify(paths[0]).extra == ("model/mine.txt",)
-    assert prune(root, last=1) == [paths[1]]
+    assert verify(paths[0]).extra_files == ("model/mine.txt",)
+    assert prune_checkpoints(root, keep_last=1) == [paths[1]]
     assert sorted(os.listdir(root)) == ["step-00000001", "step-00000003"]
 
 
 @pytest.mark.parametrize("place", [0, -1])
 def test_copies_that_have_drifted_apart_are_found_when_they_are_made_one(tmp_path, models, place, monkeypatch):
     monkeypatch.setattr(comparison, "BLOCK_BYTES", 4 * 4)  # some elements at a time
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     parts = parts_of(config, NxdOptions(tp=2), 1)
     state, other = (random_state(config, tied_head=False, masters=False) for _ in range(2))
     name = "model.layers.1.input_layernorm.weight"
     dtype, values = other["weights"][name]
     values[place] += np.float32(1)
     other["weights"][name] = (dtype, values)
-    tmp = begin(tmp_path / "run", step=1, world=2)
+    tmp = begin_save(tmp_path / "run", step=1, world_size=2)
     for rank, (part, held) in enumerate(zip(parts, (state, other), strict=True)):
-        write_part(tmp, rank=rank, shards=shards_of(part, held), layout=part)
-    made = commit(tmp, world=2, meta=Meta(step=1, model=config.to_dict()))
-    with pytest.raises(CheckpointError, match=r"input_layernorm.*drifted"):
-        convert_to(open_source(made), tmp_path / "hf", Wish(format="hf"))
-    with pytest.raises(CheckpointError, match=r"input_layernorm.*drifted"):
+        write_rank_files(tmp, rank=rank, shards=shards_of(part, held), writer=part)
+    made = commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1, model=config.to_dict()))
+    with pytest.raises(CheckpointError, match=r"input_layernorm.*diverged"):
+        convert_checkpoint(open_source(made), tmp_path / "hf", ConvertOptions(format="hf"))
+    with pytest.raises(CheckpointError, match=r"input_layernorm.*diverged"):
         export_hf(Checkpoint.open(made), tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
 def test_a_commit_holds_no_more_than_a_block_of_a_file(tmp_path, models, monkeypatch):
     """Files of NxD are hashed whole: rank 0 compares them when it commits, and they may be larger than its memory."""
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     parts = parts_of(config, NxdOptions(tp=2), 1)
     state = random_state(config, tied_head=False, masters=False)
     monkeypatch.setattr(files, "BLOCK_BYTES", 1000)
@@ -396,12 +403,13 @@ def test_a_commit_holds_no_more_than_a_block_of_a_file(tmp_path, models, monkeyp
 @pytest.fixture(scope="module")
 def saved(memory, models):
     """A small checkpoint to be damaged: one rank of two, xser."""
-    config = LlamaConfig.from_hf(dict(open_source(models.make(memory / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(memory / "model")).config or {}))
     config = replace(config, n_layers=1)
     state = random_state(config, tied_head=False, masters=True)
     return save(memory / "damaged", parts_of(config, NxdOptions(tp=2, xser=True), 1), state)
 
 
+@pytest.mark.guarantee("nxd-checkpoint-safety")
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_any_bit_and_any_file_is_missed(saved, data):
@@ -420,15 +428,15 @@ def test_any_bit_and_any_file_is_missed(saved, data):
     else:
         path.unlink()
     try:
-        assert not verify(saved).loadable, (path, how)
-        assert latest_valid(saved.parent)[0] is None
+        assert not verify(saved).is_loadable, (path, how)
+        assert find_latest_valid(saved.parent)[0] is None
     finally:
         path.write_bytes(raw)
-    assert verify(saved).ok
+    assert verify(saved).is_ok
 
 
 def test_what_does_not_fit_is_refused_before_a_tensor_is_written(tmp_path, models):
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     state = random_state(config, tied_head=False, masters=True)
     (part,) = parts_of(config, NxdOptions(), 1)
     good = shards_of(part, state)
@@ -437,56 +445,56 @@ def test_what_does_not_fit_is_refused_before_a_tensor_is_written(tmp_path, model
     wrong = {
         "weights/model.embed_tokens.weight: is missing": [s for s in good if s is not embed],
         "exp_avg/model.embed_tokens.weight: rows 0 to 32 are missing": [s for s in good if s is not moment],
-        "weights/model.embed_tokens.weight: is given twice": [*good, embed],
-        "weights/model.surprise: this rank writes no such tensor": [*good, replace(embed, name="model.surprise")],
-        "noise/model.embed_tokens.weight: this rank": [*good, replace(embed, group="noise")],
+        "weights/model.embed_tokens.weight: duplicate": [*good, embed],
+        "weights/model.surprise: not a tensor of this rank": [*good, replace(embed, name="model.surprise")],
+        "noise/model.embed_tokens.weight: not a tensor of this rank": [*good, replace(embed, group="noise")],
         "exp_avg/model.embed_tokens.weight: is at": [
             replace(s, shape=(31, 16), data=lambda: np.zeros(31 * 64, np.uint8)) if s is moment else s for s in good
         ],
     }
     for message, shards in wrong.items():
-        tmp = begin(tmp_path / "run", step=1, world=1)
+        tmp = begin_save(tmp_path / "run", step=1, world_size=1)
         with pytest.raises(CheckpointError, match=message):
-            write_part(tmp, rank=0, shards=shards, layout=part)
+            write_rank_files(tmp, rank=0, shards=shards, writer=part)
         assert not any((tmp / "optim").glob("*")) if (tmp / "optim").exists() else True
-        discard(tmp)
-    with pytest.raises(CheckpointError, match="dp_rank 2 is not one of 2"):
+        discard_save(tmp)
+    with pytest.raises(CheckpointError, match="dp_rank = 2: must be from 0 to 1"):
         replace(part, dp=2, dp_rank=2)
     with pytest.raises(CheckpointError, match="must name each"):
-        replace(part, groups=(part.groups[0], part.groups[1][1:]))
+        replace(part, param_group_keys=(part.param_group_keys[0], part.param_group_keys[1][1:]))
     with pytest.raises(CheckpointError, match="layout v2"):
         replace(part, options=NxdOptions(layout="v1"))
 
 
 def test_a_background_save_writes_what_the_tensors_were_when_it_began(tmp_path, models):
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     state = random_state(config, tied_head=False, masters=True)
     (part,) = parts_of(config, NxdOptions(xser=True), 1)
     before = wanted(state)
-    saver = BackgroundSaver()
+    saver = AsyncRankSaver()
     gate = threading.Event()
-    tmp = begin(tmp_path / "run", step=1, world=1)
-    meta = Meta(step=1, model=config.to_dict())
+    tmp = begin_save(tmp_path / "run", step=1, world_size=1)
+    meta = CheckpointMetadata(step=1, model=config.to_dict())
     layout = Gated(part, gate)
 
     def then(_: object) -> None:
-        commit(tmp, world=1, meta=meta)
+        commit_save(tmp, world_size=1, metadata=meta)
 
-    saver.start(tmp, rank=0, shards=shards_of(part, state), layout=layout, then=then)
+    saver.start(tmp, rank=0, shards=shards_of(part, state), writer=layout, on_written=then)
     for tensors in state.values():
         for _, array in tensors.values():
             array[:] = 0
     gate.set()
     assert saver.wait(60)
     made = tmp_path / "run" / "step-00000001"
-    assert verify(made).ok
+    assert verify(made).is_ok
     assert by_nxds_names(everything(open_source(made))) == before
 
 
 class Gated:
     """Writes as another layout does, when it may."""
 
-    def __init__(self, layout: NxdPart, gate: threading.Event) -> None:
+    def __init__(self, layout: NxdRankWriter, gate: threading.Event) -> None:
         self._layout, self._gate = layout, gate
 
     def write(self, folder: Path, shards: Any) -> Any:
@@ -495,22 +503,22 @@ class Gated:
 
 
 def test_a_killed_save_is_swept_with_its_folders(tmp_path, models, monkeypatch):
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     state = random_state(config, tied_head=False, masters=True)
     (part,) = parts_of(config, NxdOptions(xser=True), 1)
-    tmp = begin(tmp_path / "run", step=1, world=1)
-    write_part(tmp, rank=0, shards=shards_of(part, state), layout=part)
+    tmp = begin_save(tmp_path / "run", step=1, world_size=1)
+    write_rank_files(tmp, rank=0, shards=shards_of(part, state), writer=part)
     assert len(list(tmp.rglob("tensor_*.pt"))) > 50
-    monkeypatch.setattr("lt_ckpt.folders.process", lambda pid: "")  # it is gone
-    begin(tmp_path / "run", step=2, world=1)
+    monkeypatch.setattr("lt_ckpt.folders.process_identity", lambda pid: "")  # it is gone
+    begin_save(tmp_path / "run", step=2, world_size=1)
     assert [name for name in os.listdir(tmp_path / "run") if "00000001" in name or "trash" in name] == []
 
 
 def test_checkpoint_reads_any_slice(tmp_path, models):
     """What an engine does on another mesh: boxes that no rank has stored."""
-    config = LlamaConfig.from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
+    config = config_from_hf(dict(open_source(models.make(tmp_path / "model")).config or {}))
     state = random_state(config, tied_head=False, masters=True)
-    options = NxdOptions(tp=4, pp=2, kv_multiplier=2, qkv="gqa")
+    options = NxdOptions(tp=4, pp=2, kv_size_multiplier=2, qkv="gqa")
     made = Checkpoint.open(save(tmp_path / "run", parts_of(config, options, 3), state))
     assert set(made.groups) == {"weights", "exp_avg", "exp_avg_sq", "cast_weights"}
     names = {"weights": "master", "cast_weights": "weights"}
@@ -532,7 +540,7 @@ def forged(path: Path, change: Callable[[dict[str, Any]], object]) -> str:
     change(manifest)
     made = json.dumps(manifest).encode()
     (path / "manifest.json").write_bytes(made)
-    (path / "COMMIT").write_bytes(commit_bytes(made, manifest["step"]))
+    (path / "COMMIT").write_bytes(make_commit(made, manifest["step"]))
     try:
         Checkpoint.open(path)
     except CheckpointError as exc:
@@ -557,8 +565,11 @@ def test_a_manifest_that_lies_about_nxds_files_is_refused(saved):
     cases: list[tuple[str, Callable[[dict[str, Any]], object]]] = [
         ("do not add up", lambda m: tensor(m, norm)["slices"][0].update(begin=10**9)),
         ("a hash for its slice", lambda m: tensor(m, norm)["slices"][0].update(xxh3_128="0" * 32)),
-        ("a copy is of no slice", lambda m: tensor(m, norm)["copies"][0].update(shape=[3], offset=[1])),
-        ("does not lie in it", lambda m: tensor(m, norm)["copies"][0].update(offset=[9])),
+        (
+            "a replica matches none of its slices",
+            lambda m: tensor(m, norm)["replicas"][0].update(shape=[3], offset=[1]),
+        ),
+        ("does not lie in it", lambda m: tensor(m, norm)["replicas"][0].update(offset=[9])),
         ("hold 256 of 512 elements", lambda m: tensor(m, embed)["slices"].pop()),
         ("bytes are hashed", lambda m: m["files"][file].update(hashed_bytes=1)),
         ("not a name that", lambda m: rename(m, "model/../../dp_rank_00_tp_rank_00_pp_rank_00.pt")),

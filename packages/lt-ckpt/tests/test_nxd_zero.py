@@ -1,4 +1,4 @@
-"""ZeRO-1 states written by neuronx-distributed itself: put together, cut anew, and weights out of the masters."""
+"""ZeRO-1 states written by neuronx-distributed itself: assembled, resharded, and weights from the master weights."""
 
 import json
 import shutil
@@ -14,20 +14,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.convert import convert
+from lt_ckpt.conversion import convert
+from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
 from lt_ckpt.dtypes import cast
-from lt_ckpt.formats import Wish, convert_to
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint
 from lt_ckpt.hf.format import hf_target, open_hf
-from lt_ckpt.models import shapes_of
+from lt_ckpt.llama_tensors import tensor_shapes
 from lt_ckpt.nxd.format import nxd_target, open_nxd
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.resplitting import resplit
-from lt_ckpt.nxd.zero import RankState, model_groups, shard_rows
-from lt_ckpt.plan import Stored, plan_copies, run_copies
-from lt_ckpt.source import Group, Reader
+from lt_ckpt.nxd.zero1 import RankOptimizerState, build_model_groups, shard_rows
+from lt_ckpt.nxd.zero1_reshard import reshard_optimizer
+from lt_ckpt.source import TensorGroup, TensorReader
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig
+from lt_model import config_from_hf
 
 DATA = Path(__file__).parent / "data" / "nxd"
 ZERO, STEPS = DATA / "llama2-mha-tp2-dp2-zero1", DATA / "llama2-mha-tp2-dp2-zero1-steps"
@@ -107,7 +107,7 @@ def by_hand(folder, kind):
 
 
 def read(opened, group, key):
-    with Reader(opened.root) as reader:
+    with TensorReader(opened.root) as reader:
         return reader.read(opened.groups[group], key)
 
 
@@ -115,7 +115,7 @@ def read(opened, group, key):
 def test_the_models_state_is_that_of_all_shards(folder):
     opened = open_nxd(folder, config=CONFIG, optimizer=True)
     assert set(opened.groups) == {"weights", "exp_avg", "exp_avg_sq", "master"}
-    assert opened.about["dp"] == 2
+    assert opened.format_info["dp"] == 2
     for kind in ("exp_avg", "exp_avg_sq", "master"):
         wanted = by_hand(opened.root, kind)
         assert list(opened.groups[kind].specs) == list(opened.weights.specs)
@@ -129,12 +129,12 @@ def unlike_copies(opened, kind):
     """The tensors of which two ranks hold different bytes."""
     group, unlike = opened.groups[kind], set()
     norms = {key: 2 for key in group.specs if "norm" in key}
-    assert {key: len(stored) for key, stored in group.copies.items()} == norms
-    with Reader(opened.root) as reader:
-        for key, copies in group.copies.items():
+    assert {key: len(stored) for key, stored in group.replicas.items()} == norms
+    with TensorReader(opened.root) as reader:
+        for key, copies in group.replicas.items():
             for stored in copies:
                 box = stored.offset, stored.shape
-                copy = reader.read_at(group.specs, {key: (stored,)}, key, box, "")
+                copy = reader.read_locations(group.specs, {key: (stored,)}, key, box, "")
                 if copy.tobytes() != reader.read(group, key, box).tobytes():
                     unlike.add(key)
     return unlike
@@ -156,9 +156,10 @@ def test_copies_show_ranks_that_went_apart():
     assert "model.layers.0.input_layernorm.weight" in unlike_copies(opened, "exp_avg")
 
 
+@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", CASES)
 def test_masters_cast_to_the_weights_dtype_are_the_weights(folder, tmp_path):
-    saved, masters = open_nxd(folder, config=CONFIG), open_nxd(folder, config=CONFIG, masters=True)
+    saved, masters = open_nxd(folder, config=CONFIG), open_nxd(folder, config=CONFIG, master_weights=True)
     assert set(masters.groups) == {"weights"}
     for key, spec in saved.weights.specs.items():
         assert masters.weights.specs[key] == TensorSpec("F32", spec.shape)
@@ -178,13 +179,13 @@ def test_a_checkpoint_that_has_its_weights_in_masters_alone(tmp_path):
     shutil.copytree(ZERO / "nxd-xser" / "step_3", folder)
     for path in (folder / "model").glob("*.tensors"):
         shutil.rmtree(path)
-    with pytest.raises(CheckpointError, match=r"pp_rank_00.pt: its tensors were not saved .* masters"):
+    with pytest.raises(CheckpointError, match=r"pp_rank_00.pt: its tensors were not saved .* master weights"):
         open_nxd(folder, config=CONFIG)
-    masters, whole = open_nxd(folder, config=CONFIG, masters=True), open_nxd(ZERO / "nxd-xser", config=CONFIG)
+    masters, whole = open_nxd(folder, config=CONFIG, master_weights=True), open_nxd(ZERO / "nxd-xser", config=CONFIG)
     for key, spec in whole.weights.specs.items():
         recovered = cast(read(masters, "weights", key), "F32", spec.dtype)
         assert recovered.tobytes() == read(whole, "weights", key).tobytes()
-    assert resplit(folder, tmp_path / "out", dp=1, config=CONFIG) == tmp_path / "out"
+    assert reshard_optimizer(folder, tmp_path / "out", dp=1, config=CONFIG) == tmp_path / "out"
 
 
 def trees(folder, dp):
@@ -195,7 +196,7 @@ def trees(folder, dp):
 
 def resplit_of(folder, work, dp, **options):
     """Cuts anew, and puts the result beside the model's files."""
-    out = resplit(folder, work / f"optim-{dp}", dp=dp, config=CONFIG, **options)
+    out = reshard_optimizer(folder, work / f"optim-{dp}", dp=dp, config=CONFIG, **options)
     assert [path.name for path in out.iterdir()] == ["optim"]
     whole = work / f"dp{dp}"
     (whole).mkdir()
@@ -205,6 +206,7 @@ def resplit_of(folder, work, dp, **options):
     return whole
 
 
+@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", [case.values[0] for case in CASES])
 def test_dp_2_to_1_to_4_to_2_ends_with_nxds_own_files(folder, tmp_path):
     original = open_nxd(folder, config=CONFIG).root
@@ -256,13 +258,13 @@ def test_more_ranks_than_rows(tmp_path):
 
 
 def test_progress_tells_all_bytes(tmp_path):
-    told = []
-    resplit(
+    reports = []
+    reshard_optimizer(
         ZERO / "nxd-plain",
         tmp_path / "out",
         dp=3,
         config=CONFIG,
-        progress=lambda done, total, unit: told.append((done, total, unit)),
+        progress=lambda done, total, unit: reports.append((done, total, unit)),
     )
     tensors = [
         tensor
@@ -271,8 +273,8 @@ def test_progress_tells_all_bytes(tmp_path):
         for tensor in (state["exp_avg"], state["exp_avg_sq"], master)
     ]
     n_bytes = sum(tensor.nbytes for tensor in tensors)
-    assert told[-1] == (n_bytes, n_bytes, "bytes")
-    assert [done for done, _, _ in told] == sorted(done for done, _, _ in told)
+    assert reports[-1] == (n_bytes, n_bytes, "bytes")
+    assert [done for done, _, _ in reports] == sorted(done for done, _, _ in reports)
 
 
 @pytest.fixture
@@ -319,7 +321,7 @@ def test_a_shard_of_another_shape_is_named(copy):
 
 def test_a_shard_with_a_part_missing_is_named(copy):
     change(copy, lambda tree: tree["sharded_master_weights"].pop(4))
-    refuse(copy, rf"{name(1, 1)}: has master of some of its 19 tensors only")
+    refuse(copy, rf"{name(1, 1)}: has master for only some of its 19 tensors")
     change(copy, lambda tree: tree.pop("sharded_master_weights"))
     refuse(copy, rf"{name(1, 1)}: has other tensors or kinds of state than optim/{name(0, 1)}")
 
@@ -330,7 +332,7 @@ def test_what_is_no_state_of_zero_1_is_refused(copy):
     change(copy, lambda tree: tree["param_groups"][0]["params"].append(19))
     refuse(copy, rf"{name(1, 1)}")
     change(copy, lambda tree: tree.pop("base_state"))
-    refuse(copy, rf"{name(1, 1)}: is not of a ZeRO-1 optimizer of NxD")
+    refuse(copy, rf"{name(1, 1)}: is not an NxD ZeRO-1 optimizer state")
 
 
 def test_another_models_optimizer_is_noticed(copy):
@@ -338,35 +340,35 @@ def test_another_models_optimizer_is_noticed(copy):
         tree["shape_info"][0], tree["shape_info"][1] = tree["shape_info"][1], tree["shape_info"][0]
 
     change(copy, swap, EVERY)
-    refuse(copy, r"the shapes of its 19 tensors are not those of the model's in an order that is known")
+    refuse(copy, r"the shapes of its 19 tensors match the model's in no known order")
 
 
 def test_masters_that_are_not_there(copy):
     change(copy, lambda tree: tree.pop("sharded_master_weights"), EVERY)
     with pytest.raises(CheckpointError, match="its optimizer has no master weights"):
-        open_nxd(copy, config=CONFIG, masters=True)
+        open_nxd(copy, config=CONFIG, master_weights=True)
     assert set(open_nxd(copy, config=CONFIG, optimizer=True).groups) == {"weights", "exp_avg", "exp_avg_sq"}
 
 
 def test_shards_of_two_saves_are_not_mixed(copy, tmp_path):
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)))
-    with pytest.raises(CheckpointError, match=rf"optim/{name(1, 1)}: is of another step than optim/{name(0, 1)}"):
-        resplit(copy, tmp_path / "out", dp=1, config=CONFIG)
+    with pytest.raises(CheckpointError, match=rf"optim/{name(1, 1)}: has another step than optim/{name(0, 1)}"):
+        reshard_optimizer(copy, tmp_path / "out", dp=1, config=CONFIG)
     assert not (tmp_path / "out").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"step_3"}
 
 
 @pytest.mark.parametrize("dp", [0, True, 2.0])
 def test_the_degree_is_checked(dp, tmp_path):
-    with pytest.raises(CheckpointError, match="dp must be a whole number of at least 1"):
-        resplit(ZERO / "nxd-plain", tmp_path / "out", dp=dp, config=CONFIG)
+    with pytest.raises(CheckpointError, match="must be a whole number of at least 1"):
+        reshard_optimizer(ZERO / "nxd-plain", tmp_path / "out", dp=dp, config=CONFIG)
 
 
 def test_what_is_there_is_not_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").touch()
-    with pytest.raises(CheckpointError, match="is there already and not an empty folder"):
-        resplit(ZERO / "nxd-plain", tmp_path / "out", dp=1, config=CONFIG)
+    with pytest.raises(CheckpointError, match="already exists and not an empty folder"):
+        reshard_optimizer(ZERO / "nxd-plain", tmp_path / "out", dp=1, config=CONFIG)
 
 
 def places(tree, trail=()):
@@ -417,7 +419,7 @@ def test_a_file_with_anything_in_it_is_read_or_refused(memory, trail, junk, drop
     torch.save(tree, folder / "optim" / name(1, 1))
     for act in (
         lambda: open_nxd(folder, config=CONFIG, optimizer=True),
-        lambda: resplit(folder, folder / "out", dp=1, config=CONFIG),
+        lambda: reshard_optimizer(folder, folder / "out", dp=1, config=CONFIG),
     ):
         with suppress(CheckpointError):
             act()
@@ -439,8 +441,8 @@ def test_a_program_that_decays_the_norms_numbers_in_model_order(copy):
     opened, before = (open_nxd(path, config=CONFIG, optimizer=True) for path in (copy, ZERO / "nxd-plain"))
     for key in opened.weights.specs:
         assert read(opened, "exp_avg", key).tobytes() == read(before, "exp_avg", key).tobytes()
-    assert "param_groups" not in opened.about
-    assert len(before.about["param_groups"]) == 2
+    assert "param_groups" not in opened.format_info
+    assert len(before.format_info["param_groups"]) == 2
 
 
 @pytest.mark.parametrize("groups", [[[0], list(range(1, 19))], [list(range(18)), [18]]], ids=["model", "decay"])
@@ -450,14 +452,16 @@ def test_other_groups_than_those_of_decay_are_not_handed_on(copy, groups):
     numbers = [ORDER.index(key) for key in (model_order if groups[0] == [0] else ORDER)]
     change(copy, lambda tree: renumber(tree, numbers, groups), EVERY)
     opened = open_nxd(copy, config=CONFIG, optimizer=True)
-    assert "param_groups" not in opened.about
-    with pytest.raises(CheckpointError, match="which settings its optimizer has"):
-        convert_to(opened, copy / "out", Wish(format="nxd", nxd=NxdOptions(tp=2), dp=2, unequal_copies=True))
+    assert "param_groups" not in opened.format_info
+    with pytest.raises(CheckpointError, match="settings of the optimizer"):
+        convert_checkpoint(
+            opened, copy / "out", ConvertOptions(format="nxd", nxd=NxdOptions(tp=2), dp=2, allow_replica_mismatch=True)
+        )
 
 
 def test_ranks_with_other_settings_are_not_taken_for_one(copy):
     change(copy, lambda tree: tree["param_groups"][0].update(lr=7.0))
-    assert "param_groups" not in open_nxd(copy, config=CONFIG, optimizer=True).about
+    assert "param_groups" not in open_nxd(copy, config=CONFIG, optimizer=True).format_info
 
 
 def test_a_tied_head_has_no_number_of_its_own(copy):
@@ -468,11 +472,11 @@ def test_a_tied_head_has_no_number_of_its_own(copy):
     for kind in ("exp_avg", "master"):
         embed = read(opened, kind, "model.embed_tokens.weight").tobytes()
         assert read(opened, kind, "lm_head.weight").tobytes() == embed
-    refuse(copy, "the shapes of its 18 tensors are not those")
+    refuse(copy, "the shapes of its 18 tensors match the model's in no known order")
 
 
 def config(**changes):
-    return LlamaConfig.from_hf({**CONFIG, **changes})
+    return config_from_hf({**CONFIG, **changes})
 
 
 @settings(max_examples=60, deadline=None)
@@ -487,19 +491,19 @@ def test_any_cut_over_data_parallel_ranks_comes_back(data):
     rest = {"vocab_size": 5 * tp, "intermediate_size": 3 * tp}
     model = config(**shape, **rest)
     options = NxdOptions(
-        tp=tp, pp=data.draw(st.integers(1, 2)), qkv=qkv, kv_multiplier=tp // kv_heads if grouped else 1
+        tp=tp, pp=data.draw(st.integers(1, 2)), qkv=qkv, kv_size_multiplier=tp // kv_heads if grouped else 1
     )
     dp = data.draw(st.integers(1, 9))
     rng = np.random.default_rng(0)
-    arrays = {key: rng.standard_normal(size).astype("<f4") for key, size in shapes_of(model).items()}
+    arrays = {key: rng.standard_normal(size).astype("<f4") for key, size in tensor_shapes(model).items()}
     layout = nxd_layout(model, options)
     files, states = {}, {}
     for file in layout.files:
         places = {}
         for tensor in file.tensors:
             local = np.empty(tensor.shape, "<f4")
-            for piece in tensor.pieces:
-                there = tuple(slice(a, a + n) for a, n in zip(piece.at, piece.shape, strict=True))
+            for piece in tensor.regions:
+                there = tuple(slice(a, a + n) for a, n in zip(piece.stored_offset, piece.shape, strict=True))
                 here = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.shape, strict=True))
                 local[there] = arrays[piece.name][here]
             shards = padded(torch.from_numpy(local), dp)
@@ -512,28 +516,30 @@ def test_any_cut_over_data_parallel_ranks_comes_back(data):
                 if held:
                     zeros = (0,) * (local.ndim - 1)
                     places[tensor.key].append(
-                        Stored(
+                        StoredSlice(
                             file=path,
-                            begin=0,
+                            byte_offset=0,
                             offset=(first, *zeros),
                             shape=(held, *tensor.shape[1:]),
-                            whole=tuple(shard.shape),
-                            at=(0, *zeros),
+                            array_shape=tuple(shard.shape),
+                            array_offset=(0, *zeros),
                         )
                     )
         specs = {tensor.key: TensorSpec("F32", tensor.shape) for tensor in file.tensors}
-        group = Group(specs=specs, places={key: tuple(found) for key, found in places.items()})
-        states[file.path] = RankState(shards=(), keys=tuple(specs), groups={"exp_avg": group})
+        group = TensorGroup(specs=specs, locations={key: tuple(found) for key, found in places.items()})
+        states[file.path] = RankOptimizerState(shards=(), keys=tuple(specs), groups={"exp_avg": group})
 
     def read_at(path, position, buffer):
         buffer[:] = files[path][position : position + len(buffer)]
 
-    group = model_groups(model, layout, states, "here")["exp_avg"]
+    group = build_model_groups(model, layout, states, "here")["exp_avg"]
     for key, array in arrays.items():
         box = ((0,) * array.ndim, array.shape)
-        for places in ({key: group.places[key]}, group.copies):
-            for stored in [group.places[key]] if places is not group.copies else [(s,) for s in places.get(key, ())]:
-                part = box if places is not group.copies else (stored[0].offset, stored[0].shape)
+        for places in ({key: group.locations[key]}, group.replicas):
+            for stored in (
+                [group.locations[key]] if places is not group.replicas else [(s,) for s in places.get(key, ())]
+            ):
+                part = box if places is not group.replicas else (stored[0].offset, stored[0].shape)
                 target = np.zeros(4 * int(np.prod(part[1])), np.uint8)
                 run_copies(plan_copies([(part, stored, 4, key)]), [target], read_at)
                 wanted = array[tuple(slice(o, o + n) for o, n in zip(*part, strict=True))]
@@ -541,28 +547,33 @@ def test_any_cut_over_data_parallel_ranks_comes_back(data):
 
 
 def test_hugging_face_is_made_of_a_step(tmp_path):
-    opened = open_nxd(STEPS / "nxd-plain", config=CONFIG, masters=True, optimizer=True)
+    opened = open_nxd(STEPS / "nxd-plain", config=CONFIG, master_weights=True, optimizer=True)
     out = convert(opened, hf_target(opened), tmp_path / "hf")
     made = open_hf(out)
     for key, tensor in by_hand(opened.root, "master").items():
         assert read(made, "weights", key).tobytes() == tensor.contiguous().numpy().tobytes()
 
 
+@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("folder", CASES)
 def test_a_checkpoint_of_ours_gets_moments_masters_and_step(folder, tmp_path):
     """What a run goes on from: strictly the groups and tensors that a trainer expects, at the step of the optimizer."""
-    from lt_ckpt import Checkpoint, expected
+    from lt_ckpt import Checkpoint, expected_state_specs
     from lt_ckpt.cli.convert import convert as command
+    from lt_ckpt.records import TORCH_ADAMW
 
     config = STEPS / "hf-start" / "config.json"
     apart = ZERO in folder.parents  # its norms' gradients lack the sum over ranks, so the copies differ
     if apart:
-        with pytest.raises(CheckpointError, match=r"its copy of model\.\S+ differs .*--unequal-copies"):
-            command(str(folder), tmp_path / "no", "lt", config, masters=True, optimizer=True)
+        with pytest.raises(CheckpointError, match=r"its replica of model\.\S+ differs .*--allow-replica-mismatch"):
+            command(str(folder), tmp_path / "no", "lt", config, master_weights=True, optimizer=True)
         assert not (tmp_path / "no").exists()
-    command(str(folder), tmp_path / "ck", "lt", config, masters=True, optimizer=True, unequal_copies=apart)
+    command(
+        str(folder), tmp_path / "ck", "lt", config, master_weights=True, optimizer=True, allow_replica_mismatch=apart
+    )
     made = Checkpoint.open(tmp_path / "ck" / "step-00000003")
-    made.require(expected(LlamaConfig.from_hf(CONFIG)))
+    assert made.manifest.optimizer == TORCH_ADAMW
+    made.check_specs(expected_state_specs(config_from_hf(CONFIG), groups=("weights", *TORCH_ADAMW.slots)))
     assert made.step == 3
     root = open_nxd(folder, config=CONFIG).root
     for group, kind in (("weights", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
@@ -575,21 +586,21 @@ def test_moments_go_where_they_can_be_kept_and_from_one_step_only(copy, tmp_path
 
     config = STEPS / "hf-start" / "config.json"
     for to in ("hf", "dcp", "pt"):
-        with pytest.raises(CheckpointError, match=f"--optimizer: has no effect with --to {to}, .* use --to lt or nxd"):
+        with pytest.raises(CheckpointError, match=f"--optimizer: no effect with --to {to}, .* use --to lt or nxd"):
             command(str(copy), tmp_path / "out", to, config, optimizer=True)
     for dp, optimizer in ((0, True), (2, False)):
-        with pytest.raises(CheckpointError, match="--dp: how many data parallel ranks"):
+        with pytest.raises(CheckpointError, match="--dp: number of data parallel ranks"):
             command(str(copy), tmp_path / "out", "nxd", config, tp=2, optimizer=optimizer, dp=dp)
     with pytest.raises(CheckpointError, match="optimizer and head_order have no effect on hf"):
         command(str(DATA / "llama2-mha-tp2" / "hf"), tmp_path / "out", "lt", optimizer=True)
     change(copy, lambda tree: tree["base_state"][5].update(step=torch.tensor(4.0)), EVERY)
-    refuse(copy, r"its optimizer's tensors are of the steps \['3\.0', '4\.0'\]")
+    refuse(copy, r"its optimizer's tensors have different steps: \['3\.0', '4\.0'\]")
     change(copy, lambda tree: [state.update(step=torch.tensor(2.5)) for state in tree["base_state"].values()], EVERY)
-    refuse(copy, "its optimizer is of step 2.5, which is none")
+    refuse(copy, "its optimizer has the invalid step 2.5")
     change(copy, lambda tree: [state.update(step="3") for state in tree["base_state"].values()], EVERY)
     refuse(copy, "the step of tensor 0 is a str")
     change(copy, lambda tree: [state.pop("step") for state in tree["base_state"].values()], EVERY)
-    assert "step" not in open_nxd(copy, config=CONFIG, optimizer=True).about
+    assert "step" not in open_nxd(copy, config=CONFIG, optimizer=True).format_info
     assert not (tmp_path / "out").exists()
 
 
@@ -602,7 +613,7 @@ def test_the_model_files_are_written_again_key_for_key(folder, tmp_path):
     opened = open_nxd(folder, config=CONFIG)
     hf = convert(opened, hf_target(opened), tmp_path / "hf")
     source = open_hf(hf)
-    cut = NxdOptions(tp=2, tag="step_3", xser=opened.about["xser"])
+    cut = NxdOptions(tp=2, tag="step_3", xser=opened.format_info["xser"])
     out = convert(source, nxd_target(source, cut), tmp_path / "out")
     for t in range(2):
         same(load(out / "step_3" / "model" / name(0, t)), load(opened.root / "model" / name(0, t)))

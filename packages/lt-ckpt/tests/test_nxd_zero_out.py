@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.formats import Wish, convert_to, open_source
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.source import Reader
-from lt_model import LlamaConfig, parameters
+from lt_ckpt.source import TensorReader
+from lt_model import LlamaConfig, config_to_hf, param_specs
 
 DATA = Path(__file__).parent / "data" / "nxd"
 STEPS = DATA / "llama2-mha-tp2-dp2-zero1-steps"
@@ -59,7 +59,7 @@ def same(ours, theirs, where=""):
 
 def everything(source):
     """Kind and tensor → its bytes."""
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         return {
             (kind, name): reader.read(group, name).tobytes()
             for kind, group in source.groups.items()
@@ -67,15 +67,18 @@ def everything(source):
         }
 
 
+@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize("xser", [False, True], ids=["plain", "xser"])
 @pytest.mark.parametrize("name", ["nxd-plain", "nxd-plain-fp32"])
 def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
     folder = STEPS / name
-    ours = convert_to(
-        open_source(folder, config=CONFIG, optimizer=True), tmp_path / "run", Wish(format="lt", max_shard_bytes=10**4)
+    ours = convert_checkpoint(
+        open_source(folder, config=CONFIG, optimizer=True),
+        tmp_path / "run",
+        ConvertOptions(format="lt", max_shard_bytes=10**4),
     )
     cut = replace(CUT, xser=xser)
-    back = convert_to(open_source(ours), tmp_path / "back", Wish(format="nxd", nxd=cut, dp=2))
+    back = convert_checkpoint(open_source(ours), tmp_path / "back", ConvertOptions(format="nxd", nxd=cut, dp=2))
     for kind, n_files in (("optim", 4), ("model", 2)):
         wanted = sorted((folder / "step_3" / kind).glob("*.pt"))
         assert len(wanted) == n_files
@@ -84,6 +87,7 @@ def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
     assert (back / "step_3" / "done").is_file()
 
 
+@pytest.mark.guarantee("nxd-zero1")
 @pytest.mark.parametrize(
     ("cut", "dp"),
     [
@@ -96,12 +100,12 @@ def test_through_our_checkpoint_nxds_own_files_come_back(name, xser, tmp_path):
 )
 def test_any_cut_holds_the_same_state(cut, dp, tmp_path):
     source = open_source(STEPS / "nxd-plain", config=CONFIG, optimizer=True)
-    made = convert_to(source, tmp_path / "made", Wish(format="nxd", nxd=cut, dp=dp))
+    made = convert_checkpoint(source, tmp_path / "made", ConvertOptions(format="nxd", nxd=cut, dp=dp))
     again = open_source(made, config=CONFIG, optimizer=True)
-    assert (again.about["dp"], again.about["step"], again.about["param_groups"]) == (
+    assert (again.format_info["dp"], again.format_info["step"], again.format_info["param_groups"]) == (
         dp,
-        source.about["step"],
-        source.about["param_groups"],
+        source.format_info["step"],
+        source.format_info["param_groups"],
     )
     assert everything(again) == everything(source)
 
@@ -110,8 +114,8 @@ def test_any_cut_holds_the_same_state(cut, dp, tmp_path):
 @pytest.mark.parametrize(
     "cut",
     [
-        NxdOptions(tp=8, pp=2, kv_multiplier=2, qkv="gqa_fused"),
-        NxdOptions(tp=4, kv_multiplier=1, qkv="gqa"),
+        NxdOptions(tp=8, pp=2, kv_size_multiplier=2, qkv="gqa_fused"),
+        NxdOptions(tp=4, kv_size_multiplier=1, qkv="gqa"),
         NxdOptions(tp=2, pp=2, virtual_pp=2),
     ],
     ids=str,
@@ -130,21 +134,23 @@ def test_grouped_heads_tied_heads_and_one_group(cut, tied, settings, tmp_path):
         tie_word_embeddings=tied,
     )
     generator = torch.Generator().manual_seed(0)
-    weights = {p.name: torch.randn(p.shape, generator=generator) for p in parameters(config)}
+    weights = {p.name: torch.randn(p.shape, generator=generator) for p in param_specs(config)}
     (tmp_path / "hf").mkdir()
     save_file(weights, tmp_path / "hf" / "model.safetensors")
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(config.to_hf(dtype="float32")), encoding="utf-8")
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config_to_hf(config, dtype="float32")), encoding="utf-8")
     source = open_source(tmp_path / "hf")
     group = source.weights
     if tied:
         names = [name for name in group.specs if name != "lm_head.weight"]
-        group = replace(group, specs={n: group.specs[n] for n in names}, places={n: group.places[n] for n in names})
+        group = replace(
+            group, specs={n: group.specs[n] for n in names}, locations={n: group.locations[n] for n in names}
+        )
     groups = {"weights": source.weights, "exp_avg": group, "exp_avg_sq": group}
     about = {"step": 7, "param_groups": [{"lr": 1e-3, "weight_decay": 0.1 * i} for i in range(settings)]}
-    wish = Wish(format="nxd", nxd=cut, dp=3)
-    made = convert_to(replace(source, groups=groups, about=about), tmp_path / "made", wish)
+    options = ConvertOptions(format="nxd", nxd=cut, dp=3)
+    made = convert_checkpoint(replace(source, groups=groups, format_info=about), tmp_path / "made", options)
     again = open_source(made, config=tmp_path / "hf" / "config.json", optimizer=True)
-    assert (again.about["step"], again.about["param_groups"]) == (7, about["param_groups"])
+    assert (again.format_info["step"], again.format_info["param_groups"]) == (7, about["param_groups"])
     found = everything(again)
     assert {kind for kind, _ in found} == {"weights", "exp_avg", "exp_avg_sq", "master"}
     for (_, name), data in found.items():
@@ -156,7 +162,9 @@ def test_fp32_weights_are_their_own_masters(tmp_path):
     source = open_source(STEPS / "nxd-plain", config=CONFIG, optimizer=True)
     masters = source.groups["master"]
     ours = {"weights": masters, "exp_avg": source.groups["exp_avg"], "exp_avg_sq": source.groups["exp_avg_sq"]}
-    made = convert_to(replace(source, groups=ours), tmp_path / "made", Wish(format="nxd", nxd=CUT, dp=2, dtype="BF16"))
+    made = convert_checkpoint(
+        replace(source, groups=ours), tmp_path / "made", ConvertOptions(format="nxd", nxd=CUT, dp=2, dtype="BF16")
+    )
     again = open_source(made, config=CONFIG, optimizer=True)
     assert {spec.dtype for spec in again.weights.specs.values()} == {"BF16"}
     wanted, found = everything(source), everything(again)
@@ -164,7 +172,7 @@ def test_fp32_weights_are_their_own_masters(tmp_path):
         key: data for key, data in wanted.items() if key[0] != "weights"
     }
     narrow = replace(source, groups={"weights": source.weights, **{k: v for k, v in ours.items() if k != "weights"}})
-    made = convert_to(narrow, tmp_path / "narrow", Wish(format="nxd", nxd=CUT, dp=2))
+    made = convert_checkpoint(narrow, tmp_path / "narrow", ConvertOptions(format="nxd", nxd=CUT, dp=2))
     assert set(open_source(made, config=CONFIG, optimizer=True).groups) == {"weights", "exp_avg", "exp_avg_sq"}
 
 
@@ -186,39 +194,51 @@ def test_a_run_of_ours_tells_its_optimizers_settings(tmp_path):
     from lt_ckpt.lt_format import open_lt
 
     source = open_source(STEPS / "nxd-plain", config=CONFIG, optimizer=True)
-    bare = replace(source, about={"step": 3})
-    made = Checkpoint.open(convert_to(bare, tmp_path / "run", Wish(format="lt")))
+    bare = replace(source, format_info={"step": 3})
+    made = Checkpoint.open(convert_checkpoint(bare, tmp_path / "run", ConvertOptions(format="lt")))
     recipe = {"optimizer": {"lr": 0.001, "weight_decay": 0.1, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "other": 1}}
     shared = {"lr": 0.001, "betas": [0.9, 0.95], "eps": 1e-8, "initial_lr": 0.001}
-    assert "param_groups" not in open_lt(made).about
+    assert "param_groups" not in open_lt(made).format_info
     made.manifest = replace(made.manifest, recipe=recipe)
-    found = open_lt(made).about["param_groups"]
+    found = open_lt(made).format_info["param_groups"]
     assert found == [{"weight_decay": 0.1, **shared}, {"weight_decay": 0.0, **shared}]
 
 
 def test_what_cannot_be_made_is_refused_before_a_byte_is_written(tmp_path):
     source = open_source(STEPS / "nxd-plain", config=CONFIG, optimizer=True)
     groups = {kind: group for kind, group in source.groups.items() if kind != "exp_avg_sq"}
-    about = {key: value for key, value in source.about.items() if key != "param_groups"}
+    about = {key: value for key, value in source.format_info.items() if key != "param_groups"}
     moment = source.groups["exp_avg"]
     short = replace(moment, specs={k: v for k, v in moment.specs.items() if k != "model.norm.weight"})
-    for changed, wish, words in (
-        (replace(source, groups=groups), Wish(format="nxd", nxd=CUT, dp=2), "has no exp_avg_sq"),
-        (replace(source, about=about), Wish(format="nxd", nxd=CUT, dp=2), "which settings its optimizer has"),
+    for changed, options, words in (
+        (replace(source, groups=groups), ConvertOptions(format="nxd", nxd=CUT, dp=2), "has no exp_avg_sq"),
         (
-            replace(source, about={**about, "param_groups": [{"lr": 1.0}] * 3}),
-            Wish(format="nxd", nxd=CUT, dp=2),
-            "which settings its optimizer has",
+            replace(source, format_info=about),
+            ConvertOptions(format="nxd", nxd=CUT, dp=2),
+            "settings of the optimizer",
         ),
-        (replace(source, about={**about, "step": None}), Wish(format="nxd", nxd=CUT, dp=2), "which step"),
-        (source, Wish(format="nxd", nxd=NxdOptions(tp=2, layout="v1"), dp=2), "layout v1 has no ZeRO-1 states"),
-        (source, Wish(format="nxd", nxd=CUT, dp=-1), "dp must be a whole number"),
+        (
+            replace(source, format_info={**about, "param_groups": [{"lr": 1.0}] * 3}),
+            ConvertOptions(format="nxd", nxd=CUT, dp=2),
+            "settings of the optimizer",
+        ),
+        (
+            replace(source, format_info={**about, "step": None}),
+            ConvertOptions(format="nxd", nxd=CUT, dp=2),
+            "has no step",
+        ),
+        (
+            source,
+            ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, layout="v1"), dp=2),
+            "layout = v1: has no ZeRO-1 states",
+        ),
+        (source, ConvertOptions(format="nxd", nxd=CUT, dp=-1), "must be a whole number"),
         (
             replace(source, groups={**source.groups, "exp_avg": short}),
-            Wish(format="nxd", nxd=CUT, dp=2, unequal_copies=True),
+            ConvertOptions(format="nxd", nxd=CUT, dp=2, allow_replica_mismatch=True),
             "exp_avg of model.norm.weight: is missing",
         ),
     ):
         with pytest.raises(CheckpointError, match=words):
-            convert_to(changed, tmp_path / "out", wish)
+            convert_checkpoint(changed, tmp_path / "out", options)
         assert not list(tmp_path.iterdir())

@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from lt_ckpt.comparison import compare, unequal_copies
-from lt_ckpt.formats import FORMATS, Wish, convert_to, open_source
+from lt_ckpt.comparison import compare, find_replica_mismatches
+from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, open_source
 from lt_ckpt.nxd.options import NxdOptions
-from lt_model import LlamaConfig, parameters
+from lt_model import LlamaConfig, config_to_hf, param_specs
 
 HEAD = "lm_head.weight"
 
@@ -55,7 +55,7 @@ def cuts(draw: st.DrawFn, config: LlamaConfig) -> NxdOptions:
     qkv = draw(st.sampled_from(kinds))
     if qkv in ("gqa", "gqa_fused"):
         tp, m = draw(st.sampled_from(grouped))
-        return NxdOptions(tp=tp, kv_multiplier=m, qkv=qkv, **common)
+        return NxdOptions(tp=tp, kv_size_multiplier=m, qkv=qkv, **common)
     tp = draw(st.sampled_from([t for t in (1, 2, 4) if config.n_kv_heads % t == 0]))
     return NxdOptions(tp=tp, qkv=qkv, **common)
 
@@ -63,16 +63,16 @@ def cuts(draw: st.DrawFn, config: LlamaConfig) -> NxdOptions:
 def write_hf(folder: Path, config: LlamaConfig, dtype: torch.dtype) -> Path:
     generator = torch.Generator().manual_seed(1)
     folder.mkdir()
-    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in parameters(config)}
+    weights = {p.name: torch.randn(p.shape, generator=generator).to(dtype) for p in param_specs(config)}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    values = config.to_hf(bos_token_id=None, eos_token_id=None, dtype="bfloat16")
+    values = config_to_hf(config, bos_token_id=None, eos_token_id=None, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")
     return folder
 
 
 def made(source: Path, out: Path, kind: str, config: Path, cut: NxdOptions) -> Path:
     opened = open_source(source, config=config if needs_config(source) else None)
-    convert_to(opened, out, Wish(format=kind, nxd=cut, max_shard_bytes=700))
+    convert_checkpoint(opened, out, ConvertOptions(format=kind, nxd=cut, max_shard_bytes=700))
     return out
 
 
@@ -83,12 +83,13 @@ def needs_config(path: Path) -> bool:
 def assert_equal(a: Path, b: Path, config: Path) -> None:
     left, right = (open_source(path, config=config if needs_config(path) else None) for path in (a, b))
     found = list(compare(left, right))
-    assert [c.name for c in found if not c.equal] == []
+    assert [c.name for c in found if not c.is_equal] == []
     assert len({c.name for c in found} - {HEAD}) >= len(left.weights.specs) - 1
     assert [c.dtypes for c in found if c.dtypes[0] != c.dtypes[1]] == []
-    assert list(unequal_copies(right)) == []
+    assert list(find_replica_mismatches(right)) == []
 
 
+@pytest.mark.guarantee("convert-round-trip")
 @pytest.mark.parametrize(("first", "second"), list(itertools.permutations(FORMATS, 2)))
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
@@ -108,15 +109,16 @@ def test_there_and_back_is_the_same_bits(first: str, second: str, data: st.DataO
 SHAPE: dict[str, Any] = {"vocab_size": 24, "hidden_size": 24, "intermediate_size": 8, "n_heads": 12, "n_kv_heads": 2}
 
 
+@pytest.mark.guarantee("convert-round-trip")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["hf", "lt", "dcp", "pt"])
 @pytest.mark.parametrize(
     "cut",
     [
-        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_multiplier=2, qkv="gqa", xser=True, tag="step_3"),
-        NxdOptions(tp=4, pp=3, kv_multiplier=2, qkv="gqa_fused", layout="v1"),
+        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_size_multiplier=2, qkv="gqa", xser=True, tag="step_3"),
+        NxdOptions(tp=4, pp=3, kv_size_multiplier=2, qkv="gqa_fused", layout="v1"),
         NxdOptions(tp=2, pp=2, virtual_pp=3, qkv="separate", layout="v1", xser=True),
-        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_multiplier=2, qkv="gqa_fused"),
+        NxdOptions(tp=4, pp=2, virtual_pp=2, kv_size_multiplier=2, qkv="gqa_fused"),
     ],
     ids=["chunks, gqa, xser", "remainder, fused, v1", "chunks, separate, xser v1", "chunks, fused"],
 )
@@ -125,9 +127,9 @@ def test_cuts_with_everything_come_back(tmp_path: Path, kind: str, cut: NxdOptio
     config = LlamaConfig(**SHAPE, n_layers=7, tie_word_embeddings=tied)
     start = write_hf(tmp_path / "hf", config, torch.bfloat16)
     first = made(start, tmp_path / "first", "nxd", start, cut)
-    about = open_source(first, config=start).about
+    about = open_source(first, config=start).format_info
     assert (about["tp"], about["pp"], about["virtual_pp"]) == (cut.tp, cut.pp, cut.virtual_pp)
-    assert (about["qkv"], about["kv_multiplier"], about["xser"]) == (cut.qkv, cut.kv_multiplier, cut.xser)
+    assert (about["qkv"], about["kv_size_multiplier"], about["xser"]) == (cut.qkv, cut.kv_size_multiplier, cut.xser)
     between = made(first, tmp_path / ("b.pt" if kind == "pt" else "b"), kind, start, cut)
     second = made(between, tmp_path / "second", "nxd", start, cut)
     contents = [
@@ -141,7 +143,7 @@ def test_cuts_with_everything_come_back(tmp_path: Path, kind: str, cut: NxdOptio
 def test_a_70b_cut_has_256_files_with_the_right_names() -> None:
     """Real degrees on a model of the same proportions, 80 layers in eight stages."""
     config = LlamaConfig(vocab_size=64, hidden_size=128, intermediate_size=64, n_heads=64, n_kv_heads=8, n_layers=16)
-    cut = NxdOptions(tp=32, pp=8, kv_multiplier=4, qkv="gqa")
+    cut = NxdOptions(tp=32, pp=8, kv_size_multiplier=4, qkv="gqa")
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         start = write_hf(root / "hf", config, torch.bfloat16)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_ckpt.pipeline import in_order
+from lt_ckpt.executors import iter_in_order
 
 
 class Recorder:
@@ -27,7 +27,9 @@ class Recorder:
 def test_results_come_in_order_and_little_is_held(sizes: list[int], ahead: int) -> None:
     pool = Recorder(sizes)
     taken = 0
-    for result in in_order(cast(Executor, pool), [lambda i=i: i for i in range(len(sizes))], ahead=ahead, sizes=sizes):
+    for result in iter_in_order(
+        cast(Executor, pool), [lambda i=i: i for i in range(len(sizes))], max_in_flight=ahead, sizes=sizes
+    ):
         assert result == taken
         held = sizes[taken : pool.begun]
         assert sum(held[:-1]) < ahead, "the last one may go beyond it, the others not"
@@ -39,7 +41,7 @@ def test_results_come_in_order_and_little_is_held(sizes: list[int], ahead: int) 
 
 def test_without_sizes_tasks_are_counted() -> None:
     pool = Recorder([])
-    found = in_order(cast(Executor, pool), [lambda i=i: i for i in range(5)], ahead=3)
+    found = iter_in_order(cast(Executor, pool), [lambda i=i: i for i in range(5)], max_in_flight=3)
     assert next(found) == 0
     assert pool.begun == 3
     assert list(found) == [1, 2, 3, 4]
@@ -50,7 +52,7 @@ def test_an_error_comes_where_its_result_is_due() -> None:
         raise OSError("the disk")
 
     with ThreadPoolExecutor(2) as pool:
-        found = in_order(pool, [lambda: 1, fail, lambda: 3], ahead=3)
+        found = iter_in_order(pool, [lambda: 1, fail, lambda: 3], max_in_flight=3)
         assert next(found) == 1
         with pytest.raises(OSError, match="the disk"):
             next(found)

@@ -11,21 +11,21 @@ from hypothesis import strategies as st
 from lt_ckpt import (
     Checkpoint,
     CheckpointError,
-    Meta,
+    CheckpointMetadata,
+    ReadItem,
     Shard,
-    Want,
-    begin,
-    commit,
-    direct,
+    begin_save,
+    commit_save,
+    copy_plan,
+    direct_io,
     integrity,
-    plan,
     readahead,
     verify,
-    write_part,
+    write_rank_files,
 )
 from lt_ckpt import checkpoint as checkpoint_module
+from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
 from lt_ckpt.dtypes import ITEM_BYTES
-from lt_ckpt.plan import Stored, plan_copies, run_copies
 
 
 def split(draw, box, depth):
@@ -79,26 +79,26 @@ def test_any_sharding_is_read_back_by_any_slicing(memory, case):
                 Shard(group=group, name=name, dtype=dtype, global_shape=shape, offset=offset, shape=size, data=data)
             )
     wants = [
-        Want(group=group, name=name, offset=offset, shape=shape)
+        ReadItem(group=group, name=name, offset=offset, shape=shape)
         for name, group, _, _, _, boxes in tensors
         for offset, shape in boxes
     ]
     with pytest.MonkeyPatch.context() as patch:  # small limits, so that every way of copying is taken
-        patch.setattr(plan, "STAGE_BYTES", stage_bytes)
-        patch.setattr(plan, "RUN_BYTES", run_bytes)
+        patch.setattr(copy_plan, "STAGING_BYTES", stage_bytes)
+        patch.setattr(copy_plan, "MIN_RUN_BYTES", run_bytes)
         if big:
-            patch.setattr(direct, "DIRECT_FROM_BYTES", 1)
-            patch.setattr(direct, "BLOCK_BYTES", 256)
+            patch.setattr(direct_io, "MIN_DIRECT_BYTES", 1)
+            patch.setattr(direct_io, "BLOCK_BYTES", 256)
             patch.setattr(readahead, "BLOCK_BYTES", 128)
-            patch.setattr(direct, "ALIGN", 16)
-            patch.setattr(checkpoint_module, "RUN_AHEAD_BYTES", run_bytes)
-            patch.setattr(checkpoint_module, "WORTH_BYTES", 1)
-            patch.setattr(integrity, "WORTH_BYTES", 1)
-        tmp = begin(root, step=1, world=world)
+            patch.setattr(direct_io, "ALIGN", 16)
+            patch.setattr(checkpoint_module, "MIN_DEFERRED_READ_BYTES", run_bytes)
+            patch.setattr(checkpoint_module, "MIN_READ_AHEAD_BYTES", 1)
+            patch.setattr(integrity, "MIN_READ_AHEAD_BYTES", 1)
+        tmp = begin_save(root, step=1, world_size=world)
         for rank in reversed(range(world)):
-            write_part(tmp, rank=rank, shards=iter(per_rank[rank]))
-        checkpoint = Checkpoint.open(commit(tmp, world=world, meta=Meta(step=1)))
-        assert verify(checkpoint.path).ok
+            write_rank_files(tmp, rank=rank, shards=iter(per_rank[rank]))
+        checkpoint = Checkpoint.open(commit_save(tmp, world_size=world, metadata=CheckpointMetadata(step=1)))
+        assert verify(checkpoint.path).is_ok
         got = checkpoint.read_many(wants)
         into = [np.full_like(data, 255) for data in got]
         checkpoint.read_into(wants, into)
@@ -112,8 +112,8 @@ def test_any_sharding_is_read_back_by_any_slicing(memory, case):
 
 def test_copies_read_each_file_forwards_and_only_what_is_wanted():
     stored = [
-        Stored(file="b", begin=100, offset=(0, 0), shape=(4, 8)),
-        Stored(file="a", begin=50, offset=(4, 0), shape=(4, 8)),
+        StoredSlice(file="b", byte_offset=100, offset=(0, 0), shape=(4, 8)),
+        StoredSlice(file="a", byte_offset=50, offset=(4, 0), shape=(4, 8)),
     ]
     copies = plan_copies([(((2, 0), (4, 8)), stored, 2, "t"), (((0, 0), (1, 8)), stored, 2, "t")])
     assert [(copy.file, copy.first_byte, copy.shape) for copy in copies] == [
@@ -128,8 +128,8 @@ def test_copies_read_each_file_forwards_and_only_what_is_wanted():
 
 
 def test_long_runs_are_read_without_what_lies_between_them():
-    row = 4 * plan.RUN_BYTES
-    stored = [Stored(file="f", begin=0, offset=(0, 0), shape=(3, row))]
+    row = 4 * copy_plan.MIN_RUN_BYTES
+    stored = [StoredSlice(file="f", byte_offset=0, offset=(0, 0), shape=(3, row))]
     copies = plan_copies([(((0, row // 2), (3, row // 2)), stored, 1, "t")])
     reads = []
     run_copies(copies, [np.empty(3 * row // 2, np.uint8)], lambda file, at, buffer: reads.append((at, len(buffer))))
@@ -137,9 +137,9 @@ def test_long_runs_are_read_without_what_lies_between_them():
 
 
 def test_short_runs_are_read_as_rows_in_bounded_pieces(monkeypatch):
-    monkeypatch.setattr(plan, "STAGE_BYTES", 1024)
+    monkeypatch.setattr(copy_plan, "STAGING_BYTES", 1024)
     file = np.random.default_rng(1).integers(0, 256, 64 * 256, dtype=np.uint8)
-    stored = [Stored(file="f", begin=0, offset=(0, 0), shape=(64, 256))]
+    stored = [StoredSlice(file="f", byte_offset=0, offset=(0, 0), shape=(64, 256))]
     target, sizes = np.empty(64 * 3, np.uint8), []
 
     def read_at(_, position, buffer):
@@ -161,8 +161,14 @@ def test_a_matrix_whose_transpose_is_in_the_file_is_read_by_any_slicing(data):
     top, left = data.draw(st.integers(0, n - 1)), data.draw(st.integers(0, m - 1))
     rows, columns = data.draw(st.integers(1, n - top)), data.draw(st.integers(1, m - left))
     tensor = array[top : top + rows, left : left + columns]
-    stored = Stored(
-        file="f", begin=0, offset=(0, 0), shape=(rows, columns), whole=(n, m), at=(top, left), transposed=True
+    stored = StoredSlice(
+        file="f",
+        byte_offset=0,
+        offset=(0, 0),
+        shape=(rows, columns),
+        array_shape=(n, m),
+        array_offset=(top, left),
+        transposed=True,
     )
     start, first = data.draw(st.integers(0, rows - 1)), data.draw(st.integers(0, columns - 1))
     shape = data.draw(st.integers(1, rows - start)), data.draw(st.integers(1, columns - first))
@@ -173,15 +179,15 @@ def test_a_matrix_whose_transpose_is_in_the_file_is_read_by_any_slicing(data):
         buffer[:] = raw[position : position + len(buffer)].data
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "STAGE_BYTES", data.draw(st.integers(1, 64)))
+        patch.setattr(copy_plan, "STAGING_BYTES", data.draw(st.integers(1, 64)))
         run_copies(plan_copies([(((start, first), shape), [stored], 2, "t")]), [target], read_at)
     wanted = tensor[start : start + shape[0], first : first + shape[1]]
     assert target.tobytes() == np.ascontiguousarray(wanted).tobytes()
 
 
 def test_a_hole_is_an_error_before_anything_is_read():
-    stored = [Stored(file="f", begin=0, offset=(0,), shape=(3,))]
-    with pytest.raises(CheckpointError, match="t: 2 of the 3 wanted elements at offset"):
+    stored = [StoredSlice(file="f", byte_offset=0, offset=(0,), shape=(3,))]
+    with pytest.raises(CheckpointError, match="t: 2 of the 3 requested elements at offset"):
         plan_copies([(((1,), (3,)), stored, 4, "t")])
 
 
@@ -199,10 +205,10 @@ def test_columns_of_a_wide_tensor_match_numpy(tmp_path):
         )
         for rank in range(4)
     ]
-    tmp = begin(tmp_path, step=0, world=4)
+    tmp = begin_save(tmp_path, step=0, world_size=4)
     for rank, shard in enumerate(shards):
-        write_part(tmp, rank=rank, shards=[shard])
-    checkpoint = Checkpoint.open(commit(tmp, world=4, meta=Meta(step=0)))
+        write_rank_files(tmp, rank=rank, shards=[shard])
+    checkpoint = Checkpoint.open(commit_save(tmp, world_size=4, metadata=CheckpointMetadata(step=0)))
     got = checkpoint.read("weights", "w", offset=(17, 50), shape=(200, 333)).view("<f4").reshape(200, 333)
     assert (got == array[17:217, 50:383]).all()
     assert checkpoint.read("weights", "w", offset=(299, 398)).size == math.prod((1, 2)) * 4
@@ -213,7 +219,7 @@ def test_columns_of_a_wide_tensor_match_numpy(tmp_path):
 
 def test_targets_must_fit(tmp_path, toy):
     checkpoint = Checkpoint.open(toy.save(tmp_path, 1))
-    want = Want(group="weights", name="norm")
+    want = ReadItem(group="weights", name="norm")
     good = np.zeros(12, np.uint8)
     checkpoint.read_into([want], [good])
     assert good.tobytes() == toy.state(1)["weights", "norm"][1].tobytes()
@@ -228,16 +234,16 @@ def test_targets_must_fit(tmp_path, toy):
 
 
 def test_big_tensors_are_read_ahead_in_one_pass(fast_path, monkeypatch):
-    """Neighbours in a file are read together, with no byte read twice but those of a shared block."""
-    monkeypatch.setattr(checkpoint_module, "WORTH_BYTES", 2**20)
+    """Neighbors in a file are read together, with no byte read twice but those of a shared block."""
+    monkeypatch.setattr(checkpoint_module, "MIN_READ_AHEAD_BYTES", 2**20)
     data = [np.random.default_rng(i).integers(0, 256, 600_000 + i, dtype=np.uint8) for i in range(4)]
-    tmp = begin(fast_path, step=1, world=1)
+    tmp = begin_save(fast_path, step=1, world_size=1)
     shards = [
         Shard(group="weights", name=f"{i}", dtype="U8", global_shape=d.shape, offset=(0,), shape=d.shape, data=d)
         for i, d in enumerate(data)
     ]
-    write_part(tmp, rank=0, shards=shards)
-    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=1)))
+    write_rank_files(tmp, rank=0, shards=shards)
+    checkpoint = Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1)))
     real, reads = os.preadv, []
 
     def preadv(descriptor, buffers, position):
@@ -245,7 +251,7 @@ def test_big_tensors_are_read_ahead_in_one_pass(fast_path, monkeypatch):
         return real(descriptor, buffers, position)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    got = checkpoint.read_many([Want(group="weights", name=f"{i}") for i in range(4)])
+    got = checkpoint.read_many([ReadItem(group="weights", name=f"{i}") for i in range(4)])
     assert [(a == b).all() for a, b in zip(got, data, strict=True)] == [True] * 4
     assert len(reads) == -(-sum(reads) // readahead.BLOCK_BYTES) == 2
-    assert sum(reads) <= sum(d.nbytes for d in data) + 2 * direct.ALIGN
+    assert sum(reads) <= sum(d.nbytes for d in data) + 2 * direct_io.ALIGN

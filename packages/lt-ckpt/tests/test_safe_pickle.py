@@ -12,9 +12,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.torchfile.names import NAMES
-from lt_ckpt.torchfile.pickle_out import Call, Global, Instance, Persistent, dumps
-from lt_ckpt.torchfile.safe_pickle import MAX_DEPTH, Maker, Stand, loads
+from lt_ckpt.torchfile.pickle_writer import Call, Global, PersistentId, PickledObject, dumps
+from lt_ckpt.torchfile.safe_globals import TORCH_SAFE_GLOBALS
+from lt_ckpt.torchfile.safe_pickle import MAX_DEPTH, Constructor, PickleStub, loads
 
 WATCHED = ("import", "exec", "compile", "open", "os.", "subprocess.", "socket.", "pickle.find_class")
 seen: list[str] = []
@@ -29,7 +29,7 @@ def note(event, args):
 sys.addaudithook(note)  # a hook cannot be taken out again, so there is one, and it is asked to watch
 
 
-def load(data, table=NAMES, **more):
+def load(data, table=TORCH_SAFE_GLOBALS, **more):
     """`loads`, with a look at everything that the interpreter is asked to do meanwhile."""
     global watching
     seen.clear()
@@ -138,7 +138,7 @@ def test_nothing_is_executed(tmp_path, extension):
     for i, name in enumerate(hostile(tmp_path)):
         path = tmp_path / f"made-{i}"
         data = hostile(path)[name]
-        with pytest.raises(CheckpointError, match=r"some file: its pickle (uses opcode|asks for).*nothing .*executed"):
+        with pytest.raises(CheckpointError, match=r"some file: its pickle (uses opcode|refers to).*nothing .*executed"):
             load(data)
         assert not path.exists()
         result = pickle.loads(data)
@@ -170,7 +170,7 @@ def test_the_message_names_what_was_asked_for():
 )
 def test_names_near_the_allowed_ones_are_refused(module_and_name):
     module, name = module_and_name
-    with pytest.raises(CheckpointError, match="not among the names"):
+    with pytest.raises(CheckpointError, match="not allowed"):
         load(b"\x80\x04" + text(module) + text(name) + b"\x93.")
 
 
@@ -183,12 +183,12 @@ rebuild = line("torch._utils", "_rebuild_tensor_v2")
     ("body", "message"),
     [
         # What stands for classes and functions cannot be changed, and does not run with other arguments.
-        (ordered + b"}" + text("make") + text("x") + b"sb.", "sets the state of a Maker"),
-        (ordered + b"N}" + text("make") + text("x") + b"s\x86b.", "sets the state of a Maker"),
+        (ordered + b"}" + text("make") + text("x") + b"sb.", "sets the state of a Constructor"),
+        (ordered + b"N}" + text("make") + text("x") + b"s\x86b.", "sets the state of a Constructor"),
         (line("torch", "float32") + b"}" + text("code") + text("x") + b"sb.", "sets the state of a TorchDtype"),
         (line("torch", "float32") + b")R.", "calls a TorchDtype"),
         (ordered + b"]\x85R.", "arguments to OrderedDict"),
-        (ordered + b"]R.", "calls a Maker with a list"),
+        (ordered + b"]R.", "calls a Constructor with a list"),
         (text("x") + b")R.", "calls a str"),
         (size + text("ab") + b"\x85R.", "shape, stride or offset"),
         (size + b"(K\x01J\xff\xff\xff\xfft\x85R.", "shape, stride or offset"),
@@ -196,11 +196,11 @@ rebuild = line("torch._utils", "_rebuild_tensor_v2")
         (size + b"(" + b"K\x01" * 65 + b"t\x85R.", "shape, stride or offset"),
         (rebuild + b")R.", "arguments to _rebuild_tensor_v2"),
         (rebuild + b"(NNNNNNt" + b"R.", "without a storage"),
-        (line("torch._tensor", "_rebuild_from_type_v2") + b"(" + size + b"NNNtR.", "class that is none"),
+        (line("torch._tensor", "_rebuild_from_type_v2") + b"(" + size + b"NNNtR.", "of an unknown class"),
         (line("torch._tensor", "_rebuild_from_type_v2") + b"(" + size + line("torch", "Tensor") + b"((K\x01tt}tR.",
-         "something else than a tensor"),
+         "something other than a tensor"),
         (line("torch._utils", "_rebuild_parameter") + b"(NNNtR.", "parameter without a tensor"),
-        (line("_codecs", "encode") + text("x") + text("rot13") + b"\x86R.", "something else than bytes"),
+        (line("_codecs", "encode") + text("x") + text("rot13") + b"\x86R.", "something other than bytes"),
         (line("torch_xla.utils.serialization", "TensorReference") + b")\x81}" + text("tid") + text("..") + b"sb.",
          "without a number"),
         (line("torch_xla.utils.serialization", "TensorReference") + b")\x81}" + text("tid") + b"K\x01s"
@@ -213,13 +213,13 @@ rebuild = line("torch._utils", "_rebuild_tensor_v2")
         (b"}K\x01\x85K\x02s.", "dictionary key of type tuple"),
         (b"}G\x3f\xf0\0\0\0\0\0\0K\x02s.", "dictionary key of type float"),
         (b"}]K\x02s.", "dictionary key of type list"),
-        (b"}(K\x01NK\x01Nu.", "one key twice"),
+        (b"}(K\x01NK\x01Nu.", "a duplicate key"),
         # Not whole.
         (b"", "IndexError"),
         (b"K", "IndexError"),
-        (b".", "values over"),
-        (b"NN.", "values over"),
-        (b"N(N.", "values over"),
+        (b".", "values on the stack"),
+        (b"NN.", "values on the stack"),
+        (b"N(N.", "values on the stack"),
         (b"N.N.", "2 bytes follow"),
         (b"t.", "IndexError"),
         (b"\x86.", "IndexError"),
@@ -237,7 +237,7 @@ rebuild = line("torch._utils", "_rebuild_tensor_v2")
         (b"\x95" + b"\xff" * 3, "IndexError"),
         (b"\x80\x06N.", "protocol 6"),
         (b"K\x01Q.", "refers to something outside"),
-        (b"\x80\x04K\x01K\x02\x93.", "a name that is no text"),
+        (b"\x80\x04K\x01K\x02\x93.", "a global whose name is not a string"),
         (b"c\xff\xfe\nx\n.", "UnicodeDecodeError"),
         (b"ctorch\nSize", "ValueError"),
     ],
@@ -290,12 +290,12 @@ def test_persistent_ids_reach_the_function_and_nothing_else():
         given_ids.append(reference)
         return "here"
 
-    data = dumps([Persistent(("storage", 1)), Persistent(("storage", 2))])
-    assert load(data, persistent=persistent) == ["here", "here"]
+    data = dumps([PersistentId(("storage", 1)), PersistentId(("storage", 2))])
+    assert load(data, persistent_load=persistent) == ["here", "here"]
     assert given_ids == [("storage", 1), ("storage", 2)]
 
 
-class Box(Stand):
+class Box(PickleStub):
     def __init__(self):
         self.state = None
 
@@ -306,12 +306,12 @@ class Box(Stand):
         return [self.state]
 
 
-TABLE = {("m", "Box"): Maker(lambda arguments: Box()), ("m", "name"): "inert"}
+TABLE = {("m", "Box"): Constructor(lambda arguments: Box()), ("m", "name"): "inert"}
 
 
 def test_stands_take_the_state_of_objects():
     data = dumps(
-        {"a": Instance(Global("m", "Box"), {"x": [1]}), "b": Call(Global("m", "Box")), "c": Global("m", "name")}
+        {"a": PickledObject(Global("m", "Box"), {"x": [1]}), "b": Call(Global("m", "Box")), "c": Global("m", "name")}
     )
     made = load(data, TABLE)
     assert made["a"].state == {"x": [1]}
@@ -333,11 +333,13 @@ SEED = dumps(
     {
         "tensor": Call(Global("torch", "Size"), ((2, 3),)),
         "list": [1, 2.5, None, True, "text", Global("torch", "float32"), Call(Global("collections", "OrderedDict"))],
-        "box": Instance(Global(*next(key for key in NAMES if key[1] == "TensorReference")), {"tid": 3}),
+        "box": PickledObject(
+            Global(*next(key for key in TORCH_SAFE_GLOBALS if key[1] == "TensorReference")), {"tid": 3}
+        ),
     }
 )
 KINDS = {"NoneType", "bool", "int", "float", "str", "bytes", "list", "tuple", "dict"}
-KINDS |= {"TorchSize", "TorchDtype", "TensorReference", "StorageKind", "_Class", "Maker"}
+KINDS |= {"TorchSize", "TorchDtype", "TensorReference", "StorageKind", "_ClassName", "Constructor"}
 
 
 def kinds(value):
@@ -394,4 +396,6 @@ def test_the_table_is_as_pickle_itself_writes_it():
     buffer = io.BytesIO()
     Writer(buffer, 2).dump([TensorReference()])
     assert load(buffer.getvalue())[0].tid == 12
-    assert buffer.getvalue() == dumps([Instance(Global(TensorReference.__module__, "TensorReference"), {"tid": 12})])
+    assert buffer.getvalue() == dumps(
+        [PickledObject(Global(TensorReference.__module__, "TensorReference"), {"tid": 12})]
+    )

@@ -12,15 +12,16 @@ from lt_ckpt import (
     AlreadySavedError,
     Checkpoint,
     CheckpointError,
-    Meta,
+    CheckpointMetadata,
+    OptimizerRecord,
     Shard,
     TensorSpec,
-    begin,
-    commit,
-    discard,
-    latest_valid,
+    begin_save,
+    commit_save,
+    discard_save,
+    find_latest_valid,
     verify,
-    write_part,
+    write_rank_files,
 )
 
 
@@ -32,7 +33,7 @@ def test_a_save_holds_what_was_given(tmp_path, toy):
     assert checkpoint.step == 1000
     assert checkpoint.manifest.data == {"row": 8000}
     assert checkpoint.tokenizer_files() == {"tokenizer.json": b"{}"}
-    assert checkpoint.manifest.world == 3
+    assert checkpoint.manifest.world_size == 3
     assert checkpoint.groups == ("weights", "exp_avg", "other", "rng")
     assert checkpoint.names("weights") == ("a.weight", "norm", "b.weight")
     assert sorted(os.listdir(tmp_path)) == ["step-00001000"]
@@ -52,13 +53,15 @@ def test_a_save_holds_what_was_given(tmp_path, toy):
 
 def test_small_state_keeps_its_types(tmp_path):
     small = {"i": 2**70, "f": 1.0, "s": "ä", "b": True, "inf": float("inf"), "low": -float("inf"), "tiny": 5e-324}
-    tmp = begin(tmp_path, step=0, world=1)
-    write_part(tmp, rank=0, shards=[])
-    meta = Meta(step=0, small={**small, "nan": float("nan")}, recipe={"a": {"b": [1, None]}}, layout={"tp": 2})
-    found = Checkpoint.open(commit(tmp, world=1, meta=meta)).manifest
-    assert found.small.pop("nan") != found.small.get("nan")
-    assert found.small == small
-    assert {name: type(value) for name, value in found.small.items()} == {k: type(v) for k, v in small.items()}
+    tmp = begin_save(tmp_path, step=0, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[])
+    meta = CheckpointMetadata(
+        step=0, scalars={**small, "nan": float("nan")}, recipe={"a": {"b": [1, None]}}, layout={"tp": 2}
+    )
+    found = Checkpoint.open(commit_save(tmp, world_size=1, metadata=meta)).manifest
+    assert found.scalars.pop("nan") != found.scalars.get("nan")
+    assert found.scalars == small
+    assert {name: type(value) for name, value in found.scalars.items()} == {k: type(v) for k, v in small.items()}
     assert found.recipe == {"a": {"b": [1, None]}}
     assert found.layout == {"tp": 2}
     assert found.data is None
@@ -70,8 +73,8 @@ def test_small_state_keeps_its_types(tmp_path):
     [
         {"step": -1},
         {"step": True},
-        {"small": {"x": None}},
-        {"small": {"x": np.float32(1)}},
+        {"scalars": {"x": None}},
+        {"scalars": {"x": np.float32(1)}},
         {"tokenizer_files": {"../x": b""}},
         {"tokenizer_files": {".hidden": b""}},
         {"tokenizer_files": {"a/b": b""}},
@@ -79,59 +82,61 @@ def test_small_state_keeps_its_types(tmp_path):
 )
 def test_meta_is_checked_when_it_is_made(changes):
     with pytest.raises(CheckpointError, match="meta"):
-        Meta(**{"step": 1, **changes})
+        CheckpointMetadata(**{"step": 1, **changes})
 
 
 def test_meta_that_is_not_json_is_refused_and_nothing_committed(tmp_path):
-    tmp = begin(tmp_path, step=1, world=1)
-    write_part(tmp, rank=0, shards=[])
+    tmp = begin_save(tmp_path, step=1, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[])
     for recipe in ({"x": object()}, {"x": float("nan")}):
         with pytest.raises(CheckpointError, match="cannot be written as JSON"):
-            commit(tmp, world=1, meta=Meta(step=1, recipe=recipe))
-    assert latest_valid(tmp_path) == (None, [])
+            commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1, recipe=recipe))
+    assert find_latest_valid(tmp_path) == (None, [])
 
 
 def test_parts_come_in_any_order_and_commit_waits_for_them(tmp_path, toy):
-    tmp = begin(tmp_path, step=5, world=2)
+    tmp = begin_save(tmp_path, step=5, world_size=2)
     state = toy.state(5)
     made = []
-    thread = threading.Thread(target=lambda: made.append(commit(tmp, world=2, meta=Meta(step=5))))
-    write_part(tmp, rank=1, shards=toy.shards(state, 1, 2))
+    thread = threading.Thread(
+        target=lambda: made.append(commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=5)))
+    )
+    write_rank_files(tmp, rank=1, shards=toy.shards(state, 1, 2))
     thread.start()
     time.sleep(0.1)
-    assert latest_valid(tmp_path) == (None, [])
-    write_part(tmp, rank=0, shards=toy.shards(state, 0, 2))
+    assert find_latest_valid(tmp_path) == (None, [])
+    write_rank_files(tmp, rank=0, shards=toy.shards(state, 0, 2))
     thread.join()
     toy.check(Checkpoint.open(made[0]))
 
 
 def test_a_missing_part_is_named(tmp_path, toy):
-    tmp = begin(tmp_path, step=5, world=3)
-    write_part(tmp, rank=1, shards=[])
-    with pytest.raises(CheckpointError, match=r"after 0\.05 s the part of rank 0, 2 is missing"):
-        commit(tmp, world=3, meta=Meta(step=5), timeout_s=0.05)
-    assert latest_valid(tmp_path)[0] is None
+    tmp = begin_save(tmp_path, step=5, world_size=3)
+    write_rank_files(tmp, rank=1, shards=[])
+    with pytest.raises(CheckpointError, match=r"after 0\.05 s the manifest of rank 0, 2 is missing"):
+        commit_save(tmp, world_size=3, metadata=CheckpointMetadata(step=5), timeout_s=0.05)
+    assert find_latest_valid(tmp_path)[0] is None
 
 
 def test_a_failed_rank_ends_the_wait_at_once(tmp_path, toy, calls, monkeypatch):
-    tmp = begin(tmp_path, step=5, world=2)
-    with calls.recording(monkeypatch, fail_at=4), pytest.raises(CheckpointError, match="part of rank 1"):
-        write_part(tmp, rank=1, shards=toy.shards(toy.state(5), 1, 2))
-    with pytest.raises(CheckpointError, match="rank 1 failed to write its part"):
-        commit(tmp, world=2, meta=Meta(step=5), timeout_s=60)
+    tmp = begin_save(tmp_path, step=5, world_size=2)
+    with calls.recording(monkeypatch, fail_at=4), pytest.raises(CheckpointError, match="files of rank 1"):
+        write_rank_files(tmp, rank=1, shards=toy.shards(toy.state(5), 1, 2))
+    with pytest.raises(CheckpointError, match="rank 1 failed to write its files"):
+        commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=5), timeout_s=60)
 
 
 def test_an_error_of_the_caller_is_passed_on_and_reported_to_rank_0(tmp_path):
-    tmp = begin(tmp_path, step=5, world=1)
+    tmp = begin_save(tmp_path, step=5, world_size=1)
 
     def shards():
         raise RuntimeError("device lost")
         yield
 
     with pytest.raises(RuntimeError, match="device lost"):
-        write_part(tmp, rank=0, shards=shards())
+        write_rank_files(tmp, rank=0, shards=shards())
     with pytest.raises(CheckpointError, match="rank 0 failed"):
-        commit(tmp, world=1, meta=Meta(step=5))
+        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=5))
 
 
 def one(offset=0, n=4, global_n=4, dtype="U8", name="a", group="weights", fill=1):
@@ -151,94 +156,94 @@ def one(offset=0, n=4, global_n=4, dtype="U8", name="a", group="weights", fill=1
     ],
 )
 def test_slices_must_hold_each_element_exactly_once(tmp_path, ranks, message):
-    tmp = begin(tmp_path, step=1, world=len(ranks))
+    tmp = begin_save(tmp_path, step=1, world_size=len(ranks))
 
     def save():
         for rank, shards in enumerate(ranks):
-            write_part(tmp, rank=rank, shards=shards)
-        commit(tmp, world=len(ranks), meta=Meta(step=1))
+            write_rank_files(tmp, rank=rank, shards=shards)
+        commit_save(tmp, world_size=len(ranks), metadata=CheckpointMetadata(step=1))
 
     with pytest.raises(CheckpointError, match=message):
         save()
-    assert latest_valid(tmp_path)[0] is None
+    assert find_latest_valid(tmp_path)[0] is None
 
 
 def test_a_rank_may_hold_several_slices_of_a_tensor(tmp_path):
-    tmp = begin(tmp_path, step=1, world=2)
-    write_part(tmp, rank=0, shards=[one(0, 1, fill=1), one(2, 1, fill=3)])
-    write_part(tmp, rank=1, shards=[one(3, 1, fill=4), one(1, 1, fill=2)])
-    path = commit(tmp, world=2, meta=Meta(step=1))
+    tmp = begin_save(tmp_path, step=1, world_size=2)
+    write_rank_files(tmp, rank=0, shards=[one(0, 1, fill=1), one(2, 1, fill=3)])
+    write_rank_files(tmp, rank=1, shards=[one(3, 1, fill=4), one(1, 1, fill=2)])
+    path = commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1))
     assert Checkpoint.open(path).read("weights", "a").tolist() == [1, 2, 3, 4]
-    assert verify(path).ok
+    assert verify(path).is_ok
     with safe_open(path / "weights-00000.safetensors", "np") as opened:
         assert set(opened.keys()) == {"a", "a#1"}
 
 
 def test_empty_slices_are_left_out(tmp_path):
-    tmp = begin(tmp_path, step=1, world=2)
-    write_part(tmp, rank=0, shards=[one(0, 4), one(0, 0, 0, name="none")])
-    write_part(tmp, rank=1, shards=[one(4, 0), one(0, 0, 0, name="none")])
-    checkpoint = Checkpoint.open(commit(tmp, world=2, meta=Meta(step=1)))
+    tmp = begin_save(tmp_path, step=1, world_size=2)
+    write_rank_files(tmp, rank=0, shards=[one(0, 4), one(0, 0, 0, name="none")])
+    write_rank_files(tmp, rank=1, shards=[one(4, 0), one(0, 0, 0, name="none")])
+    checkpoint = Checkpoint.open(commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1)))
     assert len(checkpoint.manifest.tensors["weights"]["a"].slices) == 1
     assert checkpoint.read("weights", "none").size == 0
 
 
 def test_what_was_expected_must_be_there(tmp_path, toy):
     specs = {"weights": {"a.weight": TensorSpec("F32", (6, 5)), "norm": TensorSpec("F32", (3,))}}
-    message = r"not wanted: weights/b\.weight$"
+    message = r"unexpected: weights/b\.weight$"
     with pytest.raises(CheckpointError, match=message):
-        toy.save(tmp_path, 1, expect=specs)
+        toy.save(tmp_path, 1, expected_specs=specs)
     specs["weights"]["b.weight"] = TensorSpec("F32", (4, 7))
     specs["weights"]["c"] = TensorSpec("F32", ())
     with pytest.raises(CheckpointError, match=r"missing: weights/c; different: weights/b\.weight is BF16 .* F32"):
-        toy.save(tmp_path, 1, expect=specs)
-    assert latest_valid(tmp_path)[0] is None
+        toy.save(tmp_path, 1, expected_specs=specs)
+    assert find_latest_valid(tmp_path)[0] is None
     del specs["weights"]["c"]
     specs["weights"]["b.weight"] = TensorSpec("BF16", (4, 7))
-    toy.check(Checkpoint.open(toy.save(tmp_path, 1, expect=specs)))
+    toy.check(Checkpoint.open(toy.save(tmp_path, 1, expected_specs=specs)))
 
 
 def test_the_save_must_be_the_one_that_was_begun(tmp_path):
-    tmp = begin(tmp_path, step=5, world=2)
-    with pytest.raises(CheckpointError, match="rank 2 is not one of the 2"):
-        write_part(tmp, rank=2, shards=[])
+    tmp = begin_save(tmp_path, step=5, world_size=2)
+    with pytest.raises(CheckpointError, match="rank 2 is not one of this save's 2 ranks"):
+        write_rank_files(tmp, rank=2, shards=[])
     with pytest.raises(CheckpointError, match="begun for step 5 and 2 ranks, not step 6 and 2"):
-        commit(tmp, world=2, meta=Meta(step=6))
+        commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=6))
     with pytest.raises(CheckpointError, match="not step 5 and 3 ranks"):
-        commit(tmp, world=3, meta=Meta(step=5))
+        commit_save(tmp, world_size=3, metadata=CheckpointMetadata(step=5))
     (tmp_path / "other").mkdir()
     with pytest.raises(CheckpointError, match="reading failed"):
-        write_part(tmp_path / "other", rank=0, shards=[])
+        write_rank_files(tmp_path / "other", rank=0, shards=[])
     with pytest.raises(CheckpointError, match="step must be"):
-        begin(tmp_path, step=-1, world=1)
+        begin_save(tmp_path, step=-1, world_size=1)
 
 
 def test_a_part_is_written_once(tmp_path):
-    tmp = begin(tmp_path, step=5, world=1)
-    write_part(tmp, rank=0, shards=[one()])
+    tmp = begin_save(tmp_path, step=5, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[one()])
     with pytest.raises(CheckpointError, match="File exists"):
-        write_part(tmp, rank=0, shards=[one(fill=9)])
+        write_rank_files(tmp, rank=0, shards=[one(fill=9)])
 
 
 def test_a_part_of_another_save_or_a_folder_not_shared_is_noticed(tmp_path):
-    one_save, other = begin(tmp_path, step=5, world=1), begin(tmp_path, step=5, world=1)
-    write_part(one_save, rank=0, shards=[one()])
+    one_save, other = begin_save(tmp_path, step=5, world_size=1), begin_save(tmp_path, step=5, world_size=1)
+    write_rank_files(one_save, rank=0, shards=[one()])
     for name in ("part-00000.json", "weights-00000.safetensors"):
         (other / name).write_bytes((one_save / name).read_bytes())
     with pytest.raises(CheckpointError, match="not to this save"):
-        commit(other, world=1, meta=Meta(step=5))
+        commit_save(other, world_size=1, metadata=CheckpointMetadata(step=5))
     (one_save / "weights-00000.safetensors").unlink()
     with pytest.raises(CheckpointError, match="every machine sees the same shared folder"):
-        commit(one_save, world=1, meta=Meta(step=5))
+        commit_save(one_save, world_size=1, metadata=CheckpointMetadata(step=5))
 
 
 def test_the_same_step_is_never_written_over(tmp_path, toy):
     path = toy.save(tmp_path, 7, seed=1)
-    with pytest.raises(AlreadySavedError, match="is there already") as caught:
+    with pytest.raises(AlreadySavedError, match="already exists") as caught:
         toy.save(tmp_path, 7, seed=2)
     assert caught.value.path == path
     toy.check(Checkpoint.open(path), seed=1)
-    assert toy.save(tmp_path, 7, seed=2, replace=True) == path
+    assert toy.save(tmp_path, 7, seed=2, overwrite=True) == path
     toy.check(Checkpoint.open(path), seed=2)
     assert [name for name in os.listdir(tmp_path) if not name.startswith(".tmp")] == ["step-00000007"]
 
@@ -252,37 +257,37 @@ def test_a_broken_checkpoint_gives_way_and_is_kept_aside(tmp_path, toy):
     aside = [name for name in os.listdir(tmp_path) if ".aside-" in name]
     assert len(aside) == 1
     assert (tmp_path / aside[0] / "weights-00000.safetensors").exists()
-    found, rejected = latest_valid(tmp_path)
+    found, rejected = find_latest_valid(tmp_path)
     assert found is not None
     assert (found.path, rejected) == (path, [])
 
 
 def test_discard_removes_a_failed_save_only(tmp_path, toy):
     kept = toy.save(tmp_path, 1)
-    tmp = begin(tmp_path, step=2, world=2)
-    write_part(tmp, rank=0, shards=toy.shards(toy.state(2), 0, 2))
-    discard(tmp)
+    tmp = begin_save(tmp_path, step=2, world_size=2)
+    write_rank_files(tmp, rank=0, shards=toy.shards(toy.state(2), 0, 2))
+    discard_save(tmp)
     assert os.listdir(tmp_path) == [kept.name]
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("x", encoding="utf-8")
     with pytest.raises(CheckpointError, match="reading failed"):
-        discard(tmp_path / "mine")
-    tmp = begin(tmp_path, step=3, world=1)
+        discard_save(tmp_path / "mine")
+    tmp = begin_save(tmp_path, step=3, world_size=1)
     (tmp / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(CheckpointError, match="not removed"):
-        discard(tmp)
+        discard_save(tmp)
     assert (tmp / "notes.txt").read_text(encoding="utf-8") == "mine"
 
 
 def test_a_path_that_cannot_be_written_is_said(tmp_path, calls, monkeypatch):
     (tmp_path / "file").write_text("", encoding="utf-8")
-    with pytest.raises(CheckpointError, match="a file of that name is there already"):
-        begin(tmp_path / "file" / "ck", step=0, world=1)
+    with pytest.raises(CheckpointError, match="a file of that name already exists"):
+        begin_save(tmp_path / "file" / "ck", step=0, world_size=1)
     with (
         calls.recording(monkeypatch, fail_at=0, error=errno.EROFS),
         pytest.raises(CheckpointError, match=r"beginning a save failed: .*; the file system is mounted read-only"),
     ):
-        begin(tmp_path / "ck", step=0, world=1)
+        begin_save(tmp_path / "ck", step=0, world_size=1)
 
 
 def test_tensors_from_functions_are_asked_for_one_at_a_time(tmp_path):
@@ -295,10 +300,10 @@ def test_tensors_from_functions_are_asked_for_one_at_a_time(tmp_path):
 
         return Shard(group="weights", name=f"t{i}", dtype="U8", global_shape=(4,), offset=(0,), shape=(4,), data=data)
 
-    tmp = begin(tmp_path, step=0, world=1)
-    write_part(tmp, rank=0, shards=[lazy(i) for i in range(3)])
+    tmp = begin_save(tmp_path, step=0, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[lazy(i) for i in range(3)])
     assert asked == [0, 1, 2]
-    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=0)))
+    checkpoint = Checkpoint.open(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=0)))
     assert [checkpoint.read("weights", f"t{i}")[0] for i in range(3)] == [0, 1, 2]
 
 
@@ -310,13 +315,30 @@ def test_the_manifest_is_plain_json_with_a_version(tmp_path, toy):
 
 
 def test_a_file_that_is_not_as_its_rank_wrote_it_is_noticed(tmp_path):
-    tmp = begin(tmp_path, step=5, world=1)
-    write_part(tmp, rank=0, shards=[one()])
+    tmp = begin_save(tmp_path, step=5, world_size=1)
+    write_rank_files(tmp, rank=0, shards=[one()])
     file = tmp / "weights-00000.safetensors"
     raw = file.read_bytes()
     for damaged in (raw[:-1], raw + b"\0", raw[:20] + b"!" + raw[21:], b""):
         file.write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is not what rank 0 wrote; is the folder really shared"):
-            commit(tmp, world=1, meta=Meta(step=5))
+            commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=5))
     file.write_bytes(raw)
-    assert verify(commit(tmp, world=1, meta=Meta(step=5))).ok
+    assert verify(commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=5))).is_ok
+
+
+def test_the_manifest_names_the_optimizer_and_its_slots(tmp_path, toy):
+    checkpoint = Checkpoint.open(toy.save(tmp_path, 3))
+    assert checkpoint.manifest.optimizer == OptimizerRecord(name="sgd", slots=("exp_avg",))
+    assert Checkpoint.open(save_one(tmp_path / "bare", OptimizerRecord(name="none", slots=()))).manifest.optimizer
+    assert Checkpoint.open(save_one(tmp_path / "weights", None)).manifest.optimizer is None
+    with pytest.raises(CheckpointError, match=r"optimizer 'sgd': no tensors of slot 'momentum'"):
+        save_one(tmp_path / "lacking", OptimizerRecord(name="sgd", slots=("momentum",)))
+
+
+def save_one(root, optimizer):
+    tmp = begin_save(root, step=1, world_size=1)
+    data = np.zeros(8, np.uint8)
+    shard = Shard(group="weights", name="w", dtype="F32", global_shape=(2,), offset=(0,), shape=(2,), data=data)
+    write_rank_files(tmp, rank=0, shards=[shard])
+    return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1, optimizer=optimizer))

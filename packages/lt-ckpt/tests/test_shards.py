@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, Shard
-from lt_ckpt.shards import covers, inside, intersect, overlap, row_blocks
+from lt_ckpt.shards import find_overlap, find_tiling_error, intersect, is_inside, split_rows
 
 boxes = st.integers(1, 3).flatmap(
     lambda rank: st.lists(
@@ -36,7 +36,7 @@ def test_algebra_agrees_with_counting_elements(case):
             got = mask(common, rank) if common else np.zeros_like(expected)
             assert (got == expected).all()
     total = sum(grids, np.zeros((8,) * rank, int))
-    clash = overlap(found)
+    clash = find_overlap(found)
     assert (clash is not None) == bool((total > 1).any())
     if clash is not None:
         assert (grids[clash[0]] * grids[clash[1]]).any()
@@ -46,25 +46,25 @@ def test_algebra_agrees_with_counting_elements(case):
 def test_covers_means_each_element_exactly_once(case):
     rank, found = case
     shape = (4,) * rank
-    within = [box for box in found if inside(box, shape)]
+    within = [box for box in found if is_inside(box, shape)]
     total = sum((mask(box, rank) for box in within), np.zeros((8,) * rank, int))
     exactly_once = (total[(slice(0, 4),) * rank] == 1).all()
-    assert (covers(shape, within) == "") == bool(exactly_once)
+    assert (find_tiling_error(shape, within) == "") == bool(exactly_once)
 
 
 def test_covers_says_what_is_wrong():
-    assert covers((4,), [((0,), (2,)), ((2,), (2,))]) == ""
-    assert "3 of 4" in covers((4,), [((0,), (2,)), ((3,), (1,))])
-    assert "overlap" in covers((4,), [((0,), (3,)), ((2,), (1,))])
-    assert covers((4,), []) == "no slice at all"
-    assert covers((), [((), ())]) == ""
-    assert "overlap" in covers((), [((), ()), ((), ())])
-    assert covers((0, 3), [((0, 0), (0, 3))]) == ""
+    assert find_tiling_error((4,), [((0,), (2,)), ((2,), (2,))]) == ""
+    assert "3 of 4" in find_tiling_error((4,), [((0,), (2,)), ((3,), (1,))])
+    assert "overlap" in find_tiling_error((4,), [((0,), (3,)), ((2,), (1,))])
+    assert find_tiling_error((4,), []) == "no slice at all"
+    assert find_tiling_error((), [((), ())]) == ""
+    assert "overlap" in find_tiling_error((), [((), ()), ((), ())])
+    assert find_tiling_error((0, 3), [((0, 0), (0, 3))]) == ""
 
 
 @given(st.lists(st.integers(0, 9), max_size=3).map(tuple), st.integers(1, 50))
 def test_row_blocks_tile_in_order(shape, limit):
-    found = row_blocks(shape, limit)
+    found = split_rows(shape, limit)
     order = np.arange(math.prod(shape)).reshape(shape)
     parts = [order[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))].reshape(-1) for box in found]
     assert (np.concatenate(parts) == order.reshape(-1)).all()
@@ -99,9 +99,9 @@ def test_a_shard_knows_its_bytes():
         ({"dtype": "float32"}, "dtype 'float32' is not known"),
         ({"group": "Weights"}, "group must match"),
         ({"group": "../x"}, "group must match"),
-        ({"name": "__metadata__"}, "a name is"),
-        ({"name": "a#1"}, "a name is"),
-        ({"name": ""}, "a name is"),
+        ({"name": "__metadata__"}, "name must be"),
+        ({"name": "a#1"}, "name must be"),
+        ({"name": ""}, "name must be"),
         ({"data": np.zeros(15, np.uint8)}, "must be 16 contiguous bytes"),
         ({"data": np.zeros((4, 4), np.uint8)}, "must be 16 contiguous bytes"),
         ({"data": np.zeros(4, np.float32)}, "must be 16 contiguous bytes"),

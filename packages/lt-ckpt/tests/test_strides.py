@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError
-from lt_ckpt.plan import Stored, plan_copies, run_copies
-from lt_ckpt.torchfile.strides import view
+from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
+from lt_ckpt.torchfile.strides import locate_view
 
 BEGIN = 1000
 
@@ -14,13 +14,13 @@ def read(held, storage):
     """Reads a view as the planner does, from a file that ends with the storage; None: not in there."""
     shape = held.spec.shape
     zeros = (0,) * len(shape)
-    stored = Stored(
+    stored = StoredSlice(
         file="f",
-        begin=held.begin,
+        byte_offset=held.byte_offset,
         offset=zeros,
         shape=shape,
-        whole=held.whole,
-        at=held.at,
+        array_shape=held.array_shape,
+        array_offset=held.array_offset,
         transposed=held.transposed,
     )
     buffer = np.zeros(held.spec.n_bytes, np.uint8)
@@ -46,7 +46,7 @@ def test_a_view_is_refused_or_read_exactly(n_items, offset, shape, steps):
     storage = np.arange(n_items, dtype="<u4")
     strides = steps[: len(shape)]
     try:
-        held = view("F32", BEGIN, n_items, offset, tuple(shape), tuple(strides))
+        held = locate_view("F32", BEGIN, n_items, offset, tuple(shape), tuple(strides))
     except CheckpointError:
         return
     wanted = np.lib.stride_tricks.as_strided(
@@ -65,16 +65,16 @@ def test_every_slice_of_a_matrix_can_be_read(n_rows, n_columns, first, column, t
     wanted = storage.reshape(n_rows, n_columns)[first : first + rows, column : column + columns]
     turn = -1 if transposed else 1
     shape, strides = wanted.shape[::turn], (n_columns, 1)[::turn]
-    held = view("F32", BEGIN, storage.size, first * n_columns + column, shape, strides)
+    held = locate_view("F32", BEGIN, storage.size, first * n_columns + column, shape, strides)
     assert (read(held, storage) == (wanted.T if transposed else wanted)).all()
 
 
 def test_a_storage_that_ends_with_the_view_can_be_read():
     storage = np.arange(13, dtype="<u4")
-    assert read(view("F32", BEGIN, 13, 7, (2, 2), (4, 1)), storage).tolist() == [[7, 8], [11, 12]]
-    assert read(view("F32", BEGIN, 13, 7, (2, 2), (1, 4)), storage).tolist() == [[7, 11], [8, 12]]
+    assert read(locate_view("F32", BEGIN, 13, 7, (2, 2), (4, 1)), storage).tolist() == [[7, 8], [11, 12]]
+    assert read(locate_view("F32", BEGIN, 13, 7, (2, 2), (1, 4)), storage).tolist() == [[7, 11], [8, 12]]
     with pytest.raises(CheckpointError, match="cannot be read"):  # whole rows of 5 would reach out of it at both ends
-        view("F32", BEGIN, 13, 1, (3, 2), (5, 1))
+        locate_view("F32", BEGIN, 13, 1, (3, 2), (5, 1))
 
 
 @pytest.mark.parametrize(
@@ -84,11 +84,11 @@ def test_a_storage_that_ends_with_the_view_can_be_read():
         (7, (2, 3), (3, 1), "element 12 lies outside"),
         (12, (), (), "element 12 lies outside"),
         (0, (2**62, 2**62), (2**62, 1), "lies outside"),
-        (-1, (2,), (1,), "are no tensor's"),
-        (0, (-2,), (1,), "are no tensor's"),
-        (0, (2,), (-1,), "are no tensor's"),
-        (0, (2,), (1, 1), "are no tensor's"),
-        (0, (1,) * 65, (1,) * 65, "are no tensor's"),
+        (-1, (2,), (1,), "are not those of a tensor"),
+        (0, (-2,), (1,), "are not those of a tensor"),
+        (0, (2,), (-1,), "are not those of a tensor"),
+        (0, (2,), (1, 1), "are not those of a tensor"),
+        (0, (1,) * 65, (1,) * 65, "are not those of a tensor"),
         (0, (3,), (2,), r"strides \[2\].*contiguous"),
         (0, (3, 3), (0, 1), r"strides \[0, 1\]"),
         (0, (3,), (0,), r"strides \[0\]"),
@@ -99,8 +99,8 @@ def test_a_storage_that_ends_with_the_view_can_be_read():
 )
 def test_what_is_no_box_is_refused(offset, shape, strides, message):
     with pytest.raises(CheckpointError, match=message):
-        view("F32", BEGIN, 12, offset, shape, strides)
+        locate_view("F32", BEGIN, 12, offset, shape, strides)
 
 
 def test_a_view_without_elements_lies_anywhere():
-    assert view("F32", BEGIN, 0, 10**9, (0, 4), (4, 1)).spec.n_bytes == 0
+    assert locate_view("F32", BEGIN, 0, 10**9, (0, 4), (4, 1)).spec.n_bytes == 0

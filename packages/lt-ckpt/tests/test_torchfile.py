@@ -14,33 +14,33 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_ckpt import CheckpointError, TensorSpec
-from lt_ckpt.plan import Stored
-from lt_ckpt.source import Group, Reader
+from lt_ckpt.copy_plan import StoredSlice
+from lt_ckpt.source import TensorGroup, TensorReader
 from lt_ckpt.torchfile.crc import crc32 as chosen_crc32
 from lt_ckpt.torchfile.file import (
-    NewTensor,
+    StreamedTensor,
     TorchWriter,
     check_crc,
+    iter_tensors,
     load_pt,
-    metadata_of,
-    read_pt,
-    tensors_of,
+    read_custom_metadata,
+    read_state_dict,
     write_pt,
 )
-from lt_ckpt.torchfile.names import (
-    DTYPES,
-    REFERENCE,
+from lt_ckpt.torchfile.pickle_writer import Call, Global, PersistentId, dumps
+from lt_ckpt.torchfile.safe_globals import (
+    TENSOR_REFERENCE,
+    TORCH_DTYPES,
     TensorReference,
     TorchDtype,
     TorchSize,
     TorchTensor,
-    tensor_node,
+    make_tensor_node,
 )
-from lt_ckpt.torchfile.pickle_out import Call, Global, Persistent, dumps
 from lt_ckpt.torchfile.stored_zip import read_zip
-from lt_ckpt.torchfile.zip_out import ZipOut
+from lt_ckpt.torchfile.zip_writer import StoredZipWriter
 
-CODES = {getattr(torch, name): code for code, name in DTYPES.items()}
+CODES = {getattr(torch, name): code for code, name in TORCH_DTYPES.items()}
 
 
 def open_files():
@@ -62,7 +62,7 @@ def filled(seed, dtype, shape):
 def state_dict():
     """Every dtype, empty and 0-dim tensors, and more tensors than one opcode's worth of memo numbers."""
     tensors = OrderedDict(
-        (f"of.{name}", filled(i, getattr(torch, name), (i, 3))) for i, name in enumerate(DTYPES.values())
+        (f"of.{name}", filled(i, getattr(torch, name), (i, 3))) for i, name in enumerate(TORCH_DTYPES.values())
     )
     tensors["scalar"] = torch.tensor(2.5)
     tensors["empty"] = torch.empty(0, 4)
@@ -88,17 +88,17 @@ def write(path, tensors, block=None, metadata=None):
 def bits(path, held):
     """Reads a tensor as conversions do."""
     zeros = (0,) * len(held.spec.shape)
-    stored = Stored(
+    stored = StoredSlice(
         file=path.name,
-        begin=held.begin,
+        byte_offset=held.byte_offset,
         offset=zeros,
         shape=held.spec.shape,
-        whole=held.whole,
-        at=held.at,
+        array_shape=held.array_shape,
+        array_offset=held.array_offset,
         transposed=held.transposed,
     )
-    with Reader(path.parent) as reader:
-        return reader.read(Group(specs={"x": held.spec}, places={"x": (stored,)}), "x").tobytes()
+    with TensorReader(path.parent) as reader:
+        return reader.read(TensorGroup(specs={"x": held.spec}, locations={"x": (stored,)}), "x").tobytes()
 
 
 def same(path, held, tensors):
@@ -129,9 +129,9 @@ def test_torch_reads_what_we_write(tmp_path):
         assert archive.testzip() is None
         begins = [info.header_offset + 30 + len(info.filename) + len_extra(path, info) for info in archive.infolist()]
     assert {begin % 64 for begin in begins} == {0}
-    assert metadata_of(path) == {"step": "7", "ä": "ö"}
+    assert read_custom_metadata(path) == {"step": "7", "ä": "ö"}
     check_crc(path)
-    same(path, read_pt(path), tensors)
+    same(path, read_state_dict(path), tensors)
 
 
 def len_extra(path, info):
@@ -181,28 +181,28 @@ def test_a_file_without_tensors(tmp_path):
     path = write(tmp_path / "x.pt", {})
     assert torch.load(path, weights_only=True) == {}
     with pytest.raises(CheckpointError, match="no tensors at the top"):
-        read_pt(path)
+        read_state_dict(path)
 
 
 def test_the_lengths_are_the_callers_to_keep(tmp_path):
     a_few = [("a", TensorSpec("F32", (2,))), ("b", TensorSpec("F32", (1,)))]
-    with pytest.raises(AssertionError, match="have not come"):
+    with pytest.raises(AssertionError, match="are missing"):
         TorchWriter(tmp_path / "a", a_few, {}).close()
     writer = TorchWriter(tmp_path / "b", a_few, {})
     with pytest.raises(AssertionError, match="more bytes"):
         writer.append(np.zeros(13, np.uint8))
-    writer.abandon()
+    writer.abort()
     with pytest.raises(FileExistsError):
         TorchWriter(tmp_path / "b", a_few, {})
 
 
 def test_a_writer_gives_its_descriptor_back(tmp_path):
     before = open_files()
-    TorchWriter(tmp_path / "a", [("a", TensorSpec("F32", (2,)))], {}).abandon()
+    TorchWriter(tmp_path / "a", [("a", TensorSpec("F32", (2,)))], {}).abort()
     with pytest.raises(AssertionError):
         TorchWriter(tmp_path / "b", [("a", TensorSpec("F32", (2,)))], {}).close()
     with pytest.raises(TypeError):
-        TorchWriter.of_tree(tmp_path / "c", {"a": object()})
+        TorchWriter.from_tree(tmp_path / "c", {"a": object()})
     with pytest.raises(CheckpointError):
         load_pt(tmp_path / "a")
     assert open_files() == before
@@ -242,12 +242,12 @@ def test_we_read_what_torch_writes(tmp_path):
     path = tmp_path / "x.pt"
     for value in (tensors, dict(tensors)):
         torch.save(value, path)
-        same(path, read_pt(path), tensors)
+        same(path, read_state_dict(path), tensors)
     for protocol in (3, 4, 5):
         torch.save(tensors, path, pickle_protocol=protocol)
-        same(path, read_pt(path), tensors)
+        same(path, read_state_dict(path), tensors)
     check_crc(path)
-    assert metadata_of(path) == {}
+    assert read_custom_metadata(path) == {}
 
 
 class Marked(torch.Tensor):
@@ -275,9 +275,9 @@ def test_views_parameters_and_shared_storages(tmp_path):
     }
     path = tmp_path / "x.pt"
     torch.save(tensors, path)
-    same(path, read_pt(path), {name: tensor.detach() for name, tensor in tensors.items()})
+    same(path, read_state_dict(path), {name: tensor.detach() for name, tensor in tensors.items()})
     torch.save(module.state_dict(), path)
-    same(path, read_pt(path), {name: tensor.detach() for name, tensor in module.state_dict().items()})
+    same(path, read_state_dict(path), {name: tensor.detach() for name, tensor in module.state_dict().items()})
     assert path.stat().st_size < 4000
     for name, tensor in {"steps": base[::2, ::2], "expanded": torch.ones(1, 3).expand(4, 3)}.items():
         torch.save({"good": base, "deep": [{name: tensor}]}, path)
@@ -289,21 +289,21 @@ def test_the_state_dict_may_stand_under_a_key(tmp_path):
     path, model = tmp_path / "x.pt", {"a": torch.ones(2)}
     for key in ("model", "state_dict", "model_state_dict", "module"):
         torch.save({key: model, "epoch": 3, "optimizer": {"lr": 0.1}}, path)
-        same(path, read_pt(path), model)
-        same(path, read_pt(path, key=key), model)
+        same(path, read_state_dict(path), model)
+        same(path, read_state_dict(path, key=key), model)
     torch.save({"model": model, "module": model, "net": model}, path)
     with pytest.raises(CheckpointError, match="one of: 'model', 'module', 'net'"):
-        read_pt(path)
-    same(path, read_pt(path, key="net"), model)
+        read_state_dict(path)
+    same(path, read_state_dict(path, key="net"), model)
     with pytest.raises(CheckpointError, match="no dictionary under 'none'"):
-        read_pt(path, key="none")
+        read_state_dict(path, key="none")
     torch.save([1], path)
     with pytest.raises(CheckpointError, match="holds a list"):
-        read_pt(path)
+        read_state_dict(path)
     torch.save({**model, "step": 3, 4: torch.ones(1)}, path)
-    with pytest.raises(CheckpointError, match="'step' is no tensor but a int"):
-        read_pt(path)
-    same(path, read_pt(path, strict=False), model)
+    with pytest.raises(CheckpointError, match="'step' is not a tensor but a int"):
+        read_state_dict(path)
+    same(path, read_state_dict(path, strict=False), model)
 
 
 TREE = {
@@ -336,15 +336,15 @@ def test_trees_of_plain_values(tmp_path):
     assert type(loaded["shape"]) is torch.Size
     assert plain(loaded) == {**plain(TREE), "dtype": torch.bfloat16, "shape": torch.Size((2, 3))}
     ours = load_pt(path)
-    tensors = dict(tensors_of(ours))
+    tensors = dict(iter_tensors(ours))
     assert list(tensors) == ["state.0.exp_avg", "state.1.exp_avg", "flags"]
-    assert bits(path, tensors["state.0.exp_avg"].held) == TREE["state"][0]["exp_avg"].tobytes()
+    assert bits(path, tensors["state.0.exp_avg"].stored_array) == TREE["state"][0]["exp_avg"].tobytes()
     ours["state"][0]["exp_avg"] = TREE["state"][0]["exp_avg"]
     ours["state"][1]["exp_avg"] = TREE["state"][1]["exp_avg"]
     ours["flags"] = TREE["flags"]
     assert plain(ours) == plain(TREE)
     assert (type(ours["shape"]), type(ours["dtype"])) == (TorchSize, TorchDtype)
-    with pytest.raises(CheckpointError, match="there already"):
+    with pytest.raises(CheckpointError, match="already exists"):
         write_pt(path, TREE)
     torch.save(loaded, path)
     again = load_pt(path)
@@ -359,7 +359,7 @@ def test_tensors_may_come_in_blocks_when_their_turn_is_there(tmp_path):
             order.append(name)
             yield from (values[:1], values[1:])
 
-        return NewTensor(TensorSpec("BF16", (3,)), parts)
+        return StreamedTensor(TensorSpec("BF16", (3,)), parts)
 
     values = np.arange(3, dtype="<u2")
     write_pt(tmp_path / "x.pt", [blocks("a", values), {"b": blocks("b", values + 9)}], {"made": "here"})
@@ -367,7 +367,7 @@ def test_tensors_may_come_in_blocks_when_their_turn_is_there(tmp_path):
     first, second = torch.load(tmp_path / "x.pt", weights_only=True)
     assert first.view(torch.int16).tolist() == [0, 1, 2]
     assert second["b"].view(torch.int16).tolist() == [9, 10, 11]
-    assert metadata_of(tmp_path / "x.pt") == {"made": "here"}
+    assert read_custom_metadata(tmp_path / "x.pt") == {"made": "here"}
     for wrong in (object(), np.array(["x"]), {1, 2}, TorchTensor):
         with pytest.raises(TypeError):
             write_pt(tmp_path / "y.pt", [wrong])
@@ -382,7 +382,7 @@ def test_references_of_torch_xla(tmp_path):
     reference = TensorReference()
     reference.tid = 300
     write_pt(tmp_path / "x.pt", OrderedDict(a=reference))
-    with torch.serialization.safe_globals([(Reference, ".".join(REFERENCE))]):
+    with torch.serialization.safe_globals([(Reference, ".".join(TENSOR_REFERENCE))]):
         loaded = torch.load(tmp_path / "x.pt", weights_only=True)
     assert (type(loaded["a"]), loaded["a"].tid) == (Reference, 300)
     assert load_pt(tmp_path / "x.pt")["a"].tid == 300
@@ -391,13 +391,13 @@ def test_references_of_torch_xla(tmp_path):
 def archive(path, records, **more):
     """A zip file as Python makes it; its records are stored where nothing else is said."""
     with warnings.catch_warnings(), zipfile.ZipFile(path, "w", **more) as made:
-        warnings.simplefilter("ignore")  # a name that is there twice
+        warnings.simplefilter("ignore")  # a duplicate name
         for name, data in records:
             made.writestr(name, data)
     return path
 
 
-PICKLE = dumps({"a": tensor_node("0", TensorSpec("F32", (2,)))})
+PICKLE = dumps({"a": make_tensor_node("0", TensorSpec("F32", (2,)))})
 GOOD = [("x/data.pkl", PICKLE), ("x/data/0", b"12345678"), ("x/version", b"3")]
 
 
@@ -410,7 +410,7 @@ def pickled(data):
 
 
 def storage(kind="FloatStorage", key="0", n=2, tag="storage", module="torch"):
-    return Persistent((tag, Global(module, kind), key, "cpu", n))
+    return PersistentId((tag, Global(module, kind), key, "cpu", n))
 
 
 def view_of(reference, offset=0, size=(2,), stride=(1,), name="_rebuild_tensor_v2", *more):
@@ -425,25 +425,25 @@ def view_of(reference, offset=0, size=(2,), stride=(1,), name="_rebuild_tensor_v
         (GOOD[1:], "TorchScript or other"),
         ([*GOOD, ("x/constants.pkl", b"")], "TorchScript or other"),
         ([*GOOD, ("x/byteorder", b"big")], "not little-endian"),
-        ([*GOOD, ("x/../../etc/passwd", b"")], "a name that torch does not give"),
-        ([*GOOD, ("/x/a", b"")], "a name that torch does not give"),
-        ([*GOOD, ("x", b"")], "a name that torch does not give"),
-        ([*GOOD, ("x/a\nb", b"")], "a name that torch does not give"),
-        ([*GOOD, ("x/" + "a" * 511, b"")], "a name that torch does not give"),
+        ([*GOOD, ("x/../../etc/passwd", b"")], "an invalid name"),
+        ([*GOOD, ("/x/a", b"")], "an invalid name"),
+        ([*GOOD, ("x", b"")], "an invalid name"),
+        ([*GOOD, ("x/a\nb", b"")], "an invalid name"),
+        ([*GOOD, ("x/" + "a" * 511, b"")], "an invalid name"),
         ([*GOOD, ("y/a", b"")], "2 folders"),
-        ([*GOOD, ("x/data/0", b"87654321")], "there twice"),
+        ([*GOOD, ("x/data/0", b"87654321")], "occurs twice"),
         (swapped(GOOD, "x/data/0", b"1234567"), "should have 2 elements, its record has 7 bytes"),
         (swapped(GOOD, "x/data/0", b"123456789"), "its record has 9 bytes"),
         (pickled(view_of(storage(n=3))), "should have 3 elements"),
         (pickled(view_of(storage(key="1"))), "storage '1' is missing"),
         (pickled(view_of(storage(key="../data.pkl"))), "storage '../data.pkl' is missing"),
-        (pickled(view_of(storage(tag="module"))), "persistent id that is no storage"),
-        (pickled(view_of(storage(n=-1))), "persistent id that is no storage"),
-        (pickled(view_of(storage(n=True))), "persistent id that is no storage"),
-        (pickled(view_of(storage(kind="float32"))), "persistent id that is no storage"),
-        (pickled(view_of(storage(key=0))), "persistent id that is no storage"),
-        (pickled(view_of(Persistent("0"))), "persistent id that is no storage"),
-        (pickled(view_of(Persistent(("storage",)))), "persistent id that is no storage"),
+        (pickled(view_of(storage(tag="module"))), "persistent id that is not a storage"),
+        (pickled(view_of(storage(n=-1))), "persistent id that is not a storage"),
+        (pickled(view_of(storage(n=True))), "persistent id that is not a storage"),
+        (pickled(view_of(storage(kind="float32"))), "persistent id that is not a storage"),
+        (pickled(view_of(storage(key=0))), "persistent id that is not a storage"),
+        (pickled(view_of(PersistentId("0"))), "persistent id that is not a storage"),
+        (pickled(view_of(PersistentId(("storage",)))), "persistent id that is not a storage"),
         (pickled(view_of(storage(kind="ComplexFloatStorage", n=1))), "torch.ComplexFloatStorage"),
         (pickled(view_of(storage(kind="UntypedStorage", n=8, module="torch.storage"))),
          "tensor without a storage"),
@@ -461,18 +461,18 @@ def view_of(reference, offset=0, size=(2,), stride=(1,), name="_rebuild_tensor_v
                                               "_rebuild_tensor_v3", 3)), "without a storage or dtype"),
         (pickled(view_of(storage("UntypedStorage", n=8, module="torch.storage"), 0, (5,), (1,),
                                               "_rebuild_tensor_v3", Global("torch", "uint16"))), "its element 4 lies"),
-        (pickled(dumps(Call(Global("posix", "system"), ("true",)))), "asks for 'posix.system'"),
+        (pickled(dumps(Call(Global("posix", "system"), ("true",)))), "refers to 'posix.system'"),
     ],
 )  # fmt: skip
 def test_hostile_contents_are_refused(tmp_path, records, message):
     path = archive(tmp_path / "x", records)
     with pytest.raises(CheckpointError, match=message):
-        read_pt(path)
+        read_state_dict(path)
 
 
 def test_the_good_one_is_read(tmp_path):
     path = archive(tmp_path / "x", GOOD)
-    assert bits(path, read_pt(path)["a"]) == b"12345678"
+    assert bits(path, read_state_dict(path)["a"]) == b"12345678"
     assert raw_bytes(torch.load(path, weights_only=True)["a"]).tobytes() == b"12345678"
 
 
@@ -481,20 +481,20 @@ def test_compressed_records_are_refused_before_they_are_unpacked(tmp_path):
     path = archive(tmp_path / "x", bomb, compression=zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 20_000
     with pytest.raises(CheckpointError, match=r"'x/data\.pkl' is compressed"):
-        read_pt(path)
+        read_state_dict(path)
 
 
 def test_other_files_are_refused_with_a_remedy(tmp_path):
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match=r"before version 1\.6; load it with torch\.load"):
-        read_pt(path)
+        read_state_dict(path)
     for data in (b"", b"P", b"PK", b"PK\3\4" + bytes(100), b"hello, I am text"):
         path.write_bytes(data)
         with pytest.raises(CheckpointError, match=r"x\.pt: "):
-            read_pt(path)
+            read_state_dict(path)
     with pytest.raises(CheckpointError, match="check that the path is right"):
-        read_pt(tmp_path / "none")
+        read_state_dict(tmp_path / "none")
 
 
 def patched(path, out, changes):
@@ -544,15 +544,15 @@ def test_directories_that_lie_are_refused(tmp_path):
     }
     for name, changes in lies.items():
         with pytest.raises(CheckpointError, match=r"y\.pt: "):
-            pytest.fail(f"{name}: {read_pt(patched(path, tmp_path / 'y.pt', changes))}")
+            pytest.fail(f"{name}: {read_state_dict(patched(path, tmp_path / 'y.pt', changes))}")
     for cut in (1, 22, 100, len(raw) // 2, len(raw) - 5):
         (tmp_path / "y.pt").write_bytes(raw[:-cut])
         with pytest.raises(CheckpointError):
-            read_pt(tmp_path / "y.pt")
+            read_state_dict(tmp_path / "y.pt")
     for other in (raw + b"x", b"x" + raw, raw + raw):
         (tmp_path / "y.pt").write_bytes(other)
         with pytest.raises(CheckpointError):
-            read_pt(tmp_path / "y.pt")
+            read_state_dict(tmp_path / "y.pt")
 
 
 @settings(max_examples=200, deadline=None)
@@ -568,23 +568,23 @@ def test_a_damaged_file_is_refused_or_still_consistent(memory, rng: random.Rando
         del raw[rng.randrange(len(raw)) :]
     path.write_bytes(raw)
     try:
-        held = read_pt(path)
+        held = read_state_dict(path)
     except CheckpointError:
         return
     for one in held.values():
-        assert one.begin >= 0
-        assert one.begin + one.spec.n_bytes <= len(raw)
+        assert one.byte_offset >= 0
+        assert one.byte_offset + one.spec.n_bytes <= len(raw)
 
 
 def test_every_flipped_bit_of_a_tensor_is_found(memory):
     path = write(memory / "flips.pt", {"a": filled(1, torch.float32, (4, 4)), "b": filled(2, torch.int64, (3,))})
     raw = path.read_bytes()
-    told = []
-    check_crc(path, progress=lambda done, total, unit: told.append((done, total, unit)))
-    assert told[-1][0] == told[-1][1] > 64
-    for held in read_pt(path).values():
+    reports = []
+    check_crc(path, progress=lambda done, total, unit: reports.append((done, total, unit)))
+    assert reports[-1][0] == reports[-1][1] > 64
+    for held in read_state_dict(path).values():
         for bit in range(8 * held.spec.n_bytes):
-            at = held.begin + bit // 8
+            at = held.byte_offset + bit // 8
             damaged = patched(path, memory / "flipped.pt", {at: bytes([raw[at] ^ 1 << bit % 8])})
             with pytest.raises(CheckpointError, match=r"record 'data/[01]' differ"):
                 check_crc(damaged)
@@ -600,13 +600,13 @@ def test_files_beyond_four_gigabytes(tmp_path):
             headers[position] = bytes(data)
         position += len(data)
 
-    out, block = ZipOut(note, "archive"), memoryview(bytes(2**26))
-    out.begin("data/0", 2**32 + 100)
+    out, block = StoredZipWriter(note, "archive"), memoryview(bytes(2**26))
+    out.begin_record("data/0", 2**32 + 100)
     for _ in range(64):
         out.append(block)
     out.append(block[:100])
-    out.end()
-    out.record("data/1", b"12345")
+    out.end_record()
+    out.write_record("data/1", b"12345")
     out.finish()
     path = tmp_path / "x"
     with path.open("wb") as file:
@@ -629,7 +629,7 @@ def test_files_beyond_four_gigabytes(tmp_path):
             return file.read(n)
 
         records = read_zip(read, 0, position, "x").records
-    assert [(r.n_bytes, r.begin % 64) for r in records.values()] == [(2**32 + 100, 0), (5, 0)]
+    assert [(r.n_bytes, r.byte_offset % 64) for r in records.values()] == [(2**32 + 100, 0), (5, 0)]
 
 
 @pytest.mark.parametrize("library", ["zlib", "isal.isal_zlib"])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents, train_bpe
-from lt_data.store.manifest import Manifest, Shard, TokenizerInfo
+from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
 from lt_data.store.megatron import encode_index
 
 settings.register_profile("lt", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -68,7 +68,7 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
     def make(lengths: Sequence[int], shard_documents: int = 3) -> TokenStore:
         folder = tmp_path_factory.mktemp("store")
         (folder / "shards").mkdir()
-        shards: list[Shard] = []
+        shards: list[ShardFile] = []
         token = 1
         for number, first in enumerate(range(0, len(lengths), shard_documents)):
             part = np.array(lengths[first : first + shard_documents], np.int64)
@@ -78,7 +78,7 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
             (folder / "shards" / f"{number:05d}.bin").write_bytes(content)
             (folder / "shards" / f"{number:05d}.idx").write_bytes(index)
             shards.append(
-                Shard(
+                ShardFile(
                     name=f"{number:05d}",
                     tokens=int(part.sum()),
                     documents=part.size,
@@ -86,13 +86,15 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
                     idx_sha256=hashlib.sha256(index).hexdigest(),
                 )
             )
-        manifest = Manifest(
+        manifest = StoreManifest(
             tokenizer=TokenizerInfo(sha256="", vocab_size=2**31, files={}, name="counting"),
             bos=False,
             eos=False,
             dtype="uint32",
             shards=tuple(shards),
             text_bytes=4 * (token - 1),
+            read=DocumentTotals(documents=len(lengths), text_bytes=4 * (token - 1), tokens=token - 1),
+            shard_tokens=2**27,
         )
         return TokenStore(folder, manifest)
 

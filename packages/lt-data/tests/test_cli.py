@@ -13,7 +13,7 @@ import pytest
 
 from lt_data import TokenStore, open_pack
 from lt_data.__main__ import main
-from lt_data.showing.bars import progress_bar, scaled
+from lt_data.display.progress_bars import format_si, progress_bar
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -43,9 +43,7 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     assert (code, out) == (0, "tokenizer of 300 ids in tok\n")
     assert "read: " in err
     code, out, _ = run("train-tokenizer", "corpus", "--vocab-size", 9999, "--out", "all")
-    assert re.fullmatch(
-        r"tokenizer of \d{3,4} ids in all \(9999 were asked for: the text has no more to merge\)\n", out
-    )
+    assert re.fullmatch(r"tokenizer of \d{3,4} ids in all \(9999 requested; the text has no more merges\)\n", out)
     code, out, err = run("prepare", "corpus", "--tokenizer", "tok", "--out", "store", "--no-bos", "--shard-tokens", 999)
     assert code == 0
     store = TokenStore.open("store")
@@ -65,7 +63,7 @@ def test_the_whole_road(corpus: Path, run: Run, texts: list[str]) -> None:
     code, out, _ = run("stats", "store", "--json")
     assert json.loads(out)["documents"] == 59 == len(texts) - 1
     code, out, _ = run("verify", "store")
-    assert (code, out) == (0, f"store: 59 documents, {store.n_tokens} tokens, 2 packs: all as written\n")
+    assert (code, out) == (0, f"store: 59 documents, {store.n_tokens} tokens, 2 packs: verified\n")
 
 
 def test_user_errors_exit_with_64_and_one_line(corpus: Path, run: Run) -> None:
@@ -162,7 +160,7 @@ def test_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     now = [100.0]
-    monkeypatch.setattr("lt_data.showing.bars.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("lt_data.display.progress_bars.time.monotonic", lambda: now[0])
     with progress_bar("work") as report:
         for second in range(1, 31):
             now[0] = 100.0 + second
@@ -188,16 +186,16 @@ def test_lines_without_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     ],
 )
 def test_scaled(value: float, text: str) -> None:
-    assert scaled(value) == text
+    assert format_si(value) == text
 
 
 def test_pack_of_buckets(run: Run, store: TokenStore) -> None:
-    code, out, _ = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--shortest", 16)
-    index = open_pack(store, seq_len=64, mode="buckets", shortest=16)
+    code, out, _ = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--min-seq-len", 16)
+    index = open_pack(store, seq_len=64, mode="buckets", min_seq_len=16)
     assert code == 0
     assert index.buckets is not None
     (longest, middle, least) = (rows for _, rows in index.buckets)
     assert out.startswith(f"{index.n_rows} rows (buckets: {longest} of 64, {middle} of 32, {least} of 16 tokens), 9")
-    code, _, err = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--shortest", 12)
+    code, _, err = run("pack", store.path, "--seq-len", 64, "--mode", "buckets", "--min-seq-len", 12)
     assert code == 64
-    assert "shortest=12" in err
+    assert "min_seq_len = 12" in err

@@ -1,4 +1,4 @@
-"""Stores that each version wrote, kept in tests/data: they stay readable, and the same text gives the same bytes."""
+"""Golden stores in tests/data: they stay readable, and the same text gives the same bytes."""
 
 import json
 from pathlib import Path
@@ -6,14 +6,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import Amount, Document, RowReader, Selection, Stream, TokenStore, open_pack, pack, prepare_documents
+from lt_data import (
+    Document,
+    DocumentTotals,
+    RowReader,
+    Selection,
+    Stream,
+    TokenStore,
+    open_pack,
+    pack,
+    prepare_documents,
+)
 from lt_data.packing.packs import verify_packs
 
 GOLDEN = Path(__file__).parent / "data" / "store-v1"
 TEXTS = ["The first document.\n", "Second: ümläut, 東京, 🦊.", "", "x", "A literal <|eos|> is text. " * 3]
-GOLDEN_2 = GOLDEN.with_name("store-v2")
-TEXTS_2 = [*TEXTS[:4], "x", "y", TEXTS[4], TEXTS[4] * 3]
-SELECTION_2 = Selection(max_characters=200, min_tokens=4, drop_duplicates=True)
+GOLDEN_SELECTION = GOLDEN.with_name("store-v1-selection")
+SELECTED_TEXTS = [*TEXTS[:4], "x", "y", TEXTS[4], TEXTS[4] * 3]
+SELECTION = Selection(max_characters=200, min_tokens=4, drop_duplicates=True)
 
 
 @pytest.fixture
@@ -30,63 +40,56 @@ def test_is_whole(golden: TokenStore) -> None:
 
 def test_holds_the_texts(golden: TokenStore) -> None:
     tokenizer = golden.tokenizer()
-    found = [tokenizer.decode(golden.document(i), skip_special=True) for i in range(golden.n_documents)]
+    found = [tokenizer.decode(golden.document(i), skip_special_tokens=True) for i in range(golden.n_documents)]
     assert found == [text for text in TEXTS if text]
     assert golden.lengths.tolist() == [14, 27, 3, 27]
 
 
-def test_the_same_text_gives_the_same_bytes(golden: TokenStore, tmp_path: Path) -> None:
-    documents = [Document(text=text, source=str(i)) for i, text in enumerate(TEXTS)]
-    prepare_documents(documents, tokenizer=golden.tokenizer(), out=tmp_path / "store", shard_tokens=30)
+@pytest.mark.parametrize(
+    ("folder", "texts", "selection"), [(GOLDEN, TEXTS, Selection()), (GOLDEN_SELECTION, SELECTED_TEXTS, SELECTION)]
+)
+def test_the_same_text_gives_the_same_bytes(
+    tmp_path: Path, folder: Path, texts: list[str], selection: Selection
+) -> None:
+    documents = [Document(text=text, source=str(i)) for i, text in enumerate(texts)]
+    tokenizer = TokenStore.open(folder).tokenizer()
+    store = tmp_path / "store"
+    prepare_documents(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=selection)
     for mode in ("bfd", "concat"):
-        pack(TokenStore.open(tmp_path / "store"), seq_len=16, mode=mode)
-    written = {path.relative_to(tmp_path / "store") for path in (tmp_path / "store").rglob("*") if path.is_file()}
-    assert written == {path.relative_to(GOLDEN) for path in GOLDEN.rglob("*") if path.is_file()}
+        pack(TokenStore.open(store), seq_len=16, mode=mode)
+    written = {path.relative_to(store) for path in store.rglob("*") if path.is_file()}
+    assert written == {path.relative_to(folder) for path in folder.rglob("*") if path.is_file()}
     for path in sorted(written - {Path("manifest.json")}):
-        assert (tmp_path / "store" / path).read_bytes() == (GOLDEN / path).read_bytes(), path
-    assert TokenStore.open(tmp_path / "store").manifest.fingerprint == golden.manifest.fingerprint
+        assert (store / path).read_bytes() == (folder / path).read_bytes(), path
+    old, new = (json.loads((path / "manifest.json").read_bytes()) for path in (folder, store))
+    for manifest in (old, new):
+        manifest["engine"].pop("version")  # of `tokenizers`, whichever is installed
+        manifest.pop("checksum")
+    assert json.dumps(old) == json.dumps(new)
 
 
 def test_gives_the_same_rows(golden: TokenStore) -> None:
     reader = RowReader(golden, open_pack(golden, seq_len=16))
     assert reader.fingerprint == "store:0f39bb6e7dabdbfb pack:bfd-16:eb4ffec6a581f06b document_mask:on"
-    batch = Stream(reader, global_batch=4, seed=5).next()
+    batch = Stream(reader, global_batch_size=4, seed=5).next()
     assert batch.row_ids.tolist() == [0, 3, 1, 2]
     assert batch.valid_tokens == 57
     assert np.array_equal(batch.rows.input_ids[0, :16], golden.document(1)[:16])
 
 
-def test_version_2_is_whole() -> None:
-    store = TokenStore.open(GOLDEN_2)
+def test_a_store_of_selected_documents() -> None:
+    store = TokenStore.open(GOLDEN_SELECTION)
     store.verify()
     assert verify_packs(store) == 2
     manifest = store.manifest
     assert manifest.fingerprint == "3e4b0035bc4e17c30bdc6619c0b10f4a543b2d34421dffd2a2e8d49f24e65f88"
     assert store.lengths.tolist() == [14, 27, 27]
-    assert manifest.read == Amount(documents=8, text_bytes=378, tokens=74)
+    assert manifest.read == DocumentTotals(documents=8, text_bytes=378, tokens=74)
     assert manifest.left_out == {
-        "duplicate": Amount(documents=1, text_bytes=1),
-        "empty": Amount(documents=1),
-        "too few tokens": Amount(documents=2, text_bytes=2, tokens=6),
-        "too many characters": Amount(documents=1, text_bytes=243),
+        "duplicate": DocumentTotals(documents=1, text_bytes=1),
+        "empty": DocumentTotals(documents=1),
+        "too few tokens": DocumentTotals(documents=2, text_bytes=2, tokens=6),
+        "too many characters": DocumentTotals(documents=1, text_bytes=243),
     }
-    assert (manifest.selection, manifest.shard_tokens, manifest.merged_from) == (SELECTION_2, 30, 1)
+    assert (manifest.selection, manifest.shard_tokens, manifest.merged_from) == (SELECTION, 30, 1)
     assert manifest.engine["name"] == "hf"
-
-
-def test_version_2_has_the_same_bytes(tmp_path: Path) -> None:
-    documents = [Document(text=text, source=str(i)) for i, text in enumerate(TEXTS_2)]
-    tokenizer = TokenStore.open(GOLDEN_2).tokenizer()
-    store = tmp_path / "store"
-    prepare_documents(documents, tokenizer=tokenizer, out=store, shard_tokens=30, engine="hf", selection=SELECTION_2)
-    for mode in ("bfd", "concat"):
-        pack(TokenStore.open(store), seq_len=16, mode=mode)
-    written = {path.relative_to(store) for path in store.rglob("*") if path.is_file()}
-    assert written == {path.relative_to(GOLDEN_2) for path in GOLDEN_2.rglob("*") if path.is_file()}
-    for path in sorted(written - {Path("manifest.json")}):
-        assert (store / path).read_bytes() == (GOLDEN_2 / path).read_bytes(), path
-    old, new = (json.loads((folder / "manifest.json").read_bytes()) for folder in (GOLDEN_2, store))
-    for manifest in (old, new):
-        manifest["engine"].pop("version")  # of `tokenizers`, whichever is installed
-        manifest.pop("checksum")
-    assert json.dumps(old) == json.dumps(new)

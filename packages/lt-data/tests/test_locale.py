@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from lt_data import DataError, RowReader, Stream, TokenStore, open_pack
-from lt_data.names import local, portable
-from lt_data.storage import os_errors
+from lt_data.file_names import to_local_name, to_portable_name
+from lt_data.storage import translate_os_errors
 
 # Several commands in one process, separated by `;`: the arguments come from the system, as a user's do.
 DRIVER = """
@@ -87,9 +87,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(top / "made", UTF8, *MAKE)
     store = TokenStore.open(top / "made" / "störe")
     reader = RowReader(store, open_pack(store, seq_len=SEQ_LEN))
-    stream = Stream(reader, global_batch=reader.n_rows, seed=1)
-    event = {"event": "data", **stream.state.to_json(), "global_batch": reader.n_rows, "dp_size": 1}
-    data = {"store": "störe", "seq_len": SEQ_LEN, "pack": "bfd", "document_mask": True, "shuffle": True}
+    stream = Stream(reader, global_batch_size=reader.n_rows, seed=1)
+    event = {"event": "data", **stream.state.to_dict(), "global_batch_size": reader.n_rows, "dp_size": 1}
+    data = {"store": "störe", "seq_len": SEQ_LEN, "packing": "bfd", "document_mask": True, "shuffle": True}
     (top / "läuft").mkdir()
     (top / "läuft" / "events.jsonl").write_text(json.dumps(event) + "\n", encoding="utf-8")
     recipe = json.dumps({"recipe": {"data": data}}, ensure_ascii=False)
@@ -117,6 +117,7 @@ def latin_locale(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"LOCPATH": str(folder)}
 
 
+@pytest.mark.guarantee("locale")
 @pytest.mark.parametrize("name", ENVIRONMENTS)
 def test_the_store_is_the_same_and_every_command_prints(
     reference: Path, inspected: object, name: str, request: pytest.FixtureRequest
@@ -163,8 +164,9 @@ def test_sources_are_in_the_order_of_their_bytes(reference: Path) -> None:
 
 
 def test_portable_names_are_the_same_text_everywhere(reference: Path) -> None:
-    code = "import os; from lt_data.names import local, portable; names = os.listdir('.'); "
-    code += "assert [local(portable(name)) for name in names] == names; print(sorted(map(ascii, map(portable, names))))"
+    code = "import os; from lt_data.file_names import to_local_name, to_portable_name; names = os.listdir('.'); "
+    code += "assert [to_local_name(to_portable_name(name)) for name in names] == names; "
+    code += "print(sorted(map(ascii, map(to_portable_name, names))))"
     seen = set()
     for environment in (UTF8, ASCII):
         done = subprocess.run(
@@ -176,8 +178,8 @@ def test_portable_names_are_the_same_text_everywhere(reference: Path) -> None:
         )
         seen.add(done.stdout)
     assert len(seen) == 1
-    assert portable("ä") == local("ä") == "ä"
-    assert portable("caf\udce9") == "caf\udce9"
+    assert to_portable_name("ä") == to_local_name("ä") == "ä"
+    assert to_portable_name("caf\udce9") == "caf\udce9"
 
 
 def test_a_name_that_the_locale_cannot_express_is_said(tmp_path: Path) -> None:
@@ -186,8 +188,8 @@ def test_a_name_that_the_locale_cannot_express_is_said(tmp_path: Path) -> None:
         [sys.executable, "-c", code], cwd=tmp_path, env=ASCII, capture_output=True, encoding="utf-8", check=False
     )
     assert (
-        "DataError: cannot read the token store's st\\xf6re/manifest.json: under this locale file names" in done.stderr
+        "DataError: cannot read the token store's st\\xf6re/manifest.json: the locale encodes file names" in done.stderr
     )
     assert "set LC_ALL=C.UTF-8" in done.stderr
-    with pytest.raises(DataError, match="are ascii, which"), os_errors("open", "ä"):
+    with pytest.raises(DataError, match="as ascii, which"), translate_os_errors("open", "ä"):
         "ä".encode("ascii")

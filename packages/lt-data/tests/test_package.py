@@ -88,5 +88,5 @@ def test_readme_program_runs_in_an_empty_folder(tmp_path: Path) -> None:
         [sys.executable, "-W", "error", "-c", program], cwd=tmp_path, capture_output=True, encoding="utf-8", check=False
     )
     assert run.returncode == 0, run.stderr
-    assert run.stdout.startswith("(4, 128) ")
-    assert "Document " in run.stdout
+    assert run.stdout.startswith("(4, 16) ")
+    assert "StreamState(" in run.stdout

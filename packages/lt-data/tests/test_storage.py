@@ -11,7 +11,7 @@ import pytest
 
 from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents
 from lt_data import storage as storage_module
-from lt_data.storage import new_folder, write_file
+from lt_data.storage import atomic_folder, write_file
 
 
 class FailingDisk:
@@ -117,7 +117,7 @@ def test_everything_is_synced_before_the_rename_and_the_parent_after(
 
 def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:
     def interrupted() -> None:
-        with new_folder(tmp_path / "made") as building:
+        with atomic_folder(tmp_path / "made") as building:
             (building / "file").write_text("x", encoding="utf-8")
             raise KeyboardInterrupt
 
@@ -128,11 +128,11 @@ def test_a_failing_block_leaves_nothing(tmp_path: Path) -> None:
 
 def test_target_that_appears_meanwhile_is_not_touched(tmp_path: Path) -> None:
     def overtaken() -> None:
-        with new_folder(tmp_path / "made"):
+        with atomic_folder(tmp_path / "made"):
             (tmp_path / "made").mkdir()
             (tmp_path / "made/theirs").write_text("x", encoding="utf-8")
 
-    with pytest.raises(DataError, match="written there meanwhile"):
+    with pytest.raises(DataError, match="another process wrote there"):
         overtaken()
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
     assert (tmp_path / "made/theirs").read_text(encoding="utf-8") == "x"
@@ -175,7 +175,7 @@ def test_folders_made_on_the_way_are_on_the_disk_too(tmp_path: Path, monkeypatch
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", note)
-    with new_folder(tmp_path / "a" / "b" / "made") as building:
+    with atomic_folder(tmp_path / "a" / "b" / "made") as building:
         write_file(building / "file", b"x")
     for name in ("a", "a/b", "a/b/made"):
         assert (tmp_path / name).name in kept[(tmp_path / name).parent], name

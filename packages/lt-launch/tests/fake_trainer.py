@@ -75,4 +75,4 @@ while step < steps:
         folder.mkdir(exist_ok=True)
         (folder / "COMMIT").touch()
     time.sleep(pause)
-event("done", step=step)
+event("completed", step=step)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.places import read_lines, read_table
-from lt_launch.spec import AGENT
+from lt_launch.spec import AGENT_DIR
 
 PYTHON = [sys.executable, "-S", "-E"]
 """Without site-packages: a process starts in a few milliseconds."""
@@ -39,7 +39,7 @@ class Stage:
         self.processes: list[subprocess.Popen[bytes]] = []
 
     def command(self, *arguments: str) -> list[str]:
-        return [*PYTHON, str(AGENT), arguments[0], str(self.spec), *arguments[1:]]
+        return [*PYTHON, str(AGENT_DIR), arguments[0], str(self.spec), *arguments[1:]]
 
     def open(self) -> str:
         return subprocess.run(self.command("open"), capture_output=True, text=True, check=True).stdout.strip()
@@ -103,6 +103,7 @@ def alive(pid: int) -> bool:
 WAIT = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
 
 
+@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(
     ("rank", "code"),
     [(0, 1), (1, 2), (2, 7), (3, 64), (0, 70), (1, 85), (2, 127), (3, 137), (0, 254), (1, 255)]
@@ -158,13 +159,13 @@ def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..
 
 
 def test_what_an_earlier_attempt_completed_proves_nothing(stage: Callable[..., Stage], tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "done"}\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "completed"}\n')
     made = stage("pass", procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
     attempt = made.open()
     assert made.start(attempt).wait(60) == 0
     assert made.verdict(attempt)[0] == 70
     program = (
-        f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "done"}}\\n\')'
+        f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "completed"}}\\n\')'
     )
     made = stage(program, procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
     attempt = made.open()
@@ -201,6 +202,7 @@ sys.exit(75)
 """
 
 
+@pytest.mark.guarantee("launch-signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
     stage: Callable[..., Stage], number: int
@@ -233,6 +235,7 @@ def test_a_signal_that_comes_before_the_agent_can_take_it_is_not_lost(stage: Cal
     assert (code, result["kind"]) == (75, "stopped")
 
 
+@pytest.mark.guarantee("launch-signals")
 def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: Callable[..., Stage]) -> None:
     made = stage(f"{IGNORES}print('ready', flush=True)\ntime.sleep(100)", grace_s=0.5, procs_per_node=2)
     attempt = made.open()
@@ -309,6 +312,7 @@ def test_ranks_end_when_the_agent_is_killed_and_the_node_counts_as_lost(stage: C
     assert "is lost (ranks 0 to 2)" in told
 
 
+@pytest.mark.guarantee("slurm-lost-node")
 def test_an_agent_that_nobody_watches_and_that_is_killed_ends_the_other_nodes(stage: Callable[..., Stage]) -> None:
     made = stage("import time; time.sleep(600)", procs_per_node=1, nodes=2, settle_s=0.1)
     attempt = made.open()

@@ -48,9 +48,9 @@ def test_help_of_a_command_is_plain_text(run_lt: Run) -> None:
             64,
             "lt demo: the command needs surely_missing_plot: pip install 'demo-tools[plot]'\n",
         ),
-        (["deno"], 64, "error: lt deno: there is no such command; did you mean lt demo?\n"),
-        (["zzzz"], 64, "error: lt zzzz: there is no such command; lt --help lists the commands\n"),
-        (["--nonsense"], 64, "error: lt --nonsense: there is no such option; lt --help lists what there is\n"),
+        (["deno"], 64, "error: lt deno: no such command; did you mean lt demo?\n"),
+        (["zzzz"], 64, "error: lt zzzz: no such command; lt --help lists the commands\n"),
+        (["--nonsense"], 64, "error: lt --nonsense: no such option; see lt --help\n"),
     ],
 )
 def test_endings_without_a_traceback(run_lt: Run, arguments: list[str], code: int, message: str) -> None:
@@ -121,8 +121,8 @@ def test_a_command_of_lt_that_is_not_installed_says_what_to_install(
 
 def test_the_catalog_agrees_with_the_installed_packages() -> None:
     for name, entry in installed_commands().items():
-        if catalog.package_of(entry) in catalog.PACKAGES:
-            assert catalog.COMMANDS[name].install.partition("[")[0] == catalog.package_of(entry)
+        if catalog.package_name(entry) in catalog.PACKAGES:
+            assert catalog.COMMANDS[name].install.partition("[")[0] == catalog.package_name(entry)
 
 
 @pytest.mark.skipif("data" not in installed_commands(), reason="needs lt-data")

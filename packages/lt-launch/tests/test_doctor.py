@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.look import look
-from lt_launch.costs import estimate
+from lt_launch.costs import estimate_costs
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Resources, Stage
-from lt_launch.machine import describe, findings
+from lt_launch.machine import describe_machine, machine_findings
 from lt_launch.profile import Profile
-from lt_launch.runfile import Wanted, read
+from lt_launch.run_file import RunOverrides, read_run_file
 
 GOOD: dict[str, Any] = {
     "host": "h",
@@ -30,37 +30,37 @@ GOOD: dict[str, Any] = {
     "memlock": "unlimited",
     "packages": {"lt-trainer": "0.1.0", "lt-trainer-gpu": "0.1.0"},
 }
-TRAIN = Pipeline.of(
+TRAIN = Pipeline.from_job(
     Job(name="x", argv=("x",), completion="run_dir", run_dir="r", engine="gpu", procs_per_node=8, nodes=2)
 )
 
 
 def levels(found: dict[str, Any], pipeline: Pipeline | None = TRAIN) -> dict[str, str]:
-    return {finding.what: finding.level for finding in findings(found, pipeline)}
+    return {finding.check: finding.level for finding in machine_findings(found, pipeline)}
 
 
 def test_a_good_machine() -> None:
     assert set(levels(GOOD).values()) == {"ok"}
-    assert describe(GOOD) == "96 cores, 1024 GiB, 8 x NVIDIA H100"
+    assert describe_machine(GOOD) == "96 cores, 1024 GiB, 8 x NVIDIA H100"
 
 
 @pytest.mark.parametrize(
     ("change", "what", "level"),
     [
-        ({"python": "3.9.1"}, "python", "wrong"),
-        ({"packages": {"lt-trainer": "0.1.0"}}, "packages", "wrong"),
-        ({"packages": {}}, "packages", "wrong"),
-        ({"devices": ["NVIDIA H100"] * 7}, "devices", "wrong"),
+        ({"python": "3.9.1"}, "python", "error"),
+        ({"packages": {"lt-trainer": "0.1.0"}}, "packages", "error"),
+        ({"packages": {}}, "packages", "error"),
+        ({"devices": ["NVIDIA H100"] * 7}, "devices", "error"),
         ({"devices": []}, "devices", "warning"),
-        ({"writable": False}, "disk", "wrong"),
+        ({"writable": False}, "disk", "error"),
         ({"free_gib": 3.0}, "disk", "warning"),
         ({"shm_gib": 0.06}, "/dev/shm", "warning"),
-        ({"memlock": "65536"}, "memlock", "wrong"),
+        ({"memlock": "65536"}, "memlock", "error"),
     ],
 )
 def test_what_is_wrong_has_a_remedy(change: dict[str, Any], what: str, level: str) -> None:
-    found = {finding.what: finding for finding in findings(GOOD | change, TRAIN, where="h7")}
-    assert (found[what].level, found[what].where) == (level, "h7")
+    found = {finding.check: finding for finding in machine_findings(GOOD | change, TRAIN, host="h7")}
+    assert (found[what].level, found[what].host) == (level, "h7")
     assert found[what].remedy
     assert [name for name, one in found.items() if one.level != "ok"] == [what]
 
@@ -107,24 +107,24 @@ TODAY = datetime.date(2026, 11, 21)
 def test_the_most_that_a_run_can_cost(prices: Profile) -> None:
     small = Job(name="a", argv=("x",), time_limit_s=1800)
     large = Job(name="b", argv=("x",), nodes=4, time_limit_s=36000, resources=Resources(instance_type="big"))
-    found = [finding.found for finding in estimate(pipeline_of(small, large), prices, today=TODAY)]
+    found = [finding.detail for finding in estimate_costs(pipeline_of(small, large), prices, today=TODAY)]
     assert found == [
         "a: at most 0.5 node hours x 2 = 1.00 USD",
         "b: at most 40 node hours x 60 = 2400.00 USD",
         "at most 2401.00 USD for one attempt of each stage, at prices of 2026-11-01",
     ]
-    (array, _) = estimate(pipeline_of(small, array=10), prices, today=TODAY)
-    assert array.found == "a: at most 5 node hours x 2 = 10.00 USD"
+    (array, _) = estimate_costs(pipeline_of(small, array=10), prices, today=TODAY)
+    assert array.detail == "a: at most 5 node hours x 2 = 10.00 USD"
 
 
 def test_what_is_not_known_is_said(prices: Profile) -> None:
     open_ended = Job(name="a", argv=("x",))
-    (last,) = estimate(pipeline_of(open_ended), prices, today=TODAY)
-    assert (last.level, last.found.endswith("without a")) == ("warning", True)
+    (last,) = estimate_costs(pipeline_of(open_ended), prices, today=TODAY)
+    assert (last.level, last.detail.endswith("without a")) == ("warning", True)
     limited = Job(name="a", argv=("x",), time_limit_s=60)
-    *_, old = estimate(pipeline_of(limited), prices, today=datetime.date(2027, 3, 1))
-    assert (old.level, old.found.endswith("120 days old")) == ("warning", True)
-    assert list(estimate(pipeline_of(limited), Profile())) == []
+    *_, old = estimate_costs(pipeline_of(limited), prices, today=datetime.date(2027, 3, 1))
+    assert (old.level, old.detail.endswith("120 days old")) == ("warning", True)
+    assert list(estimate_costs(pipeline_of(limited), Profile())) == []
 
 
 def test_what_the_plan_expects_a_training_job_to_take(prices: Profile, tmp_path: Path) -> None:
@@ -132,10 +132,10 @@ def test_what_the_plan_expects_a_training_job_to_take(prices: Profile, tmp_path:
         '[job]\nrecipe = "r.toml"\nprocs_per_node = 8\ntime_limit = "60s"\n[job.resources]\ninstance_type = "big"\n'
     )
     (tmp_path / "r.toml").write_text('[model]\npreset = "litespark-default"\n[data]\nstore = "s"\n')
-    pipeline = read(tmp_path / "run.toml", Profile(), Wanted()).pipeline
-    found = {finding.what: finding for finding in estimate(pipeline, prices, today=TODAY)}
-    assert "as lt train plan sees it" in found["plan"].found
-    assert (found["plan"].level, "more than its time limit" in found["plan"].found) == ("warning", True)
+    pipeline = read_run_file(tmp_path / "run.toml", Profile(), RunOverrides()).pipeline
+    found = {finding.check: finding for finding in estimate_costs(pipeline, prices, today=TODAY)}
+    assert "estimated by lt train plan" in found["plan"].detail
+    assert (found["plan"].level, "more than its time limit" in found["plan"].detail) == ("warning", True)
 
 
 @pytest.mark.parametrize("text", ["", "date = 2026-11-01", "date = 2026-11-01\n[per_node_hour]\na = 'x'", "= 1"])
@@ -143,4 +143,4 @@ def test_price_files_that_are_none(tmp_path: Path, text: str) -> None:
     (tmp_path / "p.toml").write_text(text)
     profile = Profile().with_values({"prices.file": str(tmp_path / "p.toml")}, "test")
     with pytest.raises(LaunchError, match=r"prices\.file"):
-        list(estimate(pipeline_of(Job(name="a", argv=("x",))), profile, today=TODAY))
+        list(estimate_costs(pipeline_of(Job(name="a", argv=("x",))), profile, today=TODAY))

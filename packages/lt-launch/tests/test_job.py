@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from lt_launch.job import Container, Job, Pipeline, Resources, Restart, Stage, as_table
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
+from lt_launch.launch_dir import pipeline_from_dict
 from lt_launch.profile import Profile
-from lt_launch.record import pipeline_from
 from lt_trainer.errors import RecipeError
 
 
@@ -20,7 +20,7 @@ def job(name: str = "train", **values: Any) -> Job:
         ({"argv": ()}, "job.argv"),
         ({"nodes": 0}, "job.nodes"),
         ({"procs_per_node": 0}, "job.procs_per_node"),
-        ({"grace_s": -1.0}, "job.grace_s"),
+        ({"grace_period_s": -1.0}, "job.grace_period_s"),
         ({"completion": "run_dir"}, "job.run_dir"),
         ({"completion": "never"}, "job.completion"),
         ({"spawner": "mpirun"}, "job.spawner"),
@@ -49,6 +49,7 @@ def test_names_that_every_target_takes(name: str) -> None:
     assert job(name).name == name
 
 
+@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize(
     "name",
     [
@@ -76,6 +77,7 @@ def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
     assert job(env={name: "1"}).env == {name: "1"}
 
 
+@pytest.mark.guarantee("no-secrets")
 @pytest.mark.parametrize("line", ["export HF_TOKEN=hush-hush", "a; WANDB_API_KEY='hush-hush' b", "MY_SECRET=hush"])
 def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None:
     for made in (
@@ -111,26 +113,26 @@ def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:
     with pytest.raises(RecipeError, match="no stage before it"):
         Pipeline(name="p", stages=(second, first))
     element = Stage(job=job("prepare.2"))
-    with pytest.raises(RecipeError, match="two stages have this name, or one has that of an array's element"):
+    with pytest.raises(RecipeError, match="two stages, or a stage and an array element, have this name"):
         Pipeline(name="p", stages=(Stage(job=job("prepare"), array=3), element))
     assert Pipeline(name="p", stages=(Stage(job=job("prepare"), array=2), element))
-    with pytest.raises(RecipeError, match="two stages have this name"):
+    with pytest.raises(RecipeError, match="have this name"):
         Pipeline(name="p", stages=(first, first))
     with pytest.raises(RecipeError, match="a pipeline needs stages"):
         Pipeline(name="p", stages=())
 
 
 def test_only_is_the_job_of_a_lone_stage() -> None:
-    assert Pipeline.of(job()).only == job()
-    with pytest.raises(RecipeError, match="runs one job"):
-        _ = Pipeline(name="p", stages=(Stage(job=job("a")), Stage(job=job("b")))).only
-    with pytest.raises(RecipeError, match="runs one job"):
-        _ = Pipeline(name="p", stages=(Stage(job=job("a"), array=2),)).only
+    assert Pipeline.from_job(job()).single_job == job()
+    with pytest.raises(RecipeError, match="runs single jobs"):
+        _ = Pipeline(name="p", stages=(Stage(job=job("a")), Stage(job=job("b")))).single_job
+    with pytest.raises(RecipeError, match="runs single jobs"):
+        _ = Pipeline(name="p", stages=(Stage(job=job("a"), array=2),)).single_job
 
 
 def test_an_array_is_no_job_of_several_processes() -> None:
-    assert Stage(job=job(), array=3).indexes == (0, 1, 2)
-    assert Stage(job=job()).indexes == (None,)
+    assert Stage(job=job(), array=3).array_indices == (0, 1, 2)
+    assert Stage(job=job()).array_indices == (None,)
     with pytest.raises(RecipeError, match="either an array"):
         Stage(job=job(procs_per_node=2), array=3)
 
@@ -147,18 +149,18 @@ def test_what_a_launch_keeps_reads_back_equal() -> None:
         run_dir="runs/x",
         recipe="[run]\n",
         resources=Resources(gpus_per_node=8, constraint="a100"),
-        container=Container(image="x.sqsh", mounts=("/a:/b:ro",)),
-        restart=Restart(max_restarts=1),
+        container=ContainerImage(image="x.sqsh", mounts=("/a:/b:ro",)),
+        restart=RestartPolicy(max_restarts=1),
     )
     made = Pipeline(
         name="p",
         stages=(Stage(job=job("a"), array=4, array_limit=2), Stage(job=full, after=("a",), inputs=("x",))),
         out="o",
     )
-    assert pipeline_from(json.loads(json.dumps(as_table(made)))) == made
+    assert pipeline_from_dict(json.loads(json.dumps(to_dict(made)))) == made
 
 
 @pytest.mark.parametrize("mount", ["/a", "/a:", ":/b", "a:b:c:d"])
 def test_mounts_that_are_none(mount: str) -> None:
     with pytest.raises(RecipeError, match="is not a mount"):
-        Container(image="x", mounts=(mount,))
+        ContainerImage(image="x", mounts=(mount,))

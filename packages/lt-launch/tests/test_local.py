@@ -55,7 +55,7 @@ class Lt:
         argv = json.dumps([*PYTHON, str(TRAINER), "runs/x", str(steps), str(pause)])
         self.write(
             f'[job]\nname = "x"\nargv = {argv}\nprocs_per_node = {procs}\ncompletion = "run_dir"\nrun_dir = "runs/x"\n'
-            f"grace_s = 20.0\n{more}\n[job.env]\n{env}\n"
+            f"grace_period_s = 20.0\n{more}\n[job.env]\n{env}\n"
         )
 
     def events(self, run: str = "x") -> list[dict[str, Any]]:
@@ -104,14 +104,15 @@ def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> 
     assert lt.attempts() == [("done", 3)]
     kept = lt.folder / "runs" / "x" / "launch"
     assert json.loads((kept / "rendered" / "x.spec.json").read_text())["env"] == {"GREETING": "hello"}
-    assert json.loads((kept / "launch.json").read_text())["backend"] == "local"
+    assert json.loads((kept / "launch.json").read_text())["target"] == "local"
     assert "lt-launch" in json.loads((kept / "environment.json").read_text())["packages"]
     assert all(b"hush" not in path.read_bytes() for path in kept.rglob("*") if path.is_file())
     assert (lt.folder / "runs" / "x" / ".lt-run").exists()  # lt-trainer takes the folder as its own
-    assert "done already, skipped" in lt.run("run", "run.toml")
+    assert "completed already, skipped" in lt.run("run", "run.toml")
     assert lt.attempts() == [("done", 3)]
 
 
+@pytest.mark.guarantee("launch-success")
 def test_success_is_rank_0s_note_and_not_an_exit_code(lt: Lt) -> None:
     lt.trainer(3, env='FAULT = "0:2:quiet"', procs=1)
     shown = lt.run("run", "run.toml", code=70)
@@ -131,6 +132,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) 
     assert not resumed[1].endswith("step 0")
 
 
+@pytest.mark.guarantee("restart-progress")
 def test_no_restart_loop_when_no_new_checkpoint_comes(lt: Lt) -> None:
     lt.trainer(9, 0.02, env='FAULT_ALWAYS = "0:3:-9"', procs=1, more="[job.restart]\nmax_without_progress = 2")
     shown = lt.run("run", "run.toml", code=137)
@@ -170,6 +172,7 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal
     assert not any(alive(pid) for pid in lt.pids())
 
 
+@pytest.mark.guarantee("no-orphans")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ties a process to its parent")
 def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
     lt.trainer(1000, 0.05, env='FAULT = "1:2:hang"')  # one rank does not even listen to SIGTERM
@@ -183,7 +186,7 @@ def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
     while any(alive(pid) for pid in pids):
         assert time.monotonic() - start < 10
         time.sleep(0.05)
-    assert "whoever ran it is gone" in lt.run("status", "x")
+    assert "the process that ran it is gone" in lt.run("status", "x")
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
@@ -229,6 +232,7 @@ def ran(lt: Lt) -> dict[str, int]:
     return {path.stem: len(path.read_text().split()) for path in sorted(lt.folder.glob("*.log"))}
 
 
+@pytest.mark.guarantee("pipeline-resume")
 def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_content(lt: Lt) -> None:
     lt.write(PIPELINE)
     shown = lt.run("run", "run.toml", code=1)
@@ -236,10 +240,10 @@ def test_a_pipeline_stops_at_a_failure_goes_on_there_and_skips_what_is_done_by_c
     once = {"download": 1, "prepare.0": 1, "prepare.1": 1, "prepare.2": 1}
     assert ran(lt) == once | {"convert": 1}
     states = {row["stage"]: row["state"] for row in json.loads(lt.run("status", "wiki", "--json"))}
-    assert states == {f"prepare.{i}": "done" for i in range(3)} | {
-        "download": "done",
+    assert states == {f"prepare.{i}": "completed" for i in range(3)} | {
+        "download": "completed",
         "convert": "failed",
-        "export": "waiting",
+        "export": "pending",
     }
     (lt.folder / "allowed").touch()
     lt.run("run", "run.toml")
@@ -274,15 +278,17 @@ slots = 2
 """
 
 
+@pytest.mark.guarantee("pipeline-parallel")
 def test_stages_that_do_not_wait_for_each_other_run_side_by_side(lt: Lt) -> None:
     """Each of the two ends only when the other has begun."""
     lt.write(SIDE_BY_SIDE)
     shown = lt.run("run", "run.toml")
     assert "[left] left is here" in shown
     assert (lt.folder / "both").read_text() == "left\nright\n"
-    assert "both: done already, skipped" in lt.run("run", "run.toml")
+    assert "both: completed already, skipped" in lt.run("run", "run.toml")
 
 
+@pytest.mark.guarantee("pipeline-parallel")
 @pytest.mark.parametrize(("slots", "more"), [(1, ""), (8, "resources = { gpus_per_node = 1 }")])
 def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
     """By places, or because both use the devices: neither begins while the other runs."""
@@ -292,6 +298,7 @@ def test_what_there_is_no_room_for_waits(lt: Lt, slots: int, more: str) -> None:
     lt.run("run", "run.toml")
 
 
+@pytest.mark.guarantee("pipeline-parallel")
 def test_a_failure_keeps_what_comes_after_it_from_beginning_and_disturbs_no_other(lt: Lt) -> None:
     lt.write(
         """
@@ -316,10 +323,10 @@ slots = 2
 """
     )
     shown = lt.run("run", "run.toml", code=7)
-    assert "behind: not begun, for bad did not succeed" in shown
+    assert "behind: not started, because bad did not succeed" in shown
     assert sorted(path.name for path in lt.folder.iterdir() if path.is_file()) == ["began", "good", "last", "run.toml"]
     states = {row["stage"]: row["state"] for row in json.loads(lt.run("status", "p", "--json"))}
-    assert states == {"bad": "failed", "behind": "waiting", "good": "done", "last": "done"}
+    assert states == {"bad": "failed", "behind": "pending", "good": "completed", "last": "completed"}
 
 
 def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
@@ -371,15 +378,15 @@ def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:
         str(lt.folder / "runs") + "/", ""
     )
     row = json.loads(lt.run("status", "x", "--json"))[0]
-    assert (row["state"], row["attempt"], row["code"]) == ("running", 0, None)
+    assert (row["state"], row["attempt"], row["exit_code"]) == ("running", 0, None)
     assert lt.run("logs", "runs/x") == "rank 0 of 2 goes on from step 0\n"
     assert lt.run("logs", "runs/x", "--rank", "1") == "rank 1 of 2 goes on from step 0\n"
     follower = lt.start("logs", "x", "-f")
-    assert "training saves and leaves" in lt.run("cancel", "x")
+    assert "training saves and exits" in lt.run("cancel", "x")
     assert follower.communicate(timeout=120)[0] == "rank 0 of 2 goes on from step 0\nrank 0 stopped\n"
     lt.until(lambda: lt.attempts())
     lt.until(lambda: json.loads(lt.run("status", "x", "--json"))[0]["state"] == "cancelled")
-    assert "nobody runs it" in lt.run("cancel", "x")
+    assert "it is not running" in lt.run("cancel", "x")
     assert "cancelled" in lt.run("list")
 
 
@@ -400,7 +407,7 @@ def test_what_this_machine_alone_cannot_do_is_refused_before_anything_is_written
 def test_a_variable_by_name_that_is_not_there_is_refused_before_anything_is_written(lt: Lt) -> None:
     lt.write('[job]\nargv = ["true"]\npass_env = ["MY_OWN_TOKEN"]\n')
     told = lt.run("run", "run.toml", code=64)
-    assert "job.pass_env = 'MY_OWN_TOKEN': is handed on by name" in told
+    assert "job.pass_env = 'MY_OWN_TOKEN': is passed by name" in told
     assert "export MY_OWN_TOKEN" in told
     assert not (lt.folder / "runs").exists()
     lt.run("run", "run.toml", env={"MY_OWN_TOKEN": ""})

@@ -33,7 +33,7 @@ def test_the_examples_render_as_the_golden_files_say(example: str, target: str, 
     profile = tmp_path / "profile.toml"
     profile.write_text('python = "python3"\n' if target == "local" else "")
     out = tmp_path / "out"
-    render(f"examples/launch/{example}.toml", "--on", target, "--profile", profile, "--to", out)
+    render(f"examples/launch/{example}.toml", "--on", target, "--profile", profile, "--output-dir", out)
     files = {path.relative_to(out).as_posix(): path for path in sorted(out.rglob("*")) if path.is_file()}
     found = {name: stable(name, path.read_text()) for name, path in files.items() if not name.endswith("recipe.toml")}
     golden = GOLDEN / f"{example}.{target}"
@@ -49,7 +49,7 @@ def test_the_examples_render_as_the_golden_files_say(example: str, target: str, 
 def test_what_is_printed_is_what_a_launch_keeps(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('[job]\nargv = ["true"]\n')
     environ = {**os.environ, "LT_LAUNCH_HOME": str(tmp_path)}
-    for arguments in (["render", "run.toml", "--to", "rendered"], ["run", "run.toml"]):
+    for arguments in (["render", "run.toml", "--output-dir", "rendered"], ["run", "run.toml"]):
         subprocess.run([sys.executable, "-m", "lt_launch", "launch", *arguments], cwd=tmp_path, env=environ, check=True)
     kept = tmp_path / "runs" / "run" / "launch" / "rendered"
     assert (kept / "run.spec.json").read_text() == (tmp_path / "rendered" / "run.spec.json").read_text()
@@ -74,12 +74,12 @@ def test_a_folder_that_is_there_is_not_written_into(tmp_path: Path) -> None:
         "launch",
         "render",
         "examples/launch/tiny.toml",
-        "--to",
+        "--output-dir",
         str(tmp_path),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, list(tmp_path.iterdir())) == (64, [])
-    assert "there is something already" in done.stderr
+    assert "exists already" in done.stderr
 
 
 @pytest.mark.parametrize(("example", "target"), EXAMPLES)

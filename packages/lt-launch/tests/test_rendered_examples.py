@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from lt_launch.backend import backend
-from lt_launch.launching import as_text
+from lt_launch.launcher import format_rendered
 from lt_launch.profile import Profile
-from lt_launch.runfile import Wanted, read
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.target import get_target
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES, RENDERED = ROOT / "examples" / "launch", Path(__file__).parent / "data" / "rendered"
@@ -27,8 +27,8 @@ CASES = {
 
 def text_of(name: str) -> str:
     example, on = CASES[name]
-    file = read(EXAMPLES / example, Profile(), Wanted())
-    text = as_text(backend(on).render(file.pipeline, file.profile))
+    file = read_run_file(EXAMPLES / example, Profile(), RunOverrides())
+    text = format_rendered(get_target(on).render(file.pipeline, file.profile))
     text = text.replace(str(ROOT), "/repository")
     return re.sub(r"(  run\.toml: \|\n).*?(?=^---$)", r"\1    # the recipe\n", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -60,8 +60,8 @@ def test_the_console_fields_of_a_marketplace_job_are_all_there() -> None:
 
 
 def test_every_script_of_the_pipeline_is_clean() -> None:
-    file = read(EXAMPLES / "continued.toml", Profile(), Wanted())
-    for text in backend("slurm").render(file.pipeline, file.profile).files.values():
+    file = read_run_file(EXAMPLES / "continued.toml", Profile(), RunOverrides())
+    for text in get_target("slurm").render(file.pipeline, file.profile).files.values():
         done = subprocess.run(
             [Path(sys.executable).with_name("shellcheck"), "-"], input=text, capture_output=True, text=True, check=False
         )

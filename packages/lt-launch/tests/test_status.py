@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from lt_launch.agent.places import Place, write_table
-from lt_launch.backend import Rendered
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
+from lt_launch.launch_dir import acquire_lock, create, log_event
 from lt_launch.profile import Profile
-from lt_launch.record import create, event, hold
-from lt_launch.spec import spec
-from lt_launch.status import duration, list_known, overall, rows_of, show, show_nodes
-from lt_launch.training import progress, progress_of_lines
+from lt_launch.progress import parse_progress, read_progress
+from lt_launch.spec import stage_spec
+from lt_launch.status import format_duration, overall_state, show_launches, show_nodes, show_status, status_rows
+from lt_launch.target import RenderedLaunch
 
 STEPS, BATCH, SEQ = 1000, 8, 128
 
@@ -24,7 +24,7 @@ def run_directory(folder: Path, *, step: int, last: str = "start", speed: float 
     """What lt-trainer leaves after `step` steps on two devices."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / ".lt-run").write_text('{"format": "lt-run", "version": 1}')
-    recipe = {"schedule": {"max_steps": STEPS}, "batch": {"global_batch": BATCH}, "data": {"seq_len": SEQ}}
+    recipe = {"schedule": {"max_steps": STEPS}, "batch": {"global_batch_size": BATCH}, "data": {"seq_len": SEQ}}
     (folder / "recipe.json").write_text(json.dumps({"recipe": recipe}))
     events = [{"event": "start", "world": 2}, {"event": "checkpoint", "step": step}]
     events += [{"event": last}] if last != "start" else []
@@ -44,8 +44,8 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         Stage(job=Job(name="export", argv=("x",)), after=("train",)),
     )
     pipeline = Pipeline(name="p", stages=stages, out="runs/p")
-    specs = {stage.name: spec(stage, pipeline, Profile()) for stage in pipeline.stages}
-    made = create(pipeline, Profile(), "local", Rendered(files={}), specs)
+    specs = {stage.name: stage_spec(stage, pipeline, Profile()) for stage in pipeline.stages}
+    made = create(pipeline, Profile(), "local", RenderedLaunch(files={}), specs)
     for index in range(20):
         place = Place(made.directory / "stages/prepare/spec.json", index)
         number = place.new_attempt()
@@ -56,20 +56,20 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         write_table(place.attempt(number) / "exit.json", done)
     place = Place(made.directory / "stages/train/spec.json")
     place.new_attempt()
-    event(made, "attempt", stage="train", attempt=0, hosts=["h1", "h2", "h3", "h4"])
+    log_event(made, "attempt_started", stage="train", attempt=0, hosts=["h1", "h2", "h3", "h4"])
     run_directory(tmp_path / "runs/p/run", step=250)
     return made
 
 
 def test_progress_of_a_run(launch) -> None:
-    found = progress("runs/p/run")
+    found = read_progress("runs/p/run")
     assert found is not None
-    assert (found.step, found.steps, found.loss, found.tokens_per_sec) == (250, STEPS, 3.5, 1024.0)
+    assert (found.step, found.max_steps, found.loss, found.tokens_per_sec) == (250, STEPS, 3.5, 1024.0)
     assert found.eta_s == 750 * BATCH * SEQ / 1024
-    assert progress("runs/p") is None
+    assert read_progress("runs/p") is None
 
 
-RECIPE = "[schedule]\nmax_steps = 100\n[batch]\nglobal_batch = 8\n[data]\nseq_len = 64\n"
+RECIPE = "[schedule]\nmax_steps = 100\n[batch]\nglobal_batch_size = 8\n[data]\nseq_len = 64\n"
 
 
 def test_progress_of_what_rank_0_has_written() -> None:
@@ -81,32 +81,32 @@ def test_progress_of_what_rank_0_has_written() -> None:
         "step=20 val_loss=9 val_tokens=3",
         "# loss=1 of no step",
     ]
-    found = progress_of_lines(lines, made)
+    found = parse_progress(lines, made)
     assert found is not None
-    assert (found.step, found.steps, found.loss, found.tokens_per_sec, found.mfu) == (20, 100, 3.25, 1024.0, 0.5)
+    assert (found.step, found.max_steps, found.loss, found.tokens_per_sec, found.mfu) == (20, 100, 3.25, 1024.0, 0.5)
     assert found.eta_s == 80 * 8 * 64 / 1024
-    assert progress_of_lines(lines[2:], made) is None
+    assert parse_progress(lines[2:], made) is None
 
 
 def test_the_table(launch, capsys: pytest.CaptureFixture[str]) -> None:
-    with hold(launch):
-        show(["p"], as_json=False)
+    with acquire_lock(launch):
+        show_status(["p"], as_json=False)
     shown = capsys.readouterr().out.splitlines()
     assert " ".join(shown[0].split()) == "RUN ON STAGE STATE AGE STEP LOSS TOKENS/S MFU ETA WHERE"
     cells = [row.split() for row in shown]
-    assert cells[1][:6] == ["p", "local", "prepare[19", "of", "20]", "done"]
+    assert cells[1][:6] == ["p", "local", "prepare[19", "of", "20]", "completed"]
     assert cells[2][:4] == ["p", "local", "prepare.7", "failed"]
     train = cells[3]
     assert train[:4] == ["p", "local", "train", "running"]
     assert train[5:] == ["250/1000", "25%", "3.5000", "1.02k", "12m30s", "h1,", "h2,", "h3", "and", "1", "more"]
-    assert cells[4] == ["p", "local", "export", "waiting"]
+    assert cells[4] == ["p", "local", "export", "pending"]
     assert shown[5] == "p prepare.7: rank 0 on h was the first to fail: exit code 3"
 
 
 def test_states_when_nobody_runs_it(launch) -> None:
-    rows = {row["status"].stage: row["status"] for row in rows_of("p")}
-    assert (rows["train"].state, rows["train"].reason) == ("lost", "whoever ran it is gone")
-    assert rows["export"].state == "waiting"
+    rows = {row["status"].stage: row["status"] for row in status_rows("p")}
+    assert (rows["train"].state, rows["train"].reason) == ("lost", "the process that ran it is gone")
+    assert rows["export"].state == "pending"
     place = Place(launch.directory / "stages/train/spec.json")
     for kind, cancelled, state in [
         ("stopped", False, "requeued"),
@@ -116,23 +116,23 @@ def test_states_when_nobody_runs_it(launch) -> None:
         ("failed", False, "failed"),
     ]:
         if cancelled:
-            event(launch, "cancel")
+            log_event(launch, "cancel_requested")
         write_table(place.attempt(0) / "exit.json", {"kind": kind, "code": 75, "reason": "why"})
-        assert {row["status"].stage: row["status"].state for row in rows_of("p")}["train"] == state, kind
+        assert {row["status"].stage: row["status"].state for row in status_rows("p")}["train"] == state, kind
 
 
 def test_json_holds_the_same(launch, capsys: pytest.CaptureFixture[str]) -> None:
-    show(["p"], as_json=True)
+    show_status(["p"], as_json=True)
     rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}
     assert (rows["train"]["state"], rows["train"]["progress"]["step"]) == ("lost", 250)
     assert rows["train"]["progress"]["mfu"] is None
     assert rows["export"]["progress"] is None
 
 
-@pytest.mark.parametrize(("last", "state"), [("done", "done"), ("stop", "requeued"), ("start", "lost")])
+@pytest.mark.parametrize(("last", "state"), [("completed", "completed"), ("stop", "requeued"), ("start", "lost")])
 def test_a_run_that_was_started_without_a_launcher(tmp_path: Path, last: str, state: str) -> None:
     run_directory(tmp_path / "run", step=20, last=last)
-    (row,) = rows_of(tmp_path / "run")
+    (row,) = status_rows(tmp_path / "run")
     assert (row["status"].state, row["progress"].step) == (state, 20)
 
 
@@ -141,20 +141,20 @@ def test_colours_on_a_terminal(launch, monkeypatch: pytest.MonkeyPatch, capsys: 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
-    show(["p"], as_json=False)
+    show_status(["p"], as_json=False)
     assert "\x1b[1;31mlost\x1b[0m" in capsys.readouterr().out
 
 
 def test_the_list_of_launches(launch, capsys: pytest.CaptureFixture[str]) -> None:
-    list_known()
+    show_launches()
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["p", "local", "failed"]
 
 
 def test_where_nothing_was_launched_it_says_how_to(capsys: pytest.CaptureFixture[str]) -> None:
-    list_known()
+    show_launches()
     assert "lt launch run RUN.toml" in capsys.readouterr().err
     with pytest.raises(LaunchError, match=r"lt launch run RUN\.toml"):
-        show([], as_json=False)
+        show_status([], as_json=False)
 
 
 def test_nodes_are_shown_without_columns_that_nobody_fills(capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,32 +163,45 @@ def test_nodes_are_shown_without_columns_that_nobody_fills(capsys: pytest.Captur
 
 
 def test_the_worst_state_is_the_launchs() -> None:
-    assert overall(["done", "running", "waiting"]) == "running"
-    assert overall(["done", "failed", "running"]) == "failed"
-    assert overall(["done", "done"]) == "done"
+    assert overall_state(["completed", "running", "pending"]) == "running"
+    assert overall_state(["completed", "failed", "running"]) == "failed"
+    assert overall_state(["completed", "completed"]) == "completed"
 
 
 def test_spans_of_time() -> None:
     spans = [0, 59.4, 59.6, 3599, 3600, 86399, 86400, 1e6]
-    assert [duration(span) for span in spans] == ["0s", "59s", "1m00s", "59m59s", "1h00m", "23h59m", "1d00h", "11d13h"]
+    assert [format_duration(span) for span in spans] == [
+        "0s",
+        "59s",
+        "1m00s",
+        "59m59s",
+        "1h00m",
+        "23h59m",
+        "1d00h",
+        "11d13h",
+    ]
 
 
 def test_the_age_is_counted_from_the_attempts_begin(launch) -> None:
     place = Place(launch.directory / "stages/train/spec.json")
     then = time.time() - 3700
     os.utime(place.attempt(0), (then, then))
-    with hold(launch):
-        status = {row["status"].stage: row["status"] for row in rows_of("p")}["train"]
+    with acquire_lock(launch):
+        status = {row["status"].stage: row["status"] for row in status_rows("p")}["train"]
     assert status.since == then
 
 
 def test_a_damaged_launch_does_not_hide_the_others(launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pipeline = Pipeline.of(Job(name="other", argv=("x",)))
+    pipeline = Pipeline.from_job(Job(name="other", argv=("x",)))
     other = create(
-        pipeline, Profile(), "local", Rendered(files={}), {"other": spec(pipeline.stages[0], pipeline, Profile())}
+        pipeline,
+        Profile(),
+        "local",
+        RenderedLaunch(files={}),
+        {"other": stage_spec(pipeline.stages[0], pipeline, Profile())},
     )
     (other.directory / "launch.json").write_text("{")
-    show([], as_json=True)
+    show_status([], as_json=True)
     shown = capsys.readouterr()
     assert {row["run"] for row in json.loads(shown.out)} == {"p"}
     assert "launch.json is damaged" in shown.err

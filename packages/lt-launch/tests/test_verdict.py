@@ -71,6 +71,7 @@ def test_all_zero_is_not_done_where_rank_0_has_not_said_so() -> None:
     assert judge(TRAINS, agents) == judge(TRAINS, agents) | {"kind": "done", "code": 0, "step": 7}
 
 
+@pytest.mark.guarantee("first-failure")
 def test_the_earliest_own_failure_is_named_and_not_its_victims() -> None:
     """Others leave with 75 because a peer is gone, abort, or are told to stop; some of it before the records arrive."""
     agents = [
@@ -179,6 +180,7 @@ def attempts(tmp_path, steps: list[tuple[int, int]]) -> Place:
     return place
 
 
+@pytest.mark.guarantee("restart-progress")
 @pytest.mark.parametrize(
     ("steps", "yes"),
     [

@@ -1,19 +1,19 @@
-"""The formulas of `lt_model.activations` against the tensors that torch really keeps."""
+"""The formulas of `lt_model.activation_memory` against the tensors that torch really keeps."""
 
 import pytest
 import torch
 
 from lt_model import LlamaConfig, ModelError
-from lt_model.activations import (
-    SELECTIVE,
-    block_backward_per_token,
-    chunk_rows,
-    kept_per_token,
+from lt_model.activation_memory import (
+    SELECTIVE_SAVED_PRODUCTS,
+    activation_bytes_per_token,
+    block_backward_bytes_per_token,
     loss_bytes,
-    outer_per_token,
+    loss_chunk_tokens,
+    non_block_bytes_per_token,
 )
 from lt_model.llama import Llama
-from lt_model.loss import _chunk_rows
+from lt_model.loss import _chunk_tokens
 from lt_model.swiglu import swiglu
 
 SHAPES = {
@@ -45,8 +45,8 @@ def kept_bytes(config: LlamaConfig, batch: int, n_tokens: int, dtype: torch.dtyp
 def test_what_blocks_keep_is_what_the_formula_says(shape: str, dtype: torch.dtype, size: int) -> None:
     config = SHAPES[shape]
     tokens = 2 * 96
-    said = config.n_layers * sum(kept_per_token(config, element_bytes=size).values())
-    said += outer_per_token(config, element_bytes=size)
+    said = config.n_layers * sum(activation_bytes_per_token(config, element_bytes=size).values())
+    said += non_block_bytes_per_token(config, element_bytes=size)
     assert kept_bytes(config, 2, 96, dtype) == pytest.approx(said * tokens, rel=0.01)
 
 
@@ -56,41 +56,43 @@ def test_each_width_counts_by_itself() -> None:
     for change in ({"intermediate_size": 224}, {"n_kv_heads": 4}, {"n_layers": 5}):
         other = LlamaConfig(**{**base.to_dict(), "rope_scaling": None, **change})
         found = kept_bytes(other, 1, 64, torch.bfloat16) - kept_bytes(base, 1, 64, torch.bfloat16)
-        said = [config.n_layers * sum(kept_per_token(config).values()) * 64 for config in (other, base)]
+        said = [config.n_layers * sum(activation_bytes_per_token(config).values()) * 64 for config in (other, base)]
         assert found == pytest.approx(said[0] - said[1], rel=0.01), change
 
 
 def test_recomputation_keeps_less_and_brings_it_back_one_block_at_a_time() -> None:
     config = SHAPES["gqa"]
-    none, selective, full = (sum(kept_per_token(config, mode).values()) for mode in ("none", "selective", "full"))
+    none, selective, full = (
+        sum(activation_bytes_per_token(config, mode).values()) for mode in ("none", "selective", "full")
+    )
     assert full == 2 * config.hidden_size
     assert full < selective < none
-    assert set(SELECTIVE) < set(kept_per_token(config, "selective"))
-    plain = block_backward_per_token(config)
-    assert block_backward_per_token(config, "full") - plain == none - full
+    assert set(SELECTIVE_SAVED_PRODUCTS) < set(activation_bytes_per_token(config, "selective"))
+    plain = block_backward_bytes_per_token(config)
+    assert block_backward_bytes_per_token(config, "full") - plain == none - full
 
 
 def test_tensor_parallelism_divides_what_lies_between_the_products() -> None:
     config = SHAPES["gqa"]
-    whole, split = kept_per_token(config), kept_per_token(config, tp=2)
-    for name in ("queries", "keys", "values", "attention output", "softmax normalisers", "gate", "up", "product"):
+    whole, split = activation_bytes_per_token(config), activation_bytes_per_token(config, tp=2)
+    for name in ("queries", "keys", "values", "attention output", "softmax normalizers", "gate", "up", "product"):
         assert split[name] == whole[name] / 2, name
     for name in ("input", "first norm", "stream between", "second norm"):
         assert split[name] == whole[name], name
-    both = kept_per_token(config, tp=2, sequence_parallel=True)
+    both = activation_bytes_per_token(config, tp=2, sequence_parallel=True)
     assert both["input"] == whole["input"] / 2
     assert both["first norm"] == pytest.approx(whole["first norm"], rel=0.05)  # gathered for the products
 
 
 def test_the_loss_holds_a_chunk() -> None:
     config = SHAPES["gqa"]
-    held = loss_bytes(config, 4096, rows=256)
+    held = loss_bytes(config, 4096, chunk_tokens=256)
     assert held["logits"] == 256 * 96 * 6
     assert held["gradient of the head"] == 96 * 64 * 6
-    assert loss_bytes(config, 100, rows=256)["logits"] == 100 * 96 * 6
+    assert loss_bytes(config, 100, chunk_tokens=256)["logits"] == 100 * 96 * 6
     for vocab in (96, 32000, 128_256):
         weight = torch.empty(vocab, 8, device="meta")
-        assert chunk_rows(vocab) == _chunk_rows(torch.empty(4, 8, device="meta"), weight)
+        assert loss_chunk_tokens(vocab) == _chunk_tokens(torch.empty(4, 8, device="meta"), weight)
 
 
 def test_swiglu_is_its_formula_and_keeps_two_tensors() -> None:
@@ -108,7 +110,7 @@ def test_swiglu_is_its_formula_and_keeps_two_tensors() -> None:
     assert len(kept) == 2
 
 
-@pytest.mark.parametrize("wrong", [{"checkpointing": "some"}, {"tp": 0}, {"element_bytes": 0}])
+@pytest.mark.parametrize("wrong", [{"activation_checkpointing": "some"}, {"tp": 0}, {"element_bytes": 0}])
 def test_what_makes_no_sense_is_refused(wrong: dict) -> None:
     with pytest.raises(ModelError, match=next(iter(wrong))):
-        kept_per_token(SHAPES["gqa"], **wrong)
+        activation_bytes_per_token(SHAPES["gqa"], **wrong)

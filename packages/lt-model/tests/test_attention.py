@@ -2,6 +2,7 @@
 
 import sys
 import types
+from dataclasses import replace
 from importlib.machinery import ModuleSpec
 
 import pytest
@@ -10,14 +11,16 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import Llama, ModelError  # noqa: E402
-from lt_model.attention import BACKENDS, attention_backend, obstacle, usable_backends  # noqa: E402
+from lt_model import DocumentBoundaries, Llama, ModelError  # noqa: E402
+from lt_model.attention import BACKENDS, attention_backend, available_backends, unavailable_reason  # noqa: E402
 from lt_model.documents import (  # noqa: E402
-    find_documents,
     flash_attn_attention,
+    torch_varlen_metadata,
     varlen_attention,
-    varlen_documents,
+    varlen_metadata,
 )
+from lt_model.llama import LlamaBlock  # noqa: E402
+from lt_model.rope import rope_tables  # noqa: E402
 from lt_model.sdpa import reference_attention, sdpa_attention  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -41,50 +44,69 @@ def _results(attend, mask, qkv, upstream):
     return [out.detach(), *torch.autograd.grad(out, qkv, upstream)]
 
 
+def _boundaries(doc_ids, *, padding=0):
+    """Return the boundaries with some documents without a token at the end, as compiled blocks get them."""
+    if doc_ids is None:
+        return None
+    boundaries = DocumentBoundaries.from_doc_ids(doc_ids)
+    cu_seqlens = torch.cat((boundaries.cu_seqlens, boundaries.cu_seqlens[-1:].expand(padding)))
+    return replace(boundaries, cu_seqlens=cu_seqlens)
+
+
 def _expected(doc_ids, qkv, upstream):
-    backend = BACKENDS["reference"]
-    mask = backend.mask(doc_ids, upstream.device, upstream.dtype)
-    return _results(backend.attend, mask, qkv, upstream)
+    """Return what the formula gives, with the mask by its definition."""
+    mask = None
+    if doc_ids is not None:
+        seen = (doc_ids[:, :, None] == doc_ids[:, None, :]).tril()[:, None].to(upstream.device)
+        mask = torch.where(seen, 0.0, float("-inf")).to(upstream.dtype)
+    return _results(reference_attention, mask, qkv, upstream)
 
 
 @pytest.mark.parametrize("doc_ids", [ROWS, ROWS[:, :5], None], ids=["documents", "whole rows", "none"])
 @pytest.mark.parametrize("kv_heads", [6, 2, 1])
-@pytest.mark.parametrize("name", sorted(set(usable_backends("cpu", torch.float64)) - {"reference"}))
+@pytest.mark.parametrize("name", available_backends("cpu", torch.float64))
 def test_every_backend_of_the_cpu_equals_the_formula(name, kv_heads, doc_ids):
     qkv, upstream = _heads(ROWS if doc_ids is None else doc_ids, n_kv_heads=kv_heads)
     backend = attention_backend(name, device="cpu", dtype=torch.float64)
-    found = _results(backend.attend, backend.mask(doc_ids, CPU, torch.float64), qkv, upstream)
+    found, padded = (
+        _results(backend.attend, backend.make_mask(_boundaries(doc_ids, padding=n), CPU, torch.float64), qkv, upstream)
+        for n in (0, 7)
+    )
     torch.testing.assert_close(found, _expected(doc_ids, qkv, upstream), rtol=1e-11, atol=1e-12)
+    assert all(torch.equal(one, other) for one, other in zip(found, padded, strict=True))
 
 
-@given(lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3))
+@given(
+    lengths=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=6), min_size=1, max_size=3),
+    padding=st.integers(0, 3),
+)
 @settings(max_examples=60, deadline=None)
-def test_documents_are_found_where_they_lie(lengths):
+def test_documents_are_found_where_they_lie(lengths, padding):
     width = max(map(sum, lengths))
     rows = [[i for i, n in enumerate(row) for _ in range(n)] + [-1] * (width - sum(row)) for row in lengths]
     ids = torch.tensor(rows, dtype=torch.int32)
-    documents = find_documents(ids, CPU)
-    if all(len(set(row)) == 1 for row in rows):
-        assert documents is None
-        return
+    boundaries = _boundaries(ids, padding=padding)
     expected = [n for row in lengths for n in (*row, width - sum(row)) if n]
-    assert documents.lengths == expected
-    assert documents.bounds.tolist() == [sum(expected[:i]) for i in range(len(expected) + 1)]
-    assert (documents.bounds.dtype, documents.longest) == (torch.int32, width)
+    assert boundaries.is_one_per_row == all(len(set(row)) == 1 for row in rows)
+    assert boundaries.lengths() == expected
+    assert boundaries.cu_seqlens[: len(expected) + 1].tolist() == [sum(expected[:i]) for i in range(len(expected) + 1)]
+    assert (boundaries.cu_seqlens.dtype, boundaries.n_rows, boundaries.seq_len) == (torch.int32, len(rows), width)
+    indices = boundaries.document_indices(CPU).flatten().tolist()
+    assert indices == [i for i, n in enumerate(expected) for _ in range(n)]
     qkv, upstream = _heads(ids)
     backend = BACKENDS["split"]
-    found = _results(backend.attend, documents, qkv, upstream)
+    found = _results(backend.attend, backend.make_mask(boundaries, CPU, torch.float64), qkv, upstream)
     torch.testing.assert_close(found, _expected(ids, qkv, upstream), rtol=1e-11, atol=1e-12)
 
 
 def test_a_document_that_comes_back_is_refused():
-    with pytest.raises(ModelError, match="row 1 comes back to a document that it has left"):
-        find_documents(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]]), CPU)
+    with pytest.raises(ModelError, match="row 1 returns to a document that it has left"):
+        DocumentBoundaries.from_doc_ids(torch.tensor([[0, 0, 1, 1], [0, 1, 0, 0]]))
 
 
 def test_the_cpu_takes_documents_apart_by_default(gqa_config):
     model = Llama(gqa_config)
-    assert type(BACKENDS["auto"].mask(ROWS, CPU, torch.float32)).__name__ == "Documents"
+    assert BACKENDS["auto"].make_mask(_boundaries(ROWS), CPU, torch.float32) == [5, 1, 4, 2, 11, 1]
     ids = torch.arange(24).view(2, 12)
     out = model(ids, doc_ids_BT=ROWS)
     reference = Llama(gqa_config, attention="reference")
@@ -96,8 +118,8 @@ def test_the_cpu_takes_documents_apart_by_default(gqa_config):
 def test_what_cannot_run_here_says_why_and_what_can(name, gqa_config):
     with pytest.raises(ModelError, match=rf"{name}' cannot run here: it runs on cuda, not on cpu; .* auto, reference"):
         attention_backend(name, device="cpu")
-    if obstacle(name, None, None):  # torch 2.9 has no varlen: said when the model is made
-        with pytest.raises(ModelError, match="is not there"):
+    if unavailable_reason(name, None, None):  # torch 2.9 has no varlen: said when the model is made
+        with pytest.raises(ModelError, match="is not available"):
             Llama(gqa_config, attention=name)
         return
     model = Llama(gqa_config, attention=name)  # it may yet be moved to a device that can
@@ -106,23 +128,31 @@ def test_what_cannot_run_here_says_why_and_what_can(name, gqa_config):
 
 
 def test_dtypes_and_missing_modules_are_obstacles(monkeypatch):
-    assert obstacle("cudnn", "cuda", torch.float32) == "it takes bfloat16, float16, not float32"
-    assert obstacle("cudnn", "cuda", torch.bfloat16) is None
+    assert unavailable_reason("cudnn", "cuda", torch.float32) == "it takes bfloat16, float16, not float32"
+    assert unavailable_reason("cudnn", "cuda", torch.bfloat16) is None
     monkeypatch.setattr("lt_model.attention.find_spec", lambda name: None)
     with pytest.raises(
-        ModelError, match=r"flash_attn is not there .*: pip install flash-attn; those that can are auto"
+        ModelError, match=r"flash_attn is not available .*: pip install flash-attn; those that can are auto"
     ):
         attention_backend("flash-attn")
-    with pytest.raises(ModelError, match=r"torch.nn.attention.varlen is not there .*: it came with torch 2\.10"):
+    with pytest.raises(ModelError, match=r"torch.nn.attention.varlen is not available .*: it came with torch 2\.10"):
         attention_backend("varlen", device="cuda", dtype=torch.bfloat16)
-    assert usable_backends("cuda", torch.bfloat16) == ["auto", "reference", "sdpa", "cudnn", "flash", "split", "flex"]
+    assert available_backends("cuda", torch.bfloat16) == [
+        "auto",
+        "reference",
+        "sdpa",
+        "cudnn",
+        "flash",
+        "split",
+        "flex",
+    ]
 
 
 def test_flash_takes_whole_rows_only():
-    make_mask = BACKENDS["flash"].make_mask
-    assert make_mask(ROWS[:, :5], CPU, torch.bfloat16) is None
+    flash = replace(BACKENDS["flash"], name="sdpa")  # which can run here
+    assert flash.make_mask(_boundaries(ROWS[:, :5]), CPU, torch.bfloat16) is None
     with pytest.raises(ModelError, match="cannot keep the documents of a row apart"):
-        make_mask(ROWS, CPU, torch.bfloat16)
+        flash.make_mask(_boundaries(ROWS), CPU, torch.bfloat16)
 
 
 def _by_documents(q, k, v, bounds_q, bounds_k, longest_q, longest_k):
@@ -162,8 +192,29 @@ def test_varlen_calls_each_version_of_the_kernel_rightly(monkeypatch, kernel):
     module.varlen_attn = kernel
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
     qkv, upstream = _heads(ROWS)
-    found = _results(varlen_attention, varlen_documents(ROWS, CPU), qkv, upstream)
+    metadata = torch_varlen_metadata(_boundaries(ROWS, padding=3), CPU)
+    found = _results(varlen_attention, metadata, qkv, upstream)
     torch.testing.assert_close(found, _expected(ROWS, qkv, upstream), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_compiled_block_is_compiled_once_for_boundaries_of_one_length(monkeypatch, gqa_config):
+    """With a stand-in for the kernel, which dynamo can trace: only the shapes of its arguments matter."""
+    from torch._dynamo.testing import CompileCounter
+
+    module = types.ModuleType("torch.nn.attention.varlen")
+    module.varlen_attn = lambda q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa: q * cu_q.sum()
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+    compiled = CompileCounter()
+    block = LlamaBlock(gqa_config, varlen_attention)
+    block.forward = torch.compile(block.forward, fullgraph=True, backend=compiled)
+    x, rope = torch.randn(2, 12, gqa_config.hidden_size), rope_tables(gqa_config, torch.arange(12), torch.float32)
+    for n_documents in (1, 2, 3, 4):
+        doc_ids = (torch.arange(12) * n_documents // 12).expand(2, -1)
+        boundaries = _boundaries(doc_ids, padding=2 * (4 - n_documents))
+        assert len(boundaries.cu_seqlens) == 9
+        block(x, rope, torch_varlen_metadata(boundaries, CPU)).sum().backward()
+    assert compiled.frame_count == 1
 
 
 @pytest.mark.parametrize("doc_ids", [ROWS, None], ids=["documents", "none"])
@@ -180,9 +231,10 @@ def test_flash_attn_is_called_rightly(monkeypatch, doc_ids):
     module.__spec__ = ModuleSpec("flash_attn", None)
     module.flash_attn_func, module.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     monkeypatch.setitem(sys.modules, "flash_attn", module)
-    assert obstacle("flash-attn", "cuda", torch.bfloat16) is None
+    assert unavailable_reason("flash-attn", "cuda", torch.bfloat16) is None
     qkv, upstream = _heads(ROWS)
-    found = _results(flash_attn_attention, find_documents(doc_ids, CPU), qkv, upstream)
+    metadata = None if doc_ids is None else varlen_metadata(_boundaries(doc_ids, padding=3), CPU)
+    found = _results(flash_attn_attention, metadata, qkv, upstream)
     torch.testing.assert_close(found, _expected(doc_ids, qkv, upstream), rtol=1e-11, atol=1e-12)
 
 
@@ -196,8 +248,8 @@ def test_flex_sees_what_the_formula_sees():
 
     q, k, v = (tensor.detach() for tensor in _heads(ROWS, dtype=torch.float32)[0])
     with torch.no_grad():
-        found = call_flex(flex_attention, q, k, v, flex_mask(ROWS, CPU))
-        bias = BACKENDS["reference"].mask(ROWS, CPU, torch.float32)
+        found = call_flex(flex_attention, q, k, v, flex_mask(_boundaries(ROWS, padding=3), CPU))
+        bias = BACKENDS["reference"].make_mask(_boundaries(ROWS), CPU, torch.float32)
         torch.testing.assert_close(found, reference_attention(q, k, v, bias), rtol=1e-5, atol=1e-6)
 
 
@@ -207,15 +259,15 @@ def test_flex_sees_what_the_formula_sees():
 def test_every_backend_of_the_device_equals_the_formula(name, documents):
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
-    if why := obstacle(name, "cuda", torch.bfloat16):
+    if why := unavailable_reason(name, "cuda", torch.bfloat16):
         pytest.skip(f"{name}: {why}")
     if name == "flash" and documents:
         pytest.skip("flash takes whole rows only")
     doc_ids = ROWS.repeat_interleave(32, dim=1) if documents else None
+    boundaries = _boundaries(doc_ids, padding=5)
     qkv, upstream = _heads(ROWS.repeat_interleave(32, dim=1), width=64, dtype=torch.bfloat16, device="cuda")
     backend = BACKENDS[name]
-    found = _results(backend.attend, backend.mask(doc_ids, upstream.device, torch.bfloat16), qkv, upstream)
+    found = _results(backend.attend, backend.make_mask(boundaries, upstream.device, torch.bfloat16), qkv, upstream)
     wide = [tensor.detach().double().requires_grad_() for tensor in qkv]
-    on_device = None if doc_ids is None else doc_ids.to("cuda")
-    for one, other in zip(found, _expected(on_device, wide, upstream.double()), strict=True):
+    for one, other in zip(found, _expected(doc_ids, wide, upstream.double()), strict=True):
         assert ((one.double() - other).norm() / other.norm()).item() < 2e-2

@@ -26,7 +26,7 @@ def test_it_is_frozen_hashable_and_keyword_only():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"vocab_size": 0}, "vocab_size = 0 must be a whole number"),
+        ({"vocab_size": 0}, "vocab_size = 0: must be a whole number"),
         ({"n_layers": -1}, "n_layers = -1"),
         ({"n_layers": True}, "n_layers = True"),
         ({"hidden_size": 768.0}, r"hidden_size = 768\.0"),
@@ -38,7 +38,7 @@ def test_it_is_frozen_hashable_and_keyword_only():
         ({"rope_theta": float("nan")}, "rope_theta = nan"),
         ({"rope_theta": float("inf")}, "rope_theta = inf"),
         ({"rope_theta": "1e4"}, "rope_theta = '1e4'"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1 must be true or false"),
+        ({"tie_word_embeddings": 1}, "tie_word_embeddings = 1: must be true or false"),
         ({"rope_scaling": {"factor": 8.0}}, "must be a RopeScaling or None"),
     ],
 )

@@ -41,7 +41,9 @@ def test_it_ends_after_a_stop_id(gqa_config, make_model):
     model = make_model(gqa_config)
     full = generate(model, PROMPT, max_new_tokens=20, temperature=0)
     stop = full[6]
-    assert generate(model, PROMPT, max_new_tokens=20, temperature=0, stop_ids={stop}) == full[: full.index(stop) + 1]
+    assert (
+        generate(model, PROMPT, max_new_tokens=20, temperature=0, stop_token_ids={stop}) == full[: full.index(stop) + 1]
+    )
 
 
 def test_seeds_decide_and_leave_the_global_state_alone(gqa_config, make_model):

@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from lt_model import Llama, LlamaConfig, Parameter, init_model, init_slice, parameters, preset  # noqa: E402
+from lt_model import Llama, LlamaConfig, ParamSpec, init_model, init_slice, param_specs, preset  # noqa: E402
 
 WORD = 2**64
 
 
 def _parameter(name="model.layers.0.mlp.up_proj.weight", shape=(7, 5), std=0.02):
-    return Parameter(name=name, shape=shape, layer=0, role="block", kind="up_proj", tp_dim=0, decay=True, init_std=std)
+    return ParamSpec(name=name, shape=shape, layer=0, role="block", kind="up_proj", tp_dim=0, decay=True, init_std=std)
 
 
 def _splitmix64(state):
@@ -57,6 +57,7 @@ def test_any_element_equals_integer_arithmetic(seed, name, row, column):
     assert value.item() == _element(seed, name, row * 5 + column, 0.02)
 
 
+@pytest.mark.guarantee("initial-weights")
 @given(data=st.data(), shape=st.lists(st.integers(1, 9), min_size=1, max_size=3))
 @settings(max_examples=100, deadline=None)
 def test_any_slice_equals_that_slice_of_the_whole(data, shape):
@@ -74,7 +75,7 @@ def test_chunks_do_not_show(monkeypatch):
     parameter = _parameter(shape=(33, 17))
     whole = init_slice(parameter, 0)
     for chunk in (1, 16, 17, 18, 40, 10**6):
-        monkeypatch.setattr("lt_model.init._CHUNK", chunk)
+        monkeypatch.setattr("lt_model.init._CPU_CHUNK_NUMEL", chunk)
         assert torch.equal(init_slice(parameter, 0), whole)
 
 
@@ -92,7 +93,7 @@ def test_moments_and_independence():
     config = preset("tiny-2m")
     q, up = (
         p
-        for p in parameters(config)
+        for p in param_specs(config)
         if p.name in ("model.layers.0.self_attn.q_proj.weight", "model.layers.1.mlp.up_proj.weight")
     )
     values = init_slice(up, 0, dtype=torch.float64).flatten()
@@ -121,7 +122,7 @@ def test_init_model_fills_every_parameter_in_place(config):
     pointers = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
     init_model(model, seed=5)
     found = dict(model.named_parameters())
-    for parameter in parameters(config):
+    for parameter in param_specs(config):
         assert torch.equal(found[parameter.name], init_slice(parameter, 5))
         assert found[parameter.name].data_ptr() == pointers[parameter.name]
         assert found[parameter.name].requires_grad

@@ -2,7 +2,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lt_model import IGNORE, cross_entropy_sum  # noqa: E402
+from lt_model import IGNORE_INDEX, cross_entropy_sum  # noqa: E402
 from lt_model import linear_cross_entropy_sum as linear_loss  # noqa: E402
 from lt_model.norm import RMSNorm, rms_norm  # noqa: E402
 from lt_model.swiglu import swiglu  # noqa: E402
@@ -13,21 +13,21 @@ def _inputs(n_tokens=23, width=6, vocab=11, dtype=torch.float64):
     hidden = torch.randn(n_tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
     labels = torch.randint(0, vocab, (n_tokens,), generator=generator)
-    labels[::4] = IGNORE
+    labels[::4] = IGNORE_INDEX
     return hidden, weight, labels
 
 
 def test_sum_by_hand():
     logits = torch.tensor([[0.0, 0.0], [2.0, 0.0], [5.0, 1.0]])
-    found = cross_entropy_sum(logits, torch.tensor([1, 0, IGNORE]))
+    found = cross_entropy_sum(logits, torch.tensor([1, 0, IGNORE_INDEX]))
     assert found.item() == pytest.approx(0.6931472 + 0.1269280, rel=1e-6)
-    found = linear_loss(logits, torch.eye(2), torch.tensor([1, 0, IGNORE], dtype=torch.int32))
+    found = linear_loss(logits, torch.eye(2), torch.tensor([1, 0, IGNORE_INDEX], dtype=torch.int32))
     assert found.item() == pytest.approx(0.6931472 + 0.1269280, rel=1e-6)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 23, 256])
 def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, rows):
-    monkeypatch.setattr("lt_model.loss._CPU_ROWS", rows)
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
     hidden, weight, labels = _inputs()
     # A factor after the loss must reach the gradients.
     plain = cross_entropy_sum(hidden @ weight.T, labels)
@@ -65,13 +65,13 @@ def test_large_logits_stay_finite_and_ignored_rows_give_no_gradient():
     loss.backward()
     assert torch.isfinite(loss)
     assert torch.isfinite(weight.grad).all()
-    assert (hidden.grad[labels == IGNORE] == 0).all()
-    assert (hidden.grad[labels != IGNORE] != 0).any()
+    assert (hidden.grad[labels == IGNORE_INDEX] == 0).all()
+    assert (hidden.grad[labels != IGNORE_INDEX] != 0).any()
 
 
 def test_all_labels_ignored_is_zero_with_zero_gradients():
     hidden, weight, labels = _inputs()
-    loss = linear_loss(hidden, weight, torch.full_like(labels, IGNORE))
+    loss = linear_loss(hidden, weight, torch.full_like(labels, IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0
     assert not hidden.grad.any()
@@ -89,7 +89,7 @@ def test_bfloat16_loss_is_fp32_of_bfloat16_logits():
 
 def test_the_heads_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
     """Each token adds an eighth to seven rows: in bfloat16 the sum would stay at 32, where half a step is more."""
-    monkeypatch.setattr("lt_model.loss._CPU_ROWS", 1)
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 1)
     hidden = torch.ones(512, 2, dtype=torch.bfloat16)
     weight = torch.zeros(8, 2, dtype=torch.bfloat16, requires_grad=True)
     linear_loss(hidden, weight, torch.zeros(512, dtype=torch.long)).backward()
@@ -99,8 +99,8 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
 @pytest.mark.parametrize("slab", [1, 3, 4, 11])
 def test_slabs_of_the_heads_gradient_do_not_show(monkeypatch, slab):
     """A CPU widens the product of a narrow dtype some rows of the vocabulary at a time."""
-    monkeypatch.setattr("lt_model.loss._CPU_ROWS", 5)
-    monkeypatch.setattr("lt_model.loss._CPU_SLAB", slab)
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 5)
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_ROWS", slab)
     hidden, weight, labels = _inputs(dtype=torch.bfloat16)
     linear_loss(hidden, weight, labels).backward()
     exact = weight.detach().float().requires_grad_()

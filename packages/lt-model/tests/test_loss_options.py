@@ -1,6 +1,9 @@
 """z-loss and the padded vocabulary: exact values and gradients, and the memory that the loss takes."""
 
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -13,9 +16,10 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-from lt_model import IGNORE, LlamaConfig, ModelError, cross_entropy_sum, linear_loss_parts, parameters  # noqa: E402
+from lt_model import IGNORE_INDEX, LlamaConfig, ModelError, cross_entropy_sum, linear_loss_parts, param_specs  # noqa: E402
 from lt_model import linear_cross_entropy_sum as linear_loss  # noqa: E402
 from lt_model.llama import Llama  # noqa: E402
+from lt_model.loss import vocab_parallel_loss_parts, vocab_parallel_softmax  # noqa: E402
 
 Z = 0.37  # large, so that a wrong factor shows
 
@@ -25,7 +29,7 @@ def _inputs(n_tokens=23, width=6, vocab=11, seed=0):
     hidden = torch.randn(n_tokens, width, generator=generator, dtype=torch.float64).requires_grad_()
     weight = torch.randn(vocab, width, generator=generator, dtype=torch.float64).requires_grad_()
     labels = torch.randint(0, vocab, (n_tokens,), generator=generator)
-    labels[::4] = IGNORE
+    labels[::4] = IGNORE_INDEX
     return hidden, weight, labels
 
 
@@ -33,9 +37,9 @@ def _by_formula(hidden, weight, labels, z_loss):
     """Written out, row by row, without any of our code."""
     total = torch.zeros((), dtype=torch.float64)
     for row, label in zip(hidden @ weight.T, labels.tolist(), strict=True):
-        if label != IGNORE:
-            normaliser = row.exp().sum().log()
-            total = total + normaliser - row[label] + z_loss * normaliser**2
+        if label != IGNORE_INDEX:
+            normalizer = row.exp().sum().log()
+            total = total + normalizer - row[label] + z_loss * normalizer**2
     return total
 
 
@@ -48,7 +52,7 @@ def _close(found, expected, tolerance):
 
 @pytest.mark.parametrize("rows", [1, 5, 256])
 def test_z_loss_and_its_gradients_follow_the_formula(monkeypatch, rows):
-    monkeypatch.setattr("lt_model.loss._CPU_ROWS", rows)
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
     hidden, weight, labels = _inputs()
     expected = _by_formula(hidden, weight, labels, Z)
     gradients = torch.autograd.grad(expected * 3.0, (hidden, weight))
@@ -58,6 +62,59 @@ def test_z_loss_and_its_gradients_follow_the_formula(monkeypatch, rows):
     ):
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         _close(torch.autograd.grad(loss * 3.0, (hidden, weight)), gradients, 1e-12)
+
+
+@given(
+    cuts=st.sets(st.integers(1, 10), max_size=3),
+    rows=st.integers(1, 9),
+    pad_to=st.integers(1, 8),
+    z_loss=st.sampled_from([0.0, Z]),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_pure_form_the_chunked_one_and_one_split_over_ranks_are_the_same(cuts, rows, pad_to, z_loss):
+    """Value and gradients in float64; ranks are simulated by one weight in parts, whose terms are combined at once."""
+    hidden, weight, labels = _inputs()
+    expected = cross_entropy_sum(hidden @ weight.T, labels, z_loss=z_loss)
+    gradients = torch.autograd.grad(expected, (hidden, weight))
+    pure = vocab_parallel_loss_parts(hidden @ weight.T, labels, z_loss=z_loss)
+    terms = vocab_parallel_softmax(hidden @ weight.T, labels)
+    written_out = terms.logits_grad(z_loss)
+    torch.testing.assert_close(pure.total, expected, rtol=1e-12, atol=0)
+    assert torch.equal(pure.total, pure.cross_entropy + pure.z_loss)
+    _close(torch.autograd.grad(pure.total, (hidden, weight)), gradients, 1e-12)
+    _close((written_out @ weight, written_out.T @ hidden), gradients, 1e-12)
+    bounds = list(pairwise([0, *sorted(cuts), 11]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
+        found = _split_loss(hidden, weight, labels, bounds, z_loss=z_loss, pad_to_multiple_of=pad_to)
+    for parts, _, _ in found:
+        torch.testing.assert_close(parts, (pure.total, pure.cross_entropy, pure.z_loss), rtol=1e-12, atol=1e-12)
+    hidden_grad = sum(grad for _, grad, _ in found)
+    _close((hidden_grad, torch.cat([grad for _, _, grad in found])), gradients, 1e-12)
+
+
+def _split_loss(hidden, weight, labels, bounds, **options):
+    """Return loss and gradients of each part of the weight, the parts being ranks in threads."""
+    barrier, terms = threading.Barrier(len(bounds), timeout=60), {}
+
+    def rank(index):
+        def all_reduce_softmax(top, exp_sum, at_label):
+            terms[index] = top, exp_sum, at_label
+            barrier.wait()
+            tops, sums, at_labels = (torch.stack(column) for column in zip(*terms.values(), strict=True))
+            barrier.wait()
+            top = tops.amax(dim=0)
+            return top, ((tops - top).exp() * sums).sum(dim=0), at_labels.sum(dim=0)
+
+        first, end = bounds[index]
+        own = [hidden.detach().requires_grad_(), weight.detach()[first:end].clone().requires_grad_()]
+        parts = linear_loss_parts(
+            *own, labels, vocab_start_index=first, all_reduce_softmax=all_reduce_softmax, **options
+        )
+        return tuple(part.detach() for part in parts), *torch.autograd.grad(parts.total, own)
+
+    with ThreadPoolExecutor(len(bounds)) as pool:
+        return list(pool.map(rank, range(len(bounds))))
 
 
 def test_parts_add_up_and_only_the_total_is_differentiable():
@@ -73,12 +130,12 @@ def test_parts_add_up_and_only_the_total_is_differentiable():
 def test_z_loss_of_the_model_reaches_every_parameter(config, make_model):
     ids = torch.arange(20).view(2, 10) % config.vocab_size
     labels = ids.roll(-1, dims=1)
-    labels[:, -1] = IGNORE
+    labels[:, -1] = IGNORE_INDEX
     model = make_model(config)
     expected = cross_entropy_sum(model(ids), labels, z_loss=Z)
     names, weights = zip(*model.named_parameters(), strict=True)
     gradients = torch.autograd.grad(expected, weights)
-    parts = model(ids, labels_BT=labels, z_loss=Z, with_parts=True)
+    parts = model(ids, labels_BT=labels, z_loss=Z, return_parts=True)
     assert torch.equal(parts.total, model(ids, labels_BT=labels, z_loss=Z))
     torch.testing.assert_close(parts.total, expected, rtol=1e-12, atol=0)
     assert torch.equal(parts.cross_entropy, model(ids, labels_BT=labels).detach())
@@ -90,10 +147,10 @@ def test_z_loss_of_the_model_reaches_every_parameter(config, make_model):
 @settings(max_examples=60, deadline=None)
 def test_padding_changes_neither_loss_nor_gradients(vocab, pad_to, rows, z_loss):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lt_model.loss._CPU_ROWS", rows)
+        patch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", rows)
         hidden, weight, labels = _inputs(n_tokens=13, vocab=vocab, seed=vocab)
         plain = linear_loss(hidden, weight, labels, z_loss=z_loss)
-        padded = linear_loss(hidden, weight, labels, z_loss=z_loss, pad_to=pad_to)
+        padded = linear_loss(hidden, weight, labels, z_loss=z_loss, pad_to_multiple_of=pad_to)
         torch.testing.assert_close(padded, plain, rtol=1e-12, atol=1e-12)
         expected = torch.autograd.grad(plain, (hidden, weight))
         torch.testing.assert_close(torch.autograd.grad(padded, (hidden, weight)), expected, rtol=1e-12, atol=1e-12)
@@ -109,7 +166,7 @@ def test_rows_of_a_padded_weight_get_neither_probability_nor_gradient(dtype):
     gradients = torch.autograd.grad(expected, (hidden, weight))
     wide = torch.cat([weight.detach(), torch.full((5, 6), 50.0, dtype=dtype)]).requires_grad_()
     for loss in (
-        linear_loss(hidden, wide, labels, z_loss=Z, vocab_size=11, pad_to=8),
+        linear_loss(hidden, wide, labels, z_loss=Z, vocab_size=11, pad_to_multiple_of=8),
         cross_entropy_sum(hidden @ wide.T, labels, z_loss=Z, vocab_size=11),
     ):
         found_hidden, found_wide = torch.autograd.grad(loss, (hidden, wide))
@@ -126,7 +183,7 @@ def test_padding_is_done_in_the_matrix_products(monkeypatch):
     real = F.pad
     monkeypatch.setattr("lt_model.loss.F.pad", lambda *a: seen.append(real(*a).shape) or real(*a))
     torch.manual_seed(0)
-    model = Llama(config, pad_vocab_to=64).double()
+    model = Llama(config, pad_vocab_to_multiple_of=64).double()
     plain = Llama(config).double()
     plain.load_state_dict(model.state_dict())
     ids = torch.arange(12)[None]
@@ -135,7 +192,7 @@ def test_padding_is_done_in_the_matrix_products(monkeypatch):
         loss.backward()
     assert seen == [(128, 48)]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-12, atol=0)
-    table = {parameter.name: parameter.shape for parameter in parameters(config)}
+    table = {parameter.name: parameter.shape for parameter in param_specs(config)}
     assert {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()} == table
     for (name, one), other in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert ((one.grad - other.grad).norm() / other.grad.norm()).item() <= 1e-12, name
@@ -151,10 +208,10 @@ def test_options_out_of_range_are_refused(gqa_config):
     for vocab_size in (0, 12):
         with pytest.raises(ModelError, match="must be between 1 and the 11 columns"):
             linear_loss(hidden, weight, labels, vocab_size=vocab_size)
-    with pytest.raises(ModelError, match="pad_to = 0"):
-        linear_loss(hidden, weight, labels, pad_to=0)
-    with pytest.raises(ModelError, match="pad_vocab_to = 0"):
-        Llama(gqa_config, pad_vocab_to=0)
+    with pytest.raises(ModelError, match="pad_to_multiple_of = 0"):
+        linear_loss(hidden, weight, labels, pad_to_multiple_of=0)
+    with pytest.raises(ModelError, match="pad_vocab_to_multiple_of = 0"):
+        Llama(gqa_config, pad_vocab_to_multiple_of=0)
 
 
 class _Live(TorchDispatchMode):

@@ -3,7 +3,17 @@ import math
 
 import pytest
 
-from lt_model import PRESETS, LlamaConfig, ModelError, flops_per_token, memory, n_parameters, parameters, preset
+from lt_model import (
+    PRESETS,
+    LlamaConfig,
+    ModelError,
+    config_to_hf,
+    estimate_memory,
+    flops_per_token,
+    n_parameters,
+    param_specs,
+    preset,
+)
 from lt_model.describe import alignment_warnings
 
 # Published or computed from the published shapes by transformers (sum over state_dict of a model on the meta device).
@@ -60,9 +70,9 @@ def test_table_has_the_names_and_shapes_of_transformers(name):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     with torch.device("meta"):
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(PRESETS[name].to_hf()))
+        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config_to_hf(PRESETS[name])))
     shapes = {name: tuple(parameter.shape) for name, parameter in theirs.named_parameters()}
-    assert {parameter.name: parameter.shape for parameter in parameters(PRESETS[name])} == shapes
+    assert {parameter.name: parameter.shape for parameter in param_specs(PRESETS[name])} == shapes
 
 
 def test_whole_table_of_a_small_model():
@@ -89,15 +99,15 @@ def test_whole_table_of_a_small_model():
         ("model.norm.weight", (8,), None, "final", "norm", None, False, 0.0),
         ("lm_head.weight", (10, 8), None, "final", "lm_head", 0, True, 0.02),
     ]
-    assert [dataclasses.astuple(parameter) for parameter in parameters(config)] == expected
+    assert [dataclasses.astuple(parameter) for parameter in param_specs(config)] == expected
     tied = dataclasses.replace(config, tie_word_embeddings=True)
-    assert parameters(tied) == parameters(config)[:-1]
+    assert param_specs(tied) == param_specs(config)[:-1]
 
 
 def test_presets_take_overrides_and_name_near_misses():
     assert preset("llama3-8b", n_layers=4).n_layers == 4
     assert preset("llama3-8b") == PRESETS["llama3-8b"]
-    with pytest.raises(ModelError, match="preset 'lama3-8b' is unknown; did you mean 'llama3-8b'"):
+    with pytest.raises(ModelError, match="preset 'lama3-8b': unknown; did you mean 'llama3-8b'"):
         preset("lama3-8b")
     with pytest.raises(ModelError, match="preset 'tiny-2m': unknown field 'layers'"):
         preset("tiny-2m", layers=3)
@@ -126,7 +136,7 @@ def test_flops_match_what_torch_counts():
     ids = torch.zeros(n_rows, seq_len, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         cross_entropy_sum(model(ids), ids).backward()
-    norms = sum(parameter.size for parameter in parameters(config) if parameter.kind == "norm")
+    norms = sum(parameter.numel for parameter in param_specs(config) if parameter.kind == "norm")
     counted = counter.get_total_flops() / (n_rows * seq_len)
     by_formula = flops_per_token(config, seq_len, "full") - 6 * norms
     assert counted == by_formula
@@ -137,12 +147,14 @@ def test_cost_arguments_are_checked():
         flops_per_token(PRESETS["tiny-2m"], 0)
     with pytest.raises(ModelError, match="convention = 'half'"):
         flops_per_token(PRESETS["tiny-2m"], 8, "half")  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="micro_batch = 0"):
-        memory(PRESETS["tiny-2m"], micro_batch=0, seq_len=8)
+    with pytest.raises(ModelError, match="micro_batch_size = 0"):
+        estimate_memory(PRESETS["tiny-2m"], micro_batch_size=0, seq_len=8)
 
 
 def test_memory_by_part():
-    held = memory(PRESETS["tiny-2m"], micro_batch=3, seq_len=100, param_bytes=2, grad_bytes=2, moment_bytes=4)
+    held = estimate_memory(
+        PRESETS["tiny-2m"], micro_batch_size=3, seq_len=100, param_bytes=2, grad_bytes=2, moment_bytes=4
+    )
     n = COUNTS["tiny-2m"]
     assert dataclasses.asdict(held) == {"params": 2 * n, "grads": 2 * n, "moments": 8 * n, "logits": 4915200}
     assert held.total == 12 * n + 4915200
@@ -155,6 +167,6 @@ def test_sizes_that_are_no_multiple_of_64_are_named():
     odd = LlamaConfig(vocab_size=32003, hidden_size=768, intermediate_size=2048)
     (warning,) = alignment_warnings(odd)
     assert warning.startswith("vocab_size = 32003")
-    assert "pad_vocab_to" in warning
+    assert "pad_vocab_to_multiple_of" in warning
     assert [name for name, config in PRESETS.items() if alignment_warnings(config)] == ["litespark-default"]
     assert alignment_warnings(PRESETS["tiny-5m"]) == alignment_warnings(PRESETS["llama3-8b"]) == []

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from lt_model import Llama, parameters  # noqa: E402
+from lt_model import Llama, config_to_hf, param_specs  # noqa: E402
 
 N_ROWS, N_TOKENS = 3, 40
 TOLERANCE = 1e-10
@@ -30,7 +30,7 @@ class _NoFloat32(TorchFunctionMode):
 
 def _hugging_face(model):
     """Return the LlamaForCausalLM with our model's config and weights."""
-    values = model.config.to_hf(dtype="float64")
+    values = config_to_hf(model.config, dtype="float64")
     config = transformers.LlamaConfig.from_dict(values)
     config._attn_implementation = "eager"
     other = transformers.LlamaForCausalLM(config).to(next(model.parameters()).dtype)
@@ -58,6 +58,7 @@ def _loss_and_gradients(model, loss):
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.guarantee("transformers-parity")
 @pytest.mark.parametrize("attention", ["sdpa", "reference"])
 def test_logits_loss_and_every_gradient_match_in_float64(config, make_model, attention):
     ours = make_model(config, attention=attention)
@@ -73,7 +74,7 @@ def test_logits_loss_and_every_gradient_match_in_float64(config, make_model, att
     assert abs(our_loss.item() / loss.item() - 1) < TOLERANCE
     expected = _loss_and_gradients(theirs, loss)
     found = _loss_and_gradients(ours, our_loss)
-    assert list(found) == [parameter.name for parameter in parameters(config)]
+    assert list(found) == [parameter.name for parameter in param_specs(config)]
     assert set(found) == set(expected)
     worst = {name: _relative(found[name], expected[name]) for name in expected}
     assert max(worst.values()) < TOLERANCE, worst
@@ -97,7 +98,7 @@ def test_default_positions_match_untouched_transformers_in_fp32(config, make_mod
 def test_rotary_angles_are_bit_equal_to_transformers(config):
     from lt_model.rope import inverse_frequencies
 
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config.to_hf()))
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(config_to_hf(config)))
     assert torch.equal(inverse_frequencies(config), theirs.model.rotary_emb.inv_freq)
 
 
@@ -116,5 +117,5 @@ def test_names_shapes_and_order_are_those_of_the_parameter_table(config):
     with torch.device("meta"):
         model = Llama(config)
     found = [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
-    assert found == [(parameter.name, parameter.shape) for parameter in parameters(config)]
+    assert found == [(parameter.name, parameter.shape) for parameter in param_specs(config)]
     assert model(torch.empty(2, 5, dtype=torch.long, device="meta")).shape == (2, 5, config.vocab_size)

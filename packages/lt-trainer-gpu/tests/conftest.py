@@ -11,24 +11,25 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig
+from lt_trainer.config.recipe import Recipe, load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.recipe import Recipe, load
 from lt_trainer_gpu.engine import GpuEngine
 
 if torch.cuda.is_available():
     # What the engine's spec asks of deterministic runs is read once, so it must be there before the first product.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 from lt_trainer.testing import RankPool
+from lt_trainer.testing.layouts import step_batch
 
 VOCAB, SEQ_LEN = 64, 24
 
 
-def make_batches(n_steps: int, *, n_micro: int, micro_batch: int, seed: int = 0) -> list[StepBatch]:
+def make_batches(n_steps: int, *, n_micro: int, micro_batch_size: int, seed: int = 0) -> list[StepBatch]:
     """Step batches whose micro-batches have very different numbers of labels."""
     rng = np.random.default_rng(seed)
     batches = []
     for _ in range(n_steps):
-        shape = (n_micro, micro_batch, SEQ_LEN)
+        shape = (n_micro, micro_batch_size, SEQ_LEN)
         ids = rng.integers(0, VOCAB, shape, dtype=np.int32)
         labels = rng.integers(0, VOCAB, shape, dtype=np.int32)
         doc_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
@@ -39,7 +40,7 @@ def make_batches(n_steps: int, *, n_micro: int, micro_batch: int, seed: int = 0)
             labels[index][rng.random(SEQ_LEN) < rng.random()] = -100
         valid = int((labels != -100).sum())
         batches.append(
-            StepBatch(input_ids=ids, labels=labels, position_ids=positions, doc_ids=doc_ids, valid_tokens=valid)
+            step_batch(input_ids=ids, labels=labels, position_ids=positions, doc_ids=doc_ids, valid_tokens=valid)
         )
     return batches
 
@@ -75,7 +76,7 @@ def recipe() -> Callable[..., Recipe]:
 
     def make(*sets: str) -> Recipe:
         base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
-        return load(base=base, sets=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
+        return load(base=base, overrides=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
 
     return make
 

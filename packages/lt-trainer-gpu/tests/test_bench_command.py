@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from lt_model import PRESETS, flops_per_token
-from lt_trainer.bench import HOW, bench_recipe, measure
 from lt_trainer.errors import RecipeError
+from lt_trainer.training.benchmark import METHOD_NOTES, resolve_bench_recipe, run_benchmark
 
-SETS = ("engine.gpu.device=cpu", "data.seq_len=32", "batch.global_batch=4")
+SETS = ("engine.gpu.device=cpu", "data.seq_len=32", "batch.global_batch_size=4")
 
 
 def bench(path: str | None, preset: str, sets: tuple[str, ...]) -> dict[str, Any] | None:
@@ -18,7 +18,7 @@ def bench(path: str | None, preset: str, sets: tuple[str, ...]) -> dict[str, Any
     import torch
 
     torch.set_num_threads(1)
-    return measure(bench_recipe(path, preset, sets=sets, hyperparameters=None), steps=2, warmup=1)
+    return run_benchmark(resolve_bench_recipe(path, preset, overrides=sets, hyperparameters=None), steps=2, warmup=1)
 
 
 def test_the_numbers_of_a_report_hang_together(ranks) -> None:
@@ -37,22 +37,23 @@ def test_the_numbers_of_a_report_hang_together(ranks) -> None:
     assert found["memory"]["planned_bytes"] is None  # what a plan says is for GPUs
     assert found["all_finite"]
     assert found["loss"]["first"] == pytest.approx(7.62, abs=0.5)  # ln 2048
-    assert found["how"] == HOW
+    assert found["how"] == METHOD_NOTES
 
 
 def test_a_recipe_is_measured_on_random_ids_of_its_own_vocabulary(tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
     recipe.write_text(
-        '[model]\npreset = "tiny-2m"\n[data]\nseq_len = 512\nstore = "not here"\npack = "concat"\ntokenizer = "own"\n'
+        '[model]\npreset = "tiny-2m"\n[data]\nseq_len = 512\nstore = "not here"\npacking = "concat"\n'
+        'tokenizer = "own"\n'
     )
-    resolved = bench_recipe(str(recipe), "", sets=["batch.micro_batch=2"], hyperparameters=None)
+    resolved = resolve_bench_recipe(str(recipe), "", overrides=["batch.micro_batch_size=2"], hyperparameters=None)
     assert resolved.recipe.data.synthetic
     assert not resolved.recipe.data.store
     assert resolved.recipe.model.vocab_size == 2048
-    assert resolved.recipe.batch.micro_batch == 2
+    assert resolved.recipe.batch.micro_batch_size == 2
 
 
 @pytest.mark.parametrize(("path", "preset"), [(None, ""), ("run.toml", "tiny-2m"), (None, "tiny-3m")])
 def test_what_is_not_one_thing_to_measure_is_refused(path: str | None, preset: str) -> None:
     with pytest.raises(RecipeError, match="preset"):
-        bench_recipe(path, preset, sets=(), hyperparameters=None)
+        resolve_bench_recipe(path, preset, overrides=(), hyperparameters=None)

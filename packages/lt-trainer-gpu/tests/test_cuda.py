@@ -13,6 +13,7 @@ import torch
 
 from lt_model import LlamaConfig
 from lt_trainer.engine import StepBatch, StepMetrics
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("cuda")]
@@ -58,7 +59,7 @@ def documents(n_steps: int, *, rows: int, seed: int = 0) -> list[StepBatch]:
         positions = (counting - doc_ids * cuts).astype(np.int32)
         labels = np.where(counting == cuts - 1, np.int32(-100), ids[..., 1:])
         batches.append(
-            StepBatch(
+            step_batch(
                 input_ids=np.ascontiguousarray(ids[..., :-1]),
                 labels=labels,
                 position_ids=positions,
@@ -74,7 +75,7 @@ def state(engine: GpuEngine) -> dict[tuple[str, str], bytes]:
 
 
 def train(engine: GpuEngine, steps: list[StepBatch], lr: float = 1e-3) -> list[StepMetrics]:
-    return engine.read([engine.step(batch, lr) for batch in steps])
+    return engine.fetch_metrics([engine.step(batch, lr) for batch in steps])
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
@@ -87,19 +88,19 @@ def test_initial_weights_have_the_same_bits_as_on_the_cpu(open_on, config, dtype
 def test_a_step_never_waits_for_the_device(open_engine, config, batches, dtype) -> None:
     """Also one that is skipped, and also with more tokens than the embedding's small kernel takes (3072)."""
     engine = open_engine(config, f"engine.gpu.dtype={dtype}")
-    (small,) = batches(1, n_micro=2, micro_batch=2)
-    (large,) = batches(1, n_micro=1, micro_batch=160)
+    (small,) = batches(1, n_micro=2, micro_batch_size=2)
+    (large,) = batches(1, n_micro=1, micro_batch_size=160)
     steps = [small, large, replace(small, valid_tokens=0)]
     warm = [engine.step(batch, 1e-3) for batch in steps]
     with refusing_to_wait():
         pendings = [engine.step(batch, 1e-3) for batch in steps]
-    assert [n.finite for n in engine.read(warm + pendings)] == [True, True, False] * 2
+    assert [n.is_finite for n in engine.fetch_metrics(warm + pendings)] == [True, True, False] * 2
 
 
 def test_waiting_would_be_noticed(open_engine, config, batches) -> None:
     """The test above can fail: reading a step's numbers is such a wait."""
     engine = open_engine(config)
-    pending = engine.step(batches(1, n_micro=1, micro_batch=2)[0], 1e-3)
+    pending = engine.step(batches(1, n_micro=1, micro_batch_size=2)[0], 1e-3)
     with refusing_to_wait(), pytest.raises(RuntimeError, match="synchroniz"):
         pending.loss.item()
 
@@ -108,20 +109,20 @@ def test_waiting_would_be_noticed(open_engine, config, batches) -> None:
 def test_a_step_that_is_not_finite_leaves_no_trace(open_engine, config, batches, dtype) -> None:
     """Weights, moments and step count stay; the steps after it go on as if it had not been."""
     sets = (f"engine.gpu.dtype={dtype}", "engine.gpu.deterministic=true")
-    good = batches(3, n_micro=2, micro_batch=2)
+    good = batches(3, n_micro=2, micro_batch_size=2)
     bad = replace(good[1], valid_tokens=0)
     engine = open_engine(config, *sets)
     first = train(engine, good[:1])
-    before, small = state(engine), dict(engine.state().small)
+    before, small = state(engine), dict(engine.state().scalars)
     (skipped,) = train(engine, [bad])
-    assert not skipped.finite
+    assert not skipped.is_finite
     assert state(engine) == before
-    assert dict(engine.state().small) == small
+    assert dict(engine.state().scalars) == small
     rest = train(engine, [good[1], bad, bad, good[2]])
     found = state(engine)
 
     clean = open_engine(config, *sets)
-    assert first + [n for n in rest if n.finite] == train(clean, good)
+    assert first + [n for n in rest if n.is_finite] == train(clean, good)
     assert found == state(clean)
 
 
@@ -149,7 +150,8 @@ def test_fused_attention_keeps_documents_apart_as_the_reference_does(open_engine
 def test_the_document_mask_is_at_work(open_engine) -> None:
     (step,) = documents(1, rows=8)
     apart = train(open_engine(MASKED), [step])[0].loss
-    joined = train(open_engine(MASKED), [replace(step, doc_ids=np.zeros_like(step.doc_ids))])[0].loss
+    whole_rows = np.arange(9, dtype=np.int32)[None] * LONG
+    joined = train(open_engine(MASKED), [replace(step, cu_seqlens=whole_rows)])[0].loss
     assert abs(joined / apart - 1) > 5e-4
 
 
@@ -158,9 +160,9 @@ def test_memory_is_the_devices_peak_since_it_was_last_asked(open_engine) -> None
     weights = sum(shard.n_bytes for shard in engine.state().shards if shard.group == "weights")
     assert engine.state_bytes() == 3 * weights
     train(engine, documents(1, rows=64))
-    large = engine.memory_bytes()
+    large = engine.peak_memory_bytes()
     train(engine, documents(1, rows=1))
-    small = engine.memory_bytes()
+    small = engine.peak_memory_bytes()
     # Weights, two moments and gradients in float32, and what 64 rows leave behind in bfloat16, are held at once.
     assert 4 * weights < small < large < torch.cuda.get_device_properties(0).total_memory
 
@@ -168,7 +170,7 @@ def test_memory_is_the_devices_peak_since_it_was_last_asked(open_engine) -> None
 def test_host_memory_for_copies_is_page_locked_and_given_back(open_engine) -> None:
     engine = open_engine(MASKED)
     for _ in range(3):  # locking an address a second time would be refused
-        memory = engine.host_memory(2**20 + 1)
+        memory = engine.allocate_host_memory(2**20 + 1)
         assert memory.shape == (2**20 + 1,)
         assert torch.from_numpy(memory).is_pinned()
         del memory

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from lt_data import Document, TokenStore, pack, prepare_documents, train_bpe
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 from lt_trainer_gpu.spec import SPEC
 
 STEPS = 8
@@ -30,7 +30,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
         documents = (Document(text=text, source=str(i)) for i, text in enumerate(half))
         prepare_documents(documents, tokenizer=tokenizer, out=root / name)
         pack(TokenStore.open(root / name), seq_len=32)
-        pack(TokenStore.open(root / name), seq_len=32, mode="buckets", shortest=8)
+        pack(TokenStore.open(root / name), seq_len=32, mode="buckets", min_seq_len=8)
     return root
 
 
@@ -39,7 +39,7 @@ def kinds(root: Path) -> dict[str, dict[str, Any]]:
     other = {"store": str(root / "b")}
     weights = {"8": {"weight": 1}, "32": {"weight": 1}}
     return {
-        "buckets": {"data": {**store, "pack": "buckets", "shortest": 8, "bucket_weights": weights}},
+        "buckets": {"data": {**store, "packing": "buckets", "min_seq_len": 8, "bucket_weights": weights}},
         "ramped mixture": {
             "data": {
                 "mixture": {"a": {**store, "weight": 3, "phase_weights": [1]}, "b": other},
@@ -54,7 +54,7 @@ def kinds(root: Path) -> dict[str, dict[str, Any]]:
 
 def train(base: dict[str, Any], stop_at_step: int) -> int:
     """One rank of a run, in that rank."""
-    return run(load(base=base), stop_at_step=stop_at_step)
+    return run(load(base=base), stop_after_step=stop_at_step)
 
 
 def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
@@ -62,13 +62,14 @@ def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
     return [(r["step"], r.get("val_set"), r[field], r.get("valid_tokens", r.get("val_tokens"))) for r in found]
 
 
+@pytest.mark.guarantee("data-resume")
 @pytest.mark.parametrize("kind", ["buckets", "ramped mixture", "synthetic"])
 def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str) -> None:
     shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
     base: dict[str, Any] = {
         "model": shape,
         "data": {"seq_len": 32},
-        "batch": {"global_batch": 8, "micro_batch": 2},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
         "schedule": {"max_steps": STEPS, "warmup_steps": 1},
         "metrics": {"log_interval": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
@@ -77,7 +78,7 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
         base[section] = {**base[section], **values}
 
     def of(name: str) -> dict[str, Any]:
-        return {**base, "run": {"out": str(tmp_path / name)}}
+        return {**base, "run": {"dir": str(tmp_path / name)}}
 
     assert ranks.run(train, of("one"), 0, ranks=1) == [0]
     assert ranks.run(train, of("two"), 5, ranks=2) == [75, 75]
@@ -94,9 +95,9 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
 
 def test_short_rows_must_divide_over_sequence_parallel_ranks() -> None:
     def sets(shortest: int) -> list[str]:
-        data = ["data.store=a", "data.pack=buckets", "data.seq_len=24", f"data.shortest={shortest}"]
+        data = ["data.store=a", "data.packing=buckets", "data.seq_len=24", f"data.min_seq_len={shortest}"]
         return [*data, "parallel.tp=4", "parallel.sequence_parallel=true", "engine.gpu.device=cpu"]
 
-    SPEC.check(load(sets=sets(12)).recipe, World(size=4, local_size=4))
-    with pytest.raises(RecipeError, match=r"data\.shortest = 6, parallel\.tp = 4: sequence parallelism"):
-        SPEC.check(load(sets=sets(6)).recipe, World(size=4, local_size=4))
+    SPEC.check(load(overrides=sets(12)).recipe, World(size=4, local_size=4))
+    with pytest.raises(RecipeError, match=r"data\.min_seq_len = 6, parallel\.tp = 4: sequence parallelism"):
+        SPEC.check(load(overrides=sets(6)).recipe, World(size=4, local_size=4))

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,16 +11,25 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_ckpt import BackgroundSaver, Checkpoint, CheckpointError, Meta, begin, commit, write_part
-from lt_model import LlamaConfig, parameters
+from lt_ckpt import (
+    AsyncRankSaver,
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    begin_save,
+    commit_save,
+    write_rank_files,
+)
+from lt_model import LlamaConfig, param_specs
+from lt_model.documents import DocumentBoundaries
 from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES
+from lt_trainer_gpu.checks import check_compile_version, check_vocab_size
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.peak import peak_flops
-from lt_trainer_gpu.refusals import check_compile_version, check_vocabulary
+from lt_trainer_gpu.peak_flops import peak_flops
 from lt_trainer_gpu.spec import SPEC
 
 
@@ -35,7 +45,7 @@ def plain_torch(
     """The same steps with one backward over all rows at once and torch's own clip and AdamW."""
     model = Llama(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
-    decays = {p.name for p in parameters(config) if p.decay or (embeddings and p.role == "embed")}
+    decays = {p.name for p in param_specs(config) if p.decay or (embeddings and p.role == "embed")}
     groups = [
         {"params": [p for n, p in model.named_parameters() if n in decays], "weight_decay": 0.01},
         {"params": [p for n, p in model.named_parameters() if n not in decays], "weight_decay": 0.0},
@@ -62,20 +72,21 @@ def relative(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-@pytest.mark.parametrize(("n_micro", "micro_batch"), [(1, 4), (4, 1), (2, 2)])
+@pytest.mark.guarantee("loss-normalization")
+@pytest.mark.parametrize(("n_micro", "micro_batch_size"), [(1, 4), (4, 1), (2, 2)])
 def test_steps_equal_plain_torch_with_and_without_accumulation(
-    open_engine, device, config, batches, n_micro, micro_batch
+    open_engine, device, config, batches, n_micro, micro_batch_size
 ) -> None:
     """A mean per micro-batch, a decayed norm or an unclipped gradient would all show here.
 
     A GPU adds up in another order than the CPU, so ten times (losses: a hundred times) as much is allowed there.
     """
     loss_near, norm_near, weight_near = (1e-12, 1e-10, 1e-10) if device == "cpu" else (1e-10, 1e-9, 1e-9)
-    steps = batches(5, n_micro=n_micro, micro_batch=micro_batch)
+    steps = batches(5, n_micro=n_micro, micro_batch_size=micro_batch_size)
     losses, norms, wanted = plain_torch(config, steps, lr=1e-2, clip=0.5)
     assert max(norms) > 0.5 > 0, "clipping must be at work"
     engine = open_engine(config, "optimizer.grad_clip=0.5")
-    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps])
+    numbers = engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps])
     assert [n.loss for n in numbers] == pytest.approx(losses, rel=loss_near)
     assert [n.grad_norm for n in numbers] == pytest.approx(norms, rel=norm_near)
     found = weights(engine)
@@ -85,11 +96,11 @@ def test_steps_equal_plain_torch_with_and_without_accumulation(
 
 
 def test_embeddings_decay_when_the_recipe_says_so(open_on, config, batches) -> None:
-    steps = batches(3, n_micro=1, micro_batch=4)
+    steps = batches(3, n_micro=1, micro_batch_size=4)
     _, _, wanted = plain_torch(config, steps, lr=1e-2, clip=1.0, embeddings=True)
     _, _, other = plain_torch(config, steps, lr=1e-2, clip=1.0)
     engine = open_on("cpu", config, "optimizer.decay_embeddings=true")
-    engine.read([engine.step(batch, 1e-2) for batch in steps])
+    engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps])
     found = weights(engine)["model.embed_tokens.weight"]
     assert relative(found, wanted["model.embed_tokens.weight"].numpy().ravel()) < 1e-10
     assert relative(found, other["model.embed_tokens.weight"].numpy().ravel()) > 1e-5
@@ -107,7 +118,7 @@ def test_what_is_computed_a_second_time(open_on, config, batches, mode: str, pro
             counted[func.name()] += 1
             return func(*args, **(kwargs or {}))
 
-    (batch,) = batches(1, n_micro=1, micro_batch=2)
+    (batch,) = batches(1, n_micro=1, micro_batch_size=2)
     engine = open_on("cpu", config, f"engine.gpu.activation_checkpointing={mode}", "engine.gpu.attention=sdpa")
     counted: Counter[str] = Counter()
     with Counting():
@@ -117,20 +128,22 @@ def test_what_is_computed_a_second_time(open_on, config, batches, mode: str, pro
 
 
 def test_grad_clip_0_leaves_gradients_alone(open_engine, device, config, batches) -> None:
-    steps = batches(2, n_micro=1, micro_batch=2)
+    steps = batches(2, n_micro=1, micro_batch_size=2)
     losses, _, _ = plain_torch(config, steps, lr=1e-2, clip=float("inf"))
     engine = open_engine(config, "optimizer.grad_clip=0")
     near = 1e-12 if device == "cpu" else 1e-10
-    assert [n.loss for n in engine.read([engine.step(b, 1e-2) for b in steps])] == pytest.approx(losses, rel=near)
+    assert [n.loss for n in engine.fetch_metrics([engine.step(b, 1e-2) for b in steps])] == pytest.approx(
+        losses, rel=near
+    )
 
 
 def test_gradients_below_grad_clip_are_left_alone(open_engine, config, batches) -> None:
     """AdamW hardly sees a factor; its first moment does."""
-    (batch,) = batches(1, n_micro=1, micro_batch=2)
+    (batch,) = batches(1, n_micro=1, micro_batch_size=2)
 
     def first_moment(clip: str) -> bytes:
         engine = open_engine(config, f"optimizer.grad_clip={clip}")
-        (numbers,) = engine.read([engine.step(batch, 1e-2)])
+        (numbers,) = engine.fetch_metrics([engine.step(batch, 1e-2)])
         assert 0.5 < numbers.grad_norm < 1e4
         return b"".join(s.bytes().tobytes() for s in engine.state().shards if s.group == "exp_avg")
 
@@ -147,37 +160,45 @@ def test_initial_weights_follow_the_seed_alone(open_engine, config) -> None:
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_state_out_and_in_goes_on_bit_equal(open_engine, config, batches, tmp_path: Path, dtype: str) -> None:
-    steps = batches(6, n_micro=2, micro_batch=2)
+    steps = batches(6, n_micro=2, micro_batch_size=2)
     sets = (f"engine.gpu.dtype={dtype}", "engine.gpu.deterministic=true")  # a GPU needs to be asked for it
     engine = open_engine(config, *sets)
-    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[:3]])
+    numbers = engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps[:3]])
     snapshot = engine.state()
-    tmp = begin(tmp_path, step=3, world=1)
-    write_part(tmp, rank=0, shards=snapshot.shards)
-    path = commit(tmp, world=1, meta=Meta(step=3, small=snapshot.small, model=config.to_dict()))
-    numbers = engine.read([engine.step(batch, 1e-2) for batch in steps[3:]])
+    tmp = begin_save(tmp_path, step=3, world_size=1)
+    write_rank_files(tmp, rank=0, shards=snapshot.shards)
+    path = commit_save(
+        tmp,
+        world_size=1,
+        metadata=CheckpointMetadata(
+            step=3, scalars=snapshot.scalars, model=config.to_dict(), optimizer=snapshot.optimizer
+        ),
+    )
+    numbers = engine.fetch_metrics([engine.step(batch, 1e-2) for batch in steps[3:]])
 
     resumed = open_engine(config, "run.seed=7", *sets)  # another seed: everything must come from the checkpoint
     resumed.restore(Checkpoint.open(path))
-    assert resumed.read([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
+    assert resumed.fetch_metrics([resumed.step(batch, 1e-2) for batch in steps[3:]]) == numbers
 
 
 def test_a_save_in_the_background_holds_the_state_of_its_moment(open_engine, config, batches, tmp_path: Path) -> None:
     """The next step begins at once, and changes weights and moments in place."""
     engine = open_engine(config)
-    steps = batches(4, n_micro=1, micro_batch=2)
-    saver = BackgroundSaver(engine.host_memory)
+    steps = batches(4, n_micro=1, micro_batch_size=2)
+    saver = AsyncRankSaver(engine.allocate_host_memory)
     for batch in steps[:2]:
         engine.step(batch, 1e-3)
     snapshot = engine.state()
     expected = {(s.group, s.name): s.bytes().copy() for s in snapshot.shards}
     saver.reserve(engine.state().shards)
-    tmp = begin(tmp_path, step=2, world=1)
+    tmp = begin_save(tmp_path, step=2, world_size=1)
     saver.start(tmp, rank=0, shards=engine.state().shards)
     for batch in steps[2:]:
         engine.step(batch, 1e-3)
     saver.wait()
-    checkpoint = Checkpoint.open(commit(tmp, world=1, meta=Meta(step=2, small=snapshot.small)))
+    checkpoint = Checkpoint.open(
+        commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=2, scalars=snapshot.scalars))
+    )
     found = {
         (group, name): checkpoint.read(group, name) for group in checkpoint.groups for name in checkpoint.names(group)
     }
@@ -187,9 +208,13 @@ def test_a_save_in_the_background_holds_the_state_of_its_moment(open_engine, con
 
 def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tmp_path: Path) -> None:
     engine = open_engine(config)
-    tmp = begin(tmp_path, step=0, world=1)
-    write_part(tmp, rank=0, shards=engine.state().shards)
-    path = commit(tmp, world=1, meta=Meta(step=0, small={"optimizer_step": 0}))
+    tmp = begin_save(tmp_path, step=0, world_size=1)
+    write_rank_files(tmp, rank=0, shards=engine.state().shards)
+    path = commit_save(
+        tmp,
+        world_size=1,
+        metadata=CheckpointMetadata(step=0, scalars={"optimizer_step": 0}, optimizer=engine.state().optimizer),
+    )
     with pytest.raises(CheckpointError, match=r"different: weights/\S+ is F64 .* instead of F32"):
         open_engine(config, "engine.gpu.dtype=float32").restore(Checkpoint.open(path))
     deeper = LlamaConfig(**{**config.to_dict(), "n_layers": 3})
@@ -200,21 +225,21 @@ def test_restore_refuses_another_dtype_and_another_model(open_engine, config, tm
 def test_evaluate_sums_over_batches_and_changes_nothing(open_engine, config, batches) -> None:
     engine = open_engine(config)
     before = weights(engine)
-    rounds = batches(3, n_micro=1, micro_batch=2)
-    loss_sum, tokens = engine.evaluate(rounds)
+    rounds = batches(3, n_micro=1, micro_batch_size=2)
+    loss_sum, tokens = engine.validate(rounds)
     assert tokens == sum(batch.valid_tokens for batch in rounds)
-    each = [engine.evaluate([batch])[0] for batch in rounds]
+    each = [engine.validate([batch])[0] for batch in rounds]
     assert loss_sum == pytest.approx(sum(each), rel=1e-12)
     assert all((before[name] == after).all() for name, after in weights(engine).items())
-    training = engine.read([engine.step(rounds[0], 0.0)])[0]
+    training = engine.fetch_metrics([engine.step(rounds[0], 0.0)])[0]
     assert training.loss == pytest.approx(each[0] / rounds[0].valid_tokens, rel=1e-12)
 
 
 def test_bfloat16_compute_keeps_float32_masters(open_engine, config, batches) -> None:
     engine = open_engine(config, "engine.gpu.dtype=bfloat16")
-    steps = batches(3, n_micro=2, micro_batch=2)
+    steps = batches(3, n_micro=2, micro_batch_size=2)
     losses, _, _ = plain_torch(config, steps, lr=1e-3, clip=1.0)
-    numbers = engine.read([engine.step(batch, 1e-3) for batch in steps])
+    numbers = engine.fetch_metrics([engine.step(batch, 1e-3) for batch in steps])
     assert [n.loss for n in numbers] == pytest.approx(losses, rel=2e-2)
     assert {shard.dtype for shard in engine.state().shards} == {"F32"}
 
@@ -255,24 +280,33 @@ def test_memory_of_a_cpu_is_the_most_that_was_resident_in_bytes(open_on, config)
     status = Path("/proc/self/status")
     if not status.exists():
         pytest.skip("no /proc here")
-    told = open_on("cpu", config).memory_bytes()
+    told = open_on("cpu", config).peak_memory_bytes()
     (kib,) = (int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
     assert told == pytest.approx(kib * 1024, rel=0.05)
 
 
 def test_without_the_mask_positions_see_the_documents_before(open_on, config, batches) -> None:
-    (batch,) = batches(1, n_micro=1, micro_batch=2)
+    (batch,) = batches(1, n_micro=1, micro_batch_size=2)
     model = Llama(config, attention="reference").to(torch.float64)
     init_model(model, seed=0)
     ids, positions, docs, labels = (
         torch.from_numpy(a[0]).long() for a in (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
     )
-    for mask, seen in (("false", None), ("true", docs)):
+    whole_rows = replace(batch, cu_seqlens=np.arange(3, dtype=np.int32)[None] * ids.shape[1])
+    for mask, seen, masked in (("false", None, whole_rows), ("true", docs, batch)):
         wanted = model(ids, position_ids_BT=positions, doc_ids_BT=seen, labels_BT=labels).item()
-        loss_sum, tokens = open_on("cpu", config, f"data.document_mask={mask}").evaluate([batch])
+        loss_sum, tokens = open_on("cpu", config, f"data.document_mask={mask}").validate([masked])
         assert tokens == batch.valid_tokens
         assert loss_sum == pytest.approx(wanted, rel=1e-12)
     assert wanted != pytest.approx(model(ids, position_ids_BT=positions, labels_BT=labels).item(), rel=1e-9)
+
+
+def test_fsdp_leaves_document_boundaries_on_the_host() -> None:
+    from torch.distributed.utils import _to_kwargs
+
+    boundaries = DocumentBoundaries(torch.zeros(3, dtype=torch.int32), 1, 4)
+    (moved, *_), _ = _to_kwargs((boundaries,), {"also": boundaries}, torch.device("meta"), False)
+    assert moved[0] is boundaries
 
 
 def test_device_says_what_its_peak_is(open_on, config) -> None:
@@ -321,9 +355,9 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
         (["parallel.n_nodes=2"], World(), r"parallel.n_nodes = 2: the ranks were started on 1 node"),
         (["parallel.dp_shard=2"], World(), r"parallel.dp_shard = 2.*need 2 ranks"),
         (
-            ["batch.global_batch=6", "batch.micro_batch=2"],
+            ["batch.global_batch_size=6", "batch.micro_batch_size=2"],
             World(size=2, local_size=2),
-            r"does not divide the global batch",
+            r"2 data-parallel ranks need a multiple of 4 rows",
         ),
     ],
 )
@@ -344,18 +378,24 @@ def test_compile_is_refused_for_versions_of_torch_that_have_not_passed(recipe) -
 
 
 def test_a_vocabulary_smaller_than_the_ranks_is_refused(config) -> None:
-    check_vocabulary(config, config.vocab_size)
+    check_vocab_size(config, config.vocab_size)
     with pytest.raises(RecipeError, match=r"parallel.tp = 65: .* to at most 64"):
-        check_vocabulary(config, config.vocab_size + 1)
+        check_vocab_size(config, config.vocab_size + 1)
 
 
 @pytest.mark.parametrize(
     ("sets", "message"),
     [
-        (["engine.gpu.activation_checkpointing=budget"], r"compile = False.*: the budget is torch.compile's"),
-        (["engine.gpu.activation_budget=0.3"], r"activation_budget = 0.3.*only activation_checkpointing = 'budget'"),
-        (["engine.gpu.compile=true", "engine.gpu.attention=split"], r"compiled anew for every batch"),
-        (["engine.gpu.activation_budget=1.5"], r"activation_budget = 1.5.*: must lie in"),
+        (
+            ["engine.gpu.activation_checkpointing=memory_budget"],
+            r"compile = False.*: memory_budget requires torch.compile",
+        ),
+        (
+            ["engine.gpu.activation_memory_budget=0.3"],
+            r"activation_memory_budget = 0.3.*requires activation_checkpointing = 'memory_budget'",
+        ),
+        (["engine.gpu.compile=true", "engine.gpu.attention=split"], r"recompiled for every batch"),
+        (["engine.gpu.activation_memory_budget=1.5"], r"activation_memory_budget = 1.5.*: must be between"),
     ],
 )
 def test_options_that_contradict_are_refused(recipe, sets, message) -> None:
@@ -372,13 +412,17 @@ def test_cuda_that_is_not_there_is_refused(open_on, config) -> None:
 
 def test_restored_weights_are_used_after_an_evaluation(open_engine, config, batches, tmp_path: Path) -> None:
     """A forward without a backward must not leave gathered copies of the weights behind."""
-    rounds = batches(1, n_micro=1, micro_batch=2)
+    rounds = batches(1, n_micro=1, micro_batch_size=2)
     engine = open_engine(config, "engine.gpu.dtype=bfloat16")
-    wanted = engine.evaluate(rounds)
-    tmp = begin(tmp_path, step=0, world=1)
-    write_part(tmp, rank=0, shards=engine.state().shards)
-    path = commit(tmp, world=1, meta=Meta(step=0, small={"optimizer_step": 0}))
+    wanted = engine.validate(rounds)
+    tmp = begin_save(tmp_path, step=0, world_size=1)
+    write_rank_files(tmp, rank=0, shards=engine.state().shards)
+    path = commit_save(
+        tmp,
+        world_size=1,
+        metadata=CheckpointMetadata(step=0, scalars={"optimizer_step": 0}, optimizer=engine.state().optimizer),
+    )
     other = open_engine(config, "engine.gpu.dtype=bfloat16", "run.seed=7")
-    assert other.evaluate(rounds) != wanted
+    assert other.validate(rounds) != wanted
     other.restore(Checkpoint.open(path))
-    assert other.evaluate(rounds) == wanted
+    assert other.validate(rounds) == wanted

@@ -13,17 +13,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lt_model import PRESETS, LlamaConfig, flops_per_token
 from lt_model.llama import Llama
+from lt_trainer.config.sections import MetricsOptions
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.layout import PlannedLayout
-from lt_trainer.planning.time import recomputed_flops_per_token as planned_recomputation
-from lt_trainer.sections import MetricsOptions
-from lt_trainer.timing import PARTS
+from lt_trainer.planning.run_time import recomputed_flops_per_token as planned_recomputation
+from lt_trainer.timing import STEP_PARTS
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.activation_checkpointing import checkpoint_blocks
-from lt_trainer_gpu.instruments import Instruments
-from lt_trainer_gpu.recompute import recomputed_flops_per_token
+from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
+from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.spec import SPEC
+from lt_trainer_gpu.step_profiler import StepProfiler
 
 CPU = torch.device("cpu")
 LITTLE = LlamaConfig(
@@ -37,17 +37,17 @@ LITTLE = LlamaConfig(
 )
 
 
-def instruments(out: Path, rank: int = 0, **options: object) -> Instruments:
-    return Instruments(MetricsOptions(**options), out=out, rank=rank, device=CPU)  # type: ignore[arg-type]
+def instruments(out: Path, rank: int = 0, **options: object) -> StepProfiler:
+    return StepProfiler(MetricsOptions(**options), run_dir=out, rank=rank, device=CPU)  # type: ignore[arg-type]
 
 
-def train(made: Instruments, steps: int) -> dict[int, list[Path]]:
+def train(made: StepProfiler, steps: int) -> dict[int, list[Path]]:
     """Steps whose matrix products have the step's number in their shape; what was finished before each."""
     finished = {}
     for step in range(1, steps + 1):
-        finished[step] = made.boundary(step)
+        finished[step] = made.on_step_begin(step)
         torch.ones(2, 100 + step) @ torch.ones(100 + step, 3)
-    finished[steps + 1] = made.boundary(steps + 1)
+    finished[steps + 1] = made.on_step_begin(steps + 1)
     return {step: paths for step, paths in finished.items() if paths}
 
 
@@ -62,6 +62,7 @@ def widths(path: Path) -> set[int]:
 # ---- the profiler ----
 
 
+@pytest.mark.guarantee("traces")
 def test_a_window_shows_its_steps_and_no_others(tmp_path: Path) -> None:
     finished = train(instruments(tmp_path, rank=1, profile_steps=2, profile_start_step=3, profile_ranks=(1,)), 6)
     path = tmp_path / "profile" / "steps-00000003-00000004-rank00001.json.gz"
@@ -93,7 +94,9 @@ def test_steps_that_are_done_again_are_not_profiled_again(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("field", [{"memory_snapshot_step": 3}, {"memory_snapshot_on_oom": True}])
 def test_a_memory_history_on_a_cpu_is_refused_with_the_reason(tmp_path: Path, field: dict[str, object]) -> None:
-    with pytest.raises(RecipeError, match=r"torch keeps a history of CUDA memory only, and this run computes on a CPU"):
+    with pytest.raises(
+        RecipeError, match=r"torch records a history of CUDA memory only, and this run computes on a CPU"
+    ):
         instruments(tmp_path, **field)
 
 
@@ -109,14 +112,14 @@ def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted
     tmp_path: Path, cuda: torch.device
 ) -> None:
     options = MetricsOptions(memory_snapshot_step=1, memory_snapshot_on_oom=True)
-    made = Instruments(options, out=tmp_path, rank=0, device=cuda)
-    assert made.boundary(1) == []
+    made = StepProfiler(options, run_dir=tmp_path, rank=0, device=cuda)
+    assert made.on_step_begin(1) == []
     held = torch.ones(1 << 20, device=cuda)
-    (path,) = made.boundary(2)
-    assert made.boundary(3) == []
+    (path,) = made.on_step_begin(2)
+    assert made.on_step_begin(3) == []
     sizes = [entry["size"] for trace in pickle.loads(path.read_bytes())["device_traces"] for entry in trace]
     assert held.nbytes in sizes
-    with pytest.raises(torch.OutOfMemoryError), made.watching_memory():
+    with pytest.raises(torch.OutOfMemoryError), made.memory_snapshot_on_oom():
         torch.empty(1 << 60, dtype=torch.uint8, device=cuda)
     assert (tmp_path / "memory" / "out-of-memory-rank00000.pickle").exists()
 
@@ -125,15 +128,17 @@ def test_a_memory_history_is_written_after_its_step_and_when_memory_is_exhausted
 
 
 def test_variables_leave_what_the_person_has_set(tmp_path: Path) -> None:
-    found = flight_recorder.variables(tmp_path, {"TORCH_FR_BUFFER_SIZE": "7"})
+    found = flight_recorder.env_variables(tmp_path, {"TORCH_FR_BUFFER_SIZE": "7"})
     assert found == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/collectives_rank_", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
-    assert flight_recorder.variables(Path("x"), {})["TORCH_FR_DUMP_TEMP_FILE"] == f"{os.getcwd()}/x/collectives_rank_"
+    assert (
+        flight_recorder.env_variables(Path("x"), {})["TORCH_FR_DUMP_TEMP_FILE"] == f"{os.getcwd()}/x/collectives_rank_"
+    )
 
 
 def test_torch_knows_the_variables() -> None:
     folder = Path(torch.__file__).parent / "lib"
     libraries = [path for path in folder.glob("libtorch*") if path.suffix in (".so", ".dylib")]
-    missing = set(flight_recorder.variables(Path("x"), {}))
+    missing = set(flight_recorder.env_variables(Path("x"), {}))
     for path in sorted(libraries, key=lambda path: path.stat().st_size):
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             missing = {name for name in missing if content.find(name.encode()) < 0}
@@ -145,7 +150,7 @@ def test_torch_knows_the_variables() -> None:
 def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp_path: Path, monkeypatch) -> None:
     for name in [name for name in os.environ if name.startswith("TORCH_FR_")]:
         monkeypatch.delenv(name)  # of a run that this process has had before
-    made = recipe(f"run.out={tmp_path}/run")
+    made = recipe(f"run.dir={tmp_path}/run")
     assert SPEC.env(made)["TORCH_FR_DUMP_TEMP_FILE"] == f"{tmp_path}/run/logs/collectives_rank_"
     assert "memory_snapshot" in SPEC.capabilities
     assert "profile" in SPEC.capabilities
@@ -154,7 +159,7 @@ def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp
 def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
     engine = open_on("cpu", LITTLE)
     torch.distributed.all_reduce(torch.ones(17))
-    said = engine.last_words(tmp_path / "flight" / "abc")
+    said = engine.dump_debug_info(tmp_path / "flight" / "abc")
     path = tmp_path / "flight" / "abc" / "rank_0"
     entry = pickle.loads(path.read_bytes())["entries"][-1]
     assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[17]])
@@ -168,6 +173,7 @@ def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
 # ---- HFU ----
 
 
+@pytest.mark.guarantee("rates")
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     def two_products(q_BHTD: torch.Size, k_BHSD: torch.Size, *_args: object, **_kwargs: object) -> int:
@@ -179,7 +185,7 @@ def test_what_is_computed_again_is_what_torch_counts(mode: str) -> None:
     def counted(checkpointing: str) -> int:
         model = Llama(LITTLE, attention="sdpa")
         if checkpointing != "none":
-            checkpoint_blocks(list(model.model.layers), checkpointing)
+            apply_activation_checkpointing(list(model.model.layers), checkpointing)
         ids, positions = torch.zeros(2, 16, dtype=torch.int64), torch.arange(16).repeat(2, 1)
         with FlopCounterMode(display=False, custom_mapping=attention) as counter:
             model(ids, position_ids_BT=positions, doc_ids_BT=None, labels_BT=ids).backward()
@@ -199,11 +205,11 @@ def test_a_plan_counts_what_a_run_computes_again(mode: str) -> None:
         nodes=1,
         tp=1,
         sequence_parallel=False,
-        replicate=1,
-        shard=8,
-        micro_batch=1,
-        accumulation=1,
-        checkpointing=mode,
+        dp_replicate=1,
+        dp_shard=8,
+        micro_batch_size=1,
+        accumulation_steps=1,
+        activation_checkpointing=mode,
     )
     planned = planned_recomputation(config, 4096, layout)
     assert planned == recomputed_flops_per_token(config, 4096, mode)
@@ -212,7 +218,9 @@ def test_a_plan_counts_what_a_run_computes_again(mode: str) -> None:
 
 def test_what_a_compiler_chooses_is_not_known() -> None:
     assert recomputed_flops_per_token(LITTLE, 16, "none") == 0
-    assert recomputed_flops_per_token(LITTLE, 16, "budget") != recomputed_flops_per_token(LITTLE, 16, "budget")  # nan
+    assert recomputed_flops_per_token(LITTLE, 16, "memory_budget") != recomputed_flops_per_token(
+        LITTLE, 16, "memory_budget"
+    )  # nan
 
 
 # ---- the stopwatch ----
@@ -220,17 +228,17 @@ def test_what_a_compiler_chooses_is_not_known() -> None:
 
 def test_a_step_is_told_apart_and_the_parts_fill_the_time(device: str, open_on, batches) -> None:
     engine = open_on(device, LITTLE)
-    (batch,) = batches(1, n_micro=2, micro_batch=2)
-    engine.read([engine.step(batch, 0.1)])
-    engine.stopwatch.lap("rest")
-    engine.read([engine.step(batch, 0.1)])
-    engine.stopwatch.times()
-    engine.stopwatch.lap("data")
+    (batch,) = batches(1, n_micro=2, micro_batch_size=2)
+    engine.fetch_metrics([engine.step(batch, 0.1)])
+    engine.stopwatch.begin("rest")
+    engine.fetch_metrics([engine.step(batch, 0.1)])
+    engine.stopwatch.pop_times()
+    engine.stopwatch.begin("data")
     pending = engine.step(batch, 0.1)
-    engine.stopwatch.lap("rest")
-    engine.read([pending])
-    times = engine.stopwatch.times()
-    assert set(times) == set(PARTS)
+    engine.stopwatch.begin("rest")
+    engine.fetch_metrics([pending])
+    times = engine.stopwatch.pop_times()
+    assert set(times) == set(STEP_PARTS)
     assert times["forward_backward"] > times["data"] >= 0
     assert times["optimizer"] > 0
     assert times["checkpoint"] == times["validation"] == 0

@@ -18,11 +18,11 @@ import pytest
 
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, StepMetrics, World
-from lt_trainer.recipe import load
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import Piece, Tensors, Trained, assert_near, part_of, whole
-from lt_trainer_gpu import refusals
+from lt_trainer.testing.layouts import NamedTensors, StateSlice, TrainResult, assemble, assert_near, rank_batch
+from lt_trainer_gpu import checks
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
 
@@ -59,12 +59,12 @@ def open_engine(sets: tuple[str, ...], tied: bool) -> GpuEngine:
             "tie_word_embeddings": tied,
         },
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1},
         "schedule": {"max_steps": STEPS, "warmup_steps": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    recipe, world = load(base=base, sets=sets).recipe, World.from_env(os.environ)
+    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
     SPEC.check(recipe, world)
     engine = SPEC.open(recipe, model_of(tied), world)
     assert isinstance(engine, GpuEngine)
@@ -75,25 +75,25 @@ def boxes_of(engine: GpuEngine) -> Callable[[], Iterable[Shard]]:
     return lambda: engine.state().shards
 
 
-def train(sets: tuple[str, ...], tied: bool, micro_batch: int) -> Trained:
+def train(sets: tuple[str, ...], tied: bool, micro_batch_size: int) -> TrainResult:
     """One rank's training, in that rank."""
     engine = open_engine(sets, tied)
     (rest,) = global_batches(1, seed=9)
-    return layouts.train(engine, global_batches(STEPS), rest, micro_batch, boxes_of(engine))
+    return layouts.train_steps(engine, global_batches(STEPS), rest, micro_batch_size, boxes_of(engine))
 
 
-def gradients(tensors: Tensors, norm: float) -> Tensors:
+def gradients(tensors: NamedTensors, norm: float) -> NamedTensors:
     """The gradients of the first step: after it exp_avg is the clipped gradient times 1 - beta1."""
     scale = min(1.0, CLIP / (norm + 1e-6)) * (1 - BETA1)
     return {key: tensor / scale for key, tensor in tensors.items() if key[0] == "exp_avg"}
 
 
 @pytest.fixture(scope="module")
-def alone(ranks) -> Callable[..., Trained]:
+def alone(ranks) -> Callable[..., TrainResult]:
     """The one process that all layouts are compared with."""
-    done: dict[Any, Trained] = {}
+    done: dict[Any, TrainResult] = {}
 
-    def trained(tied: bool, *sets: str) -> Trained:
+    def trained(tied: bool, *sets: str) -> TrainResult:
         key = (tied, sets)
         if key not in done:
             (done[key],) = ranks.run(train, ("engine.gpu.attention=reference", *sets), tied, ROWS, ranks=1)
@@ -105,7 +105,7 @@ def alone(ranks) -> Callable[..., Trained]:
 TP2, TP4 = "parallel.tp=2", "parallel.tp=4"
 SP, HSDP = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
 FULL, SELECTIVE = "engine.gpu.activation_checkpointing=full", "engine.gpu.activation_checkpointing=selective"
-PADDED, KEEP = "engine.gpu.pad_vocab_to=16", "engine.gpu.reshard_after_forward=false"
+PADDED, KEEP = "engine.gpu.pad_vocab_to_multiple_of=16", "engine.gpu.reshard_after_forward=false"
 EACH, DECAY = "engine.gpu.reduce_each_micro_batch=true", "optimizer.decay_embeddings=true"
 
 LAYOUTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
@@ -128,49 +128,53 @@ LAYOUTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.guarantee("layout-parity")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_trains_as_one_process(ranks, alone, name: str) -> None:
-    n, micro_batch, tied, sets = LAYOUTS[name]
-    compare(alone(tied), ranks.run(train, sets, tied, micro_batch, ranks=n))
+    n, micro_batch_size, tied, sets = LAYOUTS[name]
+    compare(alone(tied), ranks.run(train, sets, tied, micro_batch_size, ranks=n))
 
 
-def compare(one: Trained, found: list[Trained]) -> None:
+def compare(one: TrainResult, found: list[TrainResult]) -> None:
     for rank in found:
         assert rank.losses == found[0].losses
-        assert rank.norms == found[0].norms
+        assert rank.grad_norms == found[0].grad_norms
         assert rank.validation == found[0].validation
         assert rank.state_bytes[0] == rank.state_bytes[1]
-    before, after_1, after_all = ((whole([rank.states[i] for rank in found]), whole([one.states[i]])) for i in range(3))
+    before, after_1, after_all = (
+        (assemble([rank.states[i] for rank in found]), assemble([one.states[i]])) for i in range(3)
+    )
     assert before[0].keys() == before[1].keys()
     assert [key for key in before[1] if before[0][key].tobytes() != before[1][key].tobytes()] == []
     assert found[0].losses == pytest.approx(one.losses, rel=1e-12)
-    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
-    assert min(one.norms) > CLIP, "clipping must be at work"
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=NEAR)
+    assert min(one.grad_norms) > CLIP, "clipping must be at work"
     assert found[0].validation == pytest.approx(one.validation, rel=1e-12)
-    assert_near(gradients(after_1[0], found[0].norms[0]), gradients(after_1[1], one.norms[0]), NEAR)
+    assert_near(gradients(after_1[0], found[0].grad_norms[0]), gradients(after_1[1], one.grad_norms[0]), NEAR)
     assert_near(*after_all, NEAR_WEIGHTS)
 
 
+@pytest.mark.guarantee("layout-parity")
 def test_a_z_loss_is_the_same_on_every_layout_and_stays_out_of_the_loss_that_is_told(ranks, alone) -> None:
     one = alone(False, "optimizer.z_loss=0.02")
     compare(one, ranks.run(train, (TP2, SP, "optimizer.z_loss=0.02"), False, 4, ranks=4))
-    plain: Trained = alone(False)
+    plain: TrainResult = alone(False)
     assert one.losses[0] == pytest.approx(plain.losses[0], rel=1e-12)
-    assert abs(one.norms[0] / plain.norms[0] - 1) > 1e-3, "the z-loss must be at work"
+    assert abs(one.grad_norms[0] / plain.grad_norms[0] - 1) > 1e-3, "the z-loss must be at work"
     assert one.losses[2] != pytest.approx(plain.losses[2], rel=1e-6)
 
 
 @pytest.mark.parametrize(("n", "sets"), [(2, (TP2, SP)), (4, (TP2,))], ids=["tp-sp", "fsdp-tp"])
 def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, sets: tuple[str, ...]) -> None:
     """Sums over ranks in bfloat16 round; the masters are float32 and equal on all ranks that hold the same."""
-    one: Trained = alone(False)
+    one: TrainResult = alone(False)
     found = ranks.run(train, ("engine.gpu.dtype=bfloat16", *sets), False, 2, ranks=n)
     assert found[0].losses == pytest.approx(one.losses, rel=1e-2)
-    assert found[0].norms == pytest.approx(one.norms, rel=5e-2)
-    assert all(rank.losses == found[0].losses and rank.norms == found[0].norms for rank in found)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=5e-2)
+    assert all(rank.losses == found[0].losses and rank.grad_norms == found[0].grad_norms for rank in found)
     assert {piece.dtype for rank in found for piece in rank.states[0]} == {"F32"}
-    before, after = (whole([rank.states[i] for rank in found]) for i in (0, 2))
-    start = whole([one.states[0]])
+    before, after = (assemble([rank.states[i] for rank in found]) for i in (0, 2))
+    start = assemble([one.states[0]])
     assert all((before[key] == start[key].astype(np.float32)).all() for key in before)
     assert all((before[key] != after[key]).any() for key in before)
 
@@ -184,17 +188,16 @@ def test_gradients_in_bfloat16_are_added_up_in_float32(ranks, n: int, sets: tupl
     alike = ("engine.gpu.dtype=bfloat16", "engine.gpu.attention=sdpa")
     (one,) = ranks.run(train, alike, False, 1, ranks=1)
     found = ranks.run(train, (*alike, *sets), False, 1, ranks=n)
-    after = whole([rank.states[1] for rank in found]), whole([one.states[1]])
-    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after), 1e-5)
+    after = assemble([rank.states[1] for rank in found]), assemble([one.states[1]])
+    assert_near(*(gradients(tensors, one.grad_norms[0]) for tensors in after), 1e-5)
 
 
-def train_in_chunks(sets: tuple[str, ...], tied: bool, micro_batch: int) -> Trained:
+def train_in_chunks(sets: tuple[str, ...], tied: bool, micro_batch_size: int) -> TrainResult:
     """One rank's training whose loss sees five tokens at a time, and the last time fewer."""
     from lt_model import loss
-    from lt_trainer_gpu import vocabulary_loss
 
-    loss._CPU_ROWS = vocabulary_loss._CPU_ROWS = 5
-    return train(sets, tied, micro_batch)
+    loss._CPU_CHUNK_TOKENS = 5
+    return train(sets, tied, micro_batch_size)
 
 
 @pytest.mark.parametrize(("n", "sets"), [(1, ()), (2, (TP2, SP, PADDED))], ids=["one", "tp-sp-padded"])
@@ -207,9 +210,9 @@ def validated_and_saved(sets: tuple[str, ...], folder: str) -> tuple[str, tuple[
     """In a rank: a checkpoint after a step, and what the validation says there."""
     engine = open_engine(sets, tied=True)
     (batch,), (rest,) = global_batches(1), global_batches(1, seed=9)
-    engine.read([engine.step(part_of(batch, engine, 2), 1e-2)])
-    path = layouts.saved(engine, folder, step=1)
-    told = engine.evaluate([part_of(rest, engine, 2)])
+    engine.fetch_metrics([engine.step(rank_batch(batch, engine, 2), 1e-2)])
+    path = layouts.save_checkpoint(engine, folder, step=1)
+    told = engine.validate([rank_batch(rest, engine, 2)])
     engine.close()
     return path, told
 
@@ -218,9 +221,9 @@ def restored_after_a_validation(sets: tuple[str, ...], path: str) -> list[tuple[
     """In a rank: the same validation with other weights, and with those that are restored then."""
     engine = open_engine(("run.seed=7", *sets), tied=True)
     (rest,) = global_batches(1, seed=9)
-    told = [engine.evaluate([part_of(rest, engine, 2)])]
+    told = [engine.validate([rank_batch(rest, engine, 2)])]
     engine.restore(Checkpoint.open(Path(path)))
-    told.append(engine.evaluate([part_of(rest, engine, 2)]))
+    told.append(engine.validate([rank_batch(rest, engine, 2)]))
     engine.close()
     return told
 
@@ -232,19 +235,22 @@ def test_gathered_weights_of_a_validation_are_used_no_more_after_a_way_back(rank
     assert all(after == left[0][1] != before for before, after in taken)
 
 
-def interrupted(sets: tuple[str, ...], tied: bool, folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
+def interrupted(
+    sets: tuple[str, ...], tied: bool, folder: str
+) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
     engine = open_engine(sets, tied)
-    return layouts.interrupted(engine, global_batches(3), folder, boxes_of(engine))
+    return layouts.train_save_train(engine, global_batches(3), folder, boxes_of(engine))
 
 
-def resumed(sets: tuple[str, ...], tied: bool, path: str) -> tuple[list[Piece], list[Piece], list[float]]:
+def resumed(sets: tuple[str, ...], tied: bool, path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
     engine = open_engine(("run.seed=7", *sets), tied)
-    return layouts.resumed(engine, global_batches(3)[2], path, boxes_of(engine))
+    return layouts.restore_and_train(engine, global_batches(3)[2], path, boxes_of(engine))
 
 
-BF16 = ("engine.gpu.dtype=float32", "optimizer.moments=bfloat16")
+BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
 
 
+@pytest.mark.guarantee("reshard-checkpoints")
 @pytest.mark.parametrize(
     ("tied", "first", "second"),
     [
@@ -260,7 +266,7 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, ti
     (n, sets), (m, others) = first, second
     left = ranks.run(interrupted, sets, tied, str(tmp_path), ranks=n)
     taken = ranks.run(resumed, others, tied, left[0][0], ranks=m)
-    saved, found = whole([rank[1] for rank in left]), whole([rank[0] for rank in taken])
+    saved, found = assemble([rank[1] for rank in left]), assemble([rank[0] for rank in taken])
     assert saved.keys() == found.keys()
     assert {group for group, _ in saved} == {"weights", "exp_avg", "exp_avg_sq"}
     assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
@@ -269,23 +275,24 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, ti
     assert kinds == ({(True, "F32"), (False, "BF16")} if narrow else {(True, "F64"), (False, "F64")})
     near = 1e-5 if narrow else 1e-12
     assert taken[0][2] == pytest.approx(left[0][3][2:], rel=near)
-    after = [whole([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
+    after = [assemble([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
     weights = [{key: t for key, t in tensors.items() if key[0] == "weights"} for tensors in after]
     assert_near(weights[0], weights[1], 1e-4 if narrow else NEAR_WEIGHTS)
 
 
-def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Piece]]]:
+def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]]]:
     engine = open_engine(sets, tied=False)
-    return layouts.with_a_bad_step(engine, global_batches(3), boxes_of(engine))[:2]
+    return layouts.train_with_nonfinite_step(engine, global_batches(3), boxes_of(engine))[:2]
 
 
+@pytest.mark.guarantee("skip-on-all-ranks")
 @pytest.mark.parametrize(
     ("n", "sets"), [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,))], ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp"]
 )
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks, n: int, sets: tuple[str, ...]) -> None:
     answers = ranks.run(with_a_bad_step, sets, ranks=n)
     for numbers, (before, after, later) in answers:
-        assert [one.finite for one in numbers] == [True, False, True]
+        assert [one.is_finite for one in numbers] == [True, False, True]
         assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"
         assert [a.name for a, b in zip(before, after, strict=True) if a.values.tobytes() != b.values.tobytes()] == []
         assert any((a.values != b.values).any() for a, b in zip(after, later, strict=True))
@@ -306,7 +313,7 @@ def timeouts(sets: tuple[str, ...]) -> set[float]:
 
 def test_every_group_of_ranks_waits_longer_than_the_watchdog(ranks) -> None:
     """Torch gives groups of a mesh its own timeout; NCCL's is shorter than the watchdog's."""
-    assert ranks.run(timeouts, (TP2, "guard.timeout_s=1000"), ranks=4) == [{1530.0}] * 4
+    assert ranks.run(timeouts, (TP2, "fault_tolerance.hang_timeout_s=1000"), ranks=4) == [{1530.0}] * 4
 
 
 def traffic(sets: tuple[str, ...]) -> dict[str, int]:
@@ -315,7 +322,7 @@ def traffic(sets: tuple[str, ...]) -> dict[str, int]:
 
     engine = open_engine(sets, tied=False)
     rows = 4 * engine.topology.dp_size
-    first, second = (part_of(batch, engine, 1) for batch in global_batches(2, rows=rows))
+    first, second = (rank_batch(batch, engine, 1) for batch in global_batches(2, rows=rows))
     engine.step(first, 1e-2)
     counted = dict.fromkeys(("gather", "scatter", "sum"), 0)
 
@@ -339,6 +346,7 @@ def traffic(sets: tuple[str, ...]) -> dict[str, int]:
     return counted
 
 
+@pytest.mark.guarantee("reduce-once-per-step")
 @pytest.mark.parametrize(
     ("n", "sets", "wanted"),
     [
@@ -356,6 +364,7 @@ def test_accumulation_reduces_no_more_than_it_must(ranks, n: int, sets: tuple[st
     assert ranks.run(traffic, sets, ranks=n) == [wanted] * n
 
 
+@pytest.mark.guarantee("layout-parity")
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence", [(), (SP,)], ids=["tp", "tp-sp"])
 def test_eight_ranks_in_three_axes_train_as_one_process(ranks, alone, sequence: tuple[str, ...]) -> None:
@@ -363,10 +372,10 @@ def test_eight_ranks_in_three_axes_train_as_one_process(ranks, alone, sequence: 
 
 
 COMPILE, FLOAT32 = "engine.gpu.compile=true", "engine.gpu.dtype=float32"
-BUDGET = ("engine.gpu.activation_checkpointing=budget", "engine.gpu.activation_budget=0.3")
+BUDGET = ("engine.gpu.activation_checkpointing=memory_budget", "engine.gpu.activation_memory_budget=0.3")
 COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
     "one": (1, ()),
-    "one-budget": (1, BUDGET),
+    "one-memory-budget": (1, BUDGET),
     "one-full": (1, (FULL,)),
     "one-selective": (1, (SELECTIVE,)),
     "fsdp": (2, ()),
@@ -377,33 +386,34 @@ COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def train_compiled(sets: tuple[str, ...]) -> tuple[Trained, int]:
+def train_compiled(sets: tuple[str, ...]) -> tuple[TrainResult, int]:
     """One rank's training with any version of torch, and how many graphs were compiled."""
     import torch
     import torch._dynamo.utils
 
-    refusals.COMPILES = refusals.COMPILES_WITH_TP = (refusals.release(torch.__version__),)
+    checks.COMPILE_TORCH_VERSIONS = checks.COMPILE_TP_TORCH_VERSIONS = (checks.parse_torch_version(torch.__version__),)
     found = train((COMPILE, FLOAT32, *sets), False, 2)
     return found, int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
+@pytest.mark.guarantee("compile-parity")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_blocks_train_as_eager_ones(ranks, name: str) -> None:
     """In float32, gradients per parameter to 1e-5. Versions of torch for which this passes go into the engine's table.
 
-    Some versions have trained compiled models wrongly without a word, so others are refused (`refusals.COMPILES`,
-    `COMPILES_WITH_TP`); here that is lifted.
+    Some versions have trained compiled models wrongly without a word, so others are refused
+    (`checks.COMPILE_TORCH_VERSIONS`, `COMPILE_TP_TORCH_VERSIONS`); here that is lifted.
     """
     n, sets = COMPILED[name]
     (one,) = ranks.run(train, (FLOAT32, "engine.gpu.attention=sdpa"), False, ROWS, ranks=1)
     answers = ranks.run(train_compiled, sets, ranks=n, timeout_s=900)
     found = [rank for rank, _ in answers]
     assert all(graphs >= 1 for _, graphs in answers), "nothing was compiled"
-    after_1, after_all = ((whole([rank.states[i] for rank in found]), whole([one.states[i]])) for i in (1, 2))
+    after_1, after_all = ((assemble([rank.states[i] for rank in found]), assemble([one.states[i]])) for i in (1, 2))
     assert found[0].losses == pytest.approx(one.losses, rel=1e-5)
-    assert found[0].norms == pytest.approx(one.norms, rel=1e-5)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-5)
     assert found[0].validation == pytest.approx(one.validation, rel=1e-5)
-    assert_near(gradients(after_1[0], found[0].norms[0]), gradients(after_1[1], one.norms[0]), 1e-5)
+    assert_near(gradients(after_1[0], found[0].grad_norms[0]), gradients(after_1[1], one.grad_norms[0]), 1e-5)
     weights = [{key: t for key, t in tensors.items() if key[0] == "weights"} for tensors in after_all]
     assert_near(weights[0], weights[1], 1e-4)

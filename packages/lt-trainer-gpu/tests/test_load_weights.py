@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lt_model import LlamaConfig, parameters
-from lt_trainer.engine import StepBatch, World
-from lt_trainer.pretrained import open_pretrained
-from lt_trainer.recipe import Recipe, load
+from lt_model import LlamaConfig, config_to_hf, param_specs
+from lt_trainer.checkpointing.pretrained import open_pretrained
+from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.engine import World
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.spec import SPEC
 
 DTYPES = ("float32", "bfloat16")
@@ -22,11 +23,11 @@ def recipe_of(folder: str, dtype: str, sets: tuple[str, ...] = ()) -> Recipe:
     base = {
         "data": {"store": "unused", "seq_len": 24},
         "model": {"init_from": folder, "resize_vocab": True},
-        "batch": {"global_batch": 4, "micro_batch": 1},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 1},
         "schedule": {"max_steps": 1, "warmup_steps": 0},
         "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
     }
-    return load(base=base, sets=sets).recipe
+    return load(base=base, overrides=sets).recipe
 
 
 def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, ...] = ()) -> list[tuple]:
@@ -46,10 +47,10 @@ def first_state(folder: str, config: LlamaConfig, dtype: str, sets: tuple[str, .
 
 def written(folder: Path, config: LlamaConfig) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(3)
-    weights = {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in parameters(config)}
+    weights = {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in param_specs(config)}
     folder.mkdir()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
     return weights
 
 
@@ -77,7 +78,7 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
             mean = wanted[name].astype(np.float64).mean(axis=0, keepdims=True)
             wanted[name] = np.concatenate([wanted[name], np.repeat(mean, 5, axis=0).astype(np.float32)])
     for n, dtype in ((1, "float64"), (3, "float32"), (3, "bfloat16")):
-        sets = (f"batch.global_batch={n}",)
+        sets = (f"batch.global_batch_size={n}",)
         for target, expected in ((config, weights), (grown, wanted)):
             pieces = ranks.run(first_state, str(tmp_path / "model"), target, dtype, sets, ranks=n)
             check([piece for rank in pieces for piece in rank], expected)
@@ -91,8 +92,10 @@ def first_loss(folder: str, config: LlamaConfig, dtype: str) -> float:
         engine.load_weights(pretrained)
     ids = (np.arange(2 * 24, dtype=np.int32).reshape(1, 2, 24) * 7) % config.vocab_size
     places = np.broadcast_to(np.arange(24, dtype=np.int32), ids.shape).copy()
-    batch = StepBatch(input_ids=ids, labels=ids, position_ids=places, doc_ids=np.zeros_like(ids), valid_tokens=ids.size)
-    loss_sum, tokens = engine.evaluate([batch])
+    batch = step_batch(
+        input_ids=ids, labels=ids, position_ids=places, doc_ids=np.zeros_like(ids), valid_tokens=ids.size
+    )
+    loss_sum, tokens = engine.validate([batch])
     engine.close()
     return loss_sum / tokens
 

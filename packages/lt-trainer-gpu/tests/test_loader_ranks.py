@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import latest_valid
+from lt_ckpt import find_latest_valid
+from lt_trainer.config.recipe import load
 from lt_trainer.errors import LoaderError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 VOCAB, SEQ_LEN = 64, 24
 
@@ -45,7 +45,7 @@ class Loader:
 
 def base_of(out: str) -> dict[str, Any]:
     return {
-        "run": {"out": out},
+        "run": {"dir": out},
         "model": {
             "vocab_size": VOCAB,
             "hidden_size": 32,
@@ -55,7 +55,7 @@ def base_of(out: str) -> dict[str, Any]:
             "n_layers": 2,
         },
         "data": {"loader": "rows_of_two_ranks:Loader", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": 8, "micro_batch": 2, "ramp": {"start": 4, "steps": 3}},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2, "ramp": {"start": 4, "steps": 3}},
         "schedule": {"max_steps": 8, "warmup_steps": 1},
         "checkpoint": {"interval": 4},
         "metrics": {"log_interval": 1},
@@ -68,18 +68,19 @@ def train(out: str, stop_at_step: int) -> int:
     module = ModuleType("rows_of_two_ranks")
     module.Loader = Loader  # pyright: ignore[reportAttributeAccessIssue]
     sys.modules["rows_of_two_ranks"] = module
-    return run(load(base=base_of(out)), stop_at_step=stop_at_step)
+    return run(load(base=base_of(out)), stop_after_step=stop_at_step)
 
 
 def records(out: Path) -> dict[int, tuple[float, int]]:
     return {r["step"]: (r["loss"], r["valid_tokens"]) for r in read_jsonl(out / "metrics.jsonl") if "loss" in r}
 
 
+@pytest.mark.guarantee("custom-loader")
 def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path) -> None:
     """A step of two ranks has the rows of a step of one, in another order: the same sums."""
     assert ranks.run(train, str(tmp_path / "one"), 0, ranks=1) == [0]
     assert ranks.run(train, str(tmp_path / "two"), 5, ranks=2) == [75, 75]
-    found, _ = latest_valid(tmp_path / "two" / "checkpoints")
+    found, _ = find_latest_valid(tmp_path / "two" / "checkpoints")
     assert found is not None
     rows = 4 + 4 + 4 + 8 + 8
     assert found.manifest.data["row"] == rows
@@ -92,9 +93,10 @@ def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path
         assert two[step][0] == pytest.approx(loss, rel=1e-12)
 
 
+@pytest.mark.guarantee("custom-loader")
 def test_a_bad_row_of_one_rank_ends_both_with_its_reason(ranks, tmp_path: Path) -> None:
     """Row 13 is the seventh of rank 1, which finds it; rank 0 says what it has heard."""
-    with pytest.raises(LoaderError, match=r"row 6, position 3: input_ids = 64, which is not in 0\.\.63") as caught:
+    with pytest.raises(LoaderError, match=r"row 6, position 3: input_ids = 64 is not in 0\.\.63") as caught:
         ranks.run(train, str(tmp_path / "bad"), 0, ranks=2, env={"BAD_ROW": "13"})
     assert caught.value.exit_code == 64
     logs = [(tmp_path / "bad" / "logs" / f"rank{rank:05}.log").read_text() for rank in range(2)]

@@ -1,18 +1,34 @@
-"""The optimizer against the formula: fused with moments of the weights' dtype, and our own with moments in bfloat16."""
+"""The optimizer against the formula: fused with moments of the weights' dtype, and our own with moments in bfloat16.
+
+The spec's pure update, which other devices run, is held against the same formula and against both fast forms.
+"""
 
 import numpy as np
 import pytest
 import torch
 
-from lt_trainer.recipe import OptimizerOptions
+from lt_trainer.config import OptimizerOptions
+from lt_trainer.optimizers import ADAMW, ParamSlice
+from lt_trainer.optimizers.adamw import SECOND_MOMENT
+from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer_gpu import gradients as gradients_module
 from lt_trainer_gpu import optimizer
 from lt_trainer_gpu.gradients import squared_norm
-from lt_trainer_gpu.optimizer import AdamW
+from lt_trainer_gpu.optimizer import GpuOptimizer
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SHAPES = {"a.weight": (7, 5), "norm.weight": (5,), "b.weight": (3, 11)}
 LR = 1e-2
+
+
+def make(
+    weights: dict[str, torch.Tensor],
+    decayed: set[str],
+    options: OptimizerOptions,
+    kind: type[OptimizerDriver] = GpuOptimizer,
+) -> OptimizerDriver:
+    params = {name: ParamSlice(specs=(), offset=(0,) * w.ndim, decay=name in decayed) for name, w in weights.items()}
+    return kind(ADAMW, options, params, weights)
 
 
 def given(seed: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -47,21 +63,22 @@ def by_the_formula(steps: list[dict[str, torch.Tensor]], *, narrow: bool) -> tup
 @pytest.mark.parametrize("bucket", [1, 40, 1 << 25])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments: str, bucket: int) -> None:
-    monkeypatch.setattr(optimizer, "BUCKET", bucket)
+    monkeypatch.setattr(optimizer, "BUCKET_NUMEL", bucket)
     weights = given(0, torch.float32)
-    adamw = AdamW(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS, moments=moments))
+    adamw = make(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS, moments_dtype=moments))
     steps = [given(seed, torch.float32) for seed in range(1, 6)]
     for gradients in steps:
         copies = {name: g.clone() for name, g in gradients.items()}
         adamw.step(weights, copies, LR, torch.tensor(True))
     wanted, first, second = by_the_formula(steps, narrow=moments == "bfloat16")
-    assert adamw.steps == 5
-    for name, slot in adamw.slots.items():
+    assert int(adamw.step_count) == 5
+    m, v = (adamw.slots[slot] for slot in ADAMW.slot_names)
+    for name in SHAPES:
         np.testing.assert_allclose(weights[name].numpy(), wanted[name], rtol=1e-5, atol=2e-7)
         if moments == "bfloat16":
-            assert slot.exp_avg.dtype == slot.exp_avg_sq.dtype == torch.bfloat16
+            assert m[name].dtype == v[name].dtype == torch.bfloat16
             # float32 and float64 may lie on two sides of the middle between two bfloat16 numbers, which is rare.
-            for found, exact in ((slot.exp_avg, first[name]), (slot.exp_avg_sq, second[name])):
+            for found, exact in ((m[name], first[name]), (v[name], second[name])):
                 assert (found.double().numpy() == exact).mean() > 0.9
                 np.testing.assert_allclose(found.double().numpy(), exact, rtol=2**-7)
 
@@ -69,24 +86,25 @@ def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments
 @pytest.mark.parametrize("widened", [1, 8, 1 << 20])
 def test_narrow_gradients_are_widened_in_slabs_that_do_not_show(monkeypatch: pytest.MonkeyPatch, widened: int) -> None:
     """A CPU updates a large weight some numbers at a time; its step is one step all the same."""
-    monkeypatch.setattr(optimizer, "WIDENED", widened)
+    monkeypatch.setattr(optimizer, "CHUNK_NUMEL", widened)
     weights = given(0, torch.float32)
-    adamw = AdamW(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS))
+    adamw = make(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS))
     steps = [given(seed, torch.bfloat16) for seed in range(1, 4)]
     for gradients in steps:
         adamw.step(weights, gradients, LR, torch.tensor(True), torch.tensor(0.5))
     halves = [{name: g.float() / 2 for name, g in gradients.items()} for gradients in steps]
     wanted, first, second = by_the_formula(halves, narrow=False)
-    assert [slot.step.item() for slot in adamw.slots.values()] == [3, 3, 3]
-    for name, slot in adamw.slots.items():
+    assert int(adamw.step_count) == 3
+    m, v = (adamw.slots[slot] for slot in ADAMW.slot_names)
+    for name in SHAPES:
         np.testing.assert_allclose(weights[name].numpy(), wanted[name], rtol=1e-5, atol=2e-7)
-        np.testing.assert_allclose(slot.exp_avg.numpy(), first[name], rtol=1e-5, atol=1e-7)
-        np.testing.assert_allclose(slot.exp_avg_sq.numpy(), second[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(m[name].numpy(), first[name], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(v[name].numpy(), second[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("slab", [1, 7, 1 << 18])
 def test_the_norm_of_narrow_gradients_is_that_of_all_their_numbers(monkeypatch: pytest.MonkeyPatch, slab: int) -> None:
-    monkeypatch.setattr(gradients_module, "SLAB", slab)
+    monkeypatch.setattr(gradients_module, "CHUNK_NUMEL", slab)
     narrow = list(given(1, torch.bfloat16).values())
     wanted = sum(float(tensor.double().square().sum()) for tensor in narrow)
     assert squared_norm(narrow, torch.device("cpu")).item() == pytest.approx(wanted, rel=1e-5)
@@ -95,10 +113,10 @@ def test_the_norm_of_narrow_gradients_is_that_of_all_their_numbers(monkeypatch: 
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
 def test_a_step_without_effect_changes_no_bit(moments: str) -> None:
     weights = given(0, torch.float32)
-    adamw = AdamW(weights, {"a.weight"}, OptimizerOptions(**OPTIONS, moments=moments))
+    adamw = make(weights, {"a.weight"}, OptimizerOptions(**OPTIONS, moments_dtype=moments))
 
     def bits() -> list[bytes]:
-        tensors = [*weights.values(), *(t for s in adamw.slots.values() for t in (s.exp_avg, s.exp_avg_sq, s.step))]
+        tensors = [*weights.values(), *(t for s in adamw.slots.values() for t in s.values()), adamw.step_count]
         return [t.view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
     fresh = bits()
@@ -111,13 +129,57 @@ def test_a_step_without_effect_changes_no_bit(moments: str) -> None:
     adamw.step(weights, dict(bad), LR, torch.tensor(False))
     assert bits() == after
     assert after != fresh
-    assert adamw.steps == 1
+    assert int(adamw.step_count) == 1
 
 
 def test_a_second_moment_in_bfloat16_still_falls() -> None:
     """What the recipe's limit on betas is for: after one large gradient, small ones must bring it down."""
     weights = {"a": torch.zeros(1)}
-    adamw = AdamW(weights, set(), OptimizerOptions(beta2=0.99, moments="bfloat16"))
+    adamw = make(weights, set(), OptimizerOptions(beta2=0.99, moments_dtype="bfloat16"))
     for gradient in [1.0] + [0.0] * 200:
         adamw.step(weights, {"a": torch.tensor([gradient])}, 0.0, torch.tensor(True))
-    assert adamw.slots["a"].exp_avg_sq.item() < 0.01 * 0.99**200 * 1.6
+    assert adamw.slots[SECOND_MOMENT]["a"].item() < 0.01 * 0.99**200 * 1.6
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-8], ids=["plain", "small"])
+@pytest.mark.parametrize(
+    ("dtype", "moments", "near"),
+    [
+        (torch.float64, "float32", 1e-12),
+        (torch.float32, "float32", 2e-6),
+        (torch.float32, "bfloat16", 2e-6),
+    ],
+)
+def test_the_fast_forms_are_the_pure_update(dtype: torch.dtype, moments: str, near: float, size: float) -> None:
+    """Small gradients are of the size of eps, which then decides what the step is."""
+    options = OptimizerOptions(**OPTIONS, moments_dtype=moments)
+    decayed, scale = {"a.weight", "b.weight"}, torch.tensor(0.5, dtype=dtype)
+    found = [{name: w.clone() for name, w in given(0, dtype).items()} for _ in range(2)]
+    drivers = [make(w, decayed, options, kind) for w, kind in zip(found, (GpuOptimizer, OptimizerDriver), strict=True)]
+    start = given(0, dtype)
+    for seed in range(1, 6):
+        finite = torch.tensor(seed != 3)
+        for weights, driver in zip(found, drivers, strict=True):
+            gradients = {name: size * g for name, g in given(seed, dtype).items()}
+            driver.step(weights, gradients, LR, finite, scale)
+    fast, pure = drivers
+    assert int(fast.step_count) == int(pure.step_count) == 4
+    for name in SHAPES:
+        moved = (found[1][name] - start[name]).norm()
+        assert (found[0][name] - found[1][name]).norm() <= 100 * near * moved, name
+        for slot in ADAMW.slot_names:
+            one, other = fast.slots[slot][name].double(), pure.slots[slot][name].double()
+            assert (one - other).norm() <= (2**-8 if moments == "bfloat16" else near) * other.norm(), (slot, name)
+
+
+@pytest.mark.parametrize("kind", [GpuOptimizer, OptimizerDriver])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16"])
+def test_eps_decides_where_gradients_are_small(kind: type[OptimizerDriver], moments: str) -> None:
+    """The first step is lr g / (|g| + eps), as the corrections of the moments cancel out."""
+    weights = {name: torch.zeros_like(w) for name, w in given(0, torch.float32).items()}
+    gradients = {name: 1e-8 * g for name, g in given(1, torch.float32).items()}
+    optimizer = make(weights, set(), OptimizerOptions(**OPTIONS, moments_dtype=moments), kind)
+    optimizer.step(weights, {name: g.clone() for name, g in gradients.items()}, LR, torch.tensor(True))
+    for name, g in gradients.items():
+        wanted = -LR * g.double() / (g.double().abs() + OPTIONS["eps"])
+        np.testing.assert_allclose(weights[name].numpy(), wanted.numpy(), rtol=1e-4)

@@ -15,10 +15,10 @@ import pytest
 import xxhash
 
 from lt_data import Document, Stream, TokenStore, pack, prepare_documents, train_bpe
-from lt_trainer.data import open_data, open_stream, step_batch, validation_batches
+from lt_trainer.config.recipe import Recipe, llama_config, load
+from lt_trainer.data.training_data import open_data, open_stream, to_step_batch, validation_batches
 from lt_trainer.engine import World
-from lt_trainer.recipe import Recipe, llama_config, load
-from lt_trainer.testing.layouts import Piece, Tensors, assert_near, pieces, whole
+from lt_trainer.testing.layouts import NamedTensors, StateSlice, assemble, assert_near, copy_slices
 from lt_trainer_gpu.spec import SPEC
 
 STEPS, GLOBAL_BATCH, SEQ_LEN = 5, 8, 32
@@ -31,14 +31,14 @@ class Trained:
     """What one rank saw: numbers by step; its state before the first, after the first and after the last step."""
 
     losses: list[float]
-    norms: list[float]
+    grad_norms: list[float]
     validation: tuple[float, int]
     rows: list[np.ndarray]
     labels: list[int]
-    states: tuple[list[Piece], list[Piece], list[Piece]]
+    states: tuple[list[StateSlice], list[StateSlice], list[StateSlice]]
 
 
-def recipe_of(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -> Recipe:
+def recipe_of(root: str, micro_batch_size: int, tied: bool, sets: tuple[str, ...] = ()) -> Recipe:
     base = {
         "model": {
             "hidden_size": 32,
@@ -49,35 +49,35 @@ def recipe_of(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = (
             "tie_word_embeddings": tied,
         },
         "data": {"store": f"{root}/train", "validation": f"{root}/validation", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": micro_batch},
+        "batch": {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": micro_batch_size},
         "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1},
         "schedule": {"max_steps": STEPS, "warmup_steps": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    return load(base=base, sets=sets).recipe
+    return load(base=base, overrides=sets).recipe
 
 
-def train(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -> Trained:
+def train(root: str, micro_batch_size: int, tied: bool, sets: tuple[str, ...] = ()) -> Trained:
     """One rank's training, in that rank."""
-    recipe, world = recipe_of(root, micro_batch, tied, sets), World.from_env(os.environ)
+    recipe, world = recipe_of(root, micro_batch_size, tied, sets), World.from_env(os.environ)
     SPEC.check(recipe, world)
     data = open_data(recipe)
     engine = SPEC.open(recipe, llama_config(recipe, data.vocab_size), world)
     stream = open_stream(recipe, data, engine.topology, None)
 
-    def state() -> list[Piece]:
-        return pieces(engine.state().shards)
+    def state() -> list[StateSlice]:
+        return copy_slices(engine.state().shards)
 
     numbers, rows, labels, states = [], [], [], [state()]
     for step in range(STEPS):
         batch = stream.next()
-        numbers += engine.read([engine.step(step_batch(batch, micro_batch), 1e-2 / (step + 1))])
+        numbers += engine.fetch_metrics([engine.step(to_step_batch(batch, micro_batch_size), 1e-2 / (step + 1))])
         rows.append(batch.row_ids)
         labels.append(int((batch.rows.labels >= 0).sum()))
         if step in (0, STEPS - 1):
             states.append(state())
     (validated,) = data.validation
-    validation = engine.evaluate(validation_batches(validated.reader, engine.topology, micro_batch))
+    validation = engine.validate(validation_batches(validated.reader, engine.topology, micro_batch_size))
     engine.close()
     first, second, third = states
     return Trained(
@@ -85,7 +85,7 @@ def train(root: str, micro_batch: int, tied: bool, sets: tuple[str, ...] = ()) -
     )
 
 
-def digests(tensors: Tensors) -> dict[tuple[str, str], str]:
+def digests(tensors: NamedTensors) -> dict[tuple[str, str], str]:
     return {key: xxhash.xxh3_128_hexdigest(tensor.tobytes()) for key, tensor in tensors.items()}
 
 
@@ -121,38 +121,41 @@ def alone(ranks, root: str) -> Callable[[bool], Trained]:
     return trained
 
 
+@pytest.mark.guarantee("fsdp-parity", "initial-weights")
 @pytest.mark.parametrize(
-    ("n", "micro_batch", "tied"),
+    ("n", "micro_batch_size", "tied"),
     [(1, 2, True), (2, 4, False), (2, 1, True), (4, 2, True), (4, 1, False)],
     ids=["1-rank-4-micro-tied", "2-ranks", "2-ranks-4-micro-tied", "4-ranks-tied", "4-ranks-2-micro"],
 )
-def test_ranks_train_as_one_process(ranks, alone, root: str, n: int, micro_batch: int, tied: bool) -> None:
+def test_ranks_train_as_one_process(ranks, alone, root: str, n: int, micro_batch_size: int, tied: bool) -> None:
     one: Trained = alone(tied)
-    found: list[Trained] = ranks.run(train, root, micro_batch, tied, ranks=n)
+    found: list[Trained] = ranks.run(train, root, micro_batch_size, tied, ranks=n)
 
-    data = open_data(recipe_of(root, micro_batch, tied))
+    data = open_data(recipe_of(root, micro_batch_size, tied))
     for step in range(STEPS):
         labels = [rank.labels[step] for rank in found]
         assert sum(labels) == one.labels[step]
         assert n == 1 or max(labels) > 1.2 * min(labels), "the test needs ranks with unlike numbers of labels"
         read = np.concatenate([rank.rows[step] for rank in found])
-        stream = Stream(data.train, global_batch=GLOBAL_BATCH)
+        stream = Stream(data.train, global_batch_size=GLOBAL_BATCH)
         wanted = stream.global_rows(stream.state, STEPS * GLOBAL_BATCH)
         assert read.tolist() == wanted[step * GLOBAL_BATCH : (step + 1) * GLOBAL_BATCH].tolist()
 
     for rank in found:
         assert rank.losses == found[0].losses
-        assert rank.norms == found[0].norms
+        assert rank.grad_norms == found[0].grad_norms
         assert rank.validation == found[0].validation
     assert found[0].losses == pytest.approx(one.losses, rel=NEAR)
-    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
-    assert min(one.norms) > CLIP, "clipping must be at work"
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=NEAR)
+    assert min(one.grad_norms) > CLIP, "clipping must be at work"
     assert found[0].validation == pytest.approx(one.validation, rel=NEAR)
 
-    before, after_1, after_all = ((whole([rank.states[i] for rank in found]), whole([one.states[i]])) for i in range(3))
+    before, after_1, after_all = (
+        (assemble([rank.states[i] for rank in found]), assemble([one.states[i]])) for i in range(3)
+    )
     assert digests(before[0]) == digests(before[1]), "initial weights are the same bits on every mesh"
     # After one step exp_avg is the clipped gradient times 1 - beta1.
-    assert_near(*(gradients(tensors, one.norms[0]) for tensors in after_1), NEAR)
+    assert_near(*(gradients(tensors, one.grad_norms[0]) for tensors in after_1), NEAR)
     assert_near(*after_all, NEAR)
 
 
@@ -165,12 +168,12 @@ def test_tensor_parallel_ranks_read_the_same_rows(ranks, alone, root: str) -> No
         assert rows[0] == rows[1] != rows[2] == rows[3]
         assert rows[0] + rows[2] == one.rows[step].tolist()
     assert found[0].losses == pytest.approx(one.losses, rel=NEAR)
-    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=NEAR)
     assert found[0].validation == pytest.approx(one.validation, rel=NEAR)
-    assert_near(whole([rank.states[2] for rank in found]), whole([one.states[2]]), NEAR)
+    assert_near(assemble([rank.states[2] for rank in found]), assemble([one.states[2]]), NEAR)
 
 
-def gradients(tensors: Tensors, norm: float) -> Tensors:
+def gradients(tensors: NamedTensors, norm: float) -> NamedTensors:
     """The gradients of the first step before clipping; their norm is checked against the one that was reported."""
     found = {key: tensor / (1 - BETA1) * norm / CLIP for key, tensor in tensors.items() if key[0] == "exp_avg"}
     assert sum(float((g**2).sum()) for g in found.values()) == pytest.approx(norm**2, rel=1e-4)  # torch adds 1e-6
@@ -181,7 +184,7 @@ def gradients(tensors: Tensors, norm: float) -> Tensors:
 def test_a_first_step_of_one_process_is_not_nothing(alone, tied: bool) -> None:
     """What the comparisons rest on: every tensor moved, in every group, and rows without labels were among those."""
     one: Trained = alone(tied)
-    before, after = whole([one.states[0]]), whole([one.states[2]])
+    before, after = assemble([one.states[0]]), assemble([one.states[2]])
     assert {group for group, _ in after} == {"weights", "exp_avg", "exp_avg_sq"}
     assert all((before[key] != after[key]).any() for key in after)
     assert len(set(one.labels)) == STEPS

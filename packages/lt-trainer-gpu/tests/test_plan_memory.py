@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from lt_trainer.engine import StepBatch, World
-from lt_trainer.planning.layout import of
-from lt_trainer.planning.memory import planned_memory
-from lt_trainer.recipe import Recipe, llama_config, load
+from lt_trainer.config.recipe import Recipe, llama_config, load
+from lt_trainer.engine import World
+from lt_trainer.planning.layout import layout_from_recipe
+from lt_trainer.planning.memory import plan_memory
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
-from lt_trainer_gpu.weights import NarrowWeights
+from lt_trainer_gpu.weights import MixedPrecisionWeights
 
 ROWS_OF_LOSS = 256  # what lt_model.loss takes on a CPU
 NEAR = 0.05
@@ -38,15 +39,15 @@ WORDY = {"vocab_size": 8192, "hidden_size": 128, "intermediate_size": 192, "n_he
 
 
 def recipe_of(
-    model: dict[str, int], seq_len: int, micro_batch: int, passes: int, ranks: int, sets: Sequence[str]
+    model: dict[str, int], seq_len: int, micro_batch_size: int, passes: int, ranks: int, sets: Sequence[str]
 ) -> Recipe:
     base: dict[str, Any] = {
         "model": model,
         "data": {"store": "unused", "seq_len": seq_len, "document_mask": False},
-        "batch": {"global_batch": micro_batch * passes * ranks, "micro_batch": micro_batch},
+        "batch": {"global_batch_size": micro_batch_size * passes * ranks, "micro_batch_size": micro_batch_size},
         "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16"}},
     }
-    return load(base=base, sets=list(sets)).recipe
+    return load(base=base, overrides=list(sets)).recipe
 
 
 def measured_bytes(recipe: Recipe, passes: int) -> int:
@@ -56,18 +57,18 @@ def measured_bytes(recipe: Recipe, passes: int) -> int:
     torch.set_num_threads(1)
     config = llama_config(recipe, recipe.model.vocab_size)
     engine = SPEC.open(recipe, config, World.from_env(os.environ))
-    rng, shape = np.random.default_rng(0), (passes, recipe.batch.micro_batch, recipe.data.seq_len)
+    rng, shape = np.random.default_rng(0), (passes, recipe.batch.micro_batch_size, recipe.data.seq_len)
     ids = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
     positions = np.broadcast_to(np.arange(shape[2], dtype=np.int32), shape).copy()
-    tokens = recipe.batch.global_batch * shape[2]
-    batch = StepBatch(
+    tokens = recipe.batch.global_batch_size * shape[2]
+    batch = step_batch(
         input_ids=ids, labels=ids, position_ids=positions, doc_ids=np.zeros(shape, np.int32), valid_tokens=tokens
     )
     engine.step(batch, 1e-4)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         engine.step(batch, 1e-4)
     state = engine.state_bytes()
-    if isinstance(engine, GpuEngine) and isinstance(engine._weights, NarrowWeights):
+    if isinstance(engine, GpuEngine) and isinstance(engine._weights, MixedPrecisionWeights):
         state += sum(parameter.nbytes for parameter in engine._model.parameters())
     engine.close()
     assert profiler.profiler is not None
@@ -83,21 +84,21 @@ CASES = {
     "activations": (ACTIVE, 256, 4, 1, (), "last block"),
     "all recomputed": (ACTIVE, 256, 4, 1, ("engine.gpu.activation_checkpointing=full",), "last block"),
     "some recomputed": (ACTIVE, 256, 4, 1, ("engine.gpu.activation_checkpointing=selective",), "last block"),
-    "state": (HEAVY, 64, 1, 1, (), "update"),
+    "state": (HEAVY, 64, 1, 1, (), "optimizer step"),
     "several passes": (HEAVY, 64, 1, 2, (), "last block"),
     "head": (WORDY, 512, 1, 1, (), "loss"),
-    "narrow moments": (HEAVY, 64, 1, 1, ("optimizer.moments=bfloat16",), "update"),
+    "narrow moments": (HEAVY, 64, 1, 1, ("optimizer.moments_dtype=bfloat16",), "optimizer step"),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")  # the profiler's own
 @pytest.mark.parametrize("case", CASES)
 def test_one_process_holds_what_the_plan_says(case: str) -> None:
-    model, seq_len, micro_batch, passes, sets, moment = CASES[case]
-    recipe = recipe_of(model, seq_len, micro_batch, passes, 1, sets)
+    model, seq_len, micro_batch_size, passes, sets, moment = CASES[case]
+    recipe = recipe_of(model, seq_len, micro_batch_size, passes, 1, sets)
     config = llama_config(recipe, recipe.model.vocab_size)
-    said = planned_memory(config, seq_len, of(recipe, devices=1, nodes=1), rows_of_loss=ROWS_OF_LOSS)
-    assert said.moment == moment
+    said = plan_memory(config, seq_len, layout_from_recipe(recipe, devices=1, nodes=1), loss_chunk_rows=ROWS_OF_LOSS)
+    assert said.peak_phase == moment
     assert measured_bytes(recipe, passes) == pytest.approx(said.peak, rel=NEAR)
 
 
@@ -111,11 +112,11 @@ def test_one_process_holds_what_the_plan_says(case: str) -> None:
     ],
 )
 def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ...]) -> None:
-    model, seq_len, micro_batch = CASES[case][:3]
+    model, seq_len, micro_batch_size = CASES[case][:3]
     data_parallel = 1 if "parallel.tp=2" in sets else 2
-    recipe = recipe_of(model, seq_len, micro_batch, 1, data_parallel, sets)
+    recipe = recipe_of(model, seq_len, micro_batch_size, 1, data_parallel, sets)
     config = llama_config(recipe, recipe.model.vocab_size)
-    layout = of(recipe, devices=2, nodes=1)
-    said = planned_memory(config, seq_len, layout, rows_of_loss=ROWS_OF_LOSS)
+    layout = layout_from_recipe(recipe, devices=2, nodes=1)
+    said = plan_memory(config, seq_len, layout, loss_chunk_rows=ROWS_OF_LOSS)
     for found in ranks.run(measured_bytes, recipe, 1, ranks=2):
         assert found == pytest.approx(said.peak, rel=NEAR_RANKS)

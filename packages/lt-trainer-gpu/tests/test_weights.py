@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, Meta, begin, commit, write_part
-from lt_model import parameters
+from lt_ckpt import Checkpoint, CheckpointMetadata, begin_save, commit_save, write_rank_files
+from lt_model import param_specs
 from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.weights import NarrowWeights
+from lt_trainer_gpu.weights import MixedPrecisionWeights
 
 BF16 = "engine.gpu.dtype=bfloat16"
 
@@ -20,7 +20,7 @@ def spelled_out(config, batches, lr: float, clip: float) -> tuple[list[float], d
     """Gradients of a bfloat16 copy of fp32 weights, widened and summed in fp32, clipped, and torch's AdamW."""
     masters = Llama(config)
     init_model(masters, seed=0)
-    decays = {row.name for row in parameters(config) if row.decay}
+    decays = {row.name for row in param_specs(config) if row.decay}
     groups = [
         {"params": [p for n, p in masters.named_parameters() if n in decays], "weight_decay": 0.01},
         {"params": [p for n, p in masters.named_parameters() if n not in decays], "weight_decay": 0.0},
@@ -54,16 +54,16 @@ def weights_of(engine: GpuEngine) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize("n_micro", [1, 3])
 def test_masters_move_as_if_everything_were_written_out(open_on, config, batches, n_micro: int) -> None:
-    steps = batches(2, n_micro=n_micro, micro_batch=2)
+    steps = batches(2, n_micro=n_micro, micro_batch_size=2)
     norms, _ = spelled_out(config, steps, lr=1e-2, clip=0.3)
     _, wanted = spelled_out(config, steps[:1], lr=1e-2, clip=0.3)
     engine = open_on("cpu", config, BF16, "optimizer.grad_clip=0.3", "engine.gpu.attention=sdpa")
-    (first,) = engine.read([engine.step(steps[0], 1e-2)])
+    (first,) = engine.fetch_metrics([engine.step(steps[0], 1e-2)])
     found = weights_of(engine)
     for name, tensor in wanted.items():
         assert np.abs(found[name] - tensor.numpy().ravel()).max() < 1e-6, name  # a step of this lr goes 1e-2
     # Weights that differ in their last bits round to other bfloat16 numbers now and then.
-    (second,) = engine.read([engine.step(steps[1], 1e-2)])
+    (second,) = engine.fetch_metrics([engine.step(steps[1], 1e-2)])
     assert [first.grad_norm, second.grad_norm] == pytest.approx(norms, rel=1e-3)
     assert min(norms) > 0.3, "nothing was clipped"
 
@@ -72,7 +72,7 @@ def test_small_updates_are_not_lost(open_on, config, batches) -> None:
     """Twenty updates of 1e-5 reach the masters though each is below half the distance of two bfloat16 numbers."""
     engine = open_on("cpu", config, BF16)
     before = weights_of(engine)
-    for batch in batches(20, n_micro=1, micro_batch=2):
+    for batch in batches(20, n_micro=1, micro_batch_size=2):
         engine.step(batch, 1e-5)
     after = weights_of(engine)
     name = "model.norm.weight"  # ones: the next bfloat16 numbers are 2^-8 below and 2^-7 above
@@ -80,38 +80,42 @@ def test_small_updates_are_not_lost(open_on, config, batches) -> None:
 
 
 def test_a_restored_engine_computes_with_what_it_restored(open_on, config, batches, tmp_path: Path) -> None:
-    steps = batches(3, n_micro=1, micro_batch=2)
+    steps = batches(3, n_micro=1, micro_batch_size=2)
     engine = open_on("cpu", config, BF16)
     for batch in steps[:2]:
         engine.step(batch, 1e-2)
     snapshot = engine.state()
-    staging = begin(tmp_path, step=2, world=1)
-    write_part(staging, rank=0, shards=snapshot.shards)
-    place = commit(staging, meta=Meta(step=2, small=dict(snapshot.small)), world=1)
-    wanted = engine.evaluate(steps[2:])
-    (next_loss,) = engine.read([engine.step(steps[2], 1e-2)])
+    staging = begin_save(tmp_path, step=2, world_size=1)
+    write_rank_files(staging, rank=0, shards=snapshot.shards)
+    place = commit_save(
+        staging,
+        metadata=CheckpointMetadata(step=2, scalars=dict(snapshot.scalars), optimizer=snapshot.optimizer),
+        world_size=1,
+    )
+    wanted = engine.validate(steps[2:])
+    (next_loss,) = engine.fetch_metrics([engine.step(steps[2], 1e-2)])
 
     other = open_on("cpu", config, BF16, "run.seed=7")
-    assert other.evaluate(steps[2:]) != wanted
+    assert other.validate(steps[2:]) != wanted
     other.restore(Checkpoint.open(place))
-    assert other.evaluate(steps[2:]) == wanted
-    assert other.read([other.step(steps[2], 1e-2)]) == [next_loss]
+    assert other.validate(steps[2:]) == wanted
+    assert other.fetch_metrics([other.step(steps[2], 1e-2)]) == [next_loss]
 
 
 def test_sums_are_kept_in_the_masters_dtype_and_gradients_let_go_of() -> None:
     """1 + 2^-9 is no bfloat16 number: a sum in bfloat16 would stay at 1."""
     model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
-    narrow = NarrowWeights(model, torch.float32)
-    narrow.masters["weight"].fill_(2.0)
-    narrow.updated()
+    narrow = MixedPrecisionWeights(model, torch.float32)
+    narrow.master_weights["weight"].fill_(2.0)
+    narrow.sync_model_params()
     assert model.weight.item() == 2.0
     for gradient in (1.0, 2.0**-9):
-        narrow.before_backward(passes=2)
+        narrow.on_backward_begin(n_micro_batches=2)
         (model.weight * torch.tensor(gradient, dtype=torch.bfloat16)).sum().backward()
         assert model.weight.grad is None
     assert narrow.gradients()["weight"].item() == 1 + 2**-9
-    narrow.forget_gradients()
-    narrow.before_backward(passes=1)
+    narrow.zero_grad()
+    narrow.on_backward_begin(n_micro_batches=1)
     (model.weight * 3).sum().backward()
     assert narrow.gradients()["weight"].dtype == torch.bfloat16
     assert narrow.gradients()["weight"].item() == 3

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from lt_trainer.config.hyperparameters import hyperparameter_leaves, read_hyperparameters
+from lt_trainer.config.recipe import load, to_dict
 from lt_trainer.errors import RecipeError
-from lt_trainer.hyperparameters import read, table
-from lt_trainer.recipe import load, to_dict
-from lt_trainer_neuron.aliases import ALIASES
+from lt_trainer_neuron.hyperparameter_aliases import ALIASES
 from lt_trainer_neuron.options import NeuronOptions
 
 BASE = {"run": {"engine": "neuron"}, "data": {"store": "stores/train"}, "model": {"preset": "llama2-7b"}}
@@ -40,10 +40,14 @@ OF_7B = {
 def test_the_settings_of_the_7b_script_resolve_as_they_are(tmp_path: Path) -> None:
     path = tmp_path / "hyperparameters.json"
     path.write_text(json.dumps(OF_7B))
-    resolved = load(base=BASE, hyperparameters=read(path))
+    resolved = load(base=BASE, hyperparameters=read_hyperparameters(path))
     recipe, options = resolved.recipe, resolved.recipe.engine["neuron"]
     assert (recipe.parallel.tp, recipe.parallel.n_nodes, recipe.parallel.sequence_parallel) == (8, 16, True)
-    assert (recipe.batch.global_batch, recipe.batch.micro_batch, recipe.accumulation(512)) == (2048, 1, 32)
+    assert (recipe.batch.global_batch_size, recipe.batch.micro_batch_size, recipe.accumulation_steps(512)) == (
+        2048,
+        1,
+        32,
+    )
     assert (recipe.schedule.max_steps, recipe.schedule.warmup_steps, recipe.schedule.kind) == (31800, 318, "linear")
     assert (recipe.optimizer.lr, recipe.schedule.min_lr) == (1.5e-4, 0.0)
     assert (recipe.metrics.log_interval, recipe.checkpoint.interval, recipe.checkpoint.keep_last) == (10, 10600, 3)
@@ -65,10 +69,10 @@ def test_the_knobs_of_the_70b_script() -> None:
         "num_kept_checkpoint": "-1",
         "pretrained_weight_dir": "",
     }
-    recipe = load(base=BASE, hyperparameters=given, sets=["engine.neuron.num_neuroncores=32"]).recipe
+    recipe = load(base=BASE, hyperparameters=given, overrides=["engine.neuron.num_neuroncores=32"]).recipe
     assert (recipe.parallel.tp, recipe.parallel.pp) == (32, 8)
     assert recipe.engine["neuron"] == NeuronOptions(
-        qkv_linear=True, kv_replicator=4, fuse_qkv=True, precision="downcast", flash_attention=True
+        qkv_linear=True, kv_size_multiplier=4, fuse_qkv=True, precision="downcast", flash_attention=True
     )
     assert recipe.checkpoint.keep_every == 1
 
@@ -82,8 +86,8 @@ KNOBS = [
     ("NUM_NEURONCORES", "2", "engine.neuron.num_neuroncores", 2),
     ("use_sequence_parallel", "1", "parallel.sequence_parallel", True),
     ("sequence_parallel_enabled", "1", "parallel.sequence_parallel", True),
-    ("GBS", "512", "batch.global_batch", 512),
-    ("MBS", "2", "batch.micro_batch", 2),
+    ("GBS", "512", "batch.global_batch_size", 512),
+    ("MBS", "2", "batch.micro_batch_size", 2),
     ("SEQ_LEN", "2048", "data.seq_len", 2048),
     ("seq_len", "2048", "data.seq_len", 2048),
     ("TOTAL_STEPS", "30000", "schedule.max_steps", 30000),
@@ -101,7 +105,7 @@ KNOBS = [
     ("use_zero1_optimizer", "0", "engine.neuron.zero1", False),
     ("USE_MIX_PRECISION", "1", "engine.neuron.precision", "downcast"),
     ("USE_MIX_PRECISION", "0", "engine.neuron.precision", "bf16_sr"),
-    ("use_gpu_compatible_precision", "1", "engine.neuron.precision", "fp32_master"),
+    ("use_gpu_compatible_precision", "1", "engine.neuron.precision", "fp32_master_weights"),
     ("use_selective_checkpoint", "0", "engine.neuron.selective_checkpointing", False),
     ("selective_checkpoint_enabled", "0", "engine.neuron.selective_checkpointing", False),
     ("use_flash_attention", "1", "engine.neuron.flash_attention", True),
@@ -117,7 +121,7 @@ KNOBS = [
 @pytest.mark.parametrize(("name", "value", "dotted", "wanted"), KNOBS, ids=lambda part: str(part))
 def test_each_knob_of_the_scripts_sets_its_field(name: str, value: str, dotted: str, wanted: object) -> None:
     sets = ["parallel.tp=8"] if "sequence_parallel" in dotted else []  # alone it has no effect, and is refused
-    resolved = load(base=BASE, hyperparameters={name: value}, sets=sets)
+    resolved = load(base=BASE, hyperparameters={name: value}, overrides=sets)
     inner = to_dict(resolved.recipe)
     for part in dotted.split("."):
         inner = inner[part]
@@ -136,7 +140,7 @@ def test_each_knob_of_replicated_heads_sets_its_field(name: str) -> None:
     given = {"qkv_linear": "1", name: "4" if name.startswith("kv_") else "1"}
     options = load(base=BASE, hyperparameters=given).recipe.engine["neuron"]
     assert isinstance(options, NeuronOptions)
-    field = {"kv_size_multiplier": "kv_replicator"}.get(name, name)
+    field = {"kv_replicator": "kv_size_multiplier"}.get(name, name)
     changed = {key for key, value in asdict(options).items() if value != asdict(NeuronOptions())[key]}
     assert changed == {"qkv_linear", field}
 
@@ -148,19 +152,19 @@ def test_every_knob_names_fields_that_exist_and_no_hyperparameter_of_ours() -> N
             inner = known
             for part in dotted.split("."):
                 inner = inner[part]
-    assert not set(ALIASES) & set(table())
+    assert not set(ALIASES) & set(hyperparameter_leaves())
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"GBS": "8", "GLOBAL_BATCH_SIZE": "8"}, "both set batch.global_batch; leave one of them out"),
+        ({"GBS": "8", "GLOBAL_BATCH_SIZE": "8"}, "both set batch.global_batch_size; remove one of them"),
         (
             {"USE_MIX_PRECISION": "1", "USE_GPU_COMPATIBLE_PRECISION": "1"},
-            "both set engine.neuron.precision; leave one of them out",
+            "both set engine.neuron.precision; remove one of them",
         ),
-        ({"USE_MIX_PRECISION": "yes"}, "USE_MIX_PRECISION = 'yes': a switch of the scripts; write 1 or 0"),
-        ({"loading_step": "7000"}, "a run goes on from its highest complete step"),
+        ({"USE_MIX_PRECISION": "yes"}, "USE_MIX_PRECISION = 'yes': must be 0 or 1; write 1 or 0"),
+        ({"loading_step": "7000"}, "a run resumes from its latest checkpoint or not at all"),
         ({"ACC_STEPS": "4"}, "unknown hyperparameter"),
     ],
 )

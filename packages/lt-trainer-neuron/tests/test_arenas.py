@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from lt_model import LlamaConfig
+from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
-from lt_trainer.recipe import llama_config, load
 from lt_trainer_neuron import SPEC
-from lt_trainer_neuron.arenas import limit_arenas
+from lt_trainer_neuron.malloc import limit_malloc_arenas
 from lt_trainer_neuron.sdk import NotInstalledError
 
 SCRIPT = """
@@ -46,23 +46,25 @@ def arenas(first: str, tmp_path: Path) -> int:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="NO GLIBC: its arenas are not counted")
 def test_a_running_process_makes_no_more_arenas(tmp_path: Path) -> None:
     """The variable alone, set then, does nothing."""
-    ours = "from lt_trainer_neuron.arenas import limit_arenas; assert limit_arenas('2')"
+    ours = "from lt_trainer_neuron.malloc import limit_malloc_arenas; assert limit_malloc_arenas('2')"
     assert arenas(ours, tmp_path) == 2
     assert arenas("os.environ['MALLOC_ARENA_MAX'] = '2'", tmp_path) > 2
 
 
 def test_what_is_no_number_changes_nothing() -> None:
-    assert limit_arenas("") is False
-    assert limit_arenas("many") is False
+    assert limit_malloc_arenas("") is False
+    assert limit_malloc_arenas("many") is False
 
 
 def test_a_rank_bounds_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything of Neuron is loaded, and by the person's value where there is one."""
     asked: list[str] = []
-    monkeypatch.setattr("lt_trainer_neuron.arenas.limit_arenas", asked.append)
-    monkeypatch.setattr("lt_trainer_neuron.spec.installed", _nothing)
+    monkeypatch.setattr("lt_trainer_neuron.malloc.limit_malloc_arenas", asked.append)
+    monkeypatch.setattr("lt_trainer_neuron.spec.detect_packages", _nothing)
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
-    recipe = load(base={"data": {"store": "x"}}, sets=["run.engine=neuron", "engine.neuron.num_neuroncores=1"]).recipe
+    recipe = load(
+        base={"data": {"store": "x"}}, overrides=["run.engine=neuron", "engine.neuron.num_neuroncores=1"]
+    ).recipe
     model: LlamaConfig = llama_config(recipe, 512)
     for mine in (None, "7"):
         if mine:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lt_trainer_neuron.cache import CacheError, cache_url, local_cache, remove, scan
 from lt_trainer_neuron.cli.neuron_cache import app
+from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url, local_cache_folder, remove_entries, scan_cache
 
 COMPILER = "neuronxcc-2.23.6484.0+3b612583"
 NEFF = b"\x00" * 1000
@@ -42,7 +42,7 @@ def cache(tmp_path: Path) -> Path:
 
 
 def states(cache: Path) -> dict[str, str]:
-    return {found.path.name.removesuffix("+d41d8cd9"): found.state for found in scan(cache)}
+    return {found.path.name.removesuffix("+d41d8cd9"): found.state for found in scan_cache(cache)}
 
 
 def test_each_state_is_known_by_its_files(cache: Path) -> None:
@@ -55,8 +55,8 @@ def test_each_state_is_known_by_its_files(cache: Path) -> None:
         "MODULE_6": "compiled",
         "MODULE_7": "compiled",
     }
-    (failed,) = [found for found in scan(cache) if found.path.name.startswith("MODULE_2")]
-    assert failed.told.endswith("Compiler generated too many instructions")
+    (failed,) = [found for found in scan_cache(cache) if found.path.name.startswith("MODULE_2")]
+    assert failed.error_message.endswith("Compiler generated too many instructions")
     assert failed.n_bytes == len(LOG) + len(b"graph") + len("[]")
     assert failed.compiler == "2.23.6484.0+3b612583"
 
@@ -67,13 +67,13 @@ def test_a_lock_that_a_process_holds_is_no_stale_one(cache: Path) -> None:
         f"import fcntl, sys; f = open({str(path)!r}); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); "
         "sys.stdin.read()"
     )
-    before = [found for found in scan(cache) if found.state in ("failed", "stale lock")]
+    before = [found for found in scan_cache(cache) if found.state in ("failed", "stale lock")]
     with subprocess.Popen([sys.executable, "-c", program], stdin=-1, stdout=-1, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert states(cache)["MODULE_3"] == "compiling"
-        with pytest.raises(CacheError, match="is being compiled by another process"):
-            remove(before)
+        with pytest.raises(CompileCacheError, match="is being compiled by another process"):
+            remove_entries(before)
         assert len(states(cache)) == 7  # nothing went, not even what stood before it
         holder.stdin.close() if holder.stdin else None
     assert states(cache)["MODULE_3"] == "stale lock"
@@ -83,19 +83,19 @@ def test_a_lock_that_a_process_holds_is_no_stale_one(cache: Path) -> None:
 
 def test_only_what_is_in_the_way_is_taken_out(cache: Path) -> None:
     run = CliRunner()
-    shown = run.invoke(app, ["failed", "--cache", str(cache)])
+    shown = run.invoke(app, ["list-failed", "--cache", str(cache)])
     assert shown.exit_code == 1
     assert shown.output.count("MODULE_") == 3
     assert "too many instructions" in shown.output
     dry = run.invoke(app, ["clean", "--cache", str(cache), "--dry-run"])
     assert dry.exit_code == 0
-    assert "3 would be taken out, 4 stay" in dry.output
+    assert "3 would be removed, 4 kept" in dry.output
     assert len(states(cache)) == 7
     done = run.invoke(app, ["clean", "--cache", str(cache)])
     assert done.exit_code == 0, done.output
     assert set(states(cache)) == {"MODULE_1", "MODULE_4", "MODULE_6", "MODULE_7"}
     assert (cache / "lt-compile-keys" / "0123456789abcdef.json").exists()
-    assert run.invoke(app, ["failed", "--cache", str(cache)]).exit_code == 0
+    assert run.invoke(app, ["list-failed", "--cache", str(cache)]).exit_code == 0
     listed = run.invoke(app, ["list", "--cache", str(cache)])
     assert "3 compiled, 1 not compiled" in listed.output
 
@@ -103,7 +103,7 @@ def test_only_what_is_in_the_way_is_taken_out(cache: Path) -> None:
 def test_other_compilers_go_only_where_the_one_to_keep_is_there(cache: Path) -> None:
     run = CliRunner()
     wrong = run.invoke(app, ["clean", "--cache", str(cache), "--other-compilers", "2.99"])
-    assert isinstance(wrong.exception, CacheError)
+    assert isinstance(wrong.exception, CompileCacheError)
     assert len(states(cache)) == 7
     keep = COMPILER.removeprefix("neuronxcc-")
     assert run.invoke(app, ["clean", "--cache", str(cache), "--other-compilers", keep]).exit_code == 0
@@ -112,8 +112,8 @@ def test_other_compilers_go_only_where_the_one_to_keep_is_there(cache: Path) -> 
 
 def test_what_no_compiler_wrote_is_left_alone(cache: Path) -> None:
     (cache / COMPILER / "MODULE_2+d41d8cd9" / "notes.txt").write_text("mine")
-    with pytest.raises(CacheError, match=r"has notes\.txt, which no compiler wrote"):
-        remove(found for found in scan(cache) if found.state == "failed")
+    with pytest.raises(CompileCacheError, match=r"has notes\.txt, which the compiler did not write"):
+        remove_entries(found for found in scan_cache(cache) if found.state == "failed")
     assert states(cache)["MODULE_5"] == "failed"  # nothing was removed
 
 
@@ -122,11 +122,11 @@ def test_the_cache_is_found_as_the_compiler_finds_it() -> None:
     assert cache_url({"NEURON_COMPILE_CACHE_URL": "/fsx/cache"}) == "/fsx/cache"
     flags = "--model-type=transformer --cache_dir=/flag -O1"
     assert cache_url({"NEURON_COMPILE_CACHE_URL": "/fsx/cache", "NEURON_CC_FLAGS": flags}) == "/flag"
-    assert local_cache("file:///a/b") == Path("/a/b")
-    with pytest.raises(CacheError, match="is not a folder of this machine"):
-        local_cache("s3://bucket/cache")
-    with pytest.raises(CacheError, match="No such file"):
-        scan(Path("/nowhere/at/all"))
+    assert local_cache_folder("file:///a/b") == Path("/a/b")
+    with pytest.raises(CompileCacheError, match="is not a local folder"):
+        local_cache_folder("s3://bucket/cache")
+    with pytest.raises(CompileCacheError, match="No such file"):
+        scan_cache(Path("/nowhere/at/all"))
 
 
 def test_the_recipe_names_the_cache(cache: Path, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 """Which recipes the engine takes: the published Llama recipes pass, and each kind of mistake has its message."""
 
+from dataclasses import replace
+
 import pytest
 
 from lt_model import preset
+from lt_trainer.config.recipe import Recipe, llama_config, load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import Recipe, llama_config, load
-from lt_trainer_neuron import SPEC, check, check_model
+from lt_trainer.optimizers import OPTIMIZERS, StateSlot
+from lt_trainer_neuron import SPEC, check_model, check_recipe
 from lt_trainer_neuron.sdk import NotInstalledError
 
 ALONE = World()
@@ -18,14 +21,14 @@ def recipe(*sets: str) -> Recipe:
         "run": {"engine": "neuron"},
         "data": {"store": "stores/train"},
         "model": {"preset": "llama2-7b"},
-        "batch": {"global_batch": 1024, "micro_batch": 1},
+        "batch": {"global_batch_size": 1024, "micro_batch_size": 1},
         "parallel": {"tp": 8},
     }
-    return load(base=base, sets=sets).recipe
+    return load(base=base, overrides=sets).recipe
 
 
 PUBLISHED = {
-    "7B on 16 nodes": ("batch.global_batch=2048", "parallel.n_nodes=16", "schedule.max_steps=31800"),
+    "7B on 16 nodes": ("batch.global_batch_size=2048", "parallel.n_nodes=16", "schedule.max_steps=31800"),
     "7B on one node": (),
     "8B with replicated key/value heads": (
         "model.preset=llama3-8b",
@@ -33,9 +36,9 @@ PUBLISHED = {
         "parallel.tp=32",
         "parallel.sequence_parallel=true",
         "engine.neuron.qkv_linear=true",
-        "engine.neuron.kv_replicator=4",
+        "engine.neuron.kv_size_multiplier=4",
         "engine.neuron.flash_attention=true",
-        "engine.neuron.precision=fp32_master",
+        "engine.neuron.precision=fp32_master_weights",
         "data.document_mask=false",
     ),
     "70B on 16 nodes": (
@@ -45,7 +48,7 @@ PUBLISHED = {
         "parallel.pp=8",
         "parallel.n_nodes=16",
         "engine.neuron.qkv_linear=true",
-        "engine.neuron.kv_replicator=4",
+        "engine.neuron.kv_size_multiplier=4",
         "engine.neuron.fuse_qkv=true",
         "engine.neuron.precision=downcast",
     ),
@@ -55,7 +58,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_recipes_pass(name: str) -> None:
     made = recipe(*PUBLISHED[name])
-    check(made, ALONE)
+    check_recipe(made, ALONE)
     ranks = 32 * made.parallel.n_nodes
     SPEC.check(made, World(rank=0, size=ranks, local_rank=0, local_size=32))
 
@@ -64,19 +67,19 @@ def test_the_published_recipes_pass(name: str) -> None:
     "sets",
     [
         ("parallel.pp=3", "parallel.n_nodes=3", "engine.neuron.backend=cpu"),
-        ("parallel.pp=2", "engine.neuron.graph=step", "engine.neuron.backend=cpu"),
+        ("parallel.pp=2", "engine.neuron.graph_scope=step", "engine.neuron.backend=cpu"),
         ("parallel.pp=2", "model.tie_word_embeddings=true", "engine.neuron.precision=downcast"),
-        ("parallel.pp=1", "model.tie_word_embeddings=true", "engine.neuron.graph=step"),
+        ("parallel.pp=1", "model.tie_word_embeddings=true", "engine.neuron.graph_scope=step"),
     ],
 )
 def test_what_is_refused_of_stages_is_refused_on_the_device_alone(sets: tuple[str, ...]) -> None:
     if "parallel.pp=3" in sets:
-        sets = (*sets, "batch.global_batch=1020")
-    check(recipe(*sets), ALONE)
+        sets = (*sets, "batch.global_batch_size=1020")
+    check_recipe(recipe(*sets), ALONE)
 
 
 def test_accumulation_of_the_published_7b_recipe() -> None:
-    assert recipe(*PUBLISHED["7B on 16 nodes"]).accumulation(32 * 16) == 32
+    assert recipe(*PUBLISHED["7B on 16 nodes"]).accumulation_steps(32 * 16) == 32
 
 
 REFUSED = [
@@ -85,7 +88,7 @@ REFUSED = [
         "parallel.tp = 6: the tensor parallel degree must be a power of 2; set parallel.tp to 4 or 8",
     ),
     (
-        ("parallel.tp=64", "engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2", "parallel.n_nodes=2"),
+        ("parallel.tp=64", "engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2", "parallel.n_nodes=2"),
         "parallel.tp = 64, engine.neuron.num_neuroncores = 32: tensor parallel ranks must be on one node; "
         "set parallel.tp to at most 32",
     ),
@@ -95,19 +98,20 @@ REFUSED = [
     ),
     (
         ("parallel.pp=3", "parallel.n_nodes=3"),
-        "parallel.pp = 3: NxD makes pairs of neighbouring stages, the last with the first, and of an odd number one is "
+        "parallel.pp = 3: NxD pairs adjacent stages, the last with the first; of an odd number one would be "
         "in two pairs; set parallel.pp to 2 or 4",
     ),
     (
-        ("parallel.pp=2", "engine.neuron.graph=step"),
-        "engine.neuron.graph = 'step', parallel.pp = 2: what stages give each other stands in graphs of its own, so a "
-        "step is not one graph; set engine.neuron.graph to micro_batch, or parallel.pp to 1",
+        ("parallel.pp=2", "engine.neuron.graph_scope=step"),
+        "engine.neuron.graph_scope = 'step', parallel.pp = 2: transfers between stages have their own "
+        "graphs, so a step cannot be one graph; set engine.neuron.graph_scope to micro_batch, or parallel.pp "
+        "to 1",
     ),
     (
         ("parallel.pp=2", "model.tie_word_embeddings=true"),
-        "model.tie_word_embeddings = True, parallel.pp = 2, engine.neuron.precision = 'bf16_sr': the first and the "
-        "last stage would round their copies of the tied embedding at random, and not alike; set "
-        "engine.neuron.precision to downcast or fp32_master, or parallel.pp to 1",
+        "model.tie_word_embeddings = True, parallel.pp = 2, engine.neuron.precision = 'bf16_sr': the first "
+        "and the last stage would round their replicas of the tied embedding at random, and differently; set "
+        "engine.neuron.precision to downcast or fp32_master_weights, or parallel.pp to 1",
     ),
     (
         ("model.vocab_size=32001",),
@@ -121,9 +125,9 @@ REFUSED = [
     ),
     (
         ("model.preset=llama3-8b", "data.seq_len=8192", "parallel.tp=32"),
-        "model.n_kv_heads = 8, parallel.tp = 32: the key/value heads do not divide among the tensor parallel ranks; "
-        "set engine.neuron.qkv_linear to true and engine.neuron.kv_replicator to 4, "
-        "or set parallel.tp to a divisor of 8",
+        "model.n_kv_heads = 8, parallel.tp = 32: the key/value heads must be divisible by the tensor "
+        "parallel degree; set engine.neuron.qkv_linear to true and engine.neuron.kv_size_multiplier to 4, or "
+        "set parallel.tp to a divisor of 8",
     ),
     (
         (
@@ -131,32 +135,32 @@ REFUSED = [
             "data.seq_len=8192",
             "parallel.tp=32",
             "engine.neuron.qkv_linear=true",
-            "engine.neuron.kv_replicator=8",
+            "engine.neuron.kv_size_multiplier=8",
         ),
-        "model.n_kv_heads = 8, parallel.tp = 32, engine.neuron.kv_replicator = 8: with qkv_linear, "
-        "n_kv_heads * kv_replicator must equal tp; set engine.neuron.kv_replicator to 4, "
+        "model.n_kv_heads = 8, parallel.tp = 32, engine.neuron.kv_size_multiplier = 8: with qkv_linear, "
+        "n_kv_heads * kv_size_multiplier must equal tp; set engine.neuron.kv_size_multiplier to 4, "
         "or set engine.neuron.qkv_linear to false",
     ),
     (
         ("engine.neuron.qkv_linear=true",),
-        "model.n_kv_heads = 32, parallel.tp = 8, engine.neuron.kv_replicator = 1: with qkv_linear, "
-        "n_kv_heads * kv_replicator must equal tp; change parallel.tp, or set engine.neuron.qkv_linear to false",
+        "model.n_kv_heads = 32, parallel.tp = 8, engine.neuron.kv_size_multiplier = 1: with qkv_linear, "
+        "n_kv_heads * kv_size_multiplier must equal tp; change parallel.tp, or set engine.neuron.qkv_linear to false",
     ),
     (
-        ("batch.global_batch=1022",),
-        "batch.global_batch = 1022, batch.micro_batch = 1: accumulation steps (ACC) = global_batch / "
-        "(micro_batch * DP) = 255.5 is not a whole number, with DP = 4 data parallel ranks; "
-        "set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of 4",
+        ("batch.global_batch_size=1022",),
+        "batch.global_batch_size = 1022, batch.micro_batch_size = 1: accumulation steps (ACC) = global_batch_size / "
+        "(micro_batch_size * DP) = 255.5 is not a whole number, with DP = 4 data parallel ranks; "
+        "set batch.global_batch_size (GLOBAL_BATCH_SIZE) to a multiple of 4",
     ),
     (
         ("model.preset=llama3-8b", "parallel.tp=8"),
-        "data.seq_len = 4096, model.max_position_embeddings = 8192: rows must be as long as the model's longest "
+        "data.seq_len = 4096, model.max_position_embeddings = 8192: rows must be as long as the model's "
         "context; set data.seq_len (SEQ_LEN) to 8192, or model.max_position_embeddings to 0 (= data.seq_len)",
     ),
     (
         ("data.seq_len=1004", "model.max_position_embeddings=0", "parallel.sequence_parallel=true"),
-        "data.seq_len = 1004, parallel.tp = 8: sequence parallelism cuts rows into tp equal parts; "
-        "set data.seq_len (SEQ_LEN) to a multiple of 8",
+        "data.seq_len = 1004, parallel.tp = 8: sequence parallelism splits rows into tp equal parts; set "
+        "data.seq_len (SEQ_LEN) to a multiple of 8",
     ),
     (("parallel.cp=2",), "parallel.cp = 2: this engine has no context parallelism; set parallel.cp to 1"),
     (
@@ -166,8 +170,8 @@ REFUSED = [
     ),
     (
         ("engine.neuron.flash_attention=true",),
-        "engine.neuron.flash_attention = True, data.document_mask = True: the flash attention kernel knows no document "
-        "mask; set one of them to false",
+        "engine.neuron.flash_attention = True, data.document_mask = True: the flash attention kernel has no "
+        "document mask; set one of them to false",
     ),
     (
         (
@@ -176,24 +180,25 @@ REFUSED = [
             "data.seq_len=3072",
             "model.max_position_embeddings=0",
         ),
-        "data.seq_len = 3072, engine.neuron.flash_attention = True: the flash attention kernel takes rows of a "
-        "multiple of 2048 positions; set data.seq_len (SEQ_LEN) to a multiple of 2048, or flash_attention to false",
+        "data.seq_len = 3072, engine.neuron.flash_attention = True: the flash attention kernel requires rows "
+        "of a multiple of 2048 positions; set data.seq_len (SEQ_LEN) to a multiple of 2048, or "
+        "flash_attention to false",
     ),
     (
-        ("optimizer.moments=bfloat16",),
-        "optimizer.moments = 'bfloat16': this engine keeps moments in the masters' dtype; "
-        "set optimizer.moments to float32",
+        ("optimizer.moments_dtype=bfloat16",),
+        "optimizer.moments_dtype = 'bfloat16': this engine keeps moments in the dtype of the master weights; "
+        "set optimizer.moments_dtype to float32",
     ),
     (
-        ("optimizer.moments=bfloat16", "engine.neuron.backend=cpu"),
-        "optimizer.moments = 'bfloat16': this engine keeps moments in the masters' dtype; "
-        "set optimizer.moments to float32",
+        ("optimizer.moments_dtype=bfloat16", "engine.neuron.backend=cpu"),
+        "optimizer.moments_dtype = 'bfloat16': this engine keeps moments in the dtype of the master weights; "
+        "set optimizer.moments_dtype to float32",
     ),
     (
         ("parallel.dp_shard=3",),
-        "parallel.tp = 8, parallel.pp = 1, parallel.cp = 1, parallel.dp_replicate = 1, parallel.dp_shard = 3: these "
-        "degrees need 24 ranks, and the run has 32; start 24 ranks, or change the degrees (dp_shard = 0 takes what "
-        "remains)",
+        "parallel.tp = 8, parallel.pp = 1, parallel.cp = 1, parallel.dp_replicate = 1, parallel.dp_shard = 3: "
+        "these degrees need 24 ranks, the run has 32; start 24 ranks, or change the degrees (dp_shard = 0 uses all "
+        "remaining)",
     ),
 ]
 
@@ -201,9 +206,23 @@ REFUSED = [
 @pytest.mark.parametrize(("sets", "message"), REFUSED)
 def test_refused_recipes(sets: tuple[str, ...], message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        check(recipe(*sets), ALONE)
+        check_recipe(recipe(*sets), ALONE)
     assert str(caught.value) == message
     assert caught.value.exit_code == 64
+
+
+def test_optimizer_state_is_of_the_shape_and_dtype_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    for slot in (
+        StateSlot(name="narrow", dtype=lambda options: "bfloat16"),
+        StateSlot(name="narrow", shape=lambda shape: (shape[0], 1)),
+    ):
+        monkeypatch.setitem(OPTIMIZERS, "toy", replace(OPTIMIZERS["adamw"], name="toy", slots=(slot,)))
+        with pytest.raises(RecipeError) as caught:
+            check_recipe(recipe("optimizer.name=toy"), ALONE)
+        assert str(caught.value) == (
+            "optimizer.name = 'toy': this engine keeps optimizer state in the shape and dtype of the master weights, "
+            "which the slot 'narrow' has not; set another optimizer.name"
+        )
 
 
 @pytest.mark.parametrize(
@@ -216,11 +235,12 @@ def test_refused_recipes(sets: tuple[str, ...], message: str) -> None:
 )
 def test_ranks_that_are_not_one_per_core(world: World, counted: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        check(recipe(), world)
+        check_recipe(recipe(), world)
     assert str(caught.value) == (
         "engine.neuron.num_neuroncores = 32, parallel.n_nodes = 1: one rank per NeuronCore makes 32 ranks, "
         "32 per node; "
-        f"the run has {counted}; start it with torchrun --nnodes 1 --nproc_per_node 32, or set these to what there is"
+        f"the run has {counted}; start it with torchrun --nnodes 1 --nproc_per_node 32, or set these fields to the "
+        "run's ranks"
     )
 
 

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from lt_model import LlamaConfig
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, StepMetrics, World
-from lt_trainer.recipe import load
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import Piece, Tensors, Trained, assert_near, lr_of, whole
+from lt_trainer.testing.layouts import NamedTensors, StateSlice, TrainResult, assemble, assert_near, learning_rate_at
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -68,12 +68,12 @@ def open_engine(shape: Shape, *sets: str) -> NeuronEngine:
             "tie_word_embeddings": shape.tied,
         },
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": DECAY},
         "schedule": {"max_steps": STEPS, "warmup_steps": 1},
         "engine": {"neuron": {"backend": "cpu", "cpu_dtype": "float64", "num_neuroncores": world.local_size}},
     }
-    recipe = load(base=base, sets=sets).recipe
+    recipe = load(base=base, overrides=sets).recipe
     SPEC.check(recipe, world)
     engine = SPEC.open(recipe, shape.config, world)
     assert isinstance(engine, NeuronEngine)
@@ -96,11 +96,11 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     """Three steps by lt-model, autograd and torch's AdamW."""
     from lt_model.init import init_model
     from lt_model.llama import Llama
-    from lt_model.params import parameters
+    from lt_model.params import param_specs
 
     model = Llama(shape.config, attention="reference").double()
     init_model(model, seed=load(base={"data": {"store": "unused"}}).recipe.run.seed)
-    table, named = {p.name: p for p in parameters(shape.config)}, dict(model.named_parameters())
+    table, named = {p.name: p for p in param_specs(shape.config)}, dict(model.named_parameters())
     groups = [
         {"params": [p for n, p in named.items() if table[n].decay is decay], "weight_decay": DECAY * decay}
         for decay in (True, False)
@@ -115,7 +115,7 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
             torch.from_numpy(array[0]).long()
             for array in (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
         )
-        return model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels, z_loss=z, with_parts=True)
+        return model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels, z_loss=z, return_parts=True)
 
     losses, norms, gradients, start = [], [], {}, values(named.items())
     for step, batch in enumerate(global_batches(STEPS, shape.vocab)):
@@ -126,7 +126,7 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
             gradients = values((name, p.grad) for name, p in named.items())
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), CLIP)))
         for group in optimizer.param_groups:
-            group["lr"] = lr_of(step)
+            group["lr"] = learning_rate_at(step)
         optimizer.step()
         optimizer.zero_grad()
     (rest,) = global_batches(1, shape.vocab, seed=9)
@@ -135,11 +135,13 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     return Alone(losses, norms, gradients, start, values(named.items()), validation)
 
 
-def train(shape: Shape, sets: tuple[str, ...], micro_batch: int) -> Trained:
+def train(shape: Shape, sets: tuple[str, ...], micro_batch_size: int) -> TrainResult:
     """One rank's training, in that rank."""
     engine = open_engine(shape, *sets)
     (rest,) = global_batches(1, shape.vocab, seed=9)
-    return layouts.train(engine, global_batches(STEPS, shape.vocab), rest, micro_batch, engine.boxes)
+    return layouts.train_steps(
+        engine, global_batches(STEPS, shape.vocab), rest, micro_batch_size, engine.iter_model_shards
+    )
 
 
 @pytest.fixture(scope="module")
@@ -155,23 +157,23 @@ def alone(ranks) -> Callable[..., Alone]:
     return trained
 
 
-def assert_group_near(found: Tensors, wanted: dict[str, np.ndarray], group: str, near: float) -> None:
+def assert_group_near(found: NamedTensors, wanted: dict[str, np.ndarray], group: str, near: float) -> None:
     got = {key: tensor for key, tensor in found.items() if key[0] == group}
     assert_near(got, {(group, name): tensor for name, tensor in wanted.items()}, near)
 
 
-def compare(one: Alone, found: list[Trained]) -> None:
+def compare(one: Alone, found: list[TrainResult]) -> None:
     for rank in found:
         assert rank.losses == found[0].losses
-        assert rank.norms == found[0].norms
+        assert rank.grad_norms == found[0].grad_norms
         assert rank.validation == found[0].validation
         assert rank.state_bytes[0] == rank.state_bytes[1]
-    before, after_1, after_all = (whole([rank.states[i] for rank in found]) for i in range(3))
+    before, after_1, after_all = (assemble([rank.states[i] for rank in found]) for i in range(3))
     assert {key[1]: tensor.tobytes() for key, tensor in before.items() if key[0] == "weights"} == {
         name: tensor.tobytes() for name, tensor in one.start.items()
     }
     assert found[0].losses == pytest.approx(one.losses, rel=1e-12)
-    assert found[0].norms == pytest.approx(one.norms, rel=NEAR)
+    assert found[0].grad_norms == pytest.approx(one.norms, rel=NEAR)
     assert min(one.norms) > CLIP, "clipping must be at work"
     assert found[0].validation[0] == pytest.approx(one.validation, rel=1e-12)
     # After the first step exp_avg is the clipped gradient times 1 - beta1.
@@ -183,7 +185,7 @@ def compare(one: Alone, found: list[Trained]) -> None:
 
 TP2, TP4, PP2 = "parallel.tp=2", "parallel.tp=4", "parallel.pp=2"
 SP, WHOLE = "parallel.sequence_parallel=true", "engine.neuron.zero1=false"
-GQA2 = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2")
+GQA2 = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2")
 FUSED = "engine.neuron.fuse_qkv=true"
 GROUPED = Shape(kv_heads=2, vocab=60)
 
@@ -210,10 +212,11 @@ WIDE: dict[str, tuple[int, int, Shape, tuple[str, ...]]] = {
 }
 
 
+@pytest.mark.guarantee("neuron-layout-parity")
 @pytest.mark.parametrize("name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in WIDE)])
 def test_a_layout_trains_as_one_process_of_lt_model(ranks, alone, name: str) -> None:
-    n, micro_batch, shape, sets = (LAYOUTS | WIDE)[name]
-    compare(alone(shape), ranks.run(train, shape, sets, micro_batch, ranks=n))
+    n, micro_batch_size, shape, sets = (LAYOUTS | WIDE)[name]
+    compare(alone(shape), ranks.run(train, shape, sets, micro_batch_size, ranks=n))
 
 
 def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alone) -> None:
@@ -223,6 +226,7 @@ def test_a_z_loss_is_in_the_gradient_and_not_in_the_loss_that_is_told(ranks, alo
     assert abs(one.norms[0] / alone(shape).norms[0] - 1) > 1e-3, "the z-loss must be at work"
 
 
+@pytest.mark.guarantee("neuron-layout-parity")
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks, alone, fused: bool) -> None:
     """NxD counts the gradient of each copy: with m copies the squares of k and v are in its norm m times."""
@@ -234,7 +238,7 @@ def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks,
     copied = sum(square for name, square in squares.items() if "k_proj" in name or "v_proj" in name)
     assert copied > 0.01 * once
     assert one.norms[0] == pytest.approx(once**0.5, rel=NEAR)
-    assert [rank.norms[0] for rank in found] == pytest.approx([(once + copied) ** 0.5] * 4, rel=NEAR)
+    assert [rank.grad_norms[0] for rank in found] == pytest.approx([(once + copied) ** 0.5] * 4, rel=NEAR)
 
 
 @pytest.mark.parametrize(
@@ -245,24 +249,26 @@ def test_the_norm_counts_copies_of_heads_only_where_nxd_is_to_be_followed(ranks,
 def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, shape: Shape, sets: tuple[str, ...]) -> None:
     """Activations round; masters and moments are float32 and equal on all ranks that hold the same."""
     one: Alone = alone(shape)
-    found: list[Trained] = ranks.run(train, shape, ("engine.neuron.cpu_dtype=bfloat16", *sets), 2, ranks=n)
+    found: list[TrainResult] = ranks.run(train, shape, ("engine.neuron.cpu_dtype=bfloat16", *sets), 2, ranks=n)
     assert found[0].losses == pytest.approx(one.losses, rel=1e-2)
-    assert found[0].norms == pytest.approx(one.norms, rel=5e-2)
+    assert found[0].grad_norms == pytest.approx(one.norms, rel=5e-2)
     assert found[0].losses != pytest.approx(one.losses, rel=1e-9), "nothing was rounded"
     assert {piece.dtype for rank in found for piece in rank.states[0]} == {"F32"}
-    before = whole([rank.states[0] for rank in found])
+    before = assemble([rank.states[0] for rank in found])
     for name, tensor in one.start.items():
         assert (before["weights", name] == tensor.astype(np.float32)).all(), "masters start unrounded"
 
 
-def interrupted(shape: Shape, sets: tuple[str, ...], folder: str) -> tuple[str, list[Piece], list[Piece], list[float]]:
+def interrupted(
+    shape: Shape, sets: tuple[str, ...], folder: str
+) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
     engine = open_engine(shape, *sets)
-    return layouts.interrupted(engine, global_batches(3, shape.vocab), folder, engine.boxes)
+    return layouts.train_save_train(engine, global_batches(3, shape.vocab), folder, engine.iter_model_shards)
 
 
-def resumed(shape: Shape, sets: tuple[str, ...], path: str) -> tuple[list[Piece], list[Piece], list[float]]:
+def resumed(shape: Shape, sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
     engine = open_engine(shape, "run.seed=7", *sets)
-    return layouts.resumed(engine, global_batches(3, shape.vocab)[2], path, engine.boxes)
+    return layouts.restore_and_train(engine, global_batches(3, shape.vocab)[2], path, engine.iter_model_shards)
 
 
 @pytest.mark.parametrize(
@@ -279,26 +285,28 @@ def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path, shape: S
     (n, sets), (m, others) = first, second
     left = ranks.run(interrupted, shape, sets, str(tmp_path), ranks=n)
     taken = ranks.run(resumed, shape, others, left[0][0], ranks=m)
-    saved, found = whole([rank[1] for rank in left]), whole([rank[0] for rank in taken])
+    saved, found = assemble([rank[1] for rank in left]), assemble([rank[0] for rank in taken])
     assert saved.keys() == found.keys()
     assert {group for group, _ in saved} == {"weights", "exp_avg", "exp_avg_sq"}
     assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
     assert taken[0][2] == pytest.approx(left[0][3][2:], rel=1e-12)
-    after = [whole([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
+    after = [assemble([rank[i] for rank in side]) for side, i in ((taken, 1), (left, 2))]
     weights = {name: tensor for (group, name), tensor in after[1].items() if group == "weights"}
     assert_group_near(after[0], weights, "weights", NEAR_WEIGHTS)
 
 
-def with_a_bad_step(shape: Shape, sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[Piece]], int]:
+def with_a_bad_step(shape: Shape, sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]], int]:
     engine = open_engine(shape, *sets)
     batches = global_batches(3, shape.vocab)
-    return layouts.with_a_bad_step(engine, batches, engine.boxes, lambda: engine.backend.steps)
+    return layouts.train_with_nonfinite_step(
+        engine, batches, engine.iter_model_shards, lambda: engine.backend.step_count
+    )
 
 
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks) -> None:
     answers = ranks.run(with_a_bad_step, Shape(layers=3), (PP2,), ranks=4)
     for numbers, (before, after, later), steps in answers:
-        assert [one.finite for one in numbers] == [True, False, True]
+        assert [one.is_finite for one in numbers] == [True, False, True]
         assert numbers[::2] == answers[0][0][::2], "all decide by the same numbers"
         assert [a.name for a, b in zip(before, after, strict=True) if a.values.tobytes() != b.values.tobytes()] == []
         assert any((a.values != b.values).any() for a, b in zip(after, later, strict=True))

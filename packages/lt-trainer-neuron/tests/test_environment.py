@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
+from lt_trainer.config.recipe import Recipe, load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import Recipe, load
 from lt_trainer_neuron import SPEC, neuron_env
-from lt_trainer_neuron.environment import RECORD, check_environment, settings, variables
+from lt_trainer_neuron.environment import ENV_RECORD_VARIABLE, build_env, check_environment, list_variables
 
 
 def recipe(*sets: str) -> Recipe:
-    return load(base={"data": {"store": "x"}}, sets=["run.engine=neuron", *sets]).recipe
+    return load(base={"data": {"store": "x"}}, overrides=["run.engine=neuron", *sets]).recipe
 
 
 def test_one_node_with_the_defaults() -> None:
@@ -65,7 +65,7 @@ def test_the_70b_recipe_on_16_nodes() -> None:
     [
         ("bf16_sr", {"XLA_USE_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"}),
         ("downcast", {"XLA_DOWNCAST_BF16": "1", "NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
-        ("fp32_master", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
+        ("fp32_master_weights", {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}),
     ],
 )
 def test_each_precision_sets_only_its_own_variables(precision: str, wanted: dict[str, str]) -> None:
@@ -81,11 +81,11 @@ def test_cores_follow_the_instance() -> None:
 
 def test_every_value_has_a_reason_and_the_persons_own_wins() -> None:
     environ = {"MALLOC_ARENA_MAX": "7", "NEURON_FUSE_SOFTMAX": "1", "HOME": "/root"}
-    found = {item.name: item for item in variables(recipe(), environ=environ)}
+    found = {item.name: item for item in list_variables(recipe(), environ=environ)}
     assert all(len(item.reason) > 10 for item in found.values())
     mine = found["MALLOC_ARENA_MAX"]
-    assert (mine.value, mine.ours, mine.overridden) == ("7", "64", True)
-    assert {name for name, item in found.items() if item.overridden} == {"MALLOC_ARENA_MAX"}
+    assert (mine.value, mine.recipe_value, mine.is_overridden) == ("7", "64", True)
+    assert {name for name, item in found.items() if item.is_overridden} == {"MALLOC_ARENA_MAX"}
     assert "HOME" not in found
     assert neuron_env(recipe(), environ=environ)["MALLOC_ARENA_MAX"] == "7"
 
@@ -93,24 +93,26 @@ def test_every_value_has_a_reason_and_the_persons_own_wins() -> None:
 def test_what_we_have_set_ourselves_is_not_taken_for_the_persons() -> None:
     """A rank that starts children, or a second run in the same process with another recipe."""
     environ = {"MALLOC_ARENA_MAX": "7"}
-    environ |= settings(recipe("engine.neuron.max_inflight=5", "engine.neuron.precision=downcast"), environ)
-    assert set(json.loads(environ[RECORD])) == set(environ) - {RECORD, "MALLOC_ARENA_MAX"}
+    environ |= build_env(recipe("engine.neuron.max_inflight=5", "engine.neuron.precision=downcast"), environ)
+    assert set(json.loads(environ[ENV_RECORD_VARIABLE])) == set(environ) - {ENV_RECORD_VARIABLE, "MALLOC_ARENA_MAX"}
     assert environ["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "5"
-    again = settings(recipe("engine.neuron.max_inflight=6"), environ)
+    again = build_env(recipe("engine.neuron.max_inflight=6"), environ)
     assert again["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "6"
     assert again["MALLOC_ARENA_MAX"] == "7"
-    assert json.loads(again[RECORD])["XLA_DOWNCAST_BF16"] == "1"  # of the first run: still there, still ours
+    assert (
+        json.loads(again[ENV_RECORD_VARIABLE])["XLA_DOWNCAST_BF16"] == "1"
+    )  # of the first run: still there, still ours
     check_environment(recipe(), environ | again)
     changed = environ | {"NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": "9"}  # the person, after us
-    assert settings(recipe(), changed)["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "9"
-    assert settings(recipe(), {RECORD: "not ours"})["MALLOC_ARENA_MAX"] == "64"
+    assert build_env(recipe(), changed)["NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS"] == "9"
+    assert build_env(recipe(), {ENV_RECORD_VARIABLE: "not ours"})["MALLOC_ARENA_MAX"] == "64"
 
 
 def test_the_spec_reads_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NEURON_CC_FLAGS", "--mine")
     assert SPEC.env(recipe())["NEURON_CC_FLAGS"] == "--mine"
     monkeypatch.setenv("XLA_USE_BF16", "1")
-    fp32 = recipe("parallel.tp=4", "batch.micro_batch=1", "engine.neuron.precision=fp32_master")
+    fp32 = recipe("parallel.tp=4", "batch.micro_batch_size=1", "engine.neuron.precision=fp32_master_weights")
     with pytest.raises(RecipeError, match="XLA_USE_BF16=1 makes every fp32 tensor bfloat16"):
         SPEC.check(fp32, World())
 
@@ -124,15 +126,15 @@ def test_the_spec_reads_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
         ("downcast", "XLA_DOWNCAST_BF16", "1", False),
         ("downcast", "XLA_DOWNCAST_BF16", "0", True),
         ("downcast", "XLA_USE_BF16", "1", True),
-        ("fp32_master", "XLA_USE_BF16", "1", True),
-        ("fp32_master", "XLA_DOWNCAST_BF16", "1", True),
-        ("fp32_master", "XLA_DOWNCAST_BF16", "0", False),
+        ("fp32_master_weights", "XLA_USE_BF16", "1", True),
+        ("fp32_master_weights", "XLA_DOWNCAST_BF16", "1", True),
+        ("fp32_master_weights", "XLA_DOWNCAST_BF16", "0", False),
     ],
 )
 def test_what_decides_dtypes_behind_the_recipe_is_refused(precision: str, name: str, value: str, refused: bool) -> None:
     made = recipe(f"engine.neuron.precision={precision}")
     check_environment(made, {})
-    check_environment(made, settings(made, {}))
+    check_environment(made, build_env(made, {}))
     if refused:
         with pytest.raises(RecipeError, match=f"unset {name}"):
             check_environment(made, {name: value})
@@ -150,8 +152,9 @@ def test_the_cpu_backend_needs_none_and_an_sdk_must_be_known() -> None:
 
 def test_nothing_heavy_is_imported() -> None:
     program = (
-        "import sys; from lt_trainer.engine import World; from lt_trainer.recipe import load; import lt_trainer_neuron;"
-        "r = load(base={'data': {'store': 'x'}}, sets=['run.engine=neuron', 'batch.micro_batch=1']).recipe;"
+        "import sys; from lt_trainer.engine import World; from lt_trainer.config.recipe import load;"
+        "import lt_trainer_neuron;"
+        "r = load(base={'data': {'store': 'x'}}, overrides=['run.engine=neuron', 'batch.micro_batch_size=1']).recipe;"
         "lt_trainer_neuron.SPEC.check(r, World()); lt_trainer_neuron.SPEC.env(r);"
         "print([m for m in ('torch', 'torch_xla', 'neuronx_distributed', 'numpy', 'typer') if m in sys.modules])"
     )

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.bench import bench_recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import StepBatch, Topology
-from lt_trainer.run import Plan
-from lt_trainer_neuron.extract import extract
+from lt_trainer.training import RunSetup
+from lt_trainer.training.benchmark import resolve_bench_recipe
+from lt_trainer_neuron.graph_extraction import extract_graphs
 
 RECIPE = """
 [run]
@@ -25,36 +25,36 @@ vocab_size = 64
 synthetic = true
 seq_len = 16
 [batch]
-global_batch = 6
-micro_batch = 2
+global_batch_size = 6
+micro_batch_size = 2
 [engine.neuron]
 backend = "cpu"
 num_neuroncores = 1
 """
 
 
-class ToldEngine:
+class RecordingEngine:
     """Notes the shapes that it is given."""
 
-    topology = Topology(rank=0, world=1, dp_rank=0, dp_size=1)
+    topology = Topology(rank=0, world_size=1, dp_rank=0, dp_size=1)
     control = SoloControl()
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.calls: list[object] = []
 
     def step(self, batch: StepBatch, lr: float) -> None:
-        self.told.append(("step", batch.input_ids.shape))
+        self.calls.append(("step", batch.input_ids.shape))
 
-    def read(self, pendings: list[None]) -> None:
-        self.told.append("read")
+    def fetch_metrics(self, pendings: list[None]) -> None:
+        self.calls.append("read")
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> None:
+    def validate(self, batches: Iterable[StepBatch]) -> None:
         for batch in batches:
             arrays = (batch.input_ids, batch.labels, batch.position_ids, batch.doc_ids)
-            self.told += [("evaluate", shape) for shape in {array.shape for array in arrays}]
+            self.calls += [("evaluate", shape) for shape in {array.shape for array in arrays}]
 
     def close(self) -> None:
-        self.told.append("closed")
+        self.calls.append("closed")
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
@@ -62,9 +62,9 @@ def test_a_step_has_all_its_micro_batches_and_validation_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate: bool
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
-    engine = ToldEngine()
-    monkeypatch.setattr(Plan, "open_engine", lambda _: engine)
-    resolved = bench_recipe(str(tmp_path / "run.toml"), "", sets=[], hyperparameters=None)
-    assert extract(resolved, steps=2, evaluate=evaluate) == 2 + evaluate
+    engine = RecordingEngine()
+    monkeypatch.setattr(RunSetup, "open_engine", lambda _: engine)
+    resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
+    assert extract_graphs(resolved, steps=2, validate=evaluate) == 2 + evaluate
     steps = [("step", (3, 2, 16)), "read"] * 2
-    assert engine.told == [*steps, *([("evaluate", (1, 2, 16))] if evaluate else []), "closed"]
+    assert engine.calls == [*steps, *([("evaluate", (1, 2, 16))] if evaluate else []), "closed"]

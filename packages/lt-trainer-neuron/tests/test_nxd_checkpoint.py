@@ -1,28 +1,42 @@
 """What the engine saves: NxD's kind of folder, a checkpoint of ours, and what the ranks hold, bit for bit."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
-from lt_ckpt import Checkpoint, Meta, begin, commit, open_source, verify, write_part
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointMetadata,
+    OptimizerRecord,
+    begin_save,
+    commit_save,
+    open_source,
+    verify,
+    write_rank_files,
+)
 from lt_ckpt.dtypes import cast
 from lt_ckpt.nxd.format import open_nxd
-from lt_ckpt.source import Reader, Source
+from lt_ckpt.source import Source, TensorReader
 from lt_ckpt.torchfile.file import load_pt
-from lt_model import LlamaConfig
+from lt_model import LlamaConfig, config_from_hf
+from lt_trainer.checkpointing import PretrainedWeights
+from lt_trainer.config import OptimizerOptions, load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.pretrained import Pretrained
-from lt_trainer.recipe import load
+from lt_trainer.errors import RecipeError
+from lt_trainer.optimizers import OPTIMIZERS, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
 SEQ_LEN, ROWS, VOCAB = 16, 4, 62
 TP2, TP4, PP2 = (f"parallel.{axis}" for axis in ("tp=2", "tp=4", "pp=2"))
-GQA = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2", "engine.neuron.fuse_qkv=true")
+GQA = ("engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2", "engine.neuron.fuse_qkv=true")
 PLAIN = "engine.neuron.save_xser=false"
 BF16, FP32 = "engine.neuron.cpu_dtype=bfloat16", "engine.neuron.cpu_dtype=float32"
 
@@ -47,11 +61,11 @@ def open_engine(model: LlamaConfig, *sets: str) -> NeuronEngine:
         "run": {"engine": "neuron"},
         "model": {name: getattr(model, name) for name in shape},
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "schedule": {"max_steps": 3, "warmup_steps": 1},
         "engine": {"neuron": {"backend": "cpu", "num_neuroncores": world.local_size}},
     }
-    recipe = load(base=base, sets=sets).recipe
+    recipe = load(base=base, overrides=sets).recipe
     SPEC.check(recipe, world)
     engine = SPEC.open(recipe, model, world)
     assert isinstance(engine, NeuronEngine)
@@ -67,7 +81,7 @@ def batch_of(engine: NeuronEngine, seed: int) -> StepBatch:
     mine = slice(place.dp_rank * ROWS // place.dp_size, (place.dp_rank + 1) * ROWS // place.dp_size)
     ids, labels = (array[mine].reshape(-1, 1, SEQ_LEN) for array in (ids, labels))
     positions = np.broadcast_to(np.arange(SEQ_LEN, dtype=np.int32), ids.shape).copy()
-    return StepBatch(
+    return step_batch(
         input_ids=ids,
         labels=labels,
         position_ids=positions,
@@ -81,20 +95,26 @@ Boxes = list[tuple[str, str, tuple[int, ...], tuple[int, ...], bytes]]
 
 def boxes(engine: NeuronEngine) -> Boxes:
     """What a rank holds by the model's names: group, name, offset, shape, bytes."""
-    return [(s.group, s.name, s.offset, s.shape, s.bytes().tobytes()) for s in engine.boxes()]
+    return [(s.group, s.name, s.offset, s.shape, s.bytes().tobytes()) for s in engine.iter_model_shards()]
 
 
 def saved(model: LlamaConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
     """In a rank: two steps and a save; its path, what the rank held, and the bytes that it had announced."""
     engine = open_engine(model, *sets)
-    rank, world = engine.topology.rank, engine.topology.world
-    engine.read([engine.step(batch_of(engine, seed), 1e-2) for seed in range(2)])
-    tmp = Path(engine.control.broadcast(str(begin(Path(folder), step=2, world=world)) if rank == 0 else ""))
+    rank, world = engine.topology.rank, engine.topology.world_size
+    engine.fetch_metrics([engine.step(batch_of(engine, seed), 1e-2) for seed in range(2)])
+    tmp = Path(engine.control.broadcast(str(begin_save(Path(folder), step=2, world_size=world)) if rank == 0 else ""))
     snapshot = engine.state()
-    write_part(tmp, rank=rank, shards=snapshot.shards, layout=snapshot.layout)
-    engine.control.all_max(0)
-    meta = Meta(step=2, small=snapshot.small, model=model.to_dict(), layout=snapshot.about)
-    path = str(commit(tmp, world=world, meta=meta)) if rank == 0 else ""
+    write_rank_files(tmp, rank=rank, shards=snapshot.shards, writer=snapshot.file_layout)
+    engine.control.all_reduce_max(0)
+    meta = CheckpointMetadata(
+        step=2,
+        scalars=snapshot.scalars,
+        model=model.to_dict(),
+        layout=snapshot.layout_metadata,
+        optimizer=snapshot.optimizer,
+    )
+    path = str(commit_save(tmp, world_size=world, metadata=meta)) if rank == 0 else ""
     held, announced = boxes(engine), engine.state_bytes()
     engine.close()
     return path, held, announced
@@ -108,12 +128,13 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.guarantee("nxd-checkpoints")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path, name: str) -> None:
     n, model, sets = LAYOUTS[name]
     found = ranks.run(saved, model, sets, str(tmp_path), ranks=n)
     path = Path(found[0][0])
-    assert verify(path).ok
+    assert verify(path).is_ok
     checkpoint = Checkpoint.open(path)
     masters = BF16 in sets
     assert set(checkpoint.groups) == {"weights", "exp_avg", "exp_avg_sq", *(["cast_weights"] if masters else [])}
@@ -127,7 +148,7 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
         assert {name for name, dtype in dtypes.items() if dtype == "F32"} == {name for name in dtypes if "norm" in name}
     # The bytes that a rehearsal asks for: all that is not padding, copies included.
     records = [record for members in checkpoint.manifest.tensors.values() for record in members.values()]
-    n_bytes = sum(record.slice_bytes(piece) for record in records for piece in (*record.slices, *record.copies))
+    n_bytes = sum(record.slice_bytes(piece) for record in records for piece in (*record.slices, *record.replicas))
     assert sum(rank[2] for rank in found) == n_bytes
     # NxD's way: markers, its trees, and the same tensors by its layout.
     assert [(path / marker).read_bytes() for marker in ("checkpoint", "done")] == [b"1", b"1"]
@@ -136,13 +157,13 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
     assert torch.load(path / "scheduler.pt", weights_only=True)["last_epoch"] == 2
     zero1 = "engine.neuron.zero1=false" not in sets
     ours, theirs = open_source(path), open_nxd(path, config=open_source(path).config, optimizer=zero1)
-    assert theirs.about["xser"] == (PLAIN not in sets)
+    assert theirs.format_info["xser"] == (PLAIN not in sets)
     same = {"weights": "cast_weights" if masters else "weights"}
     same |= {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq"} if zero1 else {}
     same |= {"master": "weights"} if masters else {}
     assert set(theirs.groups) == set(same)
     if zero1:
-        assert (theirs.about["step"], theirs.about["dp"]) == (2, n // (4 if TP4 in sets else 2))
+        assert (theirs.format_info["step"], theirs.format_info["dp"]) == (2, n // (4 if TP4 in sets else 2))
     for group, own in same.items():
         assert bytes_of(theirs, group) == bytes_of(ours, own), group
     if not zero1:
@@ -154,11 +175,61 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
     assert norms["weight_decay"] == 0.0
 
 
+def sgd_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
+    """Return a step of SGD with momentum."""
+
+    def update(
+        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert param.specs
+        momentum = slots["momentum"] * options.beta1 + gradient
+        return weight - lr * momentum, {"momentum": momentum}
+
+    return update
+
+
+SGD = OptimizerSpec(
+    name="sgd", slots=(StateSlot(name="momentum"),), options=frozenset({"beta1"}), make_update=sgd_update
+)
+
+
+def saved_by_sgd(model: LlamaConfig, sets: tuple[str, ...], folder: str) -> tuple[str, Boxes, int]:
+    OPTIMIZERS[SGD.name] = SGD
+    return saved(model, sets, folder)
+
+
+def resumed_by_sgd(model: LlamaConfig, sets: tuple[str, ...], path: str) -> Boxes:
+    OPTIMIZERS[SGD.name] = SGD
+    engine = open_engine(model, "run.seed=7", *sets)
+    engine.restore(Checkpoint.open(path))
+    held = boxes(engine)
+    engine.close()
+    return held
+
+
+@pytest.mark.guarantee("nxd-checkpoints")
+def test_another_optimizers_slots_are_saved_and_resharded(ranks, tmp_path: Path) -> None:
+    model, sgd = config(4, False), "optimizer.name=sgd"
+    found = ranks.run(saved_by_sgd, model, (TP2, BF16, sgd), str(tmp_path), ranks=4)
+    path = Path(found[0][0])
+    checkpoint = Checkpoint.open(path)
+    assert verify(path).is_ok
+    assert checkpoint.manifest.optimizer == OptimizerRecord(name="sgd", slots=("momentum",))
+    assert set(checkpoint.groups) == {"weights", "momentum", "cast_weights"}
+    theirs = open_nxd(path, config=open_source(path).config, optimizer=True)
+    assert bytes_of(theirs, "momentum") == bytes_of(open_source(path), "momentum")
+    for rank in ranks.run(resumed_by_sgd, model, (PP2, FP32, sgd), str(path), ranks=2):
+        for group, tensor, offset, shape, data in rank:
+            assert checkpoint.read(group, tensor, offset=offset, shape=shape).tobytes() == data, (group, tensor)
+    with pytest.raises(RecipeError, match=r"holds the state of 'sgd' \(momentum\), but 'adamw' needs its own"):
+        ranks.run(resumed_by_sgd, model, (PP2, FP32), str(path), ranks=2)
+
+
 def bytes_of(source: Source, group: str) -> dict[str, bytes]:
     """A group's tensors; a tied head, which is the embedding, is left out."""
     assert source.config is not None
     tied = source.config["tie_word_embeddings"]
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         names = [name for name in source.groups[group].specs if not (tied and name == "lm_head.weight")]
         return {name: reader.read(source.groups[group], name).tobytes() for name in names}
 
@@ -170,7 +241,7 @@ def started(model: LlamaConfig, sets: tuple[str, ...], source: str) -> Boxes:
     """In a rank: an engine that starts from a model."""
     engine = open_engine(model, *sets)
     opened = open_source(source, config=DATA / "hf" / "config.json")
-    with Pretrained(source=opened, found=model, model=model) as pretrained:
+    with PretrainedWeights(source=opened, source_model=model, model=model) as pretrained:
         engine.load_weights(pretrained)
     held = [box for box in boxes(engine) if box[0] == "weights"]
     engine.close()
@@ -180,11 +251,11 @@ def started(model: LlamaConfig, sets: tuple[str, ...], source: str) -> Boxes:
 @pytest.mark.parametrize("kind", ["hf", "nxd-plain", "nxd-xser"])
 def test_it_starts_from_nxds_files_and_from_hugging_faces_alike(ranks, kind: str) -> None:
     reference = open_source(DATA / "hf")
-    model = LlamaConfig.from_hf(dict(reference.config or {}))
+    model = config_from_hf(dict(reference.config or {}))
     sets = (TP2, PP2, FP32, f"data.seq_len={model.max_position_embeddings}")
     found = ranks.run(started, model, sets, str(DATA / kind), ranks=4)
     seen: dict[str, int] = {}
-    with Reader(reference.root) as reader:
+    with TensorReader(reference.root) as reader:
         for _, name, offset, shape, data in (box for rank in found for box in rank):
             whole = cast(reader.read(reference.weights, name, (offset, shape)), "BF16", "F32")
             assert whole.tobytes() == data, name

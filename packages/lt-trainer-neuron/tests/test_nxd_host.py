@@ -32,7 +32,7 @@ pytestmark = [
 HOST = Path(__file__).parent / "nxd_host"
 MHA, GQA = 8, 2
 DP2 = ["parallel.tp=2"]
-TP4 = ["parallel.tp=4", "engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=2"]
+TP4 = ["parallel.tp=4", "engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2"]
 ONCE = ["parallel.tp=2", "engine.neuron.qkv_linear=true"]
 SP = ["parallel.sequence_parallel=true"]
 FUSED = ["engine.neuron.fuse_qkv=true", "engine.neuron.save_xser=false"]
@@ -47,9 +47,9 @@ CASES = [
     named("mha-tp2-dp2-replicated", MHA, *DP2, "engine.neuron.zero1=false"),
     named("mha-tp2-dp2-all-kept", MHA, *DP2, "engine.neuron.selective_checkpointing=false"),
     named("mha-tp2-dp2-downcast", MHA, *DP2, "engine.neuron.precision=downcast"),
-    named("mha-tp2-dp2-bf16", MHA, *DP2, "engine.neuron.precision=fp32_master"),
+    named("mha-tp2-dp2-bf16", MHA, *DP2, "engine.neuron.precision=fp32_master_weights"),
     named("mha-tp2-dp2-sequence", MHA, *DP2, *SP),
-    named("mha-tp2-dp2-sequence-bf16", MHA, *DP2, *SP, "engine.neuron.precision=fp32_master"),
+    named("mha-tp2-dp2-sequence-bf16", MHA, *DP2, *SP, "engine.neuron.precision=fp32_master_weights"),
     named("gqa-tp2-dp2-plain", GQA, *DP2),
     named("gqa-tp2-dp2-once", GQA, *ONCE),
     named("gqa-tp4-separate", GQA, *TP4),
@@ -59,7 +59,7 @@ CASES = [
     named("mha-pp2-dp2", MHA, "parallel.pp=2"),
     named("mha-tp2-pp2", MHA, *DP2, "parallel.pp=2"),
     named("mha-tp2-pp2-sequence", MHA, *DP2, *SP, "parallel.pp=2"),
-    named("mha-tp2-pp2-sequence-bf16", MHA, *DP2, *SP, "parallel.pp=2", "engine.neuron.precision=fp32_master"),
+    named("mha-tp2-pp2-sequence-bf16", MHA, *DP2, *SP, "parallel.pp=2", "engine.neuron.precision=fp32_master_weights"),
 ]
 ALONE = [named(str(kv_heads), kv_heads, "engine.neuron.backend=cpu") for kv_heads in (MHA, GQA)]
 
@@ -107,6 +107,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[dict[str, Any]
 FP32 = [case for case in CASES if "bf16" not in str(case["name"])]
 
 
+@pytest.mark.guarantee("nxd-source-parity")
 @pytest.mark.parametrize("case", FP32, ids=lambda case: case["name"])
 def test_fp32_gives_what_one_process_of_the_cpu_backend_gives(case: dict[str, Any], found: Any) -> None:
     four, alone = found
@@ -124,6 +125,7 @@ def test_fp32_gives_what_one_process_of_the_cpu_backend_gives(case: dict[str, An
         assert apart < 1e-4, (name, apart)
 
 
+@pytest.mark.guarantee("nxd-source-parity")
 @pytest.mark.parametrize("case", [case for case in CASES if "bf16" in case["name"]], ids=lambda case: case["name"])
 def test_bf16_keeps_the_sum_of_input_gradients(case: dict[str, Any], found: Any) -> None:
     """At NxD's default `reduce_dtype` it is lost without sequence parallelism, and the first norm is far off."""

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import lt_trainer_neuron
-from lt_trainer_neuron.nxd.ranks import NxdNeighbours
-from lt_trainer_neuron.nxd.signatures import NEEDED, SIGNATURES, VERSION, check_installed
+from lt_trainer_neuron.nxd.collectives import NxdPipelineP2P
+from lt_trainer_neuron.nxd.signatures import NXD_VERSION, REQUIRED_ARGUMENTS, SIGNATURES, check_nxd_signatures
 from lt_trainer_neuron.sdk import NotInstalledError
 
 FILES = sorted((Path(lt_trainer_neuron.__file__).parent / "nxd").glob("*.py"))
@@ -65,7 +65,7 @@ def test_what_is_asked_for_at_start_is_what_is_given() -> None:
     for name, call in calls():
         given.setdefault(name, set()).update(str(keyword.arg) for keyword in call.keywords)
     wanted = {name: keywords for name, keywords in given.items() if keywords and "flash" not in name}
-    assert {name: set(keywords) for name, keywords in NEEDED.items()} == wanted
+    assert {name: set(keywords) for name, keywords in REQUIRED_ARGUMENTS.items()} == wanted
 
 
 def test_nothing_of_nxd_is_imported_that_is_not_in_the_table() -> None:
@@ -105,7 +105,7 @@ def taking(names: list[str]) -> Any:
 
 def test_an_installation_that_lacks_a_parameter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def pretend(without: str) -> None:
-        for name, needed in NEEDED.items():
+        for name, needed in REQUIRED_ARGUMENTS.items():
             module, _, attribute = name.rpartition(".")
             made = sys.modules.get(f"neuronx_distributed.{module}") or types.ModuleType(module)
             has = sorted(needed - ({without} if name.endswith("RowParallelLinear") else set()))
@@ -115,10 +115,10 @@ def test_an_installation_that_lacks_a_parameter_is_refused(monkeypatch: pytest.M
     for package in ("neuronx_distributed", "neuronx_distributed.parallel_layers", "neuronx_distributed.modules"):
         monkeypatch.setitem(sys.modules, package, types.ModuleType(package))
     pretend("")
-    check_installed()
+    check_nxd_signatures()
     pretend("reduce_dtype")
     with pytest.raises(NotInstalledError, match=r"RowParallelLinear has no reduce_dtype; install .* constraints/"):
-        check_installed()
+        check_nxd_signatures()
 
 
 def test_outputs_go_to_the_next_stage_and_gradients_to_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,10 +138,10 @@ def test_outputs_go_to_the_next_stage_and_gradients_to_the_one_before(monkeypatc
     vars(pipeline).update(comm=comm)
     for module in (types.ModuleType("neuronx_distributed"), pipeline, comm):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    neighbours = NxdNeighbours()
-    for way in ("onward", "back"):
-        neighbours.give(torch.zeros(2, 3, requires_grad=True).T, way)
-        taken = neighbours.take((4, 1, 3), torch.bfloat16, way)
+    p2p = NxdPipelineP2P()
+    for way in ("forward", "backward"):
+        p2p.send(torch.zeros(2, 3, requires_grad=True).T, way)
+        taken = p2p.recv((4, 1, 3), torch.bfloat16, way)
         assert (taken.shape, taken.dtype) == ((4, 1, 3), torch.bfloat16)
     assert said == [
         ("send", True, False, True),
@@ -153,7 +153,7 @@ def test_outputs_go_to_the_next_stage_and_gradients_to_the_one_before(monkeypatc
 
 @pytest.mark.skipif(not SOURCE.is_dir(), reason="LT_NXD_SOURCE does not name a folder with the source of NxD")
 def test_the_table_is_what_the_source_says() -> None:
-    assert f'"{VERSION}' in (SOURCE / "_version.py").read_text()
+    assert f'"{NXD_VERSION}' in (SOURCE / "_version.py").read_text()
     for name, wanted in SIGNATURES.items():
         module, _, attribute = name.rpartition(".")
         file = SOURCE / f"{module.replace('.', '/')}.py"

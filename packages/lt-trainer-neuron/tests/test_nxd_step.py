@@ -18,85 +18,93 @@ from torch import Tensor, nn
 
 from lt_model import LlamaConfig
 from lt_model.loss import cross_entropy_sum
-from lt_trainer.engine import StepBatch, World
-from lt_trainer.recipe import Recipe, load
+from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.engine import World
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_neuron.cpu.backend import CpuBackend
-from lt_trainer_neuron.cpu.collectives import Peers, enter, gathered, largest, leave, total
-from lt_trainer_neuron.cpu.groups import Groups, join
+from lt_trainer_neuron.cpu.collectives import (
+    RankGroup,
+    all_gather,
+    all_reduce_max,
+    all_reduce_sum,
+    copy_to_tp,
+    reduce_from_tp,
+)
+from lt_trainer_neuron.cpu.process_groups import ProcessGroups, init_process_group
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.grid import Grid
 from lt_trainer_neuron.nxd import backend as nxd
 from lt_trainer_neuron.nxd.device import HostDevice
-from lt_trainer_neuron.nxd.layers import TorchLayers
-from lt_trainer_neuron.nxd.loss import vocabulary_loss
-from lt_trainer_neuron.nxd.step import Precision
-from lt_trainer_neuron.schedule import forward_only, one_forward_one_backward
+from lt_trainer_neuron.nxd.layers import TorchLayerFactory
+from lt_trainer_neuron.nxd.loss import vocab_parallel_loss
+from lt_trainer_neuron.nxd.train_step import DtypePolicy
+from lt_trainer_neuron.pipeline_schedule import forward_only, one_forward_one_backward
 
 PRECISIONS = {
-    "nxd": Precision(compute=torch.float64, master=torch.float64, wide=torch.float64),
-    "narrow": Precision(compute=torch.float32, master=torch.float64, wide=torch.float64),
+    "nxd": DtypePolicy(compute_dtype=torch.float64, master_dtype=torch.float64, upcast_dtype=torch.float64),
+    "narrow": DtypePolicy(compute_dtype=torch.float32, master_dtype=torch.float64, upcast_dtype=torch.float64),
 }
 RATES = (0.0, 1e-2, 5e-2, 1e-2)
 BAD = 2
 ROWS, SEQ_LEN = 4, 16
 
 
-class GroupRanks:
+class GroupCollectives:
     """The other ranks, in the cpu backend's groups."""
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: ProcessGroups) -> None:
         self._peers = {"tp": groups.tp, "dp": groups.dp, "pp": groups.pp}
 
-    def summed(self, tensor: Tensor, axis: str) -> Tensor:
-        return total(tensor.detach(), self._peers[axis])
+    def all_reduce_sum(self, tensor: Tensor, axis: str) -> Tensor:
+        return all_reduce_sum(tensor.detach(), self._peers[axis])
 
-    def largest(self, tensor: Tensor, axis: str) -> Tensor:
-        return largest(tensor.detach(), self._peers[axis])
+    def all_reduce_max(self, tensor: Tensor, axis: str) -> Tensor:
+        return all_reduce_max(tensor.detach(), self._peers[axis])
 
-    def scattered(self, tensor: Tensor, axis: str) -> Tensor:
+    def reduce_scatter(self, tensor: Tensor, axis: str) -> Tensor:
         peers = self._peers[axis]
         assert tensor.shape[0] % peers.size == 0
-        return self.summed(tensor, axis).chunk(peers.size)[peers.rank].clone()
+        return self.all_reduce_sum(tensor, axis).chunk(peers.size)[peers.rank].clone()
 
-    def gathered(self, tensor: Tensor, axis: str) -> Tensor:
-        return gathered(tensor.detach(), self._peers[axis], 0)
+    def all_gather(self, tensor: Tensor, axis: str) -> Tensor:
+        return all_gather(tensor.detach(), self._peers[axis], 0)
 
 
-class GroupNeighbours:
+class GroupPipelineP2P:
     """The stages before and after; a send blocks until it is received, and what is sent has no name."""
 
-    def __init__(self, peers: Peers, events: list[str]) -> None:
+    def __init__(self, peers: RankGroup, events: list[str]) -> None:
         self._peers, self._events = peers, events
 
     def _rank(self, step: int) -> int:
         return self._peers.ranks[self._peers.rank + step]
 
-    def give(self, tensor: Tensor, way: str) -> Tensor:
-        self._events.append("give output" if way == "onward" else "give gradient")
-        dist.send(tensor.contiguous(), self._rank(1 if way == "onward" else -1), group=self._peers.group)
+    def send(self, tensor: Tensor, direction: str) -> Tensor:
+        self._events.append("send_forward" if direction == "forward" else "send_backward")
+        dist.send(tensor.contiguous(), self._rank(1 if direction == "forward" else -1), group=self._peers.process_group)
         return tensor
 
-    def take(self, shape: Sequence[int], dtype: torch.dtype, way: str) -> Tensor:
-        self._events.append("take input" if way == "onward" else "take gradient")
+    def recv(self, shape: Sequence[int], dtype: torch.dtype, direction: str) -> Tensor:
+        self._events.append("recv_forward" if direction == "forward" else "recv_backward")
         box = torch.empty(tuple(shape), dtype=dtype)
-        dist.recv(box, self._rank(-1 if way == "onward" else 1), group=self._peers.group)
+        dist.recv(box, self._rank(-1 if direction == "forward" else 1), group=self._peers.process_group)
         return box
 
 
-class ToldDevice(HostDevice):
+class RecordingDevice(HostDevice):
     """The host, which tells when a graph would end."""
 
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         self._events.append("mark")
 
 
 class Cut(nn.Module):
-    """A layer of `GroupLayers`; between layers positions come first where they are cut."""
+    """A layer of `GroupLayerFactory`; between layers positions come first where they are cut."""
 
-    def __init__(self, out: int, width: int, layers: "GroupLayers") -> None:
+    def __init__(self, out: int, width: int, layers: "GroupLayerFactory") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out, width, dtype=layers.dtype, device="meta"))
         self._tp, self._sequence = layers.peers, layers.sequence_parallel
@@ -105,10 +113,10 @@ class Cut(nn.Module):
         return x.transpose(0, 1) if self._sequence else x
 
     def _enter(self, x: Tensor) -> Tensor:
-        return self._turned(enter(self._turned(x), self._tp, sequence=self._sequence))
+        return self._turned(copy_to_tp(self._turned(x), self._tp, sequence_parallel=self._sequence))
 
     def _leave(self, x: Tensor) -> Tensor:
-        return self._turned(leave(self._turned(x), self._tp, sequence=self._sequence))
+        return self._turned(reduce_from_tp(self._turned(x), self._tp, sequence_parallel=self._sequence))
 
 
 class CutEmbedding(Cut):
@@ -129,22 +137,22 @@ class CutRows(Cut):
         return self._leave(nn.functional.linear(x, self.weight))
 
 
-class GroupLayers(TorchLayers):
+class GroupLayerFactory(TorchLayerFactory):
     """Layers over tensor-parallel ranks, with the cpu backend's collectives."""
 
-    def __init__(self, dtype: torch.dtype, peers: Peers, *, sequence: bool) -> None:
+    def __init__(self, dtype: torch.dtype, peers: RankGroup, *, sequence: bool) -> None:
         super().__init__(dtype)
         self.dtype, self.peers = dtype, peers
         self.tp, self.tp_rank, self.sequence_parallel = peers.size, peers.rank, sequence
 
-    def embedding(self, rows: int, width: int) -> nn.Module:
-        return CutEmbedding(rows // self.tp, width, self)
+    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
+        return CutEmbedding(num_embeddings // self.tp, embedding_dim, self)
 
-    def column(self, width: int, out: int, *, stacked: int = 1) -> nn.Module:
-        return CutColumns(out // self.tp, width, self)
+    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
+        return CutColumns(out_features // self.tp, in_features, self)
 
-    def row(self, width: int, out: int) -> nn.Module:
-        return CutRows(out, width // self.tp, self)
+    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
+        return CutRows(out_features, in_features // self.tp, self)
 
 
 @dataclass(frozen=True)
@@ -179,12 +187,12 @@ def trained(shape: Shape, backend: str, *sets: str) -> dict[str, Any]:
         "run": {"engine": "neuron"},
         "model": {name: getattr(config, name) for name in names},
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "optimizer": {"beta1": 0.8, "grad_clip": 0.3, "weight_decay": 0.1, "z_loss": 1e-3},
         "schedule": {"max_steps": 9, "warmup_steps": 1},
         "engine": {"neuron": {"backend": "cpu", "cpu_dtype": "float64", "num_neuroncores": world.size}},
     }
-    recipe, events = load(base=base, sets=sets).recipe, []
+    recipe, events = load(base=base, overrides=sets).recipe, []
     if backend == "cpu":
         engine = NeuronEngine(recipe, config, CpuBackend(recipe, config, world))
     else:
@@ -199,38 +207,39 @@ def trained(shape: Shape, backend: str, *sets: str) -> dict[str, Any]:
         positions = (np.arange(SEQ_LEN) - documents * cuts).astype(np.int32)
         valid = int((labels != -100).sum()) if step != BAD else 0
         ids, labels, documents, positions = (
-            x[mine].reshape(-1, recipe.batch.micro_batch, SEQ_LEN) for x in (ids, labels, documents, positions)
+            x[mine].reshape(-1, recipe.batch.micro_batch_size, SEQ_LEN) for x in (ids, labels, documents, positions)
         )
-        batch = StepBatch(input_ids=ids, labels=labels, position_ids=positions, doc_ids=documents, valid_tokens=valid)
+        batch = step_batch(input_ids=ids, labels=labels, position_ids=positions, doc_ids=documents, valid_tokens=valid)
         events.clear()
-        (read,) = engine.read([engine.step(batch, rate)])
+        (read,) = engine.fetch_metrics([engine.step(batch, rate)])
         turns.append(list(events))
         numbers.append((read.loss, read.grad_norm))
     boxes = [
-        (f"{s.group} {s.name}", s.global_shape, s.offset, s.shape, s.bytes().view(np.float64)) for s in engine.boxes()
+        (f"{s.group} {s.name}", s.global_shape, s.offset, s.shape, s.bytes().view(np.float64))
+        for s in engine.iter_model_shards()
     ]
     weights = {key: tensor.detach().double().numpy().copy() for key, tensor in engine.backend.weights.items()}
-    found = {"numbers": numbers, "steps": engine.backend.steps, "boxes": boxes, "weights": weights, "turns": turns}
+    found = {"numbers": numbers, "steps": engine.backend.step_count, "boxes": boxes, "weights": weights, "turns": turns}
     events.clear()
-    found["evaluated"], found["evaluation"] = engine.evaluate([batch]), list(events)
+    found["evaluated"], found["evaluation"] = engine.validate([batch]), list(events)
     found["stage"] = engine.backend.grid.pp_rank
     engine.close()
     return found
 
 
 def nxd_backend(
-    recipe: Recipe, config: LlamaConfig, world: World, precision: Precision, events: list[str]
+    recipe: Recipe, config: LlamaConfig, world: World, precision: DtypePolicy, events: list[str]
 ) -> nxd.NxdBackend:
     """The backend on stand-ins for NxD; `events` is told of passes, transfers and ends of graphs."""
-    join(world, 60.0)
-    grid = Grid.of(recipe.parallel, world.rank, world.size)
-    groups = Groups.make(grid, [], 60.0)
-    layers = TorchLayers(precision.compute)
+    init_process_group(world, 60.0)
+    grid = Grid.from_options(recipe.parallel, world.rank, world.size)
+    groups = ProcessGroups.make(grid, [], 60.0)
+    layers = TorchLayerFactory(precision.compute_dtype)
     if grid.tp > 1:
-        layers = GroupLayers(precision.compute, groups.tp, sequence=recipe.parallel.sequence_parallel)
-    neighbours = GroupNeighbours(groups.pp, events) if grid.pp > 1 else None
-    nxd._places = lambda *_: (ToldDevice(events), GroupRanks(groups), neighbours, layers)
-    backend = nxd.NxdBackend(recipe, config, world, precision=precision)
+        layers = GroupLayerFactory(precision.compute_dtype, groups.tp, sequence=recipe.parallel.sequence_parallel)
+    p2p = GroupPipelineP2P(groups.pp, events) if grid.pp > 1 else None
+    nxd._open_runtime = lambda *_: (RecordingDevice(events), GroupCollectives(groups), p2p, layers)
+    backend = nxd.NxdBackend(recipe, config, world, dtype_policy=precision)
     backend.stage.register_forward_hook(lambda *_: events.append("forward"))
     some = next(tensor for key, tensor in backend.stage.named_parameters() if "input_layernorm" in key)
     some.register_post_accumulate_grad_hook(lambda _: events.append("backward"))
@@ -277,15 +286,16 @@ EVEN = Shape(layers=3, kv_heads=4, vocab=62, intermediate=34)
 STAGES: dict[str, tuple[int, Shape, str, tuple[str, ...]]] = {
     # name: ranks, the model, precision, options; 4 rows
     "pp2-more-micros-than-stages": (2, Shape(layers=3), "nxd", (PP2,)),
-    "pp3-fewer-micros-than-stages": (3, Shape(layers=4), "nxd", (PP3, "batch.micro_batch=2")),
-    "pp3-one-micro-tied": (3, Shape(tied=True, layers=4), "nxd", (PP3, "batch.micro_batch=4")),
+    "pp3-fewer-micros-than-stages": (3, Shape(layers=4), "nxd", (PP3, "batch.micro_batch_size=2")),
+    "pp3-one-micro-tied": (3, Shape(tied=True, layers=4), "nxd", (PP3, "batch.micro_batch_size=4")),
     "pp2-dp2-zero1-tied": (4, Shape(tied=True, layers=3), "nxd", (PP2,)),
     "tp2-pp2": (4, EVEN, "nxd", (PP2, "parallel.tp=2")),
-    "tp2-pp2-sp-tied": (4, replace(EVEN, tied=True), "nxd", (PP2, *TP2_SP, "batch.micro_batch=2")),
+    "tp2-pp2-sp-tied": (4, replace(EVEN, tied=True), "nxd", (PP2, *TP2_SP, "batch.micro_batch_size=2")),
     "pp2-narrow": (2, Shape(layers=3), "narrow", (PP2,)),
 }
 
 
+@pytest.mark.guarantee("nxd-stage-parity")
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_give_what_one_process_of_the_cpu_backend_gives(ranks, name: str) -> None:
     n, shape, precision, sets = STAGES[name]
@@ -330,12 +340,14 @@ def assert_graphs(rank: dict[str, Any], *, n_stages: int) -> None:
 def losses(z_loss: float) -> tuple[float, float, np.ndarray]:
     """In one of two ranks with half of the columns each: the loss, its cross-entropy, the gradient."""
     world = World.from_env(os.environ)
-    join(world, 60.0)
-    ranks = GroupRanks(Groups.make(Grid(tp=2, tp_rank=world.rank), [], 60.0))
+    init_process_group(world, 60.0)
+    ranks = GroupCollectives(ProcessGroups.make(Grid(tp=2, tp_rank=world.rank), [], 60.0))
     half, labels = logits_and_labels()[0].chunk(2, dim=1)[dist.get_rank()].clone(), logits_and_labels()[1]
     half.requires_grad_()
     first = dist.get_rank() * half.shape[1]
-    parts = vocabulary_loss(half, labels, ranks=ranks, first_column=first, z_loss=z_loss, wide=torch.float64)
+    parts = vocab_parallel_loss(
+        half, labels, collectives=ranks, vocab_start_index=first, z_loss=z_loss, upcast_dtype=torch.float64
+    )
     (parts.total * 3).backward()
     assert half.grad is not None
     found = float(parts.total.detach()), float(parts.cross_entropy), half.grad.numpy()

@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt.nxd.layout import rank_tensors, stages
+from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
-from lt_model import PRESETS, flops_per_token, n_parameters, parameters
+from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
+from lt_trainer.config.recipe import ResolvedRecipe, load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.answer import plan_of
-from lt_trainer.recipe import Resolved, load
+from lt_trainer.planning.result import plan_recipe
 from lt_trainer_neuron import SPEC
-from lt_trainer_neuron.grid import cut_of
-from lt_trainer_neuron.plan_text import page
-from lt_trainer_neuron.planning import BUSY, BYTES, GIB, core_memory, make
+from lt_trainer_neuron.grid import build_nxd_options
+from lt_trainer_neuron.plan_text import format_plan
+from lt_trainer_neuron.planning import ASSUMED_MFU, BYTES_PER_PARAM, GIB, core_memory, make_plan
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "neuron"
 # Example: parameters in millions, data parallel ranks, micro-batches, tokens of an update, updates of warm-up.
@@ -28,16 +28,16 @@ KNOWN = {
 
 
 @pytest.fixture
-def resolved() -> Callable[..., Resolved]:
-    def resolve(*sets: str) -> Resolved:
+def resolved() -> Callable[..., ResolvedRecipe]:
+    def resolve(*sets: str) -> ResolvedRecipe:
         base = {
             "run": {"engine": "neuron"},
             "data": {"synthetic": True, "document_mask": False},
             "model": {"preset": "llama2-7b", "vocab_size": 32000},
-            "batch": {"global_batch": 1024, "micro_batch": 1},
+            "batch": {"global_batch_size": 1024, "micro_batch_size": 1},
             "parallel": {"tp": 8},
         }
-        return load(base=base, sets=list(sets))
+        return load(base=base, overrides=list(sets))
 
     return resolve
 
@@ -53,14 +53,14 @@ def test_an_example_resolves_and_fits(name: str) -> None:
     assert found.unchecked == ()
     SPEC.check(found.recipe, World())
     SPEC.check(found.recipe, World(size=512, local_size=32))
-    made = make(found, device="trn1", devices=32)
+    made = make_plan(found, device="trn1", devices=32)
     assert n_parameters(made.config) / 1e6 == pytest.approx(millions, abs=0.05)
-    assert (made.dp, made.accumulation, made.tokens_per_step, made.cores) == (dp, accumulation, tokens, 512)
+    assert (made.dp, made.accumulation, made.tokens_per_step, made.n_cores) == (dp, accumulation, tokens, 512)
     assert found.recipe.schedule.warmup_steps == warmup
     assert made.fits
     assert made.epoch is None  # random rows have none
-    text, values = page(made), json.loads(json.dumps(made.values()))
-    assert f"{made.fullest.needed / GIB:.2f}" in text
+    text, values = format_plan(made), json.loads(json.dumps(made.to_dict()))
+    assert f"{made.largest_stage.needed / GIB:.2f}" in text
     assert f"{tokens:,} tokens" in text
     assert values["fits"] is True
     assert values["time"]["tokens_per_step"] == tokens
@@ -68,29 +68,29 @@ def test_an_example_resolves_and_fits(name: str) -> None:
 
 def test_the_published_70b_run_is_told_as_it_was() -> None:
     """Of the guide: 243.8 s an update, about 33,000 tokens a second; a checkpoint of about 850 GB."""
-    made = make(load(EXAMPLES / "llama3-70b-tp32-pp8.toml"), device="trn1", devices=32)
+    made = make_plan(load(EXAMPLES / "llama3-70b-tp32-pp8.toml"), device="trn1", devices=32)
     assert made.step_s == pytest.approx(243.8, rel=0.01)
-    assert made.bubble == 7 / 519
-    assert made.mfu == BUSY * (1 - 7 / 519)
+    assert made.pipeline_bubble == 7 / 519
+    assert made.mfu == ASSUMED_MFU * (1 - 7 / 519)
     assert 850e9 < made.checkpoint_bytes < 1100e9
 
 
 def test_what_stays_is_counted_by_parameter(resolved) -> None:
     """7 B at TP 8 on one node: 4 data parallel ranks."""
     config = PRESETS["llama2-7b"]
-    norms = sum(row.size for row in parameters(config) if row.tp_dim is None)
+    norms = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
     numbers = (n_parameters(config) - norms) / 8 + norms
-    recipe = resolved("engine.neuron.precision=fp32_master").recipe
+    recipe = resolved("engine.neuron.precision=fp32_master_weights").recipe
     parts = core_memory(recipe, config, dp=4, accumulation=256, stage=0).parts
     assert parts["weights"] == 2 * numbers
     assert parts["gradients"] == 4 * numbers
     assert parts["master weights"] == numbers  # 4 bytes over 4 ranks
-    assert parts["moments"] == 2 * numbers
-    whole = resolved("engine.neuron.precision=fp32_master", "engine.neuron.zero1=false").recipe
+    assert parts["optimizer state"] == 2 * numbers
+    whole = resolved("engine.neuron.precision=fp32_master_weights", "engine.neuron.zero1=false").recipe
     alone = core_memory(whole, config, dp=4, accumulation=256, stage=0).parts
-    assert (alone["master weights"], alone["moments"]) == (4 * numbers, 8 * numbers)
+    assert (alone["master weights"], alone["optimizer state"]) == (4 * numbers, 8 * numbers)
     pure = core_memory(resolved().recipe, config, dp=4, accumulation=256, stage=0).parts
-    assert (pure["weights"], pure["gradients"], pure["master weights"], pure["moments"]) == (
+    assert (pure["weights"], pure["gradients"], pure["master weights"], pure["optimizer state"]) == (
         2 * numbers,
         2 * numbers,
         0,
@@ -101,7 +101,7 @@ def test_what_stays_is_counted_by_parameter(resolved) -> None:
 def test_stages_hold_their_layers_and_as_many_micro_batches_as_are_in_flight(resolved) -> None:
     config = replace(PRESETS["llama2-7b"], n_layers=30)
     recipe = resolved("parallel.pp=4", "model.n_layers=30").recipe
-    assert [len(layers) for layers in stages(30, 4)] == [7, 7, 8, 8]
+    assert [len(layers) for layers in layers_per_stage(30, 4)] == [7, 7, 8, 8]
     held = [core_memory(recipe, config, dp=1, accumulation=1024, stage=stage).parts for stage in range(4)]
     of_layer = [
         part["activations"] / (4 - stage) / layers
@@ -117,14 +117,16 @@ def test_stages_hold_their_layers_and_as_many_micro_batches_as_are_in_flight(res
 def test_copies_of_key_value_heads_take_memory_and_a_place_in_the_checkpoint(resolved) -> None:
     sets = ("model.preset=llama3-8b", "model.vocab_size=128256", "data.seq_len=8192", "parallel.n_nodes=4")
     one = resolved(*sets).recipe
-    many = resolved(*sets, "parallel.tp=32", "engine.neuron.qkv_linear=true", "engine.neuron.kv_replicator=4").recipe
+    many = resolved(
+        *sets, "parallel.tp=32", "engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=4"
+    ).recipe
     config = PRESETS["llama3-8b"]
     copies = 2 * config.n_layers * config.n_kv_heads * config.head_dim * config.hidden_size * 3
-    norms = sum(row.size for row in parameters(config) if row.tp_dim is None)
+    norms = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
     weights = core_memory(many, config, dp=4, accumulation=256, stage=0).parts["weights"]
     assert weights == 2 * ((n_parameters(config) - norms + copies) / 32 + norms)
-    assert sum(row.shape[0] for row in rank_tensors(config, cut_of(one), 0, 0)) > 0
-    assert {options.precision for options in (one.engine["neuron"], many.engine["neuron"])} <= set(BYTES)
+    assert sum(row.shape[0] for row in rank_tensors(config, build_nxd_options(one), 0, 0)) > 0
+    assert {options.precision for options in (one.engine["neuron"], many.engine["neuron"])} <= set(BYTES_PER_PARAM)
 
 
 def test_sequence_parallelism_divides_all_that_a_layer_keeps_between_its_products(resolved) -> None:
@@ -136,7 +138,7 @@ def test_sequence_parallelism_divides_all_that_a_layer_keeps_between_its_product
         ).parts["activations"]
         for value in ("true", "false")
     )
-    inside = 4 * 4096 * 2 / 8 + 32 * 4 / 8 + 3 * 11008 * 2 / 8  # q, k, v, output, its normalisers, gate, up, product
+    inside = 4 * 4096 * 2 / 8 + 32 * 4 / 8 + 3 * 11008 * 2 / 8  # q, k, v, output, its normalizers, gate, up, product
     outside = 4 * 4096 * 2 + 2 * 4  # two inputs, two norms' outputs and their factors
     assert whole == pytest.approx(32 * 4096 * (inside + outside))
     assert apart == pytest.approx(32 * 4096 * (inside + outside / 8))
@@ -163,50 +165,50 @@ def test_an_epoch_is_counted_where_the_store_is(resolved, tmp_path: Path) -> Non
     prepare([folder], tokenizer=train_bpe((d.text for d in read_documents([folder])), vocab_size=264), out=store)
     pack(TokenStore.open(store), seq_len=32)
     rows = pack(TokenStore.open(store), seq_len=32).n_rows
-    made = make(
+    made = make_plan(
         resolved(
             "data.synthetic=false",
             f"data.store={store}",
             "data.seq_len=32",
             "model.max_position_embeddings=0",
             "model.vocab_size=264",
-            "batch.global_batch=8",
+            "batch.global_batch_size=8",
             "engine.neuron.num_neuroncores=8",
         ),
         device="trn1",
         devices=8,
     )
     assert made.epoch is not None
-    assert (made.epoch.rows, made.epoch.steps, made.epoch.left) == (rows, rows // 8, rows % 8)
-    assert f"{rows // 8:,} updates of {rows:,} rows, {rows % 8:,} rows left over" in page(made)
+    assert (made.epoch.rows, made.epoch.steps, made.epoch.leftover_rows) == (rows, rows // 8, rows % 8)
+    assert f"{rows // 8:,} updates of {rows:,} rows, {rows % 8:,} rows left over" in format_plan(made)
 
 
 def test_time_follows_the_peak_of_all_cores(resolved) -> None:
-    made = make(resolved("parallel.n_nodes=2"), device="TRN1", devices=32, mfu=0.25)
+    made = make_plan(resolved("parallel.n_nodes=2"), device="TRN1", devices=32, mfu=0.25)
     tokens = 1024 * 4096
     assert made.step_s == pytest.approx(tokens * flops_per_token(made.config, 4096) / (64 * 95e12 * 0.25))
-    assert (made.mfu, made.mfu_source, made.bubble) == (0.25, "given", 0)
-    assert make(resolved(), device="trn1", devices=32, nodes=2).cores == 64
+    assert (made.mfu, made.mfu_source, made.pipeline_bubble) == (0.25, "given", 0)
+    assert make_plan(resolved(), device="trn1", devices=32, nodes=2).n_cores == 64
 
 
 def test_the_command_plans_with_the_engine_that_trains(resolved) -> None:
-    answer = plan_of(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
-    assert "NeuronCore-v2" in answer.page()
-    assert answer.values()["fits"] == answer.fits
-    gpu = load(base={"model": {"preset": "llama2-7b"}, "data": {"store": "x"}, "batch": {"micro_batch": 1}})
-    of_gpus = plan_of(gpu, device="h100", devices=8, nodes=None, mfu=None)
+    answer = plan_recipe(resolved(), device="trn1", devices=32, nodes=None, mfu=None)
+    assert "NeuronCore-v2" in answer.to_text()
+    assert answer.to_dict()["fits"] == answer.fits
+    gpu = load(base={"model": {"preset": "llama2-7b"}, "data": {"store": "x"}, "batch": {"micro_batch_size": 1}})
+    of_gpus = plan_recipe(gpu, device="h100", devices=8, nodes=None, mfu=None)
     assert of_gpus.fits
-    assert of_gpus.values()["device"]["name"] == "h100"
-    assert "H100" in of_gpus.page()
+    assert of_gpus.to_dict()["device"]["name"] == "h100"
+    assert "H100" in of_gpus.to_text()
 
 
 @pytest.mark.parametrize(
     ("given", "sets", "told"),
     [
-        ({"device": "trn9"}, (), "--device = 'trn9': no such device of the neuron engine; use trn1"),
+        ({"device": "trn9"}, (), "--device = 'trn9': unknown device of the neuron engine; use trn1"),
         ({"devices": 16}, (), "--devices = 16, engine.neuron.num_neuroncores = 32"),
-        ({}, ("engine.neuron.backend=cpu",), "leave the cpu backend out"),
-        ({"mfu": 2.0}, (), "--mfu = 2.0: is a share of the peak"),
+        ({}, ("engine.neuron.backend=cpu",), "without the cpu backend"),
+        ({"mfu": 2.0}, (), "--mfu = 2.0: must be a fraction of the peak"),
         ({}, ("parallel.tp=6",), "parallel.tp = 6 (--set): the tensor parallel degree must be a power of 2"),
         ({}, ("model.vocab_size=32004", "parallel.tp=8"), "must be a multiple of the tensor parallel degree"),
     ],
@@ -215,12 +217,12 @@ def test_what_cannot_be_planned_is_refused(
     resolved, given: dict[str, object], sets: tuple[str, ...], told: str
 ) -> None:
     with pytest.raises(RecipeError) as caught:
-        make(resolved(*sets), **({"device": "trn1", "devices": 32} | given))
+        make_plan(resolved(*sets), **({"device": "trn1", "devices": 32} | given))
     assert told in str(caught.value)
 
 
 def test_what_does_not_fit_says_what_helps(resolved) -> None:
-    made = make(resolved("parallel.tp=1", "engine.neuron.zero1=false"), device="trn1", devices=32)
+    made = make_plan(resolved("parallel.tp=1", "engine.neuron.zero1=false"), device="trn1", devices=32)
     assert not made.fits
-    assert "DOES NOT FIT" in page(made)
-    assert "greater parallel.tp" in page(made)
+    assert "DOES NOT FIT" in format_plan(made)
+    assert "larger parallel.tp" in format_plan(made)

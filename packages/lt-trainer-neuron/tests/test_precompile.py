@@ -14,32 +14,32 @@ import pytest
 from typer.testing import CliRunner
 
 from lt_model import preset
+from lt_trainer.config.fields import leaves
+from lt_trainer.config.recipe import Recipe, load
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import leaves
-from lt_trainer.recipe import Recipe, load
-from lt_trainer.sections import OptimizerOptions
-from lt_trainer_neuron import check
+from lt_trainer_neuron import check_recipe
 from lt_trainer_neuron import precompile as precompiling
-from lt_trainer_neuron.cache import CacheError
 from lt_trainer_neuron.cli.env import app as env_app
 from lt_trainer_neuron.cli.precompile import app as precompile_app
+from lt_trainer_neuron.compile_cache import CompileCacheError
 from lt_trainer_neuron.compile_key import (
-    OPTIMIZER,
-    OPTIONS,
+    KEY_OPTIMIZER_FIELDS,
+    KEY_OPTIONS,
     NotCompiledError,
+    check_compiled,
     compile_key,
-    differences,
+    diff_keys,
     keys_folder,
-    known_keys,
-    require_compiled,
-    write,
+    read_keys,
+    write_key,
 )
 from lt_trainer_neuron.environment import neuron_env
 from lt_trainer_neuron.options import NeuronOptions
 
 MODEL = preset("llama2-7b", vocab_size=32000)
-FREE = ("optimizer.lr=5e-4", "schedule.max_steps=777", "run.seed=3", "checkpoint.interval=5", "run.out=elsewhere/run")
+FREE = ("optimizer.lr=5e-4", "schedule.max_steps=777", "run.seed=3", "checkpoint.interval=5", "run.dir=elsewhere/run")
 NOT_IN_THE_GRAPHS = {
     "backend", "cpu_dtype", "num_neuroncores", "save_xser", "compile_key", "compile_cache", "cc_flags", "max_inflight",
     "malloc_arenas",
@@ -52,10 +52,10 @@ def recipe(*sets: str) -> Recipe:
         "run": {"engine": "neuron"},
         "data": {"synthetic": True, "document_mask": False},
         "model": {"preset": "llama2-7b", "vocab_size": 32000},
-        "batch": {"global_batch": 1024, "micro_batch": 1},
+        "batch": {"global_batch_size": 1024, "micro_batch_size": 1},
         "parallel": {"tp": 8},
     }
-    return load(base=base, sets=sets).recipe
+    return load(base=base, overrides=sets).recipe
 
 
 def key(*sets: str) -> dict[str, object]:
@@ -67,8 +67,8 @@ def key(*sets: str) -> dict[str, object]:
     "change",
     [
         "data.seq_len=2048",
-        "batch.micro_batch=2",
-        "batch.global_batch=512",
+        "batch.micro_batch_size=2",
+        "batch.global_batch_size=512",
         "parallel.n_nodes=2",
         "parallel.tp=4",
         "parallel.pp=2",
@@ -84,69 +84,69 @@ def key(*sets: str) -> dict[str, object]:
     ],
 )
 def test_what_changes_a_graph_changes_the_key(change: str) -> None:
-    found = differences(key(change), [key()])
+    found = diff_keys(key(change), [key()])
     assert found
     assert all("precompiled with" in line for line in found)
 
 
 def test_what_changes_no_graph_leaves_the_key() -> None:
     assert key(*FREE) == key()
-    assert differences(key(*FREE), [key("data.seq_len=2048"), key()]) == []
+    assert diff_keys(key(*FREE), [key("data.seq_len=2048"), key()]) == []
 
 
 def test_every_option_is_in_the_key_or_known_to_be_in_no_graph() -> None:
     """An option that is added later must be put in one of the two."""
-    assert {leaf.name for leaf in leaves(NeuronOptions).values()} <= set(OPTIONS) | NOT_IN_THE_GRAPHS
-    assert not set(OPTIONS) & NOT_IN_THE_GRAPHS
-    assert {leaf.name for leaf in leaves(OptimizerOptions).values()} == {*OPTIMIZER, "lr"}
+    assert {leaf.name for leaf in leaves(NeuronOptions).values()} <= set(KEY_OPTIONS) | NOT_IN_THE_GRAPHS
+    assert not set(KEY_OPTIONS) & NOT_IN_THE_GRAPHS
+    assert {leaf.name for leaf in leaves(OptimizerOptions).values()} == {*KEY_OPTIMIZER_FIELDS, "lr"}
 
 
 def test_the_nearest_key_is_told() -> None:
     near, far = key("engine.neuron.zero1=false"), key("data.seq_len=2048", "parallel.tp=4")
-    assert differences(key(), [far, near]) == ["engine.neuron.zero1: precompiled with False, now True"]
-    assert differences(key(), []) == ["nothing was precompiled into this cache"]
+    assert diff_keys(key(), [far, near]) == ["engine.neuron.zero1: precompiled with False, now True"]
+    assert diff_keys(key(), []) == ["this cache has no precompiled graphs"]
 
 
 def test_a_run_warns_refuses_or_passes(tmp_path: Path) -> None:
     sets = [f"engine.neuron.compile_cache={tmp_path / 'cache'}"]
     made = recipe(*sets)
     environ = neuron_env(made)
-    told = require_compiled(made, MODEL, environ)
-    assert f"{tmp_path / 'cache'} (nothing was precompiled into this cache)" in told
-    strict = recipe(*sets, "engine.neuron.compile_key=refuse")
+    told = check_compiled(made, MODEL, environ)
+    assert f"{tmp_path / 'cache'} (this cache has no precompiled graphs)" in told
+    strict = recipe(*sets, "engine.neuron.compile_key=error")
     with pytest.raises(NotCompiledError, match="run lt train precompile with this recipe first") as caught:
-        require_compiled(strict, MODEL, environ)
+        check_compiled(strict, MODEL, environ)
     assert caught.value.exit_code == 64
-    assert require_compiled(recipe(*sets, "engine.neuron.compile_key=ignore"), MODEL, environ) == ""
-    assert require_compiled(strict, MODEL, environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}) == ""
-    path = write(keys_folder(made, environ), compile_key(made, MODEL, environ))
-    assert path == write(keys_folder(made, environ), compile_key(made, MODEL, environ))
-    assert require_compiled(strict, MODEL, environ) == ""
-    other = recipe(*sets, "engine.neuron.compile_key=refuse", "engine.neuron.zero1=false")
+    assert check_compiled(recipe(*sets, "engine.neuron.compile_key=ignore"), MODEL, environ) == ""
+    assert check_compiled(strict, MODEL, environ | {"NEURON_EXTRACT_GRAPHS_ONLY": "1"}) == ""
+    path = write_key(keys_folder(made, environ), compile_key(made, MODEL, environ))
+    assert path == write_key(keys_folder(made, environ), compile_key(made, MODEL, environ))
+    assert check_compiled(strict, MODEL, environ) == ""
+    other = recipe(*sets, "engine.neuron.compile_key=error", "engine.neuron.zero1=false")
     with pytest.raises(NotCompiledError, match="zero1: precompiled with True, now False"):
-        require_compiled(other, MODEL, environ)
+        check_compiled(other, MODEL, environ)
 
 
 def test_a_key_that_cannot_be_read_is_said(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("not json")
-    with pytest.raises(CacheError, match="cannot read the compile key"):
-        known_keys(tmp_path)
+    with pytest.raises(CompileCacheError, match="cannot read the compile key"):
+        read_keys(tmp_path)
     (tmp_path / "a.json").write_text('{"format": 2, "key": {}}')
-    with pytest.raises(CacheError, match="no compile key of this version"):
-        known_keys(tmp_path)
+    with pytest.raises(CompileCacheError, match="not a compile key of this version"):
+        read_keys(tmp_path)
 
 
 def test_the_keys_of_a_bucket_lie_beside_the_run() -> None:
-    made = recipe("run.out=runs/a", "engine.neuron.compile_cache=s3://bucket/cache")
+    made = recipe("run.dir=runs/a", "engine.neuron.compile_cache=s3://bucket/cache")
     assert keys_folder(made, neuron_env(made)) == Path("runs/lt-compile-keys")
     assert keys_folder(made, neuron_env(made) | {"NEURON_COMPILE_CACHE_URL": "/c"}) == Path("/c/lt-compile-keys")
 
 
 def test_shapes_are_fixed() -> None:
-    with pytest.raises(RecipeError, match=r"data\.pack = 'buckets': shapes are fixed"):
-        check(recipe("data.synthetic=false", "data.store=x", "data.pack=buckets"), World())
+    with pytest.raises(RecipeError, match=r"data\.packing = 'buckets': shapes are fixed"):
+        check_recipe(recipe("data.synthetic=false", "data.store=x", "data.packing=buckets"), World())
     with pytest.raises(RecipeError, match=r"batch\.ramp\.start = 512: shapes are fixed"):
-        check(recipe("batch.ramp.start=512", "batch.ramp.steps=3"), World())
+        check_recipe(recipe("batch.ramp.start=512", "batch.ramp.steps=3"), World())
 
 
 TOOL = """#!{python}
@@ -172,11 +172,11 @@ def run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tool.write_text(TOOL.format(python=sys.executable))
     tool.chmod(tool.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    monkeypatch.setattr(precompiling, "require", lambda found: None)
+    monkeypatch.setattr(precompiling, "require_installed", lambda found: None)
     path = tmp_path / "run.toml"
     path.write_text(
         '[run]\nengine = "neuron"\n[data]\nsynthetic = true\n[model]\npreset = "llama2-7b"\nvocab_size = 32000\n'
-        "[batch]\nglobal_batch = 64\nmicro_batch = 1\n[parallel]\ntp = 8\nn_nodes = 2\n"
+        "[batch]\nglobal_batch_size = 64\nmicro_batch_size = 1\n[parallel]\ntp = 8\nn_nodes = 2\n"
         f'[engine.neuron]\ncompile_cache = "{tmp_path / "cache"}"\n'
     )
     return path
@@ -189,25 +189,25 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
     told = json.loads((tmp_path / "cache" / "told.json").read_text())
     launch = ["-m", "torch.distributed.run", "--nproc-per-node", "32", "--nnodes=2", "--node_rank=0"]
     assert told["arguments"] == [
-        sys.executable, *launch, "-m", "lt_trainer_neuron.extract", str(run_file), "--steps", "3", *sets,
+        sys.executable, *launch, "-m", "lt_trainer_neuron.graph_extraction", str(run_file), "--steps", "3", *sets,
     ]  # fmt: skip
     assert told["flags"] == "--model-type=transformer"
-    resolved = load(run_file, sets=["data.document_mask=false", "engine.neuron.compile_key=refuse"])
+    resolved = load(run_file, overrides=["data.document_mask=false", "engine.neuron.compile_key=error"])
     environ = neuron_env(resolved.recipe)
-    assert require_compiled(resolved.recipe, MODEL, environ) == ""
-    changed = load(run_file, sets=["engine.neuron.compile_key=refuse"])
+    assert check_compiled(resolved.recipe, MODEL, environ) == ""
+    changed = load(run_file, overrides=["engine.neuron.compile_key=error"])
     with pytest.raises(NotCompiledError, match="document_mask: precompiled with False, now True"):
-        require_compiled(changed.recipe, MODEL, environ)
+        check_compiled(changed.recipe, MODEL, environ)
 
 
-@pytest.mark.parametrize(("fails", "told"), [("script", "ended with 3"), ("graph", "1 graphs in .* too many instr")])
+@pytest.mark.parametrize(("fails", "told"), [("script", "exited with 3"), ("graph", "1 graphs in .* too many instr")])
 def test_no_key_is_noted_where_a_graph_has_not_compiled(
     fails: str, told: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FAILS", fails)
     done = CliRunner().invoke(precompile_app, [str(run_file)])
-    assert isinstance(done.exception, CacheError)
-    with pytest.raises(CacheError, match=told):
+    assert isinstance(done.exception, CompileCacheError)
+    with pytest.raises(CompileCacheError, match=told):
         raise done.exception
     assert not (tmp_path / "cache" / "lt-compile-keys").exists()
 
@@ -217,9 +217,9 @@ def test_a_rank_goes_through_the_steps_and_leaves_nothing_behind(tmp_path: Path)
     (tmp_path / "run.toml").write_text(
         '[run]\nengine = "neuron"\n[model]\nhidden_size = 32\nintermediate_size = 48\nn_heads = 4\nn_kv_heads = 2\n'
         "n_layers = 2\nvocab_size = 64\n[data]\nsynthetic = true\nseq_len = 16\n"
-        '[batch]\nglobal_batch = 4\nmicro_batch = 2\n[engine.neuron]\nbackend = "cpu"\nnum_neuroncores = 1\n'
+        '[batch]\nglobal_batch_size = 4\nmicro_batch_size = 2\n[engine.neuron]\nbackend = "cpu"\nnum_neuroncores = 1\n'
     )
-    program = [sys.executable, "-m", "lt_trainer_neuron.extract", "run.toml", "--steps", "2", "--evaluate"]
+    program = [sys.executable, "-m", "lt_trainer_neuron.graph_extraction", "run.toml", "--steps", "2", "--validate"]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(program, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -237,12 +237,12 @@ def test_env_prints_each_value_with_its_reason(run_file: Path, monkeypatch: pyte
     shown = CliRunner().invoke(env_app, [str(run_file)])
     assert shown.exit_code == 0, shown.exception
     assert "MALLOC_ARENA_MAX=7  (yours; the recipe says '64')" in shown.output
-    assert "FI_PROVIDER=efa\n    2 nodes talk over EFA" in shown.output
+    assert "FI_PROVIDER=efa\n    2 nodes communicate over EFA" in shown.output
     lines = CliRunner().invoke(env_app, [str(run_file), "--export"]).output.splitlines()
     assert "export MALLOC_ARENA_MAX=7" in lines
     values = json.loads(CliRunner().invoke(env_app, [str(run_file), "--json", "--sdk", "2.29.1"]).output)
     assert len(values) == len(lines)
-    assert {"name", "value", "reason", "ours"} == set(values[0])
+    assert {"name", "value", "reason", "recipe_value"} == set(values[0])
     wrong = CliRunner().invoke(env_app, [str(run_file), "--sdk", "2.32"])
     assert isinstance(wrong.exception, RecipeError)
 

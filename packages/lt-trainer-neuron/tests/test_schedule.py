@@ -13,35 +13,35 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer_neuron.schedule import TRANSFERS, Turn, forward_only, one_forward_one_backward
+from lt_trainer_neuron.pipeline_schedule import PEER_ACTIONS, PipelineAction, forward_only, one_forward_one_backward
 
 SIZES = list(product(range(1, 9), range(1, 17)))
 SOURCE = Path(os.environ.get("LT_NXD_SOURCE", ""), "neuronx_distributed", "pipeline", "scheduler.py")
-Schedule = Callable[[int, int, int], Iterator[Turn]]
+Schedule = Callable[[int, int, int], Iterator[PipelineAction]]
 
 
 class MismatchError(Exception):
-    """Two neighbours are at a transfer, and mean different ones: a device would take the wrong tensor, or hang."""
+    """Two neighbors are at a transfer, and mean different ones: a device would take the wrong tensor, or hang."""
 
 
-def played(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[Turn]]:
+def played(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[PipelineAction]]:
     """What every stage has done when nothing can go on any more; transfers block."""
     wanted = [list(schedule(stage, n_stages, n_micro)) for stage in range(n_stages)]
-    done: list[list[Turn]] = [[] for _ in wanted]
+    done: list[list[PipelineAction]] = [[] for _ in wanted]
     moved = True
     while moved:
         moved = False
         for stage, turns in enumerate(wanted):
             while len(done[stage]) < len(turns):
                 kind, index = turns[len(done[stage])]
-                if kind in TRANSFERS:
-                    answer, step = TRANSFERS[kind]
+                if kind in PEER_ACTIONS:
+                    answer, step = PEER_ACTIONS[kind]
                     other = stage + step
                     if len(done[other]) == len(wanted[other]):
                         break
                     theirs = wanted[other][len(done[other])]
-                    if theirs[0] not in TRANSFERS or other + TRANSFERS[theirs[0]][1] != stage:
-                        break  # it is busy, or waits for its other neighbour
+                    if theirs[0] not in PEER_ACTIONS or other + PEER_ACTIONS[theirs[0]][1] != stage:
+                        break  # it is busy, or waits for its other neighbor
                     if theirs != (answer, index):
                         raise MismatchError(f"stage {stage}: {kind} {index}; stage {other}: {theirs}")
                     done[other].append(theirs)
@@ -50,13 +50,14 @@ def played(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[Turn]]:
     return done
 
 
-def assert_played_to_the_end(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[Turn]]:
+def assert_played_to_the_end(schedule: Schedule, n_stages: int, n_micro: int) -> list[list[PipelineAction]]:
     done = played(schedule, n_stages, n_micro)
     for stage, turns in enumerate(done):
         assert turns == list(schedule(stage, n_stages, n_micro)), f"stage {stage} of {n_stages} stands at {turns[-1:]}"
     return done
 
 
+@pytest.mark.guarantee("pipeline-no-deadlock")
 @pytest.mark.parametrize("n_stages", range(1, 9))
 def test_training_comes_to_its_end_where_transfers_block(n_stages: int) -> None:
     for n_micro in range(1, 17):
@@ -65,17 +66,18 @@ def test_training_comes_to_its_end_where_transfers_block(n_stages: int) -> None:
             assert len(place) == len(turns), "a turn comes twice"
             kinds = {kind: [index for this, index in turns if this == kind] for kind, _ in turns}
             assert kinds.pop("forward") == kinds.pop("backward") == all_micros
-            expected = {"take input", "give gradient"} if stage > 0 else set()
-            expected |= {"give output", "take gradient"} if stage < n_stages - 1 else set()
+            expected = {"recv_forward", "send_backward"} if stage > 0 else set()
+            expected |= {"send_forward", "recv_backward"} if stage < n_stages - 1 else set()
             assert kinds == dict.fromkeys(expected, all_micros)
             for index in all_micros:
-                chain = ["take input", "forward", "give output", "take gradient", "backward", "give gradient"]
+                chain = ["recv_forward", "forward", "send_forward", "recv_backward", "backward", "send_backward"]
                 order = [place[kind, index] for kind in chain if (kind, index) in place]  # pyright: ignore[reportArgumentType]
                 assert order == sorted(order)
             held = list(accumulate((kind == "forward") - (kind == "backward") for kind, _ in turns))
             assert max(held) == min(n_stages - stage, n_micro)
 
 
+@pytest.mark.guarantee("pipeline-no-deadlock")
 def test_evaluation_comes_to_its_end_where_transfers_block() -> None:
     for n_stages, n_micro in SIZES:
         for stage, turns in enumerate(assert_played_to_the_end(forward_only, n_stages, n_micro)):
@@ -92,17 +94,17 @@ def test_the_last_stage_goes_back_at_once() -> None:
                 assert turns[at + 1] == ("backward", index)
 
 
-def giving_at_once(stage: int, n_stages: int, n_micro: int) -> Iterator[Turn]:
+def giving_at_once(stage: int, n_stages: int, n_micro: int) -> Iterator[PipelineAction]:
     """The same with an output given as soon as it is there, as where sends do not block."""
     for kind, index in one_forward_one_backward(stage, n_stages, n_micro):
-        if kind != "give output":
+        if kind != "send_forward":
             yield kind, index
         if kind == "forward" and stage < n_stages - 1:
-            yield "give output", index
+            yield "send_forward", index
 
 
 def test_the_play_sees_stages_that_wait_for_each_other() -> None:
-    with pytest.raises(MismatchError, match=r"stage 1: give gradient 0; stage 0: \('give output', 1\)"):
+    with pytest.raises(MismatchError, match=r"stage 1: send_backward 0; stage 0: \('send_forward', 1\)"):
         played(giving_at_once, 2, 2)
     with pytest.raises(AssertionError, match="stands at"):
         assert_played_to_the_end(lambda s, p, m: one_forward_one_backward(s, p, m - (s == 0)), 2, 2)
@@ -116,17 +118,17 @@ def test_nxds_scheduler_has_the_same_order() -> None:
     nxd = sys.modules["nxd_scheduler"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(nxd)
     kinds = {
-        nxd.ForwardPreprocessTask: "take input",
+        nxd.ForwardPreprocessTask: "recv_forward",
         nxd.ForwardStepTask: "forward",
-        nxd.ForwardPostprocessTask: "give output",
-        nxd.BackwardPreprocessTask: "take gradient",
+        nxd.ForwardPostprocessTask: "send_forward",
+        nxd.BackwardPreprocessTask: "recv_backward",
         nxd.BackwardStepTask: "backward",
-        nxd.BackwardPostprocessTask: "give gradient",
+        nxd.BackwardPostprocessTask: "send_backward",
     }
     for n_stages, n_micro in SIZES:
         for stage in range(n_stages):
             steps = nxd.Train1F1BSchedule(n_micro, n_stages, stage).steps()
             theirs = [(kinds[type(task)], task.mb) for step in steps for task in step if type(task) in kinds]
             if stage == 0:  # there the task only reads data
-                theirs = [turn for turn in theirs if turn[0] != "take input"]
+                theirs = [turn for turn in theirs if turn[0] != "recv_forward"]
             assert list(one_forward_one_backward(stage, n_stages, n_micro)) == theirs

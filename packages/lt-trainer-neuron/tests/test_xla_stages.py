@@ -22,13 +22,14 @@ import numpy as np, torch
 import torch_xla.debug.metrics as met
 from lt_model import LlamaConfig
 from lt_trainer.control import SoloControl
-from lt_trainer.engine import StepBatch, World
-from lt_trainer.recipe import load
+from lt_trainer.engine import World
+from lt_trainer.testing.layouts import step_batch
+from lt_trainer.config.recipe import load
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.nxd import backend as nxd
 from lt_trainer_neuron.nxd.device import XlaDevice
-from lt_trainer_neuron.nxd.layers import TorchLayers
-from lt_trainer_neuron.nxd.ranks import Alone
+from lt_trainer_neuron.nxd.layers import TorchLayerFactory
+from lt_trainer_neuron.nxd.collectives import SingleRankCollectives
 
 config = LlamaConfig(
     vocab_size=30, hidden_size=16, intermediate_size=24, n_layers=3, n_heads=2, n_kv_heads=1,
@@ -37,24 +38,26 @@ config = LlamaConfig(
 base = {
     "run": {"engine": "neuron"}, "model": {"hidden_size": 16, "intermediate_size": 24, "n_heads": 2, "n_kv_heads": 1,
     "n_layers": 3, "tie_word_embeddings": True}, "data": {"store": "unused", "seq_len": 16},
-    "batch": {"global_batch": 8, "micro_batch": 2}, "optimizer": {"grad_clip": 0.3, "weight_decay": 0.1},
+    "batch": {"global_batch_size": 8, "micro_batch_size": 2}, "optimizer": {"grad_clip": 0.3, "weight_decay": 0.1},
     "schedule": {"max_steps": 9, "warmup_steps": 1}, "parallel": {"pp": 3},
-    "engine": {"neuron": {"num_neuroncores": 3, "precision": "fp32_master"}},
+    "engine": {"neuron": {"num_neuroncores": 3, "precision": "fp32_master_weights"}},
 }
 device = XlaDevice()
 
 def gathered(tensor):
     return torch.split(torch.cat([tensor, tensor]), tensor.shape[0])[1].detach().clone()
 
-class Neighbours:
-    def give(self, tensor, way):
+class PipelineP2P:
+    def send(self, tensor, direction):
         return gathered(tensor)
 
-    def take(self, shape, dtype, way):
+    def recv(self, shape, dtype, direction):
         return gathered(torch.full(shape, 0.5, dtype=dtype, device=device.torch_device))
 
 nxd.GlooControl = lambda *_: SoloControl()
-nxd._places = lambda recipe, options, grid, precision: (device, Alone(), Neighbours(), TorchLayers(precision.compute))
+nxd._open_runtime = lambda recipe, options, grid, policy: (
+    device, SingleRankCollectives(), PipelineP2P(), TorchLayerFactory(policy.compute_dtype)
+)
 
 def counts():
     found = {name: met.counter_value(name) for name in met.counter_names()}
@@ -68,26 +71,26 @@ def counted(work):
     return result, {name: after[name] - before.get(name, 0) for name in after}
 
 out = []
-for rank, global_batch in ((0, 8), (1, 8), (2, 8), (1, 12)):
-    recipe = load(base=base, sets=[f"batch.global_batch={global_batch}"]).recipe
+for rank, global_batch_size in ((0, 8), (1, 8), (2, 8), (1, 12)):
+    recipe = load(base=base, overrides=[f"batch.global_batch_size={global_batch_size}"]).recipe
     world = World(rank=rank, size=3, local_rank=rank, local_size=3)
     engine = NeuronEngine(recipe, config, nxd.NxdBackend(recipe, config, world))
     rng = np.random.default_rng(3)
     pendings, steps, evaluations = [], [], []
     for rate in (0.0, 1e-3, 1.0):
-        shape = (recipe.accumulation(3), 2, 16)
+        shape = (recipe.accumulation_steps(3), 2, 16)
         ids, labels = (rng.integers(0, 30, shape, dtype=np.int32) for _ in range(2))
         labels[rng.random(shape) < 0.1] = -100
-        batch = StepBatch(
+        batch = step_batch(
             input_ids=ids, labels=labels, position_ids=np.broadcast_to(np.arange(16, dtype=np.int32), shape).copy(),
             doc_ids=np.zeros(shape, np.int32), valid_tokens=int((labels != -100).sum()),
         )
         pending, one = counted(lambda: engine.step(batch, rate))
         pendings.append(pending)
         steps.append(one)
-    metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
+    metrics = [(read.loss, read.grad_norm) for read in engine.fetch_metrics(pendings)]
     for _ in range(2):
-        evaluations.append(counted(lambda: engine.evaluate([batch]))[1])
+        evaluations.append(counted(lambda: engine.validate([batch]))[1])
     out.append({"steps": steps, "metrics": metrics, "evaluations": evaluations})
 print("RESULT" + json.dumps(out))
 """
@@ -110,6 +113,7 @@ TURNS = (4, 6, 3)
 """Graphs of a micro-batch on the first, a middle and the last stage."""
 
 
+@pytest.mark.guarantee("xla-stage-graphs")
 def test_a_stage_has_a_handful_of_graphs_and_none_is_compiled_again() -> None:
     first, middle, last, more = run()
     for stage, micros, found in ((0, 4, first), (1, 4, middle), (2, 4, last), (1, 6, more)):

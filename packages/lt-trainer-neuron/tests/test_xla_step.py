@@ -31,7 +31,7 @@ LONG = 512
 """Positions beyond those that bf16 can count."""
 
 XLA, CPU = "engine.neuron.backend=xla", "engine.neuron.backend=cpu"
-STEP, TIED = "engine.neuron.graph=step", "model.tie_word_embeddings=true"
+STEP, TIED = "engine.neuron.graph_scope=step", "model.tie_word_embeddings=true"
 
 
 def named(name: str, *sets: str, broken: int = -1, seq_len: int = 16, told: bool = False) -> dict[str, Any]:
@@ -44,7 +44,7 @@ RUNS = [
     named("cpu-long", CPU, seq_len=LONG),
     named("micro-batch", XLA),  # fp32 throughout: the precision's environment is not set
     named("step", XLA, STEP, TIED, broken=3),
-    named("fp32_master", XLA, "engine.neuron.precision=fp32_master", STEP, told=True),
+    named("fp32_master_weights", XLA, "engine.neuron.precision=fp32_master_weights", STEP, told=True),
     named("downcast", XLA, "engine.neuron.precision=downcast", seq_len=LONG, told=True),
     named("bf16_sr", XLA, "engine.neuron.precision=bf16_sr", seq_len=LONG, told=True),
 ]
@@ -93,6 +93,7 @@ def wide_share(values: list[float]) -> float:
     return sum(struct.unpack("<I", struct.pack("<f", value))[0] % 2**16 != 0 for value in values) / len(values)
 
 
+@pytest.mark.guarantee("xla-step-parity")
 def test_micro_batch_graphs_give_what_the_cpu_backend_gives(found: dict[str, Any]) -> None:
     mine = found["micro-batch"]
     assert_graphs(mine, marks=MICROS + 1)
@@ -101,6 +102,7 @@ def test_micro_batch_graphs_give_what_the_cpu_backend_gives(found: dict[str, Any
     assert_alike(mine, found["cpu"])
 
 
+@pytest.mark.guarantee("xla-step-parity")
 def test_a_step_is_one_graph_and_a_bad_one_has_no_effect(found: dict[str, Any]) -> None:
     mine = found["step"]
     assert_graphs(mine, marks=1)
@@ -110,8 +112,10 @@ def test_a_step_is_one_graph_and_a_bad_one_has_no_effect(found: dict[str, Any]) 
     assert_alike(mine, found["cpu-tied"])
 
 
+@pytest.mark.guarantee("xla-step-parity")
 @pytest.mark.parametrize(
-    ("name", "plain", "marks"), [("fp32_master", "cpu", 1), ("downcast", "cpu-long", 4), ("bf16_sr", "cpu-long", 4)]
+    ("name", "plain", "marks"),
+    [("fp32_master_weights", "cpu", 1), ("downcast", "cpu-long", 4), ("bf16_sr", "cpu-long", 4)],
 )
 def test_each_precision_is_what_it_says_on_graphs_that_stay(
     found: dict[str, Any], name: str, plain: str, marks: int
@@ -127,6 +131,7 @@ def test_each_precision_is_what_it_says_on_graphs_that_stay(
     assert wide_share(kept) > 0.9 if name != "bf16_sr" else wide_share(kept) == 0
 
 
+@pytest.mark.guarantee("xla-step-parity")
 @pytest.mark.parametrize("name", ["downcast", "bf16_sr"])
 def test_rotary_positions_are_told_apart_where_fp32_is_bf16(found: dict[str, Any], name: str) -> None:
     """Angles that the device computed would have 8 bits, at position 511 an error of a radian."""

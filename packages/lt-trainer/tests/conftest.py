@@ -12,10 +12,10 @@ from lt_ckpt import Checkpoint, Shard
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_model import LlamaConfig
 from lt_trainer import engine as engine_module
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.recipe import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
-from lt_trainer.pretrained import Pretrained
-from lt_trainer.recipe import Recipe
 from lt_trainer.timing import HostStopwatch
 
 WIDTH = 16
@@ -28,7 +28,7 @@ class FakeEngine:
     """
 
     def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
-        self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
+        self.topology = Topology(rank=world.rank, world_size=world.size, dp_rank=world.rank, dp_size=world.size)
         self.control = SoloControl()
         self.device = Device(name="fake", kind="cpu", count=world.size, peak_flops=1e12, peak_source="made up")
         self.stopwatch = HostStopwatch()
@@ -45,7 +45,7 @@ class FakeEngine:
 
     def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
         assert batch.input_ids.dtype == np.int32
-        self.stopwatch.lap("forward_backward")
+        self.stopwatch.begin("forward_backward")
         self.lrs.append(lr)
         self.rows.extend(row.tobytes() for row in batch.input_ids.reshape(-1, batch.input_ids.shape[-1]))
         gradient = np.bincount(batch.input_ids.ravel() % WIDTH, minlength=WIDTH) / batch.valid_tokens
@@ -57,40 +57,40 @@ class FakeEngine:
         self.steps += 1
         return float(np.abs(self.weights).sum()), float(np.sqrt((gradient**2).sum()))
 
-    def read(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
+    def fetch_metrics(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
         self.reads.append(len(pendings))
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in pendings]
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+    def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
         tokens = sum(batch.valid_tokens for batch in batches)
         return float(self.weights[0]) * tokens, tokens
 
-    def boundary(self, step: int) -> list[Path]:
+    def on_step_begin(self, step: int) -> list[Path]:
         return []
 
-    def last_words(self, folder: Path) -> str:
+    def dump_debug_info(self, folder: Path) -> str:
         return ""
 
-    def memory_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
         return 3 * 2**30
 
     def state_bytes(self) -> int:
         return self.weights.nbytes
 
-    def host_memory(self, n_bytes: int) -> np.ndarray:
+    def allocate_host_memory(self, n_bytes: int) -> np.ndarray:
         return np.empty(n_bytes, np.uint8)
 
     def state(self) -> Snapshot:
         data = self.weights.view(np.uint8)
         shape = self.weights.shape
         shard = Shard(group="weights", name="w", dtype="F64", global_shape=shape, offset=(0,), shape=shape, data=data)
-        return Snapshot(shards=[shard], small={"optimizer_step": self.steps})
+        return Snapshot(shards=[shard], scalars={"optimizer_step": self.steps})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         self.weights = checkpoint.read("weights", "w").view(np.float64).copy()
-        self.steps = int(checkpoint.manifest.small["optimizer_step"])
+        self.steps = int(checkpoint.manifest.scalars["optimizer_step"])
 
-    def load_weights(self, pretrained: Pretrained) -> None:
+    def load_weights(self, pretrained: PretrainedWeights) -> None:
         parts = pretrained.read("model.norm.weight", (0,), (WIDTH,), "F64")
         self.weights = np.concatenate([part.view(np.float64) for part in parts])
 
@@ -112,7 +112,7 @@ class FakeSpec:
         self.poisoned = (math.nan, math.nan)
 
     def check(self, recipe: Recipe, world: World) -> None:
-        recipe.accumulation(world.size)
+        recipe.accumulation_steps(world.size)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
         return {}
@@ -130,7 +130,7 @@ def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
     from dataclasses import make_dataclass
 
     spec = FakeSpec(make_dataclass("FakeOptions", [], frozen=True, kw_only=True))
-    installed = list(engine_module.entry_points(group=engine_module.ENGINES))
+    installed = list(engine_module.entry_points(group=engine_module.ENGINE_ENTRY_POINTS))
     entry = SimpleNamespace(name="fake", load=lambda: spec)
     monkeypatch.setattr(engine_module, "entry_points", lambda group: [*installed, entry])
     return spec
@@ -158,10 +158,10 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe_base(little_data: Path, tmp_path: Path) -> dict[str, dict[str, object]]:
     """The tables of a small recipe over the little data."""
     return {
-        "run": {"out": str(tmp_path / "run")},
+        "run": {"dir": str(tmp_path / "run")},
         "model": {"hidden_size": 32, "intermediate_size": 64, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
         "data": {"store": str(little_data / "train"), "validation": str(little_data / "validation"), "seq_len": 32},
-        "batch": {"global_batch": 8, "micro_batch": 4},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 4},
         "schedule": {"max_steps": 20, "warmup_steps": 2},
         "checkpoint": {"interval": 6},
         "metrics": {"log_interval": 1},

@@ -9,13 +9,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from lt_trainer import cli
 from lt_trainer.__main__ import main
+from lt_trainer.cli import commands
 
 
 def test_help_loads_nothing_heavy() -> None:
     script = (
-        "import sys\nfrom typer.main import get_command\nfrom lt_trainer.cli import app\nget_command(app)\n"
+        "import sys\nfrom typer.main import get_command\nfrom lt_trainer.cli.commands import app\nget_command(app)\n"
         "print([m for m in ('torch', 'numpy', 'tokenizers', 'safetensors', 'transformers') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
@@ -33,10 +33,10 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a command that is only listed must not be imported")
 
     entries = [SimpleNamespace(name="tune", load=lambda: added), SimpleNamespace(name="other", load=broken)]
-    monkeypatch.setattr(cli, "entry_points", lambda group: entries if group == "lt.commands.train" else [])
-    done = CliRunner().invoke(cli.app, ["tune", "--steps", "5"])
+    monkeypatch.setattr(commands, "entry_points", lambda group: entries if group == "lt.commands.train" else [])
+    done = CliRunner().invoke(commands.app, ["tune", "--steps", "5"])
     assert done.output == "tuned for 5 steps\n"
-    command = typer.main.get_command(cli.app)
+    command = typer.main.get_command(commands.app)
     assert command.list_commands(None) == [
         "run",
         "check",
@@ -76,19 +76,19 @@ def test_a_mistake_of_ours_is_70_with_a_traceback(
     def broken(**_: str) -> None:
         raise ValueError("no exit_code: not addressed to the user")
 
-    monkeypatch.setattr(cli, "app", broken)
+    monkeypatch.setattr(commands, "app", broken)
     assert main() == 70
     assert "Traceback" in capsys.readouterr().err
 
 
 def test_torchrun_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
-    recipe.write_text("[data]\nstore = 'store'\n[guard]\ngrace_s = 7\n", encoding="utf-8")
+    recipe.write_text("[data]\nstore = 'store'\n[fault_tolerance]\ngrace_period_s = 7\n", encoding="utf-8")
     given: list[tuple] = []
-    monkeypatch.setattr("lt_trainer.torchrun.start", lambda *arguments: given.append(arguments) or 75)
+    monkeypatch.setattr("lt_trainer.cli.torchrun.run_torchrun", lambda *arguments: given.append(arguments) or 75)
     line = ["torchrun", str(recipe), "--nproc-per-node", "2", "--set", "run.seed=3", "--check", "--", "--nnodes", "4"]
-    assert CliRunner().invoke(cli.app, line).exit_code == 75
+    assert CliRunner().invoke(commands.app, line).exit_code == 75
     (found, ranks, options, arguments) = given[0]
-    assert (found.guard.grace_s, found.run.seed, ranks) == (7.0, 3, 2)
+    assert (found.fault_tolerance.grace_period_s, found.run.seed, ranks) == (7.0, 3, 2)
     assert options == ["--nnodes", "4"]
     assert arguments == ["check", str(recipe), "--set", "run.seed=3"]

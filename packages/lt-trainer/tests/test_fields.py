@@ -7,8 +7,18 @@ from typing import Any, Literal
 
 import pytest
 
+from lt_trainer.config.fields import (
+    build,
+    check_types,
+    coerce,
+    flatten,
+    leaf_values,
+    leaves,
+    option,
+    section_names,
+    suggest,
+)
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import build, check_types, coerce, flatten, leaves, option, section_names, suggest, values_of
 
 
 class Colour(enum.Enum):
@@ -18,7 +28,7 @@ class Colour(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Inner:
-    depth: int = option(3, "how deep", unit="m", hp="DEPTH")
+    depth: int = option(3, "how deep", unit="m", hyperparameter="DEPTH")
     names: tuple[str, ...] = option((), "names")
 
 
@@ -91,12 +101,12 @@ def test_typed_values_are_checked_and_widened(given: Any, hint: Any, wanted: Any
 
 
 REFUSED = [
-    (True, int, False, "expected a whole number"),
-    (1.5, int, False, "expected a whole number"),
-    (1.0, int, False, "expected a whole number"),
-    ("3", int, False, "expected a whole number"),
-    ("1.5", int, True, "expected a whole number"),
-    ("1e3", int, True, "expected a whole number"),
+    (True, int, False, "expected an integer"),
+    (1.5, int, False, "expected an integer"),
+    (1.0, int, False, "expected an integer"),
+    ("3", int, False, "expected an integer"),
+    ("1.5", int, True, "expected an integer"),
+    ("1e3", int, True, "expected an integer"),
     (True, float, False, "expected a number"),
     ("1e-3", float, False, "expected a number"),
     ("fast", float, True, "expected a number"),
@@ -106,10 +116,10 @@ REFUSED = [
     (10**400, float, False, "expected a finite number"),
     (1, bool, False, "expected true or false"),
     ("yes", bool, True, "expected true or false"),
-    (3, str, False, "expected text"),
-    ("\ud800", str, False, "not valid Unicode text"),
+    (3, str, False, "expected a string"),
+    ("\ud800", str, False, "not valid Unicode"),
     ("x", tuple[str, ...], False, "expected a list"),
-    (None, int, False, "expected a whole number"),
+    (None, int, False, "expected an integer"),
     (True, Literal[1, 2], False, "not one of the choices"),
 ]
 
@@ -125,16 +135,20 @@ def test_what_does_not_fit_is_refused(given: Any, hint: Any, text: bool, problem
 
 def test_a_near_choice_is_suggested() -> None:
     with pytest.raises(RecipeError) as caught:
-        coerce("bdf", Literal["bfd", "concat"], name="data.pack", source="--set", text=True)
+        coerce("bdf", Literal["bfd", "concat"], name="data.packing", source="--set", text=True)
     assert str(caught.value) == (
-        "data.pack = 'bdf' (--set): not one of the choices; use one of 'bfd', 'concat' (did you mean 'bfd'?)"
+        "data.packing = 'bdf' (--set): not one of the choices; use one of 'bfd', 'concat' (did you mean 'bfd'?)"
     )
 
 
 def test_leaves_carry_the_metadata_and_skip_open_tables() -> None:
     found = leaves(Outer)
     assert list(found) == ["rate", "inner.depth", "inner.names"]
-    assert (found["inner.depth"].default, found["inner.depth"].unit, found["inner.depth"].hp) == (3, "m", "DEPTH")
+    assert (found["inner.depth"].default, found["inner.depth"].unit, found["inner.depth"].hyperparameter) == (
+        3,
+        "m",
+        "DEPTH",
+    )
     assert section_names(found) == {"inner"}
     assert list(leaves(Inner, "x.")) == ["x.depth", "x.names"]
 
@@ -147,7 +161,7 @@ def test_build_and_values_of_are_inverse() -> None:
     made = build(Outer, {"rate": 2, "inner.names": ["x"], "other.rate": 9}, extra={"k": 1})
     assert made == Outer(rate=2.0, inner=Inner(names=["x"]), extra={"k": 1})  # pyright: ignore[reportArgumentType]
     assert isinstance(made.rate, float)
-    assert values_of(made) == {"rate": 2.0, "inner.depth": 3, "inner.names": ["x"]}
+    assert leaf_values(made) == {"rate": 2.0, "inner.depth": 3, "inner.names": ["x"]}
     assert build(Outer, {"s.rate": 4.0}, "s.").rate == 4.0
 
 
@@ -165,6 +179,6 @@ def test_suggest_ignores_case_and_stays_silent_when_nothing_is_near() -> None:
 
 def test_located_adds_only_the_sources_of_its_own_fields() -> None:
     error = RecipeError("too big", values={"a.b": 3, "a.c": 4}, remedy="make it smaller")
-    located = error.located({"a.b": "run.toml:2", "x.y": "--set"})
+    located = error.with_origins({"a.b": "run.toml:2", "x.y": "--set"})
     assert str(located) == "a.b = 3 (run.toml:2), a.c = 4: too big; make it smaller"
     assert located.origins == {"a.b": "run.toml:2"}

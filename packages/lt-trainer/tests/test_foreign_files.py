@@ -1,4 +1,4 @@
-"""An engine that saves files of another program's format: the run saves, keeps, stops and goes on as with our own."""
+"""Engine with another program's file format: save, retention, stop and resume work as with ours."""
 
 from pathlib import Path
 from types import MethodType
@@ -7,15 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, Shard, latest_valid, verify
+from lt_ckpt import Checkpoint, Shard, find_latest_valid, verify
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.part import NxdPart, stateful_keys
-from lt_ckpt.source import Reader
+from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
+from lt_ckpt.source import TensorReader
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import Snapshot
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 CARRIER = "model.norm.weight"
 """The tensor whose place the fake engine's weights take."""
@@ -30,13 +30,19 @@ def nxd_engine(fake_engine, recipe_base):
     def open_engine(recipe, model, world):
         engine = real(recipe, model, world)
         cut = NxdOptions(xser=True)
-        keys = stateful_keys(model, cut, 0, 0)
+        keys = optimizer_state_keys(model, cut, 0, 0)
         engine.state_bytes = lambda: sum(shard.n_bytes for shard in state(engine).shards)
 
         def state(self: Any) -> Snapshot:
-            part = NxdPart(config=model, options=cut, step=self.steps, settings=({"lr": 0.5},), groups=(keys,))
+            part = NxdRankWriter(
+                config=model,
+                options=cut,
+                step=self.steps,
+                param_group_settings=({"lr": 0.5},),
+                param_group_keys=(keys,),
+            )
             shards: list[Shard] = []
-            for tensor in part.tensors():
+            for tensor in part.model_tensors():
                 for group in ("weights", "exp_avg", "exp_avg_sq"):
                     carries = (group, tensor.key) == ("weights", CARRIER)
                     data = self.weights if carries else np.zeros(tensor.shape, "<f4")
@@ -52,12 +58,15 @@ def nxd_engine(fake_engine, recipe_base):
                         )
                     )
             return Snapshot(
-                shards=shards, small={"optimizer_step": self.steps}, layout=part, about={"param_groups": [{"lr": 0.5}]}
+                shards=shards,
+                scalars={"optimizer_step": self.steps},
+                file_layout=part,
+                layout_metadata={"param_groups": [{"lr": 0.5}]},
             )
 
         def restore(self: Any, checkpoint: Checkpoint) -> None:
             self.weights = checkpoint.read("weights", CARRIER).view(np.float64).copy()
-            self.steps = int(checkpoint.manifest.small["optimizer_step"])
+            self.steps = int(checkpoint.manifest.scalars["optimizer_step"])
 
         engine.state, engine.restore = MethodType(state, engine), MethodType(restore, engine)
         return engine
@@ -66,32 +75,33 @@ def nxd_engine(fake_engine, recipe_base):
     return fake_engine
 
 
-def start(base, *sets: str, **options) -> int:
-    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+def start(base, *overrides: str, **options) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
 
 
 def losses(base) -> dict[int, float]:
-    return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["out"]) / "metrics.jsonl") if "loss" in r}
+    return {r["step"]: r["loss"] for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "loss" in r}
 
 
+@pytest.mark.guarantee("nxd-checkpoint-safety")
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_it_saves_keeps_stops_and_goes_on(recipe_base, nxd_engine, tmp_path, background) -> None:
     assert start(recipe_base) == 0
     whole = losses(recipe_base)
-    recipe_base["run"]["out"] = str(tmp_path / "stopped")
-    sets = [f"checkpoint.background={str(background).lower()}", "checkpoint.interval=3", "checkpoint.keep_last=2"]
-    assert start(recipe_base, *sets, stop_at_step=11) == 75
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    overrides = [f"checkpoint.async_save={str(background).lower()}", "checkpoint.interval=3", "checkpoint.keep_last=2"]
+    assert start(recipe_base, *overrides, stop_after_step=11) == 75
     root = tmp_path / "stopped" / "checkpoints"
     assert sorted(path.name for path in root.iterdir()) == ["step-00000009", "step-00000011"]
-    assert start(recipe_base, *sets) == 0
+    assert start(recipe_base, *overrides) == 0
     assert losses(recipe_base) == whole
     assert sorted(path.name for path in root.iterdir()) == ["step-00000018", "step-00000020"]
-    found, rejected = latest_valid(root)
+    found, rejected = find_latest_valid(root)
     assert found is not None
     assert (found.step, rejected) == (20, [])
     assert found.manifest.layout["param_groups"] == [{"lr": 0.5}]
     for path in sorted(root.iterdir()):
-        assert verify(path).ok
+        assert verify(path).is_ok
         assert {"checkpoint", "done", "model", "optim", "COMMIT"} <= {entry.name for entry in path.iterdir()}
     # What NxD's files hold is the engine's state at that step.
     config = found.manifest.model
@@ -99,7 +109,7 @@ def test_it_saves_keeps_stops_and_goes_on(recipe_base, nxd_engine, tmp_path, bac
     from lt_ckpt import open_source
 
     source = open_nxd(found.path, config=open_source(found.path).config)
-    with Reader(source.root) as reader:
+    with TensorReader(source.root) as reader:
         held = reader.read(source.weights, CARRIER).view(np.float64)
     assert held.tobytes() == nxd_engine.opened[-1].weights.tobytes()
 

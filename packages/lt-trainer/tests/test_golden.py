@@ -2,13 +2,15 @@
 
 from pathlib import Path
 
-from lt_trainer.fields import leaves, values_of
-from lt_trainer.recipe import Recipe, load, to_toml
+import pytest
+
+from lt_trainer.config.fields import leaf_values, leaves
+from lt_trainer.config.recipe import Recipe, load, to_toml
 
 DATA = Path(__file__).parent / "data"
 
 EVERY_FIELD = {
-    "run.out": "runs/golden",
+    "run.dir": "runs/golden",
     "run.seed": 7,
     "run.engine": "neuron",
     "model.preset": "llama3-8b",
@@ -29,12 +31,12 @@ EVERY_FIELD = {
     "data.store": "stores/train",
     "data.validation": "stores/validation",
     "data.seq_len": 256,
-    "data.pack": "concat",
+    "data.packing": "concat",
     "data.document_mask": False,
     "data.shuffle": False,
     "data.tokenizer": "org/model",
-    "batch.global_batch": 64,
-    "batch.micro_batch": 8,
+    "batch.global_batch_size": 64,
+    "batch.micro_batch_size": 8,
     "optimizer.lr": 0.003,
     "optimizer.weight_decay": 0.1,
     "optimizer.beta1": 0.8,
@@ -42,7 +44,7 @@ EVERY_FIELD = {
     "optimizer.eps": 1e-9,
     "optimizer.grad_clip": 0.5,
     "optimizer.decay_embeddings": True,
-    "optimizer.moments": "bfloat16",
+    "optimizer.moments_dtype": "bfloat16",
     "optimizer.z_loss": 1e-4,
     "schedule.kind": "linear",
     "schedule.max_steps": 1000,
@@ -58,13 +60,13 @@ EVERY_FIELD = {
     "checkpoint.interval": 100,
     "checkpoint.keep_last": 2,
     "checkpoint.keep_every": 500,
-    "checkpoint.background": True,
+    "checkpoint.async_save": True,
     "checkpoint.resume": False,
-    "checkpoint.mirror": "s3://bucket/runs/golden",
+    "checkpoint.mirror_url": "s3://bucket/runs/golden",
     "checkpoint.mirror_keep_last": 5,
     "checkpoint.mirror_keep_every": 1000,
     "metrics.log_interval": 5,
-    "metrics.eval_interval": 50,
+    "metrics.validation_interval": 50,
     "metrics.sinks": ("wandb", "tensorboard"),
     "metrics.monitor_interval_s": 2.5,
     "metrics.profile_steps": 2,
@@ -72,21 +74,22 @@ EVERY_FIELD = {
     "metrics.profile_ranks": (0, 1),
     "metrics.memory_snapshot_step": 30,
     "metrics.memory_snapshot_on_oom": True,
-    "guard.max_skipped": 3,
-    "guard.max_rewinds": 1,
-    "guard.timeout_s": 45.0,
-    "guard.grace_s": 30.5,
+    "fault_tolerance.max_skipped_steps": 3,
+    "fault_tolerance.max_rollbacks": 1,
+    "fault_tolerance.hang_timeout_s": 45.0,
+    "fault_tolerance.grace_period_s": 30.5,
 }
 
 
+@pytest.mark.guarantee("format-v1")
 def test_a_recipe_with_every_field_is_read_to_the_same_values() -> None:
     path = DATA / "recipe-every-field.toml"
     resolved = load(path)
-    found = values_of(resolved.recipe)
+    found = leaf_values(resolved.recipe)
     assert {name: found[name] for name in EVERY_FIELD} == EVERY_FIELD
     assert resolved.origins["run.seed"] == f"{path}:2"
     assert resolved.origins["model.rope_scaling.factor"] == f"{path}:16"
-    assert resolved.origins["metrics.eval_interval"] == f"{path}:72"
+    assert resolved.origins["metrics.validation_interval"] == f"{path}:72"
     defaults = {name: leaf.default for name, leaf in leaves(Recipe).items()}
     assert [name for name, value in EVERY_FIELD.items() if value == defaults[name]] == []
 
@@ -97,7 +100,7 @@ def test_the_defaults_are_written_as_ever() -> None:
 
 def test_sections_with_names_are_read_to_the_same_values() -> None:
     recipe = load(DATA / "recipe-named-sections.toml").recipe
-    found = values_of(recipe)
+    found = leaf_values(recipe)
     tables = ("data.mixture.", "data.validation_sets.")
     assert {name: value for name, value in found.items() if name.startswith(tables)} == {
         "data.mixture.code-2.store": "stores/code",
@@ -113,6 +116,6 @@ def test_sections_with_names_are_read_to_the_same_values() -> None:
     assert (found["data.phase_rows"], found["data.prefetch"]) == ((1000, 2000), 4)
     assert [found[f"batch.ramp.{name}"] for name in ("start", "increment", "steps", "tokens")] == [16, 8, 0, 10**6]
     assert [found[f"schedule.{name}"] for name in ("kind", "decay_steps", "decay_shape")] == ["wsd", 700, "linear"]
-    ramp = recipe.batch.grows(256)
+    ramp = recipe.batch.batch_ramp(256)
     assert ramp is not None
     assert (ramp.rows, ramp.final) == (3907, 64)

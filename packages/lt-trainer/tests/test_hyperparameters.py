@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from lt_trainer.config.fields import leaves
+from lt_trainer.config.hyperparameters import hyperparameter_leaves, read_hyperparameters
+from lt_trainer.config.recipe import Recipe, load, to_dict
+from lt_trainer.config.sources import Assignment, hyperparameter_assignments
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import leaves
-from lt_trainer.hyperparameters import markdown, read, table
-from lt_trainer.recipe import Recipe, load, to_dict
-from lt_trainer.resolve import Given, from_hyperparameters
 
 LITESPARK = {
-    "GLOBAL_BATCH_SIZE": ("batch.global_batch", 256),
-    "MICRO_BATCH_SIZE": ("batch.micro_batch", 4),
+    "GLOBAL_BATCH_SIZE": ("batch.global_batch_size", 256),
+    "MICRO_BATCH_SIZE": ("batch.micro_batch_size", 4),
     "NUM_NODES": ("parallel.n_nodes", 1),
     "HIDDEN_SIZE": ("model.hidden_size", 768),
     "INTERMEDIATE_SIZE": ("model.intermediate_size", 2072),
@@ -36,7 +36,7 @@ LITESPARK = {
 
 
 def test_exactly_the_twenty_names_and_defaults() -> None:
-    found = {name: (leaf.name, leaf.default) for name, leaf in table().items()}
+    found = {name: (leaf.name, leaf.default) for name, leaf in hyperparameter_leaves().items()}
     assert len(LITESPARK) == 20
     assert found == LITESPARK
     assert {name: type(value[1]) for name, value in found.items()} == {n: type(v[1]) for n, v in LITESPARK.items()}
@@ -47,14 +47,6 @@ def test_the_defaults_are_what_an_empty_recipe_holds() -> None:
     for name, default in LITESPARK.values():
         section, field = name.split(".")
         assert values[section][field] == default
-
-
-def test_the_table_for_people_has_a_row_for_each() -> None:
-    rows = markdown().splitlines()
-    assert rows[:2] == ["| hyperparameter | recipe field | default | meaning |", "|---|---|---|---|"]
-    assert len(rows) == 22
-    assert "| `LEARNING_RATE` | `optimizer.lr` | `0.0016` | highest learning rate |" in rows
-    assert any(row.startswith("| `VOCAB_SIZE` | `model.vocab_size` | from the data |") for row in rows)
 
 
 def test_every_one_of_them_sets_its_field_from_text() -> None:
@@ -112,8 +104,8 @@ def test_every_one_of_them_sets_its_field_from_text() -> None:
 
 def test_reserved_keys_of_sagemaker_are_dropped() -> None:
     given = {"sagemaker_program": '"train.py"', "sagemaker_region": "x", "BETA1": "0.8"}
-    found = from_hyperparameters(given, leaves(Recipe))
-    assert found == {"optimizer.beta1": Given("0.8", "hyperparameter BETA1", text=True)}
+    found = hyperparameter_assignments(given, leaves(Recipe))
+    assert found == {"optimizer.beta1": Assignment("0.8", "hyperparameter BETA1", is_text=True)}
 
 
 @pytest.mark.parametrize(
@@ -129,38 +121,39 @@ def test_reserved_keys_of_sagemaker_are_dropped() -> None:
         ),
         (
             "ZZZ",
-            "ZZZ = '512' (hyperparameters): unknown hyperparameter; the hyperparameters are " + ", ".join(table()),
+            "ZZZ = '512' (hyperparameters): unknown hyperparameter; the hyperparameters are "
+            + ", ".join(hyperparameter_leaves()),
         ),
     ],
 )
 def test_unknown_names(name: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        from_hyperparameters({name: "512"}, leaves(Recipe))
+        hyperparameter_assignments({name: "512"}, leaves(Recipe))
     assert str(caught.value) == message
 
 
 def test_reading_the_file(tmp_path: Path) -> None:
     path = tmp_path / "hyperparameters.json"
     path.write_text(json.dumps({"BETA1": "0.8", "sagemaker_program": "x"}))
-    assert read(path) == {"BETA1": "0.8", "sagemaker_program": "x"}
+    assert read_hyperparameters(path) == {"BETA1": "0.8", "sagemaker_program": "x"}
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "hyperparameters.json"
-    with pytest.raises(RecipeError, match=r"cannot read the hyperparameters .*No such file.*; give the path of a read"):
-        read(path)
+    with pytest.raises(RecipeError, match=r"cannot read the hyperparameters .*No such file.*; pass the path of a read"):
+        read_hyperparameters(path)
     path.write_text("{")
     with pytest.raises(RecipeError, match=r"are not valid JSON: .*; write one object of strings"):
-        read(path)
+        read_hyperparameters(path)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RecipeError, match=r"are not valid JSON"):
-        read(path)
+        read_hyperparameters(path)
     path.write_text("[1]")
     with pytest.raises(RecipeError, match=r"are not a JSON object; write one object of strings"):
-        read(path)
+        read_hyperparameters(path)
     path.write_text('{"BETA1": [1]}')
     with pytest.raises(RecipeError) as caught:
-        read(path)
+        read_hyperparameters(path)
     assert str(caught.value) == (
         f'BETA1 = [1] ({path}): expected a string; write one object of strings, {{"LEARNING_RATE": "1e-3"}}'
     )
@@ -170,6 +163,6 @@ def test_a_wrong_value_names_the_hyperparameter() -> None:
     with pytest.raises(RecipeError) as caught:
         load(base={"data": {"store": "s"}}, hyperparameters={"N_LAYERS": "1.5"})
     assert str(caught.value) == (
-        "model.n_layers = '1.5' (hyperparameter N_LAYERS): expected a whole number; "
-        "write it in digits, without a decimal point"
+        "model.n_layers = '1.5' (hyperparameter N_LAYERS): expected an integer; write it in digits, without a "
+        "decimal point"
     )

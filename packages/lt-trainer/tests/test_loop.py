@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from lt_data import StreamState
+from lt_trainer.config.recipe import Recipe, load
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import StepBatch, StepMetrics, Topology
-from lt_trainer.loop import Loop, StepRecord
-from lt_trainer.recipe import Recipe, load
-from lt_trainer.stop import StopSignals
+from lt_trainer.resilience.stop_signals import StopSignals
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer.timing import HostStopwatch
+from lt_trainer.training.loop import StepRecord, TrainingLoop
 
 SEQ_LEN, GLOBAL_BATCH = 32, 8
 
@@ -31,13 +32,13 @@ class Engine:
         self.calls += 1
         return float(self.calls)
 
-    def read(self, pendings: list[float]) -> list[StepMetrics]:
+    def fetch_metrics(self, pendings: list[float]) -> list[StepMetrics]:
         return [StepMetrics(loss=one, grad_norm=1.0) for one in pendings]
 
-    def memory_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
         return 0
 
-    def boundary(self, step: int) -> list[Path]:
+    def on_step_begin(self, step: int) -> list[Path]:
         return []
 
 
@@ -49,22 +50,22 @@ class Batches:
     length: int
     state: StreamState = field(default_factory=lambda: StreamState(step=0, row=0, seed=0, fingerprint=""))
 
-    def saved(self) -> StreamState:
+    def checkpoint_state(self) -> StreamState:
         return self.state
 
     def next_batch(self) -> StepBatch:
         shape = (2, GLOBAL_BATCH * SEQ_LEN // self.length // self.dp_size // 2, self.length)
         array = np.zeros(shape, np.int32)
-        return StepBatch(input_ids=array, labels=array, position_ids=array, doc_ids=array, valid_tokens=77)
+        return step_batch(input_ids=array, labels=array, position_ids=array, doc_ids=array, valid_tokens=77)
 
 
 @dataclass
-class Told:
+class RecordingStubs:
     """A journal, a watch and a way to save that keep what they hear."""
 
     records: list[StepRecord] = field(default_factory=list)
 
-    def steps(self, records: list[StepRecord], memory_bytes: int, times: Any) -> None:
+    def log_steps(self, records: list[StepRecord], memory_bytes: int, times: Any) -> None:
         self.records += records
 
     def mark(self, stage: str, step: int) -> None:
@@ -73,17 +74,17 @@ class Told:
     def save(self, position: StreamState, *, wait: bool) -> None:
         pass
 
-    def look(self) -> bool:
+    def has_failed(self) -> bool:
         return False
 
-    pause = proceed = lambda self: None
+    pause = unpause = lambda self: None
 
 
 @pytest.fixture
 def recipe() -> Recipe:
     base = {
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": GLOBAL_BATCH, "micro_batch": 1},
+        "batch": {"global_batch_size": GLOBAL_BATCH, "micro_batch_size": 1},
         "schedule": {"max_steps": 5, "warmup_steps": 2},
         "metrics": {"log_interval": 2},
     }
@@ -94,16 +95,16 @@ def recipe() -> Recipe:
 @pytest.mark.parametrize("dp_size", [1, 2, 4])
 def test_rows_are_those_of_the_global_batch(recipe: Recipe, dp_size: int, length: int) -> None:
     """Tensor-parallel peers (twice as many ranks here) read the same rows, which count once."""
-    told, engine = Told(), Engine(Topology(rank=0, world=2 * dp_size, dp_rank=0, dp_size=dp_size))
-    loop = Loop(
+    told, engine = RecordingStubs(), Engine(Topology(rank=0, world_size=2 * dp_size, dp_rank=0, dp_size=dp_size))
+    loop = TrainingLoop(
         recipe=recipe,
         engine=engine,  # pyright: ignore[reportArgumentType] - what this loop asks of one
         batches=Batches(dp_size, length),  # pyright: ignore[reportArgumentType]
-        journal=told,  # pyright: ignore[reportArgumentType]
+        logger=told,  # pyright: ignore[reportArgumentType]
         stop=StopSignals(),
-        watch=told,
-        saves=told,  # pyright: ignore[reportArgumentType]
-        go_back=lambda batches: None,
+        watchdog=told,
+        checkpointer=told,  # pyright: ignore[reportArgumentType]
+        rollback=lambda batches: None,
     )
     assert loop.run().step == 5
     assert [(r.step, r.rows, r.row_length, r.valid_tokens) for r in told.records] == [

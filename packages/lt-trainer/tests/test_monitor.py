@@ -17,15 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_trainer.engine import World
-from lt_trainer.heartbeat import Record
-from lt_trainer.journal import RankLog
-from lt_trainer.jsonl import JsonlSink, last_object
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.monitor import NodeMonitor, files
-from lt_trainer.monitor.energy import EnergyMeter
-from lt_trainer.monitor.host import Host, disk_of
-from lt_trainer.monitor.nvml import Gpus, GpuSample, NoGpus, visible
-from lt_trainer.watchdog import heartbeat_path
+from lt_trainer.observability.monitor import NodeMonitor, node_paths
+from lt_trainer.observability.monitor.energy import EnergyMeter
+from lt_trainer.observability.monitor.host import HostSampler, block_device
+from lt_trainer.observability.monitor.nvml import GpuSample, GpuSampler, GpusUnavailableError, visible_gpus
+from lt_trainer.resilience.heartbeat import Heartbeat
+from lt_trainer.resilience.watchdog import heartbeat_path
+from lt_trainer.run_directory import RankLog
+from lt_trainer.run_directory.jsonl import JsonlWriter, read_jsonl, read_last_object
 
 GIB = 2**30
 
@@ -35,39 +34,40 @@ GIB = 2**30
 
 def test_the_counter_counts_and_the_power_does_not() -> None:
     meter = EnergyMeter()
-    assert meter.read(0.0, 500.0, 300.0) == 0.0
-    assert meter.read(10.0, 800.0, 100.0) == 300.0
-    assert meter.read(20.0, 800.0, 100.0) == 300.0
+    assert meter.update(0.0, 500.0, 300.0) == 0.0
+    assert meter.update(10.0, 800.0, 100.0) == 300.0
+    assert meter.update(20.0, 800.0, 100.0) == 300.0
 
 
 def test_without_a_counter_power_is_integrated() -> None:
     meter = EnergyMeter()
-    assert meter.read(0.0, None, 100.0) == 0.0
-    assert meter.read(10.0, None, 300.0) == 2000.0
-    assert meter.read(12.0, None, 100.0) == 2400.0
+    assert meter.update(0.0, None, 100.0) == 0.0
+    assert meter.update(10.0, None, 300.0) == 2000.0
+    assert meter.update(12.0, None, 100.0) == 2400.0
 
 
 def test_a_counter_that_starts_anew_is_bridged_by_power() -> None:
     meter = EnergyMeter()
-    meter.read(0.0, 9000.0, 200.0)
-    assert meter.read(10.0, 5.0, 200.0) == 2000.0
-    assert meter.read(20.0, 1005.0, 200.0) == 3000.0
+    meter.update(0.0, 9000.0, 200.0)
+    assert meter.update(10.0, 5.0, 200.0) == 2000.0
+    assert meter.update(20.0, 1005.0, 200.0) == 3000.0
 
 
 def test_without_both_nothing_is_known_and_a_gap_is_bridged() -> None:
     meter = EnergyMeter()
-    assert meter.read(0.0, None, None) is None
-    assert meter.read(5.0, 100.0, None) == 0.0
-    assert meter.read(6.0, None, None) == 0.0
-    assert meter.read(9.0, 160.0, None) == 60.0
+    assert meter.update(0.0, None, None) is None
+    assert meter.update(5.0, 100.0, None) == 0.0
+    assert meter.update(6.0, None, None) == 0.0
+    assert meter.update(9.0, 160.0, None) == 60.0
 
 
+@pytest.mark.guarantee("energy")
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=20))
 def test_a_counter_is_never_lost_or_counted_twice(steps: list[float]) -> None:
     meter, total = EnergyMeter(), 1000.0
     for index, step in enumerate(steps):
         total += step if index else 0.0
-        joules = meter.read(float(index), total, 1e9)
+        joules = meter.update(float(index), total, 1e9)
     assert joules == pytest.approx(total - 1000.0)
 
 
@@ -133,22 +133,22 @@ class FakeNvml:
 
 
 def test_a_gpu_is_read_in_our_units() -> None:
-    gpus = Gpus(FakeNvml(), count=2, environ={})
+    gpus = GpuSampler(FakeNvml(), count=2, environ={})
     assert gpus.sample(0) == GpuSample(
         utilization_percent=90,
         memory_used_gib=3.0,
         memory_total_gib=80.0,
         power_w=300.0,
         temperature_c=61,
-        counter_j=5000.0,
+        energy_counter_j=5000.0,
     )
-    assert gpus.sample(1).counter_j is None
-    assert gpus.problem == ""
+    assert gpus.sample(1).energy_counter_j is None
+    assert gpus.last_problem == ""
 
 
 def test_what_is_not_supported_is_asked_once() -> None:
     nvml = FakeNvml()
-    gpus = Gpus(nvml, count=2, environ={})
+    gpus = GpuSampler(nvml, count=2, environ={})
     for _ in range(3):
         gpus.sample(0), gpus.sample(1)
     assert nvml.calls.count("energy 1") == 1
@@ -157,10 +157,10 @@ def test_what_is_not_supported_is_asked_once() -> None:
 
 def test_a_gpu_that_is_lost_is_told_and_asked_again() -> None:
     nvml = FakeNvml()
-    gpus = Gpus(nvml, count=1, environ={})
+    gpus = GpuSampler(nvml, count=1, environ={})
     nvml.lost = True
     assert gpus.sample(0).utilization_percent is None
-    assert gpus.problem == "GPU 0, utilization: GPU is lost"
+    assert gpus.last_problem == "GPU 0, utilization: GPU is lost"
     nvml.lost = False
     assert gpus.sample(0).utilization_percent == 90
 
@@ -175,14 +175,14 @@ def test_a_gpu_that_is_lost_is_told_and_asked_again() -> None:
     ],
 )
 def test_the_gpus_of_the_run_are_the_first_visible_ones(value: str | None, count: int, names: list[str]) -> None:
-    assert visible({} if value is None else {"CUDA_VISIBLE_DEVICES": value}, count) == names
+    assert visible_gpus({} if value is None else {"CUDA_VISIBLE_DEVICES": value}, count) == names
 
 
 def test_names_of_gpus_may_be_shortened_as_cuda_takes_them() -> None:
-    gpus = Gpus(FakeNvml(), count=1, environ={"CUDA_VISIBLE_DEVICES": "GPU-bbbb"})
+    gpus = GpuSampler(FakeNvml(), count=1, environ={"CUDA_VISIBLE_DEVICES": "GPU-bbbb"})
     assert gpus.sample(0).temperature_c == 62
-    with pytest.raises(NoGpus, match="NVML does not open the GPUs: Not Found"):
-        Gpus(FakeNvml(), count=1, environ={"CUDA_VISIBLE_DEVICES": "GPU-cccc"})
+    with pytest.raises(GpusUnavailableError, match="NVML cannot open the GPUs: Not Found"):
+        GpuSampler(FakeNvml(), count=1, environ={"CUDA_VISIBLE_DEVICES": "GPU-cccc"})
 
 
 def test_every_function_that_is_called_exists_in_the_real_library() -> None:
@@ -224,7 +224,7 @@ def test_a_process_is_seen_with_its_memory_cpu_and_writes(tmp_path: Path) -> Non
     assert child.stdin is not None
     assert child.stdout is not None
     now = [0.0]
-    host = Host(tmp_path, clock=lambda: now[0])
+    host = HostSampler(tmp_path, clock=lambda: now[0])
     try:
         assert child.stdout.readline() == "ready\n"
         before = psutil.Process(child.pid).cpu_times()
@@ -260,9 +260,9 @@ def test_a_process_is_seen_with_its_memory_cpu_and_writes(tmp_path: Path) -> Non
 
 @pytest.mark.skipif(not Path("/sys/dev/block").exists(), reason="needs Linux's list of block devices")
 def test_the_disk_of_the_run_directory_is_found_or_left_out(tmp_path: Path) -> None:
-    disk = disk_of(tmp_path)
+    disk = block_device(tmp_path)
     assert disk == "" or (Path("/sys/class/block") / disk).exists()
-    assert disk_of(Path("/proc")) == ""  # no block device
+    assert block_device(Path("/proc")) == ""  # no block device
 
 
 # ---- the thread ----
@@ -279,15 +279,15 @@ class Clock:
 def beat(run: Path, rank: int, *, pid: int, attempt: str = "now", machine: str = "m") -> None:
     path = heartbeat_path(run, rank)
     path.parent.mkdir(exist_ok=True)
-    record = Record(
+    record = Heartbeat(
         attempt=attempt,
         rank=rank,
         pid=pid,
-        born="1",
+        process_start_time="1",
         host="h",
-        machine=machine,
+        machine_id=machine,
         beat=1,
-        lap=0,
+        n_rollbacks=0,
         step=1,
         stage="step",
     )
@@ -324,15 +324,15 @@ def test_a_run_has_a_sample_at_its_start_and_one_at_its_end(tmp_path: Path, log:
     beat(tmp_path, 1, pid=os.getppid(), attempt="before")
     with monitor(tmp_path, log) as one:
         until(lambda: one.scalars())
-        assert one.joules() is None
-    (path,) = files(tmp_path)
+        assert one.energy_joules() is None
+    (path,) = node_paths(tmp_path)
     assert path == tmp_path / "monitor" / "node00000.jsonl"
     first, last = read_jsonl(path)
     assert set(first["ranks"]) == set(last["ranks"]) == {"0"}  # what rank 1 left is of another start
     assert last["node"] == 0
     assert last["monitor_cpu_s"] >= first["monitor_cpu_s"] > 0
     assert "gpus" not in last
-    assert one.problems() == []
+    assert one.pop_problems() == []
     assert "node0/rank0/rss_gib" in one.scalars()
     assert not [thread for thread in threading.enumerate() if thread.name == "monitor"]
 
@@ -342,29 +342,30 @@ def test_only_processes_of_this_machine_are_looked_at(tmp_path: Path, log: RankL
     beat(tmp_path, 1, pid=os.getpid(), machine="another")
     with monitor(tmp_path, log):
         pass
-    assert set(read_jsonl(files(tmp_path)[0])[-1]["ranks"]) == {"0"}
+    assert set(read_jsonl(node_paths(tmp_path)[0])[-1]["ranks"]) == {"0"}
 
 
 def test_it_samples_every_interval(tmp_path: Path, log: RankLog) -> None:
     with monitor(tmp_path, log, interval_s=0.01):
-        until(lambda: files(tmp_path) and len(read_jsonl(files(tmp_path)[0])) >= 5)
+        until(lambda: node_paths(tmp_path) and len(read_jsonl(node_paths(tmp_path)[0])) >= 5)
 
 
+@pytest.mark.guarantee("energy")
 def test_energy_of_all_gpus_nodes_and_starts_is_added_up(tmp_path: Path, log: RankLog) -> None:
     nvml, clock = FakeNvml(), Clock()
     (tmp_path / "monitor").mkdir()
     (tmp_path / "monitor" / "node00001.jsonl").write_text('{"energy_j": 7.0}\n{"energy_j": 70000.0}\n{"energy_')
     (tmp_path / "monitor" / "node00000.jsonl").write_text('{"energy_j": 1000.0}\n')
     with monitor(tmp_path, log, gpus=True, nvml=lambda: nvml, clock=clock) as one:
-        until(lambda: one.joules() is not None)
-        assert one.joules() == 71000.0
+        until(lambda: one.energy_joules() is not None)
+        assert one.energy_joules() == 71000.0
         clock.now += 2.0
-        assert one.joules() == 71000.0 + 2 * 700  # until the next sample, the power of this one
+        assert one.energy_joules() == 71000.0 + 2 * 700  # until the next sample, the power of this one
         clock.now += 8.0
         nvml.millijoules += 2_500_000
-    assert one.joules() == 71000.0 + 2500.0 + 10 * 400
+    assert one.energy_joules() == 71000.0 + 2500.0 + 10 * 400
     assert not nvml.open
-    last = last_object(tmp_path / "monitor" / "node00000.jsonl")
+    last = read_last_object(tmp_path / "monitor" / "node00000.jsonl")
     assert last["energy_j"] == 1000.0 + 2500.0 + 4000.0  # this node's
     assert last["gpus"][1] == {
         "gpu": 1,
@@ -379,61 +380,63 @@ def test_energy_of_all_gpus_nodes_and_starts_is_added_up(tmp_path: Path, log: Ra
 
 def test_a_start_without_a_gpu_library_keeps_the_energy_of_those_before(tmp_path: Path, log: RankLog) -> None:
     def missing() -> None:
-        raise NoGpus("pip install 'lt-trainer[nvml]'")
+        raise GpusUnavailableError("pip install 'lt-trainer[nvml]'")
 
     (tmp_path / "monitor").mkdir()
     (tmp_path / "monitor" / "node00000.jsonl").write_text('{"energy_j": 1000.0}\n')
     with monitor(tmp_path, log, gpus=True, nvml=missing) as one:
         pass
-    assert one.problems() == ["GPUs are not monitored, and their energy is not counted: pip install 'lt-trainer[nvml]'"]
-    assert one.problems() == []
+    assert one.pop_problems() == ["GPUs and their energy are not monitored: pip install 'lt-trainer[nvml]'"]
+    assert one.pop_problems() == []
     assert "pip install 'lt-trainer[nvml]'" in log.path.read_text()
-    assert one.joules() is None
-    assert last_object(tmp_path / "monitor" / "node00000.jsonl")["energy_j"] == 1000.0
+    assert one.energy_joules() is None
+    assert read_last_object(tmp_path / "monitor" / "node00000.jsonl")["energy_j"] == 1000.0
 
 
 def test_the_real_library_without_a_driver_is_a_reason_and_no_error() -> None:
-    from lt_trainer.monitor.nvml import load_nvml
+    from lt_trainer.observability.monitor.nvml import load_nvml
 
-    with suppress(NoGpus):  # a machine that has a driver gives the library
+    with suppress(GpusUnavailableError):  # a machine that has a driver gives the library
         assert hasattr(load_nvml(), "nvmlDeviceGetCount")
 
 
+@pytest.mark.guarantee("sink-failure")
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told_once_and_sampling_goes_on(tmp_path: Path, log: RankLog) -> None:
     with monitor(tmp_path, log, interval_s=0.01) as one:
         until(lambda: one._newest)
         assert one._sink is not None
-        kept, one._sink = one._sink, JsonlSink("/dev/full")
-        until(lambda: one._told)
+        kept, one._sink = one._sink, JsonlWriter("/dev/full")
+        until(lambda: one._reported_kinds)
         seen = one._newest
         until(lambda: one._newest is not seen)
     kept.close()
-    (problem,) = one.problems()
-    assert problem.startswith("samples of this node are not kept: cannot write /dev/full: No space left on device")
-    assert log.path.read_text().count("samples of this node are not kept") == 1
+    (problem,) = one.pop_problems()
+    assert problem.startswith("samples of this node are not saved: cannot write /dev/full: No space left on device")
+    assert log.path.read_text().count("samples of this node are not saved") == 1
 
 
 def test_a_file_that_cannot_be_opened_is_told(tmp_path: Path, log: RankLog) -> None:
     (tmp_path / "monitor" / "node00000.jsonl").mkdir(parents=True)
     with monitor(tmp_path, log) as one:
         until(lambda: one.scalars())
-    (problem,) = one.problems()
-    assert "samples of this node are not kept: cannot open" in problem
+    (problem,) = one.pop_problems()
+    assert "samples of this node are not saved: cannot open" in problem
 
 
+@pytest.mark.guarantee("sink-failure")
 def test_a_driver_that_hangs_does_not_keep_the_run_from_ending(
     tmp_path: Path, log: RankLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lt_trainer.monitor import node
+    from lt_trainer.observability.monitor import node
 
-    monkeypatch.setattr(node, "LEAVE_S", 0.05)
+    monkeypatch.setattr(node, "JOIN_TIMEOUT_S", 0.05)
     released = threading.Event()
     nvml = FakeNvml()
     monkeypatch.setattr(
         nvml, "nvmlDeviceGetUtilizationRates", lambda handle: released.wait() and SimpleNamespace(gpu=1)
     )
     with monitor(tmp_path, log, gpus=True, nvml=lambda: nvml) as one:
-        assert one.joules() is None
+        assert one.energy_joules() is None
     released.set()
     one._thread.join()

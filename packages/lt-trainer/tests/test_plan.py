@@ -12,29 +12,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_model import PRESETS, flops_per_token, n_parameters, parameters
+from lt_model import PRESETS, flops_per_token, n_parameters, param_specs
+from lt_trainer.config.recipe import ResolvedRecipe, llama_config, load
+from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.devices import DEVICES, planned_device
-from lt_trainer.planning.layout import PlannedLayout, of
-from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, planned_memory
-from lt_trainer.planning.plan import make, to_values
-from lt_trainer.planning.search import candidates, nearest
-from lt_trainer.planning.text import count, duration, page
-from lt_trainer.planning.time import planned_time, recomputed_flops_per_token
-from lt_trainer.recipe import Resolved, llama_config, load
+from lt_trainer.planning.devices import DEVICES, find_device
+from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
+from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
+from lt_trainer.planning.plan import make_plan, plan_to_dict
+from lt_trainer.planning.plan_text import format_count, format_duration, format_plan
+from lt_trainer.planning.run_time import plan_time, recomputed_flops_per_token
+from lt_trainer.planning.search import candidate_layouts, find_nearest_layout
 
 GIB = 2**30
 
 
 @pytest.fixture
-def resolved() -> Callable[..., Resolved]:
-    def resolve(*sets: str, preset: str = "llama3-8b", **batch: int) -> Resolved:
+def resolved() -> Callable[..., ResolvedRecipe]:
+    def resolve(*overrides: str, preset: str = "llama3-8b", **batch: int) -> ResolvedRecipe:
         base = {
             "model": {"preset": preset, "vocab_size": PRESETS[preset].vocab_size},
             "data": {"store": "elsewhere"},
-            "batch": {"global_batch": 256, "micro_batch": 1} | batch,
+            "batch": {"global_batch_size": 256, "micro_batch_size": 1} | batch,
         }
-        return load(base=base, sets=list(sets))
+        return load(base=base, overrides=list(overrides))
 
     return resolve
 
@@ -44,24 +45,24 @@ LAYOUT = PlannedLayout(
     nodes=1,
     tp=1,
     sequence_parallel=False,
-    replicate=1,
-    shard=8,
-    micro_batch=1,
-    accumulation=1,
+    dp_replicate=1,
+    dp_shard=8,
+    micro_batch_size=1,
+    accumulation_steps=1,
 )
 
 
 def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> None:
     """8 B parameters in fp32 with AdamW: 12 bytes stay and 4 come with the gradients."""
     config, n = PRESETS["llama3-8b"], n_parameters(PRESETS["llama3-8b"])
-    held = planned_memory(config, 4096, LAYOUT)
+    held = plan_memory(config, 4096, LAYOUT)
     assert held.parts["weights"] == n * 4 / 8
-    assert held.parts["moments"] == n * 8 / 8
-    assert held.state == n * 12
-    narrow = planned_memory(config, 4096, replace(LAYOUT, moments="bfloat16"))
-    assert narrow.parts["moments"] == n * 4 / 8
-    assert narrow.state == n * 8
-    alone = planned_memory(config, 4096, replace(LAYOUT, devices=1, shard=1))
+    assert held.parts["optimizer state"] == n * 8 / 8
+    assert held.state_bytes == n * 12
+    narrow = plan_memory(config, 4096, replace(LAYOUT, optimizer=OptimizerOptions(moments_dtype="bfloat16")))
+    assert narrow.parts["optimizer state"] == n * 4 / 8
+    assert narrow.state_bytes == n * 8
+    alone = plan_memory(config, 4096, replace(LAYOUT, devices=1, dp_shard=1))
     assert alone.parts["weights"] == n * 4
     assert alone.peak > n * 16
     assert held.needed == held.peak * (1 + RESERVE_SHARE) + RESERVE_BYTES
@@ -70,21 +71,21 @@ def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> 
 
 def test_replicas_do_not_divide_the_state_and_shards_do() -> None:
     config = PRESETS["llama2-7b"]
-    whole = planned_memory(config, 4096, replace(LAYOUT, replicate=4, shard=2)).parts["weights"]
-    assert whole == 4 * planned_memory(config, 4096, LAYOUT).parts["weights"]
+    whole = plan_memory(config, 4096, replace(LAYOUT, dp_replicate=4, dp_shard=2)).parts["weights"]
+    assert whole == 4 * plan_memory(config, 4096, LAYOUT).parts["weights"]
 
 
 def test_tensor_parallelism_divides_all_but_the_norms() -> None:
     config = PRESETS["llama2-7b"]
-    norms = sum(row.size for row in parameters(config) if row.tp_dim is None)
-    split = planned_memory(config, 4096, replace(LAYOUT, tp=8, shard=1)).parts["weights"]
+    norms = sum(row.numel for row in param_specs(config) if row.tp_dim is None)
+    split = plan_memory(config, 4096, replace(LAYOUT, tp=8, dp_shard=1)).parts["weights"]
     assert split == 4 * ((n_parameters(config) - norms) / 8 + norms)
 
 
 def test_several_passes_keep_whole_gradients_unless_each_is_reduced() -> None:
     config = PRESETS["llama3-8b"]
-    once = replace(LAYOUT, accumulation=4)
-    whole, shards = (planned_memory(config, 512, replace(once, reduce_each=each)) for each in (False, True))
+    once = replace(LAYOUT, accumulation_steps=4)
+    whole, shards = (plan_memory(config, 512, replace(once, reduce_each_micro_batch=each)) for each in (False, True))
     difference = whole.parts["gradients"] - shards.parts["gradients"]
     # The two peaks lie at different moments, between which embedding and head are reduced.
     assert 0.7 < difference / (n_parameters(config) * 4 * 7 / 8) <= 1
@@ -92,19 +93,19 @@ def test_several_passes_keep_whole_gradients_unless_each_is_reduced() -> None:
 
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_activations_grow_with_tokens_and_fall_with_recomputation(checkpointing: str) -> None:
-    config, layout = PRESETS["llama3-8b"], replace(LAYOUT, checkpointing=checkpointing, accumulation=1)
-    one, four = (planned_memory(config, 8192, replace(layout, micro_batch=n)) for n in (1, 4))
+    config, layout = PRESETS["llama3-8b"], replace(LAYOUT, activation_checkpointing=checkpointing, accumulation_steps=1)
+    one, four = (plan_memory(config, 8192, replace(layout, micro_batch_size=n)) for n in (1, 4))
     assert four.peak > one.peak
     less = {"none": None, "selective": "none", "full": "selective"}[checkpointing]
     if less:
-        assert one.peak < planned_memory(config, 8192, replace(layout, checkpointing=less)).peak
+        assert one.peak < plan_memory(config, 8192, replace(layout, activation_checkpointing=less)).peak
 
 
 def test_time_is_flops_over_what_the_devices_do(resolved) -> None:
     recipe = resolved("schedule.max_steps=1000").recipe
     config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
     h100 = DEVICES["h100"]
-    found = planned_time(recipe, config, LAYOUT, h100, 0.4)
+    found = plan_time(recipe, config, LAYOUT, h100, 0.4)
     tokens = 1000 * 256 * 4096
     assert found.tokens == tokens
     assert found.seconds == pytest.approx(tokens * flops_per_token(config, 4096) / (8 * 989e12 * 0.4))
@@ -119,7 +120,7 @@ def test_a_growing_batch_reads_fewer_tokens(resolved) -> None:
     ramp = ["batch.ramp.start=64", "batch.ramp.increment=64", "batch.ramp.steps=30"]
     recipe = resolved("schedule.max_steps=40", "schedule.warmup_steps=4", *ramp).recipe
     config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
-    found = planned_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
+    found = plan_time(recipe, config, LAYOUT, DEVICES["h100"], 0.4)
     assert found.tokens == 10 * (64 + 128 + 192 + 256) * 4096
     assert found.seconds == pytest.approx(found.tokens / found.tokens_per_s)
     assert found.step_s == pytest.approx(256 * 4096 / found.tokens_per_s)
@@ -130,39 +131,39 @@ def test_what_is_computed_again_costs_mfu_where_none_is_given(resolved) -> None:
     recipe = resolved().recipe
     config = llama_config(recipe, PRESETS["llama3-8b"].vocab_size)
     plain, full = (
-        planned_time(recipe, config, replace(LAYOUT, checkpointing=mode), DEVICES["h200"], None)
+        plan_time(recipe, config, replace(LAYOUT, activation_checkpointing=mode), DEVICES["h200"], None)
         for mode in ("none", "full")
     )
     assert full.hfu == pytest.approx(plain.hfu)
     assert full.seconds > plain.seconds
-    again = recomputed_flops_per_token(config, 4096, replace(LAYOUT, checkpointing="full"))
+    again = recomputed_flops_per_token(config, 4096, replace(LAYOUT, activation_checkpointing="full"))
     width, inner, kv = config.hidden_size, config.intermediate_size, config.n_kv_heads * config.head_dim
     products = 2 * width * width + 2 * width * kv + 2 * width * inner
     assert again == config.n_layers * (2 * products + 4 * width * 4096)
-    half = recomputed_flops_per_token(config, 4096, replace(LAYOUT, checkpointing="selective"))
+    half = recomputed_flops_per_token(config, 4096, replace(LAYOUT, activation_checkpointing="selective"))
     assert half == config.n_layers * 2 * (width * kv + width * width + width * inner)
-    share = replace(LAYOUT, checkpointing="budget", budget=0.25)
+    share = replace(LAYOUT, activation_checkpointing="memory_budget", activation_memory_budget=0.25)
     assert recomputed_flops_per_token(config, 4096, share) == pytest.approx(0.75 * again)
     assert full.seconds / plain.seconds == pytest.approx(1 + again / flops_per_token(config, 4096))
 
 
 def test_a_run_of_eight_billion_fits_eight_h200s_and_not_one(resolved) -> None:
-    assert make(resolved(), device=DEVICES["h200"], devices=8).fits
-    alone = make(resolved(), device=DEVICES["h200"], devices=1)
+    assert make_plan(resolved(), device=DEVICES["h200"], devices=8).fits
+    alone = make_plan(resolved(), device=DEVICES["h200"], devices=1)
     assert not alone.fits
-    assert alone.near is not None
-    assert alone.near_memory is not None
-    assert alone.near_memory.needed <= DEVICES["h200"].memory_bytes
+    assert alone.nearest_layout is not None
+    assert alone.nearest_memory is not None
+    assert alone.nearest_memory.needed <= DEVICES["h200"].memory_bytes
     assert alone.changes
 
 
 def test_what_is_proposed_is_a_recipe_that_fits(resolved) -> None:
     """The proposed fields, given back as `--set`, resolve to the layout that was found, and it fits."""
-    plan = make(resolved(micro_batch=8), device=DEVICES["h100"], devices=8)
-    assert plan.near is not None
-    sets = [f"{name}={str(value).lower()}" for name, value in plan.near.sets().items()]
-    again = make(resolved(*sets, micro_batch=8), device=DEVICES["h100"], devices=8)
-    assert again.layout == plan.near
+    plan = make_plan(resolved(micro_batch_size=8), device=DEVICES["h100"], devices=8)
+    assert plan.nearest_layout is not None
+    overrides = [f"{name}={str(value).lower()}" for name, value in plan.nearest_layout.to_overrides().items()]
+    again = make_plan(resolved(*overrides, micro_batch_size=8), device=DEVICES["h100"], devices=8)
+    assert again.layout == plan.nearest_layout
     assert again.fits
 
 
@@ -170,84 +171,84 @@ def test_what_is_proposed_is_a_recipe_that_fits(resolved) -> None:
 @given(
     devices=st.sampled_from([1, 2, 4, 8]),
     nodes=st.sampled_from([1, 2]),
-    micro_batch=st.sampled_from([1, 2, 4]),
+    micro_batch_size=st.sampled_from([1, 2, 4]),
     kv_heads=st.sampled_from([1, 2, 8]),
     limit=st.integers(0, 40),
 )
 def test_the_search_takes_the_first_candidate_that_fits(
-    devices: int, nodes: int, micro_batch: int, kv_heads: int, limit: int
+    devices: int, nodes: int, micro_batch_size: int, kv_heads: int, limit: int
 ) -> None:
     world = devices * nodes
     layout = replace(
         LAYOUT,
         devices=devices,
         nodes=nodes,
-        shard=world,
-        micro_batch=micro_batch,
-        accumulation=64 // (world * micro_batch),
+        dp_shard=world,
+        micro_batch_size=micro_batch_size,
+        accumulation_steps=64 // (world * micro_batch_size),
     )
-    everything = list(candidates(layout, global_batch=64, kv_heads=kv_heads))
+    everything = list(candidate_layouts(layout, global_batch_size=64, kv_heads=kv_heads))
     assert everything[0] == layout
     assert len(set(everything)) == len(everything)
     for one in everything:
-        assert one.tp * one.replicate * one.shard == one.world
-        assert one.accumulation * one.micro_batch * one.replicate * one.shard == 64
+        assert one.tp * one.dp_replicate * one.dp_shard == one.world_size
+        assert one.accumulation_steps * one.micro_batch_size * one.dp_replicate * one.dp_shard == 64
         assert one.tp == layout.tp or (kv_heads % one.tp == 0 and devices % one.tp == 0)
     fitting = set(everything[limit : limit + 1])
-    found = nearest(layout, global_batch=64, kv_heads=kv_heads, fits=lambda one: one in fitting)
+    found = find_nearest_layout(layout, global_batch_size=64, kv_heads=kv_heads, fits=lambda one: one in fitting)
     assert found == (everything[limit] if limit < len(everything) else None)
 
 
 def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding() -> None:
-    layout = replace(LAYOUT, replicate=2, shard=4, micro_batch=2, accumulation=2)
-    order = list(candidates(layout, global_batch=32, kv_heads=8))
-    assert [order[i].micro_batch for i in range(2)] == [2, 1]
-    assert order[2].checkpointing == "selective"
-    assert order[2].micro_batch == 2
-    first_sharded = next(i for i, one in enumerate(order) if one.replicate == 1)
-    assert {one.checkpointing for one in order[:first_sharded]} == {"none", "selective", "full"}
+    layout = replace(LAYOUT, dp_replicate=2, dp_shard=4, micro_batch_size=2, accumulation_steps=2)
+    order = list(candidate_layouts(layout, global_batch_size=32, kv_heads=8))
+    assert [order[i].micro_batch_size for i in range(2)] == [2, 1]
+    assert order[2].activation_checkpointing == "selective"
+    assert order[2].micro_batch_size == 2
+    first_sharded = next(i for i, one in enumerate(order) if one.dp_replicate == 1)
+    assert {one.activation_checkpointing for one in order[:first_sharded]} == {"none", "selective", "full"}
     assert {one.tp for one in order[:first_sharded]} == {1}
 
 
 @pytest.mark.parametrize(
-    ("sets", "named"),
+    ("overrides", "named"),
     [
         (["parallel.pp=2"], "parallel.pp"),
         (["parallel.dp_shard=3"], "dp_shard"),
-        (["batch.global_batch=4"], "global_batch"),
+        (["batch.global_batch_size=4"], "global_batch_size"),
     ],
 )
-def test_what_cannot_be_laid_out_is_refused_by_name(resolved, sets: list[str], named: str) -> None:
+def test_what_cannot_be_laid_out_is_refused_by_name(resolved, overrides: list[str], named: str) -> None:
     with pytest.raises(RecipeError, match=named):
-        make(resolved(*sets), device=DEVICES["h100"], devices=8)
+        make_plan(resolved(*overrides), device=DEVICES["h100"], devices=8)
 
 
 def test_the_vocabulary_comes_from_the_recipe_then_the_store_then_the_preset(resolved) -> None:
-    made = make(resolved("model.vocab_size=1000"), device=DEVICES["h100"], devices=8)
-    assert (made.config.vocab_size, made.vocabulary_from) == (1000, "model.vocab_size")
-    made = make(resolved("model.vocab_size=0"), device=DEVICES["h100"], devices=8)
+    made = make_plan(resolved("model.vocab_size=1000"), device=DEVICES["h100"], devices=8)
+    assert (made.config.vocab_size, made.vocab_source) == (1000, "model.vocab_size")
+    made = make_plan(resolved("model.vocab_size=0"), device=DEVICES["h100"], devices=8)
     assert made.config.vocab_size == 128256
-    assert "preset llama3-8b" in made.vocabulary_from
+    assert "preset llama3-8b" in made.vocab_source
     nothing = load(base={"data": {"store": "elsewhere"}})
     with pytest.raises(RecipeError, match=r"model\.vocab_size=N"):
-        make(nothing, device=DEVICES["h100"], devices=8)
+        make_plan(nothing, device=DEVICES["h100"], devices=8)
 
 
 def test_devices_are_known_by_name_and_others_refused() -> None:
-    assert planned_device("H200").memory_bytes == 143771 * 2**20
+    assert find_device("H200").memory_bytes == 143771 * 2**20
     with pytest.raises(RecipeError, match="did you mean h100"):
-        planned_device("h10")
+        find_device("h10")
     assert all(device.peak_flops > 5e13 and device.power_w > 50 for device in DEVICES.values())
 
 
 def test_nodes_and_replicas_make_up_the_world(resolved) -> None:
-    layout = of(resolved("parallel.dp_replicate=2", "parallel.tp=2").recipe, devices=8, nodes=2)
-    assert (layout.world, layout.shard, layout.accumulation) == (16, 4, 32)
+    layout = layout_from_recipe(resolved("parallel.dp_replicate=2", "parallel.tp=2").recipe, devices=8, nodes=2)
+    assert (layout.world_size, layout.dp_shard, layout.accumulation_steps) == (16, 4, 32)
 
 
 def test_the_page_and_the_json_say_the_same(resolved) -> None:
-    plan = make(resolved(micro_batch=8), device=DEVICES["h100"], devices=8)
-    text, values = page(plan), json.loads(json.dumps(to_values(plan)))
+    plan = make_plan(resolved(micro_batch_size=8), device=DEVICES["h100"], devices=8)
+    text, values = format_plan(plan), json.loads(json.dumps(plan_to_dict(plan)))
     assert values["fits"] is False
     assert "DOES NOT FIT" in text
     for name, value in values["nearest"]["set"].items():
@@ -270,13 +271,13 @@ def test_the_page_and_the_json_say_the_same(resolved) -> None:
     ],
 )
 def test_times_are_written_for_people(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-    assert [count(n) for n in (999, 1.5e6, 2e9, 3.25e12)] == ["999", "1.50 M", "2.00 B", "3.25 T"]
+    assert format_duration(seconds) == text
+    assert [format_count(n) for n in (999, 1.5e6, 2e9, 3.25e12)] == ["999", "1.50 M", "2.00 B", "3.25 T"]
 
 
 def test_the_command_needs_no_torch_and_says_by_its_code_whether_it_fits(tmp_path: Path) -> None:
     recipe = tmp_path / "run.toml"
-    recipe.write_text('[model]\npreset = "llama2-7b"\n[data]\nstore = "elsewhere"\n[batch]\nmicro_batch = 1\n')
+    recipe.write_text('[model]\npreset = "llama2-7b"\n[data]\nstore = "elsewhere"\n[batch]\nmicro_batch_size = 1\n')
     watched = (
         "import sys; sys.argv[0] = 'lt-train'\nfrom lt_trainer.__main__ import main\ncode = main()\n"
         "assert 'torch' not in sys.modules\nsys.exit(code)"

@@ -12,16 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from lt_ckpt import CheckpointError, convert_to, open_source
-from lt_ckpt.formats import Wish
+from lt_ckpt import CheckpointError, convert_checkpoint, open_source
+from lt_ckpt.formats import ConvertOptions
 from lt_data import TokenStore
-from lt_model import LlamaConfig, RopeScaling, parameters
+from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
+from lt_trainer.checkpointing.pretrained import open_pretrained
+from lt_trainer.config.recipe import ModelOptions, load, to_toml
 from lt_trainer.control import SoloControl
 from lt_trainer.errors import RecipeError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.pretrained import open_pretrained
-from lt_trainer.recipe import ModelOptions, load, to_toml
-from lt_trainer.run import run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 CONFIG = LlamaConfig(
     vocab_size=300,
@@ -42,14 +42,14 @@ SHAPE = ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads", "n_layers"
 
 def weights_of(config: LlamaConfig, seed: int = 0) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(seed)
-    return {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in parameters(config)}
+    return {p.name: rng.standard_normal(p.shape).astype(np.float32) for p in param_specs(config)}
 
 
 def write_model(folder: Path, config: LlamaConfig, tokenizer: dict[str, bytes] | None = None) -> dict[str, np.ndarray]:
     folder.mkdir()
     weights = weights_of(config)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config.to_hf()))
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
     for name, data in (tokenizer or {}).items():
         (folder / name).write_bytes(data)
     return weights
@@ -77,11 +77,11 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
     assert (made.vocab_size, made.rope_theta, made.max_position_embeddings) == (300, 5e5, 64)
     assert (made.rope_scaling.factor, made.rope_scaling.original_max_position_embeddings) == (8.0, 16)
     assert resolved.origins["model.n_layers"] == f"init_from {model}"
-    assert not resolved.given("model.n_layers")
-    longer = load(base=base, sets=["model.max_position_embeddings=128", "model.rope_theta=1e6"])
+    assert not resolved.is_given("model.n_layers")
+    longer = load(base=base, overrides=["model.max_position_embeddings=128", "model.rope_theta=1e6"])
     assert longer.recipe.model.max_position_embeddings == 128
     assert longer.recipe.model.rope_theta == 1e6
-    assert load(base=base, sets=["model.resize_vocab=true"]).recipe.model.vocab_size == 0, "the data's"
+    assert load(base=base, overrides=["model.resize_vocab=true"]).recipe.model.vocab_size == 0, "the data's"
 
     written = tmp_path / "written.toml"
     written.write_text(to_toml(resolved.recipe, resolved.origins))
@@ -92,23 +92,23 @@ def test_the_model_decides_the_architecture(model, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "words"),
+    ("overrides", "words"),
     [
-        (["model.preset=tiny-2m"], r"model\.preset.*brings its own architecture"),
+        (["model.preset=tiny-2m"], r"model\.preset.*has its own architecture"),
         (["model.init_from=", "model.resize_vocab=true"], r"resize_vocab.*no effect without model\.init_from"),
         (["model.init_from=", "model.init_config=c.json"], r"init_config.*no effect without"),
     ],
 )
-def test_options_without_effect_are_refused(model, sets, words) -> None:
+def test_options_without_effect_are_refused(model, overrides, words) -> None:
     with pytest.raises(RecipeError, match=words):
-        load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model)}}, sets=sets)
+        load(base={"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model)}}, overrides=overrides)
 
 
 def test_another_model_than_the_recipe_says_is_refused(model) -> None:
     base = {"data": {"store": "s", "seq_len": 32}, "model": {"init_from": str(model), "n_layers": 3}}
     options = load(base=base).recipe.model
     three = LlamaConfig.from_dict(CONFIG.to_dict() | {"n_layers": 3})
-    with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; leave these fields out"):
+    with pytest.raises(RecipeError, match=r"model\.n_layers = 3.*has n_layers = 2; remove these fields"):
         opened(options, three)
     longer = LlamaConfig.from_dict(CONFIG.to_dict() | {"rope_theta": 1e6, "max_position_embeddings": 128})
     with opened(options, longer) as pretrained:
@@ -121,9 +121,9 @@ def test_another_model_than_the_recipe_says_is_refused(model) -> None:
 @given(data=st.data())
 def test_any_slice_is_the_models(model, data, monkeypatch) -> None:
     """Also in blocks of a row or two, and cast to another dtype."""
-    monkeypatch.setattr("lt_trainer.pretrained.BLOCK_BYTES", data.draw(st.sampled_from([1, 700, 2**24])))
+    monkeypatch.setattr("lt_trainer.checkpointing.pretrained.BLOCK_BYTES", data.draw(st.sampled_from([1, 700, 2**24])))
     weights = weights_of(CONFIG)
-    parameter = data.draw(st.sampled_from(parameters(CONFIG)))
+    parameter = data.draw(st.sampled_from(param_specs(CONFIG)))
     offset, shape = [], []
     for size in parameter.shape:
         begin = data.draw(st.integers(0, size))
@@ -139,7 +139,7 @@ def test_any_slice_is_the_models(model, data, monkeypatch) -> None:
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(new=st.integers(200, 420), begin=st.integers(0, 419), n=st.integers(0, 420), column=st.integers(0, 31))
 def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch) -> None:
-    monkeypatch.setattr("lt_trainer.pretrained.BLOCK_BYTES", 999)
+    monkeypatch.setattr("lt_trainer.checkpointing.pretrained.BLOCK_BYTES", 999)
     weights = weights_of(CONFIG)
     begin = min(begin, new)
     n = min(n, new - begin)
@@ -156,7 +156,7 @@ def test_a_vocabulary_of_another_size(model, new, begin, n, column, monkeypatch)
         assert (
             joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,)) == weights["model.norm.weight"]
         ).all()
-        assert new == 300 or f"vocabulary of 300 ids becomes one of {new}" in pretrained.describe()
+        assert new == 300 or f"vocabulary resized from 300 to {new} ids" in pretrained.describe()
 
 
 def test_without_resize_the_vocabulary_must_be_the_models(model) -> None:
@@ -167,9 +167,9 @@ def test_without_resize_the_vocabulary_must_be_the_models(model) -> None:
 
 def test_every_format_is_a_start(model, tmp_path) -> None:
     source = open_source(model)
-    convert_to(source, tmp_path / "one.pt", Wish(format="pt", dtype="BF16"))
-    convert_to(source, tmp_path / "dcp", Wish(format="dcp"))
-    convert_to(source, tmp_path / "lt", Wish(format="lt"))
+    convert_checkpoint(source, tmp_path / "one.pt", ConvertOptions(format="pt", dtype="BF16"))
+    convert_checkpoint(source, tmp_path / "dcp", ConvertOptions(format="dcp"))
+    convert_checkpoint(source, tmp_path / "lt", ConvertOptions(format="lt"))
     config = model / "config.json"
     weights = weights_of(CONFIG)
     for path, given_config in ((tmp_path / "one.pt", config), (tmp_path / "dcp", config), (tmp_path / "lt", "")):
@@ -178,7 +178,7 @@ def test_every_format_is_a_start(model, tmp_path) -> None:
             name = "model.layers.1.self_attn.k_proj.weight"
             found = joined(pretrained.read(name, (0, 0), (16, 32), "F32"), (16, 32))
             assert (np.abs(found - weights[name]) <= (2**-8 * np.abs(weights[name]) if path.suffix else 0)).all(), path
-    with pytest.raises(RecipeError, match=r"model\.init_from = .*one\.pt.*does not say what the model is"):
+    with pytest.raises(RecipeError, match=r"model\.init_from = .*one\.pt.*has no model configuration"):
         load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "one.pt")}})
 
 
@@ -213,14 +213,16 @@ def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
     write_model(tmp_path / "none", CONFIG)
     for name in ("same", "none"):
         opened(ModelOptions(init_from=str(tmp_path / name)), CONFIG, own_tokenizer).close()
-    with pytest.raises(RecipeError, match=r"another tokenizer than the model's: id \d+ is .* in the data and .* there"):
+    with pytest.raises(
+        RecipeError, match=r"another tokenizer than the model's: id \d+ is .* in the data and .* in the model"
+    ):
         opened(ModelOptions(init_from=str(tmp_path / "swapped")), CONFIG, own_tokenizer)
-    with pytest.raises(RecipeError, match=r"10 ids of the data are not in its tokenizer"):
+    with pytest.raises(RecipeError, match=r"10 ids of the data are not in the model's tokenizer"):
         opened(ModelOptions(init_from=str(tmp_path / "short")), CONFIG, own_tokenizer)
     opened(ModelOptions(init_from=str(tmp_path / "short"), resize_vocab=True), CONFIG, own_tokenizer).close()
     with pytest.raises(RecipeError, match="another tokenizer"):
         opened(ModelOptions(init_from=str(tmp_path / "swapped"), resize_vocab=True), CONFIG, own_tokenizer)
-    anyway = ModelOptions(init_from=str(tmp_path / "swapped"), init_any_tokenizer=True)
+    anyway = ModelOptions(init_from=str(tmp_path / "swapped"), allow_tokenizer_mismatch=True)
     opened(anyway, CONFIG, own_tokenizer).close()
 
 
@@ -270,21 +272,21 @@ def test_a_model_of_a_hub(hub, tmp_path) -> None:
     assert [path.rpartition("/")[2].partition("?")[0] for path in log] == ["main", "config.json"]
     first = commits[0]
     with opened(resolved.recipe.model, CONFIG) as pretrained:
-        assert pretrained.about["revision"] == first
+        assert pretrained.metadata["revision"] == first
         assert f"org/name at commit {first}" in pretrained.describe()
     assert commits[0] != first
     asked = [path for path in log if path.startswith("/api/")]
     assert [path.partition("?")[0].rpartition("/")[2] for path in asked] == ["main", "main"], "once for all ranks"
 
 
-def start(base, sets=()) -> int:
-    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={})
+def start(base, overrides=()) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={})
 
 
 def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engine, capsys) -> None:
     recipe_base["model"] = {"init_from": str(model)}
     recipe_base["data"]["seq_len"] = 32
-    out = Path(recipe_base["run"]["out"])
+    out = Path(recipe_base["run"]["dir"])
     assert start(recipe_base, ["schedule.max_steps=6"]) == 0
     events = read_jsonl(out / "events.jsonl")
     (event,) = [e for e in events if e["event"] == "init_from"]
@@ -300,20 +302,20 @@ def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engi
     assert start(recipe_base, ["schedule.max_steps=9"]) == 0
     said = capsys.readouterr().out
     assert "resuming after step 6" in said
-    assert "is not read: this run goes on" in said
+    assert "is not read when a run resumes" in said
     assert len([e for e in read_jsonl(out / "events.jsonl") if e["event"] == "init_from"]) == 1
     assert fake_engine.opened[1].lrs[0] != lrs[0]
 
-    recipe_base["run"]["out"] = str(out.parent / "other")
+    recipe_base["run"]["dir"] = str(out.parent / "other")
     with pytest.raises(RecipeError, match=r"model\.init_from"):
         start(recipe_base)
 
 
 def test_a_damaged_model_ends_the_start(model, recipe_base, fake_engine) -> None:
     recipe_base["model"] = {"init_from": str(model)}
-    resolved = load(base=recipe_base, sets=["run.engine=fake"])
+    resolved = load(base=recipe_base, overrides=["run.engine=fake"])
     with open(model / "model.safetensors", "r+b") as file:
         file.truncate(5000)
     with pytest.raises((RecipeError, CheckpointError), match=r"model\.safetensors"):
         run(resolved, environ={})
-    assert not list((Path(recipe_base["run"]["out"]) / "checkpoints").glob("step-*"))
+    assert not list((Path(recipe_base["run"]["dir"]) / "checkpoints").glob("step-*"))

@@ -10,9 +10,8 @@ import pytest
 
 from lt_model import PRESETS, LlamaConfig, RopeScaling
 from lt_trainer import engine as engine_module
-from lt_trainer.errors import RecipeError
-from lt_trainer.fields import leaves, option
-from lt_trainer.recipe import (
+from lt_trainer.config.fields import leaves, option
+from lt_trainer.config.recipe import (
     ModelOptions,
     OptimizerOptions,
     Recipe,
@@ -22,6 +21,7 @@ from lt_trainer.recipe import (
     load,
     to_dict,
 )
+from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}
 
@@ -62,40 +62,42 @@ def test_later_sources_win_field_by_field_and_origins_say_so(tmp_path: Path) -> 
         base={"optimizer": {"lr": 9e-3, "eps": 1e-6}, "run": {"seed": 7}},
         base_name="quickstart",
         hyperparameters={"BETA1": "0.7", "BETA2": "0.8"},
-        sets=["optimizer.beta2=.9", "data.document_mask=false"],
+        overrides=["optimizer.beta2=.9", "data.document_mask=false"],
     )
     optimizer = resolved.recipe.optimizer
     assert dataclasses.asdict(optimizer) == {
+        "name": "adamw",
         "lr": 1e-3,
         "weight_decay": 0.0,
         "beta1": 0.7,
         "beta2": 0.9,
         "eps": 1e-6,
         "grad_clip": 1.0,
-        "moments": "float32",
+        "moments_dtype": "float32",
         "z_loss": 0.0,
         "decay_embeddings": False,
     }
     assert resolved.recipe.run.seed == 7
     assert resolved.recipe.data.document_mask is False
     assert {name: resolved.origins[f"optimizer.{name}"] for name in dataclasses.asdict(optimizer)} == {
+        "name": "default",
         "lr": f"{path}:5",
         "weight_decay": f"{path}:8",
         "beta1": "hyperparameter BETA1",
         "beta2": "--set",
         "eps": "quickstart",
         "grad_clip": "default",
-        "moments": "default",
+        "moments_dtype": "default",
         "z_loss": "default",
         "decay_embeddings": "default",
     }
     assert resolved.origins["data.document_mask"] == "--set"
-    assert resolved.given("optimizer.lr")
-    assert not resolved.given("optimizer.grad_clip")
+    assert resolved.is_given("optimizer.lr")
+    assert not resolved.is_given("optimizer.grad_clip")
 
 
 def test_the_last_set_wins() -> None:
-    assert load(base=STORE, sets=["run.seed=1", "run.seed=2"]).recipe.run.seed == 2
+    assert load(base=STORE, overrides=["run.seed=1", "run.seed=2"]).recipe.run.seed == 2
 
 
 def test_every_field_has_an_origin_and_a_description() -> None:
@@ -106,8 +108,8 @@ def test_every_field_has_an_origin_and_a_description() -> None:
 
 def test_store_is_required() -> None:
     assert message_of(load) == (
-        "data.store = '' (default): a run needs data; set data.store to a token store "
-        "(make one: lt data prepare SOURCE... --tokenizer PATH --out STORE), or data.synthetic to true for random rows"
+        "data.store = '' (default): a run needs data; set data.store to a token store (create one: lt data prepare "
+        "SOURCE... --tokenizer PATH --out STORE), or data.synthetic to true for random ids"
     )
 
 
@@ -121,22 +123,23 @@ def test_store_is_required() -> None:
         ("[optimizer]\nseq_len = 5\n", "optimizer.seq_len = 5 (RUN:2): unknown field; did you mean data.seq_len?"),
         (
             "[batch]\nzzz = 5\n",
-            "batch.zzz = 5 (RUN:2): unknown field; the fields of [batch] are batch.global_batch, batch.micro_batch",
+            "batch.zzz = 5 (RUN:2): unknown field; the fields of [batch] are batch.global_batch_size, "
+            "batch.micro_batch_size",
         ),
         (
             "qqqq = 5\n",
-            "qqqq = 5 (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, guard, "
-            "metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
+            "qqqq = 5 (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, "
+            "fault_tolerance, metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "[zzzzzz]\n",
-            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, guard, "
-            "metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
+            "zzzzzz = {} (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, "
+            "fault_tolerance, metrics, model, model.rope_scaling, optimizer, parallel, run, schedule",
         ),
         (
             "batch = 5\n",
-            "batch = 5 (RUN:1): this is a section, not a value; "
-            "set one of its fields: batch.global_batch, batch.micro_batch",
+            "batch = 5 (RUN:1): not a value but a section; set one of its fields: batch.global_batch_size, "
+            "batch.micro_batch_size",
         ),
         (
             "[run]\nseed = { a = 1 }\n",
@@ -148,7 +151,7 @@ def test_store_is_required() -> None:
         ),
         (
             "[run]\nseed = true\n",
-            "run.seed = True (RUN:2): expected a whole number; write it in digits, without quotes or a decimal point",
+            "run.seed = True (RUN:2): expected an integer; write it in digits, without quotes or a decimal point",
         ),
     ],
 )
@@ -173,30 +176,30 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert message_of(load, path).startswith(f"the recipe {path} is not valid TOML: ")
     path.write_bytes(b"\xff")
     assert message_of(load, path) == (
-        f"the recipe {path} is not UTF-8 text (invalid start byte at byte 0); save it as UTF-8"
+        f"the recipe {path} is not UTF-8 (invalid start byte at byte 0); save it as UTF-8"
     )
 
 
 @pytest.mark.parametrize(
-    ("text", "problem"), [("optimizer.lr", "there is no ="), ("=3", "there is no name"), ("", "there is no name")]
+    ("text", "problem"), [("optimizer.lr", "missing ="), ("=3", "missing name"), ("", "missing name")]
 )
 def test_malformed_sets(text: str, problem: str) -> None:
-    assert message_of(load, base=STORE, sets=[text]) == (
+    assert message_of(load, base=STORE, overrides=[text]) == (
         f"--set {text}: {problem}; write section.field=value, for example --set optimizer.lr=1e-3"
     )
 
 
 def test_a_set_value_may_hold_equals_signs() -> None:
-    assert load(sets=["data.store=s3://b/k?v=1"]).recipe.data.store == "s3://b/k?v=1"
+    assert load(overrides=["data.store=s3://b/k?v=1"]).recipe.data.store == "s3://b/k?v=1"
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_a_preset_fills_what_is_not_given(name: str) -> None:
-    resolved = load(base=STORE, sets=[f"model.preset={name}", "data.seq_len=128"])
+    resolved = load(base=STORE, overrides=[f"model.preset={name}", "data.seq_len=128"])
     config = PRESETS[name]
     assert llama_config(resolved.recipe, config.vocab_size) == config
     assert resolved.origins["model.n_layers"] == f"preset {name}"
-    assert not resolved.given("model.n_layers")
+    assert not resolved.is_given("model.n_layers")
     assert resolved.origins["model.vocab_size"] == "default"
 
 
@@ -208,7 +211,7 @@ def test_fields_beside_a_preset_win() -> None:
 
 
 def test_unknown_preset() -> None:
-    assert message_of(load, base=STORE, sets=["model.preset=llama2-7"]) == (
+    assert message_of(load, base=STORE, overrides=["model.preset=llama2-7"]) == (
         "model.preset = 'llama2-7' (--set): unknown preset; did you mean llama2-7b? the presets are "
         + ", ".join(PRESETS)
     )
@@ -216,16 +219,16 @@ def test_unknown_preset() -> None:
 
 def test_naming_a_preset_by_hand_without_its_values_is_refused() -> None:
     assert message_of(ModelOptions, preset="llama2-7b") == (
-        "model.preset = 'llama2-7b': the preset has no effect: every size is the default one; "
-        'make the recipe with load(base={"model": {"preset": ...}}), or leave the preset out'
+        "model.preset = 'llama2-7b': the preset was not applied: every size is the default; create the recipe with "
+        'load(base={"model": {"preset": ...}}), or remove the preset'
     )
     assert ModelOptions(preset="litespark-default").hidden_size == 768
 
 
 def test_llama_config_takes_the_vocabulary_of_the_data() -> None:
-    recipe = load(base=STORE, sets=["data.seq_len=256"]).recipe
+    recipe = load(base=STORE, overrides=["data.seq_len=256"]).recipe
     assert llama_config(recipe, 1000) == LlamaConfig(vocab_size=1000, max_position_embeddings=256)
-    scaled = load(base=STORE, sets=["model.rope_scaling.factor=8", "model.max_position_embeddings=8192"]).recipe
+    scaled = load(base=STORE, overrides=["model.rope_scaling.factor=8", "model.max_position_embeddings=8192"]).recipe
     scaling = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
     assert llama_config(scaled, 9).rope_scaling == scaling
     assert llama_config(scaled, 9).max_position_embeddings == 8192
@@ -235,35 +238,37 @@ def test_a_vocabulary_that_does_not_agree() -> None:
     recipe = load(base=STORE, hyperparameters={"VOCAB_SIZE": "32000"}).recipe
     assert llama_config(recipe, 32000).vocab_size == 32000
     assert message_of(llama_config, recipe, 1000) == (
-        "model.vocab_size = 32000: the tokenizer of the data has 1000 ids; "
-        "leave model.vocab_size (VOCAB_SIZE) out or set it to 1000, or prepare the data anew"
+        "model.vocab_size = 32000: the data's tokenizer has 1000 ids; remove model.vocab_size (VOCAB_SIZE), set it "
+        "to 1000, or prepare the data again"
     )
 
 
 @pytest.mark.usefixtures("only_fake")
 def test_an_installed_engine_gets_its_own_options() -> None:
-    resolved = load(base={**STORE, "engine": {"fake": {"label": "y"}}}, sets=["run.engine=fake", "engine.fake.depth=5"])
+    resolved = load(
+        base={**STORE, "engine": {"fake": {"label": "y"}}}, overrides=["run.engine=fake", "engine.fake.depth=5"]
+    )
     assert resolved.recipe.engine == {"fake": FakeOptions(depth=5, label="y")}
     assert resolved.origins["engine.fake.depth"] == "--set"
     assert resolved.origins["engine.fake.label"] == "base"
     assert resolved.unchecked == ()
-    assert load(base=STORE, sets=["run.engine=fake"]).recipe.engine == {"fake": FakeOptions()}
+    assert load(base=STORE, overrides=["run.engine=fake"]).recipe.engine == {"fake": FakeOptions()}
 
 
 @pytest.mark.usefixtures("only_fake")
 def test_wrong_options_of_an_installed_engine() -> None:
-    assert message_of(load, base=STORE, sets=["run.engine=fake", "engine.fake.dpth=5"]) == (
+    assert message_of(load, base=STORE, overrides=["run.engine=fake", "engine.fake.dpth=5"]) == (
         "engine.fake.dpth = '5' (--set): unknown field; did you mean engine.fake.depth?"
     )
-    assert message_of(load, base=STORE, sets=["engine.fake.depth=x"]).startswith(
-        "engine.fake.depth = 'x' (--set): expected a whole number"
+    assert message_of(load, base=STORE, overrides=["engine.fake.depth=x"]).startswith(
+        "engine.fake.depth = 'x' (--set): expected an integer"
     )
 
 
 @pytest.mark.usefixtures("only_fake")
 def test_an_engine_that_is_not_installed_stays_raw_and_is_reported() -> None:
     base = {**STORE, "engine": {"neuron": {"zero1": False, "sub": {"a": [1, "b"]}}}}
-    resolved = load(base=base, sets=["engine.neuron.depth=5", "engine.neuron.name=abc", "engine.neuron.rate=1e-3"])
+    resolved = load(base=base, overrides=["engine.neuron.depth=5", "engine.neuron.name=abc", "engine.neuron.rate=1e-3"])
     assert resolved.recipe.engine["neuron"] == {
         "zero1": False,
         "sub": {"a": [1, "b"]},
@@ -279,15 +284,15 @@ def test_an_engine_that_is_not_installed_stays_raw_and_is_reported() -> None:
 
 @pytest.mark.usefixtures("only_fake")
 def test_unknown_engines() -> None:
-    assert message_of(load, base=STORE, sets=["run.engine=gup"]) == (
-        "run.engine = 'gup' (--set): no such engine; installed here: fake; lt has gpu, neuron"
+    assert message_of(load, base=STORE, overrides=["run.engine=gup"]) == (
+        "run.engine = 'gup' (--set): unknown engine; installed here: fake; lt has gpu, neuron"
     )
-    assert message_of(load, base=STORE, sets=["engine.gup.x=1"]) == (
-        "engine.gup.x = '1' (--set): not an option of an engine; "
-        "write engine.<name>.<option>; the names are fake, gpu, neuron"
+    assert message_of(load, base=STORE, overrides=["engine.gup.x=1"]) == (
+        "engine.gup.x = '1' (--set): not an engine option; write engine.<name>.<option>; the names are fake, gpu, "
+        "neuron"
     )
-    assert "not an option of an engine" in message_of(load, base=STORE, sets=["engine.fake=1"])
-    assert "not an option of an engine" in message_of(load, base={**STORE, "engine": {"gup": {}}})
+    assert "not an engine option" in message_of(load, base=STORE, overrides=["engine.fake=1"])
+    assert "not an engine option" in message_of(load, base={**STORE, "engine": {"gup": {}}})
 
 
 def test_engine_options_turns_a_raw_table_into_the_class() -> None:

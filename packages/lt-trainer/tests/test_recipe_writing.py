@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_trainer import engine as engine_module
-from lt_trainer.errors import RecipeError
-from lt_trainer.fields import option
-from lt_trainer.recipe import (
+from lt_trainer.config.fields import option
+from lt_trainer.config.recipe import (
     BatchOptions,
     CheckpointOptions,
     DataOptions,
@@ -31,7 +30,8 @@ from lt_trainer.recipe import (
     to_dict,
     to_toml,
 )
-from lt_trainer.sections import RampOptions, SourceOptions, ValidationOptions
+from lt_trainer.config.sections import RampOptions, SourceOptions, ValidationOptions
+from lt_trainer.errors import RecipeError
 
 STORE = {"data": {"store": "stores/train"}}
 
@@ -85,7 +85,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
         )
     )
     return Recipe(
-        run=RunOptions(out=draw(word), seed=draw(st.integers(0, 2**63 - 1))),
+        run=RunOptions(dir=draw(word), seed=draw(st.integers(0, 2**63 - 1))),
         model=ModelOptions(
             vocab_size=draw(st.integers(0, 10**6)),
             hidden_size=2 * half * heads,
@@ -106,14 +106,14 @@ def recipes(draw: st.DrawFn) -> Recipe:
             validation_sets={name: ValidationOptions(store=store) for name, store in named.items()},
             validation=validation,
             seq_len=seq_len,
-            pack=draw(st.sampled_from(["bfd", "concat"])),
+            packing=draw(st.sampled_from(["bfd", "concat"])),
             document_mask=draw(st.booleans()),
             shuffle=draw(st.booleans()),
             tokenizer=draw(word),
         ),
         batch=BatchOptions(
-            global_batch=batch,
-            micro_batch=micro,
+            global_batch_size=batch,
+            micro_batch_size=micro,
             ramp=RampOptions(start=start, tokens=draw(st.integers(1, 10**9)) if start else 0),
         ),
         optimizer=OptimizerOptions(
@@ -134,7 +134,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
             n_nodes=draw(st.integers(1, 64)), tp=tp, sequence_parallel=draw(st.booleans()) and tp > 1
         ),
         checkpoint=CheckpointOptions(interval=draw(st.integers(0, 10**6)), resume=draw(st.booleans())),
-        metrics=MetricsOptions(eval_interval=draw(st.integers(1, 9)) if validation else 0),
+        metrics=MetricsOptions(validation_interval=draw(st.integers(1, 9)) if validation else 0),
         engine={
             "fake": FakeOptions(
                 depth=draw(st.integers(-9, 9)), label=draw(st.text(st.characters(exclude_categories=["Cs"])))
@@ -157,12 +157,12 @@ def test_recipe_to_toml_and_back(recipe: Recipe, tmp_path_factory: pytest.TempPa
 
 
 def test_a_preset_survives_writing() -> None:
-    recipe = load(base=STORE, sets=["model.preset=tiny-2m", "data.seq_len=64"]).recipe
+    recipe = load(base=STORE, overrides=["model.preset=tiny-2m", "data.seq_len=64"]).recipe
     assert from_dict(to_dict(recipe)) == recipe
 
 
 def test_toml_with_origins_is_readable() -> None:
-    resolved = load(base=STORE, sets=["optimizer.lr=5e-3"])
+    resolved = load(base=STORE, overrides=["optimizer.lr=5e-3"])
     lines = to_toml(resolved.recipe, resolved.origins).splitlines()
     assert "lr = 0.005  # --set" in lines
     assert 'store = "stores/train"  # base' in lines
@@ -185,8 +185,8 @@ def test_a_recipe_does_not_change_with_the_mapping_it_was_made_from() -> None:
 
 def test_importing_and_resolving_a_recipe_loads_nothing_heavy() -> None:
     program = (
-        "import sys; from lt_trainer.recipe import load, to_toml;"
-        "to_toml(load(base={'data': {'store': 'x'}}, sets=['model.preset=tiny-2m', 'data.seq_len=64']).recipe);"
+        "import sys; from lt_trainer.config.recipe import load, to_toml;"
+        "to_toml(load(base={'data': {'store': 'x'}}, overrides=['model.preset=tiny-2m', 'data.seq_len=64']).recipe);"
         "print([m for m in ('torch', 'numpy', 'typer', 'rich', 'tokenizers', 'fsspec') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,20 +15,20 @@ from typing import Any
 
 import pytest
 
+from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
-from lt_trainer.sinks import Sinks, require_sinks
-from lt_trainer.sinks.opening import open_sinks
-from lt_trainer.sinks.sink import About, SinkRefused
-from lt_trainer.sinks.tags import scalars
+from lt_trainer.observability.sinks import SinkGroup, check_sinks_installed
+from lt_trainer.observability.sinks.registry import open_sinks
+from lt_trainer.observability.sinks.sink import RunInfo, SinkConfigError
+from lt_trainer.observability.sinks.tags import scalars
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 TRAIN = {"step": 3, "loss": 2.5, "learning_rate": 0.1, "mfu": math.nan, "data_s": 0.25, "energy_kwh": 1.5}
 
 
-def about(run: Path, step: int = 0) -> About:
-    return About(
+def about(run: Path, step: int = 0) -> RunInfo:
+    return RunInfo(
         run=run, recipe={"run": {"seed": 1}, "metrics": {"sinks": ["wandb"]}}, toml="[run]\nseed = 1", step=step
     )
 
@@ -43,7 +43,7 @@ class Recorder:
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         self.calls.append(("write", step, time_s, dict(values)))
 
-    def go_on_at(self, step: int) -> None:
+    def resume_at(self, step: int) -> None:
         self.calls.append(("go on at", step))
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ def test_numbers_are_grouped_and_text_stays_out() -> None:
 def test_every_field_of_a_training_record_has_a_tag() -> None:
     from dataclasses import fields
 
-    from lt_trainer.metrics import MetricsRecord
+    from lt_trainer.run_directory.records import MetricsRecord
 
     record = {field.name: 1.0 for field in fields(MetricsRecord)}
     assert len(scalars(record)) == len(record) - 1  # all but the step
@@ -79,7 +79,7 @@ def test_every_field_of_a_training_record_has_a_tag() -> None:
 
 def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
     sink = Recorder()
-    sinks = Sinks({"one": sink}, clock=lambda: 1234.5)
+    sinks = SinkGroup({"one": sink}, clock=lambda: 1234.5)
     for step in (2, 4, 6, 4, 6, 6):
         sinks.write({"step": step, "loss": float(step)})
         if step == 4:
@@ -105,7 +105,7 @@ def test_sinks_hear_where_a_start_begins_and_where_a_way_back_leads() -> None:
 
 def test_a_sink_that_fails_is_told_once_and_the_others_go_on() -> None:
     good, bad = Recorder(), Broken()
-    sinks = Sinks({"bad": bad, "good": good})
+    sinks = SinkGroup({"bad": bad, "good": good})
     assert sinks.write({"step": 1, "loss": 1.0}) == {"bad": "ConnectionError: the service is away"}
     assert sinks.write({"step": 2, "loss": 1.0}) == {}
     assert sinks.close() == {}
@@ -120,9 +120,10 @@ def test_a_missing_library_is_refused_with_its_extra(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
         RecipeError,
-        match=r"metrics.sinks = \('tensorboard', 'wandb'\): the sink wandb .*pip install 'lt-trainer\[wandb\]'",
+        match=r"metrics.sinks = \('tensorboard', 'wandb'\): the library of wandb is not installed; "
+        r"pip install 'lt-trainer\[wandb\]'",
     ):
-        require_sinks(("tensorboard", "wandb"))
+        check_sinks_installed(("tensorboard", "wandb"))
 
 
 def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
@@ -131,8 +132,8 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
         import sys
         sys.meta_path = [finder for finder in sys.meta_path if "editable" not in repr(finder)]
         sys.path = [entry for entry in sys.path if "site-packages" not in entry]
-        from lt_trainer.sinks.opening import _installed
-        sys.exit(0 if not _installed("wandb") else "a folder was taken for a library")
+        from lt_trainer.observability.sinks.registry import _is_installed
+        sys.exit(0 if not _is_installed("wandb") else "a folder was taken for a library")
     """
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1] / "src")])
     subprocess.run(
@@ -141,9 +142,8 @@ def test_a_folder_of_that_name_is_no_library(tmp_path: Path) -> None:
 
 
 def test_importing_a_run_loads_no_sink() -> None:
-    script = (
-        "import sys, lt_trainer.run; sys.exit(bool({'tensorboard', 'wandb', 'trackio', 'rich'} & set(sys.modules)))"
-    )
+    sinks = "{'tensorboard', 'wandb', 'trackio', 'rich'}"
+    script = f"import sys, lt_trainer.training.runner; sys.exit(bool({sinks} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
@@ -184,6 +184,7 @@ def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     assert found.SummaryMetadata("recipe/text_summary").plugin_data.plugin_name == "text"
 
 
+@pytest.mark.guarantee("sink-fidelity")
 def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> None:
     """A way back within a start, then a start behind an older checkpoint: each step has its newest value, once."""
     first, _ = open_sinks(("tensorboard",), about(tmp_path))
@@ -200,7 +201,7 @@ def test_tensorboard_forgets_the_steps_that_are_done_again(tmp_path: Path) -> No
 
 def test_tensorboard_on_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
-    with pytest.raises(RunDirError, match=r"cannot write .*tensorboard: File exists; free space or mend"):
+    with pytest.raises(RunDirError, match=r"cannot write .*tensorboard: File exists; free space or fix"):
         open_sinks(("tensorboard",), about(tmp_path))
 
 
@@ -259,6 +260,7 @@ def history(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
+@pytest.mark.guarantee("sink-fidelity")
 def test_wandb_reads_what_was_written_and_goes_on_in_the_same_run(tmp_path: Path, offline: None) -> None:
     first, lost = open_sinks(("wandb",), about(tmp_path))
     assert lost == {}
@@ -305,7 +307,7 @@ def test_wandb_without_a_key_is_refused_with_a_remedy(tmp_path: Path, monkeypatc
         raise UsageError("No API key configured.")
 
     monkeypatch.setattr(wandb, "init", refuse)
-    with pytest.raises(SinkRefused, match=r"No API key configured.; set WANDB_API_KEY, or WANDB_MODE=offline"):
+    with pytest.raises(SinkConfigError, match=r"No API key configured.; set WANDB_API_KEY or WANDB_MODE=offline"):
         open_sinks(("tensorboard", "wandb"), about(tmp_path))
 
 
@@ -328,7 +330,7 @@ def test_a_service_that_is_away_at_the_start_does_not_keep_the_run_from_going_on
 
 def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
     (tmp_path / "wandb.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"wandb.json: .*; remove it to begin a new W&B run"):
+    with pytest.raises(RunDirError, match=r"wandb.json: .*; remove it to start a new W&B run"):
         open_sinks(("wandb",), about(tmp_path))
 
 
@@ -337,10 +339,10 @@ def test_a_damaged_run_id_is_named(tmp_path: Path, offline: None) -> None:
 WRITE = """
     import json, sys
     from pathlib import Path
-    from lt_trainer.sinks.opening import open_sinks
-    from lt_trainer.sinks.sink import About
+    from lt_trainer.observability.sinks.registry import open_sinks
+    from lt_trainer.observability.sinks.sink import RunInfo
     run, step, records = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-    sinks, lost = open_sinks(("trackio",), About(run=run, recipe={"run": {"seed": 1}}, toml="", step=step))
+    sinks, lost = open_sinks(("trackio",), RunInfo(run=run, recipe={"run": {"seed": 1}}, toml="", step=step))
     assert lost == {}, lost
     for record in records:
         sinks.write(record, {"node0/cpu_percent": 12.5} if record["step"] == 1 else None)
@@ -413,30 +415,30 @@ def test_trackio_that_refuses_is_refused_with_a_remedy(
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.setenv("TRACKIO_SERVER_URL", "https://127.0.0.1:9")
     monkeypatch.delenv("TRACKIO_WRITE_TOKEN", raising=False)
-    with pytest.raises(SinkRefused, match=r"requires a write token.*take trackio out of metrics.sinks"):
+    with pytest.raises(SinkConfigError, match=r"requires a write token.*remove trackio from metrics.sinks"):
         open_sinks(("trackio",), about(tmp_path))
 
 
 def test_a_damaged_trackio_name_is_named(tmp_path: Path, trackio: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     (tmp_path / "trackio.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"trackio.json: .*; remove it to begin a new Trackio run"):
+    with pytest.raises(RunDirError, match=r"trackio.json: .*; remove it to start a new Trackio run"):
         open_sinks(("trackio",), about(tmp_path))
 
 
 # ---- in a run ----
 
 
-def start(base: Any, *sets: str, **options: Any) -> int:
-    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+def start(base: Any, *overrides: str, **options: Any) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
 
 
 def test_a_stopped_and_resumed_run_has_every_step_once(recipe_base, fake_engine, capsys) -> None:
-    recipe_base["metrics"] |= {"sinks": ["tensorboard"], "eval_interval": 5}
-    assert start(recipe_base, stop_at_step=9) == 75
+    recipe_base["metrics"] |= {"sinks": ["tensorboard"], "validation_interval": 5}
+    assert start(recipe_base, stop_after_step=9) == 75
     assert start(recipe_base) == 0
     assert "the recipe has changed" not in capsys.readouterr().out
-    out = Path(recipe_base["run"]["out"])
+    out = Path(recipe_base["run"]["dir"])
     records = read_jsonl(out / "metrics.jsonl")
     found = events(out)
     for tag, field in (("train/loss", "loss"), ("validation/loss", "val_loss"), ("time/rest_s", "rest_s")):
@@ -446,14 +448,15 @@ def test_a_stopped_and_resumed_run_has_every_step_once(recipe_base, fake_engine,
     assert "[metrics]" in found.Tensors("recipe/text_summary")[0].tensor_proto.string_val[0].decode()
 
 
+@pytest.mark.guarantee("sink-failure")
 def test_a_sink_that_fails_in_a_run_is_noted_and_the_run_goes_on(recipe_base, fake_engine, capsys, monkeypatch) -> None:
-    from lt_trainer.sinks import opening
+    from lt_trainer.observability.sinks import registry
 
-    monkeypatch.setattr(opening, "_open", lambda name: lambda about: Broken())
+    monkeypatch.setattr(registry, "_sink_factory", lambda name: lambda about: Broken())
     recipe_base["metrics"]["sinks"] = ["tensorboard"]
     assert start(recipe_base) == 0
-    assert capsys.readouterr().out.count("the sink tensorboard has failed") == 1
-    out = Path(recipe_base["run"]["out"])
+    assert capsys.readouterr().out.count("sink tensorboard failed") == 1
+    out = Path(recipe_base["run"]["dir"])
     failed = [event for event in read_jsonl(out / "events.jsonl") if event["event"] == "sink_failed"]
     assert [(event["sink"], event["error"]) for event in failed] == [
         ("tensorboard", "ConnectionError: the service is away")
@@ -466,4 +469,4 @@ def test_a_missing_sink_is_refused_before_the_run_directory_is_made(recipe_base,
     recipe_base["metrics"]["sinks"] = ["tensorboard"]
     with pytest.raises(RecipeError, match=r"pip install 'lt-trainer\[tensorboard\]'"):
         start(recipe_base)
-    assert not Path(recipe_base["run"]["out"]).exists()
+    assert not Path(recipe_base["run"]["dir"]).exists()

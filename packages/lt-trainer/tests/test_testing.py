@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lt_trainer.testing import RankError, RankPool, start_run
-from lt_trainer.testing.forks import Claim
+from lt_trainer.testing.forkserver import PortClaim
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def test_what_cannot_be_sent_is_an_error(pool: RankPool) -> None:
 
 
 def test_claims_differ_and_leave_the_port_to_a_store() -> None:
-    claims = [Claim() for _ in range(5)]
+    claims = [PortClaim() for _ in range(5)]
     assert len({claim.port for claim in claims}) == 5
     with socket.socket() as store:
         store.bind(("", claims[0].port))
@@ -166,7 +166,7 @@ def test_exit_codes_and_output_of_a_run(tmp_path: Path) -> None:
         assert "no-such-command" in run.output(1)
     with start_run([], ranks=2, cwd=tmp_path, prepare=f"{__file__}:leaves") as run:
         assert run.wait() == [10, 11]
-        assert run.alive == []
+        assert run.alive_ranks == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["output-1", "output-2", "output-3"]
 
 
@@ -174,14 +174,14 @@ def test_real_signals_to_one_rank_and_to_all(tmp_path: Path) -> None:
     with start_run([], ranks=3, cwd=tmp_path, prepare=f"{__file__}:hangs", env={"MASTER_PORT": "7"}) as run:
         for rank in range(3):
             wait_for(run, rank, f"rank {rank} hangs in {tmp_path} at 7")
-        run.signal(signal.SIGUSR1, 0)
+        run.send_signal(signal.SIGUSR1, 0)
         wait_for(run, 0, "usr1")
         run.kill(1)
-        run.signal(signal.SIGTERM, 2)
-        while run.alive != [0]:
+        run.send_signal(signal.SIGTERM, 2)
+        while run.alive_ranks != [0]:
             time.sleep(0.01)
         os.kill(run.pids[0], 0)
-        with pytest.raises(RankError, match=r"(?s)rank 0 had not ended after 0.1 s.*in hangs"):
+        with pytest.raises(RankError, match=r"(?s)rank 0 did not exit within 0.1 s.*in hangs"):
             run.wait(0.1)
         assert run.wait() == [-signal.SIGABRT, -signal.SIGKILL, -signal.SIGTERM]
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_trainer.fields import flatten
-from lt_trainer.toml import dump, format_value, line_numbers
+from lt_trainer.config.fields import flatten
+from lt_trainer.config.toml import dump, format_value, line_numbers
 
 text = st.text(st.characters(exclude_categories=["Cs"]))
 scalar = st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False) | text

@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lt_trainer.torch import Part  # noqa: E402
+from lt_trainer.torch import LocalShard  # noqa: E402
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 12])
@@ -14,8 +14,10 @@ def test_ranks_that_hold_the_same_give_each_row_once(rows: int, copies: int) -> 
     local = torch.arange(rows * 2).view(rows, 2)
     whole = torch.full((rows + 10, 2), -1)
     for copy in range(copies):
-        part = Part(local=local, shape=(rows + 10, 2), offset=(4, 0), copies=copies, copy=copy).share()
-        assert (part.copies, part.shape) == (1 if copies > 1 else copies, (rows + 10, 2))
+        part = LocalShard(
+            local=local, shape=(rows + 10, 2), offset=(4, 0), n_replicas=copies, replica_index=copy
+        ).replica_slice()
+        assert (part.n_replicas, part.shape) == (1 if copies > 1 else copies, (rows + 10, 2))
         first, n = part.offset[0], part.local.shape[0]
         assert (whole[first : first + n] == -1).all(), "two ranks give the same rows"
         whole[first : first + n] = part.local

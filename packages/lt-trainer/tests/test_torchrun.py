@@ -6,22 +6,22 @@ import sys
 
 import pytest
 
-from lt_trainer import torchrun
 from lt_trainer.__main__ import main
-from lt_trainer.recipe import load
-from lt_trainer.stop import STOP_SIGNALS
+from lt_trainer.cli import torchrun
+from lt_trainer.config.recipe import load
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 def test_the_command_line() -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     rank = ["-m", "lt_trainer", "run", "a.toml"]
-    assert torchrun.command(2, [], ["run", "a.toml"]) == [*run, "--standalone", *rank]
-    assert torchrun.command(2, ["--nnodes", "4"], ["run", "a.toml"]) == [*run, "--nnodes", "4", *rank]
+    assert torchrun.torchrun_command(2, [], ["run", "a.toml"]) == [*run, "--standalone", *rank]
+    assert torchrun.torchrun_command(2, ["--nnodes", "4"], ["run", "a.toml"]) == [*run, "--nnodes", "4", *rank]
 
 
 def test_torchrun_waits_as_long_as_the_recipe_says_and_forwards_all_stop_signals() -> None:
-    recipe = load(base={"data": {"store": "unused"}}, sets=["guard.grace_s=99.5"]).recipe
-    environ = torchrun.environment(recipe)
+    recipe = load(base={"data": {"store": "unused"}}, overrides=["fault_tolerance.grace_period_s=99.5"]).recipe
+    environ = torchrun.torchrun_environment(recipe)
     assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == environ["PET_SHUTDOWN_TIMEOUT"] == "100"
     names = set(environ["PET_SIGNALS_TO_HANDLE"].split(","))
     assert names == set(environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","))
@@ -43,7 +43,7 @@ def test_torchrun_waits_as_long_as_the_recipe_says_and_forwards_all_stop_signals
     ],
 )
 def test_one_code_for_all_ranks(of_torchrun, of_ranks, code) -> None:
-    assert torchrun.exit_code(of_torchrun, of_ranks) == code
+    assert torchrun.combine_exit_codes(of_torchrun, of_ranks) == code
 
 
 def test_doctest() -> None:
@@ -58,10 +58,10 @@ def test_a_rank_notes_its_code_only_for_us(tmp_path, monkeypatch, capsys) -> Non
         assert main() == 64
         assert not list(tmp_path.iterdir())
         monkeypatch.setenv("RANK", "3")
-        monkeypatch.setenv(torchrun.EXIT_CODES, str(tmp_path))
+        monkeypatch.setenv(torchrun.EXIT_CODES_VARIABLE, str(tmp_path))
         assert main() == 64
         assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"3": "64"}
-        monkeypatch.setenv(torchrun.EXIT_CODES, str(tmp_path / "gone"))
+        monkeypatch.setenv(torchrun.EXIT_CODES_VARIABLE, str(tmp_path / "gone"))
         assert main() == 64
     finally:
         for number, handler in taken.items():

@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, TokenStore, inspect_step, open_pack, pack
-from lt_trainer.batches import StreamBatches
-from lt_trainer.check import check
-from lt_trainer.data import open_data, open_stream
+from lt_trainer.config.recipe import load
+from lt_trainer.data.batches import StreamBatches
+from lt_trainer.data.synthetic import SyntheticRows
+from lt_trainer.data.training_data import open_data, open_stream
 from lt_trainer.engine import Topology
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
-from lt_trainer.synthetic import SyntheticRows
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.preflight import run_preflight
+from lt_trainer.training.runner import run
 
 Base = dict[str, dict[str, Any]]
 
 
-def start(base: Base, *sets: str, **options: Any) -> int:
-    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+def start(base: Base, *overrides: str, **options: Any) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
 
 
 def out(base: Base) -> Path:
-    return Path(base["run"]["out"])
+    return Path(base["run"]["dir"])
 
 
 def losses(base: Base) -> dict[int, float]:
@@ -53,8 +53,8 @@ def mixture(base: Base, little_data: Path) -> None:
 
 def buckets(base: Base, little_data: Path) -> None:
     for half in ("train", "validation"):
-        pack(TokenStore.open(little_data / half), seq_len=32, mode="buckets", shortest=8)
-    base["data"] |= {"pack": "buckets", "shortest": 8}
+        pack(TokenStore.open(little_data / half), seq_len=32, mode="buckets", min_seq_len=8)
+    base["data"] |= {"packing": "buckets", "min_seq_len": 8}
 
 
 def weighted_buckets(base: Base, little_data: Path) -> None:
@@ -71,12 +71,12 @@ def synthetic(base: Base, little_data: Path) -> None:
 
 
 def ramp(base: Base, little_data: Path) -> None:
-    base["batch"] |= {"global_batch": 16, "ramp": {"start": 4, "steps": 11}}
+    base["batch"] |= {"global_batch_size": 16, "ramp": {"start": 4, "steps": 11}}
 
 
 def ramped_mixture(base: Base, little_data: Path) -> None:
     mixture(base, little_data)
-    base["batch"] |= {"global_batch": 16, "ramp": {"start": 4, "tokens": 4000}}
+    base["batch"] |= {"global_batch_size": 16, "ramp": {"start": 4, "tokens": 4000}}
 
 
 KINDS = [mixture, buckets, weighted_buckets, synthetic, ramp, ramped_mixture]
@@ -84,13 +84,14 @@ each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name_
 Kind = Callable[[Base, Path], None]
 
 
+@pytest.mark.guarantee("data-resume")
 @each_kind
 def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data, tmp_path, kind: Kind) -> None:
     kind(recipe_base, little_data)
     assert start(recipe_base) == 0
     whole, rows = losses(recipe_base), fake_engine.opened[0].rows
-    recipe_base["run"]["out"] = str(tmp_path / "stopped")
-    assert start(recipe_base, stop_at_step=9) == 75
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    assert start(recipe_base, stop_after_step=9) == 75
     assert start(recipe_base, "data.prefetch=0") == 0
     assert losses(recipe_base) == whole
     assert fake_engine.opened[1].rows + fake_engine.opened[2].rows == rows
@@ -100,28 +101,29 @@ def test_a_stop_and_a_kill_change_nothing(recipe_base, fake_engine, little_data,
 @each_kind
 def test_check_tries_a_start(recipe_base, fake_engine, little_data, kind: Kind) -> None:
     kind(recipe_base, little_data)
-    lines = check(load(base=recipe_base, sets=["run.engine=fake"]), environ={})
+    lines = run_preflight(load(base=recipe_base, overrides=["run.engine=fake"]), environ={})
     assert all(line.startswith("ok") for line in lines)
     (said,) = [line for line in lines if line.split()[1] == "data"]
     wanted = {
         "mixture": "large: 1.03 epochs; small: 9.43 epochs",
         "ramped_mixture": "small: ",
-        "synthetic": "random ids",
+        "synthetic": "synthetic rows",
         "ramp": "epochs",
     }
     assert wanted.get(kind.__name__, "(buckets)") in said
 
 
+@pytest.mark.guarantee("data-resume")
 @each_kind
 def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_data, kind: Kind) -> None:
     """Two ranks read the two halves of each step that one rank reads, and the position is the same."""
     kind(recipe_base, little_data)
-    recipe_base["batch"]["micro_batch"] = 2
+    recipe_base["batch"]["micro_batch_size"] = 2
     recipe = load(base=recipe_base).recipe
     data = open_data(recipe)
 
     def batches(rank: int, size: int) -> StreamBatches:
-        return StreamBatches(recipe, data, Topology(rank=rank, world=size, dp_rank=rank, dp_size=size))
+        return StreamBatches(recipe, data, Topology(rank=rank, world_size=size, dp_rank=rank, dp_size=size))
 
     one, two = batches(0, 1), [batches(rank, 2) for rank in range(2)]
     for step in range(20):
@@ -139,14 +141,15 @@ def test_rows_are_those_of_the_library_whatever_the_ranks(recipe_base, little_da
         opened.close()
 
 
+@pytest.mark.guarantee("provenance")
 @pytest.mark.parametrize("kind", [mixture, buckets, weighted_buckets, ramp, ramped_mixture], ids=lambda k: k.__name__)
 def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
     recipe_base, fake_engine, little_data, kind: Kind
 ) -> None:
     kind(recipe_base, little_data)
     fake_engine.poison = lambda call, batch: call in (8, 9, 10)
-    assert start(recipe_base, "guard.max_skipped=2") == 0
-    (rewind,) = events(recipe_base, "rewind")
+    assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
+    (rewind,) = events(recipe_base, "rollback")
     assert (rewind["step"], rewind["from_step"]) == (6, 10)
     first, last = rewind["rows"]
     last_data = events(recipe_base, "data")[-1]
@@ -154,11 +157,11 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
     trained = iter(fake_engine.opened[0].rows)
     stores = {name: TokenStore.open(little_data / name) for name in ("train", "validation")}
     recipe = load(base=recipe_base).recipe
-    unskipped = open_stream(recipe, open_data(recipe), Topology(rank=0, world=1, dp_rank=0, dp_size=1), None)
+    unskipped = open_stream(recipe, open_data(recipe), Topology(rank=0, world_size=1, dp_rank=0, dp_size=1), None)
     for call in range(1, 25):  # calls 1 to 10 were steps 1 to 10, the others 7 to 20
         if 6 < call <= 10:  # the events tell what these steps have read since
-            state = unskipped.ahead(call - 1)
-            for _ in unskipped.global_rows(state, unskipped.batch_rows(call - 1)):
+            state = unskipped.state_after(call - 1)
+            for _ in unskipped.global_rows(state, unskipped.batch_size_at(call - 1)):
                 next(trained)
             continue
         report = inspect_step(out(recipe_base), call if call <= 6 else call - 4)
@@ -166,7 +169,7 @@ def test_inspect_names_the_rows_of_every_step_also_after_a_way_back(
         assert report.batch_rows == len(report.rows)
         for row in report.rows:
             ids: list[int] = []
-            for piece in row.pieces:
+            for piece in row.spans:
                 store = stores["validation" if row.origin == "small" else "train"]
                 begin, _ = store.document_span(piece.document)
                 ids += store.tokens(begin + piece.begin, piece.end - piece.begin).tolist()
@@ -181,11 +184,11 @@ def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake
     for name, copy in copies.items():
         shutil.copytree(little_data / name, copy)
     mixture(recipe_base, tmp_path / "here")
-    assert start(recipe_base, stop_at_step=3) == 75
+    assert start(recipe_base, stop_after_step=3) == 75
     rows = inspect_step(out(recipe_base), 2).rows
     assert {row.origin for row in rows} == {"large", "small"}
     copies["validation"].rename(tmp_path / "elsewhere")
-    with pytest.raises(DataError, match=r"events\.jsonl says the source small = .*with --source NAME=FOLDER"):
+    with pytest.raises(DataError, match=r"events\.jsonl has the source small = .*with --source NAME=FOLDER"):
         inspect_step(out(recipe_base), 2)
     assert inspect_step(out(recipe_base), 2, sources={"small": tmp_path / "elsewhere"}).rows == rows
     with pytest.raises(DataError, match="source 'web': the sources of the run's mixture are: large, small"):
@@ -202,7 +205,7 @@ def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_da
     from lt_data.cli import app
 
     mixture(recipe_base, little_data)
-    assert start(recipe_base, stop_at_step=3) == 75
+    assert start(recipe_base, stop_after_step=3) == 75
     where = f"small={little_data / 'validation'}"
     done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", where])
     assert done.exit_code == 0, done.output
@@ -210,7 +213,7 @@ def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_da
     assert "position 8, large, epoch 0, pack row" in done.output
     assert done.output.count("small, epoch") == 2
     done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", "small"])
-    assert "--source small: write NAME=STORE" in str(done.exception or done.output)
+    assert "--source small: give NAME=STORE" in str(done.exception or done.output)
 
 
 def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_data) -> None:
@@ -224,8 +227,8 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
         Phase(weights={"large": 3, "small": 1}),
         Phase(weights={"large": 1, "small": 1}, from_row=7 * 8),
     ]
-    wanted = Stream(Mixture(readers, phases), global_batch=8, seed=0)
-    found = open_stream(recipe, open_data(recipe), Topology(rank=0, world=1, dp_rank=0, dp_size=1), None)
+    wanted = Stream(Mixture(readers, phases), global_batch_size=8, seed=0)
+    found = open_stream(recipe, open_data(recipe), Topology(rank=0, world_size=1, dp_rank=0, dp_size=1), None)
     for _ in range(12):
         a, b = wanted.next(), found.next()
         assert np.array_equal(a.row_ids, b.row_ids)
@@ -235,19 +238,19 @@ def test_a_mixture_is_lt_datas_with_phases_counted_in_steps(recipe_base, little_
 def test_phases_of_a_growing_batch_begin_with_their_step(recipe_base, little_data) -> None:
     ramped_mixture(recipe_base, little_data)
     recipe = load(base=recipe_base).recipe
-    grows = recipe.batch.grows(32)
+    grows = recipe.batch.batch_ramp(32)
     assert grows is not None
-    ((_, first), (row, second)) = recipe.data.phases(grows.rows_before)
+    ((_, first), (row, second)) = recipe.data.weight_phases(grows.rows_before)
     assert row == grows.rows_before(7) != 7 * 16
     assert (first, second) == ({"large": 3, "small": 1}, {"large": 1, "small": 1})
 
 
 def test_changed_weights_are_refused_where_they_were_read_and_free_ahead(recipe_base, fake_engine, little_data) -> None:
     mixture(recipe_base, little_data)
-    assert start(recipe_base, stop_at_step=5) == 75
+    assert start(recipe_base, stop_after_step=5) == 75
     with pytest.raises(DataError, match=r"another sequence of rows \(weights@0"):
         start(recipe_base, "data.mixture.small.weight=2")
-    assert start(recipe_base, "data.mixture.large.phase_weights=2", stop_at_step=9) == 75
+    assert start(recipe_base, "data.mixture.large.phase_weights=2", stop_after_step=9) == 75
     with pytest.raises(DataError, match="weights@56"):
         start(recipe_base, "data.mixture.large.phase_weights=5")
     recipe_base["data"]["mixture"]["more"] = {"store": str(little_data / "train")}
@@ -257,22 +260,22 @@ def test_changed_weights_are_refused_where_they_were_read_and_free_ahead(recipe_
 
 def test_a_source_that_may_not_be_read_again_ends_the_run(recipe_base, fake_engine, little_data) -> None:
     mixture(recipe_base, little_data)
-    with pytest.raises(DataError, match=r"source small: its \d+ rows were read 1 times, which is its max_epochs"):
+    with pytest.raises(DataError, match=r"source small: its \d+ rows were read 1 times, its max_epochs"):
         start(recipe_base, "data.mixture.small.max_epochs=1", "schedule.max_steps=400")
 
 
 def test_a_batch_that_grows_reads_what_its_closed_form_says(recipe_base, fake_engine, little_data) -> None:
     ramp(recipe_base, little_data)
     assert start(recipe_base) == 0
-    grows = load(base=recipe_base).recipe.batch.grows(32)
+    grows = load(base=recipe_base).recipe.batch.batch_ramp(32)
     assert grows is not None
-    assert [grows.rows_of(step) for step in range(13)] == [4] * 4 + [8] * 4 + [12] * 3 + [16] * 2
+    assert [grows.batch_size_at(step) for step in range(13)] == [4] * 4 + [8] * 4 + [12] * 3 + [16] * 2
     (engine,) = fake_engine.opened
     assert len(engine.rows) == grows.rows_before(20)
     records = [r for r in read_jsonl(out(recipe_base) / "metrics.jsonl") if "loss" in r]
     assert [r["learning_rate"] for r in records] == engine.lrs
     by_step = [r["samples_per_sec"] / r["batches_per_sec"] for r in records]
-    assert by_step == pytest.approx([4] * 20), "samples are real rows: micro_batch of them in each micro-batch"
+    assert by_step == pytest.approx([4] * 20), "samples are real rows: micro_batch_size of them in each micro-batch"
 
 
 @settings(max_examples=40, deadline=None)
@@ -285,28 +288,28 @@ def test_a_batch_that_grows_reads_what_its_closed_form_says(recipe_base, fake_en
 def test_random_rows_are_a_function_of_seed_and_row(seed: int, vocab: int, rows: list[int], seq_len: int) -> None:
     made = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed)
     numbers = np.array(rows)
-    together = made.compact(numbers).widen()
+    together = made.read_token_rows(numbers).to_int32()
     for i, row in enumerate(rows):
-        alone = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed).compact(np.array([row])).widen()
+        alone = SyntheticRows(vocab_size=vocab, seq_len=seq_len, seed=seed).read_token_rows(np.array([row])).to_int32()
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
             assert np.array_equal(getattr(together, name)[i], getattr(alone, name)[0])
     assert together.input_ids.min() >= 0
     assert max(together.input_ids.max(), together.labels.max()) < vocab
     assert np.array_equal(together.labels[:, :-1], together.input_ids[:, 1:])
-    assert made.labels_in(numbers) == int((together.labels != -100).sum()) == len(rows) * seq_len
+    assert made.count_labels(numbers) == int((together.labels != -100).sum()) == len(rows) * seq_len
 
 
 def test_random_rows_stay_the_same_in_every_version_and_look_uniform() -> None:
     made = SyntheticRows(vocab_size=50000, seq_len=8, seed=1)
-    known = made.compact(np.array([0, 1, 10**12])).widen()
+    known = made.read_token_rows(np.array([0, 1, 10**12])).to_int32()
     assert known.input_ids.tolist() == KNOWN
     assert [[_id(1, row, place) for place in range(8)] for row in (0, 1, 10**12)] == KNOWN
-    rows = SyntheticRows(vocab_size=16, seq_len=999, seed=0).compact(np.arange(64)).widen().input_ids
+    rows = SyntheticRows(vocab_size=16, seq_len=999, seed=0).read_token_rows(np.arange(64)).to_int32().input_ids
     counts = np.bincount(rows.ravel(), minlength=16)
     assert ((counts - counts.mean()) ** 2).sum() / counts.mean() < 50  # chi-squared with 15 degrees of freedom
     pairs = np.bincount((rows[:, :-1] * 16 + rows[:, 1:]).ravel(), minlength=256)
     assert ((pairs - pairs.mean()) ** 2).sum() / pairs.mean() < 400
-    other = SyntheticRows(vocab_size=50000, seq_len=8, seed=2).compact(np.array([0])).widen()
+    other = SyntheticRows(vocab_size=50000, seq_len=8, seed=2).read_token_rows(np.array([0])).to_int32()
     assert other.input_ids[0].tolist() != KNOWN[0]
 
 
@@ -334,8 +337,8 @@ KNOWN = [
 
 def test_random_rows_are_in_no_store(recipe_base, fake_engine, little_data) -> None:
     synthetic(recipe_base, little_data)
-    assert start(recipe_base, stop_at_step=3) == 75
-    with pytest.raises(DataError, match="it read synthetic rows, which are in no token store"):
+    assert start(recipe_base, stop_after_step=3) == 75
+    with pytest.raises(DataError, match="it read synthetic rows, which have no token store"):
         inspect_step(out(recipe_base), 2)
     with pytest.raises(DataError, match="seed: 0 before, 1 now"):
         start(recipe_base, "run.seed=1")
@@ -365,6 +368,6 @@ def test_random_ids_are_the_stated_function_of_seed_row_and_place() -> None:
     def wanted(row: int, place: int) -> int:
         return (mixed((mixed((row * gamma + key) & mask) + place * gamma) & mask) >> 32) * 1000 >> 32
 
-    found = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).compact(np.array([0, 7, 2**40]))
+    found = SyntheticRows(vocab_size=1000, seq_len=5, seed=3).read_token_rows(np.array([0, 7, 2**40]))
     for ids, last, row in zip(found.input_ids.tolist(), found.next_ids.tolist(), (0, 7, 2**40), strict=True):
         assert [*ids, last] == [wanted(row, place) for place in range(6)]

@@ -7,20 +7,20 @@ import numpy as np
 import pytest
 
 from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, read_documents
-from lt_trainer.data import open_data, validation_batches
+from lt_trainer.config.recipe import load
+from lt_trainer.data.training_data import open_data, validation_batches
 from lt_trainer.engine import Topology
 from lt_trainer.errors import RecipeError
-from lt_trainer.metrics import read_jsonl
-from lt_trainer.recipe import load
-from lt_trainer.run import run
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 
 
-def start(base, *sets: str, **options) -> int:
-    return run(load(base=base, sets=["run.engine=fake", *sets]), environ={}, **options)
+def start(base, *overrides: str, **options) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
 
 
 def validations(base) -> list[dict]:
-    return [r for r in read_jsonl(Path(base["run"]["out"]) / "metrics.jsonl") if "val_loss" in r]
+    return [r for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if "val_loss" in r]
 
 
 def valid_tokens(folder: Path) -> int:
@@ -33,7 +33,7 @@ def test_each_set_is_evaluated_whole_at_each_interval(recipe_base, fake_engine, 
         "web": {"store": str(little_data / "train")},
         "again": {"store": str(little_data / "validation")},
     }
-    assert start(recipe_base, "metrics.eval_interval=8") == 0
+    assert start(recipe_base, "metrics.validation_interval=8") == 0
     found = validations(recipe_base)
     assert [(r["step"], r.get("val_set", "")) for r in found] == [
         (step, name) for step in (8, 16, 20) for name in ("", "again", "web")
@@ -57,24 +57,25 @@ def test_named_sets_need_no_unnamed_one(recipe_base, fake_engine, little_data) -
     assert [(r["step"], r["val_set"]) for r in validations(recipe_base)] == [(20, "web")]
 
 
+@pytest.mark.guarantee("validation-complete")
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 7])
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch: int) -> None:
+@pytest.mark.parametrize("micro_batch_size", [1, 4])
+def test_every_row_once_over_any_number_of_ranks(recipe_base, dp_size: int, micro_batch_size: int) -> None:
     reader = open_data(load(base=recipe_base).recipe).validation[0].reader
     rounds: list[int] = []
     seen: list[bytes] = []
     tokens = 0
     for rank in range(dp_size):
-        topology = Topology(rank=rank, world=dp_size, dp_rank=rank, dp_size=dp_size)
-        batches = list(validation_batches(reader, topology, micro_batch))
+        topology = Topology(rank=rank, world_size=dp_size, dp_rank=rank, dp_size=dp_size)
+        batches = list(validation_batches(reader, topology, micro_batch_size))
         rounds.append(len(batches))
         for batch in batches:
-            assert batch.input_ids.shape == (1, micro_batch, 32)
+            assert batch.input_ids.shape == (1, micro_batch_size, 32)
             assert batch.valid_tokens == int((batch.labels != -100).sum())
             tokens += batch.valid_tokens
             padding = (batch.doc_ids == -1).all(axis=2)
             seen += [row.tobytes() for row in batch.input_ids[~padding]]
-    everything = reader.gather(np.arange(reader.n_rows))
+    everything = reader.read_rows(np.arange(reader.n_rows))
     assert sorted(seen) == sorted(row.tobytes() for row in everything.input_ids)
     assert tokens == int((everything.labels != -100).sum())
     assert len(set(rounds)) == 1, "a rank with fewer batches would leave the others waiting"

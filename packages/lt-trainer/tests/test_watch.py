@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
-from lt_trainer.recipe import load
-from lt_trainer.run import run
-from lt_trainer.watch.reading import Follower, View, Watcher
-from lt_trainer.watch.showing import _duration, draw, watch
+from lt_trainer.observability.watch.follower import JsonlFollower, RunView, RunWatcher
+from lt_trainer.observability.watch.terminal import _duration, render, watch_run
+from lt_trainer.training.runner import run
 
 
-def text(view: View, width: int = 140) -> str:
+def text(view: RunView, width: int = 140) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(draw(view))
+    console.print(render(view))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_a_follower_reads_each_line_once_and_torn_ones_later(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    follower = Follower(path)
+    follower = JsonlFollower(path)
     assert follower.read() == []
     path.write_text('{"a": 1}\n{"a": "nan"}\n[3]\n{"a":')
     first, second = follower.read()
@@ -83,11 +83,11 @@ def test_the_time_that_remains_is_by_the_speed_of_this_start(folder: Path) -> No
     for one in second[1:]:
         one |= {"data_s": 0.0, "forward_backward_s": 1.0, "optimizer_s": 0.5, "rest_s": 0.5}
     append(folder / "metrics.jsonl", *first, *second)
-    assert Watcher(folder).look().remaining_s == 395 * 2.0
+    assert RunWatcher(folder).poll().remaining_s == 395 * 2.0
 
 
 def test_a_run_that_goes_on(folder: Path) -> None:
-    watcher = Watcher(folder, clock=lambda: (folder / "metrics.jsonl").stat().st_mtime + 5)
+    watcher = RunWatcher(folder, clock=lambda: (folder / "metrics.jsonl").stat().st_mtime + 5)
     append(
         folder / "events.jsonl", {"time": "2026-01-01T10:20:30.000+00:00", "event": "start", "device": "NVIDIA H200"}
     )
@@ -111,8 +111,8 @@ def test_a_run_that_goes_on(folder: Path) -> None:
             ],
         },
     )
-    view = watcher.look()
-    assert (view.state, view.step, view.max_steps, view.quiet_s) == ("running", 100, 400, 5.0)
+    view = watcher.poll()
+    assert (view.state, view.step, view.max_steps, view.idle_s) == ("running", 100, 400, 5.0)
     assert view.remaining_s == 300.0
     shown = text(view)
     for words in (
@@ -141,16 +141,16 @@ def test_a_run_that_goes_on(folder: Path) -> None:
     ):
         assert words in shown, (words, shown)
     append(folder / "metrics.jsonl", record(101, loss=1.5))
-    assert "1.5000" in text(watcher.look())
+    assert "1.5000" in text(watcher.poll())
 
 
 def test_a_way_back_and_a_new_start_are_followed(folder: Path) -> None:
-    watcher = Watcher(folder)
+    watcher = RunWatcher(folder)
     append(folder / "metrics.jsonl", *(record(step) for step in range(1, 31)))
-    watcher.look()
+    watcher.poll()
     again = {"loss": 1.0, "forward_backward_s": 0.0}
     append(folder / "metrics.jsonl", *(record(step, elapsed_s=3.0 * (step - 20), **again) for step in range(21, 26)))
-    view = watcher.look()
+    view = watcher.poll()
     assert [one["step"] for one in view.train] == list(range(1, 26))
     assert view.train[-1]["loss"] == 1.0
     assert view.remaining_s == 3.0 * (400 - 25)  # at the speed of the new start
@@ -160,30 +160,30 @@ def test_a_way_back_and_a_new_start_are_followed(folder: Path) -> None:
     ("events", "state", "words"),
     [
         ([], "not started", "not started"),
-        ([{"event": "start"}], "running", "nothing was written for 10 min"),
+        ([{"event": "start"}], "running", "nothing written for 10 min"),
         ([{"event": "start"}, {"event": "stop", "signal": "SIGTERM"}], "stopped by SIGTERM", "stopped by SIGTERM"),
         ([{"event": "start"}, {"event": "stop", "signal": "SIGTERM"}, {"event": "start"}], "running", "running"),
-        ([{"event": "start"}, {"event": "done", "step": 9}], "done", "done"),
+        ([{"event": "start"}, {"event": "completed", "step": 9}], "completed", "completed"),
     ],
 )
 def test_states(folder: Path, events: list[dict[str, Any]], state: str, words: str) -> None:
     append(folder / "events.jsonl", *events)
-    watcher = Watcher(folder, clock=lambda: (folder / "events.jsonl").stat().st_mtime + 600)
-    view = watcher.look()
+    watcher = RunWatcher(folder, clock=lambda: (folder / "events.jsonl").stat().st_mtime + 600)
+    view = watcher.poll()
     assert view.state == state
     assert words in text(view)
 
 
 def test_losses_that_are_not_finite_leave_gaps(folder: Path) -> None:
     append(folder / "metrics.jsonl", *(record(i, loss="nan" if i == 2 else 4.0 - i) for i in range(1, 4)))
-    assert "█ ▁" in text(Watcher(folder).look())
+    assert "█ ▁" in text(RunWatcher(folder).poll())
     append(folder / "metrics.jsonl", record(4, loss="inf"))
-    assert "inf" in text(Watcher(folder).look())
+    assert "inf" in text(RunWatcher(folder).poll())
 
 
 def test_a_narrow_terminal_is_no_error(folder: Path) -> None:
     append(folder / "metrics.jsonl", record(1))
-    assert max(len(line) for line in text(Watcher(folder).look(), width=40).splitlines()) <= 40
+    assert max(len(line) for line in text(RunWatcher(folder).poll(), width=40).splitlines()) <= 40
 
 
 @pytest.mark.parametrize(
@@ -204,20 +204,20 @@ def test_durations(seconds: float, words: str) -> None:
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"is not a run directory \(it has no .lt-run\)"):
-        Watcher(tmp_path)
+        RunWatcher(tmp_path)
 
 
 def test_a_finished_run_is_shown_once_and_nothing_in_it_changes(recipe_base, fake_engine) -> None:
-    recipe_base["metrics"]["eval_interval"] = 10
-    assert run(load(base=recipe_base, sets=["run.engine=fake"]), environ={}) == 0
-    out = Path(recipe_base["run"]["out"])
+    recipe_base["metrics"]["validation_interval"] = 10
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    out = Path(recipe_base["run"]["dir"])
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*")}
     console = Console(file=io.StringIO(), width=140)
-    watch(out, interval_s=3600, once=False, console=console)  # returns, as the run is done
+    watch_run(out, interval_s=3600, once=False, console=console)  # returns, as the run is done
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()
     assert "step 20 of 20" in shown
-    assert "all 20 steps are done" in shown
+    assert "training completed at step 20" in shown
     assert "bits per byte" in shown
     assert {path: path.stat().st_mtime_ns for path in out.rglob("*")} == before
 

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer import watchdog as module
 from lt_trainer.errors import PeerError
-from lt_trainer.heartbeat import SIZE, Record, decode
-from lt_trainer.journal import RankLog
-from lt_trainer.watchdog import Watchdog
+from lt_trainer.resilience import watchdog as module
+from lt_trainer.resilience.heartbeat import HEARTBEAT_BYTES, Heartbeat, decode_heartbeat
+from lt_trainer.resilience.watchdog import Watchdog
+from lt_trainer.run_directory import RankLog
 
 DEADLINE_S = 90.0
 HAS_PROC = Path("/proc/self/stat").exists()
@@ -29,10 +29,10 @@ RANK = """
 import os, sys, threading, time
 from pathlib import Path
 from lt_trainer.errors import PeerError
-from lt_trainer.journal import RankLog
-from lt_trainer.watchdog import Watchdog
+from lt_trainer.run_directory import RankLog
+from lt_trainer.resilience.watchdog import Watchdog
 
-run, rank, world, timeout_s, beat_s, plan = Path(sys.argv[1]), *map(float, sys.argv[2:6]), sys.argv[6]
+run, rank, world, timeout_s, interval_s, plan = Path(sys.argv[1]), *map(float, sys.argv[2:6]), sys.argv[6]
 rank, world = int(rank), int(world)
 
 def collective():
@@ -64,17 +64,17 @@ def train(dog):
             if plan == "raise":
                 raise ValueError("the disk is on fire")
             if plan == "lose":
-                raise PeerError(f"contact lost: {dog.explain()}")
+                raise PeerError(f"contact lost: {dog.diagnose()}")
             if plan == "leave":
                 return
-        dog.mark("agree", step)
+        dog.mark("sync_stop", step)
         time.sleep(0.02)
         print(step, flush=True)
         if (run / "stop").exists():
             return
 
 with RankLog(run, rank) as log, Watchdog(
-    run, rank=rank, world=world, attempt="this", timeout_s=timeout_s, beat_s=beat_s, log=log
+    run, rank=rank, world_size=world, attempt="this", timeout_s=timeout_s, heartbeat_interval_s=interval_s, log=log
 ) as dog:
     train(dog)
 """
@@ -140,11 +140,11 @@ class Ranks:
     def ended(self, rank: int) -> str:
         """Check that the watchdog ended the rank, and that its log and its heartbeat tell why; returns the reason."""
         assert self.code(rank) == 75
-        found = re.fullmatch(rf"error: rank {rank} ends, as the run cannot go on: (.*)\n", self.error(rank))
+        found = re.fullmatch(rf"error: rank {rank} exits: (.*)\n", self.error(rank))
         assert found is not None
-        assert f" rank {rank} ends, as the run cannot go on: {found[1]}\n" in self.log(rank)
+        assert f" rank {rank} exits: {found[1]}\n" in self.log(rank)
         assert "stack of thread MainThread, innermost frame last:" in self.log(rank)
-        assert self.record(rank).left == found[1]
+        assert self.record(rank).exit_message == found[1]
         return found[1]
 
     def name(self, rank: int) -> str:
@@ -153,8 +153,8 @@ class Ranks:
     def log(self, rank: int) -> str:
         return (self.run / "logs" / f"rank{rank:05}.log").read_text()
 
-    def record(self, rank: int) -> Record:
-        found = decode((self.run / "alive" / f"rank{rank:05}.json").read_bytes())
+    def record(self, rank: int) -> Heartbeat:
+        found = decode_heartbeat((self.run / "alive" / f"rank{rank:05}.json").read_bytes())
         assert found is not None
         return found
 
@@ -185,15 +185,16 @@ def test_a_rank_that_hangs_before_the_others_wait_is_named(
     assert f" at {function} (<string>:" in reasons[2]
     for rank in (0, 1):
         assert " collective (<string>:" in ranks.log(rank)
-        assert ranks.record(rank).culprit == 2
-        assert ranks.record(rank).where.startswith("collective (<string>:")
+        assert ranks.record(rank).faulty_rank == 2
+        assert ranks.record(rank).main_frame.startswith("collective (<string>:")
 
 
+@pytest.mark.guarantee("hang")
 def test_a_rank_that_hangs_in_the_stage_in_which_the_others_wait_is_the_likely_one(start: Callable[..., Ranks]) -> None:
     ranks = start(["wait", "lock in step", "wait", "wait"], timeout_s=3, beat_s=0.25)
     for rank in range(4):
         reason = ranks.ended(rank)
-        assert f"{ranks.name(1)} stands elsewhere than most, in stage step of step 5 at hang_in_lock (<str" in reason
+        assert f"{ranks.name(1)}, which unlike most is in stage step of step 5 at hang_in_lock (<str" in reason
     assert "hang_in_lock" in ranks.log(1)
 
 
@@ -205,7 +206,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(start: Callable[..., Ran
     ranks.signal(signal.SIGKILL, 1)  # a zombie from now on: this process does not wait for it
     reasons = [ranks.ended(rank) for rank in (0, 2)]
     assert reasons[0] == reasons[1]
-    assert reasons[0].startswith(f"the process of {ranks.name(1)} is gone without a word, killed perhaps (it was in st")
+    assert reasons[0].startswith(f"the process of {ranks.name(1)} has exited without an error message, in st")
     assert reasons[0].endswith(f"; its log is {ranks.run}/logs/rank00001.log")
 
 
@@ -216,7 +217,7 @@ def test_the_others_watch_rank_0(start: Callable[..., Ranks]) -> None:
         ranks.wait_for(rank, text)
     ranks.signal(signal.SIGKILL, 0)
     for rank in (1, 2):
-        assert ranks.ended(rank).startswith(f"the process of {ranks.name(0)} is gone without a word")
+        assert ranks.ended(rank).startswith(f"the process of {ranks.name(0)} has exited without an error message")
 
 
 def test_a_stopped_rank_is_named_and_ends_itself_when_it_is_continued(start: Callable[..., Ranks]) -> None:
@@ -226,13 +227,14 @@ def test_a_stopped_rank_is_named_and_ends_itself_when_it_is_continued(start: Cal
     ranks.signal(signal.SIGSTOP, 1)
     reasons = [ranks.ended(rank) for rank in (0, 2)]
     assert reasons[0] == reasons[1]
-    assert reasons[0].startswith(f"{ranks.name(1)} has shown no sign of life for 2 s, last seen in stage ")
+    assert reasons[0].startswith(f"{ranks.name(1)} has had no heartbeat for 2 s, last in stage ")
     if HAS_PROC:
         assert ": its process is stopped by a signal; its log is " in reasons[0]
     ranks.signal(signal.SIGCONT, 1)
     assert ranks.ended(1) == reasons[0]
 
 
+@pytest.mark.guarantee("suspend")
 def test_a_run_that_was_stopped_and_continued_as_a_whole_goes_on(start: Callable[..., Ranks]) -> None:
     ranks = start(["go", "go", "go"], timeout_s=2, beat_s=0.1)
     for rank in range(3):
@@ -248,7 +250,7 @@ def test_a_run_that_was_stopped_and_continued_as_a_whole_goes_on(start: Callable
     for rank in range(3):
         assert ranks.code(rank) == 0
         assert ranks.error(rank) == ranks.log(rank) == ""
-        assert (ranks.record(rank).left, ranks.record(rank).culprit) == ("", None)
+        assert (ranks.record(rank).exit_message, ranks.record(rank).faulty_rank) == ("", None)
 
 
 def test_an_error_is_quoted_by_all_others_in_the_same_words(start: Callable[..., Ranks]) -> None:
@@ -256,7 +258,7 @@ def test_an_error_is_quoted_by_all_others_in_the_same_words(start: Callable[...,
     reasons = [ranks.ended(rank) for rank in (0, 2)]
     assert reasons[0] == reasons[1]
     assert reasons[0] == (
-        f"{ranks.name(1)} has left with an error in stage step of step 5: ValueError: the disk is on fire; its log is "
+        f"{ranks.name(1)} has failed in stage step of step 5: ValueError: the disk is on fire; its log is "
         f"{ranks.run}/logs/rank00001.log"
     )
     assert ranks.code(1) == 1  # its own error, its own exit code
@@ -282,15 +284,14 @@ def test_who_loses_contact_finds_out_why_and_leaves_by_itself(start: Callable[..
         ranks.wait_for(rank, text)
     ranks.signal(signal.SIGKILL, 1)
     ranks.lose(0, 2)
-    sentence = (
-        rf"the process of {re.escape(ranks.name(1))} is gone without a word, killed perhaps \(.*\); its log is .*"
-    )
+    process = rf"the process of {re.escape(ranks.name(1))}"
+    sentence = process + " has exited without an error message, .*, perhaps killed; its log is .*"
     for rank in (0, 2):
         assert ranks.code(rank) == 1  # the main thread's own error ended it, not the watchdog
         error = ranks.error(rank)
         assert re.search(rf"PeerError: contact lost: {sentence}\n$", error)
-        assert re.fullmatch(sentence, ranks.record(rank).left or "")
-        assert ranks.record(rank).culprit == 1
+        assert re.fullmatch(sentence, ranks.record(rank).exit_message or "")
+        assert ranks.record(rank).faulty_rank == 1
     assert re.fullmatch(sentence, ranks.ended(3))  # from rank 0, which named the rank at fault
 
 
@@ -301,10 +302,10 @@ def test_who_loses_contact_while_all_are_well_says_so(start: Callable[..., Ranks
     ranks.lose(0)
     assert ranks.code(0) == 1
     assert ranks.error(0).endswith("PeerError: contact lost: all other ranks seem to be alive\n")
-    assert ranks.record(0).culprit is None
+    assert ranks.record(0).faulty_rank is None
     reason = ranks.ended(1)
-    assert reason.startswith(f"{ranks.name(0)} has left with an error in stage step of step 5: PeerError: contact lost")
-    assert ranks.record(1).culprit is None
+    assert reason.startswith(f"{ranks.name(0)} has failed in stage step of step 5: PeerError: contact lost")
+    assert ranks.record(1).faulty_rank is None
 
 
 # One watchdog in this process, the others made up.
@@ -336,7 +337,16 @@ def watchdog(
     log: RankLog, ended: Ended, *, rank: int = 0, world: int = 2, timeout_s: float = 0.3, beat_s: float = 0.03
 ) -> Watchdog:
     run = log.path.parent.parent
-    return Watchdog(run, rank=rank, world=world, attempt="this", timeout_s=timeout_s, beat_s=beat_s, log=log, end=ended)
+    return Watchdog(
+        run,
+        rank=rank,
+        world_size=world,
+        attempt="this",
+        timeout_s=timeout_s,
+        heartbeat_interval_s=beat_s,
+        log=log,
+        exit_process=ended,
+    )
 
 
 def peer(run: Path, **changes: object) -> Path:
@@ -345,18 +355,18 @@ def peer(run: Path, **changes: object) -> Path:
         "attempt": "this",
         "rank": 1,
         "pid": os.getpid(),
-        "born": "1",
+        "process_start_time": "1",
         "host": "node1",
-        "machine": "node1 boot",
+        "machine_id": "node1 boot",
         "beat": 1,
-        "lap": 0,
+        "n_rollbacks": 0,
         "step": 10,
         "stage": "step",
         **changes,
     }
     path = run / "alive" / "rank00001.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(Record(**values).encode())  # type: ignore[arg-type]
+    path.write_bytes(Heartbeat(**values).encode())  # type: ignore[arg-type]
     return path
 
 
@@ -376,7 +386,7 @@ def beats(run: Path, more: int) -> None:
     def beat() -> int:
         found = None
         while found is None:
-            found = decode(path.read_bytes())
+            found = decode_heartbeat(path.read_bytes())
         return found.beat
 
     end = beat() + more
@@ -390,8 +400,8 @@ def test_marking_costs_no_call_no_lock_and_no_file() -> None:
 
 def test_the_beat_is_a_fortieth_of_the_timeout_within_bounds(tmp_path: Path, log: RankLog) -> None:
     for timeout_s, beat_s, limit in ((600.0, 5.0, 120), (100.0, 2.5, 40), (1.0, 0.05, 20), (0.01, 0.05, 2)):
-        dog = Watchdog(tmp_path, rank=0, world=1, attempt="this", timeout_s=timeout_s, log=log)
-        assert (dog._beat_s, dog._limit) == (beat_s, limit)
+        dog = Watchdog(tmp_path, rank=0, world_size=1, attempt="this", timeout_s=timeout_s, log=log)
+        assert (dog._interval_s, dog._limit) == (beat_s, limit)
 
 
 def test_a_silent_heartbeat_of_another_machine_ends_the_run(tmp_path: Path, log: RankLog) -> None:
@@ -400,19 +410,19 @@ def test_a_silent_heartbeat_of_another_machine_ends_the_run(tmp_path: Path, log:
     with watchdog(log, ended):
         ended.wait()
     text = log.path.read_text()
-    assert f"rank 1 on node1 (pid {os.getpid()}) has shown no sign of life for 0.3 s" in text
+    assert f"rank 1 on node1 (pid {os.getpid()}) has had no heartbeat for 0.3 s" in text
     assert "test_a_silent_heartbeat_of_another_machine_ends_the_run (" in text  # our own stack
-    own = decode((tmp_path / "alive" / "rank00000.json").read_bytes())
+    own = decode_heartbeat((tmp_path / "alive" / "rank00000.json").read_bytes())
     assert own is not None
-    assert own.culprit == 1
-    assert own.left in text
+    assert own.faulty_rank == 1
+    assert own.exit_message in text
 
 
 @pytest.mark.parametrize("what", ["an earlier attempt", "a torn file", "another rank's record", "no file"])
 def test_what_is_no_record_of_this_attempt_proves_nothing(tmp_path: Path, log: RankLog, what: str) -> None:
     ended = Ended()
     changes = {
-        "an earlier attempt": {"attempt": "before", "left": "an old error"},
+        "an earlier attempt": {"attempt": "before", "exit_message": "an old error"},
         "another rank's record": {"rank": 2},
     }
     path = peer(tmp_path, **changes.get(what, {}))
@@ -430,18 +440,18 @@ def test_a_rank_that_leaves_while_its_process_is_looked_at_is_no_fault(
     tmp_path: Path, log: RankLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended = Ended()
-    peer(tmp_path, machine=module._machine())
+    peer(tmp_path, machine_id=module._read_machine_id())
 
-    def leave(pid: int, born: str) -> str:
-        peer(tmp_path, machine=module._machine(), beat=2, left="")
-        return module.GONE
+    def leave(pid: int, process_start_time: str) -> str:
+        peer(tmp_path, machine_id=module._read_machine_id(), beat=2, exit_message="")
+        return module.PROCESS_GONE
 
-    monkeypatch.setattr(module, "_process", leave)
+    monkeypatch.setattr(module, "_process_state", leave)
     with watchdog(log, ended) as dog:
-        sight = dog._sight(1)
+        sight = dog._observe_rank(1)
         beats(tmp_path, 40)
-    assert sight.record is not None
-    assert sight.record.left == ""
+    assert sight.heartbeat is not None
+    assert sight.heartbeat.exit_message == ""
     assert ended.codes == []
 
 
@@ -449,22 +459,22 @@ def test_a_rank_that_leaves_while_its_process_is_looked_at_is_no_fault(
 def test_all_look_at_rank_0_only_until_something_is_wrong(
     tmp_path: Path, log: RankLog, monkeypatch: pytest.MonkeyPatch, rank: int, watched: set[int]
 ) -> None:
-    ended, looked, real = Ended(), set[int](), Watchdog._read
-    wrong: list[Record] = []
+    ended, looked, real = Ended(), set[int](), Watchdog._read_heartbeat
+    wrong: list[Heartbeat] = []
 
-    def read(self: Watchdog, other: int) -> Record | None:
+    def read(self: Watchdog, other: int) -> Heartbeat | None:
         looked.add(other)
         return wrong[0] if wrong and other == min(watched) else real(self, other)
 
-    monkeypatch.setattr(Watchdog, "_read", read)
+    monkeypatch.setattr(Watchdog, "_read_heartbeat", read)
     path = peer(tmp_path)
     with watchdog(log, ended, rank=rank, world=5, timeout_s=1000):
         until(lambda: len(looked) >= len(watched))
         time.sleep(0.3)
         assert looked == watched
-        record = decode(path.read_bytes())
+        record = decode_heartbeat(path.read_bytes())
         assert record is not None
-        wrong.append(replace(record, left="rank 1 is frozen", culprit=1))
+        wrong.append(replace(record, exit_message="rank 1 is frozen", faulty_rank=1))
         ended.wait()
     assert looked == {0, 1, 2, 3, 4} - {rank}
 
@@ -473,34 +483,37 @@ def test_who_has_explained_is_left_to_leave_by_itself_unless_it_hangs(tmp_path: 
     ended = Ended()
     peer(tmp_path)
     with watchdog(log, ended, timeout_s=3) as dog:
-        assert dog.explain().startswith("rank 1 on node1")
-        peer(tmp_path, left="rank 1 has left with an error", culprit=1)
+        assert dog.diagnose().startswith("rank 1 on node1")
+        peer(tmp_path, exit_message="rank 1 has failed", faulty_rank=1)
         beats(tmp_path, 30)
         assert ended.codes == []
         ended.wait()
-    assert "the main thread has not gone on for 3 s before its first step, at " in log.path.read_text()
-    assert "as the run cannot go on: rank 1 has left with an error" in log.path.read_text()
+    assert "the main thread has made no progress for 3 s before its first step, at " in log.path.read_text()
+    assert "exits: rank 1 has failed" in log.path.read_text()
 
 
 @pytest.mark.skipif(not HAS_PROC, reason="needs /proc to tell one process from another with its pid")
 def test_a_pid_that_was_used_again_is_not_the_rank(tmp_path: Path, log: RankLog) -> None:
     ended = Ended()
-    state, born = module._stat(os.getpid())
+    state, born = module._read_proc_stat(os.getpid())
     assert state in "RS"
-    machine = module._machine()
+    machine = module._read_machine_id()
     assert machine.startswith(os.uname().nodename)
-    assert module._process(os.getpid(), born) == "R" or module._process(os.getpid(), born) == "S"
-    peer(tmp_path, machine=machine, born=str(int(born) - 1))
+    assert module._process_state(os.getpid(), born) == "R" or module._process_state(os.getpid(), born) == "S"
+    peer(tmp_path, machine_id=machine, process_start_time=str(int(born) - 1))
     with watchdog(log, ended, timeout_s=1000):
         ended.wait()
-    assert f"the process of rank 1 on node1 (pid {os.getpid()}) is gone without a word" in log.path.read_text()
+    assert (
+        f"the process of rank 1 on node1 (pid {os.getpid()}) has exited without an error message"
+        in log.path.read_text()
+    )
 
 
 def test_without_proc_the_pid_alone_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module._process(os.getpid(), "") == module.ELSEWHERE
+    assert module._process_state(os.getpid(), "") == module.PROCESS_UNKNOWN
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait()
-    assert module._process(child.pid, "") == module.GONE
+    assert module._process_state(child.pid, "") == module.PROCESS_GONE
 
 
 def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +521,7 @@ def test_a_process_that_cannot_be_looked_at_is_not_gone(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
     monkeypatch.setattr(Path, "read_text", no_files_left)
-    assert module._process(os.getpid(), "1") == module.ELSEWHERE
+    assert module._process_state(os.getpid(), "1") == module.PROCESS_UNKNOWN
 
 
 def test_nothing_is_asked_of_the_main_thread_before_its_first_mark(tmp_path: Path, log: RankLog) -> None:
@@ -519,15 +532,15 @@ def test_nothing_is_asked_of_the_main_thread_before_its_first_mark(tmp_path: Pat
         dog.mark("data", 1)
         ended.wait()
     text = log.path.read_text()
-    assert "the main thread has not gone on for 0.3 s in stage data of step 1, at " in text
+    assert "the main thread has made no progress for 0.3 s in stage data of step 1, at " in text
     assert "test_nothing_is_asked_of_the_main_thread_before_its_first_mark (" in text
-    assert re.search(r"rank 0 ends, as the run cannot go on: rank 0 on .* in stage data of step 1 at ", text)
+    assert re.search(r"rank 0 exits: rank 0 on .* in stage data of step 1 at ", text)
 
 
 def test_the_same_mark_again_is_progress(tmp_path: Path, log: RankLog) -> None:
     ended = Ended()
     with watchdog(log, ended, world=1, timeout_s=2) as dog:
-        until(lambda: dog._beat >= 150, lambda: dog.mark("evaluate", 7))
+        until(lambda: dog._beat >= 150, lambda: dog.mark("validate", 7))
     assert ended.codes == []
     assert log.path.read_text() == ""
 
@@ -537,8 +550,8 @@ def test_a_main_thread_that_goes_on_while_the_cause_is_sought_is_forgiven(tmp_pa
     # The others never come: they are looked at for eight beats, in which the main thread must go on here.
     with watchdog(log, ended, world=3, timeout_s=2, beat_s=1) as dog:
         dog.mark("data", 1)
-        until(lambda: "has not gone on" in log.path.read_text())
-        until(lambda: "the main thread goes on" in log.path.read_text(), lambda: dog.mark("step", 1))
+        until(lambda: "has made no progress" in log.path.read_text())
+        until(lambda: "the main thread makes progress again" in log.path.read_text(), lambda: dog.mark("step", 1))
     assert ended.codes == []
 
 
@@ -547,9 +560,15 @@ def test_stepping_back_is_a_new_lap(tmp_path: Path, log: RankLog) -> None:
         for step in (1, 2, 2, 3, 1, 2, 1):
             dog.mark("data", step)
         beats(tmp_path, 2)
-        record = decode((tmp_path / "alive" / "rank00000.json").read_bytes())
+        record = decode_heartbeat((tmp_path / "alive" / "rank00000.json").read_bytes())
     assert record is not None
-    assert (record.stage, record.step, record.lap, record.left, record.attempt) == ("data", 1, 2, None, "this")
+    assert (record.stage, record.step, record.n_rollbacks, record.exit_message, record.attempt) == (
+        "data",
+        1,
+        2,
+        None,
+        "this",
+    )
 
 
 @pytest.mark.parametrize(
@@ -566,13 +585,13 @@ def test_an_error_that_ends_the_context_is_left_behind(
 
     with pytest.raises(type(error)):
         save()
-    record = decode((tmp_path / "alive" / "rank00000.json").read_bytes())
+    record = decode_heartbeat((tmp_path / "alive" / "rank00000.json").read_bytes())
     assert record is not None
-    assert record.left == (
-        f"rank 0 on {os.uname().nodename} (pid {os.getpid()}) has left with an error in stage save of step 6: "
+    assert record.exit_message == (
+        f"rank 0 on {os.uname().nodename} (pid {os.getpid()}) has failed in stage save of step 6: "
         f"{type(error).__name__}: no space; its log is {log.path}"
     )
-    assert record.culprit == culprit
+    assert record.faulty_rank == culprit
     assert "watchdog" not in {thread.name for thread in threading.enumerate()}
 
 
@@ -592,7 +611,7 @@ def test_the_file_is_overwritten_in_place_and_never_empty(
     with watchdog(log, Ended(), world=1, timeout_s=1000):
         until(lambda: len(found) >= 4)
     inode = path.stat().st_ino
-    assert found == [(inode, 0), *[(inode, SIZE)] * (len(found) - 1)]
+    assert found == [(inode, 0), *[(inode, HEARTBEAT_BYTES)] * (len(found) - 1)]
 
 
 def test_a_heartbeat_that_cannot_be_written_is_noted_once_and_proves_nothing(
@@ -623,5 +642,5 @@ def test_a_log_that_cannot_be_opened_is_an_error_for_the_person(log: RankLog, mo
         raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
     monkeypatch.setattr(module.os, "open", open_)
-    with pytest.raises(module.RunDirError, match=r"cannot write .*rank00000\.log: Permission denied; mend"):
+    with pytest.raises(module.RunDirError, match=r"cannot write .*rank00000\.log: Permission denied; fix its"):
         watchdog(log, Ended()).__enter__()

@@ -1,166 +1,170 @@
-"""Checkpoints that are committed, verified, resharded and exported.
+"""Committed, verified, resharded and exported checkpoints.
 
-Saving (no collectives; see `lt_ckpt.save` for the protocol): `begin`, `write_part`, `commit`; its rehearsal before the
-first step: `lt_ckpt.trial`. Reading: `Checkpoint`, `latest_valid`. Care: `verify`, `prune`. Other formats:
-`open_source`, `convert_to`, `compare`; Hugging Face: `export_hf`, `HFFolder`. In S3: `upload`, `download`, `Mirror`.
-Importing this package loads nothing heavy; each name loads its module when it is first used.
+Saving (without collectives, protocol in `lt_ckpt.save`): `begin_save`, `write_rank_files`, `commit_save`; preflight
+before the first step: `lt_ckpt.preflight`. Reading: `Checkpoint`, `find_latest_valid`. Maintenance: `verify`,
+`prune_checkpoints`. Other formats: `open_source`, `convert_checkpoint`, `compare`; Hugging Face: `export_hf`,
+`HFFolder`. S3: `upload`, `download`, `Mirror`. Importing the package loads nothing heavy; each name loads its module on
+first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_ckpt.background import BackgroundSaver as BackgroundSaver
+    from lt_ckpt.async_save import AsyncRankSaver as AsyncRankSaver
     from lt_ckpt.checkpoint import Checkpoint as Checkpoint
-    from lt_ckpt.checkpoint import Want as Want
-    from lt_ckpt.checkpoint import differences as differences
-    from lt_ckpt.comparison import Comparison as Comparison
+    from lt_ckpt.checkpoint import ReadItem as ReadItem
+    from lt_ckpt.checkpoint import spec_differences as spec_differences
+    from lt_ckpt.comparison import TensorComparison as TensorComparison
     from lt_ckpt.comparison import compare as compare
-    from lt_ckpt.comparison import unequal_copies as unequal_copies
-    from lt_ckpt.discover import Rejected as Rejected
-    from lt_ckpt.discover import latest_valid as latest_valid
-    from lt_ckpt.discover import list_steps as list_steps
-    from lt_ckpt.discover import prune as prune
-    from lt_ckpt.discover import resolve as resolve
+    from lt_ckpt.comparison import find_replica_mismatches as find_replica_mismatches
+    from lt_ckpt.discovery import RejectedCheckpoint as RejectedCheckpoint
+    from lt_ckpt.discovery import find_latest_valid as find_latest_valid
+    from lt_ckpt.discovery import list_steps as list_steps
+    from lt_ckpt.discovery import prune_checkpoints as prune_checkpoints
+    from lt_ckpt.discovery import resolve_checkpoint as resolve_checkpoint
     from lt_ckpt.errors import AlreadySavedError as AlreadySavedError
     from lt_ckpt.errors import CheckpointError as CheckpointError
-    from lt_ckpt.expectation import expected as expected
-    from lt_ckpt.formats import Wish as Wish
-    from lt_ckpt.formats import config_of as config_of
-    from lt_ckpt.formats import convert_to as convert_to
-    from lt_ckpt.formats import detect as detect
+    from lt_ckpt.formats import ConvertOptions as ConvertOptions
+    from lt_ckpt.formats import convert_checkpoint as convert_checkpoint
+    from lt_ckpt.formats import detect_format as detect_format
+    from lt_ckpt.formats import load_model_config as load_model_config
     from lt_ckpt.formats import open_source as open_source
     from lt_ckpt.hf.export import export_hf as export_hf
     from lt_ckpt.hf.folder import HFFolder as HFFolder
     from lt_ckpt.hub.model import fetch_model as fetch_model
-    from lt_ckpt.integrity import Report as Report
+    from lt_ckpt.integrity import VerificationReport as VerificationReport
     from lt_ckpt.integrity import verify as verify
-    from lt_ckpt.manifest import Manifest as Manifest
-    from lt_ckpt.manifest import Meta as Meta
+    from lt_ckpt.manifest import CheckpointManifest as CheckpointManifest
+    from lt_ckpt.manifest import CheckpointMetadata as CheckpointMetadata
     from lt_ckpt.nxd.options import NxdOptions as NxdOptions
-    from lt_ckpt.nxd.resplitting import resplit as resplit
-    from lt_ckpt.s3.fetching import download as download
-    from lt_ckpt.s3.fetching import download_latest as download_latest
+    from lt_ckpt.nxd.zero1_reshard import reshard_optimizer as reshard_optimizer
+    from lt_ckpt.preflight import PreflightReport as PreflightReport
+    from lt_ckpt.preflight import begin_preflight as begin_preflight
+    from lt_ckpt.preflight import finish_preflight as finish_preflight
+    from lt_ckpt.preflight import write_preflight as write_preflight
+    from lt_ckpt.records import OptimizerRecord as OptimizerRecord
+    from lt_ckpt.s3.download import download as download
+    from lt_ckpt.s3.download import download_latest as download_latest
     from lt_ckpt.s3.mirror import Mirror as Mirror
-    from lt_ckpt.s3.sending import upload as upload
-    from lt_ckpt.save import begin as begin
-    from lt_ckpt.save import commit as commit
-    from lt_ckpt.save import discard as discard
-    from lt_ckpt.save import write_part as write_part
+    from lt_ckpt.s3.upload import upload as upload
+    from lt_ckpt.save import begin_save as begin_save
+    from lt_ckpt.save import commit_save as commit_save
+    from lt_ckpt.save import discard_save as discard_save
+    from lt_ckpt.save import write_rank_files as write_rank_files
     from lt_ckpt.shards import Shard as Shard
     from lt_ckpt.source import Source as Source
-    from lt_ckpt.summary import Summary as Summary
-    from lt_ckpt.summary import summarize as summarize
+    from lt_ckpt.state_specs import expected_state_specs as expected_state_specs
+    from lt_ckpt.summary import CheckpointSummary as CheckpointSummary
+    from lt_ckpt.summary import summarize_checkpoint as summarize_checkpoint
     from lt_ckpt.tensorfile import TensorSpec as TensorSpec
-    from lt_ckpt.trial import TrialReport as TrialReport
-    from lt_ckpt.trial import begin_trial as begin_trial
-    from lt_ckpt.trial import finish_trial as finish_trial
-    from lt_ckpt.trial import write_trial as write_trial
 
-_OWNERS = {
+_EXPORTS = {
     "AlreadySavedError": "errors",
-    "BackgroundSaver": "background",
+    "AsyncRankSaver": "async_save",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
-    "Comparison": "comparison",
+    "TensorComparison": "comparison",
     "HFFolder": "hf.folder",
-    "Manifest": "manifest",
-    "Meta": "manifest",
+    "CheckpointManifest": "manifest",
+    "CheckpointMetadata": "manifest",
     "Mirror": "s3.mirror",
     "NxdOptions": "nxd.options",
-    "Rejected": "discover",
-    "Report": "integrity",
+    "OptimizerRecord": "records",
+    "RejectedCheckpoint": "discovery",
+    "VerificationReport": "integrity",
     "Shard": "shards",
     "Source": "source",
-    "Summary": "summary",
+    "CheckpointSummary": "summary",
     "TensorSpec": "tensorfile",
-    "TrialReport": "trial",
-    "Want": "checkpoint",
-    "Wish": "formats",
-    "begin": "save",
-    "begin_trial": "trial",
-    "commit": "save",
+    "PreflightReport": "preflight",
+    "ReadItem": "checkpoint",
+    "ConvertOptions": "formats",
+    "begin_save": "save",
+    "begin_preflight": "preflight",
+    "commit_save": "save",
     "compare": "comparison",
-    "config_of": "formats",
-    "convert_to": "formats",
-    "detect": "formats",
-    "differences": "checkpoint",
-    "discard": "save",
-    "download": "s3.fetching",
-    "download_latest": "s3.fetching",
-    "expected": "expectation",
+    "load_model_config": "formats",
+    "convert_checkpoint": "formats",
+    "detect_format": "formats",
+    "spec_differences": "checkpoint",
+    "discard_save": "save",
+    "download": "s3.download",
+    "download_latest": "s3.download",
+    "expected_state_specs": "state_specs",
     "export_hf": "hf.export",
     "fetch_model": "hub.model",
-    "finish_trial": "trial",
-    "latest_valid": "discover",
-    "list_steps": "discover",
+    "finish_preflight": "preflight",
+    "find_latest_valid": "discovery",
+    "list_steps": "discovery",
     "open_source": "formats",
-    "prune": "discover",
-    "resolve": "discover",
-    "resplit": "nxd.resplitting",
-    "summarize": "summary",
-    "unequal_copies": "comparison",
-    "upload": "s3.sending",
+    "prune_checkpoints": "discovery",
+    "resolve_checkpoint": "discovery",
+    "reshard_optimizer": "nxd.zero1_reshard",
+    "summarize_checkpoint": "summary",
+    "find_replica_mismatches": "comparison",
+    "upload": "s3.upload",
     "verify": "integrity",
-    "write_part": "save",
-    "write_trial": "trial",
+    "write_rank_files": "save",
+    "write_preflight": "preflight",
 }
 """Public name → module. No module may have a public function's name, or it would hide the function once imported."""
 
 __all__ = [
     "AlreadySavedError",
-    "BackgroundSaver",
+    "AsyncRankSaver",
     "Checkpoint",
     "CheckpointError",
-    "Comparison",
+    "CheckpointManifest",
+    "CheckpointMetadata",
+    "CheckpointSummary",
+    "ConvertOptions",
     "HFFolder",
-    "Manifest",
-    "Meta",
     "Mirror",
     "NxdOptions",
-    "Rejected",
-    "Report",
+    "OptimizerRecord",
+    "PreflightReport",
+    "ReadItem",
+    "RejectedCheckpoint",
     "Shard",
     "Source",
-    "Summary",
+    "TensorComparison",
     "TensorSpec",
-    "TrialReport",
-    "Want",
-    "Wish",
-    "begin",
-    "begin_trial",
-    "commit",
+    "VerificationReport",
+    "begin_preflight",
+    "begin_save",
+    "commit_save",
     "compare",
-    "config_of",
-    "convert_to",
-    "detect",
-    "differences",
-    "discard",
+    "convert_checkpoint",
+    "detect_format",
+    "discard_save",
     "download",
     "download_latest",
-    "expected",
+    "expected_state_specs",
     "export_hf",
     "fetch_model",
-    "finish_trial",
-    "latest_valid",
+    "find_latest_valid",
+    "find_replica_mismatches",
+    "finish_preflight",
     "list_steps",
+    "load_model_config",
     "open_source",
-    "prune",
-    "resolve",
-    "resplit",
-    "summarize",
-    "unequal_copies",
+    "prune_checkpoints",
+    "reshard_optimizer",
+    "resolve_checkpoint",
+    "spec_differences",
+    "summarize_checkpoint",
     "upload",
     "verify",
-    "write_part",
-    "write_trial",
+    "write_preflight",
+    "write_rank_files",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _OWNERS:
+    if name not in _EXPORTS:
         raise AttributeError(f"module 'lt_ckpt' has no attribute {name!r}")
-    value = getattr(import_module(f"lt_ckpt.{_OWNERS[name]}"), name)
+    value = getattr(import_module(f"lt_ckpt.{_EXPORTS[name]}"), name)
     globals()[name] = value
     return value
 

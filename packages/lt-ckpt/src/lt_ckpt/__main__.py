@@ -1,7 +1,7 @@
-"""`python -m lt_ckpt` and the console script `lt-ckpt`.
+"""Entry point of `python -m lt_ckpt` and the console script `lt-ckpt`.
 
-Exit codes: 0 done, 64 something the user can put right (one line on stderr; a wrong command line too), 70 a bug of
-ours (traceback), 130 interrupted.
+Exit codes: 0 success, 64 user error (one line on stderr; also a wrong command line), 70 internal error (traceback), 130
+interrupted.
 """
 
 import sys
@@ -11,7 +11,7 @@ TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
-    """Runs the command and returns its exit code."""
+    """Run the command and return its exit code."""
     try:
         from lt_ckpt.cli import app
     except ModuleNotFoundError as exc:
@@ -26,7 +26,7 @@ def main() -> int:
         return 64 if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return 130
-    except Exception as exc:  # noqa: BLE001 - the outermost edge: what is no user's error is a bug and says so
+    except Exception as exc:  # noqa: BLE001 - outermost handler: anything but a user error is a bug
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             traceback.print_exc()

@@ -1,11 +1,11 @@
-"""Reading a checkpoint: any slice of any tensor, whatever ranks wrote it.
+"""Checkpoint reader: any slice of any tensor, independent of the sharding that wrote it.
 
-`Checkpoint.open` checks COMMIT against the manifest, the manifest in itself, and the size of every file; it reads no
-tensor. `read` lets the planner find the stored slices and reads only their bytes. Hashes are not checked on reading
-(see `lt_ckpt.verify`, and `latest_valid`, which does it before a run resumes).
+`Checkpoint.open` checks COMMIT against the manifest, the manifest's consistency, and every file's size; it reads no
+tensor. `read` plans which stored slices it needs and reads only their bytes. Hashes are not checked on reading (see
+`lt_ckpt.verify`, and `find_latest_valid`, which verifies before a run resumes).
 
-Cost: open: the manifest and one stat per file; read: the bytes wanted, a staging buffer, and for big reads a few blocks
-(`lt_ckpt.readahead`).
+Cost: open: the manifest and one stat per file; read: the requested bytes, a staging buffer, and for large reads a few
+blocks (`lt_ckpt.readahead`).
 """
 
 import os
@@ -18,23 +18,23 @@ import numpy as np
 import xxhash
 
 from lt_ckpt import files
+from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
 from lt_ckpt.dtypes import item_bytes
-from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.folders import COMMIT, MANIFEST, TOKENIZER
-from lt_ckpt.manifest import MAX_MANIFEST_BYTES, Manifest, check_commit
-from lt_ckpt.plan import Stored, plan_copies, run_copies
-from lt_ckpt.readahead import WORTH_BYTES, Run, fill
+from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
+from lt_ckpt.readahead import MIN_READ_AHEAD_BYTES, ReadRange, read_ranges
 from lt_ckpt.records import TensorRecord
-from lt_ckpt.shards import Box, Ints, inside
+from lt_ckpt.shards import Box, Ints, is_inside
 from lt_ckpt.tensorfile import TensorSpec
 
-RUN_AHEAD_BYTES = 256 * 2**10
-"""Shorter runs of bytes are read one by one."""
+MIN_DEFERRED_READ_BYTES = 256 * 2**10
+"""Runs of at least this many bytes are deferred and may be read by the read-ahead threads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Want:
-    """A slice to be read: of tensor `group`/`name`, from `offset` on, of `shape`; without these the whole tensor."""
+class ReadItem:
+    """Slice of tensor `group`/`name` to read: `offset` and `shape`; the whole tensor without them."""
 
     group: str
     name: str
@@ -42,61 +42,67 @@ class Want:
     shape: Ints | None = None
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Reads the manifest of a checkpoint folder when its COMMIT vouches for it; looks at no other file."""
-    with storage("opening the checkpoint", folder):
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read the manifest of a checkpoint folder and check it against COMMIT; no other file is opened."""
+    with translate_os_errors("opening the checkpoint", folder):
         if not (folder / COMMIT).is_file():
             what = "no COMMIT in it, so the save was never finished" if folder.is_dir() else "no such folder"
             raise CheckpointError(f"{folder}: not a checkpoint: {what}")
-        raw = files.read_small(folder / MANIFEST, MAX_MANIFEST_BYTES)
-        step = check_commit(files.read_small(folder / COMMIT, 2**16), raw, str(folder / COMMIT))
-    manifest = Manifest.from_bytes(raw, str(folder / MANIFEST))
+        raw = files.read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
+        step = check_commit(files.read_bounded(folder / COMMIT, 2**16), raw, str(folder / COMMIT))
+    manifest = CheckpointManifest.from_bytes(raw, str(folder / MANIFEST))
     if step != manifest.step:
         raise CheckpointError(f"{folder / COMMIT}: says step {step}, the manifest step {manifest.step}")
     return manifest
 
 
-def differences(
-    wanted: Mapping[str, Mapping[str, TensorSpec]], found: Mapping[str, Mapping[str, TensorSpec]]
+def spec_differences(
+    expected: Mapping[str, Mapping[str, TensorSpec]], actual: Mapping[str, Mapping[str, TensorSpec]]
 ) -> list[str]:
-    """Compares tensors by name, dtype and shape, in the groups that `wanted` names.
+    """Compare tensors by name, dtype and shape in the groups that `expected` names.
 
     Returns:
-        What differs, in words: missing and extra tensors, other dtypes, other shapes. At most ten of a kind are named.
+        One text per kind of difference: missing tensors, unexpected ones, other dtypes or shapes; at most ten names
+            each.
     """
     missing: list[str] = []
     extra: list[str] = []
     other: list[str] = []
-    for group, specs in wanted.items():
-        there = found.get(group, {})
+    for group, specs in expected.items():
+        there = actual.get(group, {})
         missing += [f"{group}/{name}" for name in specs if name not in there]
         extra += [f"{group}/{name}" for name in there if name not in specs]
         for name, spec in specs.items():
             if name in there and there[name] != spec:
-                is_, must = there[name], spec
+                found = there[name]
                 other.append(
-                    f"{group}/{name} is {is_.dtype} {list(is_.shape)} instead of {must.dtype} {list(must.shape)}"
+                    f"{group}/{name} is {found.dtype} {list(found.shape)} instead of {spec.dtype} {list(spec.shape)}"
                 )
     result: list[str] = []
-    for title, names in (("missing", missing), ("not wanted", extra), ("different", other)):
+    for title, names in (("missing", missing), ("unexpected", extra), ("different", other)):
         if names:
             more = f" and {len(names) - 10} more" if len(names) > 10 else ""
             result.append(f"{title}: {', '.join(names[:10])}{more}")
     return result
 
 
-def fill_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], targets: Sequence[np.ndarray]) -> None:
-    """Reads slices of tensors whose files lie in a folder.
+def read_slices_into(
+    folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], targets: Sequence[np.ndarray]
+) -> None:
+    """Read slices of tensors whose files lie in one folder.
 
     Args:
-        folder: Where the files of the records lie.
+        folder: Folder of the records' files.
         tensors: For each slice: the tensor's record, its name for messages, the box.
-        targets: For each slice the buffer to be filled: one-dimensional uint8.
+        targets: For each slice the buffer to fill: one-dimensional uint8.
     """
     wanted = [
         (
             box,
-            [Stored(file=s.file, begin=s.begin, offset=s.offset, shape=s.shape) for s in record.slices],
+            [
+                StoredSlice(file=s.file, byte_offset=s.byte_offset, offset=s.offset, shape=s.shape)
+                for s in record.slices
+            ],
             item_bytes(record.dtype),
             name,
         )
@@ -104,12 +110,12 @@ def fill_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], 
     ]
     copies = plan_copies(wanted)
     descriptor, opened = -1, ""
-    big: list[tuple[str, int, memoryview]] = []
+    deferred: list[tuple[str, int, memoryview]] = []
 
     def read_at(file: str, position: int, buffer: memoryview) -> None:
         nonlocal descriptor, opened
         path = folder / file
-        with storage("reading", path):
+        with translate_os_errors("reading", path):
             if file != opened:  # the plan is sorted by file: one descriptor at a time is enough
                 if descriptor >= 0:
                     os.close(descriptor)
@@ -117,18 +123,18 @@ def fill_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], 
                 descriptor, opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC), file
             files.read_exactly(descriptor, position, buffer, path)
 
-    def later(file: str, position: int, buffer: memoryview) -> None:
-        if len(buffer) >= RUN_AHEAD_BYTES:
-            big.append((file, position, buffer))
+    def defer(file: str, position: int, buffer: memoryview) -> None:
+        if len(buffer) >= MIN_DEFERRED_READ_BYTES:
+            deferred.append((file, position, buffer))
         else:
             read_at(file, position, buffer)
 
     try:
-        run_copies(copies, targets, read_at, later=later)
-        if sum(len(buffer) for _, _, buffer in big) >= WORTH_BYTES:
-            fill([Run(folder / file, position, buffer) for file, position, buffer in big])
+        run_copies(copies, targets, read_at, deferred_read_at=defer)
+        if sum(len(buffer) for _, _, buffer in deferred) >= MIN_READ_AHEAD_BYTES:
+            read_ranges([ReadRange(folder / file, position, buffer) for file, position, buffer in deferred])
         else:
-            for read in big:
+            for read in deferred:
                 read_at(*read)
     finally:
         if descriptor >= 0:
@@ -136,21 +142,21 @@ def fill_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]], 
 
 
 def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:
-    """Reads slices as `fill_slices`, into new arrays, which it returns."""
+    """Read slices like `read_slices_into`, into new arrays."""
     targets = [np.empty(prod(box[1]) * item_bytes(record.dtype), np.uint8) for record, _, box in tensors]
-    fill_slices(folder, tensors, targets)
+    read_slices_into(folder, tensors, targets)
     return targets
 
 
 class Checkpoint:
-    """A committed checkpoint, open for reading. Make one with `Checkpoint.open`, `latest_valid` or `resolve`.
+    """Committed checkpoint open for reading; made by `open` or `find_latest_valid`.
 
     Attributes:
         path: Its folder.
-        manifest: What it holds.
+        manifest: Its content.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: CheckpointManifest) -> None:
         self.path = path
         self.manifest = manifest
 
@@ -159,14 +165,14 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "Checkpoint":
-        """Opens a checkpoint folder.
+        """Open a checkpoint folder.
 
         Raises:
             CheckpointError: No COMMIT, a manifest that does not match it, or a file that is missing or of another size.
         """
         folder = Path(path)
         manifest = read_manifest(folder)
-        with storage("opening the checkpoint", folder):
+        with translate_os_errors("opening the checkpoint", folder):
             for name, record in manifest.files.items():
                 size = os.stat(folder / name).st_size
                 if size != record.n_bytes:
@@ -180,71 +186,71 @@ class Checkpoint:
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """The groups of tensors, for example weights, exp_avg, exp_avg_sq."""
+        """Groups of tensors: `weights`, the slots of the optimizer."""
         return tuple(self.manifest.tensors)
 
     def names(self, group: str) -> tuple[str, ...]:
-        """Returns the names of a group's tensors, in the order in which they were saved."""
-        return tuple(self._members(group))
+        """Return the names of a group's tensors, in the order in which they were saved."""
+        return tuple(self._group_records(group))
 
     def specs(self, group: str) -> dict[str, TensorSpec]:
-        """Returns dtype and global shape of each tensor of a group."""
-        return {name: record.spec for name, record in self._members(group).items()}
+        """Return dtype and global shape of each tensor of a group."""
+        return {name: record.spec for name, record in self._group_records(group).items()}
 
     def dtype(self, group: str, name: str) -> str:
-        """Returns a tensor's safetensors code."""
+        """Return a tensor's dtype as a safetensors code."""
         return self._record(group, name).dtype
 
     def global_shape(self, group: str, name: str) -> Ints:
-        """Returns a tensor's global shape."""
+        """Return a tensor's global shape."""
         return self._record(group, name).shape
 
-    def _members(self, group: str) -> dict[str, TensorRecord]:
+    def _group_records(self, group: str) -> dict[str, TensorRecord]:
         if group not in self.manifest.tensors:
             raise CheckpointError(f"{self.path}: no group {group!r}; there are {', '.join(self.groups) or 'none'}")
         return self.manifest.tensors[group]
 
     def _record(self, group: str, name: str) -> TensorRecord:
-        members = self._members(group)
+        members = self._group_records(group)
         if name not in members:
             raise CheckpointError(f"{self.path}: no tensor {name!r} in group {group!r}")
         return members[name]
 
-    def require(self, expected: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-        """Checks that the groups named hold exactly these tensors, of these dtypes and global shapes.
+    def check_specs(self, expected: Mapping[str, Mapping[str, TensorSpec]]) -> None:
+        """Check that the named groups hold exactly these tensors, of these dtypes and global shapes.
 
         Raises:
-            CheckpointError: Naming what is missing, not wanted, or different. Nothing is cast or left out silently.
+            CheckpointError: Names what is missing, unexpected or different. Nothing is cast or left out silently.
         """
-        trouble = differences(expected, {g: self.specs(g) for g in expected if g in self.manifest.tensors})
-        if trouble:
+        differences = spec_differences(expected, {g: self.specs(g) for g in expected if g in self.manifest.tensors})
+        if differences:
             raise CheckpointError(
-                f"{self.path}: holds another model's state than the one asked for: {'; '.join(trouble)}; "
+                f"{self.path}: does not hold the expected state: {'; '.join(differences)}; "
                 "check the recipe's model, or choose another checkpoint"
             )
 
-    def read_many(self, wants: Sequence[Want]) -> list[np.ndarray]:
-        """Reads several slices, each file forwards.
+    def read_many(self, items: Sequence[ReadItem]) -> list[np.ndarray]:
+        """Read several slices, each file front to back.
 
         Returns:
-            For each want its bytes: one-dimensional uint8, C order.
+            Each item's bytes: one-dimensional uint8, C order.
 
         Raises:
             CheckpointError: No such tensor, a slice outside of it, or a file that cannot be read.
         """
-        return read_slices(self.path, self._boxes(wants))
+        return read_slices(self.path, self._boxes(items))
 
-    def read_into(self, wants: Sequence[Want], targets: Sequence[np.ndarray]) -> None:
-        """Reads several slices into memory that is there already, as `read_many`.
+    def read_into(self, items: Sequence[ReadItem], targets: Sequence[np.ndarray]) -> None:
+        """Read several slices into existing memory, like `read_many`.
 
         Args:
-            wants: The slices.
+            items: The slices.
             targets: For each of them a one-dimensional uint8 array of as many bytes.
 
         Raises:
             CheckpointError: As `read_many`; or a target has another number of bytes.
         """
-        boxes = self._boxes(wants)
+        boxes = self._boxes(items)
         for (record, name, box), target in zip(boxes, targets, strict=True):
             n_bytes = prod(box[1]) * item_bytes(record.dtype)
             if target.dtype != np.uint8 or target.ndim != 1 or not target.flags.c_contiguous or target.size != n_bytes:
@@ -252,46 +258,46 @@ class Checkpoint:
                     f"{name}: needs a target of {n_bytes} contiguous bytes in a one-dimensional uint8 array, not shape "
                     f"{list(target.shape)} of {target.dtype}"
                 )
-        fill_slices(self.path, boxes, targets)
+        read_slices_into(self.path, boxes, targets)
 
-    def _boxes(self, wants: Sequence[Want]) -> list[tuple[TensorRecord, str, Box]]:
+    def _boxes(self, items: Sequence[ReadItem]) -> list[tuple[TensorRecord, str, Box]]:
         boxes: list[tuple[TensorRecord, str, Box]] = []
-        for want in wants:
-            record = self._record(want.group, want.name)
-            offset = (0,) * len(record.shape) if want.offset is None else tuple(want.offset)
-            if want.shape is not None:
-                shape = tuple(want.shape)
+        for item in items:
+            record = self._record(item.group, item.name)
+            offset = (0,) * len(record.shape) if item.offset is None else tuple(item.offset)
+            if item.shape is not None:
+                shape = tuple(item.shape)
             else:
                 shape = tuple(size - o for size, o in zip(record.shape, offset, strict=False))
-            if not inside((offset, shape), record.shape):
+            if not is_inside((offset, shape), record.shape):
                 raise CheckpointError(
-                    f"{self.path}: {want.group}/{want.name}: slice at {list(offset)} of shape {list(shape)} "
+                    f"{self.path}: {item.group}/{item.name}: slice at {list(offset)} of shape {list(shape)} "
                     f"does not lie in a tensor of shape {list(record.shape)}"
                 )
-            boxes.append((record, f"{self.path}: {want.group}/{want.name}", (offset, shape)))
+            boxes.append((record, f"{self.path}: {item.group}/{item.name}", (offset, shape)))
         return boxes
 
     def read(self, group: str, name: str, *, offset: Ints | None = None, shape: Ints | None = None) -> np.ndarray:
-        """Reads a slice of a tensor, whatever slices were stored.
+        """Read a slice of a tensor, independent of how it was sharded.
 
         Args:
             group: The tensor's group.
             name: The tensor's name.
-            offset: Where the slice begins; without it at the tensor's beginning.
-            shape: Shape of the slice; without it to the tensor's end.
+            offset: Start of the slice; default: the tensor's first element.
+            shape: Shape of the slice; default: up to the tensor's end.
 
         Returns:
             Its bytes: one-dimensional uint8, C order.
         """
-        return self.read_many([Want(group=group, name=name, offset=offset, shape=shape)])[0]
+        return self.read_many([ReadItem(group=group, name=name, offset=offset, shape=shape)])[0]
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """Returns the tokenizer's files by name, checked against their hashes; empty when there is no tokenizer."""
+        """Return the tokenizer's files by name, checked against their hashes; empty without a tokenizer."""
         found: dict[str, bytes] = {}
         for name, record in self.manifest.files.items():
             if name.startswith(f"{TOKENIZER}/"):
-                with storage("reading", self.path / name):
-                    data = files.read_small(self.path / name, record.n_bytes)
+                with translate_os_errors("reading", self.path / name):
+                    data = files.read_bounded(self.path / name, record.n_bytes)
                 if xxhash.xxh3_128_hexdigest(data) != record.xxh3_128:
                     raise CheckpointError(f"{self.path / name}: its bytes have changed since they were written")
                 found[name.removeprefix(f"{TOKENIZER}/")] = data

@@ -1,4 +1,4 @@
-"""The checksums that other formats carry: torch.save's zips have a CRC32 of every record, which torch never looks at.
+"""Checksums of other formats: the CRC32 per record in torch.save's zips, which torch never checks.
 
 Cost: every file is read once.
 """
@@ -7,60 +7,60 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lt_ckpt import files
-from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.source import Source
 
-TENSORS = ".tensors/"
-"""In the path of a file that holds one tensor (NxD's xser), what follows the name of the file that refers to it."""
+XSER_TENSORS_SUFFIX = ".tensors/"
+"""Suffix of the folder with one file per tensor (NxD's xser), after the name of the file that refers to them."""
 
-UNSUMMED = ("hf", "lt")
-"""Formats whose files are safetensors, which carry none (ours have hashes of their own: `lt_ckpt.integrity`)."""
+FORMATS_WITHOUT_CHECKSUMS = ("hf", "lt")
+"""Formats of safetensors files, which have no checksums (our own has hashes: `lt_ckpt.integrity`)."""
 
 
-def carries_checksums(source: Source) -> bool:
-    """Tells whether all of a source's tensors lie in files with checksums."""
+def has_checksums(source: Source) -> bool:
+    """Return True if all of a source's tensors lie in files with checksums."""
     if source.format != "dcp":
-        return source.format not in UNSUMMED
-    with storage("reading", source.root):
-        return all(_first_bytes(source.root / name) == b"PK" for name in _held(source))
+        return source.format not in FORMATS_WITHOUT_CHECKSUMS
+    with translate_os_errors("reading", source.root):
+        return all(_read_magic(source.root / name) == b"PK" for name in _files_with_tensors(source))
 
 
-def _held(source: Source) -> set[str]:
-    """Returns the files in which tensors lie."""
-    lists = [places for group in source.groups.values() for places in (*group.places.values(), *group.copies.values())]
-    return {place.file for places in lists for place in places}
+def _files_with_tensors(source: Source) -> set[str]:
+    """Return the files that hold tensors."""
+    groups = source.groups.values()
+    return {s.file for g in groups for slices in (*g.locations.values(), *g.replicas.values()) for s in slices}
 
 
-def _first_bytes(path: Path) -> bytes:
+def _read_magic(path: Path) -> bytes:
     with path.open("rb") as file:
         return file.read(2)
 
 
-def damaged_files(source: Source, *, progress: files.Progress | None = None) -> Iterator[str]:
-    """Yields what is wrong with a source's files as far as their checksums tell; nothing when all of them fit.
+def iter_checksum_errors(source: Source, *, progress: files.ProgressCallback | None = None) -> Iterator[str]:
+    """Yield what is wrong with a source's files according to their checksums; nothing when all match.
 
-    Files of safetensors have none. A file whose writer left its checksums out (an option of torch) does not fit either.
+    Safetensors files have none. A file whose writer left its checksums out (a torch option) is an error too.
     """
     if source.format == "dcp":
-        yield from _damaged_dcp(source, progress)
+        yield from _iter_dcp_checksum_errors(source, progress)
         return
-    if source.format in UNSUMMED:
+    if source.format in FORMATS_WITHOUT_CHECKSUMS:
         return
     from lt_ckpt.torchfile.file import check_crc
 
-    held = _held(source)
-    for name in list(held):
-        refers, of_one_tensor, _ = name.rpartition(TENSORS)
-        if of_one_tensor:  # also what says which tensor it is
-            held |= {beside for beside in (refers, f"{refers}.info.pt") if (source.root / beside).is_file()}
-    for name in sorted(held):
+    names = _files_with_tensors(source)
+    for name in list(names):
+        parent, is_tensor_file, _ = name.rpartition(XSER_TENSORS_SUFFIX)
+        if is_tensor_file:  # also the files that name its tensor
+            names |= {sibling for sibling in (parent, f"{parent}.info.pt") if (source.root / sibling).is_file()}
+    for name in sorted(names):
         try:
             check_crc(source.root / name, progress=progress)
         except CheckpointError as exc:
             yield str(exc)
 
 
-def _damaged_dcp(source: Source, progress: files.Progress | None) -> Iterator[str]:
+def _iter_dcp_checksum_errors(source: Source, progress: files.ProgressCallback | None) -> Iterator[str]:
     from lt_ckpt.dcp.files import check_crc
     from lt_ckpt.dcp.format import read_metadata
 

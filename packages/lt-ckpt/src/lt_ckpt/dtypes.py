@@ -1,8 +1,8 @@
-"""Element types by their safetensors code, and casts between the floating ones, in numpy alone.
+"""Element types by safetensors code, and casts between the floating-point ones in numpy alone.
 
 bfloat16 has no numpy type: its elements are handled as 16-bit patterns. A cast rounds to nearest, ties to even, exactly
-once (F64 to BF16 goes through a float32 that was rounded to odd, so the second rounding cannot err). NaN stays NaN, a
-value beyond the range becomes an infinity. Cost: a few passes over the block that is cast; callers cast block by block.
+once (F64 to BF16 goes through a float32 rounded to odd, so the second rounding is exact). NaN stays NaN, a value beyond
+the range becomes an infinity. Cost: a few passes over the block that is cast; callers cast block by block.
 """
 
 import numpy as np
@@ -26,40 +26,40 @@ ITEM_BYTES: dict[str, int] = {
     "U64": 8,
     "F64": 8,
 }
-"""Bytes per element of every element type that can be stored."""
+"""Bytes per element of every supported element type."""
 
-_LONG_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_SHORT_NAMES = {"fp64": "F64", "fp32": "F32", "fp16": "F16"}
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_FLOAT_ALIASES = {"fp64": "F64", "fp32": "F32", "fp16": "F16"}
 _NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes per element of a safetensors code; a `CheckpointError` for an unknown one."""
+    """Return the bytes per element of a safetensors code; raise a CheckpointError for an unknown one."""
     if dtype not in ITEM_BYTES:
         raise CheckpointError(f"dtype {dtype!r} is not known; known are {', '.join(ITEM_BYTES)}")
     return ITEM_BYTES[dtype]
 
 
-def parse_float(name: str) -> str:
-    """Returns the safetensors code of a floating type written as a person writes it: bf16, bfloat16, BF16, fp32."""
+def parse_float_dtype(name: str) -> str:
+    """Return the safetensors code of a floating-point dtype name: bf16, bfloat16, BF16, fp32."""
     lowered = name.lower()
-    for code, long_name in _LONG_NAMES.items():
+    for code, long_name in _TORCH_NAMES.items():
         if lowered in (code.lower(), long_name):
             return code
-    if lowered in _SHORT_NAMES:
-        return _SHORT_NAMES[lowered]
+    if lowered in _FLOAT_ALIASES:
+        return _FLOAT_ALIASES[lowered]
     raise CheckpointError(f"dtype {name!r} is not a floating type that can be cast to; use f64, f32, f16 or bf16")
 
 
-def long_name(code: str) -> str:
-    """Returns the name that Hugging Face and torch use for a floating safetensors code, for example `bfloat16`."""
-    if code not in _LONG_NAMES:
-        raise CheckpointError(f"dtype {code!r} is not one of {', '.join(_LONG_NAMES)}")
-    return _LONG_NAMES[code]
+def torch_dtype_name(code: str) -> str:
+    """Return the torch and Hugging Face name of a floating-point safetensors code, e.g. `bfloat16`."""
+    if code not in _TORCH_NAMES:
+        raise CheckpointError(f"dtype {code!r} is not one of {', '.join(_TORCH_NAMES)}")
+    return _TORCH_NAMES[code]
 
 
-def _float32_rounded_to_odd(values: np.ndarray) -> np.ndarray:
-    """Casts float64 to float32, truncating and setting the last bit where anything was lost."""
+def _to_float32_round_to_odd(values: np.ndarray) -> np.ndarray:
+    """Cast float64 to float32, truncating and setting the last bit where precision was lost."""
     with np.errstate(over="ignore", under="ignore"):
         nearest = values.astype("<f4")
     bits = nearest.view("<u4")
@@ -72,7 +72,7 @@ def _float32_rounded_to_odd(values: np.ndarray) -> np.ndarray:
 
 
 def _to_bf16(values: np.ndarray) -> np.ndarray:
-    single = _float32_rounded_to_odd(values) if values.dtype == np.dtype("<f8") else values.astype("<f4")
+    single = _to_float32_round_to_odd(values) if values.dtype == np.dtype("<f8") else values.astype("<f4")
     bits = single.view("<u4")
     # Adding 0x7FFF plus the last kept bit rounds to nearest even; a carry into the exponent is the right result.
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
@@ -81,23 +81,23 @@ def _to_bf16(values: np.ndarray) -> np.ndarray:
 
 
 def cast(data: np.ndarray, source: str, target: str) -> np.ndarray:
-    """Casts the bytes of a block of elements.
+    """Cast the bytes of a block of elements.
 
     Args:
         data: One-dimensional uint8, the elements in little-endian order.
         source: Safetensors code of the elements.
-        target: Safetensors code wanted: F64, F32, F16 or BF16, or the same as `source`.
+        target: Safetensors code to cast to: F64, F32, F16 or BF16, or the same as `source`.
 
     Returns:
-        One-dimensional uint8; `data` itself when nothing has to be done.
+        One-dimensional uint8; `data` itself if there is nothing to do.
 
     Raises:
-        CheckpointError: One of the two is not a floating type that can be cast.
+        CheckpointError: One of the two is not a castable floating-point type.
     """
     if source == target:
         return data
-    if source not in _LONG_NAMES or target not in _LONG_NAMES:
-        raise CheckpointError(f"cannot cast {source} to {target}: only {', '.join(_LONG_NAMES)} are cast")
+    if source not in _TORCH_NAMES or target not in _TORCH_NAMES:
+        raise CheckpointError(f"cannot cast {source} to {target}: only {', '.join(_TORCH_NAMES)} are cast")
     if source == "BF16":
         values = (data.view("<u2").astype("<u4") << np.uint32(16)).view("<f4")
     else:

@@ -1,8 +1,8 @@
-"""The errors that a person can act on.
+"""User errors of the package.
 
-`CheckpointError` is every wrong input, broken file and full disk; its message names what, where and the remedy.
-`storage` turns an `OSError` at the edge into one, with the original kept as the cause. Anything else that escapes from
-this package is a bug.
+`CheckpointError` covers every wrong input, damaged file and full disk; its message names the object, the place and the
+remedy. `translate_os_errors` turns an `OSError` at the edge into one, with the original as the cause. Any other
+exception that escapes from this package is a bug.
 """
 
 import errno
@@ -18,55 +18,55 @@ _REMEDIES = {
     errno.EPERM: "check the owner and the mode of that path",
     errno.EROFS: "the file system is mounted read-only: remount it or choose another path",
     errno.ENOENT: "check that the path is right and that every machine sees the same shared folder",
-    errno.ENOTDIR: "a file stands where a folder is needed: choose another path",
-    errno.EEXIST: "a file of that name is there already: choose another path",
-    errno.EIO: "the disk or its server failed: look at the system log before anything else is written there",
+    errno.ENOTDIR: "a file exists where a folder is needed: choose another path",
+    errno.EEXIST: "a file of that name already exists: choose another path",
+    errno.EIO: "the disk or its server failed: check the system log before writing anything else there",
     errno.EMFILE: "too many open files: raise the limit with ulimit -n",
     errno.ESTALE: "the network file system lost that folder: remount it",
 }
 
 
 class CheckpointError(ValueError):
-    """Something that the user can put right: a broken checkpoint, a wrong argument, a full disk."""
+    """User error: a damaged checkpoint, a wrong argument, a full disk."""
 
     exit_code: int = 64
 
 
 class AlreadySavedError(CheckpointError):
-    """A valid checkpoint of this step stands there already; the caller decides what that means.
+    """Valid checkpoint of this step that already exists; the caller decides how to handle it.
 
     Attributes:
-        path: The folder of the checkpoint that is there.
+        path: The folder of the existing checkpoint.
     """
 
     def __init__(self, path: Path) -> None:
         super().__init__(
-            f"{path}: a valid checkpoint of this step is there already; resume from it, save to another folder, "
-            "or commit with replace=True"
+            f"{path}: a valid checkpoint of this step already exists; resume from it, save to another folder, "
+            "or commit with overwrite=True"
         )
         self.path = path
 
 
-class GivenUpError(CheckpointError):
-    """A save that its own process has given up, because it could not succeed any more."""
+class SaveCancelledError(CheckpointError):
+    """Save cancelled by its own process because it could no longer succeed."""
 
 
-def storage_error(exc: OSError, doing: str, path: str | os.PathLike[str]) -> CheckpointError:
-    """Makes the error message for an `OSError` met while `doing` something at `path`."""
+def storage_error(exc: OSError, operation: str, path: str | os.PathLike[str]) -> CheckpointError:
+    """Make the CheckpointError of an `OSError` raised during `operation` at `path`."""
     reason = exc.strerror or type(exc).__name__
     remedy = _REMEDIES.get(exc.errno or 0, "check the path and its file system")
-    return CheckpointError(f"{os.fspath(path)}: {doing} failed: {reason}; {remedy}")
+    return CheckpointError(f"{os.fspath(path)}: {operation} failed: {reason}; {remedy}")
 
 
 @contextmanager
-def storage(doing: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns an `OSError` in the block into a `CheckpointError` that says what was done, where, and the remedy."""
+def translate_os_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an `OSError` in the block into a `CheckpointError` with operation, path and remedy."""
     try:
         yield
     except OSError as exc:
-        raise storage_error(exc, doing, path) from exc
+        raise storage_error(exc, operation, path) from exc
     except UnicodeEncodeError as exc:
         raise CheckpointError(
-            f"{os.fspath(path)}: {doing} failed: under this locale file names are {exc.encoding}, which cannot express "
-            "this one; set LC_ALL=C.UTF-8"
+            f"{os.fspath(path)}: {operation} failed: under this locale file names are {exc.encoding}, which cannot "
+            "express this one; set LC_ALL=C.UTF-8"
         ) from exc

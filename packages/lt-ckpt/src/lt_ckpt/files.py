@@ -1,10 +1,10 @@
-"""Writes that survive a power cut, and exact reads.
+"""Durable writes and exact reads.
 
 A file counts as written once its bytes and then its folder's entry are on the disk: write → fsync(file) → rename →
-fsync(folder). Every fsync of the package goes through `fsync`, every rename through `rename`. Files are made new (never
-opened over an existing one) with mode 0666 and folders with 0777, less the umask, as any other program makes them.
+fsync(folder). Every fsync of the package goes through `fsync`, every rename through `rename`. Files are created new
+(never opened over an existing one) with mode 0666 and folders with 0777, less the umask, as by any other program.
 
-These functions raise plain `OSError`; the callers turn it into an error with a remedy (`lt_ckpt.errors.storage`).
+These functions raise plain `OSError`; callers translate it (`lt_ckpt.errors.translate_os_errors`).
 """
 
 import errno
@@ -15,25 +15,25 @@ from pathlib import Path
 
 from lt_ckpt.errors import CheckpointError
 
-Progress = Callable[[int, int, str], None]
-"""Told how much is done: (done, total, unit)."""
+ProgressCallback = Callable[[int, int, str], None]
+"""Progress callback: (done, total, unit)."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are hashed and written, or read and hashed, in one go."""
+"""Bytes hashed and written, or read and hashed, at a time."""
 
 
 def fsync(descriptor: int) -> None:
-    """Puts what was written through the descriptor on the disk itself."""
+    """Flush what was written through the descriptor to the disk itself."""
     if sys.platform == "darwin":
         import fcntl
 
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # plain fsync leaves the bytes in the drive's cache there
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)  # a plain fsync leaves the bytes in the drive's cache
     else:
         os.fsync(descriptor)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Puts a folder's entries on the disk: files made, renamed or removed in it."""
+    """Flush a folder's entries to the disk: files made, renamed or removed in it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fsync(descriptor)
@@ -46,18 +46,18 @@ def fsync_folder(folder: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a file or folder; durable only after `fsync_folder` of the parent."""
+    """Rename a file or folder; durable only after `fsync_folder` of the parent."""
     os.rename(source, target)
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a new folder and puts its entry on the disk."""
+    """Make a new folder and flush its entry to the disk."""
     os.mkdir(folder, 0o777)
     fsync_folder(folder.parent)
 
 
 def make_folders(folder: Path) -> None:
-    """Makes a folder and its missing parents; nothing happens when it is there."""
+    """Make a folder and its missing parents, if any."""
     missing: list[Path] = []
     while not folder.is_dir():
         missing.append(folder)
@@ -70,22 +70,22 @@ def make_folders(folder: Path) -> None:
                 raise
 
 
-def create(path: Path) -> int:
-    """Makes a new file for writing and returns its descriptor; an existing file is an error."""
+def create_file(path: Path) -> int:
+    """Create a new file for writing and return its descriptor; an existing file is an error."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
-    """Writes all of `data`, also when the system takes it in parts."""
+    """Write all of `data`, also if the system takes it in parts."""
     rest = memoryview(data)
     while len(rest):
         rest = rest[os.write(descriptor, rest) :]
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Makes a whole new file at once: it is there complete and on the disk, or not there under its name."""
+    """Write a new file atomically: complete and on the disk, or absent."""
     temporary = path.with_name(path.name + ".tmp")
-    descriptor = create(temporary)
+    descriptor = create_file(temporary)
     try:
         write_all(descriptor, data)
         fsync(descriptor)
@@ -96,28 +96,28 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def read_exactly(descriptor: int, position: int, buffer: memoryview, path: Path) -> None:
-    """Fills the buffer from a file.
+    """Fill the buffer from a file.
 
     Raises:
         CheckpointError: The file ends before the buffer is full.
     """
     done = 0
     while done < len(buffer):
-        got = os.preadv(descriptor, [buffer[done : done + 2**30]], position + done)
-        if not got:
+        n_read = os.preadv(descriptor, [buffer[done : done + 2**30]], position + done)
+        if not n_read:
             raise CheckpointError(
                 f"{path}: ends at byte {position + done}, {len(buffer) - done} bytes are missing; the file is truncated"
             )
-        done += got
+        done += n_read
 
 
-def read_small(path: Path, limit: int) -> bytes:
-    """Returns the bytes of a file that must not be longer than `limit`."""
+def read_bounded(path: Path, max_bytes: int) -> bytes:
+    """Return the bytes of a file of at most `max_bytes`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(descriptor).st_size
-        if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes, more than the {limit} that such a file may have")
+        if size > max_bytes:
+            raise CheckpointError(f"{path}: {size} bytes, more than the {max_bytes} allowed for such a file")
         buffer = bytearray(size)
         read_exactly(descriptor, 0, memoryview(buffer), path)
         return bytes(buffer)

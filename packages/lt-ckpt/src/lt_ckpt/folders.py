@@ -1,13 +1,13 @@
-"""The names of the folders under a checkpoint root, who owns them, and how ours are removed.
+"""Folder names under a checkpoint root, their ownership, and the removal of ours.
 
-    step-00001000                          a checkpoint
-    step-00001000.aside-<token>            one that had to make room for another of the same step
-    .tmp-step-00001000-<token>             a save under way, or what a killed one left
-    .trash-<token>                         a folder of ours that is being removed
+    step-00001000                      a checkpoint
+    step-00001000.aside-<id>           one moved aside for another of the same step
+    .tmp-step-00001000-<id>            a save in progress, or what a killed one left
+    .trash-<id>                        a folder of ours being removed
 
-Every folder that a save makes carries `save.json`: the token, the step, the world and which process began it. Only
-a folder with that mark, holding nothing but names that we write, is ever removed, and it is renamed to `.trash-` first,
-so that a half-removed checkpoint never has a checkpoint's name.
+Every folder that a save makes contains `save.json`: the save's id, step, world size and the process that began it. Only
+a folder with that marker, holding nothing but files that we write, is ever removed, and it is renamed to `.trash-`
+first, so that a half-removed checkpoint never has a checkpoint's name.
 """
 
 import os
@@ -23,80 +23,80 @@ from pathlib import Path
 import xxhash
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.records import LISTED, NXD_FOLDER
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.records import MANIFEST_FILE_PATTERNS, NXD_FOLDER
 
-MARK = "save.json"
+SAVE_MARKER = "save.json"
 MANIFEST, COMMIT, TOKENIZER = "manifest.json", "COMMIT", "tokenizer"
 STEP_FOLDER = re.compile(r"step-(\d{8,12})(\.aside-[0-9a-f]{16})?")
 TMP_FOLDER = re.compile(r"\.tmp-step-\d{8,12}-[0-9a-f]{16}")
 TRASH_FOLDER = re.compile(r"\.trash-[0-9a-f]{16}")
 FAILED_FILE = re.compile(r"failed-\d{5,9}")
-FOREIGN_OWNER_SECONDS = 3600
-"""A save begun on another machine counts as left behind when this process has watched it for so long unchanged."""
+REMOTE_SAVE_TIMEOUT_S = 3600
+"""A save of another machine counts as abandoned once this process has seen it unchanged for this long."""
 
-_watched: dict[Path, tuple[frozenset[tuple[str, int, int]], float]] = {}
-"""Saves of other machines: what this process last saw in them, and since when it has been so (monotonic seconds)."""
+_last_seen: dict[Path, tuple[frozenset[tuple[str, int, int]], float]] = {}
+"""Save of another machine → its files when last seen, and since when they are unchanged (monotonic seconds)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """The content of save.json: which save a folder belongs to, and which process began it."""
+class SaveMarker:
+    """Content of save.json: the save a folder belongs to, and the process that began it."""
 
-    token: str
+    save_id: str
     step: int
-    world: int
-    machine: str
-    process: str
+    world_size: int
+    machine_id: str
+    process_identity: str
 
     def to_bytes(self) -> bytes:
-        """Returns the content of save.json."""
-        return strict_json.dumps({"format": "lt-save", "version": 1, **vars(self)}, MARK)
+        """Return the content of save.json."""
+        return strict_json.dumps({"format": "lt-save", "version": 1, **vars(self)}, SAVE_MARKER)
 
 
-def read_mark(folder: Path) -> Mark:
-    """Reads the mark of a folder; a `CheckpointError` when there is none or it is not ours."""
-    path = folder / MARK
-    with storage("reading", path):
-        obj = strict_json.loads(files.read_small(path, 2**16), str(path))
-    strict_json.check_version(obj, "lt-save", 1, str(path))
-    return Mark(
-        token=strict_json.field(obj, "token", str, str(path)),
-        step=strict_json.count(obj, "step", str(path)),
-        world=strict_json.count(obj, "world", str(path)),
-        machine=strict_json.field(obj, "machine", str, str(path)),
-        process=strict_json.field(obj, "process", str, str(path)),
+def read_save_marker(folder: Path) -> SaveMarker:
+    """Read a folder's save marker; raise a CheckpointError if there is none or it is not ours."""
+    path = folder / SAVE_MARKER
+    with translate_os_errors("reading", path):
+        obj = strict_json.loads(files.read_bounded(path, 2**16), str(path))
+    strict_json.check_format_version(obj, "lt-save", 1, str(path))
+    return SaveMarker(
+        save_id=strict_json.get_field(obj, "save_id", str, str(path)),
+        step=strict_json.get_count(obj, "step", str(path)),
+        world_size=strict_json.get_count(obj, "world_size", str(path)),
+        machine_id=strict_json.get_field(obj, "machine_id", str, str(path)),
+        process_identity=strict_json.get_field(obj, "process_identity", str, str(path)),
     )
 
 
-def _is_marked(folder: Path) -> bool:
-    """Tells whether a folder carries a mark of ours that can be read."""
+def _has_save_marker(folder: Path) -> bool:
+    """Return True if a folder has a readable save marker of ours."""
     try:
-        read_mark(folder)
+        read_save_marker(folder)
     except CheckpointError:
         return False
     return True
 
 
-def new_token() -> str:
-    """Returns 16 random hex digits."""
+def random_id() -> str:
+    """Return 16 random hex digits."""
     return secrets.token_hex(8)
 
 
-def step_name(step: int) -> str:
-    """Returns the folder name of a step: `step-00001000`."""
+def step_folder_name(step: int) -> str:
+    """Return the folder name of a step: `step-00001000`."""
     return f"step-{step:08d}"
 
 
-def machine() -> str:
-    """Returns a name of this machine that tells nothing about it."""
+def machine_id() -> str:
+    """Return an anonymous id of this machine (a hash of its host name)."""
     return xxhash.xxh3_64_hexdigest(socket.gethostname().encode())
 
 
-def process(pid: int) -> str:
-    """Returns a name of a process that no later process has: pid, start time and boot; empty when it is gone.
+def process_identity(pid: int) -> str:
+    """Return an identity that no later process has (pid, start time, boot); empty if the process is gone.
 
-    Where the system has no /proc, the pid alone must do.
+    Without /proc it is the pid alone.
     """
     if not Path("/proc/self/stat").exists():
         try:
@@ -104,7 +104,7 @@ def process(pid: int) -> str:
         except ProcessLookupError:
             return ""
         except PermissionError:
-            pass  # it lives, under another user
+            pass  # alive, under another user
         return f"{pid}"
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -113,119 +113,121 @@ def process(pid: int) -> str:
     fields = stat.rpartition(")")[2].split()  # the command before it may hold spaces; fields[0] is field 3 of proc(5)
     boot_id = Path("/proc/sys/kernel/random/boot_id")
     boot = boot_id.read_text(encoding="ascii") if boot_id.exists() else ""
-    gone = fields[0] in "ZX"  # dead, but its parent has not looked yet
+    gone = fields[0] in "ZX"  # dead, but not yet reaped
     return "" if gone else f"{pid}-{fields[19]}-{xxhash.xxh3_64_hexdigest(boot.encode())}"
 
 
-def _left_behind(folder: Path) -> bool:
-    """Tells whether the process that began the save in a marked folder is gone.
+def _is_abandoned(folder: Path) -> bool:
+    """Return True if the process that began the save in a marked folder is gone.
 
-    Of a process on another machine only its files can be seen. How old they are is never asked: the clocks of the
-    machine that wrote them, of the file server and of this machine may each be wrong by years. What counts is that
-    nothing changes while this process looks on, by a clock that only goes forwards.
+    Of a process on another machine only the files are visible. Their age is never used: the clocks of the writing
+    machine, of the file server and of this machine may each be wrong by years. The criterion is that nothing changes
+    while this process watches, by a monotonic clock.
     """
-    mark = read_mark(folder)
-    if mark.machine == machine():
-        pid = mark.process.partition("-")[0]
-        return not pid.isdecimal() or process(int(pid)) != mark.process
-    stats = [(name, entry.stat(follow_symlinks=False)) for name, entry in files_below(folder)]
+    marker = read_save_marker(folder)
+    if marker.machine_id == machine_id():
+        pid = marker.process_identity.partition("-")[0]
+        return not pid.isdecimal() or process_identity(int(pid)) != marker.process_identity
+    stats = [(name, entry.stat(follow_symlinks=False)) for name, entry in iter_files(folder)]
     seen = frozenset((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
-    before, since = _watched.get(folder, (None, 0.0))
+    before, since = _last_seen.get(folder, (None, 0.0))
     if seen != before:
         since = time.monotonic()
-        _watched[folder] = (seen, since)
-    return time.monotonic() - since >= FOREIGN_OWNER_SECONDS
+        _last_seen[folder] = (seen, since)
+    return time.monotonic() - since >= REMOTE_SAVE_TIMEOUT_S
 
 
-def sweep(root: Path) -> list[Path]:
-    """Removes what killed saves and removals of ours left in a root.
+def remove_abandoned_saves(root: Path) -> list[Path]:
+    """Remove what killed saves and removals of ours left in a root.
 
     Args:
         root: Folder of checkpoints.
 
     Returns:
-        The folders that are gone.
+        The removed folders.
     """
-    gone: list[Path] = []
+    removed: list[Path] = []
     for name in sorted(os.listdir(root)):
         folder = root / name
-        # A folder can vanish under us when its owner finishes; one without our mark is nobody's business; and one that
-        # cannot be read or removed must not stop a save.
+        # A folder can vanish when its owner finishes; one without our marker is not ours; and one that cannot be read
+        # or removed must not stop a save.
         with suppress(CheckpointError, OSError):
             trash = TRASH_FOLDER.fullmatch(name) is not None
-            if trash and not os.listdir(folder):  # its mark went last, and then the removal was cut off
+            if trash and not os.listdir(folder):  # the marker is removed last; the removal was interrupted after it
                 os.rmdir(folder)
-                gone.append(folder)
-            elif (trash or (TMP_FOLDER.fullmatch(name) and _left_behind(folder))) and remove(folder):
-                gone.append(folder)
-                _watched.pop(folder, None)
-    return gone
+                removed.append(folder)
+            elif (trash or (TMP_FOLDER.fullmatch(name) and _is_abandoned(folder))) and remove_checkpoint(folder):
+                removed.append(folder)
+                _last_seen.pop(folder, None)
+    return removed
 
 
-def _is_our_folder(name: str) -> bool:
-    """Tells whether a checkpoint can have a folder of that name, relative to it."""
+def _is_checkpoint_subfolder(name: str) -> bool:
+    """Return True if a checkpoint can have a subfolder of that relative name."""
     return name == TOKENIZER or NXD_FOLDER.fullmatch(name) is not None
 
 
-def files_below(folder: Path, inside: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
-    """Yields what lies in a folder and in those below it that a checkpoint can have: name relative to it, entry."""
-    for entry in list(os.scandir(folder / inside if inside else folder)):
-        name = f"{inside}/{entry.name}" if inside else entry.name
-        if entry.is_dir(follow_symlinks=False) and _is_our_folder(name):
-            yield from files_below(folder, name)
+def iter_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:
+    """Yield relative name and entry of all files in a folder and its checkpoint subfolders."""
+    for entry in list(os.scandir(folder / prefix if prefix else folder)):
+        name = f"{prefix}/{entry.name}" if prefix else entry.name
+        if entry.is_dir(follow_symlinks=False) and _is_checkpoint_subfolder(name):
+            yield from iter_files(folder, name)
         else:
             yield name, entry
 
 
-def _known_entries(folder: Path) -> list[str] | None:
-    """Returns the files in a folder, relative to it, the mark last; None when any is not of a name that we write."""
+def _list_known_files(folder: Path) -> list[str] | None:
+    """Return a folder's files by relative name, the marker last; None if any is not one that we write."""
     found: list[str] = []
-    for name, entry in files_below(folder):
+    for name, entry in iter_files(folder):
         if not entry.is_file(follow_symlinks=False):
             return None
         plain = name.removesuffix(".tmp")
-        if plain not in (MANIFEST, COMMIT) and not any(pattern.fullmatch(plain) for pattern in (*LISTED, FAILED_FILE)):
+        if plain not in (MANIFEST, COMMIT) and not any(
+            pattern.fullmatch(plain) for pattern in (*MANIFEST_FILE_PATTERNS, FAILED_FILE)
+        ):
             return None
         found.append(name)
-    return sorted(found, key=lambda name: (name == MARK, name))
+    return sorted(found, key=lambda name: (name == SAVE_MARKER, name))
 
 
-def _our_folders(folder: Path, inside: str = "") -> list[str]:
-    """Returns the folders of a checkpoint, relative to it, each after those in it."""
+def _list_subfolders(folder: Path, prefix: str = "") -> list[str]:
+    """Return a checkpoint's subfolders by relative name, each after those in it."""
     found: list[str] = []
-    for entry in list(os.scandir(folder / inside if inside else folder)):
-        name = f"{inside}/{entry.name}" if inside else entry.name
-        if entry.is_dir(follow_symlinks=False) and _is_our_folder(name):
-            found += [*_our_folders(folder, name), name]
+    for entry in list(os.scandir(folder / prefix if prefix else folder)):
+        name = f"{prefix}/{entry.name}" if prefix else entry.name
+        if entry.is_dir(follow_symlinks=False) and _is_checkpoint_subfolder(name):
+            found += [*_list_subfolders(folder, name), name]
     return found
 
 
-def remove(folder: Path) -> bool:
-    """Removes a folder of ours.
+def remove_checkpoint(folder: Path) -> bool:
+    """Remove a folder of ours.
 
     Returns:
-        False, and nothing is touched, when the folder lacks our mark or holds anything that we did not write.
+        False, with nothing touched, if the folder lacks our marker or holds any file that we did not write.
 
     Raises:
         CheckpointError: The system refuses.
     """
-    with storage("removing", folder):
-        if folder.is_symlink() or not _is_marked(folder):
+    with translate_os_errors("removing", folder):
+        if folder.is_symlink() or not _has_save_marker(folder):
             return False
-        known = _known_entries(folder)
+        known = _list_known_files(folder)
         if known is None:
             return False
         if not TRASH_FOLDER.fullmatch(folder.name):
-            trash = folder.with_name(f".trash-{new_token()}")
+            trash = folder.with_name(f".trash-{random_id()}")
             files.rename(folder, trash)
             files.fsync_folder(folder.parent)
             folder = trash
         for name in known:
-            if name != MARK:
+            if name != SAVE_MARKER:
                 os.unlink(folder / name)
-        for name in _our_folders(folder):
+        for name in _list_subfolders(folder):
             os.rmdir(folder / name)
-        os.unlink(folder / MARK)
+        os.unlink(folder / SAVE_MARKER)
         os.rmdir(folder)
         files.fsync_folder(folder.parent)
     return True

@@ -1,8 +1,8 @@
-"""The formats by name: which one lies at a path, and what to write for a wish.
+"""Format registry: detection of the format at a path, opening, and conversion.
 
-Detection looks at names only: `hf://` is a model of the Hugging Face hub, a folder with COMMIT (or one of checkpoints,
-or a run) is ours, `.metadata` makes it one of torch.distributed.checkpoint, config.json with safetensors one of Hugging
-Face, rank files one of NxD, `consolidated.*.pth` one of Meta; a file is a torch-saved state dict.
+Detection uses names only: `hf://` is a model of the Hugging Face hub, a folder with COMMIT (or a folder of checkpoints,
+or a run) is ours, `.metadata` indicates torch.distributed.checkpoint, config.json with safetensors Hugging Face, rank
+files NxD, `consolidated.*.pth` Meta; a file is a torch-saved state dict.
 """
 
 import os
@@ -14,26 +14,27 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, INDEX, SINGLE, read_json
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_json
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
 RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
-SEARCHED_LEVELS = 3
+MAX_SEARCH_DEPTH = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wish:
-    """What a conversion is to make.
+class ConvertOptions:
+    """Options of a conversion.
 
     Attributes:
         format: One of `FORMATS`.
         dtype: Safetensors code to cast the weights to; None: as stored.
-        max_shard_bytes: Most bytes of tensors per file (hf, dcp).
+        max_shard_bytes: Maximum bytes of tensors per file (hf, dcp).
         nxd: The degrees and choices of an NxD target (`lt_ckpt.nxd.options.NxdOptions`).
-        dp: NxD: also write the optimizer's ZeRO-1 state, for so many data-parallel ranks; 0: weights alone.
-        unequal_copies: Take the first rank's where a source's copies of a tensor differ, in place of refusing.
+        dp: NxD: also write the optimizer's ZeRO-1 state, for this many data-parallel ranks; 0: weights only.
+        allow_replica_mismatch: Use the first rank's replica where a source's replicas of a tensor differ, instead of
+            refusing.
     """
 
     format: str
@@ -41,16 +42,16 @@ class Wish:
     max_shard_bytes: int = 5 * 10**9
     nxd: Any = None
     dp: int = 0
-    unequal_copies: bool = False
+    allow_replica_mismatch: bool = False
 
 
-def detect(path: Path) -> str:
-    """Returns the format of what lies at a path: one of `FORMATS`, or `meta`.
+def detect_format(path: Path) -> str:
+    """Return the format of a path: one of `FORMATS`, or `meta`.
 
     Raises:
-        CheckpointError: Nothing is there, or nothing that is known.
+        CheckpointError: The path does not exist or its format is unknown.
     """
-    from lt_ckpt.discover import checkpoint_root, list_steps
+    from lt_ckpt.discovery import checkpoint_root, list_steps
     from lt_ckpt.folders import COMMIT
 
     if path.is_file():
@@ -63,19 +64,19 @@ def detect(path: Path) -> str:
         return "dcp"
     if any(path.glob("consolidated.*.pth")):
         return "meta"
-    if (path / INDEX).is_file() or (path / SINGLE).is_file():
+    if (path / INDEX_FILE).is_file() or (path / SINGLE_FILE).is_file():
         return "hf"
-    if _has_rank_files(path, SEARCHED_LEVELS):
+    if _has_rank_files(path, MAX_SEARCH_DEPTH):
         return "nxd"
     raise CheckpointError(
-        f"{path}: no checkpoint that lt-ckpt knows: no COMMIT (ours), .metadata (torch.distributed.checkpoint), "
-        f"{SINGLE} or {INDEX} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
+        f"{path}: unknown checkpoint format: no COMMIT (lt), .metadata (torch.distributed.checkpoint), "
+        f"{SINGLE_FILE} or {INDEX_FILE} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
     )
 
 
-def carries_states(path: str) -> bool:
-    """Tells whether an optimizer's state at this path is opened with the weights, without being asked for."""
-    return not path.startswith(HUB) and detect(Path(path)) in ("lt", "dcp")
+def has_optimizer_state(path: str) -> bool:
+    """Return True if the format of a path opens optimizer state along with the weights by default."""
+    return not path.startswith(HUB) and detect_format(Path(path)) in ("lt", "dcp")
 
 
 def _has_rank_files(folder: Path, levels: int) -> bool:
@@ -90,87 +91,92 @@ def open_source(
     path: str | os.PathLike[str],
     *,
     config: str | os.PathLike[str] | None = None,
-    cache: str | os.PathLike[str] | None = None,
-    masters: bool = False,
+    cache_dir: str | os.PathLike[str] | None = None,
+    master_weights: bool = False,
     optimizer: bool = False,
     head_order: str = "trn1",
-    progress: files.Progress | None = None,
+    progress: files.ProgressCallback | None = None,
 ) -> Source:
-    """Opens a model in any format, or on the Hugging Face hub.
+    """Open a model in any format, or on the Hugging Face hub.
 
     Args:
         path: A file or folder; or `hf://org/name@revision`, which is downloaded first.
-        config: A config.json, or a folder with one, for formats that carry none (NxD, a .pt, DCP).
-        cache: Where models of the hub are kept; by default the user's cache folder.
-        masters: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
-        optimizer: Of an NxD checkpoint, the moments of its ZeRO-1 state too.
-        head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; it cannot be seen in the files.
-        progress: Told the bytes downloaded.
+        config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP).
+        cache_dir: Cache of hub models; by default the user's cache folder.
+        master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
+        optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state.
+        head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; the files do not show it.
+        progress: Called with the bytes downloaded.
 
     Raises:
-        CheckpointError: Nothing that is known lies there, it is damaged, or a configuration is needed and not given.
-        lt_model.ModelError: The configuration is no Llama that lt_model knows.
+        CheckpointError: Unknown format, damaged files, or a missing configuration.
+        lt_model.ModelError: The configuration is not a supported Llama.
     """
-    given = None if config is None else read_config(Path(config))
+    given_config = None if config is None else read_config(Path(config))
     if str(path).startswith(HUB):
         from lt_ckpt.hub.model import fetch_model
 
-        fetched = fetch_model(str(path), cache=cache, progress=progress)
-        found = open_source(fetched.path, config=config)
-        return replace(found, about={**found.about, **fetched.about})
-    place = Path(path)
-    kind = detect(place)
-    if kind != "nxd" and (masters or optimizer or head_order != "trn1"):
-        raise CheckpointError(f"{place}: masters, optimizer and head_order have no effect on {kind}; leave them out")
-    if kind == "lt":
-        from lt_ckpt.discover import resolve
+        fetched = fetch_model(str(path), cache=cache_dir, progress=progress)
+        source = open_source(fetched.path, config=config)
+        return replace(source, format_info={**source.format_info, **fetched.about})
+    local_path = Path(path)
+    format_name = detect_format(local_path)
+    if format_name != "nxd" and (master_weights or optimizer or head_order != "trn1"):
+        raise CheckpointError(
+            f"{local_path}: master_weights, optimizer and head_order have no effect on {format_name}; leave them out"
+        )
+    if format_name == "lt":
+        from lt_ckpt.discovery import resolve_checkpoint
         from lt_ckpt.lt_format import open_lt
 
-        return open_lt(resolve(place)[0])
-    if kind == "hf":
+        return open_lt(resolve_checkpoint(local_path)[0])
+    if format_name == "hf":
         from lt_ckpt.hf.format import open_hf
 
-        return open_hf(place, config=given)
-    if kind == "meta":
-        from lt_ckpt.meta.format import open_meta
+        return open_hf(local_path, config=given_config)
+    if format_name == "meta":
+        from lt_ckpt.meta_llama.format import open_meta
 
-        return open_meta(place, config=given)
-    known = given or _config_beside(place)
+        return open_meta(local_path, config=given_config)
+    known = given_config or _read_adjacent_config(local_path)
     if known is None:
         raise CheckpointError(
-            f"{place}: this format does not say what the model is; give its Hugging Face configuration "
-            "(--config config.json)"
+            f"{local_path}: this format has no model configuration; give a Hugging Face one (--config config.json)"
         )
-    if kind == "nxd":
+    if format_name == "nxd":
         from lt_ckpt.nxd.format import open_nxd
         from lt_ckpt.nxd.options import HeadOrder
 
         if head_order not in get_args(HeadOrder):
             raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
         return open_nxd(
-            place, config=known, masters=masters, optimizer=optimizer, head_order=cast(HeadOrder, head_order)
+            local_path,
+            config=known,
+            master_weights=master_weights,
+            optimizer=optimizer,
+            head_order=cast(HeadOrder, head_order),
         )
-    if kind == "dcp":
+    if format_name == "dcp":
         from lt_ckpt.dcp.format import open_dcp
 
-        return open_dcp(place, config=known)
+        return open_dcp(local_path, config=known)
     from lt_ckpt.torchfile.format import open_pt
 
-    return open_pt(place, config=known)
+    return open_pt(local_path, config=known)
 
 
-def config_of(
+def load_model_config(
     path: str | os.PathLike[str],
     *,
     config: str | os.PathLike[str] | None = None,
-    cache: str | os.PathLike[str] | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
 ) -> Mapping[str, Any]:
-    """Returns the Hugging Face configuration of a model, of which nothing else is fetched when it lies on a hub.
+    """Return the Hugging Face configuration of a model; of a hub model nothing else is downloaded.
 
     Args:
         path: As for `open_source`.
         config: As for `open_source`.
-        cache: As for `open_source`.
+        cache_dir: As for `open_source`.
 
     Raises:
         CheckpointError: As for `open_source`.
@@ -178,81 +184,85 @@ def config_of(
     if config is None and str(path).startswith(HUB):
         from lt_ckpt.hub.model import fetch_config
 
-        return fetch_config(str(path), cache=cache)[0]
-    found = open_source(path, config=config).config if config is None else read_config(Path(config))
-    if found is None:
-        raise CheckpointError(f"{path}: this checkpoint carries no model configuration; give a config.json")
-    return found
+        return fetch_config(str(path), cache=cache_dir)[0]
+    loaded = open_source(path, config=config).config if config is None else read_config(Path(config))
+    if loaded is None:
+        raise CheckpointError(f"{path}: this checkpoint has no model configuration; give a config.json")
+    return loaded
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Reads a config.json, or the one of a folder."""
+    """Read a config.json, or the one in a folder."""
     return read_json(path / CONFIG if path.is_dir() else path)
 
 
-def _config_beside(place: Path) -> dict[str, Any] | None:
-    """Returns the config.json that lies in the folder, or beside the file."""
-    folder = place if place.is_dir() else place.parent
+def _read_adjacent_config(path: Path) -> dict[str, Any] | None:
+    """Read the config.json in the folder or beside the file; None if there is none."""
+    folder = path if path.is_dir() else path.parent
     return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
 
 
-def convert_to(
-    source: Source, out: str | os.PathLike[str], wish: Wish, *, progress: files.Progress | None = None
+def convert_checkpoint(
+    source: Source,
+    out: str | os.PathLike[str],
+    options: ConvertOptions,
+    *,
+    progress: files.ProgressCallback | None = None,
 ) -> Path:
-    """Converts a source.
+    """Convert a source.
 
     Args:
         source: What to convert.
         out: The folder to make; for `pt` the file; for `lt` the folder of checkpoints to save into.
-        wish: What to make.
-        progress: Told the bytes written.
+        options: Format and options of the output.
+        progress: Called with the bytes written.
 
     Returns:
-        What was made.
+        The path of the output.
 
     Raises:
-        CheckpointError: The wish cannot be met, or the disk fails; nothing is left behind.
+        CheckpointError: The options cannot be met, or the disk fails; nothing is left behind.
     """
-    from lt_ckpt.comparison import unequal_copies
-    from lt_ckpt.convert import convert
-    from lt_ckpt.models import check_tied_head
-    from lt_model import LlamaConfig
+    from lt_ckpt.comparison import find_replica_mismatches
+    from lt_ckpt.conversion import convert
+    from lt_ckpt.llama_tensors import check_tied_head
+    from lt_model import config_from_hf
 
     if source.config is None:
         raise CheckpointError(f"{source.path}: has no configuration; give one (--config config.json)")
-    if not wish.unequal_copies:
-        trouble = next(iter(unequal_copies(source)), "")
-        if trouble:
+    if not options.allow_replica_mismatch:
+        mismatch = next(iter(find_replica_mismatches(source)), "")
+        if mismatch:
             raise CheckpointError(
-                f"{source.path}: {trouble}; the ranks of its training have drifted apart, or the configuration is not "
-                "this model's. --unequal-copies takes the first rank's"
+                f"{source.path}: {mismatch}; the ranks diverged in training, or the configuration is not this model's; "
+                "--allow-replica-mismatch uses the first rank's replica"
             )
-    if wish.format in ("hf", "lt") and LlamaConfig.from_hf(dict(source.config)).tie_word_embeddings:
+    if options.format in ("hf", "lt") and config_from_hf(dict(source.config)).tie_word_embeddings:
         check_tied_head(source)
-    if wish.format == "lt":
+    if options.format == "lt":
         from lt_ckpt.lt_format import save_lt
 
-        return save_lt(source, out, dtype=wish.dtype, progress=progress)
-    if wish.format == "hf":
+        return save_lt(source, out, dtype=options.dtype, progress=progress)
+    if options.format == "hf":
         from lt_ckpt.hf.format import hf_target
 
-        target = hf_target(source, dtype=wish.dtype, max_shard_bytes=wish.max_shard_bytes)
-    elif wish.format == "nxd":
+        target = hf_target(source, dtype=options.dtype, max_shard_bytes=options.max_shard_bytes)
+    elif options.format == "nxd":
         from lt_ckpt.nxd.format import nxd_target
 
-        target = nxd_target(source, wish.nxd, dtype=wish.dtype)
-        if wish.dp:
-            from lt_ckpt.nxd.zero_out import with_states
+        target = nxd_target(source, options.nxd, dtype=options.dtype)
+        if options.dp:
+            from lt_ckpt.nxd.zero1_writer import add_optimizer_states
 
-            source, target = with_states(source, target, wish.nxd, wish.dp)
-    elif wish.format == "dcp":
+            source, target = add_optimizer_states(source, target, options.nxd, options.dp)
+    elif options.format == "dcp":
         from lt_ckpt.dcp.format import dcp_target
 
-        target = dcp_target(source, dtype=wish.dtype, max_file_bytes=wish.max_shard_bytes)
-    elif wish.format == "pt":
+        target = dcp_target(source, dtype=options.dtype, max_file_bytes=options.max_shard_bytes)
+    elif options.format == "pt":
         from lt_ckpt.torchfile.format import pt_target
 
-        target = pt_target(source, Path(out).name, dtype=wish.dtype)
+        target = pt_target(source, Path(out).name, dtype=options.dtype)
     else:
-        raise CheckpointError(f"format {wish.format!r} is not one of {', '.join(FORMATS)}")
+        raise CheckpointError(f"format {options.format!r} is not one of {', '.join(FORMATS)}")
     return convert(source, target, out, progress=progress)

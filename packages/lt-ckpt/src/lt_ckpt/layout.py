@@ -1,37 +1,37 @@
-"""What the tensors of a format's files are made of.
+"""Layouts: the boxes of model tensors that make up the tensors of a format's files.
 
-A model's tensors have one name, one shape and one order here: those of `lt_model.parameters`, which are Hugging Face's.
-Formats store them whole, cut, repeated, reordered by heads, or joined; all of this is boxes. A stored tensor is made of
-pieces, each a box of one model tensor at a place in the stored one. A format is described by a function that returns
-such a layout, and everything else follows from it: reading (where does this box lie?), writing (what comes next in this
-file?), checking (is anything missing, or there twice?).
+Model tensors have one name, one shape and one order here: those of `lt_model.param_specs`, which are Hugging Face's.
+Formats store them whole, sharded, replicated, reordered by heads, or joined; all of this is boxes. A stored tensor
+consists of regions, each a box of one model tensor at an offset of the stored one. A format is described by a function
+that returns such a layout; reading (where does this box lie?), writing (what comes next in this file?) and checking (is
+anything missing or stored twice?) follow from it.
 
-Pure: no file is touched. Cost: O(pieces).
+Pure: no file is accessed. Cost: O(regions).
 """
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.shards import Box, Ints, covers, inside
+from lt_ckpt.shards import Box, Ints, find_tiling_error, is_inside
 from lt_ckpt.tensorfile import TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
-    """A box of a model tensor in a stored tensor.
+class TensorRegion:
+    """Box of a model tensor in a stored tensor.
 
     Attributes:
         name: The model tensor.
-        offset: Where the box begins in the model tensor.
+        offset: Offset of the box in the model tensor.
         shape: Shape of the box, the same in both.
-        at: Where the box begins in the stored tensor.
+        stored_offset: Offset of the box in the stored tensor.
     """
 
     name: str
     offset: Ints
     shape: Ints
-    at: Ints
+    stored_offset: Ints
 
     @property
     def box(self) -> Box:
@@ -40,89 +40,95 @@ class Piece:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
-    """A tensor of a file: its key there, its shape, and what it is made of."""
+class TensorLayout:
+    """Tensor of a file: its key, its shape, and its regions."""
 
     key: str
     shape: Ints
-    pieces: tuple[Piece, ...]
+    regions: tuple[TensorRegion, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileLayout:
-    """A file of a format: its path in the folder, with "/", and its tensors in file order."""
+    """File of a format: its path in the folder, with "/", and its tensors in file order."""
 
     path: str
-    tensors: tuple[Placed, ...]
+    tensors: tuple[TensorLayout, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """All the files of a format for one model."""
+    """All files of a format for one model."""
 
     files: tuple[FileLayout, ...]
 
-    def __iter__(self) -> Iterator[tuple[FileLayout, Placed, Piece]]:
+    def __iter__(self) -> Iterator[tuple[FileLayout, TensorLayout, TensorRegion]]:
         for file in self.files:
             for tensor in file.tensors:
-                for piece in tensor.pieces:
-                    yield file, tensor, piece
+                for region in tensor.regions:
+                    yield file, tensor, region
 
     def check(self, shapes: Mapping[str, Ints]) -> None:
-        """Checks a layout against the model's tensors.
+        """Check a layout against the model's tensors.
 
-        Every stored tensor is tiled by its pieces; every model tensor is held whole, once or in equal copies: two
-        pieces of one model tensor are either the same box or do not overlap.
+        Every stored tensor is tiled by its regions; every model tensor is stored completely, once or in equal replicas:
+        two regions of one model tensor are either the same box or do not overlap.
 
         Args:
             shapes: Model tensor → shape.
 
         Raises:
-            CheckpointError: With the tensor and the file.
+            CheckpointError: Names the tensor and the file.
         """
-        held: dict[str, set[Box]] = {name: set() for name in shapes}
+        stored: dict[str, set[Box]] = {name: set() for name in shapes}
         for file in self.files:
             for tensor in file.tensors:
                 where = f"{file.path}: {tensor.key}"
-                for piece in tensor.pieces:
-                    if piece.name not in shapes:
-                        raise CheckpointError(f"{where}: the model has no tensor {piece.name!r}")
-                    if not inside(piece.box, shapes[piece.name]):
-                        raise CheckpointError(f"{where}: {list(piece.box)} does not lie in {piece.name}")
-                    held[piece.name].add(piece.box)
-                trouble = covers(tensor.shape, [(piece.at, piece.shape) for piece in tensor.pieces])
-                if trouble:
-                    raise CheckpointError(f"{where}: {trouble}")
-        for name, boxes in held.items():
-            trouble = covers(shapes[name], sorted(boxes))
-            if trouble:
-                raise CheckpointError(f"{name}: {trouble}")
+                for region in tensor.regions:
+                    if region.name not in shapes:
+                        raise CheckpointError(f"{where}: the model has no tensor {region.name!r}")
+                    if not is_inside(region.box, shapes[region.name]):
+                        raise CheckpointError(f"{where}: {list(region.box)} does not lie in {region.name}")
+                    stored[region.name].add(region.box)
+                error = find_tiling_error(
+                    tensor.shape, [(region.stored_offset, region.shape) for region in tensor.regions]
+                )
+                if error:
+                    raise CheckpointError(f"{where}: {error}")
+        for name, boxes in stored.items():
+            error = find_tiling_error(shapes[name], sorted(boxes))
+            if error:
+                raise CheckpointError(f"{name}: {error}")
 
 
-def whole(name: str, shape: Ints, key: str = "") -> Placed:
-    """A model tensor stored as it is, under its own name or another key."""
+def whole_tensor(name: str, shape: Ints, key: str = "") -> TensorLayout:
+    """Return the layout of a model tensor stored whole, under its own name or another key."""
     zeros = (0,) * len(shape)
-    return Placed(key=key or name, shape=shape, pieces=(Piece(name=name, offset=zeros, shape=shape, at=zeros),))
+    return TensorLayout(
+        key=key or name, shape=shape, regions=(TensorRegion(name=name, offset=zeros, shape=shape, stored_offset=zeros),)
+    )
 
 
-def stacked(key: str, boxes: list[tuple[str, Box]]) -> Placed:
-    """Boxes of model tensors, one below the other along dim 0."""
-    pieces: list[Piece] = []
+def stack_rows(key: str, boxes: list[tuple[str, Box]]) -> TensorLayout:
+    """Return the layout of boxes of model tensors stacked along dim 0."""
+    regions: list[TensorRegion] = []
     rows = 0
-    rest = boxes[0][1][1][1:]
+    row_shape = boxes[0][1][1][1:]
     for name, (offset, shape) in boxes:
-        if shape[1:] != rest:
-            raise CheckpointError(f"{key}: {name} has rows of {list(shape[1:])}, those above have {list(rest)}")
-        pieces.append(Piece(name=name, offset=offset, shape=shape, at=(rows, *(0,) * len(rest))))
+        if shape[1:] != row_shape:
+            raise CheckpointError(f"{key}: {name} has rows of {list(shape[1:])}, those above have {list(row_shape)}")
+        regions.append(
+            TensorRegion(name=name, offset=offset, shape=shape, stored_offset=(rows, *(0,) * len(row_shape)))
+        )
         rows += shape[0]
-    return Placed(key=key, shape=(rows, *rest), pieces=tuple(pieces))
+    return TensorLayout(key=key, shape=(rows, *row_shape), regions=tuple(regions))
 
 
-def part(shape: Ints, dim: int, index: int, count: int, name: str) -> Box:
-    """The `index`-th of `count` equal parts of a tensor along `dim`.
+def shard_box(shape: Ints, dim: int, index: int, count: int, name: str) -> Box:
+    """Return the `index`-th of `count` equal parts of a tensor along `dim`.
 
     Raises:
-        CheckpointError: The tensor cannot be divided so.
+        CheckpointError: The tensor is not divisible.
     """
     if shape[dim] % count:
         raise CheckpointError(f"{name}: dim {dim} of shape {list(shape)} does not divide into {count} equal parts")
@@ -131,6 +137,6 @@ def part(shape: Ints, dim: int, index: int, count: int, name: str) -> Box:
     return offset, tuple(size if d == dim else n for d, n in enumerate(shape))
 
 
-def specs_of(shapes: Mapping[str, Ints], dtype: str) -> dict[str, TensorSpec]:
-    """Specs of one dtype."""
+def uniform_specs(shapes: Mapping[str, Ints], dtype: str) -> dict[str, TensorSpec]:
+    """Return the specs of tensors of one dtype."""
     return {name: TensorSpec(dtype, shape) for name, shape in shapes.items()}

@@ -1,8 +1,8 @@
-"""A forward pass in bounded memory: layer after layer, each one's weights read, used and dropped.
+"""Forward pass in bounded memory: layer by layer, each one's weights loaded, used and dropped.
 
-So two copies of a 70B model can be compared on a machine that could hold neither. The model is `lt_model`'s own, in
-the dtype asked for, on the CPU; it needs lt-ckpt[torch]. Memory: in that dtype one layer, the embedding or the head,
-whichever is largest, and the hidden states. A wrong head order or a swapped gate shows in the first layer that has it,
+So two checkpoints of a 70B model can be compared on a machine that could hold neither. The model is `lt_model`'s, in
+the requested dtype, on the CPU; it needs lt-ckpt[torch]. Memory: in that dtype one layer, the embedding or the head,
+whichever is largest, and the hidden states. A wrong head order or a swapped gate shows in the first affected layer,
 where a comparison of losses would hide it.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from lt_ckpt.dtypes import cast
-from lt_ckpt.models import EMBED, HEAD
-from lt_ckpt.source import Reader, Source
-from lt_model import LlamaConfig
+from lt_ckpt.llama_tensors import EMBED, HEAD
+from lt_ckpt.source import Source, TensorReader
+from lt_model import config_from_hf
 from lt_model.llama import Llama
 from lt_model.rope import rope_tables
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 CODES = {torch.float64: "F64", torch.float32: "F32"}
 
 
-@torch.no_grad()  # around each step of the generator: a context inside it would leak into whoever is between two steps
+@torch.no_grad()  # as a decorator around each step: a context inside the generator would leak to its caller
 def layer_outputs(
     source: Source, token_ids: "Sequence[int]", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, Tensor]]:
-    """Runs the model on one row of tokens.
+    """Run the model on one sequence of tokens.
 
     Args:
         source: The model, with a configuration.
@@ -44,16 +44,16 @@ def layer_outputs(
         CheckpointError: A tensor cannot be read.
     """
     assert source.config is not None
-    config = LlamaConfig.from_hf(dict(source.config), source=str(source.path))
+    config = config_from_hf(dict(source.config), source=str(source.path))
     with torch.device("meta"):
-        model = Llama(config)  # a description until a part of it is filled
-    with Reader(source.root) as reader:
+        model = Llama(config)  # without memory until a part of it is loaded
+    with TensorReader(source.root) as reader:
 
-        def filled(module: nn.Module, prefix: str) -> nn.Module:
-            made = module.to_empty(device="cpu").to(dtype)
-            for name, parameter in made.named_parameters():
+        def load_module(module: nn.Module, prefix: str) -> nn.Module:
+            loaded = module.to_empty(device="cpu").to(dtype)
+            for name, parameter in loaded.named_parameters():
                 parameter.copy_(tensor(f"{prefix}{name}"))
-            return made
+            return loaded
 
         def tensor(name: str) -> Tensor:
             spec = source.weights.specs[name]
@@ -65,11 +65,11 @@ def layer_outputs(
         yield "embedding", x_TD
         x_BTD, rope = x_TD[None], rope_tables(config, torch.arange(len(ids_T)), dtype)
         for index in range(config.n_layers):
-            layer = filled(model.model.layers[index], f"model.layers.{index}.")
+            layer = load_module(model.model.layers[index], f"model.layers.{index}.")
             x_BTD = layer(x_BTD, rope, None)
             model.model.layers[index].to("meta")
             yield f"layer {index}", x_BTD[0]
-        x_BTD = filled(model.model.norm, "model.norm.")(x_BTD)
+        x_BTD = load_module(model.model.norm, "model.norm.")(x_BTD)
         yield "norm", x_BTD[0]
         yield "logits", x_BTD[0] @ tensor(HEAD).T
 
@@ -77,7 +77,7 @@ def layer_outputs(
 def compare_logits(
     a: Source, b: Source, token_ids: "Sequence[int]", dtype: torch.dtype = torch.float32
 ) -> Iterator[tuple[str, float, float]]:
-    """Runs both models side by side.
+    """Run both models side by side and compare hidden states and logits.
 
     Yields:
         After each layer: its name, the largest difference of the hidden states, and that over the largest value of the

@@ -1,9 +1,9 @@
 """Our own checkpoints as a source and as a target of conversions.
 
-As a source, a checkpoint has its groups (weights, moments), the model of its manifest as a configuration, and its
-tokenizer's files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most
-`SLICE_BYTES`, of which `AHEAD` + 1 are in memory; it holds what the source holds, so one made from a Hugging Face model
-has weights and nothing else.
+As a source, a checkpoint has its groups (weights, moments), the manifest's model as configuration, and its tokenizer's
+files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, of
+which `READ_AHEAD_SLICES` + 1 are in memory; it holds what the source holds, so one converted from a Hugging Face model
+has weights only.
 """
 
 import os
@@ -18,44 +18,44 @@ import numpy as np
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.convert import require_cast
-from lt_ckpt.dtypes import cast, item_bytes, long_name
+from lt_ckpt.conversion import check_castable
+from lt_ckpt.copy_plan import StoredSlice
+from lt_ckpt.dtypes import cast, item_bytes, torch_dtype_name
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.manifest import Meta
-from lt_ckpt.models import HEAD, stored_shapes, with_head
-from lt_ckpt.pipeline import Tally, in_order
-from lt_ckpt.plan import Stored
-from lt_ckpt.records import Slice
-from lt_ckpt.save import begin, commit, discard, write_part
-from lt_ckpt.shards import Shard, row_blocks
-from lt_ckpt.source import Group, Reader, Source
+from lt_ckpt.executors import ByteCounter, iter_in_order
+from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
+from lt_ckpt.manifest import CheckpointMetadata
+from lt_ckpt.records import SliceRecord
+from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
+from lt_ckpt.shards import Shard, split_rows
+from lt_ckpt.source import Source, TensorGroup, TensorReader
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig
+from lt_model import LlamaConfig, config_from_hf, config_to_hf
 
-GENERATION = "generation_config.json"
+GENERATION_CONFIG = "generation_config.json"
 SLICE_BYTES = 8 * 2**20
 
-AHEAD = 2
-"""Slices that are read ahead, each by a thread."""
+READ_AHEAD_SLICES = 2
+"""Slices read ahead, one per thread."""
 
 
 def open_lt(checkpoint: Checkpoint) -> Source:
-    """Opens a checkpoint for conversion.
+    """Open a checkpoint for conversion.
 
     Raises:
-        CheckpointError: It names no model, or its weights are not those of the model.
-        lt_model.ModelError: The manifest's model is no Llama that lt_model knows.
+        CheckpointError: It has no model configuration, or its weights are not those of the model.
+        lt_model.ModelError: The manifest's model is not a supported Llama.
     """
     manifest, path = checkpoint.manifest, checkpoint.path
     if not manifest.model:
-        raise CheckpointError(f"{path}: names no model, so nothing can be made of it")
+        raise CheckpointError(f"{path}: has no model configuration, so it cannot be converted")
     config = LlamaConfig.from_dict(manifest.model, source=f"{path}: model")
-    groups = {name: _group(checkpoint, name) for name in checkpoint.groups}
+    groups = {name: _tensor_group(checkpoint, name) for name in checkpoint.groups}
     stored = checkpoint.specs("weights") if "weights" in groups else {}
     shapes = stored_shapes(config, HEAD in stored)
-    wanted = {name: TensorSpec(stored[name].dtype if name in stored else "F32", shapes[name]) for name in shapes}
-    checkpoint.require({"weights": wanted})
-    groups["weights"] = with_head(groups["weights"], config)
+    expected = {name: TensorSpec(stored[name].dtype if name in stored else "F32", shapes[name]) for name in shapes}
+    checkpoint.check_specs({"weights": expected})
+    groups["weights"] = add_tied_head(groups["weights"], config)
     tokenizer = checkpoint.tokenizer_files()
     parsed = {name: strict_json.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
     ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
@@ -65,12 +65,15 @@ def open_lt(checkpoint: Checkpoint) -> Source:
         format="lt",
         path=path,
         root=path,
-        config=config.to_hf(bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=long_name(dtype)),
+        config=config_to_hf(
+            config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=torch_dtype_name(dtype)
+        ),
         groups=groups,
-        small={**tokenizer, GENERATION: strict_json.dumps(generation, GENERATION, indent=2)},
-        about={
+        aux_files={**tokenizer, GENERATION_CONFIG: strict_json.dumps(generation, GENERATION_CONFIG, indent=2)},
+        optimizer=manifest.optimizer,
+        format_info={
             "step": manifest.step,
-            "world": manifest.world,
+            "world_size": manifest.world_size,
             "layout": dict(manifest.layout),
             **({"param_groups": settings} if (settings := _param_groups(checkpoint)) else {}),
         },
@@ -78,33 +81,38 @@ def open_lt(checkpoint: Checkpoint) -> Source:
 
 
 def _param_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """Returns the optimizer's settings as torch's AdamW has them: those with weight decay first, norms without."""
+    """Return the optimizer's param groups as torch's AdamW orders them: weight decay first, norms without."""
     manifest = checkpoint.manifest
-    kept = manifest.layout.get("param_groups")
-    if isinstance(kept, list):
-        return kept
-    said = manifest.recipe.get("optimizer")
-    if not isinstance(said, dict) or not {"lr", "weight_decay", "beta1", "beta2", "eps"} <= set(said):
+    stored = manifest.layout.get("param_groups")
+    if isinstance(stored, list):
+        return stored
+    settings = manifest.recipe.get("optimizer")
+    if not isinstance(settings, dict) or not {"lr", "weight_decay", "beta1", "beta2", "eps"} <= set(settings):
         return []
-    shared = {"lr": said["lr"], "betas": [said["beta1"], said["beta2"]], "eps": said["eps"], "initial_lr": said["lr"]}
-    return [{"weight_decay": decay, **shared} for decay in (said["weight_decay"], 0.0)]
+    shared = {
+        "lr": settings["lr"],
+        "betas": [settings["beta1"], settings["beta2"]],
+        "eps": settings["eps"],
+        "initial_lr": settings["lr"],
+    }
+    return [{"weight_decay": decay, **shared} for decay in (settings["weight_decay"], 0.0)]
 
 
-def _group(checkpoint: Checkpoint, group: str) -> Group:
+def _tensor_group(checkpoint: Checkpoint, group: str) -> TensorGroup:
     records = checkpoint.manifest.tensors[group]
-    return Group(
+    return TensorGroup(
         specs={name: record.spec for name, record in records.items()},
-        places={name: _stored(record.slices) for name, record in records.items()},
-        copies={name: _stored(record.copies) for name, record in records.items() if record.copies},
+        locations={name: _stored_slices(record.slices) for name, record in records.items()},
+        replicas={name: _stored_slices(record.replicas) for name, record in records.items() if record.replicas},
     )
 
 
-def _stored(slices: Sequence[Slice]) -> tuple[Stored, ...]:
-    return tuple(Stored(file=s.file, begin=s.begin, offset=s.offset, shape=s.shape) for s in slices)
+def _stored_slices(slices: Sequence[SliceRecord]) -> tuple[StoredSlice, ...]:
+    return tuple(StoredSlice(file=s.file, byte_offset=s.byte_offset, offset=s.offset, shape=s.shape) for s in slices)
 
 
 def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
-    """Returns the id of a special token that the tokenizer's files name, for example `bos_token`; None without one."""
+    """Return the id of a special token in the tokenizer's files, e.g. `bos_token`; None without one."""
     for file in ("tokenizer_config.json", "special_tokens_map.json"):
         token = tokenizer.get(file, {}).get(name)
         text = token.get("content") if isinstance(token, dict) else token
@@ -129,52 +137,58 @@ def save_lt(
     root: str | os.PathLike[str],
     *,
     dtype: str | None = None,
-    progress: files.Progress | None = None,
+    progress: files.ProgressCallback | None = None,
 ) -> Path:
-    """Saves a source as a checkpoint in the folder of checkpoints `root`.
+    """Save a source as a checkpoint in the folder of checkpoints `root`.
 
-    Its step is the source's, or 0 for a source that knows none.
+    Its step is the source's, or 0 if unknown.
 
     Args:
         source: What to save; all its groups.
         root: Folder of checkpoints.
         dtype: Safetensors code to cast the weights to; None: as stored.
-        progress: Told the bytes written so far and in all.
+        progress: Called with the bytes written so far and in all.
 
     Raises:
-        CheckpointError: A checkpoint of that step is there already, or the disk fails.
+        CheckpointError: A checkpoint of that step already exists, or the disk fails.
     """
     assert source.config is not None
-    model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
-    step = int(source.about.get("step", 0))
-    tokenizer = {name: data for name, data in source.small.items() if name != GENERATION}
-    with Reader(source.root) as reader, ThreadPoolExecutor(AHEAD, "lt-ckpt-convert-read") as readers:
-        described = _shards(source, model, dtype)
-        tell = Tally(sum(shard.n_bytes for shard in described), progress)
-        reads = [partial(_read, reader, source.groups[s.group], s, tell) for s in described]
-        shards = _read_ahead(described, in_order(readers, reads, ahead=AHEAD))
-        tmp = begin(root, step=step, world=1)
+    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
+    step = int(source.format_info.get("step", 0))
+    tokenizer = {name: data for name, data in source.aux_files.items() if name != GENERATION_CONFIG}
+    with TensorReader(source.root) as reader, ThreadPoolExecutor(READ_AHEAD_SLICES, "lt-ckpt-convert-read") as readers:
+        planned = _describe_shards(source, model, dtype)
+        count_bytes = ByteCounter(sum(shard.n_bytes for shard in planned), progress)
+        reads = [partial(_read_shard, reader, source.groups[s.group], s, count_bytes) for s in planned]
+        shards = _attach_data(planned, iter_in_order(readers, reads, max_in_flight=READ_AHEAD_SLICES))
+        tmp = begin_save(root, step=step, world_size=1)
         try:
-            write_part(tmp, rank=0, shards=shards)
-            origin = {"converted_from": source.format, **dict(source.about)}
-            meta = Meta(step=step, model=model.to_dict(), tokenizer_files=tokenizer, layout=origin)
-            return commit(tmp, world=1, meta=meta)
+            write_rank_files(tmp, rank=0, shards=shards)
+            origin = {"converted_from": source.format, **dict(source.format_info)}
+            meta = CheckpointMetadata(
+                step=step,
+                model=model.to_dict(),
+                tokenizer_files=tokenizer,
+                layout=origin,
+                optimizer=source.optimizer,
+            )
+            return commit_save(tmp, world_size=1, metadata=meta)
         except BaseException:
             readers.shutdown(cancel_futures=True)
             if tmp.exists():
-                discard(tmp)
+                discard_save(tmp)
             raise
 
 
-def _shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard]:
-    """Describes what is to be written, in the order in which the files hold it; the data comes later."""
+def _describe_shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard]:
+    """Return the shards to write, in file order, still without data."""
     shards: list[Shard] = []
     for kind, group in source.groups.items():
         for name, spec in group.specs.items():
             if name == HEAD and model.tie_word_embeddings:
                 continue
             target = dtype if dtype and kind == "weights" else spec.dtype
-            require_cast(spec.dtype, target)
+            check_castable(spec.dtype, target)
             width = max(item_bytes(target), item_bytes(spec.dtype))
             shards += [
                 Shard(
@@ -186,24 +200,24 @@ def _shards(source: Source, model: LlamaConfig, dtype: str | None) -> list[Shard
                     shape=shape,
                     data=lambda: np.empty(0, np.uint8),
                 )
-                for offset, shape in row_blocks(spec.shape, SLICE_BYTES // width)
+                for offset, shape in split_rows(spec.shape, SLICE_BYTES // width)
             ]
     kinds = list(source.groups)
     return sorted(shards, key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
 
 
-def _read(reader: Reader, group: Group, shard: Shard, tell: Tally) -> np.ndarray:
+def _read_shard(reader: TensorReader, group: TensorGroup, shard: Shard, count_bytes: ByteCounter) -> np.ndarray:
     data = cast(reader.read(group, shard.name, (shard.offset, shard.shape)), group.specs[shard.name].dtype, shard.dtype)
-    tell(data.nbytes)
+    count_bytes(data.nbytes)
     return data
 
 
-def _read_ahead(shards: Sequence[Shard], data: Iterator[np.ndarray]) -> list[Shard]:
-    """Gives the shards their data, which is read in their order, ahead of being asked for."""
+def _attach_data(shards: Sequence[Shard], data: Iterator[np.ndarray]) -> list[Shard]:
+    """Attach data to the shards, read ahead in their order."""
     waiting = iter(range(len(shards)))
 
-    def following(index: int) -> np.ndarray:
-        assert next(waiting) == index, "asked for in another order than the files'"
+    def next_data(index: int) -> np.ndarray:
+        assert next(waiting) == index, "not requested in file order"
         return next(data)
 
-    return [replace(shard, data=partial(following, index)) for index, shard in enumerate(shards)]
+    return [replace(shard, data=partial(next_data, index)) for index, shard in enumerate(shards)]

@@ -1,8 +1,8 @@
-"""The manifest of a checkpoint, and the COMMIT file that makes it one.
+"""Manifest of a checkpoint, and the COMMIT file that makes it valid.
 
-`manifest.json` holds everything but the tensors' bytes: step, recipe, model, layout, small typed state, data position,
-files and tensors with their hashes. `COMMIT` is written last and holds the manifest's hash, so a folder with a COMMIT
-that matches is complete, and each byte in it can be checked. No pickle: a checkpoint is JSON and safetensors.
+`manifest.json` holds everything but the tensors' bytes: step, recipe, model, layout, optimizer, typed scalars, data
+position, files and tensors with their hashes. `COMMIT` is written last and holds the manifest's hash, so a folder with
+a matching COMMIT is complete, and each byte in it can be verified. No pickle: a checkpoint is JSON and safetensors.
 """
 
 import math
@@ -17,82 +17,88 @@ from lt_ckpt import strict_json
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.records import (
     TOKENIZER_FILE,
-    Files,
-    Tensors,
-    check,
+    FileRecords,
+    OptimizerRecord,
+    TensorRecords,
+    check_optimizer_slots,
     files_from_json,
     files_to_json,
     tensors_from_json,
     tensors_to_json,
+    validate_records,
 )
 
 FORMAT, VERSION = "lt-checkpoint", 1
 MAX_MANIFEST_BYTES = 2**31
-Small = int | float | str | bool
+Scalar = int | float | str | bool
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meta:
-    """What a checkpoint says besides its tensors.
+class CheckpointMetadata:
+    """Checkpoint metadata: step, recipe, model, data state and everything else besides tensors.
 
     Attributes:
         step: Optimizer steps taken.
         recipe: The run's recipe as plain JSON values.
         model: `lt_model.LlamaConfig.to_dict()`, or empty.
-        small: Small state by name; the types survive, also inf and nan.
+        scalars: Scalar state by name; types are preserved, also inf and nan.
         data: Position in the data stream as plain JSON values, or None.
         tokenizer_files: File name → content; stored in the folder `tokenizer/`.
-        layout: How the ranks held the tensors (degrees), for people and reports; reading does not need it.
+        layout: Parallelism of the saving ranks (degrees), for reports; reading does not need it.
+        optimizer: The optimizer whose state the checkpoint holds, or None.
         created_at: Seconds since 1970 in UTC.
     """
 
     step: int
     recipe: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
-    small: Mapping[str, Small] = field(default_factory=dict)
+    scalars: Mapping[str, Scalar] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: OptimizerRecord | None = None
     created_at: float = field(default_factory=time.time)
 
     def __post_init__(self) -> None:
         if type(self.step) is not int or self.step < 0:
-            raise CheckpointError(f"meta: step must be a non-negative integer, is {self.step!r}")
-        for name, value in self.small.items():
+            raise CheckpointError(f"metadata: step must be a non-negative integer, is {self.step!r}")
+        for name, value in self.scalars.items():
             if type(value) not in (int, float, str, bool):
-                raise CheckpointError(f"meta: small[{name!r}] must be int, float, str or bool, is {type(value)}")
+                raise CheckpointError(f"metadata: scalars[{name!r}] must be int, float, str or bool, is {type(value)}")
         for name in self.tokenizer_files:
             if not TOKENIZER_FILE.fullmatch(f"tokenizer/{name}") or name.endswith(".tmp"):
-                raise CheckpointError(f"meta: {name!r} is not a plain file name for the tokenizer")
+                raise CheckpointError(f"metadata: {name!r} is not a plain file name for the tokenizer")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """A checkpoint's content, as `manifest.json` says it.
+class CheckpointManifest:
+    """Content of `manifest.json`.
 
     Attributes:
         step: Optimizer steps taken.
-        world: Number of ranks that wrote it.
+        world_size: Number of ranks that wrote it.
         created_at: Seconds since 1970 in UTC.
         recipe: The run's recipe.
-        model: The model's configuration, see `Meta.model`.
-        layout: How the ranks held the tensors.
-        small: Small typed state.
+        model: The model's configuration, see `CheckpointMetadata.model`.
+        layout: Parallelism of the saving ranks.
+        optimizer: The optimizer and its slots, or None: no optimizer state.
+        scalars: Typed scalar state.
         data: Position in the data stream, or None.
         files: Every file besides manifest.json and COMMIT.
         tensors: Group → name → record.
     """
 
     step: int
-    world: int
+    world_size: int
     created_at: float
     recipe: dict[str, Any]
     model: dict[str, Any]
     layout: dict[str, Any]
-    small: dict[str, Small]
+    optimizer: OptimizerRecord | None
+    scalars: dict[str, Scalar]
     data: dict[str, Any] | None
-    files: Files
-    tensors: Tensors
+    files: FileRecords
+    tensors: TensorRecords
 
     @property
     def n_bytes(self) -> int:
@@ -100,18 +106,19 @@ class Manifest:
         return sum(record.n_bytes for record in self.files.values())
 
     def to_bytes(self) -> bytes:
-        """Returns the content of manifest.json."""
+        """Return the content of manifest.json."""
         return strict_json.dumps(
             {
                 "format": FORMAT,
                 "version": VERSION,
                 "step": self.step,
-                "world": self.world,
+                "world_size": self.world_size,
                 "created_at": self.created_at,
                 "model": self.model,
                 "recipe": self.recipe,
                 "layout": self.layout,
-                "small": {name: _small_to_json(value) for name, value in self.small.items()},
+                "optimizer": None if self.optimizer is None else self.optimizer.to_json(),
+                "scalars": {name: _scalar_to_json(value) for name, value in self.scalars.items()},
                 "data": self.data,
                 "files": files_to_json(self.files),
                 "tensors": tensors_to_json(self.tensors),
@@ -120,34 +127,38 @@ class Manifest:
         )
 
     @classmethod
-    def from_bytes(cls, raw: bytes, source: str) -> "Manifest":
-        """Reads and checks the content of a manifest.json; a `CheckpointError` names file and field."""
+    def from_bytes(cls, raw: bytes, source: str) -> "CheckpointManifest":
+        """Parse and check a manifest.json; a `CheckpointError` names file and field."""
         obj = strict_json.loads(raw, source)
-        strict_json.check_version(obj, FORMAT, VERSION, source)
+        strict_json.check_format_version(obj, FORMAT, VERSION, source)
         manifest = cls(
-            step=strict_json.count(obj, "step", source),
-            world=strict_json.count(obj, "world", source),
-            created_at=strict_json.field(obj, "created_at", float, source),
-            model=strict_json.field(obj, "model", dict, source),
-            recipe=strict_json.field(obj, "recipe", dict, source),
-            layout=strict_json.field(obj, "layout", dict, source),
-            small={
-                name: _small_from_json(value, f"{source}: small[{name!r}]")
-                for name, value in strict_json.field(obj, "small", dict, source).items()
+            step=strict_json.get_count(obj, "step", source),
+            world_size=strict_json.get_count(obj, "world_size", source),
+            created_at=strict_json.get_field(obj, "created_at", float, source),
+            model=strict_json.get_field(obj, "model", dict, source),
+            recipe=strict_json.get_field(obj, "recipe", dict, source),
+            layout=strict_json.get_field(obj, "layout", dict, source),
+            optimizer=None
+            if obj.get("optimizer") is None
+            else OptimizerRecord.from_json(strict_json.get_field(obj, "optimizer", dict, source), source),
+            scalars={
+                name: _scalar_from_json(value, f"{source}: scalars[{name!r}]")
+                for name, value in strict_json.get_field(obj, "scalars", dict, source).items()
             },
-            data=None if obj.get("data") is None else strict_json.field(obj, "data", dict, source),
-            files=files_from_json(strict_json.field(obj, "files", dict, source), source),
-            tensors=tensors_from_json(strict_json.field(obj, "tensors", dict, source), source),
+            data=None if obj.get("data") is None else strict_json.get_field(obj, "data", dict, source),
+            files=files_from_json(strict_json.get_field(obj, "files", dict, source), source),
+            tensors=tensors_from_json(strict_json.get_field(obj, "tensors", dict, source), source),
         )
-        check(manifest.files, manifest.tensors, source)
+        validate_records(manifest.files, manifest.tensors, source)
+        check_optimizer_slots(manifest.optimizer, manifest.tensors, source)
         return manifest
 
 
-def _small_to_json(value: Small) -> Any:
+def _scalar_to_json(value: Scalar) -> Any:
     return {"float": repr(value)} if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _small_from_json(value: Any, where: str) -> Small:
+def _scalar_from_json(value: Any, where: str) -> Scalar:
     if isinstance(value, dict) and value.get("float") in ("inf", "-inf", "nan") and len(value) == 1:
         return float(value["float"])
     if isinstance(value, int | float | str):
@@ -155,8 +166,8 @@ def _small_from_json(value: Any, where: str) -> Small:
     raise CheckpointError(f"{where}: must be int, float, str or bool, is {type(value).__name__}")
 
 
-def commit_bytes(manifest: bytes, step: int) -> bytes:
-    """Returns the content of COMMIT for a manifest's bytes."""
+def make_commit(manifest: bytes, step: int) -> bytes:
+    """Return the content of COMMIT for a manifest's bytes."""
     return strict_json.dumps(
         {
             "format": "lt-checkpoint-commit",
@@ -170,10 +181,10 @@ def commit_bytes(manifest: bytes, step: int) -> bytes:
 
 
 def check_commit(commit: bytes, manifest: bytes, source: str) -> int:
-    """Checks that a COMMIT file is the one of these manifest bytes and returns the step it names."""
+    """Check that a COMMIT file matches these manifest bytes; return its step."""
     obj = strict_json.loads(commit, source)
-    strict_json.check_version(obj, "lt-checkpoint-commit", 1, source)
-    step = strict_json.count(obj, "step", source)
-    if commit != commit_bytes(manifest, step):
+    strict_json.check_format_version(obj, "lt-checkpoint-commit", 1, source)
+    step = strict_json.get_count(obj, "step", source)
+    if commit != make_commit(manifest, step):
         raise CheckpointError(f"{source}: does not match manifest.json; one of the two is damaged")
     return step

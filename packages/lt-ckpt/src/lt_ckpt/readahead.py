@@ -1,13 +1,13 @@
-"""Big reads at the speed of the disk: past the page cache, with several requests in flight.
+"""Large reads at disk speed: past the page cache, with several requests in flight.
 
-`read_ahead` yields the bytes of stretches of files block by block, in order; while one is used, threads read the next
-ones into aligned memory. `fill` reads into buffers that lie anywhere, in no order. Nothing need be aligned: a block
-begins and ends on a multiple of `direct.ALIGN`, and what was read beyond what is wanted is not shown.
+`read_ahead` yields the bytes of file ranges block by block, in order; while one is used, threads read the next ones
+into aligned memory. `read_ranges` reads into arbitrary buffers, in no order. Nothing need be aligned: a block begins
+and ends on a multiple of `direct_io.ALIGN`, and excess bytes are hidden.
 
-Where a file system refuses O_DIRECT (`lt_ckpt.direct`), the same reads go through the page cache.
+Where a file system refuses O_DIRECT (`lt_ckpt.direct_io`), the same reads go through the page cache.
 
-Cost: one copy of the bytes, beside the disk, and at most `ALIGN` bytes more read at either end of a stretch; memory:
-`THREADS` + 1 blocks, kept for the next reading.
+Cost: one copy of the bytes, besides the disk, and at most `ALIGN` extra bytes at either end of a range; memory:
+`READER_THREADS` + 1 blocks, reused.
 """
 
 import os
@@ -20,63 +20,63 @@ from pathlib import Path
 
 import numpy as np
 
-from lt_ckpt import direct, files
-from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt import direct_io, files
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 
 BLOCK_BYTES = 2 * 2**20
-"""Bytes that are read at once."""
+"""Bytes per read request."""
 
-THREADS = 6
-"""Threads that read or copy: some of them copy while enough of them read."""
+READER_THREADS = 6
+"""Threads that read or copy: some copy while enough of them read."""
 
-WORTH_BYTES = 8 * 2**20
-"""Less than this in all is read the ordinary way."""
+MIN_READ_AHEAD_BYTES = 8 * 2**20
+"""Less than this in all is read through the page cache."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Bytes of a file, side by side."""
+class FileRange:
+    """Contiguous bytes of a file."""
 
     path: Path
-    begin: int
+    byte_offset: int
     n_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """Bytes of a file that are wanted in a buffer."""
+class ReadRange:
+    """Contiguous bytes of a file to read into a buffer."""
 
     path: Path
-    begin: int
+    byte_offset: int
     buffer: memoryview
 
 
-class DirectFile:
-    """A file that is being read past the page cache, where its file system can."""
+class DirectFileReader:
+    """File read past the page cache where its file system supports it."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.users = path, 0
+        self.path, self.n_pending_reads = path, 0
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self.direct = direct.switch_on(self.descriptor)
+            self.direct = direct_io.enable_direct_io(self.descriptor)
         except BaseException:
             os.close(self.descriptor)
             raise
 
     def read(self, block: np.ndarray, begin: int, n_bytes: int) -> None:
-        """Reads at least `n_bytes` from the aligned position `begin` on into an aligned block."""
+        """Read at least `n_bytes` from the aligned position `begin` into an aligned block."""
         view = block.data
-        rounded = -(-n_bytes // direct.ALIGN) * direct.ALIGN
+        rounded = -(-n_bytes // direct_io.ALIGN) * direct_io.ALIGN
         done = 0
-        while self.direct and done < n_bytes and done % direct.ALIGN == 0:
+        while self.direct and done < n_bytes and done % direct_io.ALIGN == 0:
             try:
-                got = os.preadv(self.descriptor, [view[done:rounded]], begin + done)
+                n_read = os.preadv(self.descriptor, [view[done:rounded]], begin + done)
             except OSError as exc:
-                direct.refused(self.descriptor, exc)
+                direct_io.handle_direct_io_error(self.descriptor, exc)
                 break
-            if not got:
+            if not n_read:
                 break
-            done += got
+            done += n_read
         if done < n_bytes:
             size = os.fstat(self.descriptor).st_size
             if size < begin + n_bytes:
@@ -84,25 +84,27 @@ class DirectFile:
                 raise CheckpointError(
                     f"{self.path}: ends at byte {size}, at least {missing} are missing; the file is truncated"
                 )
-            self._read_buffered(view[done:n_bytes], begin + done)  # refused, or an odd part was read
+            self._read_buffered(
+                view[done:n_bytes], begin + done
+            )  # direct I/O refused, or a partial read ended off the alignment
 
     def read_into(self, begin: int, buffer: memoryview) -> None:
-        """Fills a buffer that lies anywhere from any position on, through a block.
+        """Read from any position into any buffer, through an aligned block.
 
         Raises:
             CheckpointError: The file ends too early.
         """
-        block, target = direct.take_block(BLOCK_BYTES), np.frombuffer(buffer, np.uint8)
+        block, target = direct_io.acquire_block(BLOCK_BYTES), np.frombuffer(buffer, np.uint8)
         try:
-            for position, n_bytes in _pieces(Stretch(self.path, begin, len(buffer))):
-                skip = position % direct.ALIGN
+            for position, n_bytes in _split_at_blocks(FileRange(self.path, begin, len(buffer))):
+                skip = position % direct_io.ALIGN
                 self.read(block, position - skip, skip + n_bytes)
                 np.copyto(target[position - begin : position - begin + n_bytes], block[skip : skip + n_bytes])
         finally:
-            direct.give_block(block)
+            direct_io.release_block(block)
 
     def close(self) -> None:
-        """Lets go of the file."""
+        """Close the file."""
         os.close(self.descriptor)
 
     def _read_buffered(self, view: memoryview, begin: int) -> None:
@@ -115,82 +117,83 @@ class DirectFile:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A block that a thread is reading."""
+    """Block being read by a thread."""
 
-    stretch: int
-    begin: int
-    """Where the wanted bytes begin in the file."""
+    range_index: int
+    byte_offset: int
+    """Position in the file of the requested bytes."""
     skip: int
-    """Bytes of the block before them."""
+    """Bytes of the block before them, read for alignment."""
     n_bytes: int
     block: np.ndarray
-    file: DirectFile
+    file: DirectFileReader
     done: Future[None]
 
 
-def _pieces(stretch: Stretch) -> Iterator[tuple[int, int]]:
-    """Cuts a stretch where blocks end: (begin, bytes)."""
-    position, end = stretch.begin, stretch.begin + stretch.n_bytes
+def _split_at_blocks(file_range: FileRange) -> Iterator[tuple[int, int]]:
+    """Split a range at block ends: yield (position, bytes)."""
+    position, end = file_range.byte_offset, file_range.byte_offset + file_range.n_bytes
     while position < end:
-        aligned = position - position % direct.ALIGN
+        aligned = position - position % direct_io.ALIGN
         n_bytes = min(end, aligned + BLOCK_BYTES) - position
         yield position, n_bytes
         position += n_bytes
 
 
-def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memoryview], None, None]:
-    """Reads stretches of files.
+def read_ahead(ranges: Iterable[FileRange]) -> Generator[tuple[int, int, memoryview], None, None]:
+    """Read ranges of files in order.
 
     Args:
-        stretches: What to read, in the order wanted; best one file after the other, forwards.
+        ranges: What to read, in the requested order; best one file after the other, front to back.
 
     Yields:
-        The number of the stretch, the position in its file, and the bytes from there on. Their memory is reused when
-        the next ones are asked for.
+        The index of the range, the position in its file, and the bytes from there on. Their memory is reused for the
+            next
+        ones.
 
     Raises:
         CheckpointError: A file cannot be read, or ends too early.
     """
     waiting: deque[_Request] = deque()
-    pool = ThreadPoolExecutor(THREADS, thread_name_prefix="lt-ckpt-read")
-    current: DirectFile | None = None
+    pool = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="lt-ckpt-read")
+    current: DirectFileReader | None = None
 
-    def let_go(file: DirectFile) -> None:
-        if file.users == 0 and file is not current:
+    def close_if_unused(file: DirectFileReader) -> None:
+        if file.n_pending_reads == 0 and file is not current:
             os.close(file.descriptor)
 
-    def finish() -> _Request:
+    def pop_finished() -> _Request:
         request = waiting.popleft()
         try:
-            with storage("reading", request.file.path):
+            with translate_os_errors("reading", request.file.path):
                 request.done.result()
         finally:
-            request.file.users -= 1
-            let_go(request.file)
+            request.file.n_pending_reads -= 1
+            close_if_unused(request.file)
         return request
 
-    def show(request: _Request) -> Iterator[tuple[int, int, memoryview]]:
+    def yield_bytes(request: _Request) -> Iterator[tuple[int, int, memoryview]]:
         view = request.block.data[request.skip : request.skip + request.n_bytes]
-        yield request.stretch, request.begin, view
-        direct.give_block(request.block)
+        yield request.range_index, request.byte_offset, view
+        direct_io.release_block(request.block)
 
     try:
-        for index, stretch in enumerate(stretches):
-            if current is None or current.path != stretch.path:
-                before, current = current, None
-                if before is not None:
-                    let_go(before)
-                with storage("reading", stretch.path):
-                    current = DirectFile(stretch.path)
-            for begin, n_bytes in _pieces(stretch):
-                if len(waiting) >= THREADS:
-                    yield from show(finish())
-                skip, block = begin % direct.ALIGN, direct.take_block(BLOCK_BYTES)
-                current.users += 1
+        for index, file_range in enumerate(ranges):
+            if current is None or current.path != file_range.path:
+                previous, current = current, None
+                if previous is not None:
+                    close_if_unused(previous)
+                with translate_os_errors("reading", file_range.path):
+                    current = DirectFileReader(file_range.path)
+            for begin, n_bytes in _split_at_blocks(file_range):
+                if len(waiting) >= READER_THREADS:
+                    yield from yield_bytes(pop_finished())
+                skip, block = begin % direct_io.ALIGN, direct_io.acquire_block(BLOCK_BYTES)
+                current.n_pending_reads += 1
                 done = pool.submit(current.read, block, begin - skip, skip + n_bytes)
                 waiting.append(_Request(index, begin, skip, n_bytes, block, current, done))
         while waiting:
-            yield from show(finish())
+            yield from yield_bytes(pop_finished())
     finally:
         pool.shutdown(cancel_futures=True)
         last, current = current, None
@@ -199,33 +202,33 @@ def read_ahead(stretches: Iterable[Stretch]) -> Generator[tuple[int, int, memory
             os.close(file.descriptor)
 
 
-def fill(runs: Sequence[Run]) -> None:
-    """Fills buffers from files, each file forwards, neighbours together.
+def read_ranges(ranges: Sequence[ReadRange]) -> None:
+    """Fill buffers from files, each file front to back, neighboring ranges together.
 
-    Each thread takes the next block, reads it and copies from it, so that nobody waits for another thread's turn.
+    Each thread takes the next block, reads it and copies from it, so that no thread waits for another.
 
     Raises:
         CheckpointError: A file cannot be read, or ends too early.
     """
-    tasks, lock = _tasks(runs), threading.Lock()
+    tasks, lock = _make_tasks(ranges), threading.Lock()
     failed = threading.Event()
 
     def work() -> None:
-        block, file = direct.take_block(BLOCK_BYTES), None
+        block, file = direct_io.acquire_block(BLOCK_BYTES), None
         try:
             while not failed.is_set():
                 with lock:
                     task = next(tasks, None)
                 if task is None:
                     break
-                with storage("reading", task.path):
+                with translate_os_errors("reading", task.path):
                     if file is None or file.path != task.path:
                         if file is not None:
                             os.close(file.descriptor)
                         file = None
-                        file = DirectFile(task.path)
-                    skip = task.begin % direct.ALIGN
-                    file.read(block, task.begin - skip, skip + task.n_bytes)
+                        file = DirectFileReader(task.path)
+                    skip = task.byte_offset % direct_io.ALIGN
+                    file.read(block, task.byte_offset - skip, skip + task.n_bytes)
                 _scatter(task, block.data[skip : skip + task.n_bytes])
         except BaseException:
             failed.set()
@@ -233,50 +236,56 @@ def fill(runs: Sequence[Run]) -> None:
         finally:
             if file is not None:
                 os.close(file.descriptor)
-            direct.give_block(block)
+            direct_io.release_block(block)
 
-    with ThreadPoolExecutor(THREADS, thread_name_prefix="lt-ckpt-read") as pool:
-        workers = [pool.submit(work) for _ in range(THREADS)]
+    with ThreadPoolExecutor(READER_THREADS, thread_name_prefix="lt-ckpt-read") as pool:
+        workers = [pool.submit(work) for _ in range(READER_THREADS)]
     for worker in workers:
         worker.result()
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A block to be read, and the runs that begin or go on in it."""
+    """Block to read, and the ranges that overlap it."""
 
     path: Path
-    begin: int
+    byte_offset: int
     n_bytes: int
-    runs: list[Run]
+    ranges: list[ReadRange]
 
 
-def _tasks(runs: Sequence[Run]) -> Iterator[_Task]:
-    ordered = sorted(runs, key=lambda run: (str(run.path), run.begin))
+def _make_tasks(ranges: Sequence[ReadRange]) -> Iterator[_Task]:
+    ordered = sorted(ranges, key=lambda file_range: (str(file_range.path), file_range.byte_offset))
     first = 0
     while first < len(ordered):
-        path, begin = ordered[first].path, ordered[first].begin
+        path, begin = ordered[first].path, ordered[first].byte_offset
         end, last = begin, first
-        # A gap smaller than what is read in any case is no reason to begin anew.
-        while last < len(ordered) and ordered[last].path == path and ordered[last].begin <= end + direct.ALIGN:
-            end = max(end, ordered[last].begin + len(ordered[last].buffer))
+        # A gap smaller than the alignment is read anyway.
+        while last < len(ordered) and ordered[last].path == path and ordered[last].byte_offset <= end + direct_io.ALIGN:
+            end = max(end, ordered[last].byte_offset + len(ordered[last].buffer))
             last += 1
         low = first
-        for position, n_bytes in _pieces(Stretch(path, begin, end - begin)):
-            while low < last and ordered[low].begin + len(ordered[low].buffer) <= position:
+        for position, n_bytes in _split_at_blocks(FileRange(path, begin, end - begin)):
+            while low < last and ordered[low].byte_offset + len(ordered[low].buffer) <= position:
                 low += 1
             high = low
-            while high < last and ordered[high].begin < position + n_bytes:
+            while high < last and ordered[high].byte_offset < position + n_bytes:
                 high += 1
             yield _Task(path, position, n_bytes, ordered[low:high])
         first = last
 
 
 def _scatter(task: _Task, view: memoryview) -> None:
-    """Copies what a block holds of the runs."""
-    source, end = np.frombuffer(view, np.uint8), task.begin + task.n_bytes
-    for run in task.runs:
-        begin, until = max(run.begin, task.begin), min(run.begin + len(run.buffer), end)
-        if begin < until:
-            target = np.frombuffer(run.buffer, np.uint8)
-            np.copyto(target[begin - run.begin : until - run.begin], source[begin - task.begin : until - task.begin])
+    """Copy a block's bytes into the buffers of its ranges."""
+    source, end = np.frombuffer(view, np.uint8), task.byte_offset + task.n_bytes
+    for file_range in task.ranges:
+        begin, stop = (
+            max(file_range.byte_offset, task.byte_offset),
+            min(file_range.byte_offset + len(file_range.buffer), end),
+        )
+        if begin < stop:
+            target = np.frombuffer(file_range.buffer, np.uint8)
+            np.copyto(
+                target[begin - file_range.byte_offset : stop - file_range.byte_offset],
+                source[begin - task.byte_offset : stop - task.byte_offset],
+            )

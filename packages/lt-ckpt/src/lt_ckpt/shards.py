@@ -1,10 +1,10 @@
-"""A shard, and the algebra of rectangular slices.
+"""Shards, and box operations on rectangular slices.
 
 A slice (box) of a tensor is an offset and a shape, one number per dimension; a 0-dim tensor has the empty tuple for
-both and one element. A `Shard` is such a slice with its bytes. `covers` tells whether boxes tile a tensor exactly once:
-their volumes add up and no two overlap. The overlap test sweeps along the dimension with the most distinct starts, so
-that n shards cut along one dimension cost O(n log n); slices that no mesh makes, for which it would cost O(n^2), are
-refused.
+both and one element. A `Shard` is such a slice with its bytes. `find_tiling_error` checks that boxes tile a tensor
+exactly once: their volumes add up and no two overlap. The overlap test sweeps along the dimension with the most
+distinct starts, so that n shards along one dimension cost O(n log n); arrangements that no mesh produces, for which it
+would cost O(n^2), are refused.
 """
 
 import math
@@ -22,33 +22,33 @@ Ints = tuple[int, ...]
 Box = tuple[Ints, Ints]
 """(offset, shape)"""
 
-MAX_PAIRS = 250_000
-"""Slices of one tensor that are compared with one another; a grid of 1000 x 10 ranks needs 100 thousand."""
+MAX_OVERLAP_CHECKS = 250_000
+"""Pairs of slices of one tensor that are compared; a grid of 1000 x 10 ranks needs 100 thousand."""
 
-GROUP = re.compile(r"[a-z][a-z0-9_]{0,63}")
+GROUP_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """Returns the elements that both boxes hold, or None when there are none."""
+    """Return the intersection of two boxes, or None if it is empty."""
     offset = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
     ends = tuple(min(x + n, y + m) for x, n, y, m in zip(a[0], a[1], b[0], b[1], strict=True))
     shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
     return (offset, shape) if all(n > 0 for n in shape) else None
 
 
-def inside(box: Box, global_shape: Ints) -> bool:
-    """Tells whether the box has the tensor's rank and lies within it."""
+def is_inside(box: Box, global_shape: Ints) -> bool:
+    """Return True if the box has the tensor's rank and lies within it."""
     offset, shape = box
     return len(offset) == len(shape) == len(global_shape) and all(
         o >= 0 and n >= 0 and o + n <= size for o, n, size in zip(offset, shape, global_shape, strict=True)
     )
 
 
-def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Returns the indices of two boxes that share an element, or None when no two do.
+def find_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Return the indices of two boxes that share an element, or None.
 
     Raises:
-        CheckpointError: To tell would take more than `MAX_PAIRS` comparisons.
+        CheckpointError: It would take more than `MAX_OVERLAP_CHECKS` comparisons.
     """
     full = [i for i, (_, shape) in enumerate(boxes) if math.prod(shape)]
     if len(full) < 2:
@@ -64,8 +64,8 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
         start = boxes[i][0][dim]
         active = [j for j in active if boxes[j][0][dim] + boxes[j][1][dim] > start]
         pairs += len(active)
-        if pairs > MAX_PAIRS:
-            raise CheckpointError(f"{len(boxes)} slices of one tensor lie so crosswise that no program would cut it so")
+        if pairs > MAX_OVERLAP_CHECKS:
+            raise CheckpointError(f"{len(boxes)} slices of one tensor are arranged as no sharding would arrange them")
         for j in active:
             if intersect(boxes[i], boxes[j]) is not None:
                 return j, i
@@ -73,30 +73,30 @@ def overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def covers(global_shape: Ints, boxes: Sequence[Box]) -> str:
-    """Tells whether the boxes, all inside the tensor, hold each of its elements exactly once.
+def find_tiling_error(global_shape: Ints, boxes: Sequence[Box]) -> str:
+    """Check that boxes, all inside the tensor, hold each of its elements exactly once.
 
     Returns:
-        The empty string when they do, else what is wrong in words (`boxes 0 and 3 overlap`).
+        The error as text; empty if there is none.
     """
     if not boxes:
         return "no slice at all"
-    clash = overlap(boxes)
-    if clash is not None:
-        (a_offset, a_shape), (b_offset, b_shape) = boxes[clash[0]], boxes[clash[1]]
+    pair = find_overlap(boxes)
+    if pair is not None:
+        (a_offset, a_shape), (b_offset, b_shape) = boxes[pair[0]], boxes[pair[1]]
         return (
             f"two slices overlap: offset {list(a_offset)} shape {list(a_shape)} and "
             f"offset {list(b_offset)} shape {list(b_shape)}"
         )
-    held, wanted = sum(math.prod(shape) for _, shape in boxes), math.prod(global_shape)
-    return "" if held == wanted else f"the slices hold {held} of {wanted} elements"
+    n_stored, n_elements = sum(math.prod(shape) for _, shape in boxes), math.prod(global_shape)
+    return "" if n_stored == n_elements else f"the slices hold {n_stored} of {n_elements} elements"
 
 
-def row_blocks(shape: Ints, row_limit: int) -> list[Box]:
-    """Cuts a box of this shape along its first dimension into boxes of `row_limit` elements or less, at least a row."""
-    if not shape or math.prod(shape) <= row_limit:
+def split_rows(shape: Ints, max_elements: int) -> list[Box]:
+    """Split a box along dim 0 into boxes of at most `max_elements` elements, at least one row each."""
+    if not shape or math.prod(shape) <= max_elements:
         return [((0,) * len(shape), shape)]
-    rows = max(1, row_limit // math.prod(shape[1:]))
+    rows = max(1, max_elements // math.prod(shape[1:]))
     starts = [*range(0, shape[0], rows), shape[0]]
     rest = (0,) * (len(shape) - 1)
     return [((start, *rest), (end - start, *shape[1:])) for start, end in pairwise(starts)]
@@ -104,18 +104,18 @@ def row_blocks(shape: Ints, row_limit: int) -> list[Box]:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """One rectangular slice of one tensor, as a rank holds it.
+    """Rectangular slice of a tensor, as a rank holds it.
 
     Attributes:
-        group: What the tensor is: `weights`, `exp_avg`, `exp_avg_sq`, or any name of lower-case letters, digits, `_`.
+        group: Kind of tensor: `weights`, a slot of an optimizer; lower-case letters, digits, `_`.
         name: The tensor's name; for parameters the Hugging Face name.
         dtype: Safetensors code: `F32`, `BF16`, `I64`, ...
         global_shape: Shape of the whole tensor.
-        offset: Where the slice begins, one number per dimension.
+        offset: Offset of the slice, one number per dimension.
         shape: Shape of the slice.
-        data: The slice's bytes in C order, one-dimensional uint8; or a function that returns them, called once when
-            their turn to be written comes (so that a device needs to copy only one tensor at a time).
-        into: A function that copies the bytes into an array of that kind, where that is quicker than through `data`.
+        data: The slice's bytes in C order, one-dimensional uint8; or a function that returns them, called once just
+            before they are written (so that a device copies only one tensor at a time).
+        copy_fn: Copies the bytes into a given array, where that is faster than through `data`.
 
     Raises:
         CheckpointError: The slice does not lie in the tensor, or the number of bytes is not that of the slice.
@@ -128,16 +128,16 @@ class Shard:
     offset: Ints
     shape: Ints
     data: np.ndarray | Callable[[], np.ndarray]
-    into: Callable[[np.ndarray], None] | None = None
+    copy_fn: Callable[[np.ndarray], None] | None = None
 
     def __post_init__(self) -> None:
         where = f"shard {self.group}/{self.name}"
-        if not GROUP.fullmatch(self.group):
-            raise CheckpointError(f"{where}: group must match {GROUP.pattern}")
+        if not GROUP_NAME.fullmatch(self.group):
+            raise CheckpointError(f"{where}: group must match {GROUP_NAME.pattern}")
         if not self.name or self.name.startswith("__") or "#" in self.name or not self.name.isprintable():
-            raise CheckpointError(f"{where}: a name is printable, without '#', and does not begin with '__'")
+            raise CheckpointError(f"{where}: name must be printable, without '#', and not begin with '__'")
         item_bytes(self.dtype)
-        if not inside((self.offset, self.shape), self.global_shape):
+        if not is_inside((self.offset, self.shape), self.global_shape):
             raise CheckpointError(
                 f"{where}: slice at {list(self.offset)} of shape {list(self.shape)} "
                 f"does not lie in a tensor of shape {list(self.global_shape)}"
@@ -159,13 +159,13 @@ class Shard:
         return data
 
     def bytes(self) -> np.ndarray:
-        """Returns the slice's bytes, calling `data` when it is a function."""
+        """Return the slice's bytes, calling `data` if it is a function."""
         return self._check(self.data if isinstance(self.data, np.ndarray) else self.data())
 
     def copy_into(self, target: np.ndarray) -> None:
-        """Copies the slice's bytes into an array of as many bytes, one-dimensional uint8."""
+        """Copy the slice's bytes into a one-dimensional uint8 array of the same size."""
         self._check(target)
-        if self.into is not None:
-            self.into(target)
+        if self.copy_fn is not None:
+            self.copy_fn(target)
         else:
             np.copyto(target, self.bytes())

@@ -1,6 +1,6 @@
-"""JSON that is either exactly what was meant or an error.
+"""Strict JSON.
 
-Reading refuses what the standard reader lets pass: duplicate keys, NaN and Infinity, nesting without end, a field of
+Reading refuses what the standard reader accepts: duplicate keys, NaN and Infinity, unlimited nesting, a field of
 another type (`true` is not an integer here). Every message names the file and the field.
 """
 
@@ -13,42 +13,42 @@ T = TypeVar("T")
 
 
 def dumps(value: object, what: str, *, indent: int | None = None) -> bytes:
-    """Returns UTF-8 JSON with a line feed, compact unless indented; `what` names the value should it not be JSON."""
+    """Return UTF-8 JSON with a line feed, compact unless indented; `what` names the value in errors."""
     separators = (",", ":") if indent is None else (",", ": ")
     try:
         text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=False, allow_nan=False)
-        # Half of a surrogate pair stands for a byte of a path that is not UTF-8. It can only be inside a string, where
-        # the backslash form of it is JSON's own, and reads as the same path.
+        # A lone surrogate represents a byte of a path that is not UTF-8. It can only be inside a string, where its
+        # backslash escape is valid JSON and reads back as the same path.
         return text.encode("utf-8", "backslashreplace") + b"\n"
     except (TypeError, ValueError) as exc:
         raise CheckpointError(f"{what} cannot be written as JSON: {exc}") from exc
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    made = dict(pairs)
-    if len(made) != len(pairs):
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
         seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"the key {twice!r} stands there twice")
-    return made
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"duplicate key {duplicate!r}")
+    return result
 
 
-def _no_constant(text: str) -> Any:
+def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
 def loads(raw: bytes, source: str) -> dict[str, Any]:
-    """Reads a JSON object.
+    """Parse a JSON object.
 
     Args:
         raw: UTF-8 text.
         source: The file, for messages.
 
     Raises:
-        CheckpointError: Not UTF-8, not JSON, not an object, or a key twice.
+        CheckpointError: Not UTF-8, not JSON, not an object, or a duplicate key.
     """
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique, parse_constant=_no_constant)
+        value = json.loads(raw.decode(), object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as exc:
         raise CheckpointError(f"{source}: not readable as JSON ({exc}); the file is damaged or not ours") from exc
     if not isinstance(value, dict):
@@ -56,8 +56,8 @@ def loads(raw: bytes, source: str) -> dict[str, Any]:
     return value
 
 
-def field(obj: dict[str, Any], key: str, kind: type[T], source: str) -> T:
-    """Returns a field of exactly this type."""
+def get_field(obj: dict[str, Any], key: str, kind: type[T], source: str) -> T:
+    """Return a field of exactly this type."""
     value = obj.get(key)
     if type(value) is not kind:
         found = "missing" if key not in obj else f"{type(value).__name__}"
@@ -65,27 +65,27 @@ def field(obj: dict[str, Any], key: str, kind: type[T], source: str) -> T:
     return value
 
 
-def count(obj: dict[str, Any], key: str, source: str) -> int:
-    """Returns a field that must be a non-negative integer."""
-    value = field(obj, key, int, source)
+def get_count(obj: dict[str, Any], key: str, source: str) -> int:
+    """Return a field that must be a non-negative integer."""
+    value = get_field(obj, key, int, source)
     if value < 0:
         raise CheckpointError(f"{source}: field {key!r} must not be negative, is {value}; the file is damaged")
     return value
 
 
-def counts(obj: dict[str, Any], key: str, source: str) -> tuple[int, ...]:
-    """Returns a field that must be a list of non-negative integers, at most 64 of them."""
-    value = field(obj, key, list, source)
+def get_counts(obj: dict[str, Any], key: str, source: str) -> tuple[int, ...]:
+    """Return a field that must be a list of non-negative integers, at most 64 of them."""
+    value = get_field(obj, key, list, source)
     if len(value) > 64 or not all(type(item) is int and 0 <= item < 2**63 for item in value):
         raise CheckpointError(f"{source}: field {key!r} must be a list of non-negative integers; the file is damaged")
     return tuple(value)
 
 
-def check_version(obj: dict[str, Any], name: str, version: int, source: str) -> None:
-    """Checks the fields `format` and `version` that every file of ours begins with."""
+def check_format_version(obj: dict[str, Any], name: str, version: int, source: str) -> None:
+    """Check the fields `format` and `version` at the start of every file of ours."""
     if obj.get("format") != name:
         raise CheckpointError(f"{source}: format is {obj.get('format')!r}, not {name!r}; the file is not ours")
-    found = field(obj, "version", int, source)
+    found = get_field(obj, "version", int, source)
     if found != version:
         raise CheckpointError(
             f"{source}: {name} version {found}, this lt-ckpt knows version {version}; install a newer lt-ckpt"

@@ -1,4 +1,4 @@
-"""A checkpoint, or a model in another format, in a few lines: what `lt-ckpt inspect` shows. Reads headers only."""
+"""Summary of a checkpoint or a model in any format for `lt-ckpt inspect`. Reads headers only."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from lt_ckpt.folders import TOKENIZER
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
 
-SHOWN_FILES = 4
+MAX_SHOWN_FILES = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
-    """A group of tensors: how many, their elements and bytes, and the elements of each dtype."""
+    """Summary of a group of tensors: number, elements, bytes, and the elements of each dtype."""
 
     tensors: int
     elements: int
@@ -26,21 +26,22 @@ class GroupSummary:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Summary:
-    """What a checkpoint holds.
+class CheckpointSummary:
+    """Summary of a checkpoint.
 
     Attributes:
         path: Its folder.
         step: Optimizer steps taken.
         created_at: ISO time in UTC.
-        world: Ranks that wrote it.
+        world_size: Ranks that wrote it.
         n_files: Listed files.
         n_bytes: Their bytes.
         groups: Group → summary.
         tokenizer: Names of the tokenizer's files.
         model: The model's configuration.
-        layout: How the ranks held the tensors.
-        small: Small typed state.
+        layout: Parallelism of the saving ranks.
+        optimizer: Its name and slots, or empty.
+        scalars: Typed scalar state.
         data: Position in the data stream, or None.
         recipe: The run's recipe.
     """
@@ -48,84 +49,90 @@ class Summary:
     path: str
     step: int
     created_at: str
-    world: int
+    world_size: int
     n_files: int
     n_bytes: int
     groups: dict[str, GroupSummary]
     tokenizer: list[str]
     model: dict[str, Any]
     layout: dict[str, Any]
-    small: dict[str, Any]
+    optimizer: dict[str, Any]
+    scalars: dict[str, Any]
     data: dict[str, Any] | None
     recipe: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Returns the text form, a line each."""
-        made = [
+        """Return the lines of text."""
+        lines = [
             f"{self.path}",
             f"step        {self.step}",
-            f"saved       {self.created_at} by {self.world} rank{'' if self.world == 1 else 's'}",
-            f"size        {size(self.n_bytes)} in {self.n_files} files",
+            f"saved       {self.created_at} by {self.world_size} rank{'' if self.world_size == 1 else 's'}",
+            f"size        {format_bytes(self.n_bytes)} in {self.n_files} files",
         ]
-        made += _group_lines(self.groups)
+        lines += _group_lines(self.groups)
         if self.tokenizer:
-            made.append(f"tokenizer   {', '.join(self.tokenizer)}")
-        for title, values in (("model", self.model), ("layout", self.layout), ("small", self.small)):
+            lines.append(f"tokenizer   {', '.join(self.tokenizer)}")
+        for title, values in (
+            ("model", self.model),
+            ("layout", self.layout),
+            ("optimizer", self.optimizer),
+            ("scalars", self.scalars),
+        ):
             if values:
-                made.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
+                lines.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
         if self.data is not None:
-            made.append(f"{'data':<11} {' '.join(f'{key}={value}' for key, value in self.data.items())}")
-        return made
+            lines.append(f"{'data':<11} {' '.join(f'{key}={value}' for key, value in self.data.items())}")
+        return lines
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSummary:
-    """What a model in any format holds: `about` is what was found out about the format, `config` its config.json."""
+    """Summary of a model in any format: `format_info` from its reader, `config` its config.json."""
 
     path: str
     format: str
     groups: dict[str, GroupSummary]
     files: list[str]
-    about: dict[str, Any]
+    format_info: dict[str, Any]
     config: dict[str, Any]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values."""
+        """Return plain JSON values."""
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """Returns the text form, a line each."""
-        made = [f"{self.path}", f"format      {self.format}", *_group_lines(self.groups)]
-        for title, values in (("about", self.about), ("config", self.config)):
+        """Return the lines of text."""
+        lines = [f"{self.path}", f"format      {self.format}", *_group_lines(self.groups)]
+        for title, values in (("format_info", self.format_info), ("config", self.config)):
             if values:
-                made.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
-        shown = ", ".join(self.files[:SHOWN_FILES]) + (", ..." if len(self.files) > SHOWN_FILES else "")
-        return [*made, f"files       {len(self.files)}: {shown}"]
+                lines.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
+        shown = ", ".join(self.files[:MAX_SHOWN_FILES]) + (", ..." if len(self.files) > MAX_SHOWN_FILES else "")
+        return [*lines, f"files       {len(self.files)}: {shown}"]
 
 
 def _group_lines(groups: Mapping[str, GroupSummary]) -> list[str]:
     return [
         f"{name:<11} {group.tensors} tensors, {group.elements:,} elements, {', '.join(group.dtypes)}, "
-        f"{size(group.n_bytes)}"
+        f"{format_bytes(group.n_bytes)}"
         for name, group in groups.items()
     ]
 
 
 def tensor_lines(groups: Mapping[str, Mapping[str, TensorSpec]]) -> list[str]:
-    """Returns a line for every tensor: name, dtype, shape, bytes."""
+    """Return a line per tensor: name, dtype, shape, bytes."""
     return [
-        f"{name if group == 'weights' else f'{group}/{name}'} {spec.dtype} {list(spec.shape)} {size(spec.n_bytes)}"
+        f"{'' if group == 'weights' else f'{group}/'}{name} {s.dtype} {list(s.shape)} {format_bytes(s.n_bytes)}"
         for group, specs in groups.items()
-        for name, spec in specs.items()
+        for name, s in specs.items()
     ]
 
 
-def size(n_bytes: int) -> str:
-    """Returns bytes as a person reads them, in powers of ten: `4.2 GB`."""
+def format_bytes(n_bytes: int) -> str:
+    """Format bytes for reading, in powers of ten: `4.2 GB`."""
     value, unit = float(n_bytes), "bytes"
     for larger in ("kB", "MB", "GB", "TB", "PB"):
         if value < 1000:
@@ -134,40 +141,41 @@ def size(n_bytes: int) -> str:
     return f"{n_bytes} bytes" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
-def summarize(checkpoint: Checkpoint) -> Summary:
-    """Returns what a checkpoint holds."""
+def summarize_checkpoint(checkpoint: Checkpoint) -> CheckpointSummary:
+    """Summarize a checkpoint."""
     manifest = checkpoint.manifest
-    return Summary(
+    return CheckpointSummary(
         path=str(checkpoint.path),
         step=manifest.step,
         created_at=datetime.fromtimestamp(manifest.created_at, UTC).isoformat(timespec="seconds"),
-        world=manifest.world,
+        world_size=manifest.world_size,
         n_files=len(manifest.files) + 2,
         n_bytes=manifest.n_bytes,
-        groups={group: _summed(checkpoint.specs(group)) for group in checkpoint.groups},
+        groups={group: _summarize_group(checkpoint.specs(group)) for group in checkpoint.groups},
         tokenizer=[name.split("/", 1)[1] for name in manifest.files if name.startswith(f"{TOKENIZER}/")],
         model=manifest.model,
         layout=manifest.layout,
-        small=manifest.small,
+        optimizer=manifest.optimizer.to_json() if manifest.optimizer else {},
+        scalars=manifest.scalars,
         data=manifest.data,
         recipe=manifest.recipe,
     )
 
 
 def summarize_source(source: Source) -> SourceSummary:
-    """Returns what a model in any format holds."""
-    stored = {place.file for group in source.groups.values() for places in group.places.values() for place in places}
+    """Summarize a model in any format."""
+    stored = {s.file for group in source.groups.values() for slices in group.locations.values() for s in slices}
     return SourceSummary(
         path=str(source.path),
         format=source.format,
-        groups={name: _summed(group.specs) for name, group in source.groups.items()},
-        files=sorted(stored | set(source.small)),
-        about=dict(source.about),
+        groups={name: _summarize_group(group.specs) for name, group in source.groups.items()},
+        files=sorted(stored | set(source.aux_files)),
+        format_info=dict(source.format_info),
         config=dict(source.config or {}),
     )
 
 
-def _summed(specs: Mapping[str, TensorSpec]) -> GroupSummary:
+def _summarize_group(specs: Mapping[str, TensorSpec]) -> GroupSummary:
     dtypes: Counter[str] = Counter()
     for spec in specs.values():
         dtypes[spec.dtype] += prod(spec.shape)

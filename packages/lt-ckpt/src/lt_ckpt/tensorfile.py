@@ -1,11 +1,10 @@
-"""The safetensors format: a streaming writer and a strict header reader.
+"""Safetensors format: a streaming writer and a strict header reader.
 
 A file is 8 bytes (the header's length, little-endian), the header (a JSON object of name → dtype, shape, data_offsets,
-padded with spaces) and the tensors' bytes without gaps. The writer lays out the header from shapes alone and then
-takes the bytes in blocks, hashing them (xxh3, 128 bits) on their way; wide elements come first so that every tensor is
-aligned.
-The reader believes nothing: length limits, no key twice, sizes that match shape and dtype, and tensors that tile the
-data exactly, without overlap or gap.
+padded with spaces) and the tensors' bytes without gaps. The writer lays out the header from shapes alone and then takes
+the bytes in blocks, hashing them (xxh3, 128 bits) while writing; wide elements come first so that every tensor is
+aligned. The reader trusts nothing: length limits, no duplicate key, sizes that match shape and dtype, and tensors that
+tile the data exactly, without overlap or gap.
 
 Cost: one pass over the bytes; memory: the caller's blocks.
 """
@@ -21,21 +20,21 @@ import numpy as np
 import xxhash
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.direct import NewFile
+from lt_ckpt.direct_io import DirectFileWriter
 from lt_ckpt.dtypes import ITEM_BYTES, item_bytes
-from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.shards import Ints
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit that the safetensors library sets too."""
+"""Header limit, the same as that of the safetensors library."""
 
-HASH_BYTES = 2**20
-"""Bytes that are hashed and handed on at once: they are still in the processor's cache for the second pass."""
+HASH_BLOCK_BYTES = 2**20
+"""Bytes hashed and written at a time: still in the processor's cache for the second pass."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's element type (safetensors code) and shape."""
+    """Element type (safetensors code) and shape of a tensor."""
 
     dtype: str
     shape: Ints
@@ -48,11 +47,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: its type and shape, and where its bytes begin in the file."""
+    """Tensor in a file: its type and shape, and the position of its bytes."""
 
     dtype: str
     shape: Ints
-    begin: int
+    byte_offset: int
 
     @property
     def n_bytes(self) -> int:
@@ -61,8 +60,8 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorFile:
-    """What a file's header says.
+class SafetensorsHeader:
+    """Header of a safetensors file.
 
     Attributes:
         path: The file.
@@ -82,17 +81,17 @@ class TensorFile:
 
 
 def file_order(entries: Mapping[str, TensorSpec]) -> tuple[str, ...]:
-    """Returns the names in the order in which a file holds them: wide elements first, else as given."""
+    """Return the names in file order: wide elements first, else as given."""
     return tuple(sorted(entries, key=lambda name: -item_bytes(entries[name].dtype)))
 
 
 def make_header(
     entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, StoredTensor]]:
-    """Lays out a file.
+    """Lay out a file.
 
     Returns:
-        The bytes before the first tensor, and where each tensor comes to lie.
+        The bytes before the first tensor, and the position of each tensor.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
@@ -113,20 +112,20 @@ def make_header(
     return raw, placed
 
 
-class TensorWriter:
-    """Writes one new safetensors file, tensor after tensor, and puts it on the disk when closed.
+class HashingSafetensorsWriter:
+    """Writes one new safetensors file, tensor by tensor, and flushes it to the disk when closed.
 
-    Use as a context manager; leaving it by an exception closes the descriptor and leaves an unfinished file behind, so
-    it belongs into a folder that is renamed only after success.
+    A context manager; leaving it by an exception closes the descriptor and leaves an unfinished file behind, so it
+    belongs into a folder that is renamed only after success.
 
     Attributes:
-        file: What the header says; set from the start.
+        header: The file's header; set from the start.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, TensorSpec], metadata: Mapping[str, str]) -> None:
         raw, placed = make_header(entries, metadata)
         self._waiting = list(reversed(file_order(entries)))
-        self.file = TensorFile(
+        self.header = SafetensorsHeader(
             path=path,
             n_bytes=len(raw) + sum(spec.n_bytes for spec in entries.values()),
             header_bytes=len(raw),
@@ -134,7 +133,7 @@ class TensorWriter:
             tensors=placed,
             metadata=dict(metadata),
         )
-        self._file = NewFile(path, self.file.n_bytes)
+        self._file = DirectFileWriter(path, self.header.n_bytes)
         try:
             self._file.write(raw)
         except BaseException:
@@ -145,26 +144,26 @@ class TensorWriter:
         return self
 
     def write(self, name: str, blocks: Iterable[np.ndarray]) -> str:
-        """Writes the next tensor.
+        """Write the next tensor.
 
         Args:
-            name: The tensor whose turn it is (`file_order`).
+            name: The next tensor in `file_order`.
             blocks: Its bytes in order, each block one-dimensional uint8.
 
         Returns:
             xxh3_128 of the bytes, as hex.
         """
         assert self._waiting[-1:] == [name], (name, self._waiting[-1:])
-        digest, left = xxhash.xxh3_128(), self.file.tensors[name].n_bytes
+        digest, remaining = xxhash.xxh3_128(), self.header.tensors[name].n_bytes
         for block in blocks:
             view = block.data
-            left -= len(view)
-            assert left >= 0, name
-            for start in range(0, len(view), HASH_BYTES):
-                part = view[start : start + HASH_BYTES]
+            remaining -= len(view)
+            assert remaining >= 0, name
+            for start in range(0, len(view), HASH_BLOCK_BYTES):
+                part = view[start : start + HASH_BLOCK_BYTES]
                 digest.update(part)
                 self._file.write(part)
-        assert left == 0, name
+        assert remaining == 0, name
         self._waiting.pop()
         return digest.hexdigest()
 
@@ -177,23 +176,27 @@ class TensorWriter:
             self._file.close()
 
 
-def read_header(path: Path) -> TensorFile:
-    """Reads and checks the header of a safetensors file.
+def read_header(path: Path) -> SafetensorsHeader:
+    """Read and check the header of a safetensors file.
 
     Raises:
-        CheckpointError: The file cannot be read, or is not exactly what the format asks for.
+        CheckpointError: The file cannot be read, or violates the format.
     """
-    with storage("reading", path):
+    with translate_os_errors("reading", path):
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             n_bytes = os.fstat(descriptor).st_size
             if n_bytes < 10:
-                raise CheckpointError(f"{path}: {n_bytes} bytes are no safetensors file; it is truncated or not ours")
+                raise CheckpointError(
+                    f"{path}: {n_bytes} bytes are too short for a safetensors file; it is truncated or not one"
+                )
             length = bytearray(8)
             files.read_exactly(descriptor, 0, memoryview(length), path)
             header_bytes = 8 + int.from_bytes(length, "little")
             if header_bytes > min(n_bytes, MAX_HEADER_BYTES + 8):
-                raise CheckpointError(f"{path}: a header of {header_bytes - 8} bytes cannot be; the file is damaged")
+                raise CheckpointError(
+                    f"{path}: header of {header_bytes - 8} bytes exceeds the file or the limit; the file is damaged"
+                )
             raw = bytearray(header_bytes)
             files.read_exactly(descriptor, 0, memoryview(raw), path)
         finally:
@@ -202,40 +205,40 @@ def read_header(path: Path) -> TensorFile:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise CheckpointError(f"{path}: __metadata__ must map names to text; the file is damaged")
-    return TensorFile(
+    return SafetensorsHeader(
         path=path,
         n_bytes=n_bytes,
         header_bytes=header_bytes,
         header_hash=xxhash.xxh3_128_hexdigest(bytes(raw)),
-        tensors=_placed(header, header_bytes, n_bytes, str(path)),
+        tensors=_parse_entries(header, header_bytes, n_bytes, str(path)),
         metadata=metadata,
     )
 
 
-def _placed(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredTensor]:
-    """Checks the entries of a header and returns them in file order."""
-    found: list[tuple[int, int, str, StoredTensor]] = []
+def _parse_entries(header: dict[str, Any], header_bytes: int, n_bytes: int, source: str) -> dict[str, StoredTensor]:
+    """Check the entries of a header and return them in file order."""
+    entries: list[tuple[int, int, str, StoredTensor]] = []
     for name, entry in header.items():
         where = f"{source}: tensor {name!r}"
         if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
             raise CheckpointError(f"{where}: must have dtype, shape and data_offsets; the file is damaged")
-        dtype, shape = strict_json.field(entry, "dtype", str, where), strict_json.counts(entry, "shape", where)
-        offsets = strict_json.counts(entry, "data_offsets", where)
+        dtype, shape = strict_json.get_field(entry, "dtype", str, where), strict_json.get_counts(entry, "shape", where)
+        offsets = strict_json.get_counts(entry, "data_offsets", where)
         if dtype not in ITEM_BYTES:
             raise CheckpointError(f"{where}: dtype {dtype!r} is not known")
         if len(offsets) != 2 or offsets[1] - offsets[0] != prod(shape) * ITEM_BYTES[dtype]:
             raise CheckpointError(f"{where}: data_offsets {list(offsets)} do not fit {dtype} {list(shape)}")
-        found.append((offsets[0], offsets[1], name, StoredTensor(dtype, shape, header_bytes + offsets[0])))
-    found.sort(key=lambda item: item[:2])
+        entries.append((offsets[0], offsets[1], name, StoredTensor(dtype, shape, header_bytes + offsets[0])))
+    entries.sort(key=lambda item: item[:2])
     position = 0
-    for begin, end, name, _ in found:
+    for begin, end, name, _ in entries:
         if begin != position:
-            trouble = "overlaps the one before" if begin < position else f"leaves a gap of {begin - position} bytes"
-            raise CheckpointError(f"{source}: tensor {name!r} at {begin} {trouble}; the file is damaged")
+            error = "overlaps the one before" if begin < position else f"leaves a gap of {begin - position} bytes"
+            raise CheckpointError(f"{source}: tensor {name!r} at {begin} {error}; the file is damaged")
         position = end
     if header_bytes + position != n_bytes:
         raise CheckpointError(
-            f"{source}: has {n_bytes} bytes, its header speaks of {header_bytes + position}; "
-            "the file is truncated or has a foreign tail"
+            f"{source}: has {n_bytes} bytes, its header lists {header_bytes + position}; "
+            "the file is truncated or has trailing bytes"
         )
-    return {name: tensor for _, _, name, tensor in found}
+    return {name: tensor for _, _, name, tensor in entries}

@@ -6,7 +6,7 @@ import stat
 import numpy as np
 import pytest
 
-from lt_ckpt import CheckpointError, HFFolder, config_of
+from lt_ckpt import CheckpointError, HFFolder, load_model_config
 from lt_ckpt.hub.http import Hub, Token
 from lt_ckpt.hub.model import Address, cache_folder, fetch_model
 
@@ -296,15 +296,15 @@ def test_the_model_that_the_readers_open_is_the_one_that_was_sent(hub, model):
 
 def test_the_configuration_alone(hub, model, monkeypatch):
     """What a plan needs of a model of 140 GB is one small file; the weights come later, and it is not fetched twice."""
-    assert config_of("hf://org/name") == {"model_type": "llama"}
+    assert load_model_config("hf://org/name") == {"model_type": "llama"}
     assert sorted(request.file for request in hub.log) == ["config.json", "main"]
     hub.log.clear()
-    assert config_of(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
+    assert load_model_config(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
     assert [request.file for request in hub.log] == [hub.commit], "not all of it is here: the list has to be asked for"
     got = fetch_model("hf://org/name")
     assert [request for request in hub.requests("config.json") if request.server == "hub"] == []
     assert sorted(name for name in os.listdir(got.path) if not name.startswith(".")) == model.wanted
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert config_of(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
+    assert load_model_config(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
-        config_of("hf://org/name@main")
+        load_model_config("hf://org/name@main")

@@ -11,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, latest_valid, prune
+from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid, prune_checkpoints
 from lt_ckpt.s3.client import S3Folder, ServiceError
-from lt_ckpt.s3.fetching import download, download_latest
-from lt_ckpt.s3.mirror import Mirror, erase, prune_remote
-from lt_ckpt.s3.sending import upload
+from lt_ckpt.s3.download import download, download_latest
+from lt_ckpt.s3.mirror import Mirror, delete_remote_checkpoint, prune_remote
+from lt_ckpt.s3.upload import upload
 
 SOON = 120.0
 """Seconds after which something will not come any more."""
@@ -40,7 +40,9 @@ def start(bucket, tmp_path):
     made: list[Mirror] = []
 
     def make(**more):
-        made.append(Mirror(tmp_path / "run", f"s3://{bucket}/run", **{"poll_s": 0.02, "pause_s": 0.02, **more}))
+        made.append(
+            Mirror(tmp_path / "run", f"s3://{bucket}/run", **{"poll_interval_s": 0.02, "retry_delay_s": 0.02, **more})
+        )
         return made[-1]
 
     yield make
@@ -72,34 +74,34 @@ class Gate:
 def test_every_checkpoint_comes_in_step_order_while_saves_go_on(store, bucket, toy, tmp_path, start, monkeypatch):
     for step in (1, 2):
         toy.save(tmp_path / "run", step)
-    said = []
-    running = start(told=said.append)
+    events = []
+    running = start(on_event=events.append)
     for step in (3, 4, 5):
         running.notify(toy.save(tmp_path / "run", step))
     monkeypatch.setattr(running._stop, "set", lambda: None)
     assert running.close(SOON) == ()
     assert not running._thread.is_alive(), "it ends by itself when nothing waits"
     urls = [f"s3://{bucket}/run/step-{step:08d}" for step in (1, 2, 3, 4, 5)]
-    assert [done.url for done in running.uploaded] == urls
-    assert tuple(said) == running.uploaded
+    assert [done.url for done in running.uploads] == urls
+    assert tuple(events) == running.uploads
     assert running.problems == ()
     commits = [key for operation, key in store.log if operation == "PutObject" and key.endswith("COMMIT")]
     assert commits == [f"run/step-{step:08d}/COMMIT" for step in (1, 2, 3, 4, 5)]
     for step in (1, 3, 5):
-        toy.check(Checkpoint.open(download(urls[step - 1], tmp_path / "back" / str(step))))
+        toy.check(Checkpoint.open(download(urls[step - 1], tmp_path / "back" / str(step)).path))
 
 
 def test_it_finds_by_itself_what_it_was_not_told_of(store, bucket, toy, tmp_path, start):
     running = start()
     toy.save(tmp_path / "run", 1)
-    wait_for(lambda: running.uploaded)
-    toy.save(tmp_path / "run", 1, seed=5, replace=True)
+    wait_for(lambda: running.uploads)
+    toy.save(tmp_path / "run", 1, seed=5, overwrite=True)
     wait_for(lambda: running.problems)
-    assert "something else is there" in running.problems[0].message
+    assert "a different folder exists there" in running.problems[0].message
     assert running.close(SOON) == (tmp_path / "run" / "step-00000001",)
-    again = start(may_replace=True)
+    again = start(overwrite=True)
     assert again.close(SOON) == ()
-    toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back")), seed=5)
+    toy.check(Checkpoint.open(download(f"s3://{bucket}/run/step-00000001", tmp_path / "back").path), seed=5)
 
 
 def test_it_tries_again_however_long_the_store_is_away():
@@ -112,8 +114,8 @@ def test_it_tries_again_however_long_the_store_is_away():
             stop.set()
 
     wake = SimpleNamespace(wait=wait, clear=lambda: None)
-    state = {"_stop": stop, "_closing": threading.Event(), "_wake": wake, "_round": lambda: False}
-    Mirror._work(SimpleNamespace(**state, _poll_s=10.0, _pause_s=5.0))
+    state = {"_stop": stop, "_closing": threading.Event(), "_wake": wake, "_upload_pending": lambda: False}
+    Mirror._run_loop(SimpleNamespace(**state, _poll_interval_s=10.0, _retry_delay_s=5.0))
     assert waits[:7] == [5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0]
     assert set(waits[7:]) == {300.0}
 
@@ -127,7 +129,7 @@ def test_what_is_there_is_not_sent_again_and_what_is_unfinished_is_not_sent(stor
     (root / ".tmp-step-00000005-0123456789abcdef").mkdir()
     running = start()
     assert running.close(SOON) == ()
-    assert running.uploaded == running.problems == ()
+    assert running.uploads == running.problems == ()
     assert steps(store, bucket) == [1, 2]
 
 
@@ -138,12 +140,12 @@ def test_a_save_does_not_wait_for_a_line_that_hangs(store, bucket, toy, tmp_path
     with gate:
         for step in (2, 3):  # were they to wait for the mirror, the gate would never open
             running.notify(toy.save(tmp_path / "run", step))
-        assert latest_valid(tmp_path / "run")[0].step == 3
-        with running.sparing() as spared:
+        assert find_latest_valid(tmp_path / "run")[0].step == 3
+        with running.pause_uploads() as spared:
             assert spared == (tmp_path / "run" / "step-00000001",)
         assert steps(store, bucket) == []
     assert running.close(SOON) == ()
-    with running.sparing() as spared:
+    with running.pause_uploads() as spared:
         assert spared == ()
     assert steps(store, bucket) == [1, 2, 3]
 
@@ -156,22 +158,22 @@ def test_errors_are_told_and_tried_again(store, bucket, toy, tmp_path, start):
             raise failures.pop(0)
 
     store.before = fail
-    said = []
+    events = []
     path = toy.save(tmp_path / "run", 1)
-    running = start(told=lambda item: said.append(str(item)))
-    wait_for(lambda: running.uploaded)
-    assert [(p.path, p.message, p.times) for p in running.problems] == [
+    running = start(on_event=lambda item: events.append(str(item)))
+    wait_for(lambda: running.uploads)
+    assert [(p.path, p.message, p.repeats) for p in running.problems] == [
         (path, "planted one", 2),
         (path, "planted two", 1),
     ]
-    assert [text for text in said if "planted" in text] == [f"{path}: planted one", f"{path}: planted two"]
+    assert [text for text in events if "planted" in text] == [f"{path}: planted one", f"{path}: planted two"]
     assert running.close(SOON) == ()
     assert steps(store, bucket) == [1]
 
 
 def test_a_bucket_that_comes_later(store, toy, tmp_path):
     toy.save(tmp_path, 1)
-    running = Mirror(tmp_path, "s3://bucket-that-comes-later/run", poll_s=0.02, pause_s=0.02)
+    running = Mirror(tmp_path, "s3://bucket-that-comes-later/run", poll_interval_s=0.02, retry_delay_s=0.02)
     wait_for(lambda: running.problems)
     assert "there is no such bucket" in running.problems[0].message
     store.client.create_bucket(Bucket="bucket-that-comes-later")
@@ -180,13 +182,13 @@ def test_a_bucket_that_comes_later(store, toy, tmp_path):
 
 def test_the_pauses_grow_and_news_cut_them_short(store, bucket, toy, tmp_path, start, monkeypatch):
     store.before = lambda operation, key: (_ for _ in ()).throw(ServiceError("planted"))
-    running = start(pause_s=1000.0)
+    running = start(retry_delay_s=1000.0)
     toy.save(tmp_path / "run", 1)
     wait_for(lambda: running.problems)
     store.before = lambda operation, key: None
     running.notify(toy.save(tmp_path / "run", 2))
-    wait_for(lambda: len(running.uploaded) == 2)
-    assert running.problems[0].times == 1
+    wait_for(lambda: len(running.uploads) == 2)
+    assert running.problems[0].repeats == 1
 
 
 def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp_path, start):
@@ -198,11 +200,9 @@ def test_what_retention_removes_meanwhile_leaves_nothing(store, bucket, toy, tmp
         assert any("step-00000001" in key for key in store.names(bucket))
         for step in (2, 3):
             toy.save(root, step)
-        assert prune(root, last=2) == [path]
-    wait_for(lambda: len(running.uploaded) == 2)
-    assert [p.message for p in running.problems] == [
-        "was removed before it was uploaded; nothing of it is in the bucket"
-    ]
+        assert prune_checkpoints(root, keep_last=2) == [path]
+    wait_for(lambda: len(running.uploads) == 2)
+    assert [p.message for p in running.problems] == ["was removed before it was uploaded; the bucket has nothing of it"]
     assert running.close(SOON) == ()
     assert {key.split("/")[1] for key in store.names(bucket)} == {"step-00000002", "step-00000003"}
 
@@ -215,8 +215,8 @@ def test_what_is_protected_stays_until_it_is_uploaded(store, bucket, toy, tmp_pa
     with gate:
         for step in (2, 3, 4):
             toy.save(root, step)
-        with running.sparing() as spared:
-            assert prune(root, last=2, protect=spared) == [root / "step-00000002"]
+        with running.pause_uploads() as spared:
+            assert prune_checkpoints(root, keep_last=2, protect=spared) == [root / "step-00000002"]
         assert path.exists()
     assert running.close(SOON) == ()
     assert running.problems == ()
@@ -232,7 +232,7 @@ def test_a_damaged_checkpoint_does_not_stand_in_the_way(store, bucket, toy, tmp_
     running = start()
     assert running.close(SOON) == (bad,)
     assert "its bytes have changed since they were written" in running.problems[0].message
-    assert len(running.problems) == running.problems[0].times == 1
+    assert len(running.problems) == running.problems[0].repeats == 1
     assert steps(store, bucket) == [2]
 
 
@@ -241,7 +241,7 @@ def test_close_ends_in_time_and_says_what_is_missing(store, bucket, toy, tmp_pat
     paths = tuple(toy.save(tmp_path / "run", step) for step in (1, 2))
     running = start()
     with gate:
-        assert running.close(0.1, stop_s=0.1) == paths
+        assert running.close(0.1, stop_timeout_s=0.1) == paths
     running._thread.join(SOON)
     assert not running._thread.is_alive()
     assert steps(store, bucket) == []
@@ -257,15 +257,15 @@ def test_a_bug_is_not_silent(store, bucket, toy, tmp_path, start, monkeypatch):
 
     store.before = bug
     toy.save(tmp_path / "run", 1)
-    told = []
-    running = start(told=told.append)
+    events = []
+    running = start(on_event=events.append)
     running._thread.join(SOON)
-    assert ["the mirror has failed" in str(item) for item in told] == [True]
-    with running.sparing() as spared:
+    assert ["the mirror has failed" in str(item) for item in events] == [True]
+    with running.pause_uploads() as spared:
         assert spared == ()
     with pytest.raises(ZeroDivisionError):
         running.close(SOON)
-    running._bug = None
+    running._thread_error = None
 
 
 def test_only_so_many_are_kept_and_only_ours_go(store, bucket, toy, tmp_path, start):
@@ -289,15 +289,15 @@ def test_only_so_many_are_kept_and_only_ours_go(store, bucket, toy, tmp_path, st
 def test_retention_in_the_bucket_counts_whole_ones_only(store, bucket, toy, tmp_path):
     root = S3Folder(f"s3://{bucket}/run")
     for step in (1, 2, 3, 4):
-        upload(toy.save(tmp_path, step), root.below(f"step-{step:08d}"))
+        upload(toy.save(tmp_path, step), root.subfolder(f"step-{step:08d}"))
     store.client.delete_object(Bucket=bucket, Key="run/step-00000004/COMMIT")
     store.client.delete_object(Bucket=bucket, Key="run/step-00000003/rng-00000.safetensors")
-    assert prune_remote(root, last=2) == []
+    assert prune_remote(root, keep_last=2) == []
     store.log.clear()
-    assert prune_remote(root, last=1) == [f"s3://{bucket}/run/step-00000001"]
+    assert prune_remote(root, keep_last=1) == [f"s3://{bucket}/run/step-00000001"]
     assert steps(store, bucket) == [2, 3]
-    with pytest.raises(CheckpointError, match="last must be >= 1"):
-        prune_remote(root, last=0)
+    with pytest.raises(CheckpointError, match="keep_last must be >= 1"):
+        prune_remote(root, keep_last=0)
 
 
 def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
@@ -313,11 +313,11 @@ def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
 
     store.before = fail
     with pytest.raises(ServiceError, match="planted"):
-        erase(folder)
+        delete_remote_checkpoint(folder)
     assert steps(store, bucket) == []
     assert len(store.objects(bucket)) > 5
     store.before = lambda operation, key: None
-    assert erase(folder)
+    assert delete_remote_checkpoint(folder)
     assert store.objects(bucket) == {}
 
 
@@ -341,15 +341,15 @@ TRAINER = """
 import sys, time
 sys.path.insert(0, sys.argv[1])
 from conftest import toy_save
-from lt_ckpt import prune
+from lt_ckpt import prune_checkpoints
 from lt_ckpt.s3.mirror import Mirror
 root, url, step = sys.argv[2], sys.argv[3], int(sys.argv[4])
-mirror = Mirror(root, url, poll_s=0.02, pause_s=0.02)
+mirror = Mirror(root, url, poll_interval_s=0.02, retry_delay_s=0.02)
 print("ready", flush=True)
 while True:
     mirror.notify(toy_save(root, step))
-    with mirror.sparing() as spared:
-        prune(root, last=3, protect=spared)
+    with mirror.pause_uploads() as spared:
+        prune_checkpoints(root, keep_last=3, protect=spared)
     step += 1
     time.sleep(0.05)
 """
@@ -371,17 +371,17 @@ def test_kill_9_at_any_moment(store, bucket, toy, tmp_path, seed):
         child.kill()
         child.wait()
         child.stdout.close()
-        here, _ = latest_valid(root)
+        here, _ = find_latest_valid(root)
         assert here is not None
         step = here.step + 1
         shutil.rmtree(tmp_path / "back", ignore_errors=True)
         found, _ = download_latest(url, tmp_path / "back")
         assert found is not None
-        toy.check(Checkpoint.open(found))
-    running = Mirror(root, url, poll_s=0.02)
+        toy.check(Checkpoint.open(found.path))
+    running = Mirror(root, url, poll_interval_s=0.02)
     assert running.close(SOON) == ()
     shutil.rmtree(tmp_path / "back")
     found, rejected = download_latest(url, tmp_path / "back")
     assert found is not None
-    assert (found.name, rejected) == (here.path.name, [])
+    assert (found.path.name, rejected) == (here.path.name, [])
     assert store.unfinished(bucket) == []

@@ -8,9 +8,9 @@ from typer.testing import CliRunner
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_ckpt.cli import app
 from lt_ckpt.s3.client import S3Folder, UnreachableError
-from lt_ckpt.s3.fetching import bring, bring_latest, download, newest_manifest
+from lt_ckpt.s3.download import download, download_latest, read_latest_manifest
 from lt_ckpt.s3.mirror import prune_remote
-from lt_ckpt.s3.sending import upload
+from lt_ckpt.s3.upload import upload
 
 
 def command(*arguments: object) -> str:
@@ -24,27 +24,30 @@ def test_upload_and_download_tell_files_bytes_and_rate(store, bucket, toy, tmp_p
     path, other = toy.save(tmp_path / "a", 1), toy.save(tmp_path / "b", 1, seed=7)
     rate = r"\(5\.6 kB at [0-9.]+ (bytes|kB|MB|GB)/s\)"
     assert re.search(rf"{path} uploaded to {url}/x: 12 files sent {rate}$", command("upload", path, f"{url}/x").strip())
-    assert command("upload", path, f"{url}/x").strip().endswith("0 files sent (0 bytes), 12 there already")
-    with pytest.raises(CheckpointError, match=r"something else is there; .* \(--replace\)"):
+    assert command("upload", path, f"{url}/x").strip().endswith("0 files sent (0 bytes), 12 already present")
+    with pytest.raises(CheckpointError, match=r"a different folder exists there; .* --overwrite"):
         command("upload", other, f"{url}/x")
-    assert re.search(r": \d+ files sent", command("upload", other, f"{url}/x", "--replace"))
+    assert re.search(r": \d+ files sent", command("upload", other, f"{url}/x", "--overwrite"))
     text = command("download", f"{url}/x", tmp_path / "back")
-    assert re.search(rf"{url}/x downloaded to {tmp_path}/back: 12 files fetched {rate}, verified$", text.strip())
+    assert re.search(rf"{url}/x downloaded to {tmp_path}/back: 12 files received {rate}, verified$", text.strip())
     toy.check(Checkpoint.open(tmp_path / "back"), seed=7)
     text = command("download", f"{url}/x", tmp_path / "back")
-    assert text.strip().endswith("0 files fetched (0 bytes), 12 there already, verified")
+    assert text.strip().endswith("0 files received (0 bytes), 12 already present, verified")
 
 
 def test_the_newest_is_brought_where_it_is_newer_and_makes_way_for_itself(store, bucket, toy, tmp_path):
     url, here = f"s3://{bucket}/run", tmp_path / "here"
-    assert newest_manifest(url) is None
+    assert read_latest_manifest(url) is None
     for step in (1, 2, 3):
         upload(toy.save(tmp_path / "there", step), f"{url}/step-{step:08d}")
-    assert newest_manifest(url) == (f"{url}/step-00000003", Checkpoint.open(tmp_path / "there/step-00000003").manifest)
+    assert read_latest_manifest(url) == (
+        f"{url}/step-00000003",
+        Checkpoint.open(tmp_path / "there/step-00000003").manifest,
+    )
     store.client.delete_object(Bucket=bucket, Key="run/step-00000003/COMMIT")
     store.client.delete_object(Bucket=bucket, Key="run/step-00000001/COMMIT")
     store.log.clear()
-    found, rejected = bring_latest(url, here, newer_than=2)
+    found, rejected = download_latest(url, here, after_step=2)
     assert (found, [item.url for item in rejected]) == (None, [f"{url}/step-00000003"])
     assert not any("step-00000002" in key or "step-00000001" in key for _, key in store.log), "nobody asked for these"
     file = toy.save(here, 2) / "weights-00000.safetensors"
@@ -57,10 +60,10 @@ def test_the_newest_is_brought_where_it_is_newer_and_makes_way_for_itself(store,
 
     before = len(store.log)
     with pytest.raises(CheckpointError, match="not this one"):
-        bring_latest(url, here, newer_than=1, accept=refuse)
+        download_latest(url, here, after_step=1, validate_manifest=refuse)
     assert seen == [2]
     assert not any("safetensors" in key for _, key in store.log[before:])
-    found, _ = bring_latest(url, here, newer_than=1)
+    found, _ = download_latest(url, here, after_step=1)
     assert found is not None
     toy.check(Checkpoint.open(found.path))
     assert sorted(path.name.partition("-0123")[0][:19] for _, path in list_steps(here)) == [
@@ -68,8 +71,8 @@ def test_the_newest_is_brought_where_it_is_newer_and_makes_way_for_itself(store,
         "step-00000002.aside",
     ]
     toy.save(tmp_path / "valid", 2, seed=9)
-    with pytest.raises(CheckpointError, match="another valid checkpoint of this step is there already"):
-        bring_latest(url, tmp_path / "valid")
+    with pytest.raises(CheckpointError, match="another valid checkpoint of this step already exists"):
+        download_latest(url, tmp_path / "valid")
     toy.check(Checkpoint.open(tmp_path / "valid" / "step-00000002"), seed=9)
 
 
@@ -83,12 +86,12 @@ def test_a_download_can_be_stopped_and_goes_on(store, bucket, toy, tmp_path):
             raise RuntimeError("stopped")
 
     with pytest.raises(RuntimeError, match="stopped"):
-        bring(f"s3://{bucket}/x", tmp_path / "back", stop=stop)
+        download(f"s3://{bucket}/x", tmp_path / "back", check_stop=stop)
     assert not (tmp_path / "back").exists()
-    done = bring(f"s3://{bucket}/x", tmp_path / "back")
-    assert 0 < len(done.kept) < 12
-    assert len(done.kept) + len(done.fetched) == 12
-    assert verify(done.path).ok
+    done = download(f"s3://{bucket}/x", tmp_path / "back")
+    assert 0 < len(done.skipped) < 12
+    assert len(done.skipped) + len(done.downloaded) == 12
+    assert verify(done.path).is_ok
 
 
 def test_what_was_found_damaged_is_sent_anew(store, bucket, toy, tmp_path):
@@ -97,35 +100,36 @@ def test_what_was_found_damaged_is_sent_anew(store, bucket, toy, tmp_path):
     found = store.client.get_object(Bucket=bucket, Key=key)
     spoiled = found["Body"].read()[:-1] + b"?"
     store.client.put_object(Bucket=bucket, Key=key, Body=spoiled, Metadata=found["Metadata"])
-    assert upload(path, f"s3://{bucket}/x").sent == (), "the store says that it is what was uploaded"
+    assert upload(path, f"s3://{bucket}/x").uploaded == (), "the store says that it is what was uploaded"
     with pytest.raises(CheckpointError, match="is damaged"):
         download(f"s3://{bucket}/x", tmp_path / "back")
-    assert len(upload(path, f"s3://{bucket}/x", anew=True).sent) == 12
-    assert verify(download(f"s3://{bucket}/x", tmp_path / "back")).ok
+    assert len(upload(path, f"s3://{bucket}/x", force=True).uploaded) == 12
+    assert verify(download(f"s3://{bucket}/x", tmp_path / "back").path).is_ok
 
 
+@pytest.mark.guarantee("mirror-retention")
 def test_retention_keeps_multiples_and_the_newest_that_is_as_it_was_uploaded(store, bucket, toy, tmp_path):
     root = S3Folder(f"s3://{bucket}/run")
     for step in (0, 1, 2, 3, 4, 5):
-        upload(toy.save(tmp_path, step, world=1), root.below(f"step-{step:08d}"))
+        upload(toy.save(tmp_path, step, world=1), root.subfolder(f"step-{step:08d}"))
 
     def steps() -> list[int]:
         return sorted({int(key.split("/")[1][5:]) for key in store.names(bucket)})
 
-    prune_remote(root, last=2, every=2)
+    prune_remote(root, keep_last=2, keep_every=2)
     assert steps() == [2, 4, 5]
     for step in (4, 5):  # the same size, put there by others
         key = f"run/step-{step:08d}/weights-00000.safetensors"
         store.client.put_object(Bucket=bucket, Key=key, Body=store.objects(bucket)[key])
-    assert prune_remote(root, last=1) == [f"{root.url}/step-00000004"]
+    assert prune_remote(root, keep_last=1) == [f"{root.url}/step-00000004"]
     assert steps() == [2, 5], "the newest that is known to be good stays, whatever the numbers say"
     with pytest.raises(CheckpointError, match="every >= 0"):
-        prune_remote(root, last=1, every=-1)
+        prune_remote(root, keep_last=1, keep_every=-1)
 
 
 def test_a_store_that_cannot_be_reached_is_an_error_that_passes(aws, toy, tmp_path, monkeypatch):
     aws(1)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     with pytest.raises(UnreachableError, match="EndpointConnectionError") as caught:
-        S3Folder("s3://bucket/x").sizes()
+        S3Folder("s3://bucket/x").list_sizes()
     assert caught.value.exit_code == 75

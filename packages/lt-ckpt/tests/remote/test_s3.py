@@ -10,15 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, CheckpointError, Meta, Shard, begin, commit, verify, write_part
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    Shard,
+    begin_save,
+    commit_save,
+    verify,
+    write_rank_files,
+)
 from lt_ckpt import files as files_module
 from lt_ckpt.nxd.options import NxdOptions
-from lt_ckpt.nxd.part import NxdPart, stateful_keys
+from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
 from lt_ckpt.s3.client import CHUNK_BYTES, S3Folder, ServiceError
-from lt_ckpt.s3.contents import CheckedReader, DamagedError, of_manifest
-from lt_ckpt.s3.fetching import download, download_latest, latest_remote
-from lt_ckpt.s3.mirror import erase
-from lt_ckpt.s3.sending import OccupiedError, try_address, upload
+from lt_ckpt.s3.download import download, download_latest, find_latest_remote
+from lt_ckpt.s3.file_digest import CheckedReader, DamagedError, digests_from_manifest
+from lt_ckpt.s3.mirror import delete_remote_checkpoint
+from lt_ckpt.s3.upload import DestinationExistsError, check_upload_access, upload
 from lt_model import LlamaConfig
 
 
@@ -31,48 +40,51 @@ def tree(folder):
 def save_large(root, step):
     """A checkpoint whose second group is sent in three parts."""
     rng = np.random.default_rng(step)
-    tmp = begin(root, step=step, world=1)
+    tmp = begin_save(root, step=step, world_size=1)
     shards = []
     for group, n_bytes in (("exp_avg", 1000), ("weights", 2 * CHUNK_BYTES + 12345)):
         data = rng.integers(0, 256, n_bytes, dtype=np.uint8)
         size = (n_bytes,)
         shards.append(Shard(group=group, name="w", dtype="U8", global_shape=size, offset=(0,), shape=size, data=data))
-    write_part(tmp, rank=0, shards=shards)
-    return commit(tmp, world=1, meta=Meta(step=step))
+    write_rank_files(tmp, rank=0, shards=shards)
+    return commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=step))
 
 
 def test_there_and_back_bit_for_bit(store, bucket, toy, tmp_path):
     path = toy.save(tmp_path / "here", 7, world=3)
-    told = []
-    done = upload(path, f"s3://{bucket}/run/step-00000007", progress=lambda *args: told.append(args))
+    reports = []
+    done = upload(path, f"s3://{bucket}/run/step-00000007", progress=lambda *args: reports.append(args))
     assert {name.removeprefix("run/step-00000007/"): data for name, data in store.objects(bucket).items()} == tree(path)
     n_bytes = sum(len(data) for name, data in tree(path).items() if name not in ("manifest.json", "COMMIT"))
-    assert told[-1] == (n_bytes, n_bytes, "bytes")
+    assert reports[-1] == (n_bytes, n_bytes, "bytes")
     assert done.n_bytes == n_bytes
-    assert done.kept == ()
+    assert done.skipped == ()
     there = tmp_path / "machine" / "checkpoints" / "step-00000007"
-    told.clear()
-    assert download(f"s3://{bucket}/run/step-00000007/", there, progress=lambda *args: told.append(args)) == there
+    reports.clear()
+    assert (
+        download(f"s3://{bucket}/run/step-00000007/", there, progress=lambda *args: reports.append(args)).path == there
+    )
     assert tree(there) == tree(path)
-    assert verify(there).ok
+    assert verify(there).is_ok
     toy.check(Checkpoint.open(there))
     assert os.listdir(there.parent) == [there.name]
-    assert told[-1][0] == told[-1][1]
+    assert reports[-1][0] == reports[-1][1]
     umask = os.umask(0)
     os.umask(umask)
     assert (there / "COMMIT").stat().st_mode & 0o777 == 0o666 & ~umask
-    assert download(f"s3://{bucket}/run/step-00000007", there) == there, "the very same is there"
+    assert download(f"s3://{bucket}/run/step-00000007", there).path == there, "the very same is there"
     (there / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
-    with pytest.raises(CheckpointError, match="is there already and is not what lies at"):
+    with pytest.raises(CheckpointError, match="already exists and differs from"):
         download(f"s3://{bucket}/run/step-00000007", there)
 
 
+@pytest.mark.guarantee("nxd-checkpoint-safety")
 def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
     config = LlamaConfig(vocab_size=8, hidden_size=8, intermediate_size=8, n_heads=2, n_kv_heads=2, n_layers=1)
-    part = NxdPart(
+    part = NxdRankWriter(
         config=config,
         options=NxdOptions(xser=True),
-        groups=(stateful_keys(config, NxdOptions(), 0, 0),),
+        param_group_keys=(optimizer_state_keys(config, NxdOptions(), 0, 0),),
         user_content={"step": 1},
     )
     shards = [
@@ -85,20 +97,20 @@ def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
             shape=tensor.shape,
             data=np.random.default_rng(len(tensor.key)).random(tensor.shape, "<f4").reshape(-1).view(np.uint8),
         )
-        for tensor in part.tensors()
+        for tensor in part.model_tensors()
         for group in ("weights", "exp_avg", "exp_avg_sq", "master")
     ]
-    tmp = begin(tmp_path / "here", step=1, world=1)
-    write_part(tmp, rank=0, shards=shards, layout=part)
-    path = commit(tmp, world=1, meta=Meta(step=1, model=config.to_dict()))
+    tmp = begin_save(tmp_path / "here", step=1, world_size=1)
+    write_rank_files(tmp, rank=0, shards=shards, writer=part)
+    path = commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1, model=config.to_dict()))
     assert {"done", "user_content.pt"} <= set(tree(path))
     url = f"s3://{bucket}/run/step-00000001"
     upload(path, url)
     written = [key for operation, key in store.log if operation == "PutObject"]
     assert [key.rpartition("/")[2] for key in written[-3:]] == ["done", "manifest.json", "COMMIT"]
-    there = download(url, tmp_path / "there")
+    there = download(url, tmp_path / "there").path
     assert tree(there) == tree(path)
-    assert verify(there).ok
+    assert verify(there).is_ok
     # A changed byte here never gets there, in whichever of NxD's files it is.
     name = next(name for name in tree(path) if "optim/" in name and name.endswith("tensor_3.pt"))
     bad = bytearray((path / name).read_bytes())
@@ -106,7 +118,7 @@ def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
     (path / name).write_bytes(bad)
     with pytest.raises(DamagedError, match="have changed since they were written"):
         upload(path, f"s3://{bucket}/again/step-00000001")
-    assert erase(S3Folder(url))
+    assert delete_remote_checkpoint(S3Folder(url))
     assert not any(key.startswith("run/") for key in store.names(bucket))
 
 
@@ -127,67 +139,68 @@ def test_the_order_of_an_upload(store, bucket, toy, tmp_path):
     assert len(written) == len(set(written)) == len(tree(path))
     store.log.clear()
     again = upload(path, f"s3://{bucket}/x")
-    assert again.sent == ()
+    assert again.uploaded == ()
     assert {operation for operation, _ in store.log} <= {"ListObjectsV2", "HeadObject", "GetObject"}
     store.client.delete_object(Bucket=bucket, Key="x/weights-00001.safetensors")
     store.log.clear()
     again = upload(path, f"s3://{bucket}/x")
-    assert again.sent == ("weights-00001.safetensors",)
+    assert again.uploaded == ("weights-00001.safetensors",)
     changes = [(operation, key) for operation, key in store.log if operation[:3] in ("Put", "Del")]
     names = ["weights-00001.safetensors", "manifest.json", "COMMIT"]
     assert changes == [("DeleteObjects", ""), *(("PutObject", f"x/{name}") for name in names)]
     assert {name.removeprefix("x/"): data for name, data in store.objects(bucket).items()} == tree(path)
 
 
+@pytest.mark.guarantee("mirror-complete")
 def test_an_upload_that_fails_at_any_request_is_no_checkpoint_and_is_continued(store, bucket, toy, tmp_path):
     path = toy.save(tmp_path, 3, world=1)
     root = S3Folder(f"s3://{bucket}")
-    upload(path, root.below("dry/step-00000003"))
+    upload(path, root.subfolder("dry/step-00000003"))
     n_requests = len(store.log)
     assert n_requests == len(tree(path)) + 2
     for index in range(n_requests):
-        url = root.below(f"{index}")
+        url = root.subfolder(f"{index}")
         store.log.clear()
         store.fail_at = index
         with pytest.raises(ServiceError, match="EndpointConnectionError; check the network") as caught:
-            upload(path, url.below("step-00000003"))
+            upload(path, url.subfolder("step-00000003"))
         assert "secret" not in str(caught.value)
         store.fail_at = -1
-        found, rejected = latest_remote(url)
+        found, rejected = find_latest_remote(url)
         assert found is None
         assert [item.url for item in rejected] == ([f"{url.url}/step-00000003"] if index > 2 else [])
-        with pytest.raises(CheckpointError, match=r"neither COMMIT nor .lt-upload.json is there"):
-            download(url.below("step-00000003"), tmp_path / "back")
-        done = upload(path, url.below("step-00000003"))
-        assert len(done.kept) == max(0, min(index - 2, len(tree(path)) - 2))
-        assert latest_remote(url) == (f"{url.url}/step-00000003", [])
+        with pytest.raises(CheckpointError, match=r"neither COMMIT nor .lt-upload.json exists"):
+            download(url.subfolder("step-00000003"), tmp_path / "back")
+        done = upload(path, url.subfolder("step-00000003"))
+        assert len(done.skipped) == max(0, min(index - 2, len(tree(path)) - 2))
+        assert find_latest_remote(url) == (f"{url.url}/step-00000003", [])
     assert not (tmp_path / "back").exists()
 
 
 def test_a_checkpoint_that_replaces_another_is_never_mixed_with_it(store, bucket, toy, tmp_path):
     old, new = (toy.save(tmp_path / name, 3, world=1, seed=seed) for name, seed in (("old", 1), ("new", 2)))
     root = S3Folder(f"s3://{bucket}/x")
-    url = root.below("step-00000003")
+    url = root.subfolder("step-00000003")
     upload(old, url)
-    with pytest.raises(OccupiedError, match="something else is there"):
+    with pytest.raises(DestinationExistsError, match="a different folder exists there"):
         upload(new, url)
     store.log.clear()
-    upload(new, url, replace=True)
+    upload(new, url, overwrite=True)
     n_requests = len(store.log)
     outcomes = set()
     for index in range(0, n_requests, 3):
         shutil.rmtree(tmp_path / "back", ignore_errors=True)
-        upload(old, url, replace=True)
+        upload(old, url, overwrite=True)
         store.log.clear()
         store.fail_at = index
         with pytest.raises(ServiceError):
-            upload(new, url, replace=True)
+            upload(new, url, overwrite=True)
         store.fail_at = -1
         found, rejected = download_latest(root, tmp_path / "back")
         if found is None:
             assert "neither COMMIT nor" in rejected[0].reason
         else:
-            assert tree(found) == tree(old)
+            assert tree(found.path) == tree(old)
         outcomes.add(found is None)
     assert outcomes == {True, False}
 
@@ -195,7 +208,7 @@ def test_a_checkpoint_that_replaces_another_is_never_mixed_with_it(store, bucket
 UPLOADER = """
 import sys, time
 from lt_ckpt.s3.client import S3Folder, CHUNK_BYTES
-from lt_ckpt.s3.sending import upload
+from lt_ckpt.s3.upload import upload
 target = S3Folder(sys.argv[2])
 def progress(done, total, unit):
     if done > CHUNK_BYTES:  # in the middle of the large file: wait until the store knows of it
@@ -217,15 +230,15 @@ def test_kill_9_in_the_middle_of_a_file(store, bucket, tmp_path):
     child.wait()
     child.stdout.close()
     assert store.unfinished(bucket) == [f"run/{path.name}/weights-00000.safetensors"]
-    assert latest_remote(url)[0] is None
+    assert find_latest_remote(url)[0] is None
     before = store.objects(bucket)
     assert set(before) == {f"run/{path.name}/exp_avg-00000.safetensors"}
     done = upload(path, f"{url}/{path.name}")
-    assert done.kept == ("exp_avg-00000.safetensors",)
+    assert done.skipped == ("exp_avg-00000.safetensors",)
     assert store.unfinished(bucket) == []
     found, _ = download_latest(url, tmp_path / "back")
     assert found is not None
-    assert tree(found) == tree(path)
+    assert tree(found.path) == tree(path)
 
 
 def test_parts_of_a_failed_upload_are_given_up(store, bucket, tmp_path):
@@ -269,8 +282,8 @@ def test_what_a_file_must_hold_is_told_by_its_manifest_in_any_order(toy, tmp_pat
     path = toy.save(tmp_path, 1, world=3)
     manifest = Checkpoint.open(path).manifest
     tensors = {g: dict(reversed(members.items())) for g, members in reversed(manifest.tensors.items())}
-    contents = of_manifest(replace(manifest, tensors=tensors))
-    assert contents == of_manifest(manifest)
+    contents = digests_from_manifest(replace(manifest, tensors=tensors))
+    assert contents == digests_from_manifest(manifest)
     for name, content in contents.items():
         with CheckedReader(path / name, content) as reader:
             assert reader.read() == (path / name).read_bytes()
@@ -284,22 +297,22 @@ def test_what_changed_in_the_bucket_is_found_and_the_one_before_is_taken(store, 
     data[-1] ^= 1
     store.client.put_object(Bucket=bucket, Key=key, Body=bytes(data))
     store.client.delete_object(Bucket=bucket, Key="run/step-00000003/COMMIT")
-    assert latest_remote(f"s3://{bucket}/run") == (f"s3://{bucket}/run/step-00000004", [])
+    assert find_latest_remote(f"s3://{bucket}/run") == (f"s3://{bucket}/run/step-00000004", [])
     store.client.put_object(Bucket=bucket, Key="run/step-00000002/rng-00000.safetensors", Body=b"short")
     found, rejected = download_latest(f"s3://{bucket}/run", tmp_path / "back")
     assert found is not None
-    toy.check(Checkpoint.open(found))
-    assert (found.name, os.listdir(found.parent)) == ("step-00000001", ["step-00000001"])
+    toy.check(Checkpoint.open(found.path))
+    assert (found.path.name, os.listdir(found.path.parent)) == ("step-00000001", ["step-00000001"])
     reasons = [item.reason for item in rejected]
     assert "is damaged: " in reasons[0]
     assert "have changed" in reasons[0]
     assert "neither COMMIT nor" in reasons[1]
     assert "has 5 bytes" in reasons[2]
     again = upload(tmp_path / "step-00000004", f"s3://{bucket}/run/step-00000004")
-    assert again.sent == ("weights-00000.safetensors",), "what is there under our hash stays, what is not is sent"
-    assert latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000004"
+    assert again.uploaded == ("weights-00000.safetensors",), "what is there under our hash stays, what is not is sent"
+    assert find_latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000004"
     store.client.delete_object(Bucket=bucket, Key="run/step-00000004/COMMIT")
-    assert latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000001", "by the sizes alone"
+    assert find_latest_remote(f"s3://{bucket}/run")[0] == f"s3://{bucket}/run/step-00000001", "by the sizes alone"
 
 
 def test_a_download_that_was_cut_off_is_continued_and_not_believed(store, bucket, toy, tmp_path):
@@ -320,7 +333,7 @@ def test_a_download_that_was_cut_off_is_continued_and_not_believed(store, bucket
     assert not target.exists()
     (tmp,) = target.parent.iterdir()
     assert len(list(tmp.glob("*.safetensors"))) == 3
-    assert download(f"s3://{bucket}/x", target) == target
+    assert download(f"s3://{bucket}/x", target).path == target
     assert len(asked) == len(set(asked)) + 1, "only the one that failed is asked for twice"
     assert tree(target) == tree(path)
     shutil.rmtree(target)
@@ -329,7 +342,7 @@ def test_a_download_that_was_cut_off_is_continued_and_not_believed(store, bucket
         data = bytearray((path / name).read_bytes())
         data[-1] ^= name.startswith("weights-00001")
         (tmp / name).write_bytes(data)
-    assert download(f"s3://{bucket}/x", target) == target
+    assert download(f"s3://{bucket}/x", target).path == target
     assert tree(target) == tree(path)
 
 
@@ -360,15 +373,15 @@ def test_other_folders(store, bucket, tmp_path):
     download(f"s3://{bucket}/m", tmp_path / "back")
     assert tree(tmp_path / "back") == tree(folder)
     store.log.clear()
-    assert upload(folder, f"s3://{bucket}/m").sent == ()
+    assert upload(folder, f"s3://{bucket}/m").uploaded == ()
     (folder / "config.json").write_bytes(b"{}")
     (folder / "empty").unlink()
-    with pytest.raises(OccupiedError):
+    with pytest.raises(DestinationExistsError):
         upload(folder, f"s3://{bucket}/m")
-    assert upload(folder, f"s3://{bucket}/m", replace=True).sent == ("config.json",)
+    assert upload(folder, f"s3://{bucket}/m", overwrite=True).uploaded == ("config.json",)
     assert "m/empty" not in store.objects(bucket)
     store.client.delete_object(Bucket=bucket, Key="m/.lt-upload.json")
-    with pytest.raises(CheckpointError, match="nothing of ours, or a part of it"):
+    with pytest.raises(CheckpointError, match="not an upload of ours, or an unfinished one"):
         download(f"s3://{bucket}/m", tmp_path / "other")
 
 
@@ -385,11 +398,11 @@ def test_what_is_not_uploaded(store, bucket, toy, tmp_path):
     (path / "COMMIT").rename(tmp_path / "COMMIT")
     for folder, message in (
         (path, "the save was never finished"),
-        (tmp_path / "root", "is a folder of checkpoints: name one"),
-        (tmp_path / "odd", "a file of that name is not uploaded"),
+        (tmp_path / "root", "is a folder of checkpoints: choose one"),
+        (tmp_path / "odd", "a file of that name cannot be uploaded"),
         (tmp_path / "linked", "neither a file nor a folder"),
         (tmp_path / "pipe", "neither a file nor a folder"),
-        (tmp_path / "empty", "holds no file"),
+        (tmp_path / "empty", "contains no file"),
         (tmp_path / "none", "No such file|holds no file"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -415,7 +428,7 @@ def test_no_byte_is_believed_to_be_on_the_disk_that_is_not(store, bucket, toy, t
     fsync, rename = files_module.fsync, files_module.rename
     monkeypatch.setattr(files_module, "fsync", lambda fd: (synced.append(os.fstat(fd).st_ino), fsync(fd))[1])
     monkeypatch.setattr(files_module, "rename", lambda a, b: (renamed.append((a, a.stat().st_ino)), rename(a, b))[1])
-    target = download(f"s3://{bucket}/x", tmp_path / "back")
+    target = download(f"s3://{bucket}/x", tmp_path / "back").path
     assert {path.stat().st_ino for path in target.rglob("*")} <= set(synced)
     assert all(inode in synced for _, inode in renamed), "no name is given to what is not on the disk"
     assert renamed[-1][0].name.endswith(".download")
@@ -426,12 +439,12 @@ def test_a_disk_that_is_too_small(store, bucket, toy, tmp_path, monkeypatch):
     upload(toy.save(tmp_path / "here", 1), f"s3://{bucket}/x")
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda path: real(path)._replace(free=100))
-    with pytest.raises(CheckpointError, match="have to be fetched and 100 bytes are free"):
+    with pytest.raises(CheckpointError, match="must be downloaded and 100 bytes are free"):
         download(f"s3://{bucket}/x", tmp_path / "back")
 
 
 def test_try_address(store, bucket):
-    try_address(f"s3://{bucket}/run")
+    check_upload_access(f"s3://{bucket}/run")
     assert store.objects(bucket) == {}
     assert len(store.log) == 4
 
@@ -441,7 +454,7 @@ def test_addresses(store):
         with pytest.raises(CheckpointError, match="must be s3://bucket/folder"):
             S3Folder(url)
     assert S3Folder("s3://bucket/").url == "s3://bucket"
-    assert S3Folder("s3://bucket").below("x").url == "s3://bucket/x"
+    assert S3Folder("s3://bucket").subfolder("x").url == "s3://bucket/x"
 
 
 def test_messages_say_what_to_do_and_no_secret(s3_store, toy, tmp_path, monkeypatch, aws, caplog):

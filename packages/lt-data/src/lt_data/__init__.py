@@ -1,32 +1,32 @@
-"""Text to token stores, packs and a deterministic stream of training rows.
+"""Token stores, packs and a deterministic stream of training rows from text.
 
-The names below are imported when they are first used, so that importing the package costs next to nothing.
+The names below are imported on first use, so importing the package is cheap.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_rows
+    from lt_data.analysis.ngram import NgramCounts
+    from lt_data.analysis.run_inspection import StepReport, inspect_step
+    from lt_data.analysis.stats import StoreStats, stats
+    from lt_data.analysis.steps import EpochSteps, steps_per_epoch
+    from lt_data.analysis.verification import verify
+    from lt_data.display.report import write_report
     from lt_data.errors import DataError
-    from lt_data.exports.exporting import export
-    from lt_data.exports.importing import ImportOptions, ImportReport, import_tokens
+    from lt_data.exports.export import export
+    from lt_data.exports.import_tokens import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
-    from lt_data.looking.checking import verify
-    from lt_data.looking.inspection import InspectedRow, Piece, inspect_batch, inspect_rows
-    from lt_data.looking.ngram import NgramCounts
-    from lt_data.looking.run_files import StepReport, inspect_step
-    from lt_data.looking.steps import EpochSteps, steps_per_epoch
-    from lt_data.looking.summary import Stats, stats
     from lt_data.packing.packs import PackIndex, open_pack, pack
-    from lt_data.preparing.merging import merge
-    from lt_data.preparing.preparation import part_folder, prepare, prepare_documents
+    from lt_data.preparation.merge import merge
+    from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
     from lt_data.progress import Progress
     from lt_data.remote.fetching import download
     from lt_data.remote.sending import upload
-    from lt_data.showing.report import write_report
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
-    from lt_data.store.manifest import Amount, Manifest, Selection
+    from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
     from lt_data.store.token_store import TokenStore
     from lt_data.streaming.buckets import Buckets
     from lt_data.streaming.mixture import Mixture
@@ -34,38 +34,38 @@ if TYPE_CHECKING:
     from lt_data.streaming.phases import Phase
     from lt_data.streaming.prefetch import Prefetcher
     from lt_data.streaming.ramp import BatchRamp
-    from lt_data.streaming.rows import IGNORE, RowReader, Rows, TokenRows
+    from lt_data.streaming.rows import IGNORE_INDEX, RowReader, Rows, TokenRows
     from lt_data.streaming.stream import Stream, StreamBatch, StreamState
     from lt_data.tokenizing.tokenizer import Tokenizer, train_bpe
 
 _MODULES = {
-    "IGNORE": "streaming.rows",
-    "Amount": "store.manifest",
+    "IGNORE_INDEX": "streaming.rows",
+    "DocumentTotals": "store.manifest",
     "BatchRamp": "streaming.ramp",
     "Buckets": "streaming.buckets",
     "DataError": "errors",
     "Document": "sources.document",
     "DocumentReader": "sources.reader",
-    "EpochSteps": "looking.steps",
+    "EpochSteps": "analysis.steps",
     "ExportOptions": "exports.options",
     "ExportReport": "exports.options",
-    "ImportOptions": "exports.importing",
-    "ImportReport": "exports.importing",
-    "InspectedRow": "looking.inspection",
+    "ImportOptions": "exports.import_tokens",
+    "ImportReport": "exports.import_tokens",
+    "InspectedRow": "analysis.inspection",
     "KeyedPermutation": "streaming.permutation",
-    "Manifest": "store.manifest",
+    "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
-    "NgramCounts": "looking.ngram",
+    "NgramCounts": "analysis.ngram",
     "PackIndex": "packing.packs",
     "Phase": "streaming.phases",
-    "Piece": "looking.inspection",
+    "DocumentSpan": "analysis.inspection",
     "Prefetcher": "streaming.prefetch",
     "Progress": "progress",
     "RowReader": "streaming.rows",
     "Rows": "streaming.rows",
     "Selection": "store.manifest",
-    "Stats": "looking.summary",
-    "StepReport": "looking.run_files",
+    "StoreStats": "analysis.stats",
+    "StepReport": "analysis.run_inspection",
     "Stream": "streaming.stream",
     "StreamBatch": "streaming.stream",
     "StreamState": "streaming.stream",
@@ -73,34 +73,35 @@ _MODULES = {
     "TokenStore": "store.token_store",
     "Tokenizer": "tokenizing.tokenizer",
     "download": "remote.fetching",
-    "export": "exports.exporting",
-    "import_tokens": "exports.importing",
-    "inspect_batch": "looking.inspection",
-    "inspect_rows": "looking.inspection",
-    "inspect_step": "looking.run_files",
-    "merge": "preparing.merging",
+    "export": "exports.export",
+    "import_tokens": "exports.import_tokens",
+    "inspect_batch": "analysis.inspection",
+    "inspect_rows": "analysis.inspection",
+    "inspect_step": "analysis.run_inspection",
+    "merge": "preparation.merge",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
-    "part_folder": "preparing.preparation",
-    "prepare": "preparing.preparation",
-    "prepare_documents": "preparing.preparation",
+    "part_folder": "preparation.prepare",
+    "prepare": "preparation.prepare",
+    "prepare_documents": "preparation.prepare",
     "read_documents": "sources.reader",
-    "stats": "looking.summary",
-    "steps_per_epoch": "looking.steps",
+    "stats": "analysis.stats",
+    "steps_per_epoch": "analysis.steps",
     "train_bpe": "tokenizing.tokenizer",
     "upload": "remote.sending",
-    "verify": "looking.checking",
-    "write_report": "showing.report",
+    "verify": "analysis.verification",
+    "write_report": "display.report",
 }
 
 __all__ = [
-    "IGNORE",
-    "Amount",
+    "IGNORE_INDEX",
     "BatchRamp",
     "Buckets",
     "DataError",
     "Document",
     "DocumentReader",
+    "DocumentSpan",
+    "DocumentTotals",
     "EpochSteps",
     "ExportOptions",
     "ExportReport",
@@ -108,19 +109,18 @@ __all__ = [
     "ImportReport",
     "InspectedRow",
     "KeyedPermutation",
-    "Manifest",
     "Mixture",
     "NgramCounts",
     "PackIndex",
     "Phase",
-    "Piece",
     "Prefetcher",
     "Progress",
     "RowReader",
     "Rows",
     "Selection",
-    "Stats",
     "StepReport",
+    "StoreManifest",
+    "StoreStats",
     "Stream",
     "StreamBatch",
     "StreamState",

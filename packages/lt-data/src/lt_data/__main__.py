@@ -1,19 +1,19 @@
-"""The `lt-data` command: runs the program of `lt_data.cli` and turns errors into messages and exit codes.
+"""Entry point of the `lt-data` command: runs `lt_data.cli`, maps errors to messages and exit codes.
 
-0 done, 64 an error that the user can put right, 70 a defect of ours (with its traceback), 130 interrupted.
+0: success, 64: an error that the user can fix, 70: an internal error (with its traceback), 130: interrupted.
 """
 
 import sys
 import traceback
 
 USER_ERROR = 64
-OUR_ERROR = 70
+INTERNAL_ERROR = 70
 INTERRUPTED = 130
-_USAGE = 2  # what the command line parser exits with
+_USAGE = 2  # exit code of the command-line parser
 
 
 def main() -> int | str | None:
-    """Run the command; the result is the exit status."""
+    """Run the command and return the exit status."""
     try:
         from lt_data.cli import app
     except ModuleNotFoundError as exc:
@@ -27,11 +27,11 @@ def main() -> int | str | None:
         return USER_ERROR if exc.code == _USAGE else exc.code
     except KeyboardInterrupt:
         return INTERRUPTED
-    except Exception as exc:  # noqa: BLE001  the end of the program: every other error is shown as a defect
+    except Exception as exc:  # noqa: BLE001  last handler: every other error is reported as internal
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             traceback.print_exc()
-            return OUR_ERROR
+            return INTERNAL_ERROR
         sys.stderr.write(f"error: {exc}\n")
         return code
     return 0

@@ -1,10 +1,10 @@
-"""The one error that this package raises for what a person can put right.
+"""The error class for everything that a user can fix.
 
-Its message names the file or field, the value found and the remedy. Anything else that escapes is a defect of ours.
+The message names the file or field, its value and the remedy. Any other exception that escapes is a bug.
 """
 
 
 class DataError(ValueError):
-    """Bad input, bad configuration or a file system that refuses: the message says which, and what to do."""
+    """Bad input, bad configuration or a file system error; the message names the cause and the remedy."""
 
     exit_code: int = 64

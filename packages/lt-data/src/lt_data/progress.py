@@ -1,6 +1,6 @@
-"""The shape of a progress report: a plain function, so that the library draws nothing by itself.
+"""Progress callback type: a plain function, so that the library itself prints nothing.
 
-Called with `(done, total, unit)`; `total` is 0 when it is not known. The command line turns it into bars.
+Called with `(done, total, unit)`; `total` is 0 when unknown. The command line draws progress bars from it.
 """
 
 from collections.abc import Callable
@@ -8,5 +8,5 @@ from collections.abc import Callable
 Progress = Callable[[int, int, str], None]
 
 
-def silent(done: int, total: int, unit: str) -> None:
-    """The progress report of someone who does not want any."""
+def no_progress(done: int, total: int, unit: str) -> None:
+    """Ignore progress reports."""

@@ -1,8 +1,8 @@
-"""Writing that survives a crash: a folder is built beside its place, synced, and moved there in one rename.
+"""Crash-safe writing: a folder is built beside its target, synced, and renamed into place.
 
-A reader sees the old state or the whole new one, never a part: every file is written and synced, then every folder is
-synced, then the finished folder is renamed to its name and the parent is synced. If anything fails, the unfinished
-folder (ours, made under a fresh name) is removed and what stood there before is as it was. Cost: one fsync per file.
+A reader sees the old state or the complete new one, never a part: every file is written and synced, then every folder
+is synced, then the finished folder is renamed and its parent synced. If anything fails, the unfinished folder (with a
+new random name) is removed and the target is unchanged. Cost: one fsync per file.
 """
 
 import errno
@@ -23,15 +23,15 @@ _REMEDIES = {
     errno.EPERM: "check the permissions",
     errno.EROFS: "the file system is read-only: choose another place",
     errno.ENOENT: "check the path",
-    errno.ENOTEMPTY: "something was written there meanwhile: choose another place",
-    errno.EEXIST: "something was written there meanwhile: choose another place",
-    errno.EIO: "the disk reports an error: check it, or use another one",
+    errno.ENOTEMPTY: "another process wrote there: choose another place",
+    errno.EEXIST: "another process wrote there: choose another place",
+    errno.EIO: "the disk reports an error: check it or use another one",
 }
 
 
 @contextmanager
-def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` of the block into a `DataError` that names the action, the path and a remedy."""
+def translate_os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Convert an `OSError` of the block to a `DataError` that names the action, the path and a remedy."""
     try:
         yield
     except OSError as exc:
@@ -40,54 +40,54 @@ def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
         raise DataError(f"cannot {action} {os.fspath(path)}: {reason}; {remedy}") from exc
     except UnicodeEncodeError as exc:
         raise DataError(
-            f"cannot {action} {os.fspath(path)}: under this locale file names are {exc.encoding}, which cannot express "
-            "this one; set LC_ALL=C.UTF-8"
+            f"cannot {action} {os.fspath(path)}: the locale encodes file names as {exc.encoding}, which cannot "
+            "represent this one; set LC_ALL=C.UTF-8"
         ) from exc
 
 
 def write(file: BinaryIO, content: bytes | memoryview) -> None:
-    """Append bytes to an open file. The only way by which this package writes, so that a test can make it fail."""
+    """Write bytes to an open file; all writes of the package pass here, so that tests can make them fail."""
     file.write(content)
 
 
 def fsync(descriptor: int) -> None:
-    """Ask the disk to keep what was written. The only way by which this package syncs, so that a test can watch it."""
+    """Sync a file or folder; all syncs of the package pass here, so that tests can watch them."""
     os.fsync(descriptor)
 
 
-def create(path: Path) -> BinaryIO:
-    """Open one new file for writing. The only way by which this package makes files, so that a test can follow it."""
+def create_file(path: Path) -> BinaryIO:
+    """Create a file for writing; the package creates files only here, so that tests can follow it."""
     return path.open("xb")
 
 
-def open_at(path: Path, size: int) -> BinaryIO:
-    """Open a file for appending after its first `size` bytes; what follows them is cut off, a missing file is made."""
+def open_truncated(path: Path, size: int) -> BinaryIO:
+    """Truncate a file to its first `size` bytes and open it for appending; create a missing file."""
     if not path.exists():
         assert size == 0
-        return create(path)
+        return create_file(path)
     file = path.open("r+b")
     file.truncate(size)
     file.seek(size)
     return file
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder that is not there, and sync the entry in its parent; missing parents are made likewise."""
+def make_folder_synced(path: Path) -> None:
+    """Create a missing folder and its missing parents, and sync each new entry in its parent."""
     if path.exists():
         return
-    make_folder(path.parent)
-    with suppress(FileExistsError):  # another process was quicker
+    make_folder_synced(path.parent)
+    with suppress(FileExistsError):  # another process made it first
         path.mkdir()
     try:
         fsync_folder(path.parent)
     except OSError:
-        with suppress(OSError):  # not empty: another process is at work in it
+        with suppress(OSError):  # not empty: another process writes into it
             path.rmdir()
         raise
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all in it; symbolic links are removed, not followed."""
+    """Remove a folder and its content; symbolic links are removed, not followed."""
     for folder, subfolders, names in os.walk(path, topdown=False):
         for name in names:
             os.unlink(os.path.join(folder, name))
@@ -98,13 +98,13 @@ def remove_tree(path: Path) -> None:
 
 
 def fsync_tree(path: Path) -> None:
-    """Sync the entries of a folder and of all folders in it, the innermost first."""
+    """Sync the entries of a folder and of all folders in it, innermost first."""
     for folder, _, _ in os.walk(path, topdown=False):
         fsync_folder(Path(folder))
 
 
 def fsync_folder(path: Path) -> None:
-    """Sync the entries of a folder: a rename or a new file is only safe after that."""
+    """Sync the entries of a folder, which makes a rename or a new file in it durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         fsync(descriptor)
@@ -116,48 +116,48 @@ def write_file(path: Path, content: bytes | memoryview) -> None:
     """Write one new file and sync it.
 
     Raises:
-        DataError: the file system refuses; the path and the reason are named.
+        DataError: a file system error; the path and the reason are named.
     """
-    with os_errors("write", path), create(path) as file:
+    with translate_os_errors("write", path), create_file(path) as file:
         write(file, content)
         file.flush()
         fsync(file.fileno())
 
 
 @contextmanager
-def new_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
-    """Build a folder and move it to `target` in one step when the block ends without an exception.
+def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """Build a folder and rename it to `target` when the block ends without an exception.
 
     Args:
-        target: where the folder is to stand. An empty folder there is replaced.
-        replace: move a non-empty `target` aside first and remove it when the new one stands. The caller has made sure
-            that it is ours to remove.
+        target: path of the folder. An empty folder there is replaced.
+        overwrite: move a non-empty `target` aside first and remove it once the new one is in place. The caller has
+            checked that it may be removed.
 
     Yields:
         The folder to write into, `<target>.tmp-<random>`, on the same file system.
 
     Raises:
-        DataError: the file system refuses, or `target` came into being meanwhile.
+        DataError: a file system error, or `target` was created meanwhile.
     """
     target = Path(os.path.abspath(target))
     building = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-    with os_errors("create", building):
-        make_folder(target.parent)
+    with translate_os_errors("create", building):
+        make_folder_synced(target.parent)
         building.mkdir()
     try:
         yield building
-        with os_errors("write", building):
+        with translate_os_errors("write", building):
             fsync_tree(building)
-        _move(building, target, replace=replace)
+        _replace_folder(building, target, overwrite=overwrite)
     except BaseException:
         shutil.rmtree(building, ignore_errors=True)
         raise
 
 
-def _move(building: Path, target: Path, *, replace: bool) -> None:
+def _replace_folder(building: Path, target: Path, *, overwrite: bool) -> None:
     aside = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
-    with os_errors("move the finished folder to", target):
-        replaced = replace and target.exists()
+    with translate_os_errors("move the finished folder to", target):
+        replaced = overwrite and target.exists()
         if replaced:
             target.rename(aside)
         moved = False

@@ -10,9 +10,9 @@ import pytest
 
 from lt_data import DataError, Tokenizer, TokenStore
 from lt_data.exports import blocks
-from lt_data.exports.blocks import Chunk, Cut, documents
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.blocks import BoundaryRule, TokenBlock, split_documents
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 
 
@@ -83,7 +83,10 @@ def test_the_last_row_is_dropped_on_request(
     options = ExportOptions(to=to, seq_len=99, last_row="drop", file_bytes=file_bytes)
     report = export(store, out=tmp_path / "out", options=options)
     import_tokens(
-        tmp_path / "out", options=ImportOptions(format=to, borders="files"), tokenizer=tokenizer, out=tmp_path / "back"
+        tmp_path / "out",
+        options=ImportOptions(format=to, boundaries="files"),
+        tokenizer=tokenizer,
+        out=tmp_path / "back",
     )
     back = TokenStore.open(tmp_path / "back")
     np.testing.assert_array_equal(back.tokens(0, back.n_tokens), store.tokens(0, report.tokens))
@@ -98,24 +101,26 @@ def test_the_last_row_is_dropped_on_request(
 @pytest.mark.parametrize(
     ("cut", "expected"),
     [
-        (Cut(borders="bos", marker=1), [[7], [1, 8, 2], [1], [1, 9, 2, 6], [4], [1, 3]]),
-        (Cut(borders="eos", marker=2), [[7, 1, 8, 2], [1, 1, 9, 2], [6], [4, 1, 3]]),
-        (Cut(borders="rows", row=4), [[7, 1, 8, 2], [1, 1, 9, 2], [6], [4, 1, 3]]),
-        (Cut(borders="files"), [[7, 1, 8], [2, 1, 1, 9, 2, 6], [4, 1, 3]]),
+        (BoundaryRule(kind="bos", marker_id=1), [[7], [1, 8, 2], [1], [1, 9, 2, 6], [4], [1, 3]]),
+        (BoundaryRule(kind="eos", marker_id=2), [[7, 1, 8, 2], [1, 1, 9, 2], [6], [4, 1, 3]]),
+        (BoundaryRule(kind="rows", row_tokens=4), [[7, 1, 8, 2], [1, 1, 9, 2], [6], [4, 1, 3]]),
+        (BoundaryRule(kind="files"), [[7, 1, 8], [2, 1, 1, 9, 2, 6], [4, 1, 3]]),
     ],
 )
-def test_where_documents_begin(part: int, cut: Cut, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two files that belong together, an empty one and one that does not."""
-    monkeypatch.setattr(blocks, "_PART", part)
+def test_where_documents_begin(
+    part: int, cut: BoundaryRule, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two files of one series, an empty one and one of another series."""
+    monkeypatch.setattr(blocks, "_CHUNK_IDS", part)
     names = "aaab"
     ids = [[7, 1, 8], [2, 1, 1, 9, 2, 6], [], [4, 1, 3]]
-    if cut.borders == "rows":  # no row lies in two files
+    if cut.kind == "rows":  # no row lies in two files
         ids = [[7, 1, 8, 2], [1, 1, 9, 2, 6], [], [4, 1, 3]]
-    chunks = [Chunk(np.array(values, int), f"file {i}", names[i]) for i, values in enumerate(ids)]
-    found = list(documents(chunks, cut))
+    chunks = [TokenBlock(np.array(values, int), f"file {i}", names[i]) for i, values in enumerate(ids)]
+    found = list(split_documents(chunks, cut))
     assert [values.tolist() for values, _ in found] == expected
     assert found[0][1] == "file 0 from id 0"
-    assert found[-1][1] == ("file 3 from id 1" if cut.borders == "bos" else "file 3 from id 0")
+    assert found[-1][1] == ("file 3 from id 1" if cut.kind == "bos" else "file 3 from id 0")
 
 
 def foreign_litespark(folder: Path, files: dict[str, list[int]], metadata: dict[str, object] | None) -> Path:
@@ -143,17 +148,17 @@ def test_litespark_of_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
         store = TokenStore.open(tmp_path / name)
         return [store.document(i).tolist() for i in range(store.n_documents)]
 
-    assert imported("bos", borders="bos") == [[0, 5, 6, 1], [0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
-    assert imported("eos", borders="eos", pad_id=1) == [[0, 5, 6, 1], [0, 5, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
+    assert imported("bos", boundaries="bos") == [[0, 5, 6, 1], [0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
+    assert imported("eos", boundaries="eos", pad_id=1) == [[0, 5, 6, 1], [0, 5, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
     rows = [[0, 5, 6], [1, 0, 5], [1, 1, 1], [0, 7, 7], [0, 8, 1], [0, 9, 9]]
-    assert imported("rows", borders="rows") == rows
-    assert imported("files", borders="files", pad_id=9) == [[0, 5, 6, 1, 0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1, 0]]
-    with pytest.raises(DataError, match="9 ids are no whole number of rows of 5"):
-        imported("rows5", borders="rows", seq_len=4)
-    with pytest.raises(DataError, match="token_bytes=3: 2 or 4"):
-        imported("three", borders="bos", token_bytes=3)
-    with pytest.raises(DataError, match=r"000000\.ds: 18 bytes are no whole number of 4-byte"):
-        imported("four", borders="bos", token_bytes=4)
+    assert imported("rows", boundaries="rows") == rows
+    assert imported("files", boundaries="files", pad_id=9) == [[0, 5, 6, 1, 0, 5, 1, 1, 1], [0, 7, 7], [0, 8, 1, 0]]
+    with pytest.raises(DataError, match="9 ids, not a multiple of the row length 5"):
+        imported("rows5", boundaries="rows", seq_len=4)
+    with pytest.raises(DataError, match="token_bytes = 3: give 2 or 4"):
+        imported("three", boundaries="bos", token_bytes=3)
+    with pytest.raises(DataError, match=r"000000\.ds: 18 bytes, not a multiple of 4-byte"):
+        imported("four", boundaries="bos", token_bytes=4)
 
 
 def test_litespark_without_a_word_on_its_tokens(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -165,16 +170,16 @@ def test_litespark_without_a_word_on_its_tokens(tmp_path: Path, tokenizer: Token
                 folder, options=ImportOptions(format="litespark", **options), tokenizer=tokenizer, out=tmp_path / "st"
             )
 
-    refused(r"no metadata\.json says how many bytes a token has", borders="eos")
-    refused("nothing here says how long a row is", borders="rows", token_bytes=2)
+    refused(r"no metadata\.json with the size of a token", boundaries="eos")
+    refused("boundaries = 'rows': unknown row length", boundaries="rows", token_bytes=2)
     (folder / "metadata.json").write_text("{")
-    refused(r"metadata\.json: not JSON", borders="eos")
+    refused(r"metadata\.json: not JSON", boundaries="eos")
     (folder / "test").mkdir()
     (folder / "test" / "tokens_shard_000000.ds").write_bytes(b"\0\0")
-    refused("holds the splits train, test: name one", borders="eos", token_bytes=2)
+    refused("holds the splits train, test; give one", boundaries="eos", token_bytes=2)
     folder = tmp_path / "nothing"
     folder.mkdir()
-    refused(r"no \.ds file", borders="eos", token_bytes=2)
+    refused(r"no \.ds file", boundaries="eos", token_bytes=2)
 
 
 def foreign_litpkds(folder: Path, name: str, chunks: list[list[int]], code: int = 8) -> None:
@@ -190,7 +195,7 @@ def test_litpkds_of_others(tmp_path: Path, tokenizer: Tokenizer, code: int) -> N
     """Two processes wrote two series of chunks, each padded at its end with EOS (1)."""
     foreign_litpkds(tmp_path / "in", "train_slim_0", [[0, 5, 6, 7], [1, 0, 8, 1], [0, 9, 1, 1]], code)
     foreign_litpkds(tmp_path / "in", "train_slim_1", [[0, 3, 4, 4]], code)
-    options = ImportOptions(format="litpkds", borders="eos", pad_id=1)
+    options = ImportOptions(format="litpkds", boundaries="eos", pad_id=1)
     done = import_tokens(tmp_path / "in", options=options, tokenizer=tokenizer, out=tmp_path / "st")
     store = TokenStore.open(tmp_path / "st")
     expected = [[0, 5, 6, 7, 1], [0, 8, 1], [0, 9, 1], [0, 3, 4, 4]]
@@ -203,7 +208,7 @@ def test_chunks_that_do_not_fit_are_refused(tmp_path: Path, tokenizer: Tokenizer
         with pytest.raises(DataError, match=message):
             import_tokens(
                 tmp_path / "in",
-                options=ImportOptions(format="litpkds", borders="eos"),
+                options=ImportOptions(format="litpkds", boundaries="eos"),
                 tokenizer=tokenizer,
                 out=tmp_path / "st",
             )

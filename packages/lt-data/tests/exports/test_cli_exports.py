@@ -35,12 +35,11 @@ def test_there_and_back(store: TokenStore, tmp_path: Path, run: Run) -> None:
     back = tmp_path / "back"
     tokenizer = store.path / "tokenizer"
     code, text, err = run(
-        "import", out, "--from", "litespark", "--borders", "bos", "--tokenizer", tokenizer, "--out", back
+        "import", out, "--from", "litespark", "--boundaries", "bos", "--tokenizer", tokenizer, "--out", back
     )
     assert code == 0
     assert text == (
-        f"{store.n_documents} documents, {store.n_tokens} tokens in {back}\n"
-        f"{padding} positions were padding and are left out\n"
+        f"{store.n_documents} documents, {store.n_tokens} tokens in {back}\n{padding} padding positions left out\n"
     )
     assert err.startswith("import: ")
     found = TokenStore.open(back)
@@ -55,8 +54,8 @@ def test_rows_say_what_is_lost(store: TokenStore, tmp_path: Path, run: Run) -> N
         *("--split", "test", "--out", tmp_path / "out"),
     )
     assert code == 0
-    assert f"{rest} tokens left out with the last row\n" in text
-    assert f"{rows} tokens are never predicted: readers of hf shift the labels within a row\n" in text
+    assert f"{rest} tokens dropped with the last row\n" in text
+    assert f"{rows} labels dropped: readers of hf shift the labels within a row\n" in text
     assert '"_split": "test"' in (tmp_path / "out" / "state.json").read_text()
 
 
@@ -77,10 +76,10 @@ def test_documents_as_plain_json(store: TokenStore, tmp_path: Path, run: Run) ->
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("export", "{store}", "--to", "csv", "--out", "{new}"), "to='csv': one of hf, megatron"),
+        (("export", "{store}", "--to", "csv", "--out", "{new}"), "to = 'csv': one of hf, megatron"),
         (("export", "{new}", "--to", "hf", "--out", "{new}"), "cannot read the token store's"),
         (("export", "{store}", "--to", "hf", "--out", "{store}"), "exists and is not an empty folder"),
-        (("import", "{new}", "--from", "csv", "--tokenizer", "{tok}", "--out", "{new}"), "format='csv': one of hf"),
+        (("import", "{new}", "--from", "csv", "--tokenizer", "{tok}", "--out", "{new}"), "format = 'csv': one of hf"),
         (("import", "{new}", "--from", "hf", "--tokenizer", "{tok}", "--out", "{new}"), "cannot read the dataset's"),
         (("import", "{new}", "--from", "mds", "--tokenizer", "{new}", "--out", "{new}"), "no tokenizer at"),
         (("import", "{new}", "--from", "smp", "--tokenizer", "{tok}", "--out", "{store}"), "holds a token store"),

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from transformers import default_data_collator
 
 from lt_data import DataError, RowReader, Tokenizer, TokenStore, pack
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 
 
@@ -29,6 +29,7 @@ def loaded(path: Path) -> datasets.Dataset:
     return found
 
 
+@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.parametrize("name", ["store", "wide_store"])
 def test_documents_are_those_of_the_store(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     store: TokenStore = request.getfixturevalue(name)
@@ -55,7 +56,7 @@ def test_concat_rows_as_the_neuron_examples_made_them(store: TokenStore, tmp_pat
     assert found["labels"][:] == found["input_ids"][:]
     assert set(np.ravel(found["attention_mask"][:])) == {1}
     assert (report.samples, report.tokens, report.dropped_tokens) == (n_rows, n_rows * 100, rest)
-    assert report.lost_labels == n_rows  # the last token of each row has a label in the store
+    assert report.dropped_labels == n_rows  # the last token of each row has a label in the store
 
 
 def test_padding_is_masked(store: TokenStore, tmp_path: Path) -> None:
@@ -73,20 +74,20 @@ def test_padding_is_masked(store: TokenStore, tmp_path: Path) -> None:
 def test_a_reader_that_shifts_predicts_what_the_store_does(
     store: TokenStore, tmp_path: Path, mode: str, seq_len: int
 ) -> None:
-    report = export(store, out=tmp_path / "hf", options=ExportOptions(to="hf", seq_len=seq_len, pack=mode))
+    report = export(store, out=tmp_path / "hf", options=ExportOptions(to="hf", seq_len=seq_len, packing=mode))
     reader = RowReader(store, pack(store, seq_len=seq_len, mode=mode))
-    rows = reader.gather(np.arange(reader.n_rows))
+    rows = reader.read_rows(np.arange(reader.n_rows))
     found = loaded(tmp_path / "hf").with_format("numpy")
     mask = np.array(found["attention_mask"][:])
     np.testing.assert_array_equal(mask, rows.doc_ids >= 0)
     np.testing.assert_array_equal(np.array(found["input_ids"][:]) * mask, rows.input_ids)
     np.testing.assert_array_equal(np.array(found["labels"][:])[:, 1:], rows.labels[:, :-1])
-    assert report.lost_labels == np.count_nonzero(rows.labels[:, -1] != -100)
+    assert report.dropped_labels == np.count_nonzero(rows.labels[:, -1] != -100)
 
 
 def test_a_pack_in_the_store_is_used(store: TokenStore, tmp_path: Path) -> None:
     """And what was made without one is the same."""
-    options = ExportOptions(to="hf", seq_len=64, pack="bfd")
+    options = ExportOptions(to="hf", seq_len=64, packing="bfd")
     export(store, out=tmp_path / "before", options=options)
     assert not (store.path / "packs").exists()
     pack(store, seq_len=64, mode="bfd")
@@ -174,11 +175,11 @@ def test_a_sliced_dataset_is_imported_whole(tmp_path: Path, wide_tokenizer: Toke
     ("rows", "field", "message"),
     [
         ({"text": ["a"]}, None, r"data-00000-of-00001\.arrow: no column 'input_ids' \(found text\)"),
-        ({"text": ["a"]}, "text", r"arrow:1: column 'text' holds no list of numbers"),
+        ({"text": ["a"]}, "text", r"arrow:1: column 'text' is not a list of numbers"),
         ({"x": [["a"]]}, "x", r"arrow:1: column 'x' holds string, not integers"),
         ({"x": [[1.5]]}, "x", r"arrow:1: column 'x' holds double, not integers"),
-        ({"x": [[1], [2, None]]}, "x", r"arrow:2: column 'x' holds no list of numbers"),
-        ({"x": [[1], None]}, "x", r"arrow:2: column 'x' holds no list of numbers"),
+        ({"x": [[1], [2, None]]}, "x", r"arrow:2: column 'x' is not a list of numbers"),
+        ({"x": [[1], None]}, "x", r"arrow:2: column 'x' is not a list of numbers"),
         ({"x": [[1], [70_000]]}, "x", r"arrow:2: .*70000.*wide"),
         ({"x": [[1, -1]]}, "x", r"arrow:1: .*-1.*wide"),
         ({"x": [[1, 2]], "attention_mask": [[1]]}, "x", r"arrow:1: 2 ids and 1 mask values"),
@@ -215,8 +216,8 @@ def test_broken_folders(store: TokenStore, tmp_path: Path, tokenizer: Tokenizer)
     whole = data.read_bytes()
     data.write_bytes(whole[:-8])  # cut after the last batch: Arrow's own reader notices nothing
     assert pyarrow.ipc.open_stream(data.read_bytes()).read_all().num_rows == store.n_documents
-    refused(r"data-00000-of-00001\.arrow: not a whole Arrow stream \(its end is missing\)")
+    refused(r"data-00000-of-00001\.arrow: truncated Arrow stream \(no end mark\)")
     data.write_bytes(whole[:-5000] + whole[-8:])
     refused(r"data-00000-of-00001\.arrow")
     data.write_bytes(b"nothing of the kind")
-    refused(r"data-00000-of-00001\.arrow: not a whole Arrow stream")
+    refused(r"data-00000-of-00001\.arrow: truncated Arrow stream")

@@ -1,6 +1,6 @@
 """MDS shards, read with struct and numpy as the public format describes them; shards of others as stores.
 
-tools/peers.py reads the same with MosaicML's own library.
+tools/interop_exports.py reads the same with MosaicML's own library.
 """
 
 import gzip
@@ -15,8 +15,8 @@ import pytest
 import zstandard
 
 from lt_data import DataError, RowReader, Tokenizer, TokenStore, pack
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 
 
@@ -104,11 +104,11 @@ def test_the_width_of_a_length(length: int, tmp_path: Path, wide_tokenizer: Toke
 
 @pytest.mark.parametrize("mode", ["concat", "bfd"])
 def test_rows(store: TokenStore, tmp_path: Path, mode: str) -> None:
-    options = ExportOptions(to="mds", seq_len=90, pack=mode, pad_id=4, file_bytes=4000)
+    options = ExportOptions(to="mds", seq_len=90, packing=mode, pad_id=4, file_bytes=4000)
     report = export(store, out=tmp_path / "out", options=options)
     found = read_shards(tmp_path / "out")
     reader = RowReader(store, pack(store, seq_len=90, mode=mode))
-    rows = reader.gather(np.arange(reader.n_rows))
+    rows = reader.read_rows(np.arange(reader.n_rows))
     mask = rows.doc_ids >= 0
     assert [row["attention_mask"] for row in found] == mask.astype(int).tolist()
     assert [row["tokens"] for row in found] == np.where(mask, rows.input_ids, 4).tolist()
@@ -171,12 +171,12 @@ def test_shards_of_others(
     [
         ({}, None, r"no column 'tokens' \(found ids, label\)"),
         ({}, "label", r"column 'label' is str, not ndarray"),
-        ({"column_encodings": ["ndarray:float32", "str"]}, "ids", "float32 holds no integers"),
+        ({"column_encodings": ["ndarray:float32", "str"]}, "ids", "float32 is not an integer array"),
         ({"samples": 2}, "ids", "1 samples in .* not 2"),
-        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 5, "hashes": {}}}, "ids", "does not fit its index"),
-        ({"column_sizes": [4, None]}, "ids", "the sizes of its columns do not add up"),
-        ({"format": "jsonl"}, "ids", "format jsonl 2; this reads mds 2"),
-        ({"version": 3}, "ids", "format mds 3; this reads mds 2"),
+        ({"raw_data": {"basename": "shard.00000.mds", "bytes": 5, "hashes": {}}}, "ids", "does not match its index"),
+        ({"column_sizes": [4, None]}, "ids", "its column sizes do not sum to its size"),
+        ({"format": "jsonl"}, "ids", "format jsonl 2; only mds 2"),
+        ({"version": 3}, "ids", "format mds 3; only mds 2"),
         ({"compression": "br"}, "ids", "compressed with br"),
     ],
 )
@@ -200,7 +200,7 @@ def test_a_broken_index(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
     whole = json.loads(index.read_text())
     outside = json.loads(index.read_text().replace("shard.00000.mds", "../shard.00000.mds"))
     for content, message in (
-        ({**whole, "version": 1}, "version 1; this reads 2"),
+        ({**whole, "version": 1}, "version 1; only version 2"),
         ({"shards": [{}]}, "not the index of MDS shards"),
         ([], "not the index of MDS shards"),
         (outside, r"'\.\./shard\.00000\.mds' is not a file of this folder"),

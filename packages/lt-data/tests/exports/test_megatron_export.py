@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lt_data import DataError, Tokenizer, TokenStore
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 from lt_data.store import megatron as index_format
 from lt_data.store.megatron import encode_index
@@ -20,13 +20,13 @@ def read_dataset(prefix: Path) -> list[list[int]]:
     """The steps of Megatron-LM's `_IndexReader` and `IndexedDataset.__getitem__`."""
     index = prefix.with_name(prefix.name + ".idx").read_bytes()
     assert index[:9] == b"MMIDIDX\x00\x00"
-    version, code, n, n_borders = struct.unpack_from("<QBQQ", index, 9)
+    version, code, n, n_boundaries = struct.unpack_from("<QBQQ", index, 9)
     assert version == 1
     lengths = np.frombuffer(index, "<i4", n, 34)
     pointers = np.frombuffer(index, "<i8", n, 34 + 4 * n)
-    borders = np.frombuffer(index, "<i8", n_borders, 34 + 12 * n)
-    assert borders.tolist() == list(range(n + 1))
-    assert len(index) == 34 + 12 * n + 8 * n_borders
+    boundaries = np.frombuffer(index, "<i8", n_boundaries, 34 + 12 * n)
+    assert boundaries.tolist() == list(range(n + 1))
+    assert len(index) == 34 + 12 * n + 8 * n_boundaries
     tokens = prefix.with_name(prefix.name + ".bin").read_bytes()
     return [
         np.frombuffer(tokens, TYPES[code], int(length), int(pointer)).tolist()
@@ -34,7 +34,7 @@ def read_dataset(prefix: Path) -> list[list[int]]:
     ]
 
 
-def write_dataset(folder: Path, sequences: list[list[int]], borders: list[int], code: int, gap: int = 0) -> None:
+def write_dataset(folder: Path, sequences: list[list[int]], boundaries: list[int], code: int, gap: int = 0) -> None:
     """A dataset as Megatron's builder writes it; with `gap` bytes before each sequence."""
     folder.mkdir(exist_ok=True)
     content, pointers = b"", []
@@ -42,9 +42,9 @@ def write_dataset(folder: Path, sequences: list[list[int]], borders: list[int], 
         content += b"\xff" * gap
         pointers.append(len(content))
         content += np.array(sequence, TYPES[code]).tobytes()
-    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(borders))
+    index = b"MMIDIDX\x00\x00" + struct.pack("<QBQQ", 1, code, len(sequences), len(boundaries))
     index += np.array([len(sequence) for sequence in sequences], "<i4").tobytes()
-    index += np.array(pointers, "<i8").tobytes() + np.array(borders, "<i8").tobytes()
+    index += np.array(pointers, "<i8").tobytes() + np.array(boundaries, "<i8").tobytes()
     (folder / "x_text_document.bin").write_bytes(content)
     (folder / "x_text_document.idx").write_bytes(index)
 
@@ -67,7 +67,7 @@ def test_an_index_in_parts_is_the_index(monkeypatch: pytest.MonkeyPatch) -> None
     lengths = np.arange(1, 12)
     whole = encode_index(lengths, "uint16")
     for part in (1, 2, 4, 11, 12):
-        monkeypatch.setattr(index_format, "_PART", part)
+        monkeypatch.setattr(index_format, "_CHUNK_DOCUMENTS", part)
         assert encode_index(lengths, "uint16") == whole
 
 
@@ -94,14 +94,14 @@ def changed(path: Path, at: int, kind: str, value: int) -> None:
 @pytest.mark.parametrize(
     ("at", "kind", "value", "message"),
     [
-        (0, "<B", 0, "not an index of Megatron"),
+        (0, "<B", 0, "not a Megatron index"),
         (9, "<Q", 2, "version 2, type 8"),
         (17, "<B", 7, "version 1, type 7"),
-        (18, "<Q", 4, "102 bytes do not fit 4 sequences and 4 borders"),
-        (18 + 8, "<Q", 3, "102 bytes do not fit 3 sequences and 3 borders"),
-        (34, "<i", -1, r"bin:1: -1 tokens at byte 0 do not lie in the file"),
-        (34 + 8, "<i", 5, r"bin:3: 5 tokens at byte 6 do not lie in the file"),
-        (34 + 12 + 8, "<q", 3, r"bin:1: 1 tokens at byte 3 do not lie in the file"),
+        (18, "<Q", 4, "102 bytes do not match 4 sequences and 4 document"),
+        (18 + 8, "<Q", 3, "102 bytes do not match 3 sequences and 3 document"),
+        (34, "<i", -1, r"bin:1: -1 tokens at byte 0 are not in the file"),
+        (34 + 8, "<i", 5, r"bin:3: 5 tokens at byte 6 are not in the file"),
+        (34 + 12 + 8, "<q", 3, r"bin:1: 1 tokens at byte 3 are not in the file"),
         (34 + 36, "<q", 1, "its documents are the sequences 1 to 3 of 3"),
         (34 + 36 + 24, "<q", 2, "its documents are the sequences 0 to 2 of 3"),
         (34 + 36 + 8, "<q", 3, "document 1 ends before it begins"),

@@ -1,4 +1,4 @@
-"""The real readers and writers, each in its own environment: tools/peers.py."""
+"""The real readers and writers, each in its own environment: tools/interop_exports.py."""
 
 import shutil
 import subprocess
@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).resolve().parents[4] / "tools" / "peers.py"
+SCRIPT = Path(__file__).resolve().parents[4] / "tools" / "interop_exports.py"
 NOT_INSTALLED = 3
 
 
+@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.slow
 @pytest.mark.parametrize("peer", ["mds", "megatron", "hf"])
 def test_the_real_reader_finds_what_was_exported(peer: str) -> None:

@@ -1,5 +1,4 @@
-"""Whatever the documents, the store that comes back from any format has the same tokens, and the same borders where
-the format has borders."""
+"""Round trips through every format keep the tokens, and the document boundaries if the format has them."""
 
 import tempfile
 from itertools import pairwise
@@ -12,10 +11,10 @@ from hypothesis import strategies as st
 
 from lt_data import Document, Tokenizer, TokenStore, prepare_documents
 from lt_data.exports import samples
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
-from lt_data.exports.samples import block_batches, document_batches, runs
+from lt_data.exports.samples import block_batches, document_batches, split_by_size
 
 BOS, EOS = 0, 1  # of the tokenizer of these tests
 DOCUMENTS = st.lists(st.lists(st.integers(2, 299), min_size=1, max_size=40), min_size=1, max_size=12)
@@ -40,12 +39,13 @@ def made(folder: Path, documents: list[list[int]], tokenizer: Tokenizer, *, mark
 
 
 def shards(store: TokenStore) -> list[bytes]:
-    """The bytes of the tokens and of the borders."""
+    """The bytes of the tokens and of the document boundaries."""
     files = [path for path in sorted((store.path / "shards").iterdir()) if path.suffix in (".bin", ".idx")]
     assert files
     return [path.read_bytes() for path in files]
 
 
+@pytest.mark.guarantee("export-round-trip")
 @pytest.mark.parametrize("to", FORMATS)
 @settings(max_examples=6)
 @given(
@@ -55,17 +55,17 @@ def test_the_store_comes_back(
     tokenizer: Tokenizer, to: str, documents: list[list[int]], marked: bool, seq_len: int, file_bytes: int | None
 ) -> None:
     blocks = to.startswith("lit")
-    marked = marked or blocks  # what has no borders needs a mark of them
+    marked = marked or blocks  # what has no boundaries needs a mark of them
     options = ExportOptions(to=to, seq_len=seq_len if blocks else None, file_bytes=file_bytes)
     with tempfile.TemporaryDirectory() as name:
         store = made(Path(name), documents, tokenizer, marked=marked)
         report = export(store, out=Path(name) / "out", options=options)
         assert (report.tokens, report.dropped_tokens) == (store.n_tokens, 0)
-        for borders in ("bos", "eos") if blocks else (None,):
-            back = Path(name) / f"back-{borders}"
+        for boundaries in ("bos", "eos") if blocks else (None,):
+            back = Path(name) / f"back-{boundaries}"
             done = import_tokens(
                 Path(name) / "out",
-                options=ImportOptions(format=to, borders=borders),
+                options=ImportOptions(format=to, boundaries=boundaries),
                 tokenizer=tokenizer,
                 out=back,
                 shard_tokens=60,
@@ -82,7 +82,9 @@ def test_the_store_comes_back(
 def test_rows_come_back(tokenizer: Tokenizer, to: str, documents: list[list[int]], seq_len: int, mode: str) -> None:
     with tempfile.TemporaryDirectory() as name:
         store = made(Path(name), documents, tokenizer, marked=False)
-        export(store, out=Path(name) / "out", options=ExportOptions(to=to, seq_len=seq_len, pack=mode, file_bytes=200))
+        export(
+            store, out=Path(name) / "out", options=ExportOptions(to=to, seq_len=seq_len, packing=mode, file_bytes=200)
+        )
         back = Path(name) / "back"
         import_tokens(Path(name) / "out", options=ImportOptions(format=to), tokenizer=tokenizer, out=back)
         rows = TokenStore.open(back)
@@ -117,10 +119,10 @@ def test_both_ways_twice(to: str, wide_store: TokenStore, wide_tokenizer: Tokeni
 
 @given(sizes=st.lists(st.integers(1, 30), max_size=40), most=st.integers(1, 60))
 def test_runs_are_whole_items_and_as_few_as_fit(sizes: list[int], most: int) -> None:
-    borders = runs(np.array(sizes, np.int64), most).tolist()
-    assert borders[0] == 0
-    assert borders[-1] == len(sizes)
-    for first, last in pairwise(borders):
+    boundaries = split_by_size(np.array(sizes, np.int64), most).tolist()
+    assert boundaries[0] == 0
+    assert boundaries[-1] == len(sizes)
+    for first, last in pairwise(boundaries):
         assert last > first
         assert sum(sizes[first:last]) <= most or last == first + 1
         if last < len(sizes):

@@ -10,8 +10,8 @@ import pytest
 
 from lt_data import DataError, Tokenizer, TokenStore
 from lt_data.exports import smp
-from lt_data.exports.exporting import export
-from lt_data.exports.importing import ImportOptions, import_tokens
+from lt_data.exports.export import export
+from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
 
 
@@ -27,7 +27,7 @@ def lines(folder: Path, suffix: str) -> list[dict[str, list[int]]]:
 
 @pytest.mark.parametrize("gz", [True, False])
 def test_documents(store: TokenStore, tmp_path: Path, gz: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smp, "_PART", 100)  # long lines are written in parts
+    monkeypatch.setattr(smp, "_CHUNK_IDS", 100)  # long lines are written in parts
     report = export(store, out=tmp_path / "out", options=ExportOptions(to="smp", gz=gz, file_bytes=9000))
     suffix = ".json.gz" if gz else ".json"
     names = sorted(path.name for path in (tmp_path / "out").iterdir())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import lt_data
-from lt_data import Manifest, Selection, Tokenizer
+from lt_data import Selection, StoreManifest, Tokenizer
 
 WORDS = ["the", "quick", "brown fox", "a", "1234567", "naïve", "東京", "x**2", "don't", "<|eos|>"]
 
@@ -75,7 +75,7 @@ def fast_path(memory: Path) -> Path:
 @pytest.fixture
 def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_BYTES", 300)
-    monkeypatch.setattr("lt_data.preparing.intake._BLOCK_DOCUMENTS", 25)  # reaches over files
+    monkeypatch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 25)  # reaches over files
 
 
 @pytest.fixture(scope="session")
@@ -102,5 +102,5 @@ def whole(
 
 
 @pytest.fixture(scope="session")
-def whole_manifest(whole: dict[str, bytes]) -> Manifest:
-    return Manifest.from_json(json.loads(whole["manifest.json"]), "whole")
+def whole_manifest(whole: dict[str, bytes]) -> StoreManifest:
+    return StoreManifest.from_dict(json.loads(whole["manifest.json"]), "whole")

@@ -36,13 +36,13 @@ def prepared(fast_path: Path, tokenizer: Tokenizer) -> list[str]:
         lines = [json.dumps({"body": text}) for text in ("a" * 40, f"text {number} <|eos|> and more", "same", "")]
         lines.append("{broken")
         (fast_path / f"in/{number}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    words = "prepare in --tokenizer tok --out store --engine hf --specials ids --text-field body --on-bad skip"
+    words = "prepare in --tokenizer tok --out store --engine hf --special-tokens-as ids --text-field body --on-bad skip"
     return [*words.split(), "--drop-duplicates", "--min-tokens", "4", "--max-chars", "30", "--shard-tokens", "20"]
 
 
 def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
     for rank in (0, 1):
-        code, out, err = run(*prepared, "--rank", rank, "--world", 2)
+        code, out, err = run(*prepared, "--part", rank, "--num-parts", 2)
         assert code == 0, err
         assert f"in store.part-0000{rank}-of-00002\n" in out
         assert f"skipped as broken JSON line: for example in/{rank}.jsonl:5: " in err
@@ -53,16 +53,16 @@ def test_ranks_and_merge(run: Run, prepared: list[str]) -> None:
         "3 documents left out: empty (0 bytes)",
         "3 documents left out: too many characters (120 bytes)",
         "3 records skipped: broken JSON line",
-        "special string <|eos|> stands 3 times in the text; it became the special id",
-        "merged from 2 parts, which are not needed any more",
+        "special string <|eos|> occurs 3 times in the text, encoded as its special id",
+        "merged from 2 parts, which are no longer needed",
     ]
     store = TokenStore.open("store")
-    assert (store.n_documents, store.manifest.specials, store.manifest.shard_tokens) == (4, "ids", 20)
+    assert (store.n_documents, store.manifest.special_tokens_as, store.manifest.shard_tokens) == (4, "ids", 20)
     assert run("merge", "store")[0] == 64
     assert run("merge", "store", "--overwrite")[0] == 0
     code, _, err = run("merge", "nothing")
     assert code == 64
-    assert "no part of nothing is there" in err
+    assert "nothing: no parts" in err
 
 
 def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,7 +72,7 @@ def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pyte
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lt_data.preparing.store_writer.StoreWriter.finish", interrupted)
+        patch.setattr("lt_data.preparation.store_writer.StoreWriter.finish", interrupted)
         assert run(*prepared)[0] == 130
     code, _, err = run(*prepared, "--no-bos")
     assert code == 64
@@ -81,4 +81,4 @@ def test_a_job_that_was_cut_off(run: Run, prepared: list[str], monkeypatch: pyte
     assert code == 0
     assert "finished shards in " in err
     assert run(*prepared)[0] == 64
-    assert run(*prepared, "--overwrite", "--fresh")[0] == 0
+    assert run(*prepared, "--overwrite", "--no-resume")[0] == 0

@@ -20,10 +20,10 @@ import pytest
 
 from lt_data import DataError, Document, merge, prepare, prepare_documents
 from lt_data import storage as storage_module
-from lt_data.preparing.building import Building
+from lt_data.preparation.build_folder import BuildFolder
 
 Contents = Callable[[Path], dict[str, bytes]]
-MODULES = ("storage", "store.shards", "preparing.journal", "preparing.store_writer")  # that write
+MODULES = ("storage", "store.shards", "preparation.journal", "preparation.store_writer")  # that write
 
 
 class Disk:
@@ -134,9 +134,9 @@ def states_of(monkeypatch: pytest.MonkeyPatch, root: Path, work: Callable[[Path]
     disk = Disk(root)
     found: dict[bytes, State] = {}
     n_calls = finished = 0
-    add = Building.add
+    add = BuildFolder.add_record
 
-    def count(self: Building, *args: Any) -> None:
+    def count(self: BuildFolder, *args: Any) -> None:
         nonlocal finished
         add(self, *args)
         finished += 1
@@ -158,7 +158,7 @@ def states_of(monkeypatch: pytest.MonkeyPatch, root: Path, work: Callable[[Path]
         note(f"{name} {args[0]}")
 
     with calls(monkeypatch, after), monkeypatch.context() as patch:
-        patch.setattr(Building, "add", count)
+        patch.setattr(BuildFolder, "add_record", count)
         work(root)
     disk.close()
     return list(found.values()), n_calls
@@ -169,6 +169,7 @@ def few(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "shard_tokens": 600}
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 @pytest.mark.usefixtures("small_batches")
 def test_prepare(
@@ -189,14 +190,14 @@ def test_prepare(
         published = (folder / "store").exists()
         notices: list[str] = []
         try:
-            prepare([corpus], out=folder / "store", notice=notices.append, **few)
+            prepare([corpus], out=folder / "store", notify=notices.append, **few)
         except DataError as exc:  # all was done and cleared away already
             said = str(exc)
             assert not (folder / "store.building").exists(), what
         else:
             said = "holds a token store already"
         assert "holds a token store already" in said, what
-        after = [int(found[1]) for n in notices if (found := re.search(r"goes on after (\d+) finished shards", n))]
+        after = [int(found[1]) for n in notices if (found := re.search(r"resuming after (\d+) finished shards", n))]
         assert published or sum(after) >= state.finished, what
         gone_on += bool(after)
         assert contents(folder) == {f"store/{name}": content for name, content in whole.items()}, what
@@ -204,6 +205,7 @@ def test_prepare(
     assert gone_on > 20
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc to name what is synced")
 @pytest.mark.usefixtures("small_batches")
 def test_prepare_over_an_older_store(
@@ -239,7 +241,7 @@ def test_merge(
 ) -> None:
     root = fast_path / "root"
     for rank in (0, 1):
-        prepare([corpus], out=root / "store", rank=rank, world=2, **few)
+        prepare([corpus], out=root / "store", part_index=rank, num_parts=2, **few)
     shutil.copytree(root, fast_path / "whole")
     merge(fast_path / "whole/store")
     whole = contents(fast_path / "whole")
@@ -252,14 +254,14 @@ def test_merge(
         published = (folder / "store").exists()
         notices: list[str] = []
         try:
-            merge(folder / "store", notice=notices.append)
+            merge(folder / "store", notify=notices.append)
         except DataError as exc:
             said = str(exc)
             assert not (folder / "store.building").exists(), state.what
         else:
             said = "holds a token store already"
         assert "holds a token store already" in said, state.what
-        after = [int(found[1]) for n in notices if (found := re.search(r"goes on after (\d+) finished shards", n))]
+        after = [int(found[1]) for n in notices if (found := re.search(r"resuming after (\d+) finished shards", n))]
         assert published or sum(after) >= state.finished, state.what
         gone_on += bool(after)
         assert contents(folder) == whole, state.what
@@ -283,11 +285,12 @@ def test_what_was_moved_aside_comes_back_when_the_work_is_thrown_away(
     assert contents(fast_path / "store.building/old") == old
     assert not (fast_path / "store").exists()
     with pytest.raises(DataError, match="holds a token store already"):
-        prepare([corpus], out=fast_path / "store", fresh=True, **few)
+        prepare([corpus], out=fast_path / "store", no_resume=True, **few)
     assert contents(fast_path / "store") == old
     assert not (fast_path / "store.building").exists()
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.usefixtures("small_batches")
 def test_a_full_disk_at_every_call(
     fast_path: Path, corpus: Path, few: dict[str, Any], contents: Contents, monkeypatch: pytest.MonkeyPatch

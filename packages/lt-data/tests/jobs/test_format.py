@@ -1,4 +1,4 @@
-"""A reader of token stores written from docs/formats/token-store.md, with nothing of lt_data, against the library."""
+"""A reader of token stores written from docs/reference/data-formats.md alone, against the library."""
 
 import hashlib
 import json
@@ -25,8 +25,8 @@ def canonical(values: Any) -> str:
 def read_index(content: bytes, code: int) -> list[tuple[int, int]]:
     """(offset in bytes, tokens) of each document."""
     assert content[:9] == b"MMIDIDX\0\0"
-    version, found, n, borders = struct.unpack_from("<QBQQ", content, 9)
-    assert (version, found, borders) == (1, code, n + 1)
+    version, found, n, boundaries = struct.unpack_from("<QBQQ", content, 9)
+    assert (version, found, boundaries) == (1, code, n + 1)
     assert len(content) == 34 + 20 * n + 8
     lengths = struct.unpack_from(f"<{n}i", content, 34)
     offsets = struct.unpack_from(f"<{n}q", content, 34 + 4 * n)
@@ -38,7 +38,7 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
     """The documents of a store, all of it checked on the way."""
     manifest = json.loads(files["manifest.json"])
     assert manifest["format"] == "lt-data-store"
-    assert manifest["version"] in (1, 2)
+    assert manifest["version"] == 1
     size, letter, code = {"uint16": (2, "H", 8), "uint32": (4, "I", 4)}[manifest["dtype"]]
     documents: list[list[int]] = []
     for number, shard in enumerate(manifest["shards"]):
@@ -69,9 +69,8 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
     assert digest.hexdigest() == manifest["tokenizer"]["sha256"]
     names = {name: manifest[name] for name in ("format", "bos", "eos", "dtype", "shards")}
     assert manifest["fingerprint"] == canonical({**names, "version": 1, "tokenizer": manifest["tokenizer"]["sha256"]})
-    if manifest["version"] == 2:
-        assert manifest["checksum"] == canonical({name: manifest[name] for name in manifest if name != "checksum"})
-        check_counts(manifest)
+    assert manifest["checksum"] == canonical({name: manifest[name] for name in manifest if name != "checksum"})
+    check_counts(manifest)
     listed = manifest["sources"]["listed"]
     if len(listed) == manifest["sources"]["files"]:
         lines = "".join(f"{file['sha256']} {file['bytes']} {file['path']}\n" for file in listed)
@@ -128,7 +127,7 @@ def test_stores_parts_and_merged_stores(
 ) -> None:
     documents = read_store(whole)
     for rank in (0, 1):
-        lt_data.prepare([corpus], out=fast_path / "store", rank=rank, world=2, **options)
+        lt_data.prepare([corpus], out=fast_path / "store", part_index=rank, num_parts=2, **options)
         same_as_the_library(lt_data.part_folder(fast_path / "store", rank, 2), contents)
     lt_data.merge(fast_path / "store")
     same_as_the_library(fast_path / "store", contents)
@@ -136,7 +135,7 @@ def test_stores_parts_and_merged_stores(
 
 
 def test_the_files_of_a_part(fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents) -> None:
-    lt_data.prepare([corpus], out=fast_path / "store", rank=0, world=2, **options)
+    lt_data.prepare([corpus], out=fast_path / "store", part_index=0, num_parts=2, **options)
     files = contents(lt_data.part_folder(fast_path / "store", 0, 2))
     manifest = json.loads(files["manifest.json"])
     part = {name.removeprefix("part/"): content for name, content in files.items() if name.startswith("part/")}
@@ -172,7 +171,7 @@ def test_wide_ids(fast_path: Path, contents: Contents, tokenizer: Tokenizer) -> 
     assert read_store(contents(fast_path / "store"))[1] == [70_000, 1]
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("store-v1", [14, 27, 3, 27]), ("store-v2", [14, 27, 27])])
+@pytest.mark.parametrize(("name", "lengths"), [("store-v1", [14, 27, 3, 27]), ("store-v1-selection", [14, 27, 27])])
 def test_golden_stores_and_their_packs(contents: Contents, name: str, lengths: list[int]) -> None:
     files = contents(GOLDEN / name)
     documents = read_store(files)

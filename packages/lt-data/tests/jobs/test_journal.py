@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lt_data import DataError
-from lt_data.preparing.journal import Journal, decode_journal, encode_record
+from lt_data.preparation.journal import Journal, decode_journal, encode_record
 
 RECORDS = [{"job": {"name": "naïve\n"}}, {"shard": 1, "sides": {}}, {"finished": "f" * 64}]
 
@@ -41,12 +41,12 @@ def test_damage_before_the_last_line_is_an_error(tmp_path: Path, line: int) -> N
         damaged = bytearray(lines[line])
         damaged[place] ^= 4
         content = b"".join([*lines[:line], bytes(damaged), *lines[line + 1 :]])
-        with pytest.raises(DataError, match=r"journal: line \d is damaged; start afresh \(--fresh\)"):
+        with pytest.raises(DataError, match=r"journal: line \d is damaged; start over \(--no-resume\)"):
             decode_journal(content, "journal")
     (tmp_path / "journal").write_bytes(content)
     with pytest.raises(DataError, match="is damaged"):
         Journal(tmp_path / "journal")
-    journal = Journal(tmp_path / "journal", even_damaged=True)
+    journal = Journal(tmp_path / "journal", ignore_damage=True)
     assert journal.records == []
     journal.close()
 

@@ -1,4 +1,4 @@
-"""Real processes, killed: the same command goes on and ends with the same bytes; nobody works on top of another."""
+"""Real processes, killed: the same command resumes with the same bytes; two never write at once."""
 
 import os
 import random
@@ -83,7 +83,7 @@ def kill_until_done(commands: list[list[str]], at_work: Path, rng: random.Random
 
 
 def has_begun(at_work: Path, pid: int) -> bool:
-    """Whether the process holds the folder: its number stands in the lock."""
+    """Return True if the process holds the lock of the folder."""
     try:
         return f"process {pid} " in (at_work / "lock").read_text(encoding="utf-8")
     except OSError:
@@ -114,12 +114,14 @@ def check_kills(
     return kills
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 def test_kill_9_at_random_moments(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
 ) -> None:
     assert check_kills(sources, whole, fast_path, contents, wait_for, least=3, seed=1) >= 3
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.slow
 def test_a_hundred_kills(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, wait_for: WaitFor
@@ -139,7 +141,7 @@ def test_kills_of_ranks_and_of_the_merge(
         out = fast_path / f"{round_}" / "store"
         for rank in (2, 0, 1):
             part = part_folder(out, rank, 3)
-            run = prepare_command(sources, out, "--rank", rank, "--world", 3)
+            run = prepare_command(sources, out, "--part", rank, "--num-parts", 3)
             kills += kill_until_done([run], part.with_name(f"{part.name}.building"), rng, wait_for)
         kills += kill_until_done([command(sources, "merge", out)], out.with_name("store.building"), rng, wait_for)
         found = contents(out)
@@ -173,14 +175,15 @@ def holder(fast_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
     child.stdout.close()
 
 
+@pytest.mark.guarantee("prepare-lock")
 def test_two_processes_with_one_folder(
     fast_path: Path, sources: Path, whole: dict[str, bytes], contents: Contents, holder: subprocess.Popen[bytes]
 ) -> None:
     second = prepare_command(sources, fast_path / "store")
-    for more in ([], ["--fresh"]):
+    for more in ([], ["--no-resume"]):
         run = subprocess.run([*second, *more], capture_output=True, encoding="utf-8", check=False)
         assert run.returncode == 64, run.stderr
-        assert f"another process is at work on {fast_path / 'store'} (process {holder.pid} on " in run.stderr
+        assert f"{fast_path / 'store'}: another process is writing it (process {holder.pid} on " in run.stderr
     holder.kill()
     holder.wait()
     subprocess.run(second, check=True, capture_output=True)  # the lock is gone with its holder
@@ -226,7 +229,7 @@ def test_a_worker_that_is_killed_is_an_error_at_once_and_its_work_is_kept(
         child.wait()
         if child.stderr is not None:
             child.stderr.close()
-    assert "a worker process ended in the midst of its work" in said
+    assert "a worker process died" in said
     assert "finished shards are kept in" in said
 
 

@@ -10,13 +10,16 @@ from typing import Any
 import pytest
 
 import lt_data
-from lt_data import DataError, Manifest, Selection, Tokenizer, TokenStore, merge, pack, part_folder, prepare
+from lt_data import DataError, Selection, StoreManifest, Tokenizer, TokenStore, merge, pack, part_folder, prepare
 
 Contents = Callable[[Path], dict[str, bytes]]
 
 
-def prepare_parts(corpus: Path, out: Path, world: int, options: dict[str, Any]) -> list[Manifest]:
-    return [prepare([corpus], out=out, rank=rank, world=world, **options) for rank in reversed(range(world))][::-1]
+def prepare_parts(corpus: Path, out: Path, num_parts: int, options: dict[str, Any]) -> list[StoreManifest]:
+    return [
+        prepare([corpus], out=out, part_index=rank, num_parts=num_parts, **options)
+        for rank in reversed(range(num_parts))
+    ][::-1]
 
 
 def same_but_for(one: bytes, two: bytes, names: set[str]) -> bool:
@@ -27,7 +30,8 @@ def same_but_for(one: bytes, two: bytes, names: set[str]) -> bool:
     return json.dumps(a, indent=2).encode() + b"\n" == two
 
 
-@pytest.mark.parametrize("world", [2, 4, 13])
+@pytest.mark.guarantee("merge-parity")
+@pytest.mark.parametrize("num_parts", [2, 4, 13])
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.usefixtures("small_batches")
 def test_identical_to_one_run(
@@ -36,15 +40,15 @@ def test_identical_to_one_run(
     options: dict[str, Any],
     chosen: Selection,
     contents: Contents,
-    world: int,
+    num_parts: int,
     drop: bool,
 ) -> None:
     selection = chosen if drop else Selection(min_tokens=15)
     options = {**options, "selection": selection}
     out = fast_path / "store"
     whole = prepare([corpus], out=fast_path / "whole", **options)
-    parts = prepare_parts(corpus, out, world, options)
-    if world == 13:
+    parts = prepare_parts(corpus, out, num_parts, options)
+    if num_parts == 13:
         assert any(part.documents == 0 for part in parts)  # fewer files than ranks
     merged = merge(out)
     assert TokenStore.open(out).manifest == merged
@@ -52,7 +56,7 @@ def test_identical_to_one_run(
     assert same_but_for(one.pop("manifest.json"), several.pop("manifest.json"), {"merged_from", "checksum"})
     assert one == several
     assert merged.fingerprint == whole.fingerprint
-    assert (merged.merged_from, merged.part, merged.sources) == (world, None, whole.sources)
+    assert (merged.merged_from, merged.part, merged.sources) == (num_parts, None, whole.sources)
     if drop:  # there was something to do across the parts
         assert sum(part.documents for part in parts) > merged.documents
         assert sum(part.left_out["duplicate"].documents for part in parts if part.documents) < (
@@ -71,11 +75,11 @@ def test_a_part_is_a_store_and_says_which_part_it_is(fast_path: Path, corpus: Pa
         store.verify()
         assert store.manifest == part
         assert part.part is not None
-        assert (part.part.rank, part.part.world) == (rank, 2)
-        assert part.adds_up
+        assert (part.part.index, part.part.num_parts) == (rank, 2)
+        assert part.is_consistent
     assert parts[0].part is not None
     assert parts[1].part is not None
-    assert parts[0].part.listing == parts[1].part.listing
+    assert parts[0].part.listing_fingerprint == parts[1].part.listing_fingerprint
 
 
 def test_a_part_without_a_file_is_a_store_of_nothing(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
@@ -94,7 +98,7 @@ def test_a_part_without_a_file_is_a_store_of_nothing(fast_path: Path, corpus: Pa
 def test_ranks_that_were_cut_off(
     fast_path: Path, corpus: Path, options: dict[str, Any], contents: Contents, whole: dict[str, bytes], drop: bool
 ) -> None:
-    """Each rank, and the merge, is cut off again and again."""
+    """Each part, and the merge, is interrupted again and again."""
     if not drop:
         options = {**options, "selection": None}
         prepare([corpus], out=fast_path / "whole", **options)
@@ -124,7 +128,11 @@ def test_ranks_that_were_cut_off(
             return
 
     for rank in (1, 0):
-        until_done(lambda report, rank=rank: prepare([corpus], out=out, rank=rank, world=2, progress=report, **options))
+        until_done(
+            lambda report, rank=rank: prepare(
+                [corpus], out=out, part_index=rank, num_parts=2, progress=report, **options
+            )
+        )
     until_done(lambda report: merge(out, progress=report))
     assert cuts > 8
     merged = contents(out)
@@ -159,7 +167,7 @@ def test_what_the_parts_say_of_their_engines(fast_path: Path, options: dict[str,
     for number in range(2):
         (fast_path / f"in/{number}.txt").write_text("the quick brown fox " * (20 + number), encoding="utf-8")
     choices = [
-        {"name": "gigatoken", "version": "1", "asked": "auto", "why": "same ids", "checked_bytes": 400 + rank}
+        {"name": "gigatoken", "version": "1", "requested": "auto", "reason": "same ids", "checked_bytes": 400 + rank}
         for rank in (0, 1)
     ]
     other = choices[1] | {"name": "hf", "checked_bytes": 0}
@@ -168,14 +176,14 @@ def test_what_the_parts_say_of_their_engines(fast_path: Path, options: dict[str,
             prepare(
                 [fast_path / "in"],
                 out=fast_path / "store",
-                rank=rank,
-                world=2,
+                part_index=rank,
+                num_parts=2,
                 overwrite=True,
                 **{**options, "selection": None},
             )
             path = part_folder(fast_path / "store", rank, 2) / "manifest.json"
-            manifest = Manifest.from_json(json.loads(path.read_bytes()), "")
-            path.write_text(json.dumps(replace(manifest, engine=choice).to_json()), encoding="utf-8")
+            manifest = StoreManifest.from_dict(json.loads(path.read_bytes()), "")
+            path.write_text(json.dumps(replace(manifest, engine=choice).to_dict()), encoding="utf-8")
         merged = merge(fast_path / "store", overwrite=True)
         assert merged.engine == said
         assert merged.documents == 2
@@ -191,16 +199,16 @@ def parts(fast_path: Path, corpus: Path, options: dict[str, Any]) -> Path:
 
 def test_a_missing_part(parts: Path) -> None:
     shutil.rmtree(part_folder(parts, 1, 3))
-    with pytest.raises(DataError, match=r"1 of 3 parts of .*store are missing: 1; prepare them with --rank"):
+    with pytest.raises(DataError, match=r"store: 1 of 3 parts are missing: 1; prepare them with --part"):
         merge(parts)
     part_folder(parts, 1, 3).with_name("store.part-00001-of-00003.building").mkdir()
-    with pytest.raises(DataError, match=r"missing: 1 \(1 begun and not finished\)"):
+    with pytest.raises(DataError, match=r"missing: 1 \(1 started, not finished\)"):
         merge(parts)
 
 
 def test_parts_of_two_jobs(parts: Path, corpus: Path, options: dict[str, Any]) -> None:
-    prepare([corpus], out=parts, rank=0, world=2, **options)
-    with pytest.raises(DataError, match="from jobs of 2 and 3 parts: move those away that are old"):
+    prepare([corpus], out=parts, part_index=0, num_parts=2, **options)
+    with pytest.raises(DataError, match="parts of jobs with 2 and 3 parts; move the old ones away"):
         merge(parts)
 
 
@@ -219,8 +227,8 @@ def test_a_part_made_with_other_options(
 ) -> None:
     if "tokenizer" in change:
         change = {"tokenizer": lt_data.train_bpe(["other text"], vocab_size=260)}
-    prepare([corpus], out=parts, rank=2, world=3, overwrite=True, **{**options, **change})
-    with pytest.raises(DataError, match=rf"of-00003 is of another job than .*{said}.*Prepare it again"):
+    prepare([corpus], out=parts, part_index=2, num_parts=3, overwrite=True, **{**options, **change})
+    with pytest.raises(DataError, match=rf"of-00003: of another job than .*{said}.*prepare it again"):
         merge(parts)
 
 
@@ -260,7 +268,7 @@ def test_a_damaged_part_is_not_merged(parts: Path, name: str) -> None:
 def test_a_part_is_not_merged_over_something_else(parts: Path) -> None:
     parts.mkdir()
     (parts / "thesis.tex").write_text("years of work", encoding="utf-8")
-    with pytest.raises(DataError, match="exists and is no token store"):
+    with pytest.raises(DataError, match="exists and is not a token store"):
         merge(parts, overwrite=True)
     (parts / "thesis.tex").unlink()
     merged = merge(parts)
@@ -270,14 +278,16 @@ def test_a_part_is_not_merged_over_something_else(parts: Path) -> None:
 
 
 def test_no_part_at_all(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
-    prepare([corpus], out=fast_path / "store", rank=0, world=1, **options)  # the whole, not a part
-    with pytest.raises(DataError, match=r"no part of .*store is there \(such as .*store\.part-00000-of-00002\)"):
+    prepare([corpus], out=fast_path / "store", part_index=0, num_parts=1, **options)  # the whole, not a part
+    with pytest.raises(DataError, match=r"store: no parts \(such as .*store\.part-00000-of-00002\)"):
         merge(fast_path / "store", overwrite=True)
 
 
 def test_ranks_that_are_none(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"rank=2, world=2: the rank is one of 0 to world - 1"):
-        prepare([corpus], out=fast_path / "store", rank=2, world=2, **options)
+    with pytest.raises(DataError, match=r"part_index = 2, num_parts = 2: give a part_index from 0 to num_parts - 1"):
+        prepare([corpus], out=fast_path / "store", part_index=2, num_parts=2, **options)
     with pytest.raises(DataError, match="only a DocumentReader"):
-        lt_data.prepare_documents([], tokenizer=options["tokenizer"], out=fast_path / "store", rank=0, world=2)
+        lt_data.prepare_documents(
+            [], tokenizer=options["tokenizer"], out=fast_path / "store", part_index=0, num_parts=2
+        )
     assert list(fast_path.iterdir()) == []

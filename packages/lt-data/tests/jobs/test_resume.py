@@ -1,4 +1,4 @@
-"""A job that was cut off goes on after its last finished shard, and the result is that of an undisturbed run."""
+"""An interrupted job resumes after its last finished shard, with the result of an uninterrupted run."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import lt_data
-from lt_data import DataError, Document, Manifest, Tokenizer, TokenStore, prepare, prepare_documents
+from lt_data import DataError, Document, StoreManifest, Tokenizer, TokenStore, prepare, prepare_documents
 
 Contents = Callable[[Path], dict[str, bytes]]
 
@@ -36,7 +36,7 @@ def cut_off(corpus: Path, out: Path, options: dict[str, Any], reports: int) -> b
     return False
 
 
-def test_the_corpus_has_everything(whole_manifest: Manifest) -> None:
+def test_the_corpus_has_everything(whole_manifest: StoreManifest) -> None:
     assert len(whole_manifest.shards) > 5
     assert set(whole_manifest.left_out) == {
         "duplicate",
@@ -48,9 +48,10 @@ def test_the_corpus_has_everything(whole_manifest: Manifest) -> None:
     }
     assert whole_manifest.skipped == {"broken JSON line": 5}
     assert whole_manifest.special_strings["<|eos|>"] > 10
-    assert whole_manifest.adds_up
+    assert whole_manifest.is_consistent
 
 
+@pytest.mark.guarantee("prepare-crash-safe")
 @pytest.mark.usefixtures("small_batches")
 @pytest.mark.parametrize("batch_bytes", [100, 4000])
 def test_goes_on_to_the_same_bytes_wherever_it_was_cut(
@@ -77,10 +78,10 @@ def test_goes_on_to_the_same_bytes_wherever_it_was_cut(
         notices: list[str] = []
         with monkeypatch.context() as patch:
             patch.setattr("lt_data.tokenizing.encode._BATCH_BYTES", batch_bytes)
-            prepare([corpus], out=out, notice=notices.append, **options)
+            prepare([corpus], out=out, notify=notices.append, **options)
         assert contents(out) == whole
         assert not at_work.exists()
-        said = [notice for notice in notices if "goes on" in notice]
+        said = [notice for notice in notices if "resuming" in notice]
         assert [f"after {journaled} finished shards" in notice for notice in said] == ([True] if journaled else [])
         for number in range(journaled):  # the finished shards are the same files, not written again
             for name in (f"{number:05d}.bin", f"{number:05d}.idx"):
@@ -102,8 +103,8 @@ def test_what_was_read_ahead_and_left_out_is_counted_once(
         out = fast_path / str(reports)
         assert cut_off(corpus, out, options, reports)
         notices: list[str] = []
-        prepare([corpus], out=out, notice=notices.append, **options)
-        gone_on += any("goes on after" in notice for notice in notices)
+        prepare([corpus], out=out, notify=notices.append, **options)
+        gone_on += any("resuming after" in notice for notice in notices)
         assert contents(out) == contents(fast_path / "whole"), reports
     assert gone_on > 8
 
@@ -127,7 +128,7 @@ def test_cut_again_and_again(
     [
         ({"bos": False}, "bos was True and is False"),
         ({"shard_tokens": 301}, "shard_tokens was 150 and is 301"),
-        ({"specials": "ids"}, "specials was text and is ids"),
+        ({"special_tokens_as": "ids"}, "special_tokens_as was text and is ids"),
         ({"selection": lt_data.Selection(max_tokens=50)}, "max_tokens was 110 and is 50"),
         ({"on_bad": "error"}, "listing of the sources was "),
         ({"text_field": "body"}, "listing of the sources was "),
@@ -148,7 +149,9 @@ def test_another_job_is_refused_with_what_changed(
     out = fast_path / "store"
     assert cut_off(corpus, out, options, 14)
     before = contents(fast_path)
-    with pytest.raises(DataError, match=rf"cut off, and it was another one: .*{said}.*start afresh \(--fresh\)"):
+    with pytest.raises(
+        DataError, match=rf"an interrupted job with other settings: .*{said}.*start over \(--no-resume\)"
+    ):
         prepare([corpus], out=out, **{**options, **change})
     assert contents(fast_path) == before
     prepare([corpus], out=out, **options)
@@ -169,7 +172,7 @@ def test_sources_that_changed_are_refused_and_fresh_starts_again(
         file.write(json.dumps({"text": "one more document"}) + "\n")
     with pytest.raises(DataError, match=r"bytes of the sources was .* and is .*listing of the sources was"):
         prepare([copied], out=out, **options)
-    prepare([copied], out=out, fresh=True, **options)
+    prepare([copied], out=out, no_resume=True, **options)
     prepare([copied], out=fast_path / "again", **options)
     assert contents(out) == contents(fast_path / "again")
     assert sorted(path.name for path in fast_path.iterdir()) == ["again", "in", "store"]
@@ -189,7 +192,7 @@ def test_an_error_in_the_middle_keeps_what_is_finished(
     (fast_path / "in/7.txt").write_bytes(b"\xff" * 570)
     few = {**options, "on_bad": "error", "selection": None, "shard_tokens": 300}
     with pytest.raises(
-        DataError, match=r"7\.txt: not UTF-8.*\d finished shards are kept in .*store\.building: the same"
+        DataError, match=r"7\.txt: not UTF-8.*\d finished shards are kept in .*store\.building: run the same"
     ):
         prepare([fast_path / "in"], out=out, **few)
     good = fast_path / "in/7.txt"
@@ -224,7 +227,7 @@ def test_a_caller_does_not_take_over_a_job_that_can_go_on(
     out = fast_path / "store"
     assert cut_off(corpus, out, options, 14)
     documents = [Document(text="a", source="")]
-    with pytest.raises(DataError, match=r"holds another job that was cut off: finish it, or start afresh \(--fresh\)"):
+    with pytest.raises(DataError, match=r"holds another interrupted job; finish it, or start over \(--no-resume\)"):
         prepare_documents(documents, tokenizer=tokenizer, out=out)
     prepare([corpus], out=out, **options)
     assert contents(out) == whole
@@ -235,8 +238,8 @@ def test_a_folder_that_is_not_ours_is_not_touched(fast_path: Path, corpus: Path,
     foreign.mkdir()
     (foreign / "thesis.tex").write_text("years of work", encoding="utf-8")
     for fresh in (False, True):
-        with pytest.raises(DataError, match=r"store\.building: holds thesis\.tex, which is not ours: move that away"):
-            prepare([corpus], out=fast_path / "store", fresh=fresh, **options)
+        with pytest.raises(DataError, match=r"store\.building: holds other files \(thesis\.tex\); move them away"):
+            prepare([corpus], out=fast_path / "store", no_resume=fresh, **options)
     assert os.listdir(foreign) == ["thesis.tex"]
 
 
@@ -246,9 +249,9 @@ def test_a_finished_shard_that_is_gone_is_noticed(fast_path: Path, corpus: Path,
     assert cut_off(corpus, out, options, 14)
     shard = fast_path / "store.building/store/shards/00001.bin"
     shard.write_bytes(shard.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"00001\.bin: not as the journal says; start afresh"):
+    with pytest.raises(DataError, match=r"00001\.bin: size differs from the journal; start over"):
         prepare([corpus], out=out, **options)
     shard.unlink()
-    with pytest.raises(DataError, match=r"cannot go on after the shard .*00001\.bin"):
+    with pytest.raises(DataError, match=r"cannot resume after the shard .*00001\.bin"):
         prepare([corpus], out=out, **options)
-    prepare([corpus], out=out, fresh=True, **options)
+    prepare([corpus], out=out, no_resume=True, **options)

@@ -1,4 +1,4 @@
-"""Which documents are taken: what is read is what is there plus what is reported, against a plain model."""
+"""Document filter: documents read = stored + left out, against a plain model."""
 
 import hashlib
 import json
@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import (
-    Amount,
     DataError,
     Document,
-    Manifest,
+    DocumentTotals,
     Selection,
+    StoreManifest,
     Tokenizer,
     TokenStore,
     merge,
@@ -43,25 +43,25 @@ def selections(draw: st.DrawFn) -> Selection:
 
 def model(
     given: list[str], tokenizer: Tokenizer, selection: Selection
-) -> tuple[list[list[int]], dict[str, Amount], Amount, dict[str, int]]:
+) -> tuple[list[list[int]], dict[str, DocumentTotals], DocumentTotals, dict[str, int]]:
     """Documents of the store, what is left out, what was read, and special strings: one document after the other."""
     kept: list[list[int]] = []
-    out: dict[str, Amount] = {}
-    read = Amount()
+    out: dict[str, DocumentTotals] = {}
+    read = DocumentTotals()
     special: Counter[str] = Counter()
     seen: set[str] = set()
     for text in given:
         ids = [0, *tokenizer.encode_batch([text])[0].tolist(), 1]
         n_bytes = len(text.encode())
-        encoded = Amount(documents=1, text_bytes=n_bytes, tokens=len(ids))
+        encoded = DocumentTotals(documents=1, text_bytes=n_bytes, tokens=len(ids))
         if not text:
-            reason, amount = "empty", Amount(documents=1)
+            reason, amount = "empty", DocumentTotals(documents=1)
         elif selection.min_characters is not None and len(text) < selection.min_characters:
-            reason, amount = "too few characters", Amount(documents=1, text_bytes=n_bytes)
+            reason, amount = "too few characters", DocumentTotals(documents=1, text_bytes=n_bytes)
         elif selection.max_characters is not None and len(text) > selection.max_characters:
-            reason, amount = "too many characters", Amount(documents=1, text_bytes=n_bytes)
+            reason, amount = "too many characters", DocumentTotals(documents=1, text_bytes=n_bytes)
         elif selection.drop_duplicates and text in seen:
-            reason, amount = "duplicate", Amount(documents=1, text_bytes=n_bytes)
+            reason, amount = "duplicate", DocumentTotals(documents=1, text_bytes=n_bytes)
         else:
             seen.add(text)
             if selection.min_tokens is not None and len(ids) < selection.min_tokens:
@@ -74,7 +74,7 @@ def model(
                 read += encoded
                 continue
         read += amount
-        out[reason] = out.get(reason, Amount()) + amount
+        out[reason] = out.get(reason, DocumentTotals()) + amount
     return kept, out, read, dict(special)
 
 
@@ -90,6 +90,7 @@ def check(store: TokenStore, given: list[str], tokenizer: Tokenizer, selection: 
     assert manifest.selection == selection
 
 
+@pytest.mark.guarantee("prepare-accounting")
 @given(given=texts, selection=selections(), shard_tokens=st.integers(1, 60), batch=st.integers(1, 40))
 def test_any_documents_and_selection(
     tokenizer: Tokenizer, memory: Path, given: list[str], selection: Selection, shard_tokens: int, batch: int
@@ -99,7 +100,7 @@ def test_any_documents_and_selection(
     options: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "selection": selection}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", batch)
-        patch.setattr("lt_data.preparing.intake._BLOCK_DOCUMENTS", 1 + batch // 3)
+        patch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 1 + batch // 3)
         if model(given, tokenizer, selection)[0]:
             prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
             check(TokenStore.open(out), given, tokenizer, selection)
@@ -108,6 +109,7 @@ def test_any_documents_and_selection(
                 prepare_documents(documents, out=out, shard_tokens=shard_tokens, **options)
 
 
+@pytest.mark.guarantee("prepare-accounting")
 @given(
     given=st.lists(texts, max_size=4),
     selection=selections(),
@@ -115,7 +117,7 @@ def test_any_documents_and_selection(
     batch=st.integers(1, 9),
     later_batch=st.integers(1, 9),
     cut=st.integers(1, 12),
-    world=st.integers(1, 3),
+    num_parts=st.integers(1, 3),
 )
 def test_any_cut_and_any_parts(
     tokenizer: Tokenizer,
@@ -126,7 +128,7 @@ def test_any_cut_and_any_parts(
     batch: int,
     later_batch: int,
     cut: int,
-    world: int,
+    num_parts: int,
 ) -> None:
     folder = Path(tempfile.mkdtemp(dir=memory))
     (folder / "in").mkdir()
@@ -141,7 +143,7 @@ def test_any_cut_and_any_parts(
         "selection": selection,
         "shard_tokens": shard_tokens,
         "out": folder / "store",
-        "world": world,
+        "num_parts": num_parts,
     }
     left = cut
 
@@ -151,23 +153,23 @@ def test_any_cut_and_any_parts(
         if left == 0:
             raise KeyboardInterrupt
 
-    for rank in range(world):
+    for rank in range(num_parts):
         for size, report in ((batch, interrupt), (later_batch, lambda *_: None)):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", size)
-                patch.setattr("lt_data.preparing.intake._BLOCK_DOCUMENTS", 3 * size)
+                patch.setattr("lt_data.preparation.document_filter._BLOCK_DOCUMENTS", 3 * size)
                 try:
-                    prepare([folder / "in"], rank=rank, progress=report, **options)
+                    prepare([folder / "in"], part_index=rank, progress=report, **options)
                 except KeyboardInterrupt:
                     continue
                 except DataError as exc:
                     said = str(exc)
-                    assert world == 1
+                    assert num_parts == 1
                     assert not kept
                     assert "no text in" in said
                     return
             break
-    if world > 1:
+    if num_parts > 1:
         if not kept:
             with pytest.raises(DataError, match="no text in any of the"):
                 merge(folder / "store")
@@ -182,9 +184,12 @@ def test_any_cut_and_any_parts(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_tokens": 0}, "min_tokens=0: at least 1"),
-        ({"max_characters": -1}, "max_characters=-1: at least 1"),
-        ({"min_characters": 5, "max_characters": 4}, "min_characters=5 and max_characters=4: no document can be both"),
+        ({"min_tokens": 0}, "min_tokens = 0: at least 1"),
+        ({"max_characters": -1}, "max_characters = -1: at least 1"),
+        (
+            {"min_characters": 5, "max_characters": 4},
+            "min_characters = 5, max_characters = 4: no document satisfies both",
+        ),
     ],
 )
 def test_selections_that_cannot_be(options: dict[str, int], said: str) -> None:
@@ -194,15 +199,15 @@ def test_selections_that_cannot_be(options: dict[str, int], said: str) -> None:
 
 def test_a_manifest_whose_counts_do_not_add_up_is_refused(whole: dict[str, bytes]) -> None:
     values = json.loads(whole["manifest.json"])
-    assert Manifest.from_json(values, "good").adds_up
+    assert StoreManifest.from_dict(values, "good").is_consistent
     for path in (("read", "documents"), ("read", "tokens"), ("left_out", "duplicate", "documents"), ("text_bytes",)):
         changed = json.loads(whole["manifest.json"])
         place = changed
         for name in path[:-1]:
             place = place[name]
         place[path[-1]] += 1
-        with pytest.raises(DataError, match="what was read does not fit the other fields"):
-            Manifest.from_json(changed, "bad")
+        with pytest.raises(DataError, match="read does not match the other fields"):
+            StoreManifest.from_dict(changed, "bad")
 
 
 def test_limits_are_inclusive_and_count_bos_and_eos(memory: Path, tokenizer: Tokenizer) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, prepare_documents
-from lt_data.packing.packs import build_index, verify_packs
+from lt_data.packing.packs import PackMode, build_index, verify_packs
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -20,6 +20,7 @@ def slices(index: PackIndex) -> list[list[tuple[int, int, int, int]]]:
     return [flat[a:b] for a, b in zip(index.row_offsets[:-1], index.row_offsets[1:], strict=True)]
 
 
+@pytest.mark.guarantee("packing-complete")
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
 @given(LENGTHS, st.integers(1, 24))
 def test_every_token_stands_in_exactly_one_row(mode: str, lengths: list[int], seq_len: int) -> None:
@@ -67,6 +68,17 @@ def test_valid_is_the_sum_of_labels(mode: str, lengths: list[int], seq_len: int)
     index = build_index(np.array(lengths), seq_len=seq_len, mode=mode)
     assert index.valid.tolist() == [sum(labels for _, _, _, labels in row) for row in slices(index)]
     assert (index.n_rows, index.n_slices) == (index.row_offsets.size - 1, int(index.row_offsets[-1]))
+
+
+@pytest.mark.parametrize("mode", ["bfd", "concat", "buckets"])
+@given(LENGTHS)
+def test_the_most_slices_of_a_row_are_known(mode: PackMode, lengths: list[int]) -> None:
+    index = build_index(np.array(lengths), seq_len=16, mode=mode, min_seq_len=4 if mode == "buckets" else None)
+    assert index.max_slices_per_row == max(len(row) for row in slices(index))
+    for length, rows in index.buckets or ():
+        bucket = index.bucket(length)
+        assert not rows or bucket.max_slices_per_row >= np.diff(bucket.row_offsets).max()
+        assert length == 4 or bucket.max_slices_per_row == 1
 
 
 def test_exact_best_fit_rows() -> None:
@@ -143,18 +155,18 @@ def test_names(store: TokenStore) -> None:
         pack(store, seq_len=64, mode="concat", name="mine")
     assert pack(store, seq_len=64, mode="concat", name="mine", overwrite=True).mode == "concat"
     for name in ("", "..", "a/b"):
-        with pytest.raises(DataError, match="one folder name"):
+        with pytest.raises(DataError, match="give a folder name"):
             pack(store, seq_len=64, name=name)
 
 
 @pytest.mark.parametrize("seq_len", [0, -4, 2**31])
 def test_bad_seq_len(store: TokenStore, seq_len: int) -> None:
-    with pytest.raises(DataError, match=f"seq_len={seq_len}"):
+    with pytest.raises(DataError, match=f"seq_len = {seq_len}"):
         pack(store, seq_len=seq_len)
 
 
 def test_bad_mode(store: TokenStore) -> None:
-    with pytest.raises(DataError, match="mode='best': one of bfd, concat, buckets"):
+    with pytest.raises(DataError, match="mode = 'best': one of bfd, concat, buckets"):
         pack(store, seq_len=8, mode="best")  # pyright: ignore[reportArgumentType]
 
 
@@ -205,7 +217,7 @@ def test_broken_arrays(store: TokenStore, name: str) -> None:
     changed[-1] ^= 1
     path.write_bytes(changed)
     assert open_pack(store, seq_len=64).n_rows  # opening reads sizes only
-    with pytest.raises(DataError, match="not those it was made with"):
+    with pytest.raises(DataError, match="do not match its fingerprint"):
         verify_packs(store)
 
 
@@ -215,6 +227,15 @@ def test_broken_description(store: TokenStore, content: bytes) -> None:
     (store.path / "packs/bfd-64/pack.json").write_bytes(content)
     with pytest.raises(DataError, match=r"pack\.json"):
         open_pack(store, seq_len=64)
+
+
+def test_a_wrong_number_of_slices_is_found(store: TokenStore) -> None:
+    pack(store, seq_len=64)
+    path = store.path / "packs/bfd-64/pack.json"
+    header = json.loads(path.read_text())
+    path.write_text(json.dumps(header | {"max_slices_per_row": header["max_slices_per_row"] + 1}))
+    with pytest.raises(DataError, match=r"pack\.json"):
+        verify_packs(store)
 
 
 def test_verify_counts_packs(store: TokenStore) -> None:

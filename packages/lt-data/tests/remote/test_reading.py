@@ -30,18 +30,19 @@ def big(tmp_path: Path, counting_store: Callable[..., TokenStore]) -> TokenStore
     """A store of shards of several blocks, in which the token at global offset t is t + 1."""
     rng = np.random.default_rng(2)
     made = counting_store([int(n) for n in rng.integers(1, 40_000, size=170)], shard_documents=60)
-    (made.path / "manifest.json").write_text(json.dumps(made.manifest.to_json()), encoding="utf-8")
+    (made.path / "manifest.json").write_text(json.dumps(made.manifest.to_dict()), encoding="utf-8")
     assert made.n_tokens * 4 > 3 * 4 * BLOCK_BYTES
     return made
 
 
+@pytest.mark.guarantee("s3-streaming")
 def test_a_stream_from_s3_is_that_from_the_disk(store: TokenStore, bucket: Any, tmp_path: Path) -> None:
     local = RowReader(store, pack(store, seq_len=64))
     upload(store.path, bucket.url)
     remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
     assert remote.manifest == store.manifest
     reader = RowReader(remote, open_pack(remote, seq_len=64))
-    streams = [Stream(reader_, global_batch=4, seed=3) for reader_ in (local, reader)]
+    streams = [Stream(reader_, global_batch_size=4, seed=3) for reader_ in (local, reader)]
     for _ in range(2 * local.n_rows // 4):
         one, two = (stream.next() for stream in streams)
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
@@ -76,15 +77,15 @@ def test_each_block_is_fetched_once_and_verified(big: TokenStore, bucket: Any, p
         n = big.manifest.shards[number].tokens
         begin = rng.randrange(n + 1)
         end = min(n, begin + rng.choice((0, 1, 5, 3000, 600_000)))
-        assert np.array_equal(shards.read(number, begin, end), big.shard(number)[begin:end])
+        assert np.array_equal(shards.read(number, begin, end), big.read_shard(number)[begin:end])
     assert len(ranges()) == len(set(ranges()))
     before = len(ranges())
     for number in range(len(big.manifest.shards)):
-        assert np.array_equal(shards.read(number, 0, big.manifest.shards[number].tokens), big.shard(number))
+        assert np.array_equal(shards.read(number, 0, big.manifest.shards[number].tokens), big.read_shard(number))
     proxy.log.clear()
     again = RemoteShards(bucket.url, cache=tmp_path / "cache")  # as another process would
     again.prefetch([(number, 0, shard.tokens) for number, shard in enumerate(big.manifest.shards)])
-    assert np.array_equal(again.read(1, 5, 900_000), big.shard(1)[5:900_000])
+    assert np.array_equal(again.read(1, 5, 900_000), big.read_shard(1)[5:900_000])
     assert ranges() == []
     assert before > 3
     with pytest.raises(IndexError):
@@ -101,6 +102,7 @@ def test_prefetch_brings_all_blocks_at_once(big: TokenStore, bucket: Any, proxy:
     assert proxy.log == []
 
 
+@pytest.mark.guarantee("s3-streaming")
 def test_wrong_bytes_are_never_given(big: TokenStore, bucket: Any, proxy: Any, tmp_path: Path) -> None:
     upload(big.path, bucket.url)
     shards = RemoteShards(bucket.url, cache=tmp_path / "cache")
@@ -116,7 +118,7 @@ def test_wrong_bytes_are_never_given(big: TokenStore, bucket: Any, proxy: Any, t
                 found = shards.read(number, begin, begin + 10)
             except DataError:
                 continue
-            assert np.array_equal(found, big.shard(number)[begin : begin + 10])
+            assert np.array_equal(found, big.read_shard(number)[begin : begin + 10])
             break
     proxy.fault = lambda r: ("flip", 7) if r.key.endswith(".bin") else None
     fresh = RemoteShards(bucket.url, cache=tmp_path / "other")
@@ -132,7 +134,7 @@ def test_blocks_that_the_disk_damaged_are_fetched_again(big: TokenStore, bucket:
     blocks[0].write_bytes(bytes(BLOCK_BYTES))
     blocks[1].write_bytes(blocks[1].read_bytes()[:100])
     found = RemoteShards(bucket.url, cache=tmp_path / "cache").read(0, 0, 500_000)
-    assert np.array_equal(found, big.shard(0)[:500_000])
+    assert np.array_equal(found, big.read_shard(0)[:500_000])
 
 
 def test_a_store_without_a_listing_says_that_blocks_are_not_verified(
@@ -142,7 +144,7 @@ def test_a_store_without_a_listing_says_that_blocks_are_not_verified(
     bucket.delete(LISTING)
     shards = RemoteShards(bucket.url, cache=tmp_path / "cache")
     assert not shards.verified
-    assert np.array_equal(shards.read(0, 3, 900), store.shard(0)[3:900])
+    assert np.array_equal(shards.read(0, 3, 900), store.read_shard(0)[3:900])
 
 
 def test_what_is_no_store_is_refused(tmp_path: Path, bucket: Any, store: TokenStore) -> None:
@@ -166,7 +168,7 @@ def test_it_can_be_sent_to_another_process(store: TokenStore, bucket: Any, tmp_p
     shards = pickle.loads(pickle.dumps(RemoteShards(bucket.url, cache=tmp_path / "cache")))
     further = pickle.loads(pickle.dumps(shards))  # and from there to a third, before anything was asked for
     for one in (shards, further):
-        assert np.array_equal(one.read(0, 3, 900), store.shard(0)[3:900])
+        assert np.array_equal(one.read(0, 3, 900), store.read_shard(0)[3:900])
 
 
 def test_the_commands_take_an_address(
@@ -296,6 +298,7 @@ for _ in range(rounds):
 """
 
 
+@pytest.mark.guarantee("s3-streaming")
 def test_processes_share_a_cache_and_may_be_killed(tmp_path: Path) -> None:
     cache = BlockCache(tmp_path, LEAST_BYTES + 4 * BLOCK_BYTES)
     rng = random.Random(0)

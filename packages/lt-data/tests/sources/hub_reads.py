@@ -1,7 +1,7 @@
 """Reads datasets of the hub in a process of its own, whose environment names the hub, and prints what came out.
 
-Standard input: a JSON list of cases, each {"sources", "options", "point", "world", "run_rows"}, or {"save", "texts"}
-for folders to be made with save_to_disk. Standard output: one JSON line per case.
+Standard input: a JSON list of cases, each {"sources", "options", "position", "num_parts", "run_rows"}, or {"save",
+"texts"} for folders to be made with save_to_disk. Standard output: one JSON line per case.
 """
 
 import json
@@ -14,17 +14,19 @@ from lt_data.sources import hub
 def answer(case: dict) -> dict:
     try:
         reader = DocumentReader(case["sources"], **case.get("options", {}))
-        found = list(reader.documents_from(*case.get("point", (0, 0))))
+        found = list(reader.documents_from(*case.get("position", (0, 0))))
         answer = {
-            "documents": [[d.text if d.ids is None else d.ids.tolist(), d.source, d.file, d.record] for d in found],
-            "files": [[file.path, file.bytes, file.sha256] for file in reader.finished],
+            "documents": [
+                [d.text if d.ids is None else d.ids.tolist(), d.source, d.file_index, d.next_record] for d in found
+            ],
+            "files": [[file.path, file.bytes, file.sha256] for file in reader.finished_files],
             "total_bytes": reader.total_bytes,
             "n_files": reader.n_files,
             "skipped": reader.skipped,
             "fingerprint": reader.fingerprint,
         }
-        if world := case.get("world"):
-            parts = [reader.part(rank, world) for rank in range(world)]
+        if num_parts := case.get("num_parts"):
+            parts = [reader.part(rank, num_parts) for rank in range(num_parts)]
             answer["parts"] = [[d.text for d in part] for part in parts]
     except DataError as exc:
         return {"error": str(exc)}
@@ -43,6 +45,6 @@ def save(folder: str, texts: list[str]) -> dict:
 
 
 for case in json.load(sys.stdin):
-    hub.RUN_ROWS = case.get("run_rows", 2**16)
+    hub.ROWS_PER_RUN = case.get("run_rows", 2**16)
     made = save(case["save"], case["texts"]) if "save" in case else answer(case)
     sys.stdout.write(json.dumps(made) + "\n")

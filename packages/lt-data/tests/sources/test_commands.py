@@ -70,7 +70,7 @@ def test_a_wrong_choice_is_told(tmp_path: Path, run: Run, tokenizer: Tokenizer) 
     (tmp_path / "a.txt").write_text("text")
     arguments = ("prepare", tmp_path / "a.txt", "--tokenizer", tmp_path / "tok", "--out", tmp_path / "out")
     code, _, err = run(*arguments, "--on-bad", "ignore")
-    assert (code, "on_bad='ignore': choose error or skip" in err) == (64, True)
+    assert (code, "on_bad = 'ignore': choose error or skip" in err) == (64, True)
     assert not (tmp_path / "out").exists()
 
 
@@ -99,7 +99,7 @@ def test_ids_of_a_split_of_a_saved_dataset(tmp_path: Path, run: Run, tokenizer: 
     assert ids_of(tmp_path / "again") == [tokenizer.bos_id, 11, 12, tokenizer.eos_id]
     train = ("train-tokenizer", tmp_path / "saved", "--split", "train", "--vocab-size", 300, "--out", tmp_path / "new")
     code, _, err = run(*train)
-    assert (code, "are the ids in 'input_ids' meant" in err) == (64, True)
+    assert (code, "for the ids in 'input_ids' give" in err) == (64, True)
 
 
 def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, texts: list[str]) -> None:
@@ -114,7 +114,7 @@ def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, t
     (folder / "c.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     (folder / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[40:]))
 
-    def prepare(out: Path, **more: int) -> lt_data.Manifest:
+    def prepare(out: Path, **more: int) -> lt_data.StoreManifest:
         return lt_data.prepare(
             [folder], tokenizer=tokenizer, out=out, on_bad="skip", engine="hf", shard_tokens=900, **more
         )
@@ -123,7 +123,7 @@ def test_ranks_share_files_of_every_kind(tmp_path: Path, tokenizer: Tokenizer, t
     assert ids_of(tmp_path / "whole") == expected(tokenizer, texts)
     assert whole.skipped == {"broken JSON line": 1, "not a string": 1}
     for rank in (2, 0, 1):
-        prepare(tmp_path / "parts", rank=rank, world=3)
+        prepare(tmp_path / "parts", part_index=rank, num_parts=3)
     merged = lt_data.merge(tmp_path / "parts")
     assert (merged.fingerprint, merged.skipped, merged.sources) == (whole.fingerprint, whole.skipped, whole.sources)
     for path in (tmp_path / "whole").rglob("*"):

@@ -34,8 +34,8 @@ def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
         "in folder",
         "any suffix when named",
     ]
-    assert found[2] == Document(text="two", source=f"{lines}:2", file=1, record=2)
-    assert (found[3].file, found[3].record, found[4].file) == (2, 1, 3)
+    assert found[2] == Document(text="two", source=f"{lines}:2", file_index=1, next_record=2)
+    assert (found[3].file_index, found[3].next_record, found[4].file_index) == (2, 1, 3)
     assert found[0].source == str(alone)
 
 
@@ -54,8 +54,8 @@ def test_jsonl_without_last_newline_and_with_blank_lines(tmp_path: Path) -> None
     path = write(tmp_path / "x.jsonl", '\n{"body": "a\\u2028b", "n": 1}\n  \n{"body": ""}')
     found = list(read_documents([path], text_field="body"))
     assert found == [
-        Document(text="a\u2028b", source=f"{path}:2", record=2),
-        Document(text="", source=f"{path}:4", record=4),
+        Document(text="a\u2028b", source=f"{path}:2", next_record=2),
+        Document(text="", source=f"{path}:4", next_record=4),
     ]
 
 
@@ -66,7 +66,7 @@ def test_suffixes_can_be_chosen(tmp_path: Path) -> None:
     write(tmp_path / "B.TXT", "B")
     assert [d.text for d in read_documents([tmp_path], suffixes=[".TXT"])] == ["B", "t"]
     for bad in ([], "txt", ["txt"]):
-        with pytest.raises(DataError, match="suffixes="):
+        with pytest.raises(DataError, match="suffixes = "):
             read_documents([tmp_path], suffixes=bad)
 
 
@@ -78,7 +78,7 @@ def test_links_out_of_the_folder_are_not_followed_and_counted(tmp_path: Path) ->
     (tmp_path / "in/d").symlink_to(outside.parent)
     reader = DocumentReader([tmp_path / "in"])
     assert [(d.text, Path(d.source).name) for d in reader] == [("a", "a.txt"), ("a", "c.txt")]
-    assert reader.sources().skipped_links == 2
+    assert reader.source_files().skipped_links == 2
     (tmp_path / "link").symlink_to(tmp_path / "outside")
     assert [d.text for d in read_documents([tmp_path / "link"])] == [
         "secret"
@@ -92,7 +92,7 @@ def test_counts_and_hashes(tmp_path: Path) -> None:
     assert reader.total_bytes == 2 + 15
     for _ in range(2):  # a second walk counts anew
         assert len(list(reader)) == 2
-        sources = reader.sources()
+        sources = reader.source_files()
         assert (sources.files, sources.bytes, reader.read_bytes) == (2, 17, 17)
         assert [file.sha256 for file in sources.listed] == [
             hashlib.sha256(path.read_bytes()).hexdigest() for path in (first, second)
@@ -102,13 +102,13 @@ def test_counts_and_hashes(tmp_path: Path) -> None:
 
 
 def test_many_files_are_recorded_as_one_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lt_data.sources.reader.LISTED_SOURCES", 3)
+    monkeypatch.setattr("lt_data.sources.reader.MAX_LISTED_SOURCES", 3)
     for name in "abcd":
         write(tmp_path / f"{name}.txt", name)
     reader = DocumentReader([tmp_path])
     assert len(list(reader)) == 4
-    assert reader.sources().listed == ()
-    assert reader.sources().files == 4
+    assert reader.source_files().listed == ()
+    assert reader.source_files().files == 4
 
 
 def test_fsspec_urls() -> None:
@@ -119,7 +119,7 @@ def test_fsspec_urls() -> None:
     try:
         assert [d.text for d in read_documents(["memory://corpus/b.txt"])] == ["b"]
         documents = read_documents(["memory://corpus"])
-        assert next(documents) == Document(text="a", source="memory:///corpus/a/x.jsonl:1", record=1)
+        assert next(documents) == Document(text="a", source="memory:///corpus/a/x.jsonl:1", next_record=1)
         with pytest.raises(DataError, match=r"memory:///corpus/a/x\.jsonl:2: field 'text' holds int"):
             next(documents)
         with pytest.raises(DataError, match="cannot read memory://nowhere"):

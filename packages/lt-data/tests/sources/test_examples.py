@@ -108,7 +108,18 @@ def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, 
         pages = [f"Paper {i} page {page} " + "the quick brown fox " * (i % 4) for page in range(3)]
         (tmp_path / f"papers/{i:02}.pdf").write_bytes(make_pdf(pages))
     (tmp_path / "papers/broken.pdf").write_bytes(b"%PDF-1.4 and nothing else")
-    arguments = ("--tokenizer", saved_tokenizer, "--seq-len", 256, "--global-batch", 4, "--dp-size", 2, "--workers", 1)
+    arguments = (
+        "--tokenizer",
+        saved_tokenizer,
+        "--seq-len",
+        256,
+        "--global-batch-size",
+        4,
+        "--dp-size",
+        2,
+        "--workers",
+        1,
+    )
     out = run("papers.py", "papers", *arguments)
     assert out.startswith("12 papers, ")
     assert "not readable: {'damaged PDF': 1}" in out
@@ -117,7 +128,7 @@ def test_papers(tmp_path: Path, run: Run, saved_tokenizer: Path, make_pdf: Any, 
     assert all(len(row["input_ids"]) == len(row["labels"]) == 256 for row in rows)
     kept = [id_ for row in rows for id_, bit in zip(row["input_ids"], row["attention_mask"], strict=True) if bit]
     assert sorted(kept) == sorted(in_store(tmp_path / "data/store"))
-    decoded = "".join(tokenizer.decode(np.array(row["input_ids"]), skip_special=True) for row in rows)
+    decoded = "".join(tokenizer.decode(np.array(row["input_ids"]), skip_special_tokens=True) for row in rows)
     for i in range(12):
         assert f"Paper {i} page 0" in decoded
 

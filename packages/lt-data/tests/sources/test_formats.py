@@ -73,13 +73,13 @@ def test_documents_of_every_kind(tmp_path: Path, kind: str) -> None:
     path.write_bytes(content)
     reader = DocumentReader([path])
     found = list(reader)
-    assert found == [Document(text=text, source=f"{path}:{i}", record=i) for i, text in enumerate(TEXTS, start=1)]
-    (file,) = reader.sources().listed
+    assert found == [Document(text=text, source=f"{path}:{i}", next_record=i) for i, text in enumerate(TEXTS, start=1)]
+    (file,) = reader.source_files().listed
     assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
     assert reader.read_bytes == reader.total_bytes == len(content)
     for i in range(len(TEXTS) + 1):
         assert list(reader.documents_from(0, i)) == found[i:]
-        assert reader.sources().listed == (file,)
+        assert reader.source_files().listed == (file,)
     assert list(reader.documents_from(1, 0)) == []
 
 
@@ -116,7 +116,11 @@ def test_many_rows_and_row_groups(tmp_path: Path) -> None:
     for start in (1, 127, 128, 129, 299, 300, 301, 428, 599, 600, 999):
         found = list(reader.documents_from(0, start))
         assert [d.text for d in found] == texts[start:], start
-        assert (found[0].record, found[0].source, found[-1].record) == (start + 1, f"{path}:{start + 1}", 1000)
+        assert (found[0].next_record, found[0].source, found[-1].next_record) == (
+            start + 1,
+            f"{path}:{start + 1}",
+            1000,
+        )
 
 
 IDS = [[1, 5, 2], [], [7], list(range(70_000, 70_300))]
@@ -140,8 +144,8 @@ def test_ready_made_ids(tmp_path: Path, kind: str) -> None:
     assert [d.text for d in found] == [None] * 4
     assert [d.ids.tolist() for d in found if d.ids is not None] == IDS
     assert all(d.ids is not None and d.ids.dtype == np.int64 and d.ids.ndim == 1 for d in found)
-    assert [(d.source, d.record) for d in found] == [(f"{path}:{i}", i) for i in (1, 2, 3, 4)]
-    with pytest.raises(DataError, match="holds ids, and text is needed"):
+    assert [(d.source, d.next_record) for d in found] == [(f"{path}:{i}", i) for i in (1, 2, 3, 4)]
+    with pytest.raises(DataError, match="holds ids, but text is required"):
         found[0].as_text()
 
 
@@ -195,8 +199,8 @@ def test_papers(tmp_path: Path, make_pdf: Pdf) -> None:
     (tmp_path / "scanned.pdf").write_bytes(make_pdf(["", ""]))
     reader = DocumentReader([tmp_path])
     assert [d.text for d in reader] == ["Only one page", "Attention is\nall you need", "\n"]
-    assert [(d.file, d.record) for d in reader.documents_from(1, 0)] == [(1, 1), (2, 1)]
-    assert [d.file for d in reader.documents_from(0, 1)] == [1, 2]
+    assert [(d.file_index, d.next_record) for d in reader.documents_from(1, 0)] == [(1, 1), (2, 1)]
+    assert [d.file_index for d in reader.documents_from(0, 1)] == [1, 2]
     assert not reader.skipped
 
 
@@ -215,7 +219,7 @@ def test_damaged_and_locked_papers(tmp_path: Path, make_pdf: Pdf) -> None:
     reader = DocumentReader([tmp_path], on_bad="skip")
     assert [d.text for d in reader] == ["Attention is\nall you need"]
     assert reader.skipped == {"encrypted PDF": 1, "damaged PDF": 1}
-    assert reader.sources().files == 3
+    assert reader.source_files().files == 3
 
 
 def test_any_damage_to_a_paper_is_an_error_of_ours_or_some_text(
@@ -277,7 +281,7 @@ def test_saved_datasets_are_read_in_the_order_of_their_list(tmp_path: Path, spli
         ('{"a": 1}', r"state\.json: no list _data_files"),
         ('{"_data_files": [{"filename": "../x.arrow"}]}', "_data_files does not name files of the folder"),
         ('{"_data_files": [3]}', "_data_files does not name files of the folder"),
-        ('{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "in another order than the files"),
+        ('{"_data_files": [], "_indices_data_files": [{"filename": "i"}]}', "not in the order of the files"),
     ],
 )
 def test_broken_lists_of_saved_datasets(tmp_path: Path, state: str, message: str) -> None:

@@ -33,7 +33,7 @@ def readme(info: dict[str, Any]) -> bytes:
 
 CASES: dict[str, dict[str, Any]] = {
     "only split": {"sources": ["hf://org/one"]},
-    "again": {"sources": ["hf://org/one"], "point": [0, 18], "world": 2},
+    "again": {"sources": ["hf://org/one"], "position": [0, 18], "num_parts": 2},
     "by commit": {"sources": [f"hf://org/one@{COMMIT}"]},
     "not streamed": {"sources": ["hf://org/one?streaming=false"], "options": {"streaming": True}},
     "older": {"sources": ["hf://org/one@v1"]},
@@ -49,10 +49,10 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed": {"sources": ["hf://org/two?split=train"], "options": {"streaming": True}},
     "streamed from a point": {
         "sources": ["hf://org/two?split=train&streaming=true"],
-        "point": [0, 8],
-        "world": 2,
+        "position": [0, 8],
+        "num_parts": 2,
     },
-    "streamed rows": {"sources": ["hf://org/two?split=train[5:18]&streaming=true"], "point": [0, 2]},
+    "streamed rows": {"sources": ["hf://org/two?split=train[5:18]&streaming=true"], "position": [0, 2]},
     "streamed to the end": {"sources": ["hf://org/two?split=train[5:]&streaming=true"]},
     "streamed percent": {"sources": ["hf://org/unread?split=train[:10%]&streaming=true"]},
     "streamed percent, size told": {"sources": ["hf://org/told?split=train[50%:75%]&streaming=true"]},
@@ -63,13 +63,13 @@ CASES: dict[str, dict[str, Any]] = {
     "streamed ids": {"sources": ["hf://org/ids"], "options": {"tokens_field": "input_ids", "streaming": True}},
     "no column": {"sources": ["hf://org/ids"]},
     "streamed, no column": {"sources": ["hf://org/ids"], "options": {"streaming": True}},
-    "many": {"sources": ["hf://org/two?split=train"], "point": [1, 6], "world": 2, "run_rows": 8},
+    "many": {"sources": ["hf://org/two?split=train"], "position": [1, 6], "num_parts": 2, "run_rows": 8},
     "nulls": {"sources": ["hf://org/nulls"]},
     "nulls left out": {"sources": ["hf://org/nulls"], "options": {"on_bad": "skip"}},
     "broken data": {"sources": ["hf://org/broken"]},
     "script": {"sources": ["hf://org/script"]},
     "script's files": {"sources": ["hf://datasets/org/script@refs%2Fconvert%2Fparquet/raw_en/train"]},
-    "file": {"sources": ["hf://datasets/org/one/data/train.jsonl"], "point": [0, 15]},
+    "file": {"sources": ["hf://datasets/org/one/data/train.jsonl"], "position": [0, 15]},
     "unknown": {"sources": ["hf://org/nothing"]},
     "private": {"sources": ["hf://org/private"]},
     "no such revision": {"sources": ["hf://org/one@nowhere"]},
@@ -168,7 +168,7 @@ def test_streams(answers: dict[str, dict[str, Any]]) -> None:
     assert answers["streamed rows"]["documents"] == [[TRAIN[i], f"{name}:{i + 1}", 0, i - 4] for i in range(7, 18)]
     assert texts(answers["streamed to the end"]) == TRAIN[5:]
     assert texts(answers["streamed percent, size told"]) == TRAIN[10:15]
-    assert "the hub does not tell how many rows train has" in answers["streamed percent"]["error"]
+    assert "the hub does not report the number of rows of train" in answers["streamed percent"]["error"]
 
 
 def test_configurations(answers: dict[str, dict[str, Any]]) -> None:
@@ -220,7 +220,7 @@ def test_errors_of_the_hub(answers: dict[str, dict[str, Any]]) -> None:
         "no such revision": "cannot read hf://org/one@nowhere: .*Invalid rev id",
         "broken data": "cannot read hf://org/broken",
         "bad setting": r"unknown setting 'splt'; there are config, split, revision, streaming",
-        "bad value": "streaming='1': true or false",
+        "bad value": "streaming = '1': give true or false",
         "bad name": r"a dataset is named hf://org/name; single files are named hf://datasets/org/name/file",
     }
     for name, message in expected.items():

@@ -40,6 +40,7 @@ def stream_of(texts: list[str], rows: int) -> bytes:
     return out.getvalue()
 
 
+@pytest.mark.guarantee("sources-complete")
 @pytest.mark.parametrize(
     ("line", "reason", "message"),
     [
@@ -57,8 +58,8 @@ def stream_of(texts: list[str], rows: int) -> bytes:
         (
             b'{"input_ids": [1]}',
             "no field 'text'",
-            r".*name the field with text_field \(--text-field\); are the ids in 'input_ids' meant\? "
-            r"Then tokens_field='input_ids' \(--tokens-field input_ids\)",
+            r".*name the field with text_field \(--text-field\); "
+            r"for the ids in 'input_ids' give tokens_field='input_ids' \(--tokens-field input_ids\)",
         ),
         (b'{"text": null}', "not a string", "field 'text' holds NoneType, not a string"),
     ],
@@ -71,13 +72,13 @@ def test_bad_lines(tmp_path: Path, line: bytes, reason: str, message: str, packe
     with pytest.raises(DataError, match=rf"x\.jsonl{packed}:2: {message}"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
-    assert [(d.text, d.record, d.source) for d in reader] == [("good", 1, f"{path}:1"), ("good", 3, f"{path}:3")]
+    assert [(d.text, d.next_record, d.source) for d in reader] == [("good", 1, f"{path}:1"), ("good", 3, f"{path}:3")]
     assert reader.skipped == {reason: 2}
-    assert list(reader.examples) == [reason]
-    assert reader.examples[reason].startswith(f"{path}:2: ")
-    assert [d.record for d in reader.documents_from(0, 2)] == [3]
+    assert list(reader.skip_examples) == [reason]
+    assert reader.skip_examples[reason].startswith(f"{path}:2: ")
+    assert [d.next_record for d in reader.documents_from(0, 2)] == [3]
     assert reader.skipped == {reason: 1}
-    assert reader.sources().bytes == path.stat().st_size
+    assert reader.source_files().bytes == path.stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_bad_strings_in_columns(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"x\.parquet:2: not UTF-8 at byte 0"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
-    assert [(d.text, d.record) for d in reader] == [("good", 1), ("good", 4)]
+    assert [(d.text, d.next_record) for d in reader] == [("good", 1), ("good", 4)]
     assert reader.skipped == {"not UTF-8": 1, "not a string": 1}
     path.write_bytes(parquet_of({"text": list(range(300)), "n": list(range(300))}))
     with pytest.raises(DataError, match=r"x\.parquet:1: field 'text' holds int64, not a string"):
@@ -165,14 +166,15 @@ def packed_kinds() -> dict[str, tuple[bytes, str]]:
     content = b"".join(b'{"text": "%d"}\n' % i for i in range(3000))
     texts = [str(i) for i in range(3000)]
     return {
-        "x.jsonl.gz": (gzip.compress(content), "cut off|not a whole gzip"),
-        "x.jsonl.zst": (zstandard_of(content), "cut off|not a whole zstandard"),
-        "x.txt.gz": (gzip.compress(content), "cut off|not a whole gzip"),
-        "x.parquet": (parquet_of({"text": texts}, row_group_size=500), "not a whole parquet file"),
-        "x.arrow": (stream_of(texts, 1000), "cut off|not a whole arrow"),
+        "x.jsonl.gz": (gzip.compress(content), "truncated gzip|damaged gzip"),
+        "x.jsonl.zst": (zstandard_of(content), "truncated zstandard|damaged zstandard"),
+        "x.txt.gz": (gzip.compress(content), "truncated gzip|damaged gzip"),
+        "x.parquet": (parquet_of({"text": texts}, row_group_size=500), "damaged parquet file"),
+        "x.arrow": (stream_of(texts, 1000), "truncated arrow|damaged arrow"),
     }
 
 
+@pytest.mark.guarantee("sources-truncated")
 @pytest.mark.parametrize("kind", ["x.jsonl.gz", "x.jsonl.zst", "x.txt.gz", "x.parquet", "x.arrow"])
 def test_a_file_that_is_cut_off_anywhere_is_an_error(tmp_path: Path, kind: str) -> None:
     whole, message = packed_kinds()[kind]
@@ -190,7 +192,7 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error(tmp_path: Path, kind: str) 
         assert found[-1] == "after it"
         assert found[:-1] == everything[: len(found) - 1]
         assert reader.skipped == {"damaged file": 1}
-        assert [file.bytes for file in reader.finished] == [cut, 8]
+        assert [file.bytes for file in reader.finished_files] == [cut, 8]
 
 
 def test_an_arrow_stream_cut_at_the_border_of_two_batches(tmp_path: Path) -> None:
@@ -204,7 +206,7 @@ def test_an_arrow_stream_cut_at_the_border_of_two_batches(tmp_path: Path) -> Non
     cut = out.getvalue()[:border]
     assert pa.ipc.open_stream(cut).read_all().num_rows == 5  # pyarrow takes it for a whole one
     (tmp_path / "x.arrow").write_bytes(cut)
-    with pytest.raises(DataError, match=r"x\.arrow: the arrow stream is cut off: its end mark is missing"):
+    with pytest.raises(DataError, match=r"x\.arrow: truncated arrow stream: its end mark is missing"):
         list(read_documents([tmp_path / "x.arrow"]))
 
 
@@ -238,14 +240,14 @@ def test_a_big_file_that_is_damaged_early_is_hashed_whole(tmp_path: Path, kind: 
     found = list(reader)
     assert reader.skipped["damaged file"] == 1
     assert 0 < len(found) < len(letters) // 1000
-    (file,) = reader.finished
+    (file,) = reader.finished_files
     assert (file.bytes, file.sha256) == (len(packed), hashlib.sha256(packed).hexdigest())
 
 
 def test_garbage_after_a_packed_file(tmp_path: Path) -> None:
     for kind, packed in (("x.jsonl.gz", gzip.compress(GOOD)), ("x.jsonl.zst", zstandard_of(GOOD))):
         (tmp_path / kind).write_bytes(packed + b"garbage of some length")
-        with pytest.raises(DataError, match=rf"{kind}: not a whole (gzip|zstandard) file"):
+        with pytest.raises(DataError, match=rf"{kind}: damaged (gzip|zstandard) file"):
             list(read_documents([tmp_path / kind]))
 
 
@@ -296,9 +298,9 @@ def test_empty_files(tmp_path: Path) -> None:
     (tmp_path / "f.parquet").write_bytes(parquet_of({"text": []}))
     reader = DocumentReader([tmp_path], suffixes=[".txt", ".jsonl", ".json", ".jsonl.gz", ".parquet"], on_bad="skip")
     # An empty text file is an empty document; a column without rows has no type, and no row that could be bad.
-    assert [(d.text, d.file) for d in reader] == [("", 0)]
+    assert [(d.text, d.file_index) for d in reader] == [("", 0)]
     assert not reader.skipped
-    assert reader.sources().files == 6
+    assert reader.source_files().files == 6
     for name in ("x.parquet", "x.jsonl.gz", "x.jsonl.zst", "x.arrow"):
         (tmp_path / name).write_bytes(b"")
     assert list(read_documents([tmp_path / "x.jsonl.gz"])) == []  # as gunzip sees it: no member
@@ -338,10 +340,10 @@ def test_a_file_that_changes_after_it_was_listed_is_never_skipped(tmp_path: Path
 
 def test_options_are_checked() -> None:
     for wrong, message in (
-        ({"on_bad": "ignore"}, "on_bad='ignore': choose error or skip"),
-        ({"text_field": ""}, "text_field='': give a name"),
-        ({"tokens_field": ""}, "tokens_field=''"),
-        ({"suffixes": ["txt"]}, "suffixes="),
+        ({"on_bad": "ignore"}, "on_bad = 'ignore': choose error or skip"),
+        ({"text_field": ""}, "text_field = '': give a name"),
+        ({"tokens_field": ""}, "tokens_field = ''"),
+        ({"suffixes": ["txt"]}, "suffixes = "),
     ):
         with pytest.raises(DataError, match=message):
             DocumentReader([], **wrong)  # pyright: ignore[reportArgumentType]
@@ -351,9 +353,9 @@ def test_files_that_a_folder_holds_besides_are_told(tmp_path: Path) -> None:
     for name in ("a.txt", "b.bin", "c.bin", "d.json", "Makefile"):
         (tmp_path / name).write_bytes(b"x")
     reader = DocumentReader([tmp_path])
-    assert reader.other_files == "4 files (.bin 2, .json 1, Makefile 1)"
-    assert "4 files (.bin 2, .json 1, Makefile 1) not asked for" in reader.description
-    assert DocumentReader([tmp_path / "a.txt"]).other_files == ""
+    assert reader.ignored_files == "4 files (.bin 2, .json 1, Makefile 1)"
+    assert "4 files (.bin 2, .json 1, Makefile 1) ignored" in reader.description
+    assert DocumentReader([tmp_path / "a.txt"]).ignored_files == ""
 
 
 BIG = """

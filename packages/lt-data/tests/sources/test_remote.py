@@ -116,9 +116,9 @@ def test_http(web: Web, ranges: bool, tells_length: bool) -> None:
         found = list(reader)
         assert [d.text for d in found] == TEXTS
         assert found[1].source == f"{web.url(name)}:2"
-        (file,) = reader.finished
+        (file,) = reader.finished_files
         assert (file.path, file.bytes) == (web.url(name), len(content))
-        assert "secret" not in reader.fingerprint + repr(reader.sources()) + repr(found[1])
+        assert "secret" not in reader.fingerprint + repr(reader.source_files()) + repr(found[1])
     assert any("signature=secret" in path for path in web.asked)
 
 
@@ -133,6 +133,7 @@ def test_http_faults(web: Web) -> None:
         assert "secret" not in str(caught.value)
 
 
+@pytest.mark.guarantee("sources-truncated")
 @pytest.mark.parametrize("name", ["x.jsonl", "x.parquet", "x.jsonl.gz"])
 @pytest.mark.parametrize("cut", [0, 1, 2000])
 @pytest.mark.parametrize("ranges", [True, False])
@@ -156,26 +157,29 @@ def test_a_server_that_is_gone(web: Web) -> None:
 
 
 def test_what_the_libraries_say_is_cleaned_of_the_url() -> None:
-    from lt_data.sources.transfer import transfer_errors
+    from lt_data.sources.transfer_errors import translate_transfer_errors
 
     url, name = "https://host/x.jsonl?signature=secret", "https://host/x.jsonl"
     with (
         pytest.raises(DataError, match=rf"cannot read {name}: failed for {name}; check the network") as caught,
-        transfer_errors(name, url),
+        translate_transfer_errors(name, url),
     ):
         raise OSError(f"failed for {url}")
     assert "secret" not in str(caught.value)
     assert caught.value.__suppress_context__  # nor does a traceback show it
-    with pytest.raises(DataError, match="No space left on device; free some space"), transfer_errors(name, url):
+    with (
+        pytest.raises(DataError, match="No space left on device; free some space"),
+        translate_transfer_errors(name, url),
+    ):
         raise OSError(28, "No space left on device")
 
 
 def test_user_and_password_of_a_url_are_not_shown() -> None:
-    from lt_data.sources.listing import without_secrets
+    from lt_data.sources.listing import redact_url
 
     url = "https://user:secret@host:8080/a/x.jsonl?token=secret#secret"
-    assert without_secrets(url) == "https://host:8080/a/x.jsonl"
-    assert without_secrets("s3://bucket/a?b#c") == "s3://bucket/a?b#c"
+    assert redact_url(url) == "https://host:8080/a/x.jsonl"
+    assert redact_url("s3://bucket/a?b#c") == "s3://bucket/a?b#c"
 
 
 def test_s3(s3, tmp_path: Path) -> None:
@@ -192,7 +196,7 @@ def test_s3(s3, tmp_path: Path) -> None:
     reader = DocumentReader(["s3://bucket/corpus"])
     found = list(reader)
     assert [d.text for d in found] == ["text", *TEXTS, *TEXTS]
-    assert [file.path for file in reader.finished] == [
+    assert [file.path for file in reader.finished_files] == [
         "s3://bucket/corpus/B.txt",
         "s3://bucket/corpus/a/x.parquet",
         "s3://bucket/corpus/b.jsonl",
@@ -200,7 +204,9 @@ def test_s3(s3, tmp_path: Path) -> None:
     assert found[-1].source == "s3://bucket/corpus/b.jsonl:2000"
     assert list(reader.documents_from(1, 1990)) == found[1991:]
     assert [part.n_files for part in (reader.part(0, 2), reader.part(1, 2))] in ([2, 1], [1, 2])
-    with pytest.raises(DataError, match=r"s3://bucket/saved/data-00000-of-00001\.arrow: is missing"):
+    with pytest.raises(
+        DataError, match=r"s3://bucket/saved/data-00000-of-00001\.arrow: a file of the saved dataset is missing"
+    ):
         read_documents(["s3://bucket/saved"])
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     out = io.BytesIO()

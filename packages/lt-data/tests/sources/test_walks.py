@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Document, DocumentReader
-from lt_data.sources.reader import sources_of
+from lt_data.sources.reader import summarize_sources
 from lt_data.store.manifest import SourceFile
 
 # One file: its kind, and what stands in each of its records: a text, or None for one that is bad.
@@ -53,10 +53,11 @@ def write_files(folder: Path, files: list[tuple[str, list[str | None]]]) -> tupl
     return texts, bad
 
 
+@pytest.mark.guarantee("sources-complete")
 @settings(max_examples=120)
 @given(FILES, st.integers(1, 5))
 def test_nothing_is_lost_from_any_point_and_in_any_parts(
-    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, list[str | None]]], world: int
+    tmp_path_factory: pytest.TempPathFactory, files: list[tuple[str, list[str | None]]], num_parts: int
 ) -> None:
     folder = tmp_path_factory.mktemp("walk")
     texts, bad = write_files(folder, files)
@@ -64,42 +65,42 @@ def test_nothing_is_lost_from_any_point_and_in_any_parts(
     found = list(whole)
     assert [d.text for d in found] == texts
     assert whole.skipped.total() == bad
-    assert [f.sha256 for f in whole.finished] == [
+    assert [f.sha256 for f in whole.finished_files] == [
         hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())
     ]
-    every, skipped, sources = whole.finished, whole.skipped, whole.sources()
+    every, skipped, sources = whole.finished_files, whole.skipped, whole.source_files()
 
     for i, document in enumerate(found):
-        rest = list(whole.documents_from(document.file, document.record))
+        rest = list(whole.documents_from(document.file_index, document.next_record))
         assert rest == found[i + 1 :]
-        assert whole.finished == every[document.file :]
+        assert whole.finished_files == every[document.file_index :]
         assert whole.read_bytes == whole.total_bytes == sum(file.bytes for file in every)
 
-    parts = [whole.part(rank, world) for rank in range(world)]
+    parts = [whole.part(rank, num_parts) for rank in range(num_parts)]
     assert [d.text for part in parts for d in part] == texts
-    assert [file for part in parts for file in part.finished] == every
+    assert [file for part in parts for file in part.finished_files] == every
     assert sum((part.skipped for part in parts), start=type(skipped)()) == skipped
     assert sum(part.n_files for part in parts) == whole.n_files == len(files)
-    assert sources_of([file for part in parts for file in part.finished]) == sources
+    assert summarize_sources([file for part in parts for file in part.finished_files]) == sources
 
 
 def test_counts_at_a_document_are_those_up_to_it(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{\n{"text": "1"}\n{\n{"text": "2"}\n{\n')
     (tmp_path / "b.jsonl").write_text('{"text": "3"}\n')
     reader = DocumentReader([tmp_path], on_bad="skip")
-    assert [(d.text, reader.skipped.total(), len(reader.finished)) for d in reader] == [
+    assert [(d.text, reader.skipped.total(), len(reader.finished_files)) for d in reader] == [
         ("1", 1, 0),
         ("2", 2, 0),
         ("3", 3, 1),
     ]
-    assert [(d.text, reader.skipped.total(), len(reader.finished)) for d in reader.documents_from(0, 2)] == [
+    assert [(d.text, reader.skipped.total(), len(reader.finished_files)) for d in reader.documents_from(0, 2)] == [
         ("2", 1, 0),
         ("3", 2, 1),
     ]
 
 
 @given(st.lists(st.integers(0, 50), max_size=30), st.integers(1, 9))
-def test_parts_are_balanced_by_bytes(sizes: list[int], world: int) -> None:
+def test_parts_are_balanced_by_bytes(sizes: list[int], num_parts: int) -> None:
     import fsspec
 
     memory = fsspec.filesystem("memory")
@@ -108,12 +109,12 @@ def test_parts_are_balanced_by_bytes(sizes: list[int], world: int) -> None:
         whole = DocumentReader(["memory://parts"])
     finally:
         memory.rm("/parts", recursive=True)
-    parts = [whole.part(rank, world) for rank in range(world)]
+    parts = [whole.part(rank, num_parts) for rank in range(num_parts)]
     assert sum(part.total_bytes for part in parts) == sum(sizes)
     assert sum(part.n_files for part in parts) == len(sizes)
     # No part is more than one file away from its share.
     for part in parts:
-        assert abs(part.total_bytes - sum(sizes) / world) <= max(sizes, default=0)
+        assert abs(part.total_bytes - sum(sizes) / num_parts) <= max(sizes, default=0)
 
 
 def test_equal_files_are_dealt_out_evenly(tmp_path: Path) -> None:
@@ -129,11 +130,11 @@ def test_equal_files_are_dealt_out_evenly(tmp_path: Path) -> None:
 def test_ranks_and_points_are_checked(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"")
     reader = DocumentReader([tmp_path])
-    for rank, world in ((0, 0), (1, 1), (-1, 2), (2, 2)):
-        with pytest.raises(DataError, match=f"rank={rank}, world={world}"):
-            reader.part(rank, world)
+    for rank, num_parts in ((0, 0), (1, 1), (-1, 2), (2, 2)):
+        with pytest.raises(DataError, match=f"part_index = {rank}, num_parts = {num_parts}"):
+            reader.part(rank, num_parts)
     for file, record in ((2, 0), (-1, 0), (0, -1)):
-        with pytest.raises(DataError, match=f"file={file}, record={record}: the sources hold 1 files"):
+        with pytest.raises(DataError, match=f"file = {file}, record = {record}: the sources have 1 files"):
             list(reader.documents_from(file, record))
 
 
@@ -171,7 +172,7 @@ def test_the_fingerprint_tells_listings_and_options_apart(tmp_path: Path) -> Non
 
 def test_sources_of_adds_up() -> None:
     files = [SourceFile(path=f"{i}\udcff", bytes=i, sha256=f"{i:064}") for i in range(3)]
-    sources = sources_of(files, skipped_links=2)
+    sources = summarize_sources(files, skipped_links=2)
     lines = "".join(f"{file.sha256} {file.bytes} {file.path}\n" for file in files)
     assert (sources.files, sources.bytes, sources.skipped_links, sources.listed) == (3, 3, 2, tuple(files))
     assert sources.sha256 == hashlib.sha256(lines.encode("utf-8", "surrogateescape")).hexdigest()
@@ -182,5 +183,5 @@ def test_a_document_is_text_or_ids() -> None:
 
     assert Document(text="a", source="x").as_text() == "a"
     for wrong in ({}, {"text": "a", "ids": np.zeros(1, np.int64)}):
-        with pytest.raises(DataError, match="x: a document is either text or ids"):
+        with pytest.raises(DataError, match="x: a document has either text or ids"):
             Document(source="x", **wrong)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore
 from lt_data.packing.packs import build_index
-from lt_data.streaming.order import shuffled_rows
+from lt_data.streaming.shuffle import shuffle_positions
 
 SEQ_LEN = 4
 
@@ -46,6 +46,7 @@ def mixture_of(make: Callable[..., RowReader], sizes: list[int], phases: list[tu
     return Mixture({f"s{j}": make(size) for j, size in enumerate(sizes)}, made)
 
 
+@pytest.mark.guarantee("mixture-shares")
 @settings(max_examples=60)
 @given(SIZES, PHASES, st.integers(0, 2**40), st.booleans())
 def test_each_source_gives_its_own_sequence_and_exact_counts(
@@ -57,7 +58,7 @@ def test_each_source_gives_its_own_sequence_and_exact_counts(
     begin = 0
     for j, (name, reader) in enumerate(mixture.sources.items()):
         own = rows[names == name] - sum(sizes[:j])
-        expected = shuffled_rows(np.arange(own.size), reader.n_rows, f"{seed}/{name}" if shuffle else None)
+        expected = shuffle_positions(np.arange(own.size), reader.n_rows, f"{seed}/{name}" if shuffle else None)
         assert own.tolist() == expected.tolist()
         for epoch in range(own.size // reader.n_rows):  # each epoch is every row once, also across phases
             part = own[epoch * reader.n_rows : (epoch + 1) * reader.n_rows]
@@ -97,10 +98,11 @@ def test_a_start_far_away_is_that_of_the_whole(make: Callable[..., RowReader]) -
     row = int(mixture.rows_at(position, 1, seed=9, shuffle=True)[0])
     (name,) = mixture.source_names(np.array([row]))
     number = np.array([counts[name]])
-    expected = shuffled_rows(number, mixture.sources[name].n_rows, f"9/{name}")
+    expected = shuffle_positions(number, mixture.sources[name].n_rows, f"9/{name}")
     assert row == int(expected[0]) + (7 if name == "b" else 0)
 
 
+@pytest.mark.guarantee("mixture-shares")
 @settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([1, 2, 3]), st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=5))
 def test_any_ranks_batches_and_stops_give_one_sequence(
@@ -119,11 +121,13 @@ def test_any_ranks_batches_and_stops_give_one_sequence(
     for dp_size, per_rank, steps in runs:
         for _ in range(steps):
             batches = [
-                Stream(mixture, global_batch=dp_size * per_rank, dp_rank=r, dp_size=dp_size, seed=5, state=state).next()
+                Stream(
+                    mixture, global_batch_size=dp_size * per_rank, dp_rank=r, dp_size=dp_size, seed=5, state=state
+                ).next()
                 for r in range(dp_size)
             ]
             ids = np.concatenate([batch.row_ids for batch in batches])
-            expected = mixture.gather(ids)
+            expected = mixture.read_rows(ids)
             for name in ("input_ids", "labels", "position_ids", "doc_ids"):
                 assert np.array_equal(
                     np.concatenate([getattr(batch.rows, name) for batch in batches]), getattr(expected, name)
@@ -131,20 +135,20 @@ def test_any_ranks_batches_and_stops_give_one_sequence(
             assert {batch.valid_tokens for batch in batches} == {int(expected.loss_mask.sum())}
             seen += ids.tolist()
             assert len({batch.state for batch in batches}) == 1
-            state = StreamState.from_json(batches[0].state.to_json())
+            state = StreamState.from_dict(batches[0].state.to_dict())
     assert mixture.rows_at(0, len(seen), seed=5, shuffle=True).tolist() == seen
 
 
 @given(st.lists(st.integers(0, 19), max_size=12))
 def test_gathered_rows_are_those_of_the_sources(make: Callable[..., RowReader], chosen: list[int]) -> None:
     mixture = Mixture({"a": make(11), "b": make(6, mode="concat"), "c": make(3)}, {"a": 1, "b": 1, "c": 1})
-    rows = mixture.gather(np.array(chosen, np.int64))
+    rows = mixture.read_rows(np.array(chosen, np.int64))
     for i, row in enumerate(chosen):
         reader, number = mixture.locate(row)
-        expected = reader.gather(np.array([number]))
+        expected = reader.read_rows(np.array([number]))
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
             assert np.array_equal(getattr(rows, name)[i : i + 1], getattr(expected, name))
-    assert mixture.labels_in(np.array(chosen, np.int64)) == int(rows.loss_mask.sum())
+    assert mixture.count_labels(np.array(chosen, np.int64)) == int(rows.loss_mask.sum())
 
 
 def test_many_documents_in_many_rows_stay_in_their_order(counting_store: Callable[..., TokenStore]) -> None:
@@ -156,11 +160,11 @@ def test_many_documents_in_many_rows_stay_in_their_order(counting_store: Callabl
         readers[name] = RowReader(store, index)
     mixture = Mixture(readers, {"a": 3, "b": 2, "c": 1})
     chosen = rng.permutation(mixture.n_rows)[:90]
-    found = mixture.gather(chosen)
+    found = mixture.read_rows(chosen)
     assert found.doc_ids.max() > 5
     for place, row in enumerate(chosen.tolist()):
         reader, number = mixture.locate(row)
-        alone = reader.gather(np.array([number]))
+        alone = reader.read_rows(np.array([number]))
         for name in ("input_ids", "labels", "position_ids", "doc_ids"):
             assert np.array_equal(getattr(found, name)[place], getattr(alone, name)[0]), (name, place)
 
@@ -179,24 +183,24 @@ def test_weights_ahead_may_change_and_those_behind_may_not(make: Callable[..., R
         return Mixture(sources | (more or {}), phases)
 
     before = mixture({"a": 1})
-    stream = Stream(before, global_batch=4, seed=2)
+    stream = Stream(before, global_batch_size=4, seed=2)
     states = [stream.next().state for _ in range(3)]
     for state in states[:2]:  # rows 0 to 7 are read: the second phase has not begun
-        other = Stream(mixture({"c": 1}, more={"c": make(3)}), global_batch=4, seed=2, state=state)
+        other = Stream(mixture({"c": 1}, more={"c": make(3)}), global_batch_size=4, seed=2, state=state)
         assert other.state == state
         assert other.reader.rows_at(8, 3, seed=2, shuffle=True).min() >= 17
     with pytest.raises(DataError, match=r"weights@8: a=1 before, b=1 now"):
-        Stream(mixture({"b": 1}), global_batch=4, seed=2, state=states[2])
+        Stream(mixture({"b": 1}), global_batch_size=4, seed=2, state=states[2])
     with pytest.raises(DataError, match=r"weights@0: a=1,b=1 before, a=2,b=1 now"):
-        Stream(mixture({"a": 1}, first=2), global_batch=4, seed=2, state=states[0])
+        Stream(mixture({"a": 1}, first=2), global_batch_size=4, seed=2, state=states[0])
     with pytest.raises(DataError, match=r"a\.store: \w+ before, \w+ now; a\.pack"):
-        Stream(Mixture({**sources, "a": make(10)}, {"a": 1, "b": 1}), global_batch=4, seed=2, state=states[0])
-    Stream(mixture({"a": 1}), global_batch=6, dp_rank=2, dp_size=3, seed=2, state=states[2])
+        Stream(Mixture({**sources, "a": make(10)}, {"a": 1, "b": 1}), global_batch_size=4, seed=2, state=states[0])
+    Stream(mixture({"a": 1}), global_batch_size=6, dp_rank=2, dp_size=3, seed=2, state=states[2])
 
 
 def test_a_source_without_weight_is_not_part_of_the_sequence(make: Callable[..., RowReader]) -> None:
-    state = Stream(Mixture({"a": make(11), "b": make(6)}, {"a": 1}), global_batch=4).next().state
-    Stream(Mixture({"a": make(11)}, {"a": 1}), global_batch=4, state=state)
+    state = Stream(Mixture({"a": make(11), "b": make(6)}, {"a": 1}), global_batch_size=4).next().state
+    Stream(Mixture({"a": make(11)}, {"a": 1}), global_batch_size=4, state=state)
     assert state.fingerprint.count("store:") == 1
 
 
@@ -204,10 +208,10 @@ def test_a_source_that_is_exhausted_says_so_at_its_last_row(make: Callable[..., 
     mixture = Mixture({"a": make(11), "b": make(3)}, {"a": 1, "b": 1}, max_epochs={"b": 2})
     first_too_many = next(p for p in range(100) if mixture.counts(p + 1)["b"] == 7)
     assert mixture.rows_at(0, first_too_many, seed=0, shuffle=True).size == first_too_many
-    with pytest.raises(DataError, match=r"source b: its 3 rows were read 2 times, which is its max_epochs"):
+    with pytest.raises(DataError, match=r"source b: its 3 rows were read 2 times, its max_epochs"):
         mixture.rows_at(0, first_too_many + 1, seed=0, shuffle=True)
     assert mixture.epochs(first_too_many)["b"] == 2.0
-    stream = Stream(mixture, global_batch=first_too_many // 2)
+    stream = Stream(mixture, global_batch_size=first_too_many // 2)
     stream.next()
     stream.next()
     state = stream.state
@@ -219,8 +223,8 @@ def test_a_source_that_is_exhausted_says_so_at_its_last_row(make: Callable[..., 
 @pytest.mark.parametrize(
     ("sizes", "weights", "options", "message"),
     [
-        ({}, {}, {}, "a mixture needs a source"),
-        ({"a b": 3}, {"a b": 1}, {}, "source 'a b': a name is made of"),
+        ({}, {}, {}, "a mixture needs at least one source"),
+        ({"a b": 3}, {"a b": 1}, {}, "source 'a b': use letters"),
         ({"a/b": 3}, {"a/b": 1}, {}, "source 'a/b'"),
         ({"a": 3}, {"b": 1}, {}, "weights: no source 'b'; the sources are a"),
         ({"a": 3}, {"a": 0}, {}, "the weights of a are all 0"),
@@ -241,19 +245,19 @@ def test_wrong_mixtures(
 def test_sources_that_do_not_fit_together(
     make: Callable[..., RowReader], counting_store: Callable[..., TokenStore]
 ) -> None:
-    with pytest.raises(DataError, match=r"sources a and b differ in their row length \(4 and 5\)"):
+    with pytest.raises(DataError, match=r"sources a and b: different row length \(4 and 5\)"):
         Mixture({"a": make(3), "b": make(3, seq_len=5)}, {"a": 1})
-    with pytest.raises(DataError, match=r"differ in their document_mask"):
+    with pytest.raises(DataError, match=r"different document_mask"):
         Mixture({"a": make(3), "b": make(3, document_mask=False)}, {"a": 1})
     store = counting_store([4, 4])
     other = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, sha256="f" * 64))
     changed = TokenStore(store.path, other)
     index = build_index(store.lengths, seq_len=SEQ_LEN, mode="bfd", store_fingerprint=other.fingerprint)
-    with pytest.raises(DataError, match=r"sources a and b differ in their tokenizer \( and f{16}\)"):
+    with pytest.raises(DataError, match=r"sources a and b: different tokenizer \( and f{16}\)"):
         Mixture({"a": make(3), "b": RowReader(changed, index)}, {"a": 1})
 
 
 @pytest.mark.parametrize("from_row", [-1, 1.0, True])
 def test_wrong_phase(from_row: object) -> None:
-    with pytest.raises(DataError, match="from_row="):
+    with pytest.raises(DataError, match="from_row = "):
         Phase(weights={"a": 1}, from_row=from_row)  # pyright: ignore[reportArgumentType]

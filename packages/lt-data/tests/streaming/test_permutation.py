@@ -59,7 +59,7 @@ def test_looks_random() -> None:
 
 @pytest.mark.parametrize("n", [0, -1, 2**62 + 1])
 def test_bad_size(n: int) -> None:
-    with pytest.raises(ValueError, match=f"n={n}"):
+    with pytest.raises(ValueError, match=f"n = {n}"):
         KeyedPermutation(n, 0)
 
 

@@ -23,10 +23,11 @@ def no_thread_left() -> object:
     assert [thread.name for thread in threading.enumerate() if thread.name == "lt-data prefetch"] == []
 
 
+@pytest.mark.guarantee("prefetch-parity")
 @pytest.mark.parametrize("depth", [1, 2, 7])
 def test_the_same_batches_and_states(reader: RowReader, depth: int) -> None:
-    plain = Stream(reader, global_batch=4, seed=1)
-    with Prefetcher(Stream(reader, global_batch=4, seed=1), depth=depth) as ahead:
+    plain = Stream(reader, global_batch_size=4, seed=1)
+    with Prefetcher(Stream(reader, global_batch_size=4, seed=1), depth=depth) as ahead:
         assert ahead.state == plain.state
         for _ in range(20):
             expected, found = plain.next(), ahead.next()
@@ -36,7 +37,7 @@ def test_the_same_batches_and_states(reader: RowReader, depth: int) -> None:
 
 
 def test_it_makes_no_more_than_its_depth_ahead(reader: RowReader, wait_for: Callable[..., None]) -> None:
-    stream = Stream(reader, global_batch=4)
+    stream = Stream(reader, global_batch_size=4)
     with Prefetcher(stream, depth=3) as ahead:
         wait_for(lambda: stream.state.step == 4)  # three wait in the queue, one waits to be put there
         ahead.next()
@@ -45,7 +46,7 @@ def test_it_makes_no_more_than_its_depth_ahead(reader: RowReader, wait_for: Call
 
 
 def test_closing_puts_the_stream_behind_the_last_batch_handed_out(reader: RowReader) -> None:
-    stream = Stream(reader, global_batch=4)
+    stream = Stream(reader, global_batch_size=4)
     ahead = Prefetcher(stream, depth=4)
     last = [ahead.next() for _ in range(3)][-1]
     ahead.close()
@@ -60,7 +61,7 @@ def test_what_work_makes_is_handed_out(reader: RowReader) -> None:
     def work(batch: StreamBatch) -> tuple[int, str]:
         return batch.step, threading.current_thread().name
 
-    with Prefetcher(Stream(reader, global_batch=4), work=work) as ahead:
+    with Prefetcher(Stream(reader, global_batch_size=4), transform=work) as ahead:
         found = [ahead.next() for _ in range(3)]
         also = next(iter(ahead))
     assert [step for step, _ in [*found, also]] == [0, 1, 2, 3]
@@ -73,8 +74,8 @@ def test_an_error_comes_in_the_place_of_its_batch(reader: RowReader, wait_for: C
             raise RuntimeError("no third batch")
         return batch.step
 
-    stream = Stream(reader, global_batch=4)
-    with Prefetcher(stream, depth=5, work=work) as ahead:
+    stream = Stream(reader, global_batch_size=4)
+    with Prefetcher(stream, depth=5, transform=work) as ahead:
         wait_for(lambda: stream.state.step == 3)
         assert [ahead.next(), ahead.next()] == [0, 1]
         for _ in range(2):
@@ -88,13 +89,13 @@ def test_an_exit_in_the_thread_does_not_leave_the_caller_waiting(reader: RowRead
     def work(_: StreamBatch) -> None:
         raise SystemExit(3)
 
-    with Prefetcher(Stream(reader, global_batch=4), work=work) as ahead, pytest.raises(SystemExit):
+    with Prefetcher(Stream(reader, global_batch_size=4), transform=work) as ahead, pytest.raises(SystemExit):
         ahead.next()
 
 
 def test_skipping_drops_what_was_made_ahead(reader: RowReader) -> None:
-    plain = Stream(reader, global_batch=4, seed=1)
-    with Prefetcher(Stream(reader, global_batch=4, seed=1), depth=3) as ahead:
+    plain = Stream(reader, global_batch_size=4, seed=1)
+    with Prefetcher(Stream(reader, global_batch_size=4, seed=1), depth=3) as ahead:
         for _ in range(2):
             assert ahead.next().row_ids.tolist() == plain.next().row_ids.tolist()
             ahead.skip(6)
@@ -105,5 +106,5 @@ def test_skipping_drops_what_was_made_ahead(reader: RowReader) -> None:
 
 
 def test_depth_below_one(reader: RowReader) -> None:
-    with pytest.raises(DataError, match="depth=0"):
-        Prefetcher(Stream(reader, global_batch=4), depth=0)
+    with pytest.raises(DataError, match="depth = 0"):
+        Prefetcher(Stream(reader, global_batch_size=4), depth=0)

@@ -1,4 +1,4 @@
-"""A batch that grows: its closed form against walking there step by step, and streams that read by it."""
+"""Batch ramp: its closed form against a step-by-step simulation, and streams that use it."""
 
 import json
 
@@ -20,7 +20,7 @@ def ramps(draw: st.DrawFn) -> BatchRamp:
 
 @given(ramp=ramps())
 def test_it_is_what_walking_there_gives(ramp: BatchRamp) -> None:
-    n = ramp.levels
+    n = ramp.n_levels
     read = level = 0
     for step in range(120):
         if ramp.steps:
@@ -28,40 +28,40 @@ def test_it_is_what_walking_there_gives(ramp: BatchRamp) -> None:
         else:  # a level ends with the first step that has read its part
             while level < n and read * n >= (level + 1) * ramp.rows:
                 level += 1
-        assert ramp.rows_of(step) == ramp.start + level * ramp.increment
+        assert ramp.batch_size_at(step) == ramp.start + level * ramp.increment
         assert ramp.rows_before(step) == read
-        read += ramp.rows_of(step)
+        read += ramp.batch_size_at(step)
 
 
 def test_known_values() -> None:
     ramp = BatchRamp(start=2, final=8, increment=2, steps=6)
-    assert [ramp.rows_of(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
+    assert [ramp.batch_size_at(step) for step in range(9)] == [2, 2, 4, 4, 6, 6, 8, 8, 8]
     assert ramp.rows_before(10**9) == 2 * (2 + 4 + 6) + 8 * (10**9 - 6)
     ramp = BatchRamp(start=2, final=8, increment=2, rows=30)  # until 10, 20 and 30 rows are read
-    assert [ramp.rows_of(step) for step in range(11)] == [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8]
+    assert [ramp.batch_size_at(step) for step in range(11)] == [2, 2, 2, 2, 2, 4, 4, 4, 6, 6, 8]
     assert [ramp.rows_before(step) for step in (5, 8, 10)] == [10, 22, 34]
 
 
 def test_there_and_back() -> None:
     ramp = BatchRamp(start=2, final=8, increment=2, rows=30)
-    assert BatchRamp.from_json(json.loads(json.dumps(ramp.to_json()))) == ramp
+    assert BatchRamp.from_dict(json.loads(json.dumps(ramp.to_dict()))) == ramp
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"start": 8, "final": 8, "increment": 1, "steps": 5}, "grows from 8 to 8 rows"),
-        ({"start": 0, "final": 8, "increment": 1, "steps": 5}, "grows from 0 to 8 rows"),
+        ({"start": 8, "final": 8, "increment": 1, "steps": 5}, "ramp from 8 to 8 rows"),
+        ({"start": 0, "final": 8, "increment": 1, "steps": 5}, "ramp from 0 to 8 rows"),
         ({"start": 2, "final": 8, "increment": 4, "steps": 5}, "an increment that divides 6"),
-        ({"start": 2, "final": 8, "increment": 2}, "steps=0 or rows=0: give one of the two"),
-        ({"start": 2, "final": 8, "increment": 2, "steps": 1, "rows": 1}, "give one of the two"),
-        ({"start": 2, "final": 8, "increment": 2.0, "steps": 1}, "not a batch that grows"),
-        ({"start": 2, "final": 8}, "not a batch that grows"),
+        ({"start": 2, "final": 8, "increment": 2}, "steps = 0 and rows = 0: give exactly one"),
+        ({"start": 2, "final": 8, "increment": 2, "steps": 1, "rows": 1}, "give exactly one"),
+        ({"start": 2, "final": 8, "increment": 2.0, "steps": 1}, "not a batch ramp"),
+        ({"start": 2, "final": 8}, "not a batch ramp"),
     ],
 )
 def test_refusals(values: dict, message: str) -> None:
     with pytest.raises(DataError, match=message):
-        BatchRamp.from_json(values)
+        BatchRamp.from_dict(values)
 
 
 @pytest.fixture(scope="module")
@@ -79,6 +79,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> RowReader:
     return RowReader(store, open_pack(store, seq_len=16))
 
 
+@pytest.mark.guarantee("data-resume")
 @given(
     ramp=ramps(),
     stop=st.integers(0, 12),
@@ -106,25 +107,25 @@ def test_elastic_resume_and_skips_read_each_position_once(
 
     def read(state: StreamState | None, size: int, steps: int) -> tuple[list[list[int]], StreamState]:
         streams = [
-            Stream(source, global_batch=ramp.final, ramp=ramp, dp_rank=rank, dp_size=size, seed=3, state=state)
+            Stream(source, global_batch_size=ramp.final, ramp=ramp, dp_rank=rank, dp_size=size, seed=3, state=state)
             for rank in range(size)
         ]
         rows: list[list[int]] = []
         for _ in range(steps):
             batches = [stream.next() for stream in streams]
             rows.append([int(row) for batch in batches for row in batch.row_ids])
-            valid = source.labels_in(np.array(rows[-1]))
+            valid = source.count_labels(np.array(rows[-1]))
             assert all(batch.valid_tokens == valid for batch in batches)
         assert all(stream.state == streams[0].state for stream in streams)
         return rows, streams[0].state
 
     first, state = read(None, ranks[0], stop)
     assert (state.step, state.row) == (stop, ramp.rows_before(stop))
-    moved = Stream(source, global_batch=ramp.final, ramp=ramp, seed=3, state=state)
-    assert moved.ahead(4).row - state.row == ramp.rows_before(stop + 4) - ramp.rows_before(stop)
+    moved = Stream(source, global_batch_size=ramp.final, ramp=ramp, seed=3, state=state)
+    assert moved.state_after(4).row - state.row == ramp.rows_before(stop + 4) - ramp.rows_before(stop)
     moved.skip(skip)
     second, end = read(moved.state, ranks[1], 4)
-    assert [len(rows) for rows in first + second] == [ramp.rows_of(step) for step in range(stop + 4)]
+    assert [len(rows) for rows in first + second] == [ramp.batch_size_at(step) for step in range(stop + 4)]
     whole = source.rows_at(0, end.row, seed=3, shuffle=True).tolist()
     assert [row for rows in first for row in rows] == whole[: state.row]
     assert [row for rows in second for row in rows] == whole[state.row + skip :]
@@ -132,10 +133,10 @@ def test_elastic_resume_and_skips_read_each_position_once(
 
 def test_a_batch_that_the_ranks_cannot_share_is_refused(reader: RowReader) -> None:
     ramp = BatchRamp(start=2, final=8, increment=2, steps=4)
-    with pytest.raises(DataError, match="a multiple of the ranks"):
-        Stream(reader, global_batch=8, dp_size=4, ramp=ramp)
-    with pytest.raises(DataError, match="must end at global_batch"):
-        Stream(reader, global_batch=16, ramp=ramp)
+    with pytest.raises(DataError, match="a multiple of dp_size = 4"):
+        Stream(reader, global_batch_size=8, dp_size=4, ramp=ramp)
+    with pytest.raises(DataError, match="must end at global_batch_size"):
+        Stream(reader, global_batch_size=16, ramp=ramp)
 
 
 def test_epochs_of_positions_are_told_by_every_source(reader: RowReader) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_data import IGNORE, DataError, RowReader, Rows, TokenStore, pack
+from lt_data import IGNORE_INDEX, DataError, RowReader, Rows, TokenStore, pack
 from lt_data.packing.packs import build_index
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=20)
@@ -26,7 +26,7 @@ def test_all_rows_together(
 ) -> None:
     store = counting_store(lengths, shard_documents)
     reader = reader_of(store, seq_len, mode)
-    rows = reader.gather(np.arange(reader.n_rows))
+    rows = reader.read_rows(np.arange(reader.n_rows))
     for array in (rows.input_ids, rows.labels, rows.position_ids, rows.doc_ids):
         assert array.shape == (reader.n_rows, seq_len)
         assert array.dtype == np.int32
@@ -35,14 +35,14 @@ def test_all_rows_together(
     assert sorted(rows.input_ids[~padding].tolist()) == list(range(1, sum(lengths) + 1))
     # The label is the next token, where there is one to predict.
     ends = np.cumsum(lengths) if mode == "bfd" else np.array([sum(lengths)])
-    expected = np.where(np.isin(rows.input_ids, ends), IGNORE, rows.input_ids + 1)
+    expected = np.where(np.isin(rows.input_ids, ends), IGNORE_INDEX, rows.input_ids + 1)
     assert np.array_equal(rows.labels[~padding], expected[~padding])
     # Padding.
     assert not rows.input_ids[padding].any()
     assert not rows.position_ids[padding].any()
-    assert (rows.labels[padding] == IGNORE).all()
+    assert (rows.labels[padding] == IGNORE_INDEX).all()
     assert np.array_equal(np.sort(padding, axis=1), padding)  # only at the end of a row
-    assert reader.valid.tolist() == (rows.labels != IGNORE).sum(axis=1).tolist()
+    assert reader.valid.tolist() == (rows.labels != IGNORE_INDEX).sum(axis=1).tolist()
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
@@ -53,7 +53,7 @@ def test_documents_are_numbered_and_positions_restart(
     store = counting_store(lengths)
     reader = reader_of(store, seq_len, mode)
     owner = np.repeat(np.arange(len(lengths)), lengths)
-    rows = reader.gather(np.arange(reader.n_rows))
+    rows = reader.read_rows(np.arange(reader.n_rows))
     for tokens, positions, documents in zip(
         rows.input_ids.tolist(), rows.position_ids.tolist(), rows.doc_ids.tolist(), strict=True
     ):
@@ -76,10 +76,10 @@ def test_without_document_mask(
     store = counting_store(lengths)
     masked, plain = (reader_of(store, seq_len, mode, mask) for mask in (True, False))
     order = np.arange(masked.n_rows)
-    assert np.array_equal(masked.gather(order).input_ids, plain.gather(order).input_ids)
-    assert np.array_equal(masked.gather(order).labels, plain.gather(order).labels)
-    assert plain.gather(order).position_ids.tolist() == [list(range(seq_len))] * order.size
-    assert not plain.gather(order).doc_ids.any()
+    assert np.array_equal(masked.read_rows(order).input_ids, plain.read_rows(order).input_ids)
+    assert np.array_equal(masked.read_rows(order).labels, plain.read_rows(order).labels)
+    assert plain.read_rows(order).position_ids.tolist() == [list(range(seq_len))] * order.size
+    assert not plain.read_rows(order).doc_ids.any()
     assert masked.fingerprint != plain.fingerprint
 
 
@@ -88,24 +88,24 @@ def test_any_rows_in_any_order(
     counting_store: Callable[..., TokenStore], lengths: list[int], seq_len: int, data: st.DataObject
 ) -> None:
     reader = reader_of(counting_store(lengths), seq_len, "bfd")
-    whole = reader.gather(np.arange(reader.n_rows))
+    whole = reader.read_rows(np.arange(reader.n_rows))
     chosen = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), max_size=10)), np.int64)
-    some = reader.gather(chosen)
+    some = reader.read_rows(chosen)
     for name in ("input_ids", "labels", "position_ids", "doc_ids"):
         assert np.array_equal(getattr(some, name), getattr(whole, name)[chosen])
 
 
 def test_exact_rows(counting_store: Callable[..., TokenStore]) -> None:
-    x = IGNORE
+    x = IGNORE_INDEX
     store = counting_store([3, 11, 2, 5], shard_documents=1)
-    assert as_lists(reader_of(store, 8, "bfd").gather(np.array([2, 0, 1]))) == (
+    assert as_lists(reader_of(store, 8, "bfd").read_rows(np.array([2, 0, 1]))) == (
         [[12, 13, 14, 15, 16, 0, 0, 0], [4, 5, 6, 7, 8, 9, 10, 11], [17, 18, 19, 20, 21, 1, 2, 3]],
         # The label of 11, at the end of a piece, is the token with which the next piece begins in another row.
         [[13, 14, x, 16, x, x, x, x], [5, 6, 7, 8, 9, 10, 11, 12], [18, 19, 20, 21, x, 2, 3, x]],
         [[0, 1, 2, 0, 1, 0, 0, 0], [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3, 4, 0, 1, 2]],
         [[0, 0, 0, 1, 1, -1, -1, -1], [0] * 8, [0, 0, 0, 0, 0, 1, 1, 1]],
     )
-    assert as_lists(reader_of(store, 8, "concat").gather(np.array([0, 2]))) == (
+    assert as_lists(reader_of(store, 8, "concat").read_rows(np.array([0, 2]))) == (
         [[1, 2, 3, 4, 5, 6, 7, 8], [17, 18, 19, 20, 21, 0, 0, 0]],
         [[2, 3, 4, 5, 6, 7, 8, 9], [18, 19, 20, 21, x, x, x, x]],
         [[0, 1, 2, 0, 1, 2, 3, 4], [0, 1, 2, 3, 4, 0, 0, 0]],
@@ -120,10 +120,10 @@ def as_lists(rows: Rows) -> tuple[list, list, list, list]:
 
 def test_text_comes_back_from_rows(store: TokenStore, texts: list[str]) -> None:
     reader = RowReader(store, pack(store, seq_len=4096))
-    rows = reader.gather(np.arange(reader.n_rows))
+    rows = reader.read_rows(np.arange(reader.n_rows))
     tokenizer = store.tokenizer()
     found = [
-        tokenizer.decode(ids[documents == n], skip_special=True)
+        tokenizer.decode(ids[documents == n], skip_special_tokens=True)
         for ids, documents in zip(rows.input_ids, rows.doc_ids, strict=True)
         for n in range(documents.max() + 1)
     ]
@@ -133,13 +133,13 @@ def test_text_comes_back_from_rows(store: TokenStore, texts: list[str]) -> None:
 @pytest.mark.parametrize("rows", [[-1], [3], [[0]]])
 def test_rows_outside(counting_store: Callable[..., TokenStore], rows: list) -> None:
     with pytest.raises(IndexError, match=r"in 0\.\.2"):
-        reader_of(counting_store([8, 8, 8]), 8, "bfd").gather(np.array(rows))
+        reader_of(counting_store([8, 8, 8]), 8, "bfd").read_rows(np.array(rows))
 
 
 def test_pack_of_another_store(store: TokenStore, counting_store: Callable[..., TokenStore]) -> None:
     other = counting_store([3, 4])
     index = build_index(other.lengths, seq_len=8, mode="bfd", store_fingerprint=other.manifest.fingerprint)
-    with pytest.raises(DataError, match=f"made for another store than {store.path}: make it again with lt data pack"):
+    with pytest.raises(DataError, match=f"made for another store than {store.path}; make it again with lt data pack"):
         RowReader(store, index)
 
 
@@ -157,29 +157,29 @@ def test_rows_as_the_store_holds_them(
     store = counting_store(lengths, shard_documents)
     reader = reader_of(store, seq_len, mode, document_mask)
     rows = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), max_size=8)), np.int64)
-    compact, wide = reader.compact(rows), reader.gather(rows)
+    compact, wide = reader.read_token_rows(rows), reader.read_rows(rows)
     assert compact.input_ids.dtype == store.dtype == np.uint32
     assert np.array_equal(compact.input_ids, wide.input_ids)
-    assert np.array_equal(reader.tokens(rows), wide.input_ids)
-    assert reader.tokens(rows).dtype == store.dtype
+    assert np.array_equal(reader.read_tokens(rows), wide.input_ids)
+    assert reader.read_tokens(rows).dtype == store.dtype
     assert compact.input_ids.flags.writeable
-    assert reader.labels_in(rows) == int(wide.loss_mask.sum())
-    assert np.array_equal(wide.loss_mask, wide.labels != IGNORE)
+    assert reader.count_labels(rows) == int(wide.loss_mask.sum())
+    assert np.array_equal(wide.loss_mask, wide.labels != IGNORE_INDEX)
     # Borders where a row begins or its document number changes.
     change = np.ones(wide.doc_ids.shape, bool)
     change[:, 1:] = wide.doc_ids[:, 1:] != wide.doc_ids[:, :-1]
-    borders = [*np.flatnonzero(change.reshape(-1)).tolist(), rows.size * seq_len]
+    boundaries = [*np.flatnonzero(change.reshape(-1)).tolist(), rows.size * seq_len]
     found = compact.cu_seqlens()
-    assert (found.tolist(), found.dtype) == (borders, np.dtype(np.int32))
-    assert compact.cu_seqlens(size=len(borders) + 2).tolist() == [*borders, borders[-1], borders[-1]]
-    assert compact.cu_seqlens(size=len(borders)).tolist() == borders
-    with pytest.raises(DataError, match=f"size={len(borders) - 1}: these rows have {len(borders)} borders"):
-        compact.cu_seqlens(size=len(borders) - 1)
+    assert (found.tolist(), found.dtype) == (boundaries, np.dtype(np.int32))
+    assert compact.cu_seqlens(size=len(boundaries) + 2).tolist() == [*boundaries, boundaries[-1], boundaries[-1]]
+    assert compact.cu_seqlens(size=len(boundaries)).tolist() == boundaries
+    with pytest.raises(DataError, match=f"size = {len(boundaries) - 1}: these rows have {len(boundaries)} boundaries"):
+        compact.cu_seqlens(size=len(boundaries) - 1)
 
 
 def test_two_bytes_stay_two_bytes(store: TokenStore) -> None:
     reader = RowReader(store, pack(store, seq_len=100))
-    compact = reader.compact(np.arange(reader.n_rows))
+    compact = reader.read_token_rows(np.arange(reader.n_rows))
     assert store.dtype == compact.input_ids.dtype == compact.next_ids.dtype == np.uint16
 
 
@@ -193,7 +193,7 @@ class Elsewhere:
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
         self.asked.append((shard, begin, end))
         assert 0 <= begin < end <= self.store.manifest.shards[shard].tokens
-        return self.store.shard(shard)[begin:end].copy()
+        return self.store.read_shard(shard)[begin:end].copy()
 
     def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
         for shard, begin, end in spans:
@@ -210,25 +210,25 @@ def test_shards_that_are_not_local(
 ) -> None:
     store = counting_store(lengths, shard_documents)
     contents = Elsewhere(store)
-    remote = TokenStore(store.path, store.manifest, contents=contents)
+    remote = TokenStore(store.path, store.manifest, shard_reader=contents)
     local, far = (reader_of(one, seq_len, mode) for one in (store, remote))
     rows = np.arange(local.n_rows)
-    assert as_lists(local.gather(rows)) == as_lists(far.gather(rows))
+    assert as_lists(local.read_rows(rows)) == as_lists(far.read_rows(rows))
     assert contents.asked
-    assert remote.mapped(0) is None
+    assert remote.mmap_shard(0) is None
     contents.asked.clear()
     row = np.array([0])
-    far.tokens(row)
-    assert sum(end - begin for _, begin, end in contents.asked) == int((local.compact(row).slice_length).sum())
+    far.read_tokens(row)
+    assert sum(end - begin for _, begin, end in contents.asked) == int((local.read_token_rows(row).slice_length).sum())
 
 
 def test_a_reader_goes_to_another_process_without_its_tokens(store: TokenStore) -> None:
     reader = RowReader(store, pack(store, seq_len=64))
-    wanted = as_lists(reader.gather(np.arange(4)))
+    wanted = as_lists(reader.read_rows(np.arange(4)))
     content = pickle.dumps(reader)
     assert len(content) < 20_000 < store.n_tokens * 2
     again = pickle.loads(content)
     assert again.fingerprint == reader.fingerprint
-    assert as_lists(again.gather(np.arange(4))) == wanted
+    assert as_lists(again.read_rows(np.arange(4))) == wanted
     index = build_index(store.lengths, seq_len=32, mode="bfd", store_fingerprint=store.manifest.fingerprint)
     assert pickle.loads(pickle.dumps(index)).fingerprint == index.fingerprint

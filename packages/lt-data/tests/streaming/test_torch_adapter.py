@@ -19,7 +19,7 @@ from lt_data.packing.packs import build_index
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
-from lt_data.torch import StreamDataset, StreamLoader, on_cpu, tensors  # noqa: E402
+from lt_data.torch import StreamDataset, StreamLoader, to_cpu_tensors, to_tensors  # noqa: E402
 
 
 def reader_of(store: TokenStore, seq_len: int, mode: str = "bfd", document_mask: bool = True) -> RowReader:
@@ -28,10 +28,10 @@ def reader_of(store: TokenStore, seq_len: int, mode: str = "bfd", document_mask:
 
 
 def assert_same(found: dict[str, Any], reader: RowReader, rows: np.ndarray) -> None:
-    expected = reader.gather(rows)
+    expected = reader.read_rows(rows)
     for name in ("input_ids", "labels", "position_ids", "doc_ids", "loss_mask"):
         assert np.array_equal(found[name].numpy(), getattr(expected, name)), name
-    assert found["cu_seqlens"].tolist() == reader.compact(rows).cu_seqlens().tolist()
+    assert found["cu_seqlens"].tolist() == reader.read_token_rows(rows).cu_seqlens().tolist()
 
 
 @settings(max_examples=40)
@@ -47,14 +47,14 @@ def test_tensors_are_the_widened_rows(
 ) -> None:
     reader = reader_of(counting_store(lengths), seq_len, mode, mask)
     rows = np.array(data.draw(st.lists(st.integers(0, reader.n_rows - 1), min_size=1, max_size=6)))
-    assert_same(tensors(reader.compact(rows)), reader, rows)
+    assert_same(to_tensors(reader.read_token_rows(rows)), reader, rows)
 
 
 def test_two_byte_ids_and_types(store: TokenStore) -> None:
     reader = RowReader(store, pack(store, seq_len=64))
-    compact = reader.compact(np.arange(5))
+    compact = reader.read_token_rows(np.arange(5))
     assert compact.input_ids.dtype == np.uint16
-    found = tensors(compact, dtype=torch.int32)
+    found = to_tensors(compact, dtype=torch.int32)
     assert_same(found, reader, np.arange(5))
     types = {name: tensor.dtype for name, tensor in found.items()}
     assert types == {
@@ -65,7 +65,7 @@ def test_two_byte_ids_and_types(store: TokenStore) -> None:
         "cu_seqlens": torch.int32,
         "loss_mask": torch.bool,
     }
-    assert tensors(compact)["labels"].dtype == torch.int64
+    assert to_tensors(compact)["labels"].dtype == torch.int64
 
 
 def first(batches: Any, n: int) -> list[list[list[int]]]:
@@ -80,14 +80,15 @@ def mixture(counting_store: Callable[..., TokenStore]) -> Mixture:
     return Mixture(sources, {"a": 2, "b": 1})
 
 
+@pytest.mark.guarantee("prefetch-parity")
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # where there are fewer cores
 def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture) -> None:
-    stream = Stream(mixture, global_batch=6, dp_rank=1, dp_size=2, seed=4)
+    stream = Stream(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)
     expected = [stream.next() for _ in range(9)]
     ids = [batch.rows.input_ids.tolist() for batch in expected]
 
     def dataset() -> StreamDataset:
-        return StreamDataset(mixture, global_batch=6, dp_rank=1, dp_size=2, seed=4)
+        return StreamDataset(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)
 
     for workers in (0, 2):
         assert first(DataLoader(dataset(), batch_size=None, num_workers=workers), 9) == ids
@@ -105,32 +106,32 @@ def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture
 
 
 def test_going_on_with_other_ranks(mixture: Mixture) -> None:
-    whole = Stream(mixture, global_batch=6, seed=4)
+    whole = Stream(mixture, global_batch_size=6, seed=4)
     ids = [whole.next().rows.input_ids.tolist() for _ in range(4)]
-    loader = StreamLoader(StreamDataset(mixture, global_batch=6, seed=4))
+    loader = StreamLoader(StreamDataset(mixture, global_batch_size=6, seed=4))
     first(loader, 2)
     parts = []
     for rank in range(3):
-        part = StreamLoader(StreamDataset(mixture, global_batch=6, dp_rank=rank, dp_size=3, seed=4), num_workers=0)
+        part = StreamLoader(StreamDataset(mixture, global_batch_size=6, dp_rank=rank, dp_size=3, seed=4), num_workers=0)
         part.load_state_dict(loader.state_dict())
         parts.append(first(part, 2))
     assert [[row for part in parts for row in part[i]] for i in range(2)] == ids[2:]
 
 
 def test_skipping(mixture: Mixture) -> None:
-    stream = Stream(mixture, global_batch=6, seed=4)
+    stream = Stream(mixture, global_batch_size=6, seed=4)
     stream.skip(12)
-    loader = StreamLoader(StreamDataset(mixture, global_batch=6, seed=4))
+    loader = StreamLoader(StreamDataset(mixture, global_batch_size=6, seed=4))
     loader.skip(12)
     assert loader.state == stream.state
     assert first(loader, 1) == [stream.next().rows.input_ids.tolist()]
 
 
 def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture: Mixture) -> None:
-    loader = StreamLoader(StreamDataset(mixture, global_batch=6, seed=4))
-    other = StreamDataset(mixture, global_batch=6, seed=5).state
+    loader = StreamLoader(StreamDataset(mixture, global_batch_size=6, seed=4))
+    other = StreamDataset(mixture, global_batch_size=6, seed=5).state
     with pytest.raises(DataError, match="seed: 5 before, 4 now"):
-        loader.load_state_dict(other.to_json())
+        loader.load_state_dict(other.to_dict())
     with pytest.raises(DataError, match="not the state of a stream"):
         loader.load_state_dict({"step": 1})
     assert loader.state.seed == 4
@@ -138,14 +139,14 @@ def test_a_state_of_other_data_is_refused_and_the_old_one_stays(mixture: Mixture
 
 @pytest.mark.parametrize("options", [{"persistent_workers": True}, {"in_order": False}], ids=str)
 def test_options_that_repeat_or_mix_up_batches_are_refused(mixture: Mixture, options: dict[str, bool]) -> None:
-    dataset = StreamDataset(mixture, global_batch=6, seed=4)
+    dataset = StreamDataset(mixture, global_batch_size=6, seed=4)
     with pytest.raises(DataError, match=f"{next(iter(options))}=.*leave it out"):
         StreamLoader(dataset, num_workers=2, **options)
 
 
 def test_with_a_prefetcher(mixture: Mixture) -> None:
-    stream = Stream(mixture, global_batch=6, seed=4)
-    with Prefetcher(Stream(mixture, global_batch=6, seed=4), work=on_cpu) as ahead:
+    stream = Stream(mixture, global_batch_size=6, seed=4)
+    with Prefetcher(Stream(mixture, global_batch_size=6, seed=4), transform=to_cpu_tensors) as ahead:
         for _ in range(3):
             expected, found = stream.next(), ahead.next()
             assert found["labels"].tolist() == expected.rows.labels.tolist()
@@ -153,8 +154,8 @@ def test_with_a_prefetcher(mixture: Mixture) -> None:
 
 def test_a_dataset_goes_to_another_process_without_its_tokens(store: TokenStore) -> None:
     reader = RowReader(store, pack(store, seq_len=64))
-    reader.gather(np.arange(3))
-    dataset = StreamDataset(reader, global_batch=2, seed=1)
+    reader.read_rows(np.arange(3))
+    dataset = StreamDataset(reader, global_batch_size=2, seed=1)
     content = pickle.dumps(dataset)
     assert len(content) < 20_000 < store.n_tokens * 2
     assert first(pickle.loads(content), 3) == first(dataset, 3)

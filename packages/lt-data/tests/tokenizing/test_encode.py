@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, Document, Tokenizer
-from lt_data.tokenizing.encode import Encoder, encode_all
+from lt_data.tokenizing.encode import Encoder, encode_documents
 
 
 def doc(**fields: Any) -> Document:
@@ -22,7 +22,7 @@ def doc(**fields: Any) -> Document:
 
 def encoded_documents(docs: list[Any], encoder: Encoder, workers: int = 1) -> list[list[int]]:
     found: list[list[int]] = []
-    for _, encoded in encode_all(docs, encoder, workers):
+    for _, encoded in encode_documents(docs, encoder, workers):
         assert encoded.lengths.sum() == encoded.tokens.size
         found += [part.tolist() for part in np.split(encoded.tokens, np.cumsum(encoded.lengths)[:-1])]
     return found
@@ -37,7 +37,7 @@ def test_texts_and_ids_in_any_mixture(tokenizer: Tokenizer, content: list[str | 
     assert [d for d in encoded_documents(docs, encoder) if d] == expected
     plain = Encoder(tokenizer, bos=False, eos=False)
     assert [d for d in encoded_documents(docs, plain) if d] == [ids for ids in known if ids]
-    batches = list(encode_all(docs, encoder, 1))
+    batches = list(encode_documents(docs, encoder, 1))
     assert sum(batch.documents for batch, _ in batches) == len(docs)
     assert sum(encoded.lengths.size for _, encoded in batches) == len(docs)
     assert sum(batch.text_bytes for batch, _ in batches) == sum(len(c.encode()) for c in content if isinstance(c, str))
@@ -50,15 +50,15 @@ def test_batches_tell_where_the_next_document_stands(
     monkeypatch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", 3)
     kinds = "tttttiititt"
     docs = [
-        doc(text=f"document {i}", file=i // 4, record=i % 4 + 1)
+        doc(text=f"document {i}", file_index=i // 4, next_record=i % 4 + 1)
         if kind == "t"
-        else doc(ids=[i + 2], file=i // 4, record=i % 4 + 1)
+        else doc(ids=[i + 2], file_index=i // 4, next_record=i % 4 + 1)
         for i, kind in enumerate(kinds)
     ]
-    batches = list(encode_all(docs, Encoder(tokenizer, bos=False, eos=False), workers, read_bytes=lambda: 77))
+    batches = list(encode_documents(docs, Encoder(tokenizer, bos=False, eos=False), workers, read_bytes=lambda: 77))
     assert [batch.documents for batch, _ in batches] == [3, 2, 2, 1, 1, 2]  # "ttt", "tt", "ii", "t", "i", "tt"
     last = np.cumsum([batch.documents for batch, _ in batches]) - 1
-    assert [(batch.file, batch.record) for batch, _ in batches] == [(i // 4, i % 4 + 1) for i in last]
+    assert [(batch.file_index, batch.next_record) for batch, _ in batches] == [(i // 4, i % 4 + 1) for i in last]
     assert {batch.read_bytes for batch, _ in batches} == {77}
     # Going on from any batch gives the batches' documents that follow.
     whole = encoded_documents(docs, Encoder(tokenizer, bos=False, eos=False), workers)
@@ -80,12 +80,12 @@ def test_batches_tell_where_the_next_document_stands(
 def test_ids_that_are_none_of_the_tokenizer(tokenizer: Tokenizer, ids: Any, message: str) -> None:
     docs = [doc(text="a"), doc(ids=[5]), doc(ids=ids, source="jsonl:3")]
     with pytest.raises(DataError, match=message):
-        list(encode_all(docs, Encoder(tokenizer, bos=False, eos=False), 1))
+        list(encode_documents(docs, Encoder(tokenizer, bos=False, eos=False), 1))
 
 
 def test_ids_of_any_width_are_stored_in_the_width_of_the_store(tokenizer: Tokenizer) -> None:
     docs = [doc(ids=np.array([7, 299], dtype)) for dtype in (np.uint16, np.int64, np.uint64, np.int32)]
-    ((_, encoded),) = encode_all(docs, Encoder(tokenizer, bos=False, eos=False), 1)
+    ((_, encoded),) = encode_documents(docs, Encoder(tokenizer, bos=False, eos=False), 1)
     assert encoded.tokens.dtype == np.dtype("<u2")
     assert encoded.tokens.tolist() == [7, 299] * 4
 
@@ -102,6 +102,6 @@ def test_a_worker_that_dies_is_an_error(tokenizer: Tokenizer, monkeypatch: pytes
                 os.kill(workers[0].pid or 0, signal.SIGKILL)
             yield doc(text=f"document {i}")
 
-    with pytest.raises(DataError, match="a worker process ended in the midst of its work"):
-        for _ in encode_all(endless(), hf, 2):
+    with pytest.raises(DataError, match="a worker process died"):
+        for _ in encode_documents(endless(), hf, 2):
             pass

@@ -23,7 +23,7 @@ def test_trained_one(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == 300
     assert tokenizer.special_strings == ("<|bos|>", "<|eos|>")
     assert tokenizer.decode([0, *tokenizer.encode_batch(["fox"])[0], 1]) == "<|bos|>fox<|eos|>"
-    assert tokenizer.decode(np.array([0, 1], np.uint16), skip_special=True) == ""
+    assert tokenizer.decode(np.array([0, 1], np.uint16), skip_special_tokens=True) == ""
 
 
 @given(st.lists(st.text(), max_size=5))
@@ -79,7 +79,7 @@ def test_training_is_the_same_in_another_process(tokenizer: Tokenizer, texts: li
 
 @pytest.mark.parametrize("vocab_size", [0, 257])
 def test_vocabulary_too_small(vocab_size: int) -> None:
-    with pytest.raises(DataError, match=rf"vocab_size={vocab_size}: at least 258"):
+    with pytest.raises(DataError, match=rf"vocab_size = {vocab_size}: at least 258"):
         train_bpe(["a"], vocab_size=vocab_size)
 
 

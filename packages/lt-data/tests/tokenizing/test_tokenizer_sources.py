@@ -118,6 +118,7 @@ def hub(hub_process: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     return hub_process
 
 
+@pytest.mark.guarantee("tokenizer-fidelity")
 @pytest.mark.parametrize("address", ["org/tok", "hf://org/tok", "org/tok@v1", f"hf://org/tok@{COMMIT}"])
 def test_from_the_hub(hub: Hub, tokenizer: Tokenizer, address: str, tmp_path: Path) -> None:
     loaded = Tokenizer.load(address)
@@ -156,6 +157,7 @@ def test_a_folder_here_goes_before_the_hub(
         Tokenizer.load("org/empty")
 
 
+@pytest.mark.guarantee("tokenizer-fidelity")
 def test_the_token_goes_to_the_hub_alone(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"gated/tok@main: it is private, gated, or not there, and no token was sent"):
         hub.fetch("gated/tok")
@@ -242,6 +244,7 @@ print("done")
 """
 
 
+@pytest.mark.guarantee("tokenizer-fidelity")
 def test_from_s3(moto: int, aws: dict[str, str], tokenizer: Tokenizer, tmp_path: Path) -> None:
     pytest.importorskip("s3fs")
     # In a process of its own: s3fs keeps a thread and its connections.

@@ -1,4 +1,4 @@
-"""The `lt` command, which finds the commands of every installed lt package. Importing this loads nothing else."""
+"""The `lt` command line. Importing this package loads no command."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

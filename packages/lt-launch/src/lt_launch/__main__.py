@@ -1,6 +1,6 @@
-"""`lt` and `python -m lt_launch`: run a command and turn how it ended into an exit code.
+"""`lt` and `python -m lt_launch`: run a command and map its outcome to an exit code.
 
-0 done, 64 a mistake the person can mend (also an unknown option), 70 a mistake of ours (with its traceback),
+0 success, 64 user error (including an unknown option), 70 internal error (with its traceback),
 75 a training run that stopped and saved (start it again), 130 interrupted.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 __all__ = ["main"]
 
-EXIT_USER, EXIT_OURS, EXIT_INTERRUPTED = 64, 70, 130
+EXIT_USER, EXIT_INTERNAL, EXIT_INTERRUPTED = 64, 70, 130
 TYPER_USAGE_ERROR = 2
 
 
@@ -18,16 +18,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: What follows `lt`; by default this process's arguments.
+        arguments: Arguments after `lt`; default: those of this process.
 
     Returns:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        from lt_launch.command import run
+        from lt_launch.command import run_command
 
-        run(given)
+        run_command(given)
     except SystemExit as exc:
         return _exit_code(exc)
     except KeyboardInterrupt:
@@ -37,13 +37,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as exc:  # noqa: BLE001 - the outermost frame: everything is shown, nothing goes on
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
-            return _say(f"error: {exc}", code)
+            return _print_error(f"error: {exc}", code)
         traceback.print_exc()
-        return EXIT_OURS
+        return EXIT_INTERNAL
     return 0
 
 
-def _say(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     sys.stderr.write(text + "\n")
     return code
 
@@ -52,22 +52,22 @@ def _exit_code(exc: SystemExit) -> int:
     if exc.code is None:
         return 0
     if not isinstance(exc.code, int):
-        return _say(str(exc.code), EXIT_USER)
+        return _print_error(str(exc.code), EXIT_USER)
     return EXIT_USER if exc.code == TYPER_USAGE_ERROR else exc.code
 
 
 def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
-    """Name the extra that brings a missing module; a module that no extra brings is our mistake."""
-    from lt_launch.catalog import extra_for, installed_commands, package_of
+    """Print the extra that provides a missing module; a module of no extra is an internal error."""
+    from lt_launch.catalog import extra_for, installed_commands, package_name
 
     missing = (exc.name or "").partition(".")[0]
     name = given[0] if given else ""
     entry = installed_commands().get(name)
-    extra = extra_for(package_of(entry), missing) if entry is not None else ""
+    extra = extra_for(package_name(entry), missing) if entry is not None else ""
     if not extra:
         traceback.print_exception(exc)
-        return EXIT_OURS
-    return _say(f"lt {name}: the command needs {missing}: pip install '{extra}'", EXIT_USER)
+        return EXIT_INTERNAL
+    return _print_error(f"lt {name}: the command needs {missing}: pip install '{extra}'", EXIT_USER)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`lt launch`: send a run to a target, look at it, stop it. Heavy imports happen inside the commands."""
+"""Command line of `lt launch`. Heavy imports happen inside the commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 if TYPE_CHECKING:
     from lt_launch.profile import Profile
-    from lt_launch.runfile import RunFile
+    from lt_launch.run_file import RunFile
 
 app = typer.Typer(
     name="launch",
@@ -21,17 +21,19 @@ app = typer.Typer(
     help="Start, watch and finish a run on this machine, over ssh, on Slurm or on SageMaker.",
 )
 
-File = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A recipe, a job or a pipeline.")]
-On = Annotated[str, typer.Option("--on", help="local, ssh, slurm, sagemaker, sagemaker-local, or k8s (render only).")]
+RunFileArgument = Annotated[Path, typer.Argument(metavar="RUN.toml", help="A recipe, a job or a pipeline.")]
+TargetOption = Annotated[
+    str, typer.Option("--on", help="local, ssh, slurm, sagemaker, sagemaker-local, or k8s (render only).")
+]
 ProfileFile = Annotated[
     Path | None, typer.Option("--profile", help="Facts about your machines; else ~/.config/lt/launch.toml.")
 ]
 Nodes = Annotated[int | None, typer.Option(help="Machines of the job that trains.", min=1)]
-Procs = Annotated[int | None, typer.Option(help="Processes on each of them, one for each device.", min=1)]
+ProcsPerNode = Annotated[int | None, typer.Option(help="Processes on each of them, one for each device.", min=1)]
 Env = Annotated[
     list[str] | None, typer.Option("--env", metavar="K=V", help="A variable for every process; may be repeated.")
 ]
-Sets = Annotated[
+Overrides = Annotated[
     list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe; may be repeated.")
 ]
 Hostfile = Annotated[Path | None, typer.Option(help="For ssh: lines of 'host [slots=N] [port=P] [user=U] [addr=A]'.")]
@@ -40,22 +42,22 @@ Stage = Annotated[str, typer.Option(help="Only this stage of a pipeline.")]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a launch (its --out), or its name.")]
 
 
-def _room(on: str, profile: Profile) -> tuple[int, int]:
-    """Nodes and processes per node that a target has; 0 where only the person can know."""
+def _target_capacity(on: str, profile: Profile) -> tuple[int, int]:
+    """Return the nodes and processes per node of a target; 0 where unknown."""
     if on == "local":
-        from lt_launch.local import devices
+        from lt_launch.local import count_devices
 
-        return 1, devices()
+        return 1, count_devices()
     if on == "ssh":
-        from lt_launch.hosts import slots
-        from lt_launch.ssh_link import SshOptions, hosts_of
+        from lt_launch.hosts import slots_per_host
+        from lt_launch.ssh_transport import SshOptions, resolve_hosts
 
-        hosts = hosts_of(profile.options("ssh", SshOptions))
-        return len(hosts), slots(hosts)
+        hosts = resolve_hosts(profile.options("ssh", SshOptions))
+        return len(hosts), slots_per_host(hosts)
     return 0, 0
 
 
-def _read(
+def _load_run_file(
     file: Path,
     on: str,
     profile: Path | None,
@@ -69,7 +71,7 @@ def _read(
 ) -> RunFile:
     from lt_launch.errors import LaunchError
     from lt_launch.profile import load_profile
-    from lt_launch.runfile import Wanted, read
+    from lt_launch.run_file import RunOverrides, read_run_file
 
     variables: dict[str, str] = {}
     for text in env or []:
@@ -77,68 +79,68 @@ def _read(
         if not equals or not name:
             raise LaunchError(f"--env {text}: write it as NAME=VALUE")
         variables[name] = value
-    mine = load_profile(profile)
-    wanted = Wanted(
+    user_profile = load_profile(profile)
+    overrides = RunOverrides(
         nodes=nodes,
         procs_per_node=nproc_per_node,
         out=out,
         env=variables,
         sets=tuple(sets or []),
         stage=stage,
-        room=lambda found: _room(on, found.with_hostfile(hostfile)),
+        target_capacity=lambda run_file: _target_capacity(on, run_file.with_hostfile(hostfile)),
     )
-    found = read(file, mine, wanted)
-    return replace(found, profile=found.profile.with_hostfile(hostfile))
+    run_file = read_run_file(file, user_profile, overrides)
+    return replace(run_file, profile=run_file.profile.with_hostfile(hostfile))
 
 
 @app.command()
 def run(
-    file: File,
-    on: On = "local",
+    file: RunFileArgument,
+    on: TargetOption = "local",
     profile: ProfileFile = None,
     nodes: Nodes = None,
-    nproc_per_node: Procs = None,
+    nproc_per_node: ProcsPerNode = None,
     env: Env = None,
-    sets: Sets = None,
+    sets: Overrides = None,
     hostfile: Hostfile = None,
     out: Out = "",
     stage: Stage = "",
-    detach: Annotated[bool, typer.Option("--detach", help="local and ssh: go on in the background.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="local and ssh: run in the background.")] = False,
 ) -> None:
-    """Send a run to a target. Stages that are done are skipped; a launch into the same folder goes on in it.
+    """Submit a run to a target. Completed stages are skipped; launching into the same folder resumes it.
 
-    Exit codes: 0 done (or submitted), 75 start it again, 64 something to mend, else the first failure's code.
+    Exit codes: 0 done (or submitted), 75 start it again, 64 user error, else the exit code of the first failure.
     """
-    from lt_launch.launching import launch
+    from lt_launch.launcher import launch
 
-    wanted = _read(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
-    sys.exit(launch(wanted.pipeline, wanted.profile, on, detach=detach))
+    run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
+    sys.exit(launch(run_file.pipeline, run_file.profile, on, detach=detach))
 
 
 @app.command()
 def render(
-    file: File,
-    on: On = "local",
+    file: RunFileArgument,
+    on: TargetOption = "local",
     profile: ProfileFile = None,
     nodes: Nodes = None,
-    nproc_per_node: Procs = None,
+    nproc_per_node: ProcsPerNode = None,
     env: Env = None,
-    sets: Sets = None,
+    sets: Overrides = None,
     hostfile: Hostfile = None,
     out: Out = "",
     stage: Stage = "",
-    to: Annotated[Path | None, typer.Option(help="Write the files into this new folder instead.")] = None,
+    output_dir: Annotated[Path | None, typer.Option(help="Write the files into this new folder instead.")] = None,
 ) -> None:
-    """Print exactly what would be sent: files and command lines. Nothing is contacted."""
-    from lt_launch.backend import backend
-    from lt_launch.launching import as_text, write_rendered
+    """Print exactly the files and command lines that would be sent, without contacting the target."""
+    from lt_launch.launcher import format_rendered, write_rendered
+    from lt_launch.target import get_target
 
-    wanted = _read(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
-    rendered = backend(on).render(wanted.pipeline, wanted.profile)
-    if to is None:
-        typer.echo(as_text(rendered), nl=False)
+    run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
+    rendered = get_target(on).render(run_file.pipeline, run_file.profile)
+    if output_dir is None:
+        typer.echo(format_rendered(rendered), nl=False)
     else:
-        write_rendered(rendered, to)
+        write_rendered(rendered, output_dir)
 
 
 @app.command()
@@ -146,38 +148,38 @@ def status(
     runs: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Folders or names; else all.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """How launches stand: state, age, step, loss, speed, time left, and why."""
-    from lt_launch.status import show
+    """Show the state, age, step, loss, speed, remaining time and failure reason of launches."""
+    from lt_launch.status import show_status
 
-    show(runs or [], as_json=as_json)
+    show_status(runs or [], as_json=as_json)
 
 
 @app.command()
 def logs(
     run: Run,
     stage: Annotated[str, typer.Option(help="A stage, or an element of an array (prepare.3); else the newest.")] = "",
-    rank: Annotated[int, typer.Option(help="Whose output.", min=0)] = 0,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Go on until the stage has ended.")] = False,
+    rank: Annotated[int, typer.Option(help="Rank whose output is printed.", min=0)] = 0,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Continue until the stage has ended.")] = False,
 ) -> None:
-    """What a process of a run has written."""
-    from lt_launch.backend import backend
-    from lt_launch.record import open_launch
+    """Print the output of one process of a run."""
+    from lt_launch.launch_dir import load_launch
+    from lt_launch.target import get_target
 
-    launch = open_launch(run)
-    for line in backend(launch.backend).logs(launch, stage=stage, rank=rank, follow=follow):
+    launch = load_launch(run)
+    for line in get_target(launch.target).logs(launch, stage=stage, rank=rank, follow=follow):
         typer.echo(line)
 
 
 @app.command()
 def cancel(run: Run) -> None:
-    """Stop a run: training saves and leaves, with its whole grace time."""
-    from lt_launch.backend import backend
-    from lt_launch.record import event, open_launch
+    """Cancel a run; training saves a checkpoint within its grace period."""
+    from lt_launch.launch_dir import load_launch, log_event
+    from lt_launch.target import get_target
 
-    launch = open_launch(run)
-    event(launch, "cancel")
-    for sentence in backend(launch.backend).cancel(launch):
-        typer.echo(sentence)
+    launch = load_launch(run)
+    log_event(launch, "cancel_requested")
+    for message in get_target(launch.target).cancel(launch):
+        typer.echo(message)
 
 
 @app.command("list")
@@ -185,18 +187,18 @@ def list_launches(
     on: Annotated[str, typer.Option("--on", help="Ask this target instead of the list of this machine.")] = "",
     profile: ProfileFile = None,
 ) -> None:
-    """The launches that were made on this machine, or what a target knows of yours."""
-    from lt_launch.status import list_known, list_target
+    """List the launches made on this machine, or your jobs on a target."""
+    from lt_launch.status import show_launches, show_target_jobs
 
     if on:
-        list_target(on, profile)
+        show_target_jobs(on, profile)
     else:
-        list_known()
+        show_launches()
 
 
 @app.command()
-def nodes(on: On = "local", profile: ProfileFile = None, hostfile: Hostfile = None) -> None:
-    """The machines of a target and their states."""
+def nodes(on: TargetOption = "local", profile: ProfileFile = None, hostfile: Hostfile = None) -> None:
+    """List the machines of a target and their states."""
     from lt_launch.status import show_nodes
 
     show_nodes(on, profile, hostfile)
@@ -205,48 +207,52 @@ def nodes(on: On = "local", profile: ProfileFile = None, hostfile: Hostfile = No
 @app.command()
 def doctor(
     file: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Also check what this run needs.")] = None,
-    on: On = "local",
+    on: TargetOption = "local",
     profile: ProfileFile = None,
     nodes: Nodes = None,
-    nproc_per_node: Procs = None,
+    nproc_per_node: ProcsPerNode = None,
     hostfile: Hostfile = None,
 ) -> None:
-    """Look for what is missing or wrong before anything is spent; exit code 64 when something is wrong."""
-    from lt_launch.doctor import examine
+    """Check a target and a run before anything is spent; exit code 64 on a problem."""
+    from lt_launch.doctor import run_doctor
 
-    wanted = None
+    run_file = None
     if file is not None:
-        wanted = _read(file, on, profile, nodes, nproc_per_node, None, None, hostfile, "", "")
-    sys.exit(examine(on, wanted, profile, hostfile))
+        run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, None, None, hostfile, "", "")
+    sys.exit(run_doctor(on, run_file, profile, hostfile))
 
 
-@app.command("sagemaker-entry")
-def sagemaker_entry(
-    root: Annotated[Path, typer.Option(help="What stands for /opt/ml.")] = Path("/opt/ml"),
+@app.command("sagemaker-entrypoint")
+def sagemaker_entrypoint(
+    root: Annotated[Path, typer.Option(help="Folder used as /opt/ml.")] = Path("/opt/ml"),
 ) -> None:
-    """What a SageMaker training container runs: reads the contract below /opt/ml, trains, leaves model or failure.
+    """Run the entry point of a SageMaker training container.
 
-    Exit codes: 0 the model is there, 75 stopped and saved, else the first failure's code.
+    It reads the contract below /opt/ml, trains, and writes the model or the failure file.
+
+    Exit codes: 0 model exported, 75 stopped and saved, else the exit code of the first failure.
     """
     import os
 
-    from lt_launch.sagemaker.entry import entry
+    from lt_launch.sagemaker.entrypoint import run_entrypoint
 
-    sys.exit(entry(root, os.environ, lambda text: typer.echo(f"# {text}")))
+    sys.exit(run_entrypoint(root, os.environ, lambda text: typer.echo(f"# {text}")))
 
 
 @app.command("sagemaker-algorithm")
 def sagemaker_algorithm(
-    name: Annotated[str, typer.Option(help="Of the algorithm.")],
+    name: Annotated[str, typer.Option(help="Name of the algorithm.")],
     image: Annotated[str, typer.Option(help="The training image in ECR, with tag.")],
-    digest: Annotated[str, typer.Option(help="Of the image, sha256:...")] = "",
+    digest: Annotated[str, typer.Option(help="Digest of the image, sha256:...")] = "",
     engine: Annotated[list[str] | None, typer.Option(help="gpu, neuron or both; gpu if none is given.")] = None,
-    description: Annotated[str, typer.Option(help="For the console.")] = "",
+    description: Annotated[str, typer.Option(help="Description shown in the console.")] = "",
 ) -> None:
-    """Print the CreateAlgorithm request that publishes a training image, made of the recipe's schema."""
+    """Print the CreateAlgorithm request of a training image, built from the recipe's schema."""
     import json
 
-    from lt_launch.sagemaker.algorithm import algorithm
+    from lt_launch.sagemaker.algorithm import create_algorithm_request
 
-    made = algorithm(name=name, image=image, digest=digest, description=description, engines=engine or ["gpu"])
-    typer.echo(json.dumps(made, indent=1))
+    request = create_algorithm_request(
+        name=name, image=image, digest=digest, description=description, engines=engine or ["gpu"]
+    )
+    typer.echo(json.dumps(request, indent=1))

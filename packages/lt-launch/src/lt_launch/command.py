@@ -1,8 +1,9 @@
-"""The `lt` command line: the first word names a command, which is found by entry point, imported and given the rest.
+"""Dispatch of the `lt` command line to commands found by entry point.
 
-This level is a few lines of its own rather than a `typer` group. Since 0.29 typer imports pydantic (0.1 CPU-seconds) as
-soon as one of its commands parses an option, even its own `--help`, so a group around the commands would cost
-a `--help` nearly as much as everything else together. For the same reason help is plain text: rich costs 0.1, too.
+The first word names a command, which is imported and receives the remaining arguments. This level is a few lines of its
+own instead of a `typer` group: since 0.29 typer imports pydantic (0.1 CPU-seconds) as soon as one of its commands
+parses an option, even its own `--help`, so a group around the commands would nearly double the cost of `--help`.
+Help is plain text for the same reason: rich costs another 0.1 CPU-seconds.
 """
 
 import sys
@@ -11,24 +12,24 @@ from difflib import get_close_matches
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from lt_launch.catalog import COMMANDS, installed_commands, installed_packages, summary
+from lt_launch.catalog import COMMANDS, command_summary, installed_commands, installed_packages
 
-__all__ = ["UsageError", "find", "help_text", "run"]
+__all__ = ["UsageError", "find_command", "help_text", "run_command"]
 
 ABOUT = "Pre-train Llama-family language models: text in, Hugging Face safetensors out."
 
 
 class UsageError(ValueError):
-    """A command line that cannot be run: unknown option, unknown or missing command."""
+    """Invalid command line: unknown option, unknown or missing command."""
 
     exit_code: int = 64
 
 
-def run(arguments: Sequence[str]) -> None:
-    """Run one command line of `lt`; what the command raises, also SystemExit, passes through.
+def run_command(arguments: Sequence[str]) -> None:
+    """Run one command line of `lt`; exceptions of the command, including SystemExit, propagate.
 
     Raises:
-        UsageError: no command of that name is installed, or an unknown option stands before it.
+        UsageError: no command of that name is installed, or an unknown option precedes it.
     """
     match list(arguments):
         case []:
@@ -38,17 +39,17 @@ def run(arguments: Sequence[str]) -> None:
         case ["--version", *_]:
             sys.stdout.writelines(f"{name} {version}\n" for name, version in installed_packages().items())
         case [option, *_] if option.startswith("-"):
-            raise UsageError(f"lt {option}: there is no such option; lt --help lists what there is")
+            raise UsageError(f"lt {option}: no such option; see lt --help")
         case [name, *rest]:
-            command = _load(find(name))
+            command = _load_command(find_command(name))
             command.main(args=rest, prog_name=f"lt {name}")
 
 
-def find(name: str) -> EntryPoint:
-    """The entry point of a command, not yet imported.
+def find_command(name: str) -> EntryPoint:
+    """Return the entry point of a command without importing it.
 
     Raises:
-        UsageError: none of that name is installed; the message says what to install or which name is near.
+        UsageError: no such command; the message names the package to install or similar commands.
     """
     installed = installed_commands()
     if name in installed:
@@ -57,41 +58,41 @@ def find(name: str) -> EntryPoint:
         raise UsageError(f"lt {name} is not installed here: pip install '{COMMANDS[name].install}'")
     near = get_close_matches(name, {*installed, *COMMANDS}, n=1)
     hint = f"did you mean lt {near[0]}?" if near else "lt --help lists the commands"
-    raise UsageError(f"lt {name}: there is no such command; {hint}")
+    raise UsageError(f"lt {name}: no such command; {hint}")
 
 
 def help_text() -> str:
-    """What `lt --help` prints, from metadata alone."""
-    rows = {name: summary(entry) for name, entry in installed_commands().items()}
+    """Return the text of `lt --help`, built from metadata alone."""
+    rows = {name: command_summary(entry) for name, entry in installed_commands().items()}
     return f"""Usage: lt COMMAND [ARGS]...
 
   {ABOUT}
 
 Options:
-{_columns({"--version": "show the installed packages of lt", "--help": "show this message"})}
+{_format_columns({"--version": "show the installed packages of lt", "--help": "show this message"})}
 Commands:
-{_columns(rows) if rows else "  none is installed: pip install 'lt-trainer[quickstart]' lt-trainer-gpu"}
+{_format_columns(rows) if rows else "  none is installed: pip install 'lt-trainer[quickstart]' lt-trainer-gpu"}
 lt COMMAND --help says more about one of them.
 """
 
 
-def _columns(rows: dict[str, str]) -> str:
+def _format_columns(rows: dict[str, str]) -> str:
     width = max(len(name) for name in rows)
     return "".join(f"  {name:<{width}}  {text}\n" for name, text in rows.items())
 
 
-def _load(entry: EntryPoint) -> Any:
-    """Import a command and build it, with plain help throughout."""
+def _load_command(entry: EntryPoint) -> Any:
+    """Import a command and build it with plain-text help."""
     from typer.main import get_command
 
     command = get_command(entry.load())
-    _make_plain(command)
+    _disable_rich_and_completion(command)
     return command
 
 
-def _make_plain(command: Any) -> None:
-    """Keep rich out of a command's help, and the options that install completion, which does not work below `lt`."""
+def _disable_rich_and_completion(command: Any) -> None:
+    """Disable rich help and the completion options, which do not work below `lt`."""
     command.rich_markup_mode = None
     command.params = [param for param in command.params if param.name not in ("install_completion", "show_completion")]
-    for below in getattr(command, "commands", {}).values():
-        _make_plain(below)
+    for subcommand in getattr(command, "commands", {}).values():
+        _disable_rich_and_completion(subcommand)

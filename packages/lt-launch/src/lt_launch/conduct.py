@@ -54,7 +54,7 @@ class Transport(Protocol):
     link_timeout_s: float
     """Silence after which a host is lost; 0 = never."""
     connect_timeout_s: float
-    carries_files: bool
+    copies_files: bool
     """Whether the launch directory has to be sent there."""
 
     memory_gib: float
@@ -64,7 +64,7 @@ class Transport(Protocol):
         """The command that starts `boot` on a host."""
         ...
 
-    def places(self, host: Host) -> int:
+    def slots(self, host: Host) -> int:
         """How many processes may run side by side on a host."""
         ...
 
@@ -114,7 +114,7 @@ class Attempt:
     def _meet(self) -> list[dict[str, Any]] | dict[str, Any]:
         """Every host's hello, or the exit record when one cannot be reached."""
         launch = self.place.folder.parent.parent
-        files = dict(self.files) if self.transport.carries_files else {}
+        files = dict(self.files) if self.transport.copies_files else {}
         for channel in self._channels:
             channel.send_message({"cwd": self.spec.get("cwd") or "", "launch": str(launch), "files": files})
         hellos: list[dict[str, Any] | None] = [None] * len(self._channels)
@@ -160,7 +160,7 @@ class Attempt:
 
     def _start(self, hellos: Sequence[Mapping[str, Any]]) -> None:
         port = int(self.spec.get("master_port") or hellos[0]["port"])
-        address = self.hosts[0].address if self.transport.carries_files else "127.0.0.1"
+        address = self.hosts[0].address if self.transport.copies_files else "127.0.0.1"
         spec_path = str(self.place.stage / "spec.json")
         for node, (channel, host) in enumerate(zip(self._channels, self.hosts, strict=True)):
             agent = [str(self.place.folder.parent.parent / "agent"), "node", spec_path, "--attempt", str(self.number)]

@@ -1,4 +1,4 @@
-"""What a run may cost: nodes x hours x a price that the person wrote down, with its date.
+"""Cost estimate of a run: nodes x hours x a price from the user's dated price file.
 
 The price file is TOML:
 
@@ -7,11 +7,11 @@ The price file is TOML:
     [per_node_hour]
     "ml.p5.48xlarge" = 60.0
     default = 3.5
-    [device]                        # optional: which device a machine has, as `lt train plan` names them
+    [device]                        # optional: device of a machine, named as in `lt train plan`
     "ml.p5.48xlarge" = "h100"
 
-What may be spent at most is the job's time limit; what a job that trains is expected to take is what `lt train plan`
-makes of its recipe. Prices are the person's; none comes with lt-launch, and none is looked up.
+The upper bound follows from the job's time limit, the expected cost of a training job from the `lt train plan` of its
+recipe. lt-launch ships no prices and fetches none.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_launch.backend import Finding
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline
 from lt_launch.profile import Profile
+from lt_launch.target import Finding
 
-__all__ = ["Prices", "estimate", "read_prices"]
+__all__ = ["Prices", "estimate_costs", "read_prices"]
 
-OLD_DAYS = 90
+MAX_PRICE_AGE_DAYS = 90
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """A price file."""
+    """Prices and devices by machine type, from a price file."""
 
     date: datetime.date
     currency: str
@@ -44,12 +44,12 @@ class Prices:
     device: Mapping[str, str]
     """The device of a machine type."""
 
-    def of(self, machine: str) -> float | None:
-        """The price of a node's hour."""
+    def price_of(self, machine: str) -> float | None:
+        """Return the price of one node-hour; None if the file has none."""
         return self.per_node_hour.get(machine, self.per_node_hour.get("default"))
 
     def device_of(self, machine: str) -> str:
-        """The device of a machine; "" where it is not known."""
+        """Return the device of a machine type, or "" if unknown."""
         return self.device.get(machine, self.device.get("default", ""))
 
 
@@ -57,7 +57,7 @@ def read_prices(path: Path) -> Prices:
     """Read a price file.
 
     Raises:
-        LaunchError: it cannot be read, or lacks the date, or a price is no number.
+        LaunchError: it cannot be read, has no date, or a price is not a number.
     """
     try:
         table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -77,8 +77,8 @@ def read_prices(path: Path) -> Prices:
     )
 
 
-def estimate(pipeline: Pipeline, profile: Profile, *, today: datetime.date | None = None) -> Iterator[Finding]:
-    """What each stage may cost, and the sum; nothing where the profile names no price file."""
+def estimate_costs(pipeline: Pipeline, profile: Profile, *, today: datetime.date | None = None) -> Iterator[Finding]:
+    """Yield the cost of each stage and the total; nothing if the profile names no price file."""
     file = profile.table("prices").get("file")
     if file is None:
         return
@@ -86,61 +86,60 @@ def estimate(pipeline: Pipeline, profile: Profile, *, today: datetime.date | Non
     total, open_ended = 0.0, []
     for stage in pipeline.stages:
         job = stage.job
-        price = prices.of(job.resources.instance_type)
-        if price is not None and job.trains:
-            yield from _planned(job, price, prices)
+        price = prices.price_of(job.resources.instance_type)
+        if price is not None and job.is_training:
+            yield from _plan_findings(job, price, prices)
         if price is None or not job.time_limit_s:
             open_ended.append(stage.name)
             continue
         hours = job.time_limit_s / 3600 * job.nodes * (stage.array or 1)
         total += hours * price
-        found = f"{stage.name}: at most {hours:g} node hours x {price:g} = {hours * price:.2f} {prices.currency}"
-        yield Finding(level="ok", what="cost", found=found)
-    yield _sum(prices, total, open_ended, ((today or datetime.date.today()) - prices.date).days)
+        text = f"{stage.name}: at most {hours:g} node hours x {price:g} = {hours * price:.2f} {prices.currency}"
+        yield Finding(level="ok", check="cost", detail=text)
+    yield _total_finding(prices, total, open_ended, ((today or datetime.date.today()) - prices.date).days)
 
 
-def _sum(prices: Prices, total: float, open_ended: list[str], age_days: int) -> Finding:
+def _total_finding(prices: Prices, total: float, open_ended: list[str], age_days: int) -> Finding:
     text = f"at most {total:.2f} {prices.currency} for one attempt of each stage, at prices of {prices.date}"
     if open_ended:
         remedy = "set time_limit, and a price for their machine type"
-        return Finding(level="warning", what="cost", found=f"{text}, without {', '.join(open_ended)}", remedy=remedy)
-    if age_days > OLD_DAYS:
+        return Finding(level="warning", check="cost", detail=f"{text}, without {', '.join(open_ended)}", remedy=remedy)
+    if age_days > MAX_PRICE_AGE_DAYS:
         remedy = "look the prices up again"
-        return Finding(level="warning", what="cost", found=f"{text}, {age_days} days old", remedy=remedy)
-    return Finding(level="ok", what="cost", found=text)
+        return Finding(level="warning", check="cost", detail=f"{text}, {age_days} days old", remedy=remedy)
+    return Finding(level="ok", check="cost", detail=text)
 
 
-def _planned(job: Job, price: float, prices: Prices) -> Iterator[Finding]:
-    """What `lt train plan` expects a job that trains to take."""
+def _plan_findings(job: Job, price: float, prices: Prices) -> Iterator[Finding]:
+    """Yield the duration and cost that `lt train plan` predicts for a training job."""
     device = prices.device_of(job.resources.instance_type)
     if not device or not job.recipe:
         return
+    from lt_trainer.config import ResolvedRecipe, from_dict
     from lt_trainer.errors import RecipeError
-    from lt_trainer.planning.devices import planned_device
-    from lt_trainer.planning.plan import make
-    from lt_trainer.recipe import Resolved, from_dict
+    from lt_trainer.planning import find_device, make_plan
 
     recipe = from_dict(tomllib.loads(job.recipe), source=f"the recipe of {job.name}")
     try:
-        plan = make(
-            Resolved(recipe=recipe, origins={}),
-            device=planned_device(device),
+        plan = make_plan(
+            ResolvedRecipe(recipe=recipe, origins={}),
+            device=find_device(device),
             devices=job.procs_per_node,
             nodes=job.nodes,
         )
     except RecipeError as exc:
-        yield Finding(level="warning", what="plan", found=f"{job.name}: {exc}")
+        yield Finding(level="warning", check="plan", detail=f"{job.name}: {exc}")
         return
     hours = plan.time.seconds / 3600
     cost = hours * job.nodes * price
-    found = (
-        f"{job.name}: {hours:.3g} h on {job.nodes} x {job.procs_per_node} {device} as lt train plan sees it "
+    text = (
+        f"{job.name}: {hours:.3g} h on {job.nodes} x {job.procs_per_node} {device} estimated by lt train plan "
         f"(MFU {100 * plan.time.mfu:.0f}%, {plan.time.mfu_source}) = {cost:.2f} {prices.currency}"
     )
     if not plan.fits:
-        yield Finding(level="wrong", what="plan", found=f"{job.name} does not fit {device}", remedy="lt train plan")
+        yield Finding(level="error", check="plan", detail=f"{job.name} does not fit {device}", remedy="lt train plan")
     elif job.time_limit_s and job.time_limit_s < plan.time.seconds:
-        remedy = "it will be started again and again; raise time_limit, or mean it so"
-        yield Finding(level="warning", what="plan", found=f"{found}, more than its time limit", remedy=remedy)
+        remedy = "it will be restarted repeatedly; raise time_limit unless this is intended"
+        yield Finding(level="warning", check="plan", detail=f"{text}, more than its time limit", remedy=remedy)
     else:
-        yield Finding(level="ok", what="plan", found=found)
+        yield Finding(level="ok", check="plan", detail=text)

@@ -1,45 +1,45 @@
-"""`lt launch doctor`: what a target found, as a list with remedies, and what the run would cost."""
+"""Implementation of `lt launch doctor`: findings of a target with remedies, and the cost of the run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_launch.backend import Finding, backend
 from lt_launch.profile import Profile, load_profile
+from lt_launch.target import Finding, get_target
 
 if TYPE_CHECKING:
-    from lt_launch.runfile import RunFile
+    from lt_launch.run_file import RunFile
 
-__all__ = ["examine"]
+__all__ = ["run_doctor"]
 
-SIGNS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "wrong": "[red]wrong[/]"}
+LEVEL_MARKUP = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 
-def examine(on: str, wanted: RunFile | None, profile: Path | None, hostfile: Path | None) -> int:
-    """Print what was found; 64 when something is wrong, else 0."""
+def run_doctor(on: str, run_file: RunFile | None, profile: Path | None, hostfile: Path | None) -> int:
+    """Print the findings; return 64 if one is a problem, else 0."""
     from rich.console import Console
     from rich.markup import escape
 
-    mine: Profile = (wanted.profile if wanted else load_profile(profile)).with_hostfile(hostfile)
+    full_profile: Profile = (run_file.profile if run_file else load_profile(profile)).with_hostfile(hostfile)
     console, worst = Console(highlight=False, soft_wrap=True), "ok"
-    for finding in _findings(on, mine, wanted):
-        where = f"{finding.where}: " if finding.where else ""
+    for finding in _findings(on, full_profile, run_file):
+        prefix = f"{finding.host}: " if finding.host else ""
         remedy = f"; {finding.remedy}" if finding.remedy else ""
-        console.print(f"{SIGNS[finding.level]} {escape(f'{where}{finding.what}: {finding.found}{remedy}')}")
-        worst = max(worst, finding.level, key=list(SIGNS).index)
-    return 64 if worst == "wrong" else 0
+        console.print(f"{LEVEL_MARKUP[finding.level]} {escape(f'{prefix}{finding.check}: {finding.detail}{remedy}')}")
+        worst = max(worst, finding.level, key=list(LEVEL_MARKUP).index)
+    return 64 if worst == "error" else 0
 
 
-def _findings(on: str, profile: Profile, wanted: RunFile | None):
-    from lt_launch.costs import estimate
+def _findings(on: str, profile: Profile, run_file: RunFile | None):
+    from lt_launch.costs import estimate_costs
 
-    target = backend(on)
-    if wanted is not None:
-        rendered = target.render(wanted.pipeline, profile)
+    target = get_target(on)
+    if run_file is not None:
+        rendered = target.render(run_file.pipeline, profile)
         yield Finding(
-            level="ok", what="render", found=f"{len(rendered.files)} files, {len(rendered.commands)} commands"
+            level="ok", check="render", detail=f"{len(rendered.files)} files, {len(rendered.commands)} commands"
         )
-    yield from target.doctor(profile, wanted.pipeline if wanted else None)
-    if wanted is not None:
-        yield from estimate(wanted.pipeline, profile)
+    yield from target.doctor(profile, run_file.pipeline if run_file else None)
+    if run_file is not None:
+        yield from estimate_costs(run_file.pipeline, profile)

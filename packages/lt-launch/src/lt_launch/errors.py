@@ -1,14 +1,14 @@
-"""The errors of lt-launch that a person can mend: what was given, where, what is wrong with it, what to do."""
+"""User errors of lt-launch."""
 
 __all__ = ["LaunchError"]
 
 
 class LaunchError(ValueError):
-    """A launch that cannot be made, or a target that cannot be used. Commands end with `exit_code`.
+    """Launch that cannot be made, or target that cannot be used. Commands end with `exit_code`.
 
     Args:
         text: field, value, source and remedy in one sentence.
-        exit_code: 64 where the person has to mend something, 75 where trying again may be all it needs.
+        exit_code: 64 for a user error, 75 where a retry may succeed.
     """
 
     def __init__(self, text: str, *, exit_code: int = 64) -> None:

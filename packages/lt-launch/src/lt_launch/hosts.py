@@ -1,12 +1,12 @@
-"""Hosts that ssh reaches, from a hostfile.
+"""Hosts reached over ssh, read from a hostfile.
 
     # comment
     node1
     node2 slots=8 port=2222 user=ubuntu addr=10.0.0.2 env.NCCL_DEBUG=INFO
 
-One host a line, in the order in which ranks are given out: names are never sorted, for node10 comes before node2 in any
-sorting of text. `slots` is the number of devices; `addr` is what ssh and the other hosts connect to where the name does
-not resolve. Bare names take `--nproc-per-node`.
+One host per line, in rank order: names are never sorted, since text order puts node10 before node2. `slots` is the
+number of devices; `addr` is the address for ssh and for the other hosts where the name does not resolve. Hosts without
+slots use `--nproc-per-node`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
 
-__all__ = ["Host", "parse", "read", "slots"]
+__all__ = ["Host", "parse_hostfile", "read_hostfile", "slots_per_host"]
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:-]*[A-Za-z0-9])?")
 GRAMMAR = "write lines of 'host [slots=N] [port=P] [user=U] [addr=A] [env.NAME=VALUE]'"
@@ -28,50 +28,50 @@ GRAMMAR = "write lines of 'host [slots=N] [port=P] [user=U] [addr=A] [env.NAME=V
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """One machine."""
+    """One machine of a hostfile."""
 
     name: str
     slots: int = 0
-    """Devices; 0 = not said."""
+    """Devices; 0 = unknown."""
     port: int = 0
     user: str = ""
     addr: str = ""
-    """What to connect to; empty = the name."""
+    """Address to connect to; empty = the name."""
     env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def address(self) -> str:
-        """What to connect to."""
+        """Address to connect to."""
         return self.addr or self.name
 
 
-def parse(text: str, source: str = "hostfile") -> tuple[Host, ...]:
-    """Hosts in the order of their lines.
+def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
+    """Return the hosts of a hostfile in the order of their lines.
 
     Raises:
-        LaunchError: a line that cannot be read, a host that stands there twice, or none at all; with the line's number.
+        LaunchError: an invalid line, a duplicate host, or no host at all; names the line number.
     """
     hosts: list[Host] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        where = f"{source}:{number}"
+        location = f"{source}:{number}"
         try:
             words = shlex.split(line, comments=True)
         except ValueError as exc:
-            raise LaunchError(f"{where}: {line.strip()!r}: {exc}; {GRAMMAR}") from exc
+            raise LaunchError(f"{location}: {line.strip()!r}: {exc}; {GRAMMAR}") from exc
         if words:
-            host = _host(words, where)
+            host = _parse_host(words, location)
             if any(host.name == other.name for other in hosts):
-                raise LaunchError(f"{where}: {host.name} stands here twice; give it one line, with slots=N")
+                raise LaunchError(f"{location}: {host.name} is listed twice; give it one line, with slots=N")
             hosts.append(host)
     if not hosts:
-        raise LaunchError(f"{source}: there is no host in it; {GRAMMAR}")
+        raise LaunchError(f"{source}: no host in it; {GRAMMAR}")
     return tuple(hosts)
 
 
-def _host(words: Sequence[str], where: str) -> Host:
+def _parse_host(words: Sequence[str], location: str) -> Host:
     name, *settings = words
     if not NAME.fullmatch(name):
-        raise LaunchError(f"{where}: {name!r} is not the name of a host; {GRAMMAR}")
+        raise LaunchError(f"{location}: {name!r} is not a host name; {GRAMMAR}")
     numbers = {"slots": 0, "port": 0}
     texts = {"user": "", "addr": ""}
     env: dict[str, str] = {}
@@ -84,38 +84,38 @@ def _host(words: Sequence[str], where: str) -> Host:
         elif key in texts and NAME.fullmatch(value):
             texts[key] = value
         else:
-            raise LaunchError(f"{where}: {setting!r} of {name} cannot be used; {GRAMMAR}")
-    check_env(f"{where}: env", env)
+            raise LaunchError(f"{location}: {setting!r} of {name} is invalid; {GRAMMAR}")
+    check_env(f"{location}: env", env)
     return Host(
         name=name, env=env, slots=numbers["slots"], port=numbers["port"], user=texts["user"], addr=texts["addr"]
     )
 
 
-def read(path: str | Path) -> tuple[Host, ...]:
-    """The hosts of a hostfile.
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Read the hosts of a hostfile.
 
     Raises:
-        LaunchError: it cannot be read, or `parse` refuses it.
+        LaunchError: it cannot be read, or `parse_hostfile` rejects it.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({why}); give the path of a hostfile") from exc
-    return parse(text, str(path))
+    return parse_hostfile(text, str(path))
 
 
-def slots(hosts: Sequence[Host]) -> int:
-    """The slots of every host where all say the same, 0 where none says.
+def slots_per_host(hosts: Sequence[Host]) -> int:
+    """Return the slots common to all hosts, 0 if no host states them.
 
     Raises:
-        LaunchError: they differ; ranks of a run are the same number on each host.
+        LaunchError: they differ; every host must run the same number of ranks.
     """
-    found = {host.slots for host in hosts}
-    if len(found) > 1:
-        listed = ", ".join(f"{host.name}={host.slots or 'not said'}" for host in hosts[:8])
+    counts = {host.slots for host in hosts}
+    if len(counts) > 1:
+        listed = ", ".join(f"{host.name}={host.slots or 'not set'}" for host in hosts[:8])
         raise LaunchError(
             f"the hosts have different slots ({listed}); a run has the same number of processes on every host: set "
             "--nproc-per-node to the smallest, or leave hosts out"
         )
-    return found.pop()
+    return counts.pop()

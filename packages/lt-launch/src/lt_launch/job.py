@@ -1,11 +1,11 @@
-"""What is to be run, as frozen values that no backend has touched yet: jobs, and pipelines of them.
+"""Frozen, target-independent descriptions of work: jobs, stages and pipelines.
 
-A `Job` is one command on `nodes` x `procs_per_node` processes, which know each other by the variables that torchrun
-sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). A `Stage` is a job with its place in a `Pipeline`: what it comes
-after, how often it runs side by side (`array`), and which files it reads and makes, by whose content it counts as done.
-One job alone is a pipeline of one stage, so that a backend has one thing to render.
+A `Job` is one command on `nodes` x `procs_per_node` processes, which find each other by the variables that torchrun
+sets (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...). A `Stage` is a job with its position in a `Pipeline`: its
+predecessors (`after`), the number of its parallel elements (`array`), and the files it reads and writes, whose content
+decides whether it is complete. A single job is a pipeline of one stage, so that a target renders only pipelines.
 
-Everything is checked when it is made; errors name the field as it stands in a run file. Nothing here reads a file.
+Values are checked at construction; errors name the field as in a run file. Nothing here reads a file.
 """
 
 from __future__ import annotations
@@ -16,297 +16,322 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import check_types, option
 
-__all__ = ["Container", "Job", "Pipeline", "Resources", "Restart", "Stage", "as_table", "check_env"]
+__all__ = ["ContainerImage", "Job", "Pipeline", "Resources", "RestartPolicy", "Stage", "check_env", "to_dict"]
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET = re.compile(
+SECRET_VARIABLE = re.compile(
     r"(?:^|_)(?:TOKEN|PAT|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID"
     r"|SECRET_KEY|PRIVATE_KEY)$"
 )
-"""Names of variables whose values must not be kept with a launch."""
-GIVEN = re.compile(r"(?<![\w$.-])([A-Za-z_][A-Za-z0-9_]*)=[\"']?(?=[^\s\"'$`;&|])")
-"""A variable that gets a plain value in a line of shell; not one that is taken from another or from a command."""
-OURS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that say who a process is; a job cannot set them."""
+"""Names of variables whose values must not be saved with a launch."""
+SHELL_ASSIGNMENT = re.compile(r"(?<![\w$.-])([A-Za-z_][A-Za-z0-9_]*)=[\"']?(?=[^\s\"'$`;&|])")
+"""A shell assignment of a literal value, not of another variable or of a command's output."""
+RESERVED_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
+"""Variables that identify a process (rank, world size, ...); a job cannot set them."""
 
 
-def _wrong(name: str, value: object, problem: str, remedy: str) -> RecipeError:
+def _field_error(name: str, value: object, problem: str, remedy: str) -> RecipeError:
     return RecipeError(problem, values={name: value}, remedy=remedy)
 
 
-def check_env(where: str, env: Mapping[str, object]) -> None:
-    """Refuse variables that cannot be set, that the launcher sets itself, or that would keep a secret.
+def check_env(source: str, env: Mapping[str, object]) -> None:
+    """Reject variables that are invalid, set by the launcher itself, or would store a secret.
 
     Raises:
-        RecipeError: naming `where`, the variable and what to do.
+        RecipeError: naming `source`, the variable and the remedy.
     """
     for name, value in env.items():
-        if SECRET.search(name.upper()):
-            problem = "looks like a secret, and what a launch sets is kept with it"
-            raise _wrong(f"{where}.{name}", "...", problem, f'hand it on by name: pass_env = ["{name}"]')
+        if SECRET_VARIABLE.search(name.upper()):
+            problem = "looks like a secret, and the environment is saved with the launch"
+            raise _field_error(f"{source}.{name}", "...", problem, f'pass it by name: pass_env = ["{name}"]')
         if not isinstance(value, str) or not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
-            raise _wrong(f"{where}.{name}", value, "is not an environment variable", "write NAME = 'one line of text'")
-        if name in OURS:
-            raise _wrong(f"{where}.{name}", value, "the launcher sets this one itself", "leave it out")
+            raise _field_error(
+                f"{source}.{name}", value, "is not an environment variable", "write NAME = 'one line of text'"
+            )
+        if name in RESERVED_VARIABLES:
+            raise _field_error(f"{source}.{name}", value, "is set by the launcher", "leave it out")
 
 
-def check_lines(where: str, lines: Sequence[str]) -> None:
-    """Refuse lines of shell, or words of a command, that give a secret its value.
+def check_shell_lines(source: str, lines: Sequence[str]) -> None:
+    """Reject shell lines or command words that assign a value to a secret.
 
     Raises:
-        RecipeError: naming `where` and the variable, never the value.
+        RecipeError: naming `source` and the variable, never the value.
     """
     for line in lines:
-        for match in GIVEN.finditer(line):
-            if SECRET.search(match[1].upper()):
-                problem = "looks like a secret, and what a launch runs is kept with it"
-                raise _wrong(where, f"{match[1]}=...", problem, f'hand it on by name: pass_env = ["{match[1]}"]')
+        for match in SHELL_ASSIGNMENT.finditer(line):
+            if SECRET_VARIABLE.search(match[1].upper()):
+                problem = "looks like a secret, and commands are saved with the launch"
+                raise _field_error(source, f"{match[1]}=...", problem, f'pass it by name: pass_env = ["{match[1]}"]')
 
 
-def _at_least(made: object, section: str, least: float, *names: str) -> None:
+def _check_minimum(values: object, section: str, minimum: float, *names: str) -> None:
     for name in names:
-        if getattr(made, name) < least:
-            raise _wrong(
-                f"{section}.{name}", getattr(made, name), f"must be at least {least}", f"set it to {least} or more"
+        if getattr(values, name) < minimum:
+            raise _field_error(
+                f"{section}.{name}",
+                getattr(values, name),
+                f"must be at least {minimum}",
+                f"set it to {minimum} or more",
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What one node must have; 0 and "" leave it to the target."""
+    """Requirements on one node; 0 and "" use the default of the target."""
 
-    cpus_per_proc: int = option(0, "cores for each process")
-    memory_gib: int = option(0, "memory of a node", unit="GiB")
-    gpus_per_node: int = option(0, "GPUs of a node")
-    neuron_cores_per_node: int = option(0, "Neuron cores of a node")
-    exclusive: bool = option(False, "whether nobody else may use the nodes")
-    partition: str = option("", "Slurm partition; of a stage: where this stage runs, whatever the profile says")
+    cpus_per_proc: int = option(0, "cores per process")
+    memory_gib: int = option(0, "memory per node", unit="GiB")
+    gpus_per_node: int = option(0, "GPUs per node")
+    neuron_cores_per_node: int = option(0, "Neuron cores per node")
+    exclusive: bool = option(False, "exclusive use of the nodes")
+    partition: str = option("", "Slurm partition; overrides the profile's")
     instance_type: str = option("", "machine type on SageMaker, such as ml.p5.48xlarge")
-    volume_gib: int = option(0, "disk of a node on SageMaker", unit="GiB")
-    constraint: str = option("", "features that nodes must have (Slurm --constraint)")
+    volume_gib: int = option(0, "disk per node on SageMaker", unit="GiB")
+    constraint: str = option("", "required node features (Slurm --constraint)")
 
     def __post_init__(self) -> None:
         check_types(self, "resources")
-        _at_least(self, "resources", 0, "cpus_per_proc", "memory_gib", "gpus_per_node", "neuron_cores_per_node")
-        _at_least(self, "resources", 0, "volume_gib")
+        _check_minimum(self, "resources", 0, "cpus_per_proc", "memory_gib", "gpus_per_node", "neuron_cores_per_node")
+        _check_minimum(self, "resources", 0, "volume_gib")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Container:
-    """The image in which processes run; an empty image means none."""
+class ContainerImage:
+    """Container image of the processes; an empty image means none."""
 
-    image: str = option("", "name of an image, or path of a .sqsh file (enroot)")
-    mounts: tuple[str, ...] = option((), "host folders to see inside, each as SOURCE:TARGET[:ro]")
-    workdir: str = option("", "working folder inside")
+    image: str = option("", "image name, or path of a .sqsh file (enroot)")
+    mounts: tuple[str, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
+    workdir: str = option("", "working folder in the container")
 
     def __post_init__(self) -> None:
         check_types(self, "container")
         if not self.image and (self.mounts or self.workdir):
-            raise _wrong("container.image", "", "mounts and workdir need an image", "set container.image")
+            raise _field_error("container.image", "", "mounts and workdir need an image", "set container.image")
         for mount in self.mounts:
             if not 2 <= len(mount.split(":")) <= 3 or not all(part for part in mount.split(":")):
-                raise _wrong(
+                raise _field_error(
                     "container.mounts", mount, "is not a mount", "write it as SOURCE:TARGET or SOURCE:TARGET:ro"
                 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
-    """When an attempt that did not finish is followed by another one.
+class RestartPolicy:
+    """Conditions for restarting an attempt that did not complete.
 
-    Attempts follow one another after exit code 75 and after a loss (a process killed by a signal, a node or a link that
-    is gone), never after any other exit code: that would only happen again.
+    Attempts are restarted after exit code 75 and after a loss (process killed by a signal, lost node or connection),
+    never after any other exit code, since the failure would repeat.
     """
 
-    max_restarts: int = option(10, "attempts after the first one; 0 = none")
+    max_restarts: int = option(10, "restarts after the first attempt; 0 = none")
     max_without_progress: int = option(
         2,
-        "restarts in a row without a new checkpoint since the attempt before, after which it ends; for jobs that train",
+        "consecutive restarts without a new checkpoint before the job fails; for training jobs",
     )
-    exclude_bad_nodes: bool = option(True, "leave out nodes that were lost, where the target can (Slurm)")
+    exclude_bad_nodes: bool = option(True, "exclude lost nodes from restarts, if the target supports it (Slurm)")
 
     def __post_init__(self) -> None:
         check_types(self, "restart")
-        _at_least(self, "restart", 0, "max_restarts")
-        _at_least(self, "restart", 1, "max_without_progress")
+        _check_minimum(self, "restart", 0, "max_restarts")
+        _check_minimum(self, "restart", 1, "max_without_progress")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One command on some nodes. Made by `lt_launch.runfile` from a run file, or in Python."""
+    """One command on some nodes; built by `lt_launch.run_file` from a run file, or in Python."""
 
-    name: str = option("job", "of the job: letters, digits, '.', '_' and '-', at most 63")
-    argv: tuple[str, ...] = option((), "what each process runs; the word 'python' in front is the profile's python")
+    name: str = option("job", "name of the job: letters, digits, '.', '_' and '-', at most 63")
+    argv: tuple[str, ...] = option((), "command of each process; a leading 'python' is the profile's python")
     nodes: int = option(1, "machines")
-    procs_per_node: int = option(1, "processes on each machine, one for each device")
+    procs_per_node: int = option(1, "processes per machine, one per device")
     env: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the processes, beside those of the profile; never secrets, they are kept with the launch."""
+    """Variables of the processes in addition to the profile's; never secrets, they are saved with the launch."""
     pass_env: tuple[str, ...] = option(
-        (), "names of variables to hand on from where the launch runs; their values are never written anywhere"
+        (), "names of variables to pass from the launching machine; their values are never stored"
     )
-    cwd: str = option("", "working folder on the nodes; empty = where the launch was made")
+    cwd: str = option("", "working folder on the nodes; empty = that of the launch command")
     spawner: Literal["direct", "torchrun", "srun"] = option(
         "direct",
-        "what makes the processes of a node: direct = lt's own agent (exit codes, signals and grace time survive), "
-        "torchrun = one torchrun per node with static rendezvous, srun = one Slurm task for each process",
+        "how the processes of a node are started: direct = lt's agent (keeps exit codes, signals, grace period), "
+        "torchrun = one torchrun per node with static rendezvous, srun = one Slurm task per process",
     )
     completion: Literal["exit", "run_dir"] = option(
-        "exit", "what proves success besides exit code 0: run_dir = rank 0 noted in run_dir that all steps are done"
+        "exit", "proof of success besides exit code 0: run_dir = completion recorded by rank 0 in run_dir"
     )
-    run_dir: str = option("", "the run directory of lt-trainer (run.out) of a job that trains")
+    run_dir: str = option("", "run directory (run.dir) of a training job")
     recipe: str = field(default="", repr=False)
-    """The resolved recipe of a job that trains, as TOML; kept with the launch and part of a stage's content."""
-    engine: str = option("", "the engine of a job that trains (gpu, neuron)")
-    grace_s: float = option(120.0, "from a stop signal until processes are killed: a step and a save", unit="s")
-    time_limit_s: int = option(0, "after which the target may stop the job; 0 = the target's own limit", unit="s")
+    """Resolved recipe of a training job as TOML; saved with the launch and part of the stage's content hash."""
+    engine: str = option("", "engine of a training job (gpu, neuron)")
+    grace_period_s: float = option(
+        120.0, "time from a stop signal until processes are killed: a step and a save", unit="s", former_name="grace_s"
+    )
+    time_limit_s: int = option(0, "time after which the target may stop the job; 0 = limit of the target", unit="s")
     resources: Resources = field(default_factory=Resources)
-    container: Container = field(default_factory=Container)
-    restart: Restart = field(default_factory=Restart)
+    container: ContainerImage = field(default_factory=ContainerImage)
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
 
     def __post_init__(self) -> None:
         check_types(self, "job")
         object.__setattr__(self, "env", dict(self.env))
-        _at_least(self, "job", 1, "nodes", "procs_per_node")
-        _at_least(self, "job", 0, "grace_s", "time_limit_s")
+        _check_minimum(self, "job", 1, "nodes", "procs_per_node")
+        _check_minimum(self, "job", 0, "grace_period_s", "time_limit_s")
         if not NAME.fullmatch(self.name):
-            remedy = "use letters, digits, '.', '_' and '-', beginning and ending with a letter or digit, at most 63"
-            raise _wrong("job.name", self.name, "is not a name that every target takes", remedy)
+            remedy = "use letters, digits, '.', '_' and '-', starting and ending with a letter or digit, at most 63"
+            raise _field_error("job.name", self.name, "is not a valid name on every target", remedy)
         if not self.argv or not self.argv[0]:
-            raise _wrong("job.argv", list(self.argv), "there is nothing to run", 'set it, as in ["python", "train.py"]')
+            raise _field_error("job.argv", list(self.argv), "is empty", 'set it, as in ["python", "train.py"]')
         if self.completion == "run_dir" and not self.run_dir:
-            raise _wrong("job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.out")
+            raise _field_error(
+                "job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.dir"
+            )
         check_env("job.env", self.env)
-        check_lines("job.argv", self.argv)
+        check_shell_lines("job.argv", self.argv)
         for name in self.pass_env:
             if not VARIABLE.fullmatch(name):
-                raise _wrong("job.pass_env", name, "is not the name of an environment variable", "give names alone")
+                raise _field_error(
+                    "job.pass_env", name, "is not the name of an environment variable", "give names without values"
+                )
 
     @property
-    def world(self) -> int:
-        """Processes altogether."""
+    def world_size(self) -> int:
+        """Total number of processes."""
         return self.nodes * self.procs_per_node
 
     @property
-    def trains(self) -> bool:
-        """Whether rank 0's note in the run directory is what counts as success."""
+    def is_training(self) -> bool:
+        """True if rank 0's completion record in the run directory decides success."""
         return self.completion == "run_dir"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """A job with its place in a pipeline."""
+    """A job with its position in a pipeline."""
 
     job: Job
-    after: tuple[str, ...] = option((), "names of the stages that must have succeeded before")
+    after: tuple[str, ...] = option((), "names of the stages that must succeed first")
     array: int = option(
         0,
-        "how often the job runs, side by side where there is room, told apart by LT_ARRAY_INDEX (0..n-1); 0 = once",
+        "number of runs, in parallel as resources allow, with LT_ARRAY_INDEX = 0..n-1; 0 = no array",
     )
-    array_limit: int = option(0, "how many of the array run at a time; 0 = as many as there is room for")
-    inputs: tuple[str, ...] = option((), "files and folders it reads: when their content changes it is done again")
-    outputs: tuple[str, ...] = option((), "files and folders it makes: when they are gone or changed it is done again")
+    array_limit: int = option(0, "elements of the array that run at a time; 0 = as many as fit")
+    inputs: tuple[str, ...] = option((), "files and folders it reads; the stage runs again when their content changes")
+    outputs: tuple[str, ...] = option(
+        (), "files and folders it makes; the stage runs again when they are missing or changed"
+    )
 
     def __post_init__(self) -> None:
         check_types(self, "stage")
-        _at_least(self, "stage", 0, "array", "array_limit")
-        if self.array and self.job.world > 1:
+        _check_minimum(self, "stage", 0, "array", "array_limit")
+        if self.array and self.job.world_size > 1:
             problem = "a stage is either an array or a job of several processes"
-            raise _wrong("stage.array", self.array, problem, "set nodes and procs_per_node to 1, or array to 0")
+            raise _field_error("stage.array", self.array, problem, "set nodes and procs_per_node to 1, or array to 0")
 
     @property
     def name(self) -> str:
-        """The job's name."""
+        """Name of the job."""
         return self.job.name
 
     @property
-    def indexes(self) -> tuple[int | None, ...]:
-        """The index of every element: (None,) for a stage that is no array."""
+    def array_indices(self) -> tuple[int | None, ...]:
+        """Indices of the array elements; (None,) for a stage that is no array."""
         return tuple(range(self.array)) if self.array else (None,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """Stages in an order in which each stands behind all that it comes after, and the folder of the launch."""
+    """Stages in topological order, and the folder of the launch."""
 
     name: str
     stages: tuple[Stage, ...]
     out: str = "runs/run"
-    """Folder of the launch, shared by all nodes; what lt-launch keeps stands below it in `launch/`."""
+    """Folder of the launch, shared by all nodes; lt-launch keeps its own files in `launch/` below it."""
 
     def __post_init__(self) -> None:
         if not NAME.fullmatch(self.name):
-            raise _wrong("pipeline.name", self.name, "is not a name that every target takes", "see job.name")
+            raise _field_error("pipeline.name", self.name, "is not a valid name on every target", "see job.name")
         if not self.stages:
-            raise _wrong("stages", [], "a pipeline needs stages", "add [[stages]]")
+            raise _field_error("stages", [], "a pipeline needs stages", "add [[stages]]")
         before: set[str] = set()
         folders: set[str] = set()
         for stage in self.stages:
-            mine = {stage.name, *(f"{stage.name}.{index}" for index in range(stage.array))}
-            if mine & folders:
-                problem = "two stages have this name, or one has that of an array's element"
-                raise _wrong("stages.name", stage.name, problem, "give each its own")
-            folders |= mine
-            for wanted in stage.after:
-                if wanted not in before:
+            own_folders = {stage.name, *(f"{stage.name}.{index}" for index in range(stage.array))}
+            if own_folders & folders:
+                problem = "two stages, or a stage and an array element, have this name"
+                raise _field_error("stages.name", stage.name, problem, "give each stage a name of its own")
+            folders |= own_folders
+            for dependency in stage.after:
+                if dependency not in before:
                     known = ", ".join(sorted(before)) or "none"
-                    remedy = f"name a stage that stands before it in the file ({known})"
-                    raise _wrong(f"stages.{stage.name}.after", wanted, "no stage before it has this name", remedy)
+                    remedy = f"name a stage listed before it ({known})"
+                    raise _field_error(
+                        f"stages.{stage.name}.after", dependency, "no stage before it has this name", remedy
+                    )
             before.add(stage.name)
 
     @classmethod
-    def of(cls, job: Job, *, out: str = "") -> Pipeline:
-        """One job as a pipeline; its folder is `out`, else the job's run directory, else runs/NAME."""
+    def from_job(cls, job: Job, *, out: str = "") -> Pipeline:
+        """Return a pipeline of one job in `out`, else in the job's run directory, else in runs/NAME."""
         return cls(name=job.name, stages=(Stage(job=job),), out=out or job.run_dir or f"runs/{job.name}")
 
     def stage(self, name: str) -> Stage:
-        """The stage of that name.
+        """Return the stage with that name.
 
         Raises:
-            RecipeError: there is none.
+            RecipeError: there is no such stage.
         """
         for stage in self.stages:
             if stage.name == name:
                 return stage
         known = ", ".join(stage.name for stage in self.stages)
-        raise _wrong("stage", name, "there is no such stage", f"the stages are {known}")
+        raise _field_error("stage", name, "no such stage", f"the stages are {known}")
 
     @property
-    def only(self) -> Job:
-        """The one job of a pipeline that has one, for targets that run single jobs.
+    def single_job(self) -> Job:
+        """The only job of the pipeline, for targets that run single jobs.
 
         Raises:
             RecipeError: there are several stages, or the one is an array.
         """
         first, *others = self.stages
         if others or first.array:
-            problem = "this target runs one job, and this is a pipeline of several"
+            problem = "this target runs single jobs, not pipelines"
             names = [stage.name for stage in self.stages]
-            raise _wrong("stages", names, problem, "choose one with --stage NAME, or use local, ssh or slurm")
+            raise _field_error("stages", names, problem, "choose one with --stage NAME, or use local, ssh or slurm")
         return first.job
 
 
-def for_containers(job: Job, *, target: str, env: Mapping[str, str]) -> Job:
-    """The job for a target that starts containers by itself, with a profile's variables below the job's own.
+def with_container_env(job: Job, *, target: str, env: Mapping[str, str]) -> Job:
+    """Return the job with a profile's variables, for a target that starts containers itself.
 
     Raises:
-        RecipeError: it has `pass_env`, and such a target hands on no variable of this machine.
+        RecipeError: it has `pass_env`: such a target forwards no variables of this machine.
     """
     if job.pass_env:
-        remedy = "give the container's role or secret store what it needs, or put it into job.env where it is no secret"
-        raise _wrong("job.pass_env", list(job.pass_env), f"{target} hands on nothing from this machine", remedy)
+        remedy = "use the container's role or secret store, or job.env for values that are not secret"
+        raise _field_error(
+            "job.pass_env", list(job.pass_env), f"{target} passes no variables from this machine", remedy
+        )
     return dataclasses.replace(job, env={**env, **job.env})
 
 
-def as_table(value: Any) -> Any:
-    """A job, stage or pipeline as plain values for JSON, in the order of declaration."""
+def to_dict(value: Any) -> Any:
+    """Return a job, stage or pipeline as plain JSON values in declaration order."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {item.name: as_table(getattr(value, item.name)) for item in dataclasses.fields(value)}
+        return {item.name: to_dict(getattr(value, item.name)) for item in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(name): as_table(item) for name, item in value.items()}
+        return {str(name): to_dict(item) for name, item in value.items()}
     if isinstance(value, tuple | list):
-        return [as_table(item) for item in value]
+        return [to_dict(item) for item in value]
     return value

@@ -1,7 +1,7 @@
-"""The target `local`: processes on this machine, under one agent, watched by the command that started them.
+"""Target `local`: processes on this machine, under one agent, supervised by the launch command.
 
-When that command dies, the agent sees its standard input end and stops the processes: nothing is left behind. In the
-background (`--detach`) a process of its own takes the command's place.
+If that command dies, the agent reads the end of its standard input and stops the processes, so that none is orphaned.
+With `--detach` a background process supervises them instead.
 """
 
 from __future__ import annotations
@@ -15,76 +15,80 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus
 from lt_launch.boot import BOOT
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
-from lt_launch.spec import spec
+from lt_launch.spec import stage_spec
+from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
+from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import check_types, option
 
-__all__ = ["LocalBackend", "LocalOptions", "LocalTransport", "backend", "devices"]
+__all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices", "make_target"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptions:
-    """The table [local] of a profile."""
+    """Options in the table [local] of a profile."""
 
-    lost_grace_s: float = option(3.0, "from the launcher's death until processes are killed", unit="s")
-    slots: int = option(0, "processes that may run side by side; 0 = one for each core")
+    launcher_lost_grace_period_s: float = option(
+        3.0, "time from the death of the launcher until processes are killed", unit="s", former_name="lost_grace_s"
+    )
+    slots: int = option(0, "processes that may run in parallel; 0 = one per core")
 
     def __post_init__(self) -> None:
         check_types(self, "local")
         if self.slots < 0:
             raise RecipeError(
-                "must be at least 0", values={"local.slots": self.slots}, remedy="leave it out for one for each core"
+                "must be at least 0", values={"local.slots": self.slots}, remedy="leave it out to use one per core"
             )
 
 
 class LocalTransport:
-    """Agents as children of the launcher."""
+    """Transport that starts agents as child processes of the launcher."""
 
     link_timeout_s = 0.0
     connect_timeout_s = 60.0
-    carries_files = False
+    copies_files = False
 
     def __init__(self, slots: int = 0) -> None:
-        self._places = slots or os.cpu_count() or 1
+        self._slots = slots or os.cpu_count() or 1
         self.memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
     def argv(self, host: Host) -> list[str]:
-        """Start `boot` with this interpreter."""
+        """Return the command that starts `boot` with this interpreter."""
         return [sys.executable, "-c", BOOT]
 
-    def places(self, host: Host) -> int:
-        """The profile's slots, else cores."""
-        return self._places
+    def slots(self, host: Host) -> int:
+        """Return the slots of the profile, else the number of cores."""
+        return self._slots
 
 
-class LocalBackend:
-    """Processes on this machine."""
+class LocalTarget:
+    """Launch target for processes on this machine."""
 
     name = "local"
 
-    def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
-        """The specs of the stages, and the agents' command lines."""
+    def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
+        """Render the specs of the stages and the agents' command lines."""
         files, commands = {}, []
-        for name, values in self.specs(pipeline, profile, cwd="").items():
+        for name, values in self.stage_specs(pipeline, profile, cwd="").items():
             files[f"{name}.spec.json"] = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
             stage = pipeline.stage(name)
             if stage.job.recipe:
                 files[f"{name}.recipe.toml"] = stage.job.recipe
-            for index in stage.indexes:
+            for index in stage.array_indices:
                 launch = f"{pipeline.out}/launch"
                 words = [values["argv"][0] if stage.job.argv[0] == "python" else "python3", f"{launch}/agent", "node"]
                 words += [f"{launch}/stages/{name}/spec.json", "--attempt", "0", "--node-rank", "0"]
                 words += ["--master-addr", "127.0.0.1", "--master-port", "PORT", "--control"]
                 commands.append(tuple(words if index is None else [*words, "--index", str(index)]))
-        return Rendered(files=files, commands=tuple(commands), remarks=("PORT is a free one, found at the start",))
+        return RenderedLaunch(
+            files=files, commands=tuple(commands), comments=("PORT is a free port, chosen at the start",)
+        )
 
-    def specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """What the agent gets, by stage."""
+    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
+        """Return the agent's specs by stage."""
         options = profile.options("local", LocalOptions)
         for stage in pipeline.stages:
             if stage.job.nodes > 1 or stage.job.spawner == "srun" or stage.job.container.image:
@@ -95,70 +99,75 @@ class LocalBackend:
                     remedy="set nodes to 1, spawner to direct or torchrun, and no image; or choose another target",
                 )
         return {
-            stage.name: spec(
-                stage, pipeline, profile, python=sys.executable, cwd=cwd, lost_grace_s=options.lost_grace_s
+            stage.name: stage_spec(
+                stage,
+                pipeline,
+                profile,
+                python=sys.executable,
+                cwd=cwd,
+                lost_grace_s=options.launcher_lost_grace_period_s,
             )
             for stage in pipeline.stages
         }
 
-    def reach(self, profile: Profile) -> tuple[tuple[Host, ...], LocalTransport]:
-        """This machine, and how to start agents on it."""
+    def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], LocalTransport]:
+        """Return this machine and the transport that starts agents on it."""
         options = profile.options("local", LocalOptions)
         return (Host(name=socket.gethostname()),), LocalTransport(options.slots)
 
-    def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Run it to its end, or in the background."""
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Run the launch to its end, or in the background."""
         from lt_launch.driver import submit
 
         return submit(launch, detach=detach)
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """From the launch's own records."""
-        from lt_launch.recorded import status
+        """Return the status from the launch directory."""
+        from lt_launch.launch_dir_status import read_stage_statuses
 
-        return status(launch)
+        return read_stage_statuses(launch)
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """From the attempt's folder."""
-        from lt_launch.recorded import logs
+        """Yield log lines from the attempts' folders."""
+        from lt_launch.launch_dir_status import read_logs
 
-        return logs(launch, stage=stage, rank=rank, follow=follow)
+        return read_logs(launch, stage=stage, rank=rank, follow=follow)
 
     def cancel(self, launch: Launch) -> Iterable[str]:
-        """A stop signal to the process that runs it."""
+        """Send a stop signal to the process that runs the launch."""
         from lt_launch.driver import cancel
 
         return cancel(launch)
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Nothing beyond the launches that this machine lists itself."""
+        """Return an empty list: this machine lists its launches itself."""
         return ()
 
-    def nodes(self, profile: Profile) -> Iterable[Node]:
-        """This machine."""
+    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
+        """Return this machine."""
         from lt_launch.agent.look import look
-        from lt_launch.machine import describe
+        from lt_launch.machine import describe_machine
 
-        found = look("")
-        return [Node(name=found["host"], state="here", devices=describe(found))]
+        machine = look("")
+        return [TargetNode(name=machine["host"], state="here", devices=describe_machine(machine))]
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Versions, devices, disk, port."""
+        """Check versions, devices, disk and port."""
         from lt_launch.agent.look import look
-        from lt_launch.machine import findings
+        from lt_launch.machine import machine_findings
 
         folder = Path(pipeline.out if pipeline else ".").absolute()
-        yield from findings(look(str(folder)), pipeline)
+        yield from machine_findings(look(str(folder)), pipeline)
 
 
-def devices(root: Path = Path("/dev"), environ: Mapping[str, str] | None = None) -> int:
-    """Accelerators that a process here would see: NVIDIA devices, else Neuron cores' devices."""
+def count_devices(root: Path = Path("/dev"), environ: Mapping[str, str] | None = None) -> int:
+    """Count the accelerators visible to a process: NVIDIA devices, else Neuron devices."""
     visible = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return len([word for word in visible.split(",") if word.strip() and not word.strip().startswith("-")])
     return sum(1 for path in root.glob("nvidia*") if path.name[len("nvidia") :].isdigit())
 
 
-def backend() -> LocalBackend:
-    """The target."""
-    return LocalBackend()
+def make_target() -> LocalTarget:
+    """Return the target."""
+    return LocalTarget()

@@ -1,88 +1,96 @@
-"""What one machine's description (`agent.look`) means for a run; pure."""
+"""Pure evaluation of a machine description (`agent.look`) for a run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lt_launch.backend import Finding
 from lt_launch.job import Pipeline
+from lt_launch.target import Finding
 
-__all__ = ["describe", "findings"]
+__all__ = ["describe_machine", "machine_findings"]
 
-LITTLE_DISK_GIB, LITTLE_SHM_GIB = 20.0, 1.0
+LOW_DISK_GIB, LOW_SHM_GIB = 20.0, 1.0
 MIN_PYTHON = (3, 11)
-ENGINES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
+ENGINE_PACKAGES = {"gpu": "lt-trainer-gpu", "neuron": "lt-trainer-neuron"}
 
 
-def describe(found: Mapping[str, Any]) -> str:
-    """A machine in a few words."""
-    devices = found["devices"]
-    text = f"{found['cpus']} cores, {found['memory_gib']:.0f} GiB"
+def describe_machine(machine: Mapping[str, Any]) -> str:
+    """Return a short description of a machine."""
+    devices = machine["devices"]
+    text = f"{machine['cpus']} cores, {machine['memory_gib']:.0f} GiB"
     return f"{text}, {len(devices)} x {devices[0]}" if devices else text
 
 
-def findings(found: Mapping[str, Any], pipeline: Pipeline | None, *, where: str = "") -> Iterator[Finding]:
-    """What is right and wrong with one machine for a run."""
-    training = [stage.job for stage in pipeline.stages if stage.job.trains] if pipeline else []
-    yield _python(found, where)
-    yield from _packages(found, {job.engine for job in training}, where)
-    yield from _devices(found, max((job.procs_per_node for job in training), default=0), training, where)
-    yield _disk(found, where)
-    if training and found["shm_gib"] < LITTLE_SHM_GIB:
+def machine_findings(machine: Mapping[str, Any], pipeline: Pipeline | None, *, host: str = "") -> Iterator[Finding]:
+    """Yield the findings of one machine for a run."""
+    training = [stage.job for stage in pipeline.stages if stage.job.is_training] if pipeline else []
+    yield _check_python(machine, host)
+    yield from _check_packages(machine, {job.engine for job in training}, host)
+    yield from _check_devices(machine, max((job.procs_per_node for job in training), default=0), training, host)
+    yield _check_disk(machine, host)
+    if training and machine["shm_gib"] < LOW_SHM_GIB:
         remedy = "give it more (docker run --shm-size=16g)"
-        yield Finding(level="warning", what="/dev/shm", found=f"{found['shm_gib']:.1f} GiB", remedy=remedy, where=where)
-    if found["efa"]:
-        yield Finding(level="ok", what="EFA", found="fi_info finds it", where=where)
-        if found["memlock"] != "unlimited":
+        yield Finding(
+            level="warning", check="/dev/shm", detail=f"{machine['shm_gib']:.1f} GiB", remedy=remedy, host=host
+        )
+    if machine["efa"]:
+        yield Finding(level="ok", check="EFA", detail="fi_info finds it", host=host)
+        if machine["memlock"] != "unlimited":
             remedy = "set memlock to unlimited in /etc/security/limits.conf: EFA pins memory"
-            yield Finding(level="wrong", what="memlock", found=str(found["memlock"]), remedy=remedy, where=where)
+            yield Finding(level="error", check="memlock", detail=str(machine["memlock"]), remedy=remedy, host=host)
 
 
-def _python(found: Mapping[str, Any], where: str) -> Finding:
-    text = f"{found['python']} ({found['executable']})"
-    if tuple(int(part) for part in found["python"].split(".")[:2]) < MIN_PYTHON:
+def _check_python(machine: Mapping[str, Any], host: str) -> Finding:
+    text = f"{machine['python']} ({machine['executable']})"
+    if tuple(int(part) for part in machine["python"].split(".")[:2]) < MIN_PYTHON:
         remedy = "set python in the profile to an interpreter of 3.11 or later, with lt-trainer in it"
-        return Finding(level="wrong", what="python", found=text, remedy=remedy, where=where)
-    return Finding(level="ok", what="python", found=text, where=where)
+        return Finding(level="error", check="python", detail=text, remedy=remedy, host=host)
+    return Finding(level="ok", check="python", detail=text, host=host)
 
 
-def _packages(found: Mapping[str, Any], engines: set[str], where: str) -> Iterator[Finding]:
-    packages = found["packages"]
-    text = ", ".join(f"{name} {version}" for name, version in packages.items()) or "none of ours"
+def _check_packages(machine: Mapping[str, Any], engines: set[str], host: str) -> Iterator[Finding]:
+    packages = machine["packages"]
+    text = ", ".join(f"{name} {version}" for name, version in packages.items()) or "no lt package"
     missing = [
-        name for name in ("lt-trainer", *(ENGINES[e] for e in sorted(engines) if e in ENGINES)) if name not in packages
+        name
+        for name in ("lt-trainer", *(ENGINE_PACKAGES[e] for e in sorted(engines) if e in ENGINE_PACKAGES))
+        if name not in packages
     ]
     if engines and missing:
-        remedy = f"pip install {' '.join(missing)} into {found['executable']}, or set python in the profile"
-        yield Finding(level="wrong", what="packages", found=text, remedy=remedy, where=where)
+        remedy = f"pip install {' '.join(missing)} into {machine['executable']}, or set python in the profile"
+        yield Finding(level="error", check="packages", detail=text, remedy=remedy, host=host)
     else:
-        yield Finding(level="ok", what="packages", found=text, where=where)
+        yield Finding(level="ok", check="packages", detail=text, host=host)
 
 
-def _devices(found: Mapping[str, Any], procs: int, training: list[Any], where: str) -> Iterator[Finding]:
-    devices = found["devices"]
+def _check_devices(machine: Mapping[str, Any], procs: int, training: list[Any], host: str) -> Iterator[Finding]:
+    devices = machine["devices"]
     text = (
-        f"{len(devices)} x {devices[0]}" + (f", driver {found['driver']}" if found["driver"] else "")
+        f"{len(devices)} x {devices[0]}" + (f", driver {machine['driver']}" if machine["driver"] else "")
         if devices
         else "none"
     )
     if devices and procs > len(devices) and "Neuron" not in devices[0]:
         remedy = f"set --nproc-per-node to at most {len(devices)}"
-        yield Finding(level="wrong", what="devices", found=f"{text}; {procs} processes", remedy=remedy, where=where)
+        yield Finding(level="error", check="devices", detail=f"{text}; {procs} processes", remedy=remedy, host=host)
     elif devices or not training:
-        yield Finding(level="ok", what="devices", found=text, where=where)
+        yield Finding(level="ok", check="devices", detail=text, host=host)
     else:
-        remedy = "check the driver (nvidia-smi, neuron-ls), or mean to train on the CPU"
-        yield Finding(level="warning", what="devices", found=text, remedy=remedy, where=where)
+        remedy = "check the driver (nvidia-smi, neuron-ls), unless you train on the CPU"
+        yield Finding(level="warning", check="devices", detail=text, remedy=remedy, host=host)
 
 
-def _disk(found: Mapping[str, Any], where: str) -> Finding:
-    text = f"{found['free_gib']:.0f} GiB free in {found['folder']}"
-    if not found["writable"]:
+def _check_disk(machine: Mapping[str, Any], host: str) -> Finding:
+    text = f"{machine['free_gib']:.0f} GiB free in {machine['folder']}"
+    if not machine["writable"]:
         return Finding(
-            level="wrong", what="disk", found=f"{found['folder']} cannot be written", remedy="choose --out", where=where
+            level="error",
+            check="disk",
+            detail=f"{machine['folder']} cannot be written",
+            remedy="choose --out",
+            host=host,
         )
-    level = "warning" if found["free_gib"] < LITTLE_DISK_GIB else "ok"
+    level = "warning" if machine["free_gib"] < LOW_DISK_GIB else "ok"
     remedy = "free space, or choose --out on another disk" if level == "warning" else ""
-    return Finding(level=level, what="disk", found=text, remedy=remedy, where=where)
+    return Finding(level=level, check="disk", detail=text, remedy=remedy, host=host)

@@ -1,21 +1,21 @@
-"""Facts about the machines of a person, which no job should have to repeat: a profile.
+"""Profile: facts about a user's machines, shared by all jobs.
 
 A profile is a TOML file: `--profile FILE`, else the file that LT_LAUNCH_PROFILE names, else ~/.config/lt/launch.toml
-where that exists. A run file may hold the same tables below `[profile]`; they win, table by table and key by key.
+if it exists. A run file may have the same tables below `[profile]`; they override the profile key by key.
 
     python = "/shared/venv/bin/python"      # on the nodes
     setup = ["source /etc/profile.d/modules.sh"]
     [env]
     NCCL_DEBUG = "WARN"
-    [ssh]                                   # one table for each target, known to that target's backend alone
+    [ssh]                                   # one table per target, read by that target alone
     hostfile = "hosts.txt"
     [slurm]
     partition = "train"
     [prices]
     file = "prices.toml"
 
-A backend reads its own table with `Profile.options(name, Class)`, where Class is a frozen dataclass made of
-`lt_trainer.fields.option` fields: unknown keys and wrong types are errors that name file, line and remedy.
+A target reads its own table with `Profile.options(name, Class)`, where Class is a frozen dataclass made of
+`lt_trainer.config.fields.option` fields: unknown keys and wrong types are errors that name file, line and remedy.
 """
 
 from __future__ import annotations
@@ -27,140 +27,139 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lt_launch.errors import LaunchError
-from lt_launch.job import check_env, check_lines
-from lt_launch.targets import BACKENDS
+from lt_launch.job import check_env, check_shell_lines
+from lt_launch.target_registry import TARGETS
+from lt_trainer.config import Assignment, build, coerce_assignments, leaves, read_toml, suggest
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import build, leaves, suggest
-from lt_trainer.resolve import Given, from_toml, typed
 
 __all__ = ["Profile", "load_profile"]
 
 T = TypeVar("T")
-VARIABLE = "LT_LAUNCH_PROFILE"
-PLAIN = ("python", "setup")
+PROFILE_VARIABLE = "LT_LAUNCH_PROFILE"
+TOP_LEVEL_KEYS = ("python", "setup")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """A profile as it was read: values by dotted name, each with its source, typed when a backend asks for them."""
+    """Values of a profile by dotted name, each with its source; a target converts them to typed options."""
 
-    given: Mapping[str, Given] = field(default_factory=dict)
+    values: Mapping[str, Assignment] = field(default_factory=dict)
     """By dotted name ("slurm.partition")."""
 
     @property
     def python(self) -> str:
-        """The interpreter on the nodes; it must have lt-trainer and the engine."""
-        return self.python_or("python3")
+        """Interpreter on the nodes; it must have lt-trainer and the engine."""
+        return self.get_python("python3")
 
-    def python_or(self, default: str) -> str:
-        """The interpreter that the profile names, else `default`."""
-        value = self._plain("python", default)
+    def get_python(self, default: str) -> str:
+        """Return the interpreter of the profile, else `default`."""
+        value = self._top_level_value("python", default)
         if not isinstance(value, str) or not value:
-            raise self._wrong("python", "expected text", 'write python = "/path/to/python"')
+            raise self._field_error("python", "expected text", 'write python = "/path/to/python"')
         return value
 
     @property
     def setup(self) -> tuple[str, ...]:
-        """Lines of bash to run on a node before anything else."""
-        value = self._plain("setup", [])
+        """Shell lines to run on a node before any command."""
+        value = self._top_level_value("setup", [])
         if not isinstance(value, list | tuple) or not all(isinstance(line, str) for line in value):
-            raise self._wrong("setup", "expected a list of lines", 'write setup = ["module load cuda"]')
-        check_lines("setup", value)
+            raise self._field_error("setup", "expected a list of lines", 'write setup = ["module load cuda"]')
+        check_shell_lines("setup", value)
         return tuple(value)
 
     @property
-    def left_out_of_containers(self) -> tuple[str, ...]:
-        """What a person should know whose job runs in containers that a service starts."""
-        note = "setup of the profile is not run: what a container needs belongs into its image"
+    def container_notes(self) -> tuple[str, ...]:
+        """Notes for the user whose job runs in containers started by a service."""
+        note = "setup of the profile is not run in containers; put it into the image"
         return (note,) if self.setup else ()
 
     @property
     def env(self) -> dict[str, str]:
-        """Variables for every process; those of the job win."""
-        found = self.table("env", of_text=True)
-        check_env("env", found)
-        return found
+        """Variables of every process; the job's variables take precedence."""
+        variables = self.table("env", text_only=True)
+        check_env("env", variables)
+        return variables
 
-    def table(self, name: str, *, of_text: bool = False) -> dict[str, Any]:
-        """A table with keys that a person chooses (env, prices), by key."""
+    def table(self, name: str, *, text_only: bool = False) -> dict[str, Any]:
+        """Return a table with user-defined keys (env, prices)."""
         prefix = f"{name}."
-        found = {key[len(prefix) :]: given.value for key, given in self.given.items() if key.startswith(prefix)}
-        for key, value in found.items():
-            if of_text and not isinstance(value, str):
-                raise self._wrong(f"{name}.{key}", "expected text", "put it in quotes")
-        return found
+        values = {key[len(prefix) :]: given.value for key, given in self.values.items() if key.startswith(prefix)}
+        for key, value in values.items():
+            if text_only and not isinstance(value, str):
+                raise self._field_error(f"{name}.{key}", "expected text", "put it in quotes")
+        return values
 
     def options(self, name: str, cls: type[T]) -> T:
-        """The table `name` as a dataclass of one backend; what is missing takes its default.
+        """Return the table `name` as a dataclass of one target; missing keys take their defaults.
 
         Raises:
-            RecipeError: unknown key, wrong type, or a value that the class refuses, with its source.
+            RecipeError: unknown key, wrong type, or a value that the class rejects, with its source.
         """
         prefix = f"{name}."
-        assignments = {key: given for key, given in self.given.items() if key.startswith(prefix)}
-        values = typed(assignments, leaves(cls, prefix))
+        assignments = {key: given for key, given in self.values.items() if key.startswith(prefix)}
+        values = coerce_assignments(assignments, leaves(cls, prefix))
         try:
             return build(cls, values, prefix)
         except RecipeError as exc:
-            raise exc.located({key: given.source for key, given in assignments.items()}) from None
+            raise exc.with_origins({key: given.source for key, given in assignments.items()}) from None
 
     def with_values(self, values: Mapping[str, Any], source: str) -> Profile:
-        """The profile with more values by dotted name, which win."""
-        return Profile(given={**self.given, **{name: Given(value, source) for name, value in values.items()}})
+        """Return the profile overridden by values by dotted name."""
+        return Profile(values={**self.values, **{name: Assignment(value, source) for name, value in values.items()}})
 
-    def over(self, given: Mapping[str, Given]) -> Profile:
-        """The profile with values of a run file, which win."""
-        return Profile(given={**self.given, **given})
+    def with_overrides(self, given: Mapping[str, Assignment]) -> Profile:
+        """Return the profile overridden by values of a run file."""
+        return Profile(values={**self.values, **given})
 
     def with_hostfile(self, path: Path | None) -> Profile:
-        """The profile with the hosts of a hostfile in place of its own; unchanged without one."""
+        """Return the profile with the hosts of a hostfile; without one, the profile unchanged."""
         if path is None:
             return self
-        others = {name: given for name, given in self.given.items() if name != "ssh.hosts"}
-        return Profile(given=others).with_values({"ssh.hostfile": str(path)}, "--hostfile")
+        others = {name: given for name, given in self.values.items() if name != "ssh.hosts"}
+        return Profile(values=others).with_values({"ssh.hostfile": str(path)}, "--hostfile")
 
-    def as_table(self) -> dict[str, Any]:
-        """Values by dotted name, for JSON."""
-        return {name: given.value for name, given in self.given.items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values by dotted name, for JSON."""
+        return {name: given.value for name, given in self.values.items()}
 
-    def _plain(self, name: str, default: Any) -> Any:
-        return self.given[name].value if name in self.given else default
+    def _top_level_value(self, name: str, default: Any) -> Any:
+        return self.values[name].value if name in self.values else default
 
-    def _wrong(self, name: str, problem: str, remedy: str) -> RecipeError:
-        given = self.given[name]
+    def _field_error(self, name: str, problem: str, remedy: str) -> RecipeError:
+        given = self.values[name]
         return RecipeError(problem, values={name: given.value}, origins={name: given.source}, remedy=remedy)
 
 
 def load_profile(path: str | Path | None = None, environ: Mapping[str, str] | None = None) -> Profile:
-    """Read the person's profile.
+    """Load the user's profile.
 
     Args:
-        path: the file; None looks for it where the module says, and finding none is fine.
-        environ: by default this process's.
+        path: the file; None searches the default locations, and a missing file is no error.
+        environ: environment variables; default: those of this process.
 
     Raises:
-        LaunchError: a file that was asked for is not there, or a key belongs nowhere; RecipeError: it is not TOML.
+        LaunchError: an explicitly named file is missing, or a key is unknown; RecipeError: it is not TOML.
     """
     environ = os.environ if environ is None else environ
-    asked = path or environ.get(VARIABLE, "")
-    file = Path(asked) if asked else Path(environ.get("HOME", "/")) / ".config" / "lt" / "launch.toml"
+    explicit = path or environ.get(PROFILE_VARIABLE, "")
+    file = Path(explicit) if explicit else Path(environ.get("HOME", "/")) / ".config" / "lt" / "launch.toml"
     if not file.exists():
-        if asked:
-            raise LaunchError(f"profile {str(file)!r}: there is no such file; give the path of a TOML file")
+        if explicit:
+            raise LaunchError(f"profile {str(file)!r}: no such file; give the path of a TOML file")
         return Profile()
-    given = from_toml(file)
-    check_names(given)
-    return Profile(given=given)
+    given = read_toml(file)
+    check_profile_keys(given)
+    return Profile(values=given)
 
 
-def check_names(given: Mapping[str, Given]) -> None:
-    """Refuse names that no table of a profile has; what stands inside a backend's table that backend checks."""
-    tables = {backend.profile_table for backend in BACKENDS.values()} - {""} | {"env", "prices"}
+def check_profile_keys(given: Mapping[str, Assignment]) -> None:
+    """Reject unknown tables and keys; keys inside a target's table are checked by that target."""
+    tables = {target.profile_table for target in TARGETS.values()} - {""} | {"env", "prices"}
     for name, value in given.items():
         head, dot, _ = name.partition(".")
-        if (head in PLAIN and not dot) or (head in tables and (dot or value.value == {})):
+        if (head in TOP_LEVEL_KEYS and not dot) or (head in tables and (dot or value.value == {})):
             continue
-        near = suggest(head, (*PLAIN, *tables))
-        meant = f"did you mean {near}? " if near else ""
-        remedy = f"{meant}a profile holds {', '.join(PLAIN)} and the tables {', '.join(sorted(tables))}"
+        near = suggest(head, (*TOP_LEVEL_KEYS, *tables))
+        hint = f"did you mean {near}? " if near else ""
+        remedy = f"{hint}a profile has {', '.join(TOP_LEVEL_KEYS)} and the tables {', '.join(sorted(tables))}"
         raise RecipeError("unknown field", values={name: value.value}, origins={name: value.source}, remedy=remedy)

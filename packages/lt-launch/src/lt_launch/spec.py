@@ -1,6 +1,6 @@
-"""What the agents on the nodes are given: a stage as plain values, and the agent's own files.
+"""Specs of the agents on the nodes: a stage as plain values, and the agent's source files.
 
-Pure but for reading the agent's source from beside this file.
+Pure except for reading the agent's source next to this file.
 """
 
 from __future__ import annotations
@@ -16,37 +16,37 @@ from typing import Any
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 
-__all__ = ["AGENT", "PYTHON", "agent_files", "launch_files", "spec", "with_python"]
+__all__ = ["AGENT_DIR", "PYTHON_PLACEHOLDER", "agent_files", "launch_files", "stage_spec", "with_python"]
 
 VERSION = 1
-PYTHON = "python"
-AGENT = Path(__file__).with_name("agent")
+PYTHON_PLACEHOLDER = "python"
+AGENT_DIR = Path(__file__).with_name("agent")
 
 
 def with_python(argv: tuple[str, ...], python: str) -> list[str]:
-    """The command line with the word "python" in front replaced by an interpreter."""
-    return [python, *argv[1:]] if argv[0] == PYTHON else list(argv)
+    """Return the command line with a leading "python" replaced by an interpreter."""
+    return [python, *argv[1:]] if argv[0] == PYTHON_PLACEHOLDER else list(argv)
 
 
-def spec(
-    stage: Stage, pipeline: Pipeline, profile: Profile, *, python: str = "", cwd: str = "", **more: Any
+def stage_spec(
+    stage: Stage, pipeline: Pipeline, profile: Profile, *, python: str = "", cwd: str = "", **extra: Any
 ) -> dict[str, Any]:
-    """A stage as the agent reads it from spec.json.
+    """Return a stage as the agent reads it from spec.json.
 
     Args:
         stage: the stage.
-        pipeline: that it belongs to; widths of the stages before it are part of what it waits for.
-        profile: for the interpreter, the lines before a command, and the environment.
-        python: stands in for "python" when the profile names no interpreter; "" = python3.
-        cwd: the working folder when the job names none.
-        more: further values for the agent (link_timeout_s, lost_grace_s, show).
+        pipeline: its pipeline; the array sizes of its predecessors are part of its dependencies.
+        profile: source of the interpreter, the setup lines and the environment.
+        python: interpreter if the profile names none; "" = python3.
+        cwd: working folder if the job names none.
+        extra: additional values for the agent (link_timeout_s, lost_grace_s, show).
     """
-    job, found = stage.job, profile.python_or(python or "python3")
+    job, interpreter = stage.job, profile.get_python(python or "python3")
     return {
         "version": VERSION,
         "name": job.name,
-        "argv": with_python(job.argv, found),
-        "bin": str(PurePosixPath(found).parent) if "/" in found else "",
+        "argv": with_python(job.argv, interpreter),
+        "bin": str(PurePosixPath(interpreter).parent) if "/" in interpreter else "",
         "setup": list(profile.setup),
         "env": {**profile.env, **job.env},
         "pass_env": list(job.pass_env),
@@ -56,32 +56,32 @@ def spec(
         "spawner": job.spawner,
         "completion": job.completion,
         "run_dir": job.run_dir,
-        "recipe": _digest(job.recipe),
+        "recipe": _recipe_hash(job.recipe),
         "image": job.container.image,
-        "grace_s": job.grace_s,
+        "grace_s": job.grace_period_s,
         "restart": asdict(job.restart),
         "array": stage.array,
         "after": [{"name": name, "array": pipeline.stage(name).array} for name in stage.after],
         "inputs": list(stage.inputs),
         "outputs": list(stage.outputs),
-        **more,
+        **extra,
     }
 
 
-def _digest(recipe: str) -> str:
-    """A hash of a recipe's values: comments say where each came from, and decide nothing."""
+def _recipe_hash(recipe: str) -> str:
+    """Return a hash of a recipe's values, without the comments that state their sources."""
     if not recipe:
         return ""
     return hashlib.sha256(json.dumps(tomllib.loads(recipe), sort_keys=True).encode()).hexdigest()
 
 
 def agent_files() -> dict[str, str]:
-    """The agent's source by name, to stand in `<out>/launch/agent/`."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(AGENT.glob("*.py"))}
+    """Return the agent's source by name, to be written to `<out>/launch/agent/`."""
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(AGENT_DIR.glob("*.py"))}
 
 
 def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Everything that agents need below `<out>/launch/`, by name: themselves, specs, recipes."""
+    """Return the files that agents need below `<out>/launch/` by name: agent source, specs, recipes."""
     files = {f"agent/{name}": text for name, text in agent_files().items()}
     for stage in pipeline.stages:
         files[f"stages/{stage.name}/spec.json"] = json.dumps(specs[stage.name], indent=1, ensure_ascii=False) + "\n"

@@ -1,10 +1,12 @@
-"""The target `ssh`: hosts that the ssh command reaches, with a person's own ~/.ssh/config, agent and jump hosts.
+"""Target `ssh`: hosts reached by the ssh command with the user's own configuration.
 
-Each node's agent runs at the other end of one ssh connection and takes its orders from it. When the launcher dies the
-connection closes and the agent stops its processes; when the link is cut, no beat comes for `link_timeout_s` and it
-does the same. No terminal is asked for, so that output and errors stay apart.
+The user's ~/.ssh/config, ssh agent and jump hosts apply.
 
-The environment of the launcher is not handed on: variables come from the profile, the job, `--env` and the hostfile,
+Each node's agent runs at the other end of one ssh connection and receives its commands from it. If the launcher dies,
+the connection closes and the agent stops its processes; if the link breaks, no heartbeat arrives for `link_timeout_s`
+and the agent stops them as well. No terminal is allocated, so that output and errors stay separate.
+
+The environment of the launcher is not forwarded: variables come from the profile, the job, `--env` and the hostfile,
 and secrets by name (`pass_env`).
 """
 
@@ -14,28 +16,28 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
-from lt_launch.spec import spec
-from lt_launch.ssh_link import SshOptions, SshTransport, hosts_of
+from lt_launch.spec import stage_spec
+from lt_launch.ssh_transport import SshOptions, SshTransport, resolve_hosts
+from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 from lt_trainer.errors import RecipeError
 
-__all__ = ["SshBackend", "SshOptions", "SshTransport", "backend", "hosts_of"]
+__all__ = ["SshOptions", "SshTarget", "SshTransport", "make_target", "resolve_hosts"]
 
 
-class SshBackend:
-    """Hosts over ssh."""
+class SshTarget:
+    """Launch target for hosts reached over ssh."""
 
     name = "ssh"
 
-    def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
-        """The specs of the stages, the hosts in rank order, and the ssh command lines."""
-        options, hosts, transport = self._facts(profile)
+    def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
+        """Render the specs of the stages, the hosts in rank order, and the ssh command lines."""
+        options, hosts, transport = self._connection(profile)
         files, commands = {}, []
-        for name, values in self.specs(pipeline, profile, cwd="").items():
+        for name, values in self.stage_specs(pipeline, profile, cwd="").items():
             files[f"{name}.spec.json"] = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
             job = pipeline.stage(name).job
             if job.recipe:
@@ -48,18 +50,18 @@ class SshBackend:
                 for first in [node * job.procs_per_node]
             ]
             files[f"{name}.hosts"] = "".join(rows)
-        widest = max(stage.job.nodes for stage in pipeline.stages)
-        used = hosts if any(stage.array for stage in pipeline.stages) else hosts[:widest]
+        max_nodes = max(stage.job.nodes for stage in pipeline.stages)
+        used = hosts if any(stage.array for stage in pipeline.stages) else hosts[:max_nodes]
         commands = [tuple(transport.argv(host)) for host in used]
-        remarks = (
+        comments = (
             "the agent, the spec and the recipe follow on standard input; ranks meet at the first host's address",
             f"a host counts as lost after {options.link_timeout_s:g} s of silence",
         )
-        return Rendered(files=files, commands=tuple(commands), remarks=remarks)
+        return RenderedLaunch(files=files, commands=tuple(commands), comments=comments)
 
-    def specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """What the agents get, by stage."""
-        options, hosts, _ = self._facts(profile)
+    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
+        """Return the agents' specs by stage."""
+        options, hosts, _ = self._connection(profile)
         for stage in pipeline.stages:
             job = stage.job
             if job.spawner == "srun" or job.container.image:
@@ -68,92 +70,94 @@ class SshBackend:
                     values={"job.spawner": job.spawner, "job.container.image": job.container.image},
                     remedy="use spawner direct or torchrun, and no image: put the container's command into argv",
                 )
-            small = [host for host in hosts[: job.nodes] if host.slots and host.slots < job.procs_per_node]
-            if small:
+            too_small = [host for host in hosts[: job.nodes] if host.slots and host.slots < job.procs_per_node]
+            if too_small:
                 raise LaunchError(
-                    f"stage {stage.name} starts {job.procs_per_node} processes on a host and {small[0].name} has "
-                    f"slots={small[0].slots}; lower --nproc-per-node, or raise slots"
+                    f"stage {stage.name} starts {job.procs_per_node} processes on a host and {too_small[0].name} has "
+                    f"slots={too_small[0].slots}; lower --nproc-per-node, or raise slots"
                 )
         return {
-            stage.name: spec(
+            stage.name: stage_spec(
                 stage,
                 pipeline,
                 profile,
                 cwd=cwd,
                 link_timeout_s=options.link_timeout_s,
-                lost_grace_s=options.lost_grace_s,
+                lost_grace_s=options.launcher_lost_grace_period_s,
             )
             for stage in pipeline.stages
         }
 
-    def reach(self, profile: Profile) -> tuple[tuple[Host, ...], SshTransport]:
-        """The hosts, and how to reach them."""
-        _, hosts, transport = self._facts(profile)
+    def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], SshTransport]:
+        """Return the hosts and the transport that reaches them."""
+        _, hosts, transport = self._connection(profile)
         return hosts, transport
 
-    def _facts(self, profile: Profile) -> tuple[SshOptions, tuple[Host, ...], SshTransport]:
+    def _connection(self, profile: Profile) -> tuple[SshOptions, tuple[Host, ...], SshTransport]:
         options = profile.options("ssh", SshOptions)
-        return options, hosts_of(options), SshTransport(options, profile.python)
+        return options, resolve_hosts(options), SshTransport(options, profile.python)
 
-    def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Run it to its end from here, or from a process in the background."""
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Run the launch to its end, or in a background process."""
         from lt_launch.driver import submit
 
         return submit(launch, detach=detach)
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """From the launch's own records."""
-        from lt_launch.recorded import status
+        """Return the status from the launch directory."""
+        from lt_launch.launch_dir_status import read_stage_statuses
 
-        return status(launch)
+        return read_stage_statuses(launch)
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """From the attempt's folder; where the host does not share it, from there."""
-        from lt_launch.recorded import logs
+        """Yield log lines from the attempts' folders, over ssh if the host does not share them."""
+        from lt_launch.launch_dir_status import read_logs
 
-        return logs(launch, stage=stage, rank=rank, follow=follow, fetch=self._fetch(launch))
+        return read_logs(
+            launch, stage=stage, rank=rank, follow=follow, remote_command=self._remote_tail_command(launch)
+        )
 
-    def _fetch(self, launch: Launch) -> Any:
-        _, hosts, transport = self._facts(launch.profile)
+    def _remote_tail_command(self, launch: Launch) -> Any:
+        _, hosts, transport = self._connection(launch.profile)
 
-        def fetch(host: str, path: str, follow: bool) -> list[str]:
-            found = next((one for one in hosts if one.name == host), None)
-            if found is None:
-                raise LaunchError(f"host {host} is not in the hostfile any more; its logs are in {path} there")
-            return transport.ssh(found, ["tail", "-n", "+1", *(["-F"] if follow else []), path])
+        def command(host: str, path: str, follow: bool) -> list[str]:
+            match = next((candidate for candidate in hosts if candidate.name == host), None)
+            if match is None:
+                raise LaunchError(f"host {host} is no longer in the hostfile; its logs are in {path} there")
+            return transport.ssh_argv(match, ["tail", "-n", "+1", *(["-F"] if follow else []), path])
 
-        return fetch
+        return command
 
     def cancel(self, launch: Launch) -> Iterable[str]:
-        """A stop signal to the process that runs it."""
+        """Send a stop signal to the process that runs the launch."""
         from lt_launch.driver import cancel
 
         return cancel(launch)
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """Nothing beyond the launches that this machine lists itself."""
+        """Return an empty list: this machine lists its launches itself."""
         return ()
 
-    def nodes(self, profile: Profile) -> Iterable[Node]:
-        """Every host: whether it answers, and what it has."""
-        from lt_launch.machine import describe
-        from lt_launch.ssh_doctor import survey
+    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
+        """Return every host with its reachability and hardware."""
+        from lt_launch.machine import describe_machine
+        from lt_launch.ssh_doctor import probe_hosts
 
-        _, hosts, transport = self._facts(profile)
-        for host, answer in survey(hosts, transport, folder=""):
+        _, hosts, transport = self._connection(profile)
+        for host, answer in probe_hosts(hosts, transport, folder=""):
             if "problem" in answer:
-                yield Node(name=host.name, state="unreachable", reason=answer["problem"])
+                yield TargetNode(name=host.name, state="unreachable", reason=answer["problem"])
             else:
-                yield Node(name=host.name, state="up", devices=describe(answer))
+                yield TargetNode(name=host.name, state="up", devices=describe_machine(answer))
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Of every host: versions, devices, disk, the shared folder, ports, the clock."""
+        """Check versions, devices, disk, shared folder, ports and clock of every host."""
         from lt_launch.ssh_doctor import doctor
 
-        _, hosts, transport = self._facts(profile)
+        _, hosts, transport = self._connection(profile)
         yield from doctor(hosts, transport, pipeline)
 
 
-def backend() -> SshBackend:
-    """The target."""
-    return SshBackend()
+def make_target() -> SshTarget:
+    """Return the target."""
+    return SshTarget()

@@ -1,7 +1,7 @@
 """`lt launch status`, `list` and `nodes`: tables for people, JSON for programs.
 
-A row is a stage. States come from the launch's target, what training says of itself from its run directory. A folder
-that is a run directory without a launch is shown as well.
+A row is a stage. States come from the launch's target, training progress from the run directory. A run directory
+without a launch is shown as well.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_launch.backend import Launch, StageStatus, backend
 from lt_launch.errors import LaunchError
-from lt_launch.record import find, known, open_launch
-from lt_launch.training import MARKER, Progress, progress, progress_of_lines
+from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
+from lt_launch.progress import RUN_DIR_MARKER, Progress, parse_progress, read_progress
+from lt_launch.target import Launch, StageStatus, get_target
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["duration", "list_known", "list_target", "rows_of", "show", "show_nodes"]
+__all__ = ["format_duration", "show_launches", "show_nodes", "show_status", "show_target_jobs", "status_rows"]
 
-COLOURS = {
-    "waiting": "yellow",
+STATE_COLORS = {
+    "pending": "yellow",
     "running": "cyan",
-    "done": "green",
+    "completed": "green",
     "skipped": "green",
     "failed": "bold red",
     "lost": "bold red",
@@ -36,105 +36,107 @@ COLOURS = {
     "cancelled": "dim",
     "unknown": "dim",
 }
-PLAIN_WIDTH = 200
-NONE_MADE = "no launch was made on this machine yet; lt launch run RUN.toml makes one"
-MOST_ROWS = 12
-"""Elements of an array that are listed one by one; of a larger one those that are neither done nor waiting."""
+NON_TTY_WIDTH = 200
+NO_LAUNCHES_MESSAGE = "no launch on this machine yet; start one with lt launch run RUN.toml"
+MAX_ARRAY_ROWS = 12
+"""Largest array whose elements are all listed; of a larger one, only those neither completed nor pending."""
 
 
-def show(runs: Sequence[str], *, as_json: bool) -> None:
-    """Print how launches stand."""
-    folders: list[str | Path] = list(runs) or list(known())
+def show_status(runs: Sequence[str], *, as_json: bool) -> None:
+    """Print the status of launches."""
+    folders: list[str | Path] = list(runs) or list(list_launch_dirs())
     if not folders:
-        raise LaunchError(f"{NONE_MADE}; or give the folder of a run")
+        raise LaunchError(f"{NO_LAUNCHES_MESSAGE}; or give the folder of a run")
     rows = []
     for folder in folders:
         try:
-            rows += rows_of(folder)
+            rows += status_rows(folder)
         except LaunchError as exc:
-            if runs:  # that one was asked for
+            if runs:  # named explicitly
                 raise
             sys.stderr.write(f"# {exc}\n")
     if as_json:
-        sys.stdout.write(json.dumps([_plain(row) for row in rows], indent=1) + "\n")
+        sys.stdout.write(json.dumps([_row_to_dict(row) for row in rows], indent=1) + "\n")
         return
-    _print(_table(rows, time.time()))
+    _print(_status_table(rows, time.time()))
     for row in rows:
         if row["status"].reason and row["status"].state in ("failed", "lost", "requeued"):
-            _note(row)
+            _print_reason(row)
 
 
-def rows_of(folder: str | Path) -> list[dict[str, Any]]:
-    """One row for each stage of a launch: run, status, progress.
+def status_rows(folder: str | Path) -> list[dict[str, Any]]:
+    """Return one row per stage of a launch: run, status, progress.
 
     Raises:
-        LaunchError: the folder holds neither a launch nor a run.
+        LaunchError: the folder has neither a launch nor a run.
     """
     path = Path(folder)
-    if (path / MARKER).exists() and not (path / "launch" / "launch.json").exists():
-        return [{"run": path.name, "status": _bare(path), "progress": progress(path), "on": ""}]
-    launch = open_launch(find(folder))
+    if (path / RUN_DIR_MARKER).exists() and not (path / "launch" / "launch.json").exists():
+        return [{"run": path.name, "status": _run_dir_status(path), "progress": read_progress(path), "on": ""}]
+    launch = load_launch(find_launch_dir(folder))
     rows = []
-    for status in _brief(backend(launch.backend).status(launch)):
-        trained = _progress(launch, status)
-        rows.append({"run": launch.directory.parent.name, "status": status, "progress": trained, "on": launch.backend})
+    for status in _collapse_arrays(get_target(launch.target).status(launch)):
+        progress = _stage_progress(launch, status)
+        rows.append({"run": launch.directory.parent.name, "status": status, "progress": progress, "on": launch.target})
     return rows
 
 
-def _progress(launch: Launch, status: StageStatus) -> Progress | None:
+def _stage_progress(launch: Launch, status: StageStatus) -> Progress | None:
     stages = {stage.name: stage for stage in launch.pipeline.stages}
     stage = stages.get(status.stage)
-    if stage is None or not stage.job.trains or status.state in ("waiting", "skipped"):
+    if stage is None or not stage.job.is_training or status.state in ("pending", "skipped"):
         return None
-    if status.said:
-        return progress_of_lines(status.said, stage.job)
-    return progress(_run_dir(launch, stage.job.cwd, stage.job.run_dir))
+    if status.log_tail:
+        return parse_progress(status.log_tail, stage.job)
+    return read_progress(_run_dir(launch, stage.job.cwd, stage.job.run_dir))
 
 
 def _run_dir(launch: Launch, cwd: str, run_dir: str) -> Path:
-    """Where a job's run directory is; a relative one counts from the folder in which the launch was made."""
-    made = json.loads((launch.directory / "launch.json").read_bytes())
-    return Path(made["cwd"]) / cwd / run_dir
+    """Return a job's run directory; a relative one is resolved in the folder the launch was made in."""
+    values = json.loads((launch.directory / "launch.json").read_bytes())
+    return Path(values["cwd"]) / cwd / run_dir
 
 
-def _bare(path: Path) -> StageStatus:
-    """The state of a run that was started without lt-launch."""
+def _run_dir_status(path: Path) -> StageStatus:
+    """Return the status of a run started without lt-launch."""
     from lt_trainer.errors import RunDirError
-    from lt_trainer.rundir import RunDir
+    from lt_trainer.run_directory import RunDir
 
     try:
-        RunDir.look(path)
+        RunDir.describe(path)
         running = False
     except RunDirError:
         running = True
-    found = progress(path)
-    event = found.last_event if found else ""
-    state: Any = "running" if running else {"done": "done", "stop": "requeued", "start": "lost"}.get(event, "unknown")
-    return StageStatus(stage="train", state=state, since=found.updated if found else 0.0)
+    progress = read_progress(path)
+    event = progress.last_event if progress else ""
+    state: Any = (
+        "running" if running else {"completed": "completed", "stop": "requeued", "start": "lost"}.get(event, "unknown")
+    )
+    return StageStatus(stage="train", state=state, since=progress.updated_at if progress else 0.0)
 
 
-def _brief(statuses: Sequence[StageStatus]) -> list[StageStatus]:
-    """Large arrays as one row for each state that says little, and the others one by one."""
+def _collapse_arrays(statuses: Sequence[StageStatus]) -> list[StageStatus]:
+    """Collapse completed, skipped and pending elements of large arrays into one row per state."""
     groups: dict[str, list[StageStatus]] = {}
     for status in statuses:
         stem, dot, index = status.stage.rpartition(".")
         groups.setdefault(stem if dot and index.isdecimal() else status.stage, []).append(status)
-    found: list[StageStatus] = []
+    collapsed: list[StageStatus] = []
     for name, group in groups.items():
-        if len(group) <= MOST_ROWS:
-            found += group
+        if len(group) <= MAX_ARRAY_ROWS:
+            collapsed += group
             continue
-        for state in ("done", "skipped", "waiting"):
+        for state in ("completed", "skipped", "pending"):
             same = [status for status in group if status.state == state]
             if same:
                 newest = max(status.since for status in same)
                 text = f"{name}[{len(same)} of {len(group)}]"
-                found.append(dataclasses.replace(same[0], stage=text, since=newest, nodes=()))
-        found += [status for status in group if status.state not in ("done", "skipped", "waiting")]
-    return found
+                collapsed.append(dataclasses.replace(same[0], stage=text, since=newest, nodes=()))
+        collapsed += [status for status in group if status.state not in ("completed", "skipped", "pending")]
+    return collapsed
 
 
-def _table(rows: Iterable[dict[str, Any]], now: float) -> Table:
+def _status_table(rows: Iterable[dict[str, Any]], now: float) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
@@ -145,68 +147,68 @@ def _table(rows: Iterable[dict[str, Any]], now: float) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("WHERE", overflow="ellipsis", no_wrap=True)
     for row in rows:
-        status, trained = row["status"], row["progress"] or Progress()
+        status, progress = row["status"], row["progress"] or Progress()
         attempt = f" x{status.attempt + 1}" if status.attempt else ""
-        colour = COLOURS[status.state]
+        color = STATE_COLORS[status.state]
         table.add_row(
             escape(row["run"]),
             row["on"],
             escape(status.stage),
-            f"[{colour}]{status.state}{attempt}[/]",
-            duration(now - status.since) if status.since else "",
-            _step(trained) if row["progress"] else "",
-            "" if math.isnan(trained.loss) else f"{trained.loss:.4f}",
-            "" if math.isnan(trained.tokens_per_sec) else _amount(trained.tokens_per_sec),
-            "" if math.isnan(trained.mfu) else f"{100 * trained.mfu:.1f}%",
-            duration(trained.eta_s) if status.state == "running" and not math.isnan(trained.eta_s) else "",
-            escape(_where(status)),
+            f"[{color}]{status.state}{attempt}[/]",
+            format_duration(now - status.since) if status.since else "",
+            _format_step(progress) if row["progress"] else "",
+            "" if math.isnan(progress.loss) else f"{progress.loss:.4f}",
+            "" if math.isnan(progress.tokens_per_sec) else _format_quantity(progress.tokens_per_sec),
+            "" if math.isnan(progress.mfu) else f"{100 * progress.mfu:.1f}%",
+            format_duration(progress.eta_s) if status.state == "running" and not math.isnan(progress.eta_s) else "",
+            escape(_format_location(status)),
         )
     return table
 
 
-def _step(trained: Progress) -> str:
-    if not trained.steps:
-        return str(trained.step)
-    return f"{trained.step}/{trained.steps} {100 * trained.step // trained.steps:>3}%"
+def _format_step(progress: Progress) -> str:
+    if not progress.max_steps:
+        return str(progress.step)
+    return f"{progress.step}/{progress.max_steps} {100 * progress.step // progress.max_steps:>3}%"
 
 
-def _where(status: StageStatus) -> str:
+def _format_location(status: StageStatus) -> str:
     hosts = ", ".join(status.nodes[:3]) + (f" and {len(status.nodes) - 3} more" if len(status.nodes) > 3 else "")
-    return " ".join(text for text in (status.id, hosts) if text)
+    return " ".join(text for text in (status.job_id, hosts) if text)
 
 
-def _note(row: dict[str, Any]) -> None:
+def _print_reason(row: dict[str, Any]) -> None:
     from rich.markup import escape
 
     status = row["status"]
-    colour = COLOURS[status.state]
+    color = STATE_COLORS[status.state]
     name = row["run"] if status.stage == row["run"] else f"{row['run']} {status.stage}"
     text = escape(f"{name}: {status.reason}")
-    _print(f"[{colour}]{text}[/]", soft_wrap=True)
+    _print(f"[{color}]{text}[/]", soft_wrap=True)
 
 
-def duration(seconds: float) -> str:
-    """A span of time in its two largest units.
+def format_duration(seconds: float) -> str:
+    """Format a duration in its two largest units.
 
     Example:
-        >>> duration(59), duration(3700), duration(100000)
+        >>> format_duration(59), format_duration(3700), format_duration(100000)
         ('59s', '1h01m', '1d03h')
     """
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02}h"
+    rounded = max(0, round(seconds))
+    if rounded < 60:
+        return f"{rounded}s"
+    if rounded < 3600:
+        return f"{rounded // 60}m{rounded % 60:02}s"
+    if rounded < 86400:
+        return f"{rounded // 3600}h{rounded % 3600 // 60:02}m"
+    return f"{rounded // 86400}d{rounded % 86400 // 3600:02}h"
 
 
-def _amount(value: float) -> str:
-    """A large number in three digits.
+def _format_quantity(value: float) -> str:
+    """Format a large number with three digits.
 
     Example:
-        >>> _amount(1234567), _amount(999.6), _amount(12)
+        >>> _format_quantity(1234567), _format_quantity(999.6), _format_quantity(12)
         ('1.23M', '1k', '12')
     """
     for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -215,78 +217,82 @@ def _amount(value: float) -> str:
     return f"{value:.3g}"
 
 
-def list_known() -> None:
-    """The launches that were made on this machine, newest last."""
+def show_launches() -> None:
+    """Print the launches made on this machine, newest last."""
     from rich.markup import escape
     from rich.table import Table
 
-    directories = known()
+    directories = list_launch_dirs()
     if not directories:
-        sys.stderr.write(f"# {NONE_MADE}\n")
+        sys.stderr.write(f"# {NO_LAUNCHES_MESSAGE}\n")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("RUN", "ON", "STATE", "MADE", "FOLDER"):
+    for name in ("RUN", "ON", "STATE", "CREATED", "FOLDER"):
         table.add_column(name, no_wrap=True)
     for directory in directories:
         try:
-            launch = open_launch(directory)
+            launch = load_launch(directory)
         except LaunchError as exc:
             sys.stderr.write(f"# {exc}\n")
             continue
         values = json.loads((directory / "launch.json").read_bytes())
-        state = overall([status.state for status in backend(launch.backend).status(launch)])
-        age = duration(time.time() - values["made"])
-        colour = COLOURS[state]
+        state = overall_state([status.state for status in get_target(launch.target).status(launch)])
+        age = format_duration(time.time() - values["created_at"])
+        color = STATE_COLORS[state]
         table.add_row(
             escape(directory.parent.name),
-            launch.backend,
-            f"[{colour}]{state}[/]",
+            launch.target,
+            f"[{color}]{state}[/]",
             f"{age} ago",
             escape(str(directory.parent)),
         )
     _print(table)
 
 
-def overall(states: Sequence[str]) -> str:
-    """One state for all stages: the worst that needs a person, else what goes on, else done."""
-    for state in ("failed", "lost", "running", "requeued", "cancelled", "waiting", "unknown"):
+def overall_state(states: Sequence[str]) -> str:
+    """Return one state for all stages: the worst failure, else an active state, else completed."""
+    for state in ("failed", "lost", "running", "requeued", "cancelled", "pending", "unknown"):
         if state in states:
             return state
-    return "done"
+    return "completed"
 
 
-def list_target(on: str, profile: Path | None) -> None:
-    """What a target knows of this person's jobs."""
+def show_target_jobs(on: str, profile: Path | None) -> None:
+    """Print this user's jobs on a target."""
     from lt_launch.profile import load_profile
 
     rows = [
-        {"run": "", "status": status, "progress": None, "on": on} for status in backend(on).list(load_profile(profile))
+        {"run": "", "status": status, "progress": None, "on": on}
+        for status in get_target(on).list(load_profile(profile))
     ]
-    _print(_table(rows, time.time()))
+    _print(_status_table(rows, time.time()))
 
 
 def show_nodes(on: str, profile: Path | None, hostfile: Path | None) -> None:
-    """The machines of a target."""
+    """Print the machines of a target."""
     from rich.markup import escape
     from rich.table import Table
 
     from lt_launch.profile import load_profile
 
-    mine = load_profile(profile).with_hostfile(hostfile)
+    full_profile = load_profile(profile).with_hostfile(hostfile)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    found = list(backend(on).nodes(mine))
-    filled = {"PARTITION": any(node.partition for node in found), "REASON": any(node.reason for node in found)}
+    found_nodes = list(get_target(on).nodes(full_profile))
+    filled = {
+        "PARTITION": any(node.partition for node in found_nodes),
+        "REASON": any(node.reason for node in found_nodes),
+    }
     for name in ("NODE", "PARTITION", "STATE", "DEVICES", "REASON"):
         if filled.get(name, True):
             table.add_column(name, no_wrap=name != "REASON")
-    for node in found:
-        bad = any(word in node.state.lower() for word in ("down", "drain", "unreachable", "fail"))
-        free = node.state.lower().startswith(("idle", "up", "here"))
-        colour = "red" if bad else "green" if free else "cyan"
+    for node in found_nodes:
+        is_down = any(word in node.state.lower() for word in ("down", "drain", "unreachable", "fail"))
+        is_free = node.state.lower().startswith(("idle", "up", "here"))
+        color = "red" if is_down else "green" if is_free else "cyan"
         cells = {
             "NODE": escape(node.name),
             "PARTITION": escape(node.partition),
-            "STATE": f"[{colour}]{escape(node.state)}[/]",
+            "STATE": f"[{color}]{escape(node.state)}[/]",
             "DEVICES": escape(node.devices),
             "REASON": escape(node.reason),
         }
@@ -294,19 +300,19 @@ def show_nodes(on: str, profile: Path | None, hostfile: Path | None) -> None:
     _print(table)
 
 
-def _print(what: Any, *, soft_wrap: bool = False) -> None:
+def _print(content: Any, *, soft_wrap: bool = False) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=PLAIN_WIDTH)
-    console.print(what, soft_wrap=soft_wrap)
+        console = Console(highlight=False, width=NON_TTY_WIDTH)
+    console.print(content, soft_wrap=soft_wrap)
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any]:
-    trained = dataclasses.asdict(row["progress"]) if row["progress"] else None
-    if trained:
-        trained = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in trained.items()}
+def _row_to_dict(row: dict[str, Any]) -> dict[str, Any]:
+    progress = dataclasses.asdict(row["progress"]) if row["progress"] else None
+    if progress:
+        progress = {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in progress.items()}
     status = dataclasses.asdict(row["status"])
-    status.pop("said")
-    return {"run": row["run"], "on": row["on"], **status, "progress": trained}
+    status.pop("log_tail")
+    return {"run": row["run"], "on": row["on"], **status, "progress": progress}

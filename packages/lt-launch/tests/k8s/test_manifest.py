@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import yaml
 
-from lt_launch.backend import Rendered
 from lt_launch.errors import LaunchError
-from lt_launch.job import Container, Job, Pipeline, Resources
-from lt_launch.k8s.target import KubernetesBackend
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources
+from lt_launch.k8s.target import KubernetesTarget
 from lt_launch.profile import Profile
+from lt_launch.target import RenderedLaunch
+from lt_trainer.config.recipe import load, to_toml
+from lt_trainer.config.sources import Assignment
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import load, to_toml
-from lt_trainer.resolve import Given
 
 DATA = Path(__file__).parent / "data"
 
 
 def job(out: str = "/fsx/runs/llama", **changes: Any) -> Job:
-    recipe = load(base={"run": {"out": out}, "data": {"store": "/fsx/store"}, "parallel": {"n_nodes": 4}}).recipe
+    recipe = load(base={"run": {"dir": out}, "data": {"store": "/fsx/store"}, "parallel": {"n_nodes": 4}}).recipe
     values: dict[str, Any] = {
         "name": "llama",
         "argv": ("python", "-m", "lt_trainer", "run", "{recipe}"),
@@ -30,19 +30,19 @@ def job(out: str = "/fsx/runs/llama", **changes: Any) -> Job:
         "nodes": 4,
         "procs_per_node": 8,
         "env": {"NCCL_DEBUG": "WARN"},
-        "container": Container(image="registry/lt:1"),
+        "container": ContainerImage(image="registry/lt:1"),
         "resources": Resources(gpus_per_node=8, instance_type="ml.p5.48xlarge", memory_gib=1000),
     }
     return Job(**{**values, **changes})
 
 
 def profile(**values: Any) -> Profile:
-    given = {"k8s.claim": "fsx-claim", **{f"k8s.{name}": value for name, value in values.items()}}
-    return Profile(given={name: Given(value, "test") for name, value in given.items()})
+    given = {"k8s.persistent_volume_claim": "fsx-claim", **{f"k8s.{name}": value for name, value in values.items()}}
+    return Profile(values={name: Assignment(value, "test") for name, value in given.items()})
 
 
 def rendered(made: Job, given: Profile) -> str:
-    return KubernetesBackend().render(Pipeline.of(made), given).files[f"{made.name}.yaml"]
+    return KubernetesTarget().render(Pipeline.from_job(made), given).files[f"{made.name}.yaml"]
 
 
 @pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
@@ -77,7 +77,7 @@ def test_manifests_are_as_they_were_and_can_be_read(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
 def test_an_image_of_a_registry_stands_in_for_a_file(kind: str) -> None:
-    made = job(container=Container(image="/fsx/lt.sqsh"))
+    made = job(container=ContainerImage(image="/fsx/lt.sqsh"))
     text = rendered(made, profile(kind=kind, image="registry/lt:2"))
     assert re.findall(r"image: (.*)", text) == ["registry/lt:2"]
 
@@ -110,19 +110,19 @@ def test_variables_arrive_as_they_were_given(kind: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "given", "words"),
     [
-        ({"pass_env": ("HF_TOKEN",)}, {}, "job.pass_env.*: Kubernetes hands on nothing from this machine"),
-        ({"container": Container()}, {}, "a pod needs an image"),
+        ({"pass_env": ("HF_TOKEN",)}, {}, "job.pass_env.*: Kubernetes passes no variables from this machine"),
+        ({"container": ContainerImage()}, {}, "a pod needs an image"),
         (
-            {"container": Container(image="/fsx/lt.sqsh")},
+            {"container": ContainerImage(image="/fsx/lt.sqsh")},
             {},
             "job.container.image = '/fsx/lt.sqsh': a pod needs",
         ),
         ({}, {"image": "./lt.sqsh"}, "k8s.image = './lt.sqsh': a pod needs an image"),
-        ({"recipe": ""}, {}, "only a job that trains"),
-        ({"name": "Llama"}, {}, "not a name that Kubernetes takes"),
+        ({"recipe": ""}, {}, "only a training job"),
+        ({"name": "Llama"}, {}, "not a valid Kubernetes name"),
         ({"out": "runs/llama"}, {}, "pods share no folder"),
-        ({}, {"claim": ""}, "pods share no folder"),
-        ({}, {"mount": "fsx"}, "not an absolute path"),
+        ({}, {"persistent_volume_claim": ""}, "pods share no folder"),
+        ({}, {"mount_path": "fsx"}, "not an absolute path"),
         ({}, {"efa_per_node": -1}, "at least 0"),
     ],
 )
@@ -133,10 +133,10 @@ def test_what_a_pod_cannot_do_without(changes: dict[str, Any], given: dict[str, 
 
 def test_lines_of_the_profile_that_no_pod_runs_are_told() -> None:
     given = profile().with_values({"setup": ["module load x"]}, "test")
-    (note,) = KubernetesBackend().render(Pipeline.of(job()), given).notes
+    (note,) = KubernetesTarget().render(Pipeline.from_job(job()), given).notes
     assert note.startswith("setup of the profile is not run")
 
 
 def test_nothing_is_sent() -> None:
     with pytest.raises(LaunchError, match="kubectl apply"):
-        KubernetesBackend().submit(None, Rendered(files={}), detach=False)  # type: ignore[arg-type]
+        KubernetesTarget().submit(None, RenderedLaunch(files={}), detach=False)  # type: ignore[arg-type]

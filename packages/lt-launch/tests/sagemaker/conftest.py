@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.testing.stores import make_stores
+from lt_test_helpers.stores import make_stores
 
 DATA = Path(__file__).parent / "data"
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lt_launch.sagemaker.constraints import _pattern, check, model_shapes, violations
+from lt_launch.sagemaker.constraints import _compile_pattern, check_request, find_violations, load_model_shapes
 from lt_launch.sagemaker.errors import SageMakerError
 
 SHAPE = "CreateTrainingJobRequest"
@@ -65,7 +65,7 @@ GONE = object()
 
 def breaks(name: str, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Break]:  # noqa: C901 - one branch a kind
     """One broken constraint at a time, for every constraint that the model has along a valid request."""
-    shape = model_shapes()[name]
+    shape = load_model_shapes()[name]
     kind = shape["type"]
     yield f"{path} of another type", path, {"string": 7, "boolean": "yes"}.get(kind, "text"), "expected"
     if kind == "string":
@@ -76,7 +76,7 @@ def breaks(name: str, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Break]
         if "enum" in shape:
             yield f"{path} no choice", path, "nothing-of-that", "is not one of"
         if "pattern" in shape and shape["pattern"] not in (".*", "[\\S\\s]*"):
-            bad = next(text for text in ("\n", "?!", "") if not re.fullmatch(_pattern(shape["pattern"]), text))
+            bad = next(text for text in ("\n", "?!", "") if not re.fullmatch(_compile_pattern(shape["pattern"]), text))
             yield f"{path} pattern", path, bad + "\n" * max(shape.get("min", 0) - len(bad), 0), shape["pattern"]
     elif kind in ("integer", "long"):
         for limit, beyond, word in (("min", -1, "at least"), ("max", 1, "at most")):
@@ -92,12 +92,12 @@ def breaks(name: str, value: Any, path: tuple[Any, ...] = ()) -> Iterator[Break]
     elif kind == "map":
         if "max" in shape:
             yield f"{path} too many", path, {f"K{i}": "v" for i in range(shape["max"] + 1)}, f"at most {shape['max']} "
-        longest = model_shapes()[shape["key"]["shape"]]["max"]
+        longest = load_model_shapes()[shape["key"]["shape"]]["max"]
         yield f"{path} long key", path, {"K" * (longest + 1): "v"}, f"at most {longest} "
         for key, item in value.items():
             yield from breaks(shape["value"]["shape"], item, (*path, key))
     elif kind == "structure":
-        yield f"{path} unknown member", (*path, "NoSuchMember"), 1, "no field"
+        yield f"{path} unknown member", (*path, "NoSuchMember"), 1, "not a field"
         for member in shape.get("required", ()):
             yield f"{path}.{member} missing", (*path, member), GONE, "required"
         for member, item in value.items():
@@ -126,15 +126,16 @@ def field_of(path: tuple[Any, ...]) -> str:
 
 
 def test_the_valid_request_is_accepted() -> None:
-    check(SHAPE, VALID)
+    check_request(SHAPE, VALID)
 
 
+@pytest.mark.guarantee("sagemaker-constraints")
 def test_each_broken_constraint_is_refused_with_field_and_limit() -> None:
     cases = list(breaks(SHAPE, VALID))
     assert len(cases) > 150
     for what, path, value, limit in cases:
         with pytest.raises(SageMakerError) as caught:
-            check(SHAPE, broken(path, value))
+            check_request(SHAPE, broken(path, value))
         message = str(caught.value)
         assert field_of(path) in message, what
         assert limit in message, (what, message)
@@ -143,12 +144,13 @@ def test_each_broken_constraint_is_refused_with_field_and_limit() -> None:
 
 def test_no_constraint_is_found_where_a_limit_is_just_kept() -> None:
     name = {"TrainingJobName": "a" * 63}
-    check(SHAPE, {**VALID, **name, "HyperParameters": {f"K{i}": "v" * 2500 for i in range(100)}})
-    check(SHAPE, {**VALID, "Environment": {"K" * 512: "v" * 512}})
+    check_request(SHAPE, {**VALID, **name, "HyperParameters": {f"K{i}": "v" * 2500 for i in range(100)}})
+    check_request(SHAPE, {**VALID, "Environment": {"K" * 512: "v" * 512}})
     resources = {**VALID["ResourceConfig"], "KeepAlivePeriodInSeconds": 21600}
-    check(SHAPE, {**VALID, "ResourceConfig": resources})
+    check_request(SHAPE, {**VALID, "ResourceConfig": resources})
 
 
+@pytest.mark.guarantee("sagemaker-constraints")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -187,20 +189,20 @@ def test_no_constraint_is_found_where_a_limit_is_just_kept() -> None:
 def test_rules_between_fields(change: dict[str, Any], words: str) -> None:
     made = {name: value for name, value in {**VALID, **change}.items() if value is not GONE}
     with pytest.raises(SageMakerError, match=re.escape(words)):
-        check(SHAPE, made)
+        check_request(SHAPE, made)
 
 
 def test_spot_with_a_longer_wait_is_accepted() -> None:
     stopping = {"MaxRuntimeInSeconds": 10, "MaxWaitTimeInSeconds": 10}
     resources = {"InstanceType": "ml.p5.48xlarge", "InstanceCount": 1, "VolumeSizeInGB": 1}
     made = {**VALID, "EnableManagedSpotTraining": True, "StoppingCondition": stopping, "ResourceConfig": resources}
-    check(SHAPE, made)
+    check_request(SHAPE, made)
 
 
 def test_a_near_instance_type_is_suggested() -> None:
     made = {**VALID, "ResourceConfig": {"InstanceType": "ml.p5.24xlarge", "InstanceCount": 1}}
     with pytest.raises(SageMakerError, match=r"ml\.p5\.48xlarge"):
-        check(SHAPE, made)
+        check_request(SHAPE, made)
 
 
 @settings(max_examples=60, deadline=None)
@@ -210,10 +212,10 @@ def test_unicode_classes_are_what_unicode_says(text: str) -> None:
     import unicodedata
 
     allowed = all(unicodedata.category(char)[0] in "LMZSNP" for char in text)
-    assert bool(violations("EntityDescription", text)) == (not allowed)
+    assert bool(find_violations("EntityDescription", text)) == (not allowed)
 
 
 def test_tags_take_letters_of_any_alphabet_and_few_signs() -> None:
-    assert not violations("TagKey", "Größe=Δ 1.0:/+-@_")
-    assert violations("TagKey", "a#b")
-    assert violations("TagKey", "½§")
+    assert not find_violations("TagKey", "Größe=Δ 1.0:/+-@_")
+    assert find_violations("TagKey", "a#b")
+    assert find_violations("TagKey", "½§")

@@ -11,21 +11,23 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.places import write_table
-from lt_launch.sagemaker.emulator import GRACE_S
-from lt_trainer.metrics import METRIC_DEFINITIONS
+from lt_launch.sagemaker.emulator import GRACE_PERIOD_S
+from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
 PROGRAM = """
 import sys
 from pathlib import Path
-from lt_launch.sagemaker.emulator import Emulator
-class Scripted(Emulator):
-    def command(self, root):
+from lt_launch.sagemaker.emulator import TrainingJobEmulator
+class Scripted(TrainingJobEmulator):
+    def container_command(self, root):
         return ["bash", "-c", sys.argv[3], "container", str(root), root.name]
 sys.exit(Scripted(Path(sys.argv[1]), float(sys.argv[2])).run())
 """
 
 
-def start(tmp_path: Path, script: str, *, hosts: int = 1, grace_s: float = 30, **more: Any) -> subprocess.Popen[bytes]:
+def start(
+    tmp_path: Path, script: str, *, hosts: int = 1, grace_period_s: float = 30, **more: Any
+) -> subprocess.Popen[bytes]:
     request = {
         "TrainingJobName": "job",
         "AlgorithmSpecification": {"MetricDefinitions": list(METRIC_DEFINITIONS)},
@@ -38,7 +40,7 @@ def start(tmp_path: Path, script: str, *, hosts: int = 1, grace_s: float = 30, *
     }
     write_table(tmp_path / "job" / "request.json", request)
     write_table(tmp_path / "job" / "addresses.json", {"s3://local/kept": str(tmp_path / "kept")})
-    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / "job"), str(grace_s), script])
+    return subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / "job"), str(grace_period_s), script])
 
 
 def job(tmp_path: Path) -> dict[str, Any]:
@@ -90,7 +92,7 @@ trap 'exit 75' TERM; sleep 60 & wait
     ("script", "killed"), [("trap '' TERM; sleep 60", True), ("trap 'exit 0' TERM; sleep 60 & wait", False)]
 )
 def test_a_stop_is_a_signal_a_grace_time_and_a_kill(tmp_path: Path, script: str, killed: bool) -> None:
-    process = start(tmp_path, f"touch $1/ready; {script}", grace_s=1.0 if killed else 60.0)
+    process = start(tmp_path, f"touch $1/ready; {script}", grace_period_s=1.0 if killed else 60.0)
     wait_for(tmp_path / "job" / "hosts" / "algo-1" / "ready", process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(30) == 1
@@ -104,24 +106,25 @@ def test_a_stop_is_a_signal_a_grace_time_and_a_kill(tmp_path: Path, script: str,
 SAVES = """
 import os, sys
 from pathlib import Path
-from lt_launch.sagemaker import entry
-from lt_launch.sagemaker.contract import read
+from lt_launch.sagemaker import entrypoint
+from lt_launch.sagemaker.contract import read_contract
 root, seconds = Path(sys.argv[1]), sys.argv[2]
 save = f"sleep {seconds}; echo saved >{root}/checkpoints/saved; exit 75"
 argv = ["bash", "-c", f"trap '{save}' TERM; touch {root}/ready; sleep 600 & wait; wait"]
 spec = {"argv": argv, "spawner": "direct", "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
-        "grace_s": entry.WINDOW_S, "completion": "exit", "restart": {"max_restarts": 0}}
-with entry.Children() as children:
-    sys.exit(entry._attempts(read(root, {}), spec, root / "kept", os.environ, children, print))
+        "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit", "restart": {"max_restarts": 0}}
+with entrypoint.ChildRunner() as children:
+    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, children, print))
 """
 
 
+@pytest.mark.guarantee("sagemaker-grace")
 @pytest.mark.parametrize("seconds", [1, pytest.param(110, marks=pytest.mark.slow)])
 def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) -> None:
     """Through all of it: the service's signal, the container's first process, the agent, the process that saves."""
     (tmp_path / "saves.py").write_text(SAVES)
     script = f"exec {sys.executable} {tmp_path}/saves.py $1 {seconds}"
-    process = start(tmp_path, script, grace_s=GRACE_S)
+    process = start(tmp_path, script, grace_period_s=GRACE_PERIOD_S)
     wait_for(tmp_path / "job" / "hosts" / "algo-1" / "ready", process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(150) == 1

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from lt_launch.backend import Launch
 from lt_launch.errors import LaunchError
-from lt_launch.launching import launch
+from lt_launch.launch_dir import load_launch
+from lt_launch.launcher import launch
 from lt_launch.profile import Profile
-from lt_launch.record import open_launch
-from lt_launch.runfile import Wanted, read
-from lt_launch.sagemaker.emulator import isolation
-from lt_launch.sagemaker.local import LocalSageMaker
-from lt_launch.status import rows_of
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.sagemaker.emulator import network_isolation_prefix
+from lt_launch.sagemaker.local import SageMakerLocalTarget
+from lt_launch.status import status_rows
+from lt_launch.target import Launch
 
 RECIPE = """
 [run]
-out = "run"
+dir = "run"
 [model]
 hidden_size = 64
 intermediate_size = 128
@@ -36,8 +36,8 @@ tie_word_embeddings = true
 store = "{store}"
 seq_len = 64
 [batch]
-global_batch = 8
-micro_batch = 2
+global_batch_size = 8
+micro_batch_size = 2
 [optimizer]
 lr = 3e-3
 [schedule]
@@ -70,9 +70,9 @@ def submit(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calla
     def go(nodes: int = 1, steps: int = 20, more: str = "") -> Launch:
         (tmp_path / "recipe.toml").write_text(RECIPE.format(store=data / "store", steps=steps))
         (tmp_path / "job.toml").write_text(JOB.format(nodes=nodes) + more)
-        file = read("job.toml", Profile(), Wanted())
+        file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "sagemaker-local", detach=True) == 0
-        return open_launch(tmp_path / "run")
+        return load_launch(tmp_path / "run")
 
     return go
 
@@ -106,23 +106,26 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if "loss" in row}
 
 
+@pytest.mark.guarantee("sagemaker-resume")
 def test_two_hosts_are_stopped_restored_and_finish(submit: Callable[..., Launch]) -> None:
     pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
     made = submit(nodes=2, steps=60)
-    target, run = LocalSageMaker(), made.directory / "sagemaker" / "run"
+    target, run = SageMakerLocalTarget(), made.directory / "sagemaker" / "run"
     until(made, lambda: len(losses(run)) >= 4, "step 4")
     (status,) = target.status(made)
     assert (status.state, status.nodes) == ("running", ("algo-1", "algo-2"))
-    (row,) = until(made, lambda: [one for one in rows_of("run") if one["progress"]], "a line of metrics")
+    (row,) = until(made, lambda: [one for one in status_rows("run") if one["progress"]], "a line of metrics")
     shown = row["progress"]
     assert 1 <= shown.step <= 60
-    assert shown.steps == 60
+    assert shown.max_steps == 60
     assert shown.loss == pytest.approx(losses(run)[shown.step], rel=1e-5)
     assert shown.tokens_per_sec > 0
-    with pytest.raises(LaunchError, match="job-000 of an earlier launch still goes on; wait for it, or lt launch can"):
+    with pytest.raises(
+        LaunchError, match="job-000 of an earlier launch is still running; wait for it, or lt launch can"
+    ):
         submit(nodes=2, steps=60)
     assert "loss=" not in status.reason
-    assert list(target.cancel(made)) == ["job-000 was told to save and stop; it has 120 s"]
+    assert list(target.cancel(made)) == ["job-000 was signaled to save and stop; it has 120 s"]
     folder, found = until_over(made, 0)
     assert [one["Status"] for one in found["SecondaryStatusTransitions"]] == [
         "Starting",
@@ -159,7 +162,7 @@ def test_two_hosts_are_stopped_restored_and_finish(submit: Callable[..., Launch]
     wanted = [loss for step, loss in sorted(losses(run).items()) if step > stopped_at]
     assert scraped == pytest.approx(wanted, rel=1e-5)
     (status,) = target.status(made)
-    assert (status.state, status.code) == ("done", 0)
+    assert (status.state, status.exit_code) == ("completed", 0)
     lines = list(target.logs(made, stage="train", rank=1, follow=False))
     assert any("host algo-2, 2 of 2" in line for line in lines)
     assert not any(line.startswith("step=") for line in lines), "rank 0's host alone reports steps"
@@ -174,7 +177,7 @@ def test_a_failure_is_told_as_the_service_would(submit: Callable[..., Launch], d
     assert found["FailureReason"].startswith("AlgorithmError: channel tokenizer holds 0 files named tokenizer.json")
     assert found["FailureReason"].endswith("exit code: 64")
     assert found["SecondaryStatus"] == "Failed"
-    (status,) = LocalSageMaker().status(made)
+    (status,) = SageMakerLocalTarget().status(made)
     assert status.state == "failed"
     assert "channel tokenizer" in status.reason
     assert (folder / "hosts" / "algo-1" / "input" / "config" / "hyperparameters.json").exists()
@@ -185,12 +188,12 @@ def test_the_time_limit_is_a_stop(submit: Callable[..., Launch]) -> None:
     _, found = until_over(made, 0)
     assert found["TrainingJobStatus"] == "Stopped"
     assert found["SecondaryStatus"] == "MaxRuntimeExceeded"
-    (status,) = LocalSageMaker().status(made)
+    (status,) = SageMakerLocalTarget().status(made)
     assert status.state == "requeued"
 
 
 def test_an_isolated_container_has_itself_alone() -> None:
-    front = isolation()
+    front = network_isolation_prefix()
     if not front:
         pytest.skip("this system lets us make no network of its own")
     with socket.socket() as listener:

@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from lt_launch.job import Job, Pipeline, Resources
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.local import LocalSageMaker
+from lt_launch.sagemaker.local import SageMakerLocalTarget
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_launch.sagemaker.request import SET, request
-from lt_launch.sagemaker.target import REQUEST, SageMakerBackend
+from lt_launch.sagemaker.request import OVERRIDE_PREFIX, create_training_job_request
+from lt_launch.sagemaker.target import REQUEST_FILE, SageMakerTarget
+from lt_trainer.config.recipe import load, to_toml
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import load, to_toml
 
 BASE: dict[str, Any] = {"data": {"store": "store"}}
 OPTIONS: dict[str, Any] = {
     "role": "arn:aws:iam::123456789012:role/trainer",
     "image": "123456789012.dkr.ecr.us-east-1.amazonaws.com/lt:1",
     "channels": ("train=s3://bucket/store",),
-    "output": "s3://bucket/out",
+    "output_path": "s3://bucket/out",
 }
 
 
@@ -39,7 +39,7 @@ def job(base: dict[str, Any] | None = None, **changes: Any) -> Job:
 
 
 def made(base: dict[str, Any] | None = None, options: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    return request(job(base, **changes), SageMakerOptions(**{**OPTIONS, **(options or {})}))
+    return create_training_job_request(job(base, **changes), SageMakerOptions(**{**OPTIONS, **(options or {})}))
 
 
 def test_the_default_job_says_only_what_differs() -> None:
@@ -80,23 +80,23 @@ def test_hyperparameters_are_strings_and_the_rest_of_the_recipe_are_variables() 
     lr=st.floats(1e-6, 1e-2),
     steps=st.integers(500, 10**6),
     tie=st.booleans(),
-    pack=st.sampled_from(["bfd", "concat"]),
+    packing=st.sampled_from(["bfd", "concat"]),
     eps=st.floats(1e-12, 1e-3),
     theta=st.floats(1.0, 1e7),
 )
 def test_the_container_reads_the_recipe_that_was_sent(
-    lr: float, steps: int, tie: bool, pack: str, eps: float, theta: float
+    lr: float, steps: int, tie: bool, packing: str, eps: float, theta: float
 ) -> None:
     base = {
         "optimizer": {"lr": lr, "eps": eps},
         "schedule": {"max_steps": steps, "min_lr": 0.0},
         "model": {"tie_word_embeddings": tie, "rope_theta": theta},
-        "data": {"store": "store", "pack": pack},
+        "data": {"store": "store", "packing": packing},
         "engine": {"gpu": {"device": "cpu"}},
     }
     found = made(base)
-    sets = [value for name, value in sorted(found.get("Environment", {}).items()) if name.startswith(SET)]
-    there = load(hyperparameters=found["HyperParameters"], sets=sets, base=BASE).recipe
+    sets = [value for name, value in sorted(found.get("Environment", {}).items()) if name.startswith(OVERRIDE_PREFIX)]
+    there = load(hyperparameters=found["HyperParameters"], overrides=sets, base=BASE).recipe
     assert there == load(base={**BASE, **base}).recipe
 
 
@@ -110,12 +110,12 @@ def test_file_systems_vpc_checkpoints_and_all_the_rest() -> None:
             ),
             "subnets": ("subnet-1",),
             "security_groups": ("sg-1",),
-            "checkpoints": "s3://bucket/checkpoints",
-            "kms_key": "alias/out",
+            "checkpoint_s3_uri": "s3://bucket/checkpoints",
+            "output_kms_key": "alias/out",
             "volume_kms_key": "alias/disk",
-            "keep_alive_s": 1800,
+            "keep_alive_period_s": 1800,
             "compress_output": False,
-            "retries": 2,
+            "max_retry_attempts": 2,
             "tags": ("project=lt",),
             "max_pending_s": 7200,
         },
@@ -151,7 +151,7 @@ def test_file_systems_vpc_checkpoints_and_all_the_rest() -> None:
 
 
 def test_spot_waits_twice_as_long_as_it_runs() -> None:
-    found = made(options={"spot": True}, time_limit_s=1000)
+    found = made(options={"use_spot_instances": True}, time_limit_s=1000)
     assert found["EnableManagedSpotTraining"] is True
     assert found["StoppingCondition"] == {"MaxRuntimeInSeconds": 1000, "MaxWaitTimeInSeconds": 2000}
 
@@ -176,7 +176,7 @@ def test_the_store_in_the_recipe_may_be_the_channel() -> None:
     [
         ({"role": ""}, {}, "sagemaker.role is not set"),
         ({"image": ""}, {}, "sagemaker.image or sagemaker.algorithm is not set"),
-        ({"output": ""}, {}, "sagemaker.output is not set"),
+        ({"output_path": ""}, {}, "sagemaker.output_path is not set"),
         ({"channels": ()}, {}, 'no channel "train"'),
         ({"channels": ("train=fsx://fs-0123456789abcdef0/x",)}, {}, "VpcConfig: is required"),
         ({"channels": ("train=fsx://fs-0123456789abcdef0/x?write",)}, {}, "ro or rw"),
@@ -184,9 +184,9 @@ def test_the_store_in_the_recipe_may_be_the_channel() -> None:
         ({}, {"name": "a.job"}, "TrainingJobName"),
         ({}, {"resources": Resources(instance_type="ml.p9.48xlarge")}, "ResourceConfig.InstanceType"),
         ({}, {"resources": Resources()}, "ResourceConfig.InstanceType: is required"),
-        ({"keep_alive_s": 21601}, {}, "at most 21600, got 21601"),
+        ({"keep_alive_period_s": 21601}, {}, "at most 21600, got 21601"),
         ({}, {"env": {"LONG": "x" * 513}}, "Environment.LONG: must be at most 512 characters, it has 513"),
-        ({}, {"recipe": ""}, "only a job that trains"),
+        ({}, {"recipe": ""}, "only a training job"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(options: dict[str, Any], changes: dict[str, Any], words: str) -> None:
@@ -197,13 +197,13 @@ def test_what_cannot_be_sent_is_refused(options: dict[str, Any], changes: dict[s
 def test_contradictions_of_recipe_and_job_are_refused() -> None:
     with pytest.raises(SageMakerError, match=r"NUM_NODES\) = 3 and the job has 1 instances"):
         made({"parallel": {"n_nodes": 3}})
-    with pytest.raises(SageMakerError, match=r"checkpoint\.mirror = 's3://bucket/m' cannot be reached"):
-        made({"checkpoint": {"mirror": "s3://bucket/m"}})
-    assert made({"checkpoint": {"mirror": "s3://bucket/m"}}, {"isolated": False})["Environment"] == {
-        "LT_SET_00": "checkpoint.mirror=s3://bucket/m"
+    with pytest.raises(SageMakerError, match=r"checkpoint\.mirror_url = 's3://bucket/m' cannot be reached"):
+        made({"checkpoint": {"mirror_url": "s3://bucket/m"}})
+    assert made({"checkpoint": {"mirror_url": "s3://bucket/m"}}, {"network_isolation": False})["Environment"] == {
+        "LT_SET_00": "checkpoint.mirror_url=s3://bucket/m"
     }
     with pytest.raises(SageMakerError, match="needs a channel"):
-        made({"data": {"store": "store", "validation": "val"}, "metrics": {"eval_interval": 5}})
+        made({"data": {"store": "store", "validation": "val"}, "metrics": {"validation_interval": 5}})
     with pytest.raises(RecipeError, match="either an image or an algorithm"):
         SageMakerOptions(**{**OPTIONS, "algorithm": "x"})
     with pytest.raises(SageMakerError, match="twice"):
@@ -226,14 +226,14 @@ def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None
     """Here, and in what is run on this machine in its place."""
     table = {f"sagemaker.{name}": value for name, value in OPTIONS.items()}
     profile = Profile().with_values({**table, "env.A": "profile", "env.B": "profile"}, "test")
-    for target in (SageMakerBackend(), LocalSageMaker()):
-        text = target.render(Pipeline.of(job(env={"B": "job"})), profile).files[REQUEST]
+    for target in (SageMakerTarget(), SageMakerLocalTarget()):
+        text = target.render(Pipeline.from_job(job(env={"B": "job"})), profile).files[REQUEST_FILE]
         assert json.loads(text)["Environment"] == {"A": "profile", "B": "job"}
-        with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker hands on nothing"):
-            target.render(Pipeline.of(job(pass_env=("HF_TOKEN",))), profile)
-        assert target.render(Pipeline.of(job()), profile).notes == ()
-        told = target.render(Pipeline.of(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
-        assert told == ("setup of the profile is not run: what a container needs belongs into its image",)
+        with pytest.raises(RecipeError, match=r"job.pass_env = \['HF_TOKEN'\]: SageMaker passes no variables"):
+            target.render(Pipeline.from_job(job(pass_env=("HF_TOKEN",))), profile)
+        assert target.render(Pipeline.from_job(job()), profile).notes == ()
+        told = target.render(Pipeline.from_job(job()), profile.with_values({"setup": ["module load x"]}, "test")).notes
+        assert told == ("setup of the profile is not run in containers; put it into the image",)
 
 
 def test_the_same_job_is_the_same_request(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from lt_trainer.testing.stores import make_stores
+from lt_test_helpers.stores import make_stores
 
 NEEDED = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged", "gcc")
 POLL_S = 0.1

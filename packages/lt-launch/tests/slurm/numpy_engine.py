@@ -21,10 +21,10 @@ import numpy as np
 
 from lt_ckpt import Checkpoint, Shard
 from lt_model import LlamaConfig
+from lt_trainer.checkpointing.pretrained import PretrainedWeights
+from lt_trainer.config.recipe import Recipe
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.errors import PeerError
-from lt_trainer.pretrained import Pretrained
-from lt_trainer.recipe import Recipe
 from lt_trainer.timing import HostStopwatch
 
 STEP_S = 0.05
@@ -93,22 +93,22 @@ class StarControl:
     def __init__(self, star: Star) -> None:
         self.star = star
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         return [json.loads(one) for one in self.star.gather(json.dumps(value).encode())]
 
-    def all_max(self, value: int) -> int:
-        return max(self.gather(value))
+    def all_reduce_max(self, value: int) -> int:
+        return max(self.all_gather(value))
 
     def broadcast(self, value: Any) -> Any:
-        return self.gather(value)[0]
+        return self.all_gather(value)[0]
 
 
 class NumpyEngine:
     """One rank."""
 
     def __init__(self, recipe: Recipe, model: LlamaConfig, world: World) -> None:
-        self.topology = Topology(rank=world.rank, world=world.size, dp_rank=world.rank, dp_size=world.size)
-        self.star = Star(world, recipe.guard.timeout_s)
+        self.topology = Topology(rank=world.rank, world_size=world.size, dp_rank=world.rank, dp_size=world.size)
+        self.star = Star(world, recipe.fault_tolerance.hang_timeout_s)
         self.control = StarControl(self.star)
         self.device = Device(name="numpy", kind="cpu", count=world.size, peak_flops=1e9, peak_source="made up")
         self.stopwatch = HostStopwatch()
@@ -119,12 +119,12 @@ class NumpyEngine:
         self.steps = 0
 
     def step(self, batch: StepBatch, lr: float) -> tuple[float, float]:
-        self.stopwatch.lap("forward_backward")
+        self.stopwatch.begin("forward_backward")
         loss, gradient = self._backward(batch)
         parts = [np.frombuffer(one) for one in self.star.gather(np.array([loss, *gradient.ravel()]).tobytes())]
         loss, gradient = sum(float(part[0]) for part in parts), sum(part[1:] for part in parts)
         assert isinstance(gradient, np.ndarray)
-        self.stopwatch.lap("optimizer")
+        self.stopwatch.begin("optimizer")
         weights, momentum = self.state_of["weights"], self.state_of["momentum"]
         momentum[:] = MOMENTUM * momentum + gradient.reshape(weights.shape)
         weights[:] = weights - 100 * lr * momentum
@@ -149,29 +149,29 @@ class NumpyEngine:
         np.add.at(gradient, ids, each @ weights)
         return loss, gradient
 
-    def read(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
+    def fetch_metrics(self, pendings: Sequence[tuple[float, float]]) -> list[StepMetrics]:
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in pendings]
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+    def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
         raise NotImplementedError
 
-    def boundary(self, step: int) -> list[Path]:
+    def on_step_begin(self, step: int) -> list[Path]:
         return []
 
-    def last_words(self, folder: Path) -> str:
+    def dump_debug_info(self, folder: Path) -> str:
         return ""
 
-    def memory_bytes(self) -> int:
+    def peak_memory_bytes(self) -> int:
         return self.state_bytes()
 
     def state_bytes(self) -> int:
         return sum(array[self._rows(len(array))].nbytes for array in self.state_of.values())
 
-    def host_memory(self, n_bytes: int) -> np.ndarray:
+    def allocate_host_memory(self, n_bytes: int) -> np.ndarray:
         return np.empty(n_bytes, np.uint8)
 
     def _rows(self, count: int) -> slice:
-        rank, world = self.topology.rank, self.topology.world
+        rank, world = self.topology.rank, self.topology.world_size
         return slice(count * rank // world, count * (rank + 1) // world)
 
     def state(self) -> Snapshot:
@@ -190,14 +190,14 @@ class NumpyEngine:
                     data=mine.reshape(-1).view(np.uint8),
                 )
             )
-        return Snapshot(shards=shards, small={"optimizer_step": self.steps})
+        return Snapshot(shards=shards, scalars={"optimizer_step": self.steps})
 
     def restore(self, checkpoint: Checkpoint) -> None:
         for name, array in self.state_of.items():
             array[:] = checkpoint.read(name, "embedding").view(np.float64).reshape(array.shape)
-        self.steps = int(checkpoint.manifest.small["optimizer_step"])
+        self.steps = int(checkpoint.manifest.scalars["optimizer_step"])
 
-    def load_weights(self, pretrained: Pretrained) -> None:
+    def load_weights(self, pretrained: PretrainedWeights) -> None:
         raise NotImplementedError
 
     def close(self) -> None:
@@ -216,7 +216,7 @@ class NumpySpec:
     capabilities = frozenset({"document_mask"})
 
     def check(self, recipe: Recipe, world: World) -> None:
-        recipe.accumulation(world.size)
+        recipe.accumulation_steps(world.size)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
         return {}

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.places import Place, read_table
-from lt_launch.backend import Launch
 from lt_launch.errors import LaunchError
-from lt_launch.launching import launch
+from lt_launch.launch_dir import load_launch, save_job_ids
+from lt_launch.launcher import launch
 from lt_launch.profile import Profile
-from lt_launch.record import open_launch, remember
-from lt_launch.runfile import Wanted, read
-from lt_launch.slurm.target import SlurmBackend
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Launch
 
 Submit = Callable[[str], Launch]
 
@@ -32,19 +32,19 @@ def submit(cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
     def go(text: str) -> Launch:
         (tmp_path / "run.toml").write_text(text.replace("PYTHON", python))
-        file = read("run.toml", Profile(), Wanted())
+        file = read_run_file("run.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "slurm") == 0
-        return open_launch(tmp_path / file.pipeline.out)
+        return load_launch(tmp_path / file.pipeline.out)
 
     return go
 
 
 def states(launch: Launch) -> dict[str, str]:
-    return {one.stage: one.state for one in SlurmBackend().status(launch)}
+    return {one.stage: one.state for one in SlurmTarget().status(launch)}
 
 
 def wait(cluster: Any, launch: Launch) -> dict[str, str]:
-    for id_ in launch.ids.values():
+    for id_ in launch.job_ids.values():
         cluster.wait_for(lambda id_=id_: _over(cluster, id_), f"the end of {id_}")
     return states(launch)
 
@@ -83,17 +83,17 @@ def test_a_pipeline_runs_in_order_and_again_only_where_something_changed(
 ) -> None:
     made = submit(PIPELINE)
     assert wait(cluster, made) == {
-        "prepare.0": "done",
-        "prepare.1": "done",
-        "prepare.2": "done",
-        "merge": "done",
-        "train": "done",
+        "prepare.0": "completed",
+        "prepare.1": "completed",
+        "prepare.2": "completed",
+        "merge": "completed",
+        "train": "completed",
     }
     assert (tmp_path / "merged").read_text() == "part 0 of 3\npart 1 of 3\npart 2 of 3\n"
     assert (tmp_path / "order").read_text() == "merged\ntrain\n"
     (tmp_path / "merged").unlink()
     made = submit(PIPELINE)
-    assert set(wait(cluster, made).values()) == {"done"}
+    assert set(wait(cluster, made).values()) == {"completed"}
     assert (tmp_path / "order").read_text() == "merged\ntrain\nmerged\n", "what stands behind a stage keeps its content"
 
 
@@ -115,13 +115,13 @@ python = "PYTHON"
 def test_a_failure_is_named_and_what_waits_for_it_is_cancelled(cluster: Any, submit: Submit) -> None:
     made = submit(FAILS)
     assert wait(cluster, made) == {"first": "failed", "second": "cancelled"}
-    first, second = SlurmBackend().status(made)
-    assert first.code == 7
+    first, second = SlurmTarget().status(made)
+    assert first.exit_code == 7
     assert "rank 1 on " in first.reason
     assert "exit code 7" in first.reason
     assert "DependencyNeverSatisfied" in second.reason
-    assert cluster.job(made.ids["first"])["ExitCode"] == "7:0"
-    lines = list(SlurmBackend().logs(made, stage="first", rank=1, follow=False))
+    assert cluster.job(made.job_ids["first"])["ExitCode"] == "7:0"
+    lines = list(SlurmTarget().logs(made, stage="first", rank=1, follow=False))
     assert lines == ["this is why"]
 
 
@@ -140,18 +140,18 @@ container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
 python = "PYTHON"
 [profile.slurm]
 auto_resume = "on"
-srun = ["--cpu-bind=none"]
+srun_args = ["--cpu-bind=none"]
 '''
 
 
 @pytest.mark.parametrize("spawner", ["direct", "srun"])
 def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit: Submit, spawner: str) -> None:
     made = submit(RANKS.replace("SPAWNER", spawner))
-    assert wait(cluster, made) == {"ranks": "done"}
-    (status,) = SlurmBackend().status(made)
+    assert wait(cluster, made) == {"ranks": "completed"}
+    (status,) = SlurmTarget().status(made)
     assert status.nodes == ("n[1-3]",)
     for rank in range(6):
-        (line,) = SlurmBackend().logs(made, stage="ranks", rank=rank, follow=False)
+        (line,) = SlurmTarget().logs(made, stage="ranks", rank=rank, follow=False)
         words = line.split()
         assert words[:5] == [str(rank), str(rank % 2), "6", "2", f"n{rank // 2 + 1}"]
         assert words[5:7] == ["1", "/shared/lt.sqsh"]
@@ -161,7 +161,7 @@ def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit
 def test_a_partition_that_is_not_there_is_refused_and_nothing_stays_in_the_queue(cluster: Any, submit: Submit) -> None:
     text = PIPELINE.replace('name = "train"\n', 'name = "train"\nresources = { partition = "nowhere" }\n')
     with pytest.raises(
-        LaunchError, match=r"(?s)Slurm refuses stage train: .*invalid partition.*2 stage\(s\) before it"
+        LaunchError, match=r"(?s)Slurm rejected stage train: .*invalid partition.*2 stage\(s\) before it"
     ):
         submit(text)
     assert cluster.run("squeue", "-h", "-t", "PENDING,RUNNING") == ""
@@ -175,18 +175,18 @@ trap 'exit 75' USR1
 echo $LT_ATTEMPT >>seen
 while [ $LT_ATTEMPT = 0 ]; do sleep 99 & wait; done # the sleep may die of the signal before bash hears of it
 """]
-grace_s = 5
+grace_period_s = 5
 time_limit = "1m"
 [profile]
 python = "PYTHON"
 [profile.slurm]
-warn_s = 50
+signal_lead_time_s = 50
 '''
 
 
 def test_the_warning_ahead_of_the_time_limit_is_a_requeue(cluster: Any, submit: Submit, tmp_path: Path) -> None:
     made = submit(WARNED)
-    job = cluster.wait_for_end(made.ids["warned"])
+    job = cluster.wait_for_end(made.job_ids["warned"])
     assert job["JobState"] == "COMPLETED"
     assert job["Restarts"] == "1"
     assert (tmp_path / "seen").read_text() == "0\n1\n"
@@ -200,47 +200,48 @@ WAITS = """
 [job]
 name = "waits"
 argv = ["bash", "-c", "sleep 600"]
-grace_s = 2
+grace_period_s = 2
 [profile]
 python = "PYTHON"
 """
 
 
+@pytest.mark.guarantee("slurm-status")
 def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Submit) -> None:
     made = submit(WAITS)
-    id_ = made.ids["waits"]
+    id_ = made.job_ids["waits"]
     cluster.wait_for(lambda: states(made) == {"waits": "running"}, "the job running")
     file = made.directory / "stages" / "waits" / "attempt-000" / "node-00000.jsonl"
     cluster.wait_for(lambda: file.exists() and "started" in file.read_text(), "its process")
-    with pytest.raises(LaunchError, match=f"job {id_} of an earlier launch still goes on"):
+    with pytest.raises(LaunchError, match=f"job {id_} of an earlier launch is still running"):
         submit(WAITS)
-    assert open_launch(made.directory).ids == made.ids, "nothing was written"
-    assert list(SlurmBackend().cancel(made)) == [f"waits: job {id_} was told to save and stop"]
+    assert load_launch(made.directory).job_ids == made.job_ids, "nothing was written"
+    assert list(SlurmTarget().cancel(made)) == [f"waits: job {id_} was signaled to save and stop"]
     cluster.wait_for_end(id_)
     assert states(made) == {"waits": "cancelled"}
-    made = remember(made, {"waits": "99999"})  # a number that the controller does not know, as after MinJobAge
+    made = save_job_ids(made, {"waits": "99999"})  # a number that the controller does not know, as after MinJobAge
     cluster.run("scontrol", "show", "job", "99999", code=1)
     assert states(made) == {"waits": "cancelled"}
     (made.directory / "stages" / "waits" / "attempt-000" / "exit.json").unlink()
     (made.directory / "stages" / "waits" / "cancelled").unlink()
-    (status,) = SlurmBackend().status(made)
+    (status,) = SlurmTarget().status(made)
     assert status.state == "lost"
-    assert "forgotten" in status.reason
+    assert "no longer knows" in status.reason
 
 
 def test_a_waiting_job_is_removed_and_nodes_are_shown(cluster: Any, submit: Submit) -> None:
     cluster.run("scontrol", "update", "NodeName=n3", "State=DRAIN", "Reason=bad fan")
     try:
-        shown = {(node.name, node.partition): node for node in SlurmBackend().nodes(Profile())}
+        shown = {(node.name, node.partition): node for node in SlurmTarget().nodes(Profile())}
         assert set(shown) == {(f"n{i}", name) for i in (1, 2, 3) for name in ("low", "high")}
         assert shown["n1", "low"].state == "idle"
         assert shown["n3", "low"].state == "drained"
         assert shown["n3", "low"].reason == "bad fan"
         made = submit(WAITS.replace("argv", "nodes = 3\nargv"))
-        (status,) = SlurmBackend().status(made)
-        assert status.state == "waiting"
-        assert list(SlurmBackend().list(Profile()))[-1].id == made.ids["waits"]
-        assert list(SlurmBackend().cancel(made)) == [f"waits: job {made.ids['waits']} was waiting and is removed"]
+        (status,) = SlurmTarget().status(made)
+        assert status.state == "pending"
+        assert list(SlurmTarget().list(Profile()))[-1].job_id == made.job_ids["waits"]
+        assert list(SlurmTarget().cancel(made)) == [f"waits: job {made.job_ids['waits']} was pending and is removed"]
         assert states(made) == {"waits": "cancelled"}
     finally:
         cluster.run("scontrol", "update", "NodeName=n3", "State=RESUME")
@@ -256,10 +257,11 @@ python = "PYTHON"
 """
 
 
+@pytest.mark.guarantee("slurm-lost-node")
 def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit) -> None:
     """The agent of the second node dies, twice: of three nodes two are needed, so only the newest loss is left out."""
     made = submit(LOSES)
-    id_ = made.ids["loses"]
+    id_ = made.job_ids["loses"]
     place = Place(made.directory / "stages" / "loses" / "spec.json")
     for attempt, lost in ((0, "n2"), (1, "n3")):
         file = place.attempt(attempt) / "node-00001.jsonl"
@@ -290,6 +292,7 @@ exit 1
 """
 
 
+@pytest.mark.guarantee("slurm-requeue")
 def test_a_job_whose_step_slurm_never_makes_is_started_again(
     cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,9 +304,10 @@ def test_a_job_whose_step_slurm_never_makes_is_started_again(
     fake.write_text(NO_STEP.replace("REAL", real).replace("FOLDER", str(tmp_path)))
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
-    text = '[job]\nname = "late"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n[profile.slurm]\nstep_wait_s = 2\n'
+    text = '[job]\nname = "late"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n'
+    text += "[profile.slurm]\nstep_wait_timeout_s = 2\n"
     made = submit(text)
-    id_ = made.ids["late"]
+    id_ = made.job_ids["late"]
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
     place = Place(made.directory / "stages" / "late" / "spec.json")
     kinds = [(read_table(place.attempt(number) / "exit.json") or {}).get("kind") for number in place.attempts()]
@@ -311,10 +315,11 @@ def test_a_job_whose_step_slurm_never_makes_is_started_again(
     assert "srun got no step" in (place.stage / f"slurm-{id_}.out").read_text()
 
 
+@pytest.mark.guarantee("slurm-standalone")
 def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:
     """Submitted by hand with the system's own python: nothing of lt-launch is installed there."""
     made = submit('[job]\nname = "alone"\nargv = ["bash", "-c", "echo here >>ran"]\n[profile]\npython = "python3"\n')
-    assert wait(cluster, made) == {"alone": "done"}
+    assert wait(cluster, made) == {"alone": "completed"}
     (made.directory / "stages" / "alone" / "done.json").unlink()
     rendered = made.directory / "rendered"
     id_ = subprocess.run(
@@ -330,11 +335,11 @@ def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -
         check=True,
     ).stdout.strip()
     assert cluster.wait_for_end(elsewhere)["ExitCode"] == "64:0"
-    assert "submit this script in the folder where it stands" in (tmp_path / "elsewhere.out").read_text()
+    assert "submit this script in its own folder" in (tmp_path / "elsewhere.out").read_text()
 
 
 def test_events_of_a_launch_hold_the_ids(cluster: Any, submit: Submit) -> None:
     made = submit('[job]\nname = "noted"\nargv = ["true"]\n[profile]\npython = "PYTHON"\n')
     rows = [json.loads(line) for line in (made.directory / "events.jsonl").read_text().splitlines()]
-    assert [row["ids"] for row in rows if row["event"] == "submitted"] == [dict(made.ids)]
+    assert [row["job_ids"] for row in rows if row["event"] == "submitted"] == [dict(made.job_ids)]
     wait(cluster, made)

@@ -5,32 +5,32 @@ from typing import Any
 
 import pytest
 
-from lt_launch.backend import Finding
-from lt_launch.job import Container, Job, Pipeline, Resources
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources
 from lt_launch.profile import Profile
 from lt_launch.slurm.doctor import findings
-from lt_launch.slurm.target import SlurmBackend
-from lt_trainer.resolve import Given
+from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Finding
+from lt_trainer.config.sources import Assignment
 
 
 def look(made: Job | None, folder: Path, **slurm: Any) -> dict[str, Finding]:
-    profile = Profile(given={f"slurm.{name}": Given(value, "test") for name, value in slurm.items()})
-    pipeline = Pipeline.of(made, out=str(folder / "run")) if made else None
-    return {finding.what: finding for finding in findings(SlurmBackend(), profile, pipeline)}
+    profile = Profile(values={f"slurm.{name}": Assignment(value, "test") for name, value in slurm.items()})
+    pipeline = Pipeline.from_job(made, out=str(folder / "run")) if made else None
+    return {finding.check: finding for finding in findings(SlurmTarget(), profile, pipeline)}
 
 
 def job(**changes: Any) -> Job:
-    values = {"name": "train", "argv": ("true",), "completion": "run_dir", "run_dir": "run", "grace_s": 10.0}
+    values = {"name": "train", "argv": ("true",), "completion": "run_dir", "run_dir": "run", "grace_period_s": 10.0}
     return Job(**{**values, **changes})
 
 
 def test_a_job_that_fits(cluster: Any, tmp_path: Path) -> None:
     found = look(job(nodes=3), tmp_path)
-    assert "is UP" in found["controller"].found
-    assert "3 low idle" in found["nodes"].found
+    assert "is UP" in found["controller"].detail
+    assert "3 low idle" in found["nodes"].detail
     assert found["stage train"].level == "ok", found["stage train"]
     assert found["time to save"].level == "ok"
-    assert found["time to save"].found == "KillWait is 20 s"
+    assert found["time to save"].detail == "KillWait is 20 s"
     assert cluster.run("squeue", "-h") == "", "nothing was submitted"
 
 
@@ -46,14 +46,14 @@ def test_a_job_that_could_never_run(
     cluster: Any, tmp_path: Path, changes: dict[str, Any], slurm: dict[str, Any], words: str
 ) -> None:
     finding = look(job(**changes), tmp_path, **slurm)["stage train"]
-    assert finding.level == "wrong"
-    assert words.lower() in finding.found.lower()
+    assert finding.level == "error"
+    assert words.lower() in finding.detail.lower()
 
 
 def test_what_is_worth_a_warning(cluster: Any, tmp_path: Path) -> None:
-    found = look(job(grace_s=60.0, container=Container(image="x.sqsh")), tmp_path)
+    found = look(job(grace_period_s=60.0, container=ContainerImage(image="x.sqsh")), tmp_path)
     assert found["time to save"].level == "warning"
-    assert "20 s, guard.grace_s is 60" in found["time to save"].found
+    assert "20 s, fault_tolerance.grace_period_s is 60" in found["time to save"].detail
     assert found["containers"].level == "ok", "the stub offers it"
 
 
@@ -61,8 +61,8 @@ def test_without_a_controller_that_is_all_there_is_to_say(monkeypatch: pytest.Mo
     monkeypatch.setenv("PATH", str(tmp_path))
     found = look(job(), tmp_path)
     assert list(found) == ["controller"]
-    assert found["controller"].level == "wrong"
-    assert "scontrol is not installed here" in found["controller"].found
+    assert found["controller"].level == "error"
+    assert "scontrol is not installed here" in found["controller"].detail
 
 
 def test_a_machine_that_knows_no_cluster_says_where_to_go(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -70,4 +70,4 @@ def test_a_machine_that_knows_no_cluster_says_where_to_go(monkeypatch: pytest.Mo
     scontrol.write_text("#!/bin/sh\necho 'scontrol: fatal: Could not establish a configuration source' >&2\nexit 1\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert "start this on a login node of the cluster" in look(job(), tmp_path)["controller"].found
+    assert "run this on a login node of the cluster" in look(job(), tmp_path)["controller"].detail

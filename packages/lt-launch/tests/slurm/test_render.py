@@ -11,19 +11,19 @@ import pytest
 
 from lt_launch.agent import queued
 from lt_launch.agent.places import Place, write_table
-from lt_launch.job import Container, Job, Pipeline, Resources, Stage
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
-from lt_launch.slurm.queue import jobs_of, nodes_of, sacct_states
+from lt_launch.slurm.commands import parse_jobs, parse_nodes, parse_sacct
 from lt_launch.slurm.render import render
+from lt_trainer.config.sources import Assignment
 from lt_trainer.errors import RecipeError
-from lt_trainer.resolve import Given
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = Path(__file__).parents[4] / "examples" / "launch"
 
 
 def profile(**values: Any) -> Profile:
-    return Profile(given={name.replace("__", "."): Given(value, "test") for name, value in values.items()})
+    return Profile(values={name.replace("__", "."): Assignment(value, "test") for name, value in values.items()})
 
 
 def job(**changes: Any) -> Job:
@@ -39,12 +39,16 @@ VARIANTS = {
     "direct": (job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8, exclusive=True)), Profile(), {}),
     "srun": (
         job(nodes=16, procs_per_node=32, spawner="srun", engine="neuron", time_limit_s=90061),
-        profile(slurm__partition="trn1", slurm__account="team", slurm__sbatch=["--comment=x"]),
+        profile(slurm__partition="trn1", slurm__account="team", slurm__sbatch_args=["--comment=x"]),
         {},
     ),
     "enroot": (
-        job(nodes=8, procs_per_node=8, container=Container(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx",), workdir="/w")),
-        profile(slurm__container="enroot", slurm__auto_resume="on"),
+        job(
+            nodes=8,
+            procs_per_node=8,
+            container=ContainerImage(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx",), workdir="/w"),
+        ),
+        profile(slurm__container_runtime="enroot", slurm__auto_resume="on"),
         {},
     ),
     "array": (job(name="prepare", resources=Resources(memory_gib=64)), Profile(), {"array": 16, "array_limit": 4}),
@@ -70,7 +74,7 @@ def test_a_header_says_what_the_job_needs() -> None:
     made = job(
         nodes=4,
         procs_per_node=8,
-        grace_s=300,
+        grace_period_s=300,
         time_limit_s=36 * 3600,
         resources=Resources(gpus_per_node=8, cpus_per_proc=12, exclusive=True, partition="own", constraint="p5"),
     )
@@ -97,18 +101,21 @@ def test_a_header_says_what_the_job_needs() -> None:
 
 
 def test_a_limit_that_leaves_no_time_to_train_is_refused() -> None:
-    with pytest.raises(RecipeError, match="leaves no time to train: the warning comes 150 s before the limit"):
+    with pytest.raises(RecipeError, match="leaves no time to train: the signal comes 150 s before the limit"):
         script(job(time_limit_s=150))
     script(job(time_limit_s=151))
     with pytest.raises(RecipeError, match="is not an option"):
-        script(job(), profile(slurm__srun=["--a b"]))
+        script(job(), profile(slurm__srun_args=["--a b"]))
 
 
 def test_a_warning_that_comes_too_late_to_save_is_refused() -> None:
-    late = profile(slurm__warn_s=119)
-    with pytest.raises(RecipeError, match=r"slurm.warn_s = 119, job.grace_s = 120.0: the warning leaves less than"):
-        script(job(grace_s=120), late)
-    assert "--signal=B:USR1@119\n" in script(job(grace_s=119), late)
+    late = profile(slurm__signal_lead_time_s=119)
+    with pytest.raises(
+        RecipeError,
+        match=r"slurm.signal_lead_time_s = 119, job.grace_period_s = 120.0: is shorter than the grace period",
+    ):
+        script(job(grace_period_s=120), late)
+    assert "--signal=B:USR1@119\n" in script(job(grace_period_s=119), late)
 
 
 def test_dependencies_stand_in_the_commands() -> None:
@@ -137,15 +144,15 @@ def test_what_the_controller_answers() -> None:
         "JobId=5 ArrayJobId=5 ArrayTaskId=3-9%2 JobName=x JobState=PENDING Reason=JobArrayTaskLimit Restarts=0\n"
         "JobId=8 JobName=y JobState=FAILED Reason=NonZeroExitCode ExitCode=7:0 NodeList=n[1-2] BatchHost=n1\n"
     )
-    first, rest, last = jobs_of(text)
+    first, rest, last = parse_jobs(text)
     assert (first.id, first.index, first.state, first.reason, first.nodes) == ("5", 2, "PENDING", "Resources", "")
     assert first.fields["JobName"] == "a b"
     assert (rest.id, rest.index, rest.reason) == ("5", None, "JobArrayTaskLimit")
     assert (last.id, last.state, last.exit_code, last.nodes) == ("8", "FAILED", 7, "n[1-2]")
-    (node, down) = nodes_of("n1|high*|allocated|gpu:8|none\nn2|low|down*|(null)|Not responding\n")
+    (node, down) = parse_nodes("n1|high*|allocated|gpu:8|none\nn2|low|down*|(null)|Not responding\n")
     assert (node.name, node.state, node.partition, node.devices) == ("n1", "allocated", "high", "gpu:8")
     assert (down.state, down.reason) == ("down (no answer)", "Not responding")
-    assert sacct_states("12|CANCELLED by 0|0:15\n13|COMPLETED|0:0\n")["12"] == ("CANCELLED", "0:15")
+    assert parse_sacct("12|CANCELLED by 0|0:15\n13|COMPLETED|0:0\n")["12"] == ("CANCELLED", "0:15")
 
 
 # --- attempts of a job in a queue
@@ -226,6 +233,7 @@ def entered(place: Place, capsys: pytest.CaptureFixture[str], restarts: int = 0)
     return capsys.readouterr().out.strip()
 
 
+@pytest.mark.guarantee("slurm-no-false-success")
 def test_an_attempt_that_was_cut_short_before_any_agent_began_is_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -251,6 +259,7 @@ def agent(place: Place, number: int, node: int, code: int = 0, *, only: int | No
     (place.attempt(number) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.guarantee("slurm-no-false-success")
 @pytest.mark.parametrize("spawner", ["direct", "srun"])
 def test_processes_that_nobody_started_are_no_success(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], spawner: str

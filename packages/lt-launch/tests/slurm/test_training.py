@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 
 from lt_launch.agent.places import Place, read_table
-from lt_launch.backend import Launch
-from lt_launch.launching import launch
+from lt_launch.launch_dir import load_launch
+from lt_launch.launcher import launch
 from lt_launch.profile import Profile
-from lt_launch.record import open_launch
-from lt_launch.runfile import Wanted, read
-from lt_launch.slurm.target import SlurmBackend
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.slurm.target import SlurmTarget
+from lt_launch.target import Launch
 
 RECIPE = """
 [run]
-out = "run"
+dir = "run"
 engine = "{engine}"
 [model]
 hidden_size = 32
@@ -35,8 +35,8 @@ tie_word_embeddings = true
 store = "{store}"
 seq_len = 64
 [batch]
-global_batch = 8
-micro_batch = 2
+global_batch_size = 8
+micro_batch_size = 2
 [optimizer]
 lr = 3e-3
 [schedule]
@@ -47,9 +47,9 @@ min_lr = 3e-4
 interval = {interval}
 [metrics]
 log_interval = 1
-[guard]
-grace_s = 15
-timeout_s = 60
+[fault_tolerance]
+grace_period_s = 15
+hang_timeout_s = 60
 [parallel]
 n_nodes = 2
 """
@@ -70,7 +70,7 @@ restart = {{ max_restarts = 100, max_without_progress = 3 }}
 python = "{python}"
 [profile.slurm]
 partition = "low"
-step_wait_s = 30
+step_wait_timeout_s = 30
 """
 NO_ENGINE = "needs an engine: pip install lt-trainer-gpu"
 SEED = int(os.environ.get("LT_SEED", "7"))
@@ -94,10 +94,10 @@ def submit(
             + (ON_A_CPU if engine == "gpu" else "")
         )
         (folder / "job.toml").write_text(JOB.format(spawner=spawner, python=python, engines=engines))
-        file = read("job.toml", Profile(), Wanted())
+        file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "slurm") == 0
-        made = open_launch(folder / "run")
-        return made, made.ids["train"]
+        made = load_launch(folder / "run")
+        return made, made.job_ids["train"]
 
     return go
 
@@ -235,15 +235,17 @@ def check(cluster: Any, submit: Callable[..., Any], engine: str, count: int, ste
         assert result["kind"] in kinds[name], (name, result)
         if name == "rank_killed":
             assert (result["first"]["rank"], result["first"]["code"]) == (1, -9)
-    (status,) = SlurmBackend().status(made)
-    assert (status.state, status.attempt, status.id) == ("done", len(ended) - 1, made.ids["train"])
+    (status,) = SlurmTarget().status(made)
+    assert (status.state, status.attempt, status.job_id) == ("completed", len(ended) - 1, made.job_ids["train"])
 
 
+@pytest.mark.guarantee("slurm-disturbances")
 def test_five_disturbances_leave_every_loss_as_it_was(cluster: Any, submit: Callable[..., Any]) -> None:
     """With an engine that starts in no time: all but the arithmetic is what trains elsewhere."""
     check(cluster, submit, "numpy", 5, 120)
 
 
+@pytest.mark.guarantee("slurm-disturbances")
 @pytest.mark.slow
 @pytest.mark.parametrize(("engine", "steps"), [("numpy", 700), ("gpu", 800)])
 def test_twenty_disturbances_leave_every_loss_as_it_was(
@@ -259,17 +261,18 @@ def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, sub
     pytest.importorskip("lt_trainer_gpu", reason=NO_ENGINE)
     made, id_ = submit("torchrun", "torchrun", 100000)
     cluster.wait_for(lambda: max(losses(made), default=0) >= 3, "step 3")
-    assert list(SlurmBackend().cancel(made)) == [f"train: job {id_} was told to save and stop"]
+    assert list(SlurmTarget().cancel(made)) == [f"train: job {id_} was signaled to save and stop"]
     job = cluster.wait_for_end(id_)
     assert job["JobState"] == "FAILED"
     assert job["ExitCode"] == "75:0"
-    (status,) = SlurmBackend().status(made)
-    assert (status.state, status.code) == ("cancelled", 75)
+    (status,) = SlurmTarget().status(made)
+    assert (status.state, status.exit_code) == ("cancelled", 75)
     assert len(exits(made)) == 1, "it does not come back"
     steps = sorted((made.directory.parent / "checkpoints").glob("step-*/COMMIT"))
     assert int(steps[-1].parent.name.removeprefix("step-")) == max(losses(made))
 
 
+@pytest.mark.guarantee("slurm-disturbances")
 def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
     """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
     made, id_ = submit("stuck", "direct", 100000, interval=50000)
@@ -285,7 +288,7 @@ def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit
     job = cluster.wait_for_end(id_)
     assert job["JobState"] == "FAILED"
     assert job["ExitCode"] == "137:0"
-    (status,) = SlurmBackend().status(made)
+    (status,) = SlurmTarget().status(made)
     assert status.state == "failed"
     assert "rank 0" in status.reason
     assert "SIGKILL" in status.reason

@@ -134,7 +134,7 @@ class Net:
         """The person's profile: how ssh finds its key here."""
         options = ["-F", "/dev/null", "-i", str(self.keys / "key"), "-o", "StrictHostKeyChecking=no"]
         options += ["-o", "UserKnownHostsFile=/dev/null", "-o", "LogLevel=ERROR"]
-        text = f"python = {json.dumps(sys.executable)}\n[ssh]\noptions = {json.dumps(options)}\n{more}\n"
+        text = f"python = {json.dumps(sys.executable)}\n[ssh]\nssh_args = {json.dumps(options)}\n{more}\n"
         Path(os.environ["LT_LAUNCH_PROFILE"]).write_text(text)
 
     def command(self, *arguments: str) -> list[str]:

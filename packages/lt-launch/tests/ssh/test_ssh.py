@@ -42,6 +42,7 @@ def checkpoint(net, step: int) -> Path:
     return net.folder / f"runs/x/checkpoints/step-{step:08}/COMMIT"
 
 
+@pytest.mark.guarantee("rank-order", "no-secrets")
 def test_ranks_follow_the_hostfile_and_variables_arrive(net) -> None:
     """The hosts stand in the file against the order of their names."""
     names = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR FROM_JOB FROM_LINE FROM_FILE MY_TOKEN HOME_OF_LAUNCHER"
@@ -66,9 +67,10 @@ def test_a_run_that_is_done(net) -> None:
     net.lt(*launch_on(net, "a", "b"))
     assert (result(net)["kind"], result(net)["step"]) == ("done", 3)
     row = json.loads(net.lt("status", "x", "--json"))[0]
-    assert (row["state"], row["nodes"], row["on"]) == ("done", ["a", "b"], "ssh")
+    assert (row["state"], row["nodes"], row["on"]) == ("completed", ["a", "b"], "ssh")
 
 
+@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(("rank", "what", "code"), [(3, "9", 9), (0, "64", 64), (2, "-9", 137), (1, "-11", 139)])
 def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code: int) -> None:
     trainer(net, 1000, env=f'FAULT_ALWAYS = "{rank}:3:{what}"', more="[job.restart]\nmax_restarts = 0")
@@ -80,6 +82,7 @@ def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code
     assert not training(net)
 
 
+@pytest.mark.guarantee("no-orphans")
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> None:
     trainer(net, 1000, env='FAULT = "3:2:hang"')  # one rank does not even listen to SIGTERM
     process = net.start(*launch_on(net, "a", "b"))
@@ -90,6 +93,7 @@ def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> 
     until(lambda: not training(net) and not any(one.processes("launch/agent") for one in machines), ORPHANS_S)
 
 
+@pytest.mark.guarantee("no-orphans")
 def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
     trainer(net, 1000, env='FAULT = "3:2:hang"', more="[job.restart]\nmax_restarts = 0")
     process = net.start(*launch_on(net, "a", "b"))
@@ -145,7 +149,7 @@ def test_hosts_without_a_shared_folder_get_what_they_need_and_their_logs_are_fet
     assert not (net.folder / "runs/x/launch/stages/x/attempt-000/rank-00001.log").exists()
     assert net.lt("logs", "x", "--rank", "1") == "rank 1\nfar\n"
     shown = net.lt("doctor", "--on", "ssh", "--hostfile", net.hostfile("a", "b", "far"), "run.toml", code=64)
-    assert f"wrong far: shared folder: {net.folder}/runs/x is not the one of a" in shown.replace("\n", " ")
+    assert f"error far: shared folder: {net.folder}/runs/x is not the same folder as on a" in shown.replace("\n", " ")
     assert "ok b: shared folder: " in shown
     assert "ok far: clock: within 1 s" in shown
     assert f"ok far: ports: reaches {net.machines['a'].address}:" in shown

@@ -1,7 +1,7 @@
 """Llama as data (shape, parameters, costs) and, with [torch], as a module.
 
 Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
-of `llama`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
+of `llama`, `documents`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
 """
 
 from importlib import import_module
@@ -9,60 +9,68 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from lt_model.config import LlamaConfig, RopeScaling
-    from lt_model.costs import Memory, flops_per_token, memory, n_parameters
+    from lt_model.costs import MemoryEstimate, estimate_memory, flops_per_token, n_parameters
+    from lt_model.documents import DocumentBoundaries
     from lt_model.errors import ModelError
     from lt_model.generation import generate
+    from lt_model.hf import config_from_hf, config_to_hf
     from lt_model.init import init_model, init_slice
     from lt_model.llama import Llama, LlamaBlock
-    from lt_model.loss import IGNORE, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
-    from lt_model.params import Parameter, parameters
+    from lt_model.loss import IGNORE_INDEX, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
+    from lt_model.params import ParamSpec, param_specs
     from lt_model.presets import PRESETS, preset
 
 _MODULES = {
     "LlamaConfig": "config",
     "RopeScaling": "config",
-    "Memory": "costs",
+    "MemoryEstimate": "costs",
     "flops_per_token": "costs",
-    "memory": "costs",
+    "estimate_memory": "costs",
     "n_parameters": "costs",
+    "DocumentBoundaries": "documents",
     "ModelError": "errors",
     "generate": "generation",
+    "config_from_hf": "hf",
+    "config_to_hf": "hf",
     "init_model": "init",
     "init_slice": "init",
     "Llama": "llama",
     "LlamaBlock": "llama",
-    "IGNORE": "loss",
+    "IGNORE_INDEX": "loss",
     "LossParts": "loss",
     "cross_entropy_sum": "loss",
     "linear_cross_entropy_sum": "loss",
     "linear_loss_parts": "loss",
-    "Parameter": "params",
-    "parameters": "params",
+    "ParamSpec": "params",
+    "param_specs": "params",
     "PRESETS": "presets",
     "preset": "presets",
 }
 
 __all__ = [
-    "IGNORE",
+    "IGNORE_INDEX",
     "PRESETS",
+    "DocumentBoundaries",
     "Llama",
     "LlamaBlock",
     "LlamaConfig",
     "LossParts",
-    "Memory",
+    "MemoryEstimate",
     "ModelError",
-    "Parameter",
+    "ParamSpec",
     "RopeScaling",
+    "config_from_hf",
+    "config_to_hf",
     "cross_entropy_sum",
+    "estimate_memory",
     "flops_per_token",
     "generate",
     "init_model",
     "init_slice",
     "linear_cross_entropy_sum",
     "linear_loss_parts",
-    "memory",
     "n_parameters",
-    "parameters",
+    "param_specs",
     "preset",
 ]
 

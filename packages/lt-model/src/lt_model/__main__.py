@@ -1,19 +1,19 @@
-"""`lt-model` and `python -m lt_model`: runs the commands of `cli.py` and turns how they ended into an exit code.
+"""Entry point of `lt-model` and `python -m lt_model`: the commands of `cli.py`, with an exit code.
 
-0 done, 64 a mistake the person can mend, 70 a mistake of ours (with its traceback), 130 interrupted.
+0 success, 64 user error, 70 internal error (with its traceback), 130 interrupted.
 """
 
 import sys
 import traceback
 
 EXIT_USER = 64
-EXIT_OURS = 70
+EXIT_INTERNAL = 70
 EXIT_INTERRUPTED = 130
 _TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
-    """Run the command line of this process; returns the exit code."""
+    """Run the command line of this process and return the exit code."""
     try:
         from lt_model.cli import app
     except ModuleNotFoundError as exc:
@@ -28,13 +28,13 @@ def main() -> int:
         return EXIT_USER if code == _TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as exc:  # noqa: BLE001 - the process's edge: a person's mistake becomes a line, ours a traceback
+    except Exception as exc:  # noqa: BLE001 - top of the process: a user error becomes a line, a bug a traceback
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
             sys.stderr.write(f"error: {exc}\n")
             return code
         traceback.print_exc()
-        return EXIT_OURS
+        return EXIT_INTERNAL
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The commands of `lt model`: show a model's shape and costs, list the presets. No torch, no numpy."""
+"""Commands of `lt model`: show a model's shape and costs, list the presets. No torch, no numpy."""
 
 import json
 from typing import Annotated
@@ -13,30 +13,30 @@ app = typer.Typer(
     help="Llama shapes: sizes, parameters, FLOPs per token, memory.",
 )
 
-_LONGEST_DEFAULT = 4096
+_MAX_DEFAULT_SEQ_LEN = 4096
 
 
 @app.command()
 def show(
     model: Annotated[str, typer.Argument(metavar="PRESET|CONFIG", help="A preset, a config.json, or its folder.")],
     seq_len: Annotated[int, typer.Option(help="Tokens per row. 0: the model's length, at most 4096.")] = 0,
-    micro_batch: Annotated[int, typer.Option(help="Rows per forward pass.")] = 1,
+    micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a model's shape, parameters, FLOPs per token in both conventions, and memory by part."""
     from pathlib import Path
 
-    from lt_model.describe import describe, describe_text
+    from lt_model.describe import describe_model, format_description
     from lt_model.hf import read_config
     from lt_model.presets import PRESETS, preset
 
-    # What is not a file is taken for a preset, so that a misspelt one gets the list of presets.
+    # Anything but a path is a preset name, so that a typo gets the list of presets.
     config = read_config(model) if model not in PRESETS and Path(model).exists() else preset(model)
-    seq_len = seq_len or min(config.max_position_embeddings, _LONGEST_DEFAULT)
+    seq_len = seq_len or min(config.max_position_embeddings, _MAX_DEFAULT_SEQ_LEN)
     if as_json:
-        typer.echo(json.dumps(describe(config, seq_len=seq_len, micro_batch=micro_batch), indent=2))
+        typer.echo(json.dumps(describe_model(config, seq_len=seq_len, micro_batch_size=micro_batch_size), indent=2))
     else:
-        typer.echo(describe_text(config, seq_len=seq_len, micro_batch=micro_batch))
+        typer.echo(format_description(config, seq_len=seq_len, micro_batch_size=micro_batch_size))
 
 
 @app.command("list")

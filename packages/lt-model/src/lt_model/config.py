@@ -1,7 +1,7 @@
-"""The shape of a Llama: one frozen dataclass, checked when it is made.
+"""Shape of a Llama: a frozen dataclass, validated when it is made.
 
 `LlamaConfig` holds what decides the architecture and nothing about training. `hf.py` reads and writes the config.json
-of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes). Cost: nothing is computed here.
+of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, recipes).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lt_model.errors import ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """The "llama3" rule that stretches low rotary frequencies (Llama 3.1; see `rope.py` for the formula).
+    """Parameters of the "llama3" scaling of low rotary frequencies (Llama 3.1; formula in `rope.py`).
 
     Attributes:
-        factor: by how much wavelengths beyond the low-frequency limit are stretched, > 0.
+        factor: factor by which wavelengths beyond the low-frequency limit are stretched, > 0.
         low_freq_factor: wavelengths longer than original / low_freq_factor are stretched fully.
         high_freq_factor: wavelengths shorter than original / high_freq_factor are kept; > low_freq_factor.
         original_max_position_embeddings: the context length (tokens) before stretching.
@@ -43,19 +43,19 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """The architecture of one Llama.
+    """Architecture of a Llama.
 
     Attributes:
-        vocab_size: number of token ids; has no default because the data decides it.
+        vocab_size: number of token ids; no default, because the data decides it.
         hidden_size: width of the residual stream.
         intermediate_size: width of the gated feed-forward layer.
         n_heads: query heads; `hidden_size` is divided among them.
         n_kv_heads: key/value heads; divides `n_heads` (equal: multi-head, 1: multi-query attention).
         n_layers: transformer blocks.
-        max_position_embeddings: longest context (tokens) the model claims to know.
+        max_position_embeddings: longest context (tokens) of the model.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: the llama3 stretching rule, or None.
-        norm_eps: epsilon inside the RMSNorm's square root.
+        rope_scaling: the llama3 scaling, or None.
+        norm_eps: epsilon inside the square root of RMSNorm.
         tie_word_embeddings: True when the output head is the input embedding.
 
     Raises:
@@ -80,9 +80,9 @@ class LlamaConfig:
         for name in ("rope_theta", "norm_eps"):
             object.__setattr__(self, name, _positive_float(name, getattr(self, name)))
         if not isinstance(self.tie_word_embeddings, bool):
-            raise ModelError(f"tie_word_embeddings = {self.tie_word_embeddings!r} must be true or false")
+            raise ModelError(f"tie_word_embeddings = {self.tie_word_embeddings!r}: must be true or false")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
-            raise ModelError(f"rope_scaling = {self.rope_scaling!r} must be a RopeScaling or None")
+            raise ModelError(f"rope_scaling = {self.rope_scaling!r}: must be a RopeScaling or None")
         if self.hidden_size % self.n_heads:
             raise ModelError(
                 f"hidden_size = {self.hidden_size} is not a multiple of n_heads = {self.n_heads}: "
@@ -90,7 +90,7 @@ class LlamaConfig:
             )
         if self.head_dim % 2:
             raise ModelError(
-                f"hidden_size / n_heads = {self.head_dim} is odd: rotary embeddings turn pairs of numbers, "
+                f"hidden_size / n_heads = {self.head_dim} is odd: rotary embeddings rotate pairs of numbers, "
                 "so the head width must be even"
             )
         if self.n_heads % self.n_kv_heads:
@@ -114,34 +114,19 @@ class LlamaConfig:
 
         Args:
             values: field name to value; `rope_scaling` may be a mapping.
-            source: where the values come from, for the message of an error.
+            source: origin of the values, for error messages.
 
         Raises:
-            ModelError: an unknown or missing field, or a value that `LlamaConfig` refuses.
+            ModelError: an unknown or missing field, or a value that `LlamaConfig` rejects.
         """
-        known = dict(_checked_keys(cls, values, source))
+        known = dict(_check_keys(cls, values, source))
         try:
             scaling = known.get("rope_scaling")
             if isinstance(scaling, Mapping):
-                known["rope_scaling"] = RopeScaling(**_checked_keys(RopeScaling, scaling, f"{source}: rope_scaling"))
+                known["rope_scaling"] = RopeScaling(**_check_keys(RopeScaling, scaling, f"{source}: rope_scaling"))
             return cls(**known)
         except ModelError as error:
             raise ModelError(f"{source}: {error}") from error
-
-    def to_hf(
-        self, *, bos_token_id: int | None = None, eos_token_id: int | list[int] | None = None, dtype: str = "float32"
-    ) -> dict[str, Any]:
-        """Return the config.json of the equivalent `LlamaForCausalLM` (see `hf.to_hf`)."""
-        from lt_model.hf import to_hf
-
-        return to_hf(self, bos_token_id=bos_token_id, eos_token_id=eos_token_id, dtype=dtype)
-
-    @classmethod
-    def from_hf(cls, values: Mapping[str, Any], source: str = "") -> LlamaConfig:
-        """Read a config.json of `LlamaForCausalLM` (see `hf.from_hf`)."""
-        from lt_model.hf import from_hf
-
-        return from_hf(values, source)
 
 
 _INT_FIELDS = (
@@ -157,18 +142,18 @@ _INT_FIELDS = (
 
 def _positive_int(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} = {value!r} must be a whole number of at least 1")
+        raise ModelError(f"{name} = {value!r}: must be a whole number of at least 1")
     return value
 
 
 def _positive_float(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-        raise ModelError(f"{name} = {value!r} must be a finite number greater than 0")
+        raise ModelError(f"{name} = {value!r}: must be a finite number greater than 0")
     return float(value)
 
 
-def _checked_keys(cls: type, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
-    """Return `values` when its keys are exactly fields of the dataclass `cls`, all required ones among them."""
+def _check_keys(cls: type, values: Mapping[str, Any], source: str) -> Mapping[str, Any]:
+    """Return `values`; raise ModelError unless its keys are fields of `cls` with all required ones."""
     from dataclasses import MISSING
 
     names = {field.name for field in fields(cls)}

@@ -1,4 +1,4 @@
-"""What a Llama costs: parameters, FLOPs per token in two named conventions, bytes by part. Closed forms of the shape.
+"""Parameters, FLOPs per token in two conventions and memory by part of a Llama, in closed form.
 
 A training step reads each weight of a matrix product once forward (2 FLOPs per weight and token) and twice backward,
 hence 6 FLOPs per parameter and token. Attention scores and their product with the values add 12 * n_layers * D * T
@@ -14,52 +14,52 @@ from typing import Literal
 
 from lt_model.config import LlamaConfig
 from lt_model.errors import ModelError
-from lt_model.params import parameters
+from lt_model.params import param_specs
 
-Convention = Literal["full", "causal"]
-CONVENTIONS: tuple[Convention, ...] = ("full", "causal")
+FlopsConvention = Literal["full", "causal"]
+FLOPS_CONVENTIONS: tuple[FlopsConvention, ...] = ("full", "causal")
 
 
 def n_parameters(config: LlamaConfig) -> int:
-    """Return the number of trained numbers; a tied embedding counts once."""
-    return sum(parameter.size for parameter in parameters(config))
+    """Return the number of parameters; a tied embedding counts once."""
+    return sum(parameter.numel for parameter in param_specs(config))
 
 
 def n_compute_parameters(config: LlamaConfig) -> int:
-    """Return the parameters that every token is multiplied with: all but the input embedding, and always the head."""
+    """Return the number of parameters multiplied per token: all but the input embedding, with the head."""
     embedding = config.vocab_size * config.hidden_size
     return n_parameters(config) - (0 if config.tie_word_embeddings else embedding)
 
 
-def flops_per_token(config: LlamaConfig, seq_len: int, convention: Convention = "full") -> int:
+def flops_per_token(config: LlamaConfig, seq_len: int, convention: FlopsConvention = "full") -> int:
     """Return training FLOPs (forward and backward) per token at a sequence length of `seq_len` tokens.
 
     Args:
         config: the model.
-        seq_len: tokens per row; document masks are not counted off.
+        seq_len: tokens per row; document masks are not subtracted.
         convention: "full" counts the whole attention square, "causal" half of it.
 
     Raises:
         ModelError: `seq_len` below 1 or an unknown convention.
     """
     if seq_len < 1:
-        raise ModelError(f"seq_len = {seq_len} must be at least 1")
-    if convention not in CONVENTIONS:
-        raise ModelError(f"convention = {convention!r} is not one of {', '.join(CONVENTIONS)}")
+        raise ModelError(f"seq_len = {seq_len}: must be at least 1")
+    if convention not in FLOPS_CONVENTIONS:
+        raise ModelError(f"convention = {convention!r}: not one of {', '.join(FLOPS_CONVENTIONS)}")
     attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
     return 6 * n_compute_parameters(config) + (attention if convention == "full" else attention // 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Memory:
-    """Bytes that training a model on one device holds, by part; activations of the blocks are not among them.
+class MemoryEstimate:
+    """Memory of training on one device, in bytes by part, without the activations of the blocks.
 
     Attributes:
         params: the weights.
         grads: their gradients.
         moments: AdamW's two moments.
-        logits: the output of the head for one micro-batch and its gradient, in fp32, where both are held whole (the
-            loss of `Llama.forward` holds a chunk of them only).
+        logits: the output of the head for one micro-batch and its gradient, in fp32, if both are materialized
+            (the loss of `Llama.forward` holds only a chunk of them).
     """
 
     params: int
@@ -69,34 +69,34 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
+        """Sum of all parts in bytes."""
         return sum(getattr(self, field.name) for field in fields(self))
 
 
-def memory(
+def estimate_memory(
     config: LlamaConfig,
     *,
-    micro_batch: int,
+    micro_batch_size: int,
     seq_len: int,
     param_bytes: int = 4,
     grad_bytes: int = 4,
     moment_bytes: int = 4,
-) -> Memory:
+) -> MemoryEstimate:
     """Return the memory by part of one unsharded training process.
 
     Args:
         config: the model.
-        micro_batch: rows per forward pass.
+        micro_batch_size: rows per forward pass.
         seq_len: tokens per row.
-        param_bytes: bytes per weight (4: fp32; 2 + 4 = 6: bf16 with an fp32 master copy).
+        param_bytes: bytes per weight (4: fp32; 2 + 4 = 6: bf16 with fp32 master weights).
         grad_bytes: bytes per gradient element.
         moment_bytes: bytes per element of each of the two moments.
 
     Raises:
-        ModelError: `micro_batch` or `seq_len` below 1.
+        ModelError: `micro_batch_size` or `seq_len` below 1.
     """
-    if seq_len < 1 or micro_batch < 1:
-        raise ModelError(f"micro_batch = {micro_batch} and seq_len = {seq_len} must both be at least 1")
+    if seq_len < 1 or micro_batch_size < 1:
+        raise ModelError(f"micro_batch_size = {micro_batch_size} and seq_len = {seq_len}: must both be at least 1")
     n = n_parameters(config)
-    logits = micro_batch * seq_len * config.vocab_size * 4
-    return Memory(params=n * param_bytes, grads=n * grad_bytes, moments=2 * n * moment_bytes, logits=2 * logits)
+    logits = micro_batch_size * seq_len * config.vocab_size * 4
+    return MemoryEstimate(params=n * param_bytes, grads=n * grad_bytes, moments=2 * n * moment_bytes, logits=2 * logits)

@@ -1,4 +1,4 @@
-"""A model's shape and costs as text or plain values: what `lt-model show` prints. Pure; cost: the parameter table."""
+"""Shape and costs of a model as text or plain values: the output of `lt-model show`."""
 
 from __future__ import annotations
 
@@ -7,66 +7,66 @@ from dataclasses import asdict
 from typing import Any
 
 from lt_model.config import LlamaConfig
-from lt_model.costs import flops_per_token, memory, n_compute_parameters, n_parameters
-from lt_model.params import Parameter, parameters
+from lt_model.costs import estimate_memory, flops_per_token, n_compute_parameters, n_parameters
+from lt_model.params import ParamSpec, param_specs
 
 ALIGNMENT = 64  # matrix sizes that are multiples of this run at full speed on tensor cores and on AMX
 
 
 def alignment_warnings(config: LlamaConfig) -> list[str]:
-    """Return one line for each matrix size that is not a multiple of `ALIGNMENT`, with the nearest sizes that are."""
+    """Return a warning per matrix size that is not a multiple of `ALIGNMENT`, with the nearest ones."""
     sizes = {name: getattr(config, name) for name in ("vocab_size", "hidden_size", "intermediate_size")}
     return [
         f"{name} = {size} is not a multiple of {ALIGNMENT}: its matrix products run slower "
         + (
-            f"(Llama(pad_vocab_to={ALIGNMENT}) rounds them up, with the same results)"
+            f"(Llama(pad_vocab_to_multiple_of={ALIGNMENT}) rounds them up, with the same results)"
             if name == "vocab_size"
-            else f"({_nearest(size)} would be aligned)"
+            else f"({_nearest_aligned(size)} would be aligned)"
         )
         for name, size in sizes.items()
         if size % ALIGNMENT
     ]
 
 
-def describe(config: LlamaConfig, *, seq_len: int, micro_batch: int = 1) -> dict[str, Any]:
+def describe_model(config: LlamaConfig, *, seq_len: int, micro_batch_size: int = 1) -> dict[str, Any]:
     """Return shape, parameters, costs and warnings as plain values (JSON-ready).
 
     Args:
         config: the model.
         seq_len: tokens per row, for FLOPs and memory.
-        micro_batch: rows per forward pass, for memory.
+        micro_batch_size: rows per forward pass, for memory.
 
     Raises:
-        ModelError: `seq_len` or `micro_batch` below 1.
+        ModelError: `seq_len` or `micro_batch_size` below 1.
     """
-    held = memory(config, micro_batch=micro_batch, seq_len=seq_len)
+    memory = estimate_memory(config, micro_batch_size=micro_batch_size, seq_len=seq_len)
     return {
         "config": config.to_dict(),
         "head_dim": config.head_dim,
         "parameters": n_parameters(config),
         "compute_parameters": n_compute_parameters(config),
         "seq_len": seq_len,
-        "micro_batch": micro_batch,
+        "micro_batch_size": micro_batch_size,
         "flops_per_token": {
             "full": flops_per_token(config, seq_len, "full"),
             "causal": flops_per_token(config, seq_len, "causal"),
         },
-        "memory_bytes": {**asdict(held), "total": held.total},
+        "memory_bytes": {**asdict(memory), "total": memory.total},
         "warnings": alignment_warnings(config),
     }
 
 
-def describe_text(config: LlamaConfig, *, seq_len: int, micro_batch: int = 1) -> str:
-    """Return what `describe` returns, and the shapes of all tensors, as lines for a person."""
-    return "\n".join(_lines(config, describe(config, seq_len=seq_len, micro_batch=micro_batch)))
+def format_description(config: LlamaConfig, *, seq_len: int, micro_batch_size: int = 1) -> str:
+    """Return the values of `describe_model` and the shapes of all tensors as text."""
+    return "\n".join(_iter_lines(config, describe_model(config, seq_len=seq_len, micro_batch_size=micro_batch_size)))
 
 
-def _lines(config: LlamaConfig, facts: dict[str, Any]) -> Iterator[str]:
+def _iter_lines(config: LlamaConfig, facts: dict[str, Any]) -> Iterator[str]:
     for name, value in facts["config"].items():
         yield f"{name:<24} {value}"
     yield f"{'head_dim':<24} {config.head_dim}"
     yield ""
-    yield from _shape_lines(parameters(config), config.n_layers)
+    yield from _iter_shape_lines(param_specs(config), config.n_layers)
     yield ""
     yield f"parameters               {facts['parameters']:,}"
     yield f"  multiplied per token   {facts['compute_parameters']:,} (without the input embedding, with the head)"
@@ -74,17 +74,17 @@ def _lines(config: LlamaConfig, facts: dict[str, Any]) -> Iterator[str]:
         flops = facts["flops_per_token"][convention]
         title = f"FLOPs/token, {convention}"
         yield f"{title:<24} {flops:,} (training, seq_len {facts['seq_len']}, {note})"
-    yield f"memory, fp32 AdamW       {_size(facts['memory_bytes']['total'])} without activations of the blocks:"
+    yield f"memory, fp32 AdamW       {_format_bytes(facts['memory_bytes']['total'])} without activations of the blocks:"
     for part, n_bytes in facts["memory_bytes"].items():
         if part != "total":
-            note = f" (micro_batch {facts['micro_batch']}, if held whole)" if part == "logits" else ""
-            yield f"  {part:<22} {_size(n_bytes)}{note}"
+            note = f" (micro_batch_size {facts['micro_batch_size']}, if materialized)" if part == "logits" else ""
+            yield f"  {part:<22} {_format_bytes(n_bytes)}{note}"
     for warning in facts["warnings"]:
         yield f"warning: {warning}"
 
 
-def _shape_lines(table: tuple[Parameter, ...], n_layers: int) -> Iterator[str]:
-    """List each tensor once; those of the blocks stand for all layers."""
+def _iter_shape_lines(table: tuple[ParamSpec, ...], n_layers: int) -> Iterator[str]:
+    """List each tensor once; those of block 0 represent all layers."""
     for parameter in table:
         if parameter.layer not in (None, 0):
             continue
@@ -94,12 +94,12 @@ def _shape_lines(table: tuple[Parameter, ...], n_layers: int) -> Iterator[str]:
         yield f"{name:<48} {list(parameter.shape)!s:<16}{times}".rstrip()
 
 
-def _nearest(size: int) -> str:
+def _nearest_aligned(size: int) -> str:
     below = size - size % ALIGNMENT
     return f"{below} or {below + ALIGNMENT}" if below else str(ALIGNMENT)
 
 
-def _size(n_bytes: int) -> str:
+def _format_bytes(n_bytes: int) -> str:
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if n_bytes >= factor:
             return f"{n_bytes / factor:.2f} {unit}"

@@ -1,12 +1,11 @@
-"""Attention over documents laid end to end: each one by itself, so nothing is spent on pairs that are masked.
+"""Document boundaries, and attention over packed documents without computing masked pairs.
 
-The kernels of torch ("varlen") and of flash-attn take the rows of a batch as one long row and the positions at which
-documents begin. "split" does the same with torch's fused attention, one call per document: on the CPU, where a dense
-mask costs the whole square (`docs/benchmarks/model.md` has the figures). Here a document is a run of equal numbers in a
-row; padding is one more.
+The kernels of torch ("varlen") and of flash-attn take the rows of a batch concatenated into one, with the positions at
+which documents begin. "split" does the same with torch's fused attention, one call per document: for the CPU, where a
+dense mask costs the whole square (`docs/benchmarks/model.md` has the figures).
 
-Cost: the sum of the squares of the documents' lengths. Where documents begin has to be known to the host, so numbers
-that lie on a GPU are waited for: leave them on the CPU, where the data comes from.
+Cost: the sum of the squares of the documents' lengths. Boundaries stay on the host, where the data comes from, so there
+is no device synchronization.
 
 Shapes: as in `attention`.
 """
@@ -14,6 +13,7 @@ Shapes: as in `attention`.
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,95 +23,132 @@ from lt_model.errors import ModelError
 from lt_model.sdpa import sdpa_attention
 
 
-class Documents(NamedTuple):
-    """Where the documents of a batch lie when its rows are put end to end.
+@dataclass(frozen=True, eq=False)
+class DocumentBoundaries:
+    """Boundaries of the documents in a batch of concatenated rows.
+
+    A token attends only to its own document; padding is a document. This is a dataclass, not a tuple, so that FSDP
+    leaves its tensor on the host.
 
     Attributes:
-        bounds: first position of each document, and the end of the last; int32 on the device of the queries.
-        lengths: tokens of each document.
-        longest: tokens of a row, which no document exceeds. It stays the same from batch to batch.
-        options: what this version of the kernel calls its options.
+        cu_seqlens: int32 [S + 1] on the CPU: the first position of each document in order, then B * T. More entries of
+            B * T may follow, up to a length that is the same for every batch: they are empty documents.
+        n_rows: B. Each row begins with a document.
+        seq_len: T, tokens in a row, which no document exceeds.
     """
 
-    bounds: Tensor
-    lengths: list[int]
-    longest: int
-    options: dict[str, Any]
+    cu_seqlens: Tensor
+    n_rows: int
+    seq_len: int
+
+    @classmethod
+    def from_doc_ids(cls, doc_ids_BT: Tensor) -> DocumentBoundaries:
+        """Return the boundaries of documents given as runs of equal ids in a row.
+
+        Ids on a GPU cause a synchronization.
+
+        Raises:
+            ModelError: an id occurs in two separate runs of a row.
+        """
+        ids_BT = doc_ids_BT.detach().cpu()
+        starts_BT = _run_starts(ids_BT)
+        returning_B = starts_BT.sum(dim=1) != _run_starts(ids_BT.sort(dim=1).values).sum(dim=1)
+        if bool(returning_B.any()):
+            raise ModelError(
+                f"doc_ids: row {int(returning_B.nonzero()[0])} returns to a document that it has left; number each run "
+                "by itself"
+            )
+        starts = starts_BT.flatten().nonzero().flatten()
+        cu_seqlens = torch.cat((starts, starts.new_tensor([ids_BT.numel()]))).to(torch.int32)
+        return cls(cu_seqlens, *ids_BT.shape)
+
+    @property
+    def is_one_per_row(self) -> bool:
+        """True if every row is one document: the B-th boundary is then the end."""
+        return int(self.cu_seqlens[self.n_rows]) == self.n_rows * self.seq_len
+
+    def lengths(self) -> list[int]:
+        """Return the length in tokens of each non-empty document."""
+        return [length for length in self.cu_seqlens.diff().tolist() if length]
+
+    def document_indices(self, device: torch.device) -> Tensor:
+        """Return the index of each token's document, int32 [B, T], on `device`."""
+        counts = self.cu_seqlens.diff()
+        indices = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
+        return _to_device(indices.view(self.n_rows, self.seq_len), device)
 
 
-def find_documents(doc_ids_BT: Tensor | None, device: torch.device) -> Documents | None:
-    """Return where documents lie, or None where every row is one.
+class VarlenMetadata(NamedTuple):
+    """Arguments of a variable-length attention kernel.
 
-    Raises:
-        ModelError: a row comes back to a number that it has left.
+    Attributes:
+        cu_seqlens: as in `DocumentBoundaries`, on the device of the queries.
+        max_seqlen: tokens of a row; constant over batches.
+        kernel_options: further keyword arguments, named as in the installed version.
     """
-    if doc_ids_BT is None:
-        return None
-    ids_BT = doc_ids_BT.detach().cpu()
-    if bool((ids_BT == ids_BT[:, :1]).all()):
-        return None
-    starts_BT = _starts(ids_BT)
-    again_B = starts_BT.sum(dim=1) != _starts(ids_BT.sort(dim=1).values).sum(dim=1)
-    if bool(again_B.any()):
-        raise ModelError(
-            f"doc_ids: row {int(again_B.nonzero()[0])} comes back to a document that it has left; this attention takes "
-            "runs of equal numbers for documents: number each run by itself, or take attention 'sdpa' or 'reference'"
-        )
-    first = starts_BT.flatten().nonzero().flatten()
-    bounds = torch.cat((first, first.new_tensor([ids_BT.numel()])))
-    on_device = bounds.to(torch.int32).to(device, non_blocking=True)
-    return Documents(on_device, bounds.diff().tolist(), ids_BT.shape[1], {})
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+    kernel_options: dict[str, Any]
 
 
-def _starts(ids_BT: Tensor) -> Tensor:
-    return torch.cat((torch.ones_like(ids_BT[:, :1], dtype=torch.bool), ids_BT[:, 1:] != ids_BT[:, :-1]), dim=1)
+def varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
+    """Return the arguments for `flash_attn_attention`."""
+    return VarlenMetadata(_to_device(boundaries.cu_seqlens, device), boundaries.seq_len, {})
 
 
-def split_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents: Documents | None) -> Tensor:
-    """Attend within each document by a call of its own."""
-    if documents is None:
-        return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
-    parts = (x.flatten(0, 1)[None].split(documents.lengths, dim=1) for x in (q_BTHK, k_BSGK, v_BSGK))
-    outs = [sdpa_attention(q, k, v, None) for q, k, v in zip(*parts, strict=True)]
-    return torch.cat(outs, dim=1).view(q_BTHK.shape)
-
-
-def varlen_documents(doc_ids_BT: Tensor | None, device: torch.device) -> Documents | None:
-    """Return `find_documents` with the options that torch's kernel has in this version (it has renamed them)."""
-    documents = find_documents(doc_ids_BT, device)
-    if documents is None:
-        return None
+def torch_varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
+    """Return the arguments for `varlen_attention`, with the option names of the installed torch."""
     from torch.nn.attention.varlen import varlen_attn
 
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     if "enable_gqa" in known:
         options["enable_gqa"] = True
-    return documents._replace(options=options)
+    return varlen_metadata(boundaries, device)._replace(kernel_options=options)
 
 
-def varlen_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents: Documents | None) -> Tensor:
-    """Attend through `torch.nn.attention.varlen`; keys and values are repeated where it knows no grouped heads."""
-    if documents is None:
+def split_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, lengths: list[int] | None) -> Tensor:
+    """Attend within each document by a separate call; `lengths` are those of `DocumentBoundaries`."""
+    if lengths is None:
+        return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
+    parts = (x.flatten(0, 1)[None].split(lengths, dim=1) for x in (q_BTHK, k_BSGK, v_BSGK))
+    outs = [sdpa_attention(q, k, v, None) for q, k, v in zip(*parts, strict=True)]
+    return torch.cat(outs, dim=1).view(q_BTHK.shape)
+
+
+def varlen_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: VarlenMetadata | None) -> Tensor:
+    """Attend through `torch.nn.attention.varlen`; repeats keys and values if it lacks GQA."""
+    if metadata is None:
         return sdpa_attention(q_BTHK, k_BSGK, v_BSGK, None)
     from torch.nn.attention.varlen import varlen_attn
 
+    cu_seqlens, max_seqlen, options = metadata
     repeats = q_BTHK.shape[2] // k_BSGK.shape[2]
-    if repeats > 1 and "enable_gqa" not in documents.options:
+    if repeats > 1 and "enable_gqa" not in options:
         k_BSGK, v_BSGK = (x.repeat_interleave(repeats, dim=2) for x in (k_BSGK, v_BSGK))
     q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
-    bounds, longest = documents.bounds, documents.longest
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **documents.options)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, **options)
     assert isinstance(out, Tensor)
     return out.view(q_BTHK.shape)
 
 
-def flash_attn_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, documents: Documents | None) -> Tensor:
-    """Attend through the package flash-attn (2.1 or later: its causal triangle ends at the last key, as ours)."""
+def flash_attn_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, metadata: VarlenMetadata | None) -> Tensor:
+    """Attend through flash-attn 2.1 or later, whose causal mask is aligned to the last key, as ours."""
     from flash_attn import flash_attn_func, flash_attn_varlen_func  # pyright: ignore[reportMissingImports] - optional
 
-    if documents is None:
+    if metadata is None:
         return flash_attn_func(q_BTHK, k_BSGK, v_BSGK, causal=True)
+    cu_seqlens, max_seqlen, _ = metadata
     q, k, v = (x.flatten(0, 1) for x in (q_BTHK, k_BSGK, v_BSGK))
-    bounds, longest = documents.bounds, documents.longest
-    return flash_attn_varlen_func(q, k, v, bounds, bounds, longest, longest, causal=True).view(q_BTHK.shape)
+    out = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, causal=True)
+    return out.view(q_BTHK.shape)
+
+
+def _run_starts(ids_BT: Tensor) -> Tensor:
+    return torch.cat((torch.ones_like(ids_BT[:, :1], dtype=torch.bool), ids_BT[:, 1:] != ids_BT[:, :-1]), dim=1)
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without synchronizing with the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -1,7 +1,7 @@
-"""The one error of this package that a person can put right."""
+"""User error of this package."""
 
 
 class ModelError(ValueError):
-    """A model shape, preset, config file or option that cannot be used; the message says where and what to do."""
+    """Unusable model shape, preset, config file or option; the message names the place and the remedy."""
 
     exit_code: int = 64

@@ -1,9 +1,8 @@
 """Text generation with a key/value cache, one sequence at a time.
 
-The prompt goes through the model once; every further token goes through alone and attends to the cached keys and
+The prompt goes through the model once; each further token goes through alone and attends to the cached keys and
 values, so a token costs one forward pass of one position. Greedy output equals that of the uncached forward pass.
-Sampling happens on the CPU with a generator of its own, so it neither depends on nor disturbs torch's global random
-state.
+Sampling uses its own generator on the CPU, so it neither depends on nor changes torch's global random state.
 
 Cost: memory 2 * n_layers * (prompt + new tokens) * n_kv_heads * head_dim numbers for the cache.
 """
@@ -28,28 +27,28 @@ def generate(
     top_k: int = 0,
     top_p: float = 1.0,
     seed: int = 0,
-    stop_ids: Collection[int] = (),
+    stop_token_ids: Collection[int] = (),
 ) -> list[int]:
-    """Continue a prompt.
+    """Generate tokens that continue a prompt.
 
     Args:
-        model: a materialised, unsharded model.
+        model: a materialized, unsharded model.
         prompt_ids: at least one token id.
-        max_new_tokens: how many tokens to add at most.
-        temperature: divides the logits before sampling; 0 takes the likeliest token (the first of equals).
-        top_k: sample among the k likeliest tokens; 0 means all.
+        max_new_tokens: largest number of tokens to add.
+        temperature: divides the logits before sampling; 0 takes the most likely token (the first of equals).
+        top_k: sample among the k most likely tokens; 0 means all.
         top_p: sample among the fewest tokens whose probabilities reach top_p; 1 means all.
-        seed: of the sampler.
-        stop_ids: generation ends after any of these ids.
+        seed: of the sampling generator.
+        stop_token_ids: generation ends after any of these ids.
 
     Returns:
-        The new ids, without the prompt; a stop id, when one was drawn, is the last.
+        The new ids, without the prompt; a stop id that was sampled is the last.
 
     Raises:
         ModelError: an empty prompt, an id outside the vocabulary, more positions than the model has, or an option
             outside its range.
     """
-    _check(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    _check_arguments(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
     device = model.model.embed_tokens.weight.device
     sampler = torch.Generator().manual_seed(seed)
     length = len(prompt_ids) + max_new_tokens
@@ -60,27 +59,27 @@ def generate(
         while len(new_ids) < max_new_tokens:
             last_1D = model.hidden_states(pending, caches=caches)[:, -1]
             logits_V = model.lm_head(last_1D)[0].to("cpu", torch.float64)
-            new_ids.append(_draw(logits_V, temperature, top_k, top_p, sampler))
-            if new_ids[-1] in stop_ids:
+            new_ids.append(_sample_token(logits_V, temperature, top_k, top_p, sampler))
+            if new_ids[-1] in stop_token_ids:
                 break
             pending = torch.tensor([new_ids[-1:]], device=device)
     return new_ids
 
 
-def _draw(logits_V: Tensor, temperature: float, top_k: int, top_p: float, sampler: torch.Generator) -> int:
+def _sample_token(logits_V: Tensor, temperature: float, top_k: int, top_p: float, sampler: torch.Generator) -> int:
     if temperature == 0:
         return int(logits_V.argmax())
-    # Stable, so that equal logits keep the order of their ids on every machine.
+    # A stable sort keeps equal logits in the order of their ids on every machine.
     ordered, ids = logits_V.sort(descending=True, stable=True)
     ordered = ordered[: top_k or None] / temperature
     probabilities = ordered.softmax(dim=0)
     before = probabilities.cumsum(dim=0) - probabilities
-    # The likeliest token always stays: `before` is 0 there.
+    # The most likely token always stays: `before` is 0 there.
     probabilities = probabilities.masked_fill(before >= top_p, 0.0)
     return int(ids[torch.multinomial(probabilities, 1, generator=sampler)])
 
 
-def _check(
+def _check_arguments(
     model: Llama, prompt_ids: Sequence[int], max_new_tokens: int, temperature: float, top_k: int, top_p: float
 ) -> None:
     config = model.config
@@ -90,15 +89,15 @@ def _check(
         if not 0 <= token_id < config.vocab_size:
             raise ModelError(f"prompt id {token_id} is outside the vocabulary of {config.vocab_size} ids")
     if max_new_tokens < 0:
-        raise ModelError(f"max_new_tokens = {max_new_tokens} must not be negative")
+        raise ModelError(f"max_new_tokens = {max_new_tokens}: must not be negative")
     if len(prompt_ids) + max_new_tokens > config.max_position_embeddings:
         raise ModelError(
             f"{len(prompt_ids)} prompt tokens and max_new_tokens = {max_new_tokens} exceed max_position_embeddings = "
             f"{config.max_position_embeddings}: ask for fewer tokens or shorten the prompt"
         )
     if not 0 <= temperature < float("inf"):
-        raise ModelError(f"temperature = {temperature} must be a finite number of at least 0")
+        raise ModelError(f"temperature = {temperature}: must be a finite number of at least 0")
     if top_k < 0:
-        raise ModelError(f"top_k = {top_k} must not be negative (0 means all)")
+        raise ModelError(f"top_k = {top_k}: must not be negative (0 means all)")
     if not 0 < top_p <= 1:
-        raise ModelError(f"top_p = {top_p} must be greater than 0 and at most 1")
+        raise ModelError(f"top_p = {top_p}: must be greater than 0 and at most 1")

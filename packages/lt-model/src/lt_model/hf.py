@@ -1,10 +1,10 @@
-"""`LlamaConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
+"""Conversion of `LlamaConfig` to and from the config.json of `transformers.LlamaForCausalLM`.
 
 Up to 4.x, transformers keeps rotary settings in `rope_theta` and `rope_scaling`; from 5.0 on, in one `rope_parameters`.
-`to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model; `from_hf` reads
-either and refuses a file in which they disagree. Everything that would change the numbers and that our Llama does not
-do (biases, dropout, other rotary rules, quantised weights, ...) is an error: a model is never loaded as almost
-itself.
+`config_to_hf` writes both spellings with equal values, so every version from 4.48 on reads the same model;
+`config_from_hf` reads either and rejects a file in which they disagree. Any setting that would change the output and
+that our Llama does not support (biases, dropout, other rotary rules, quantized weights, ...) is an error: a model is
+never loaded approximately.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from lt_model.config import LlamaConfig, RopeScaling
 from lt_model.errors import ModelError
 
-# Our field name -> transformers' name, for fields that are the same thing under two names.
+# Our field name -> transformers' name, for fields with the same meaning.
 HF_NAMES = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
@@ -29,16 +29,15 @@ HF_NAMES = {
     "norm_eps": "rms_norm_eps",
     "tie_word_embeddings": "tie_word_embeddings",
 }
-# What transformers' LlamaConfig takes where the file is silent. Sizes have no such default here: a file without them is
-# not a description of a model.
+# Defaults of transformers' LlamaConfig for absent keys. Sizes have none here: a file without them describes no model.
 HF_DEFAULTS: Mapping[str, Any] = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
 HF_DEFAULT_THETA = 10000.0
-# Settings that must have this value (or be absent or null) for the model to be the one that we compute.
-HF_FIXED: Mapping[str, Any] = {
+# Settings that must have this value (or be absent or null) for the model to be ours.
+HF_REQUIRED_VALUES: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
@@ -49,14 +48,14 @@ HF_FIXED: Mapping[str, Any] = {
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 
 
-def to_hf(
+def config_to_hf(
     config: LlamaConfig,
     *,
     bos_token_id: int | None = None,
     eos_token_id: int | list[int] | None = None,
     dtype: str = "float32",
 ) -> dict[str, Any]:
-    """Return the config.json of the `LlamaForCausalLM` that computes the same as our Llama.
+    """Return the config.json of the equivalent `LlamaForCausalLM`.
 
     Args:
         config: the model.
@@ -68,12 +67,12 @@ def to_hf(
         ModelError: an unknown dtype, or a token id outside the vocabulary.
     """
     if dtype not in DTYPES:
-        raise ModelError(f"dtype = {dtype!r} is not one of {', '.join(DTYPES)}")
+        raise ModelError(f"dtype = {dtype!r}: not one of {', '.join(DTYPES)}")
     eos_ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     for name, token_id in (("bos_token_id", bos_token_id), *(("eos_token_id", i) for i in eos_ids)):
         if token_id is not None and not 0 <= token_id < config.vocab_size:
-            raise ModelError(f"{name} = {token_id} is outside the vocabulary of {config.vocab_size} ids")
-    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **_scaling_values(config.rope_scaling)}
+            raise ModelError(f"{name} = {token_id}: outside the vocabulary of {config.vocab_size} ids")
+    scaling = None if config.rope_scaling is None else {"rope_type": "llama3", **_scaling_to_dict(config.rope_scaling)}
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -95,20 +94,20 @@ def to_hf(
     }
 
 
-def from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
+def config_from_hf(values: Mapping[str, Any], source: str = "") -> LlamaConfig:
     """Read a config.json of `LlamaForCausalLM`, of transformers 4 or 5.
 
     Args:
         values: the parsed file.
-        source: its path, for the message of an error.
+        source: its path, for error messages.
 
     Raises:
-        ModelError: not a Llama, a size that is missing, or a setting that our Llama does not compute.
+        ModelError: not a Llama, a missing size, or a setting that our Llama does not support.
     """
     where = source or "config.json"
     if values.get("model_type") != "llama":
         raise ModelError(f"{where}: model_type = {values.get('model_type')!r}; only 'llama' can be read")
-    for name, wanted in HF_FIXED.items():
+    for name, wanted in HF_REQUIRED_VALUES.items():
         found = values.get(name)
         if found is not None and found != wanted:
             raise ModelError(f"{where}: {name} = {found!r} is not supported (only {wanted!r})")
@@ -139,7 +138,7 @@ def read_config(path: str | Path) -> LlamaConfig:
     """Read a config.json, given as the file or as the folder of a Hugging Face model.
 
     Raises:
-        ModelError: a file that is missing, unreadable, no JSON object, or not a Llama that we can compute.
+        ModelError: a file that is missing, unreadable, not a JSON object, or not a supported Llama.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -150,14 +149,14 @@ def read_config(path: str | Path) -> LlamaConfig:
     except ValueError as exc:  # broken JSON, or bytes that are not UTF-8
         raise ModelError(f"{file}: not a JSON file: {exc}") from exc
     if not isinstance(values, Mapping):
-        raise ModelError(f"{file}: a JSON object was expected, not {type(values).__name__}")
-    return from_hf(values, str(file))
+        raise ModelError(f"{file}: expected a JSON object, not {type(values).__name__}")
+    return config_from_hf(values, str(file))
 
 
 _SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _scaling_values(scaling: RopeScaling) -> dict[str, Any]:
+def _scaling_to_dict(scaling: RopeScaling) -> dict[str, Any]:
     return {name: getattr(scaling, name) for name in _SCALING_NAMES}
 
 
@@ -167,7 +166,7 @@ def _read_rope(values: Mapping[str, Any], where: str, max_positions: object) -> 
     new = values.get("rope_parameters")
     old_theta = values.get("rope_theta")
     if new:
-        theta = _mapping(new, f"{where}: rope_parameters").get("rope_theta")
+        theta = _check_rope_mapping(new, f"{where}: rope_parameters").get("rope_theta")
         default = HF_DEFAULT_THETA if old_theta is None else old_theta
         spellings["rope_parameters"] = (
             default if theta is None else theta,
@@ -176,7 +175,7 @@ def _read_rope(values: Mapping[str, Any], where: str, max_positions: object) -> 
     if old_theta is not None or values.get("rope_scaling"):
         scaling = _read_scaling(values.get("rope_scaling") or {}, f"{where}: rope_scaling", max_positions)
         if not values.get("rope_scaling") and new and "rope_scaling" not in values:
-            scaling = spellings["rope_parameters"][1]  # silent about scaling, so nothing to disagree with
+            scaling = spellings["rope_parameters"][1]  # without a rope_scaling there is nothing to disagree with
         theta = HF_DEFAULT_THETA if old_theta is None else old_theta
         spellings["rope_theta and rope_scaling"] = (theta, scaling)
     if not spellings:
@@ -191,13 +190,13 @@ def _read_rope(values: Mapping[str, Any], where: str, max_positions: object) -> 
 
 
 def _read_scaling(rope: object, where: str, max_positions: object) -> dict[str, Any] | None:
-    rope = _mapping(rope, where)
+    rope = _check_rope_mapping(rope, where)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
     if kind != "llama3":
         raise ModelError(f"{where}: rope_type = {kind!r} is not supported (only 'default' and 'llama3')")
-    # transformers takes the model's own length where the original one is not given.
+    # transformers defaults to the model's max_position_embeddings.
     scaling = {"original_max_position_embeddings": max_positions}
     scaling |= {name: rope[name] for name in _SCALING_NAMES if rope.get(name) is not None}
     if missing := [name for name in _SCALING_NAMES if name not in scaling]:
@@ -205,9 +204,9 @@ def _read_scaling(rope: object, where: str, max_positions: object) -> dict[str, 
     return scaling
 
 
-def _mapping(value: object, where: str) -> Mapping[str, Any]:
+def _check_rope_mapping(value: object, where: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ModelError(f"{where} = {value!r} must be a table")
+        raise ModelError(f"{where} = {value!r}: must be a table")
     if value.get("partial_rotary_factor", 1) != 1:
         raise ModelError(
             f"{where}: partial_rotary_factor = {value['partial_rotary_factor']!r} is not supported (only 1)"

@@ -1,13 +1,13 @@
-"""RMSNorm: x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), computed in fp32, or float64 for float64 inputs.
+"""RMSNorm, x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), in fp32 (or float64).
 
 CUDA has a fused kernel behind `torch.nn.functional.rms_norm`. On the CPU that function is a chain of small operations
-whose backward pass reads and writes the activations some fifteen times, so there we use the closed form: with r =
+whose backward pass reads and writes the activations about fifteen times, so there we use the closed form: with r =
 1/sqrt(mean(x^2) + eps), n = x r and upstream gradient g,
 
     dx = r (g w - n mean(g w n)),    dw = sum over tokens of g n
 
-Compiled code takes torch's function everywhere: a compiler fuses the chain by itself, and torch 2.11 compiles the
-closed form, which writes into its own intermediates, to wrong gradients without a word.
+Compiled code uses torch's function everywhere: a compiler fuses the chain by itself, and torch 2.11 silently compiles
+the closed form, which writes into its own intermediates, to wrong gradients.
 
 Cost on the CPU: 3 passes over x forward and 8 backward; 2.6 times faster than the chain (forward and backward, fp32).
 """
@@ -23,14 +23,14 @@ from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last dimension of `x` and scale it by `weight`; same shape and dtype as `x`."""
+    """Normalize the last dimension of `x` and scale it by `weight`; same shape and dtype as `x`."""
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         return _RMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class RMSNorm(nn.Module):
-    """`rms_norm` with a weight of its own, ones at first."""
+    """RMSNorm layer; its weight starts as ones."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x, same shape and dtype."""
+        """Return the normalized x, same shape and dtype."""
         return rms_norm(x, self.weight, self.eps)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the text that `print(model)` shows."""
         return f"{self.weight.shape[0]}, eps={self.eps}"
 
 

@@ -1,10 +1,10 @@
-"""Known model shapes by name. Parameter counts are exact and tested.
+"""Model shapes by name. Parameter counts are exact and tested.
 
-litespark-default is what the Litespark marketplace listing trains when no size is given (vocabulary of Llama 2). The
+litespark-default is the model that the Litespark marketplace listing trains by default (vocabulary of Llama 2). The
 numbered ones without a maker's version are public shapes of that size: llama-160m (JackFram), llama-1b (TinyLlama
-1.1B), llama-30b (the first Llama's, 32.5 B, with today's context). Their names tell the class, the counts the size. The
-tiny shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the embedding is tied, so
-that most of the parameters stand in the blocks.
+1.1B), llama-30b (the first Llama's, 32.5 B, with today's context). Their names are the size class, the counts the
+exact size. The tiny shapes are for training on a CPU: all sizes are multiples of 64, heads are 32 wide, and the
+embedding is tied, so that most of the parameters are in the blocks.
 """
 
 from __future__ import annotations
@@ -121,12 +121,12 @@ def preset(name: str, **overrides: Any) -> LlamaConfig:
     """Return the preset `name`, with any fields of `LlamaConfig` replaced by `overrides`.
 
     Raises:
-        ModelError: an unknown preset or field, or a shape that does not fit together.
+        ModelError: an unknown preset or field, or sizes that do not divide.
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ModelError(f"preset {name!r} is unknown; {hint}The presets are {', '.join(PRESETS)}")
+        raise ModelError(f"preset {name!r}: unknown; {hint}The presets are {', '.join(PRESETS)}")
     config = PRESETS[name]
     if unknown := sorted(set(overrides) - set(config.to_dict())):
         raise ModelError(f"preset {name!r}: unknown field {unknown[0]!r}")

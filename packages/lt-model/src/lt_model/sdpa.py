@@ -1,4 +1,4 @@
-"""The formula of attention, and torch's fused scaled_dot_product_attention with a dense mask or none.
+"""Reference attention, and torch's fused scaled_dot_product_attention with a dense mask or none.
 
 Shapes: as in `attention`.
 """
@@ -6,29 +6,25 @@ Shapes: as in `attention`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+if TYPE_CHECKING:
+    from lt_model.documents import DocumentBoundaries
 
-def document_bias(doc_ids_BT: Tensor | None, dtype: torch.dtype, device: torch.device | None = None) -> Tensor | None:
-    """Return 0 where a query may see a key and -inf elsewhere, [B, 1, T, T], or None where every earlier key is seen.
 
-    Equal numbers in a row share attention, so documents of one row need different ones; padding with a number of its
-    own (-1) sees only padding. Where the numbers lie on the CPU, rows of one document each are noticed and take the
-    plain causal path; on other devices the answer would have to be waited for, so leave `doc_ids_BT` out there when
-    documents do not matter. The bias is made on `device` (the numbers' own when absent).
-    Cost: B * T * T numbers, once per forward pass.
+def document_bias(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return the additive mask of causal attention within documents, [B, 1, T, T] on `device`.
+
+    It is 0 for visible keys and -inf elsewhere. Cost: B * T * T elements, once per forward pass.
     """
-    if doc_ids_BT is None:
-        return None
-    if doc_ids_BT.device.type == "cpu" and bool((doc_ids_BT == doc_ids_BT[:, :1]).all()):
-        return None
-    doc_ids_BT = doc_ids_BT.to(device or doc_ids_BT.device, non_blocking=True)
-    same_BTT = doc_ids_BT[:, :, None] == doc_ids_BT[:, None, :]
-    return _bias(same_BTT.tril_()[:, None], dtype)
+    documents_BT = boundaries.document_indices(device)
+    same_BTT = documents_BT[:, :, None] == documents_BT[:, None, :]
+    return _mask_to_bias(same_BTT.tril_()[:, None], dtype)
 
 
 def reference_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor | None) -> Tensor:
@@ -57,10 +53,10 @@ def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor 
     return out_BHTK.transpose(1, 2)
 
 
-def sdpa_with(*kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
-    """Return `sdpa_attention` with torch's choice narrowed to these members of `SDPBackend`, the first that can.
+def make_sdpa_attention(*kernels: str) -> Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]:
+    """Return `sdpa_attention` limited to these members of `SDPBackend`, in order of preference.
 
-    Queries that go on after a cache (generation) take whatever torch chooses: no training kernel is meant for them.
+    Queries that continue a cache (generation) use torch's own choice: no training kernel is made for them.
     """
     choice = [getattr(SDPBackend, kernel) for kernel in kernels]
 
@@ -77,8 +73,8 @@ def _causal_bias(q_BTHK: Tensor, k_BSGK: Tensor) -> Tensor:
     """Return the [T, S] bias of T queries that are the last T of S tokens."""
     n_tokens, n_keys = q_BTHK.shape[1], k_BSGK.shape[1]
     seen = torch.ones(n_tokens, n_keys, dtype=torch.bool, device=q_BTHK.device).tril_(n_keys - n_tokens)
-    return _bias(seen, q_BTHK.dtype)
+    return _mask_to_bias(seen, q_BTHK.dtype)
 
 
-def _bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
+def _mask_to_bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))

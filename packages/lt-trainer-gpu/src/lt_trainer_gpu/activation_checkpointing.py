@@ -1,12 +1,12 @@
-"""Activations that a block does not keep for its backward pass but computes again (arXiv:1604.06174).
+"""Activation checkpointing of decoder blocks (arXiv:1604.06174).
 
-- "full": a block keeps its input alone and runs forward a second time: a third more work, the least memory.
-- "selective": of what is costly to compute again, the outputs of attention, of collectives and of every other matrix
-  product are kept (the policy of torchtitan); the rest of the block is computed again.
-- "budget": torch.compile's partitioner chooses what to keep, for the least work within a share of the memory that
-  keeping all would take.
+- "full": a block saves only its input and runs forward a second time: a third more work, the least memory.
+- "selective": the outputs of attention, of collectives and of every other matrix product are saved (torchtitan's
+  policy); the rest of the block is recomputed.
+- "memory_budget": torch.compile's partitioner chooses what to save: the least recomputation within a share of the
+  memory of saving everything.
 
-A block's `forward` is replaced, not its `__call__`: FSDP's hooks stand outside of what runs twice, so weights are
+A block's `forward` is replaced, not its `__call__`: FSDP's hooks are outside the recomputed region, so weights are
 gathered once per pass.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from lt_model.llama import LlamaBlock
 
-_KEPT = (
+_SAVED_OPS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -33,33 +33,35 @@ _KEPT = (
     "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
 )
-_PRODUCTS = ("aten::mm", "aten::addmm")
+_MATMUL_OPS = ("aten::mm", "aten::addmm")
 
 
-def checkpoint_blocks(blocks: list[LlamaBlock], mode: str) -> None:
-    """Make `blocks` compute activations again as `mode` ("full" or "selective") says; before they are compiled."""
+def apply_activation_checkpointing(blocks: list[LlamaBlock], mode: str) -> None:
+    """Apply `mode` ("full" or "selective") to `blocks`, in place; call before compiling them."""
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = _contexts
+        options["context_fn"] = _selective_contexts
     for block in blocks:
-        block.forward = _recomputed(block.forward, options)
+        block.forward = _wrap_with_checkpoint(block.forward, options)
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    def again(*args: Any, **kwargs: Any) -> Any:
+def _wrap_with_checkpoint(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, **options, **kwargs)
 
-    return again
+    return checkpointed
 
 
-def _contexts() -> Any:
-    """Contexts of a forward pass and of its repetition, which count their matrix products apart."""
-    return create_selective_checkpoint_contexts(partial(_policy, {False: 0, True: 0}))
+def _selective_contexts() -> Any:
+    """Return contexts of a forward pass and its recomputation; each counts its own matrix products."""
+    return create_selective_checkpoint_contexts(partial(_selective_policy, {False: 0, True: 0}))
 
 
-def _policy(products: dict[bool, int], context: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _selective_policy(
+    products: dict[bool, int], context: Any, op: Any, *_args: Any, **_kwargs: Any
+) -> CheckpointPolicy:
     name = op.name().partition(".")[0] if isinstance(op, torch._ops.OpOverload) else str(op)
-    if name in _PRODUCTS:
+    if name in _MATMUL_OPS:
         products[context.is_recompute] += 1
         return CheckpointPolicy.MUST_SAVE if products[context.is_recompute] % 2 else CheckpointPolicy.PREFER_RECOMPUTE
-    return CheckpointPolicy.MUST_SAVE if name in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE if name in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE

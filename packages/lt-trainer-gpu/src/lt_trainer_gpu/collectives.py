@@ -1,17 +1,18 @@
-"""What tensor-parallel ranks say to each other within a layer, each with the gradient that belongs to it.
+"""Tensor-parallel collectives within a layer, with their gradients.
 
-A layer is entered and left once (Megatron-LM, arXiv:1909.08053; with sequence parallelism arXiv:2205.05198):
+Attention and feed-forward each begin with `copy_to_tp` and end with `reduce_from_tp` (Megatron-LM, arXiv:1909.08053;
+with sequence parallelism, where ranks hold T/tp positions between layers, arXiv:2205.05198):
 
-               without sequence parallelism      with it (ranks hold T/tp positions between layers)
-    enter      forward nothing, backward sum     forward gather positions, backward sum and scatter them
-    leave      forward sum, backward nothing     forward sum and scatter positions, backward gather
+                      without sequence parallelism             with sequence parallelism
+    copy_to_tp        forward identity, backward all-reduce    forward all-gather, backward reduce-scatter
+    reduce_from_tp    forward all-reduce, backward identity    forward reduce-scatter, backward all-gather
 
-Between layers all ranks hold the same numbers, or their own positions of them. A weight that every rank applies to its
-own positions (a norm's) has only a part of its gradient on each of them: `shared` sums it.
+Between layers all ranks hold the same activations, or their own positions of them. A weight that every rank applies to
+its own positions (a norm's) has a partial gradient on each rank: `reduce_grad_in_backward` sums it.
 
-All are plain functions on plain tensors over torch's functional collectives, so that eager and compiled code do the
-same, and no tensor subclass stands between a weight and its gradient. Cost per layer of a model: 2 times enter and
-leave, B * T * D numbers each, forward and backward.
+All are plain functions on plain tensors over torch's functional collectives, so eager and compiled code do the same,
+and gradients are plain tensors, not a subclass. Cost per layer of a model: two of each, B * T * D elements, forward and
+backward.
 
 Shapes: B batch, T positions, D hidden_size, N ranks.
 """
@@ -24,106 +25,122 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ops = torch.ops._c10d_functional  # what torch's functional collectives call; their own names change with versions
-SEQUENCE = 1  # the dimension of positions in [B, T, D]
+_ops = torch.ops._c10d_functional  # ops behind torch's functional collectives; public names vary by version
+SEQ_DIM = 1  # of [B, T, D]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TensorAxis:
-    """The ranks that compute each layer together, seen from one of them.
+class TensorParallelGroup:
+    """Tensor-parallel process group, seen from one rank.
 
     Attributes:
-        size: how many they are.
-        rank: which this is.
-        group: name of their process group.
-        sequence: whether they share the positions between layers.
+        size: number of ranks.
+        rank: this rank's index in the group.
+        group_name: name of the process group.
+        sequence_parallel: whether positions are sharded over the ranks between layers.
     """
 
     size: int
     rank: int
-    group: str
-    sequence: bool
+    group_name: str
+    sequence_parallel: bool
 
 
-def enter(x_BTD: Tensor, axis: TensorAxis) -> Tensor:
-    """What every rank's part of a layer is given: all positions."""
-    return _Gather.apply(x_BTD, axis) if axis.sequence else _SumGradient.apply(x_BTD, axis)
+def copy_to_tp(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    """Apply identity forward, all-reduce backward (SP: all-gather / reduce-scatter)."""
+    return (
+        _GatherFromSequenceParallel.apply(x_BTD, tp_group)
+        if tp_group.sequence_parallel
+        else _CopyToTp.apply(x_BTD, tp_group)
+    )
 
 
-def leave(x_BTD: Tensor, axis: TensorAxis) -> Tensor:
-    """The sum of every rank's part of a layer: all positions, or this rank's."""
-    return _Scatter.apply(x_BTD, axis) if axis.sequence else _Sum.apply(x_BTD, axis)
+def reduce_from_tp(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    """Apply all-reduce forward, identity backward (SP: reduce-scatter / all-gather)."""
+    return (
+        _ReduceScatterToSequenceParallel.apply(x_BTD, tp_group)
+        if tp_group.sequence_parallel
+        else _ReduceFromTp.apply(x_BTD, tp_group)
+    )
 
 
-def shared(weight: Tensor, axis: TensorAxis) -> Tensor:
-    """A weight that all ranks hold, with the sum of their gradients for a gradient.
+def reduce_grad_in_backward(weight: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    """Apply identity forward, all-reduce backward to a replicated weight if SP is on.
 
-    Without sequence parallelism all ranks do the same with it and each has the whole gradient already.
+    Without sequence parallelism every rank already computes the full gradient, and `weight` is returned as is.
     """
-    return _SumGradient.apply(weight, axis) if axis.sequence else weight
+    return _CopyToTp.apply(weight, tp_group) if tp_group.sequence_parallel else weight
 
 
-def gather_stacked(x: Tensor, axis: TensorAxis) -> Tensor:
-    """[N, *shape]: the tensors of all ranks, on every rank. Has no gradient."""
-    gathered = _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.group)
-    return _ops.wait_tensor(gathered).view(axis.size, *x.shape)
+def all_reduce_softmax_terms(
+    top: Tensor, exp_sum: Tensor, at_label: Tensor, tp_group: TensorParallelGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the terms of `lt_model.loss.AllReduceSoftmax` over ranks.
+
+    The order of summation is the same on every rank. Not differentiable.
+    """
+    terms = torch.stack((top, exp_sum, at_label))
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(terms, tp_group.size, tp_group.group_name))
+    tops, sums, labels = gathered.view(tp_group.size, *terms.shape).unbind(dim=1)
+    top = tops.amax(dim=0)
+    return top, ((tops - top).exp() * sums).sum(dim=0), labels.sum(dim=0)
 
 
-def _sum(x: Tensor, axis: TensorAxis) -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", axis.group))
+def _all_reduce_sum(x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), "sum", tp_group.group_name))
 
 
-def _gather_positions(x_BTD: Tensor, axis: TensorAxis) -> Tensor:
-    # Collectives put the ranks' tensors one behind the other, so positions come first while they run.
-    x_TBD = x_BTD.transpose(0, SEQUENCE).contiguous()
-    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x_TBD, axis.size, axis.group))
-    return gathered.transpose(0, SEQUENCE).contiguous()
+def _all_gather_sequence(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    # Collectives concatenate along dimension 0, so positions are moved there.
+    x_TBD = x_BTD.transpose(0, SEQ_DIM).contiguous()
+    gathered = _ops.wait_tensor(_ops.all_gather_into_tensor(x_TBD, tp_group.size, tp_group.group_name))
+    return gathered.transpose(0, SEQ_DIM).contiguous()
 
 
-def _sum_positions(x_BTD: Tensor, axis: TensorAxis) -> Tensor:
-    x_TBD = x_BTD.transpose(0, SEQUENCE).contiguous()
-    summed = _ops.wait_tensor(_ops.reduce_scatter_tensor(x_TBD, "sum", axis.size, axis.group))
-    return summed.transpose(0, SEQUENCE).contiguous()
+def _reduce_scatter_sequence(x_BTD: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+    x_TBD = x_BTD.transpose(0, SEQ_DIM).contiguous()
+    summed = _ops.wait_tensor(_ops.reduce_scatter_tensor(x_TBD, "sum", tp_group.size, tp_group.group_name))
+    return summed.transpose(0, SEQ_DIM).contiguous()
 
 
-class _SumGradient(torch.autograd.Function):
+class _CopyToTp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
+    def forward(ctx: Any, x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+        ctx.tp_group = tp_group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum(upstream, ctx.axis), None
+        return _all_reduce_sum(upstream, ctx.tp_group), None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromTp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        return _sum(x, axis)
+    def forward(ctx: Any, x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+        return _all_reduce_sum(x, tp_group)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         return upstream, None
 
 
-class _Gather(torch.autograd.Function):
+class _GatherFromSequenceParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return _gather_positions(x, axis)
+    def forward(ctx: Any, x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return _all_gather_sequence(x, tp_group)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _sum_positions(upstream, ctx.axis), None
+        return _reduce_scatter_sequence(upstream, ctx.tp_group), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterToSequenceParallel(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: TensorAxis) -> Tensor:
-        ctx.axis = axis
-        return _sum_positions(x, axis)
+    def forward(ctx: Any, x: Tensor, tp_group: TensorParallelGroup) -> Tensor:
+        ctx.tp_group = tp_group
+        return _reduce_scatter_sequence(x, tp_group)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return _gather_positions(upstream, ctx.axis), None
+        return _all_gather_sequence(upstream, ctx.tp_group), None

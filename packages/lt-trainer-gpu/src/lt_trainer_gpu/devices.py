@@ -1,4 +1,4 @@
-"""What a rank computes on, in which dtype, and how it meets the other ranks."""
+"""Device, compute dtype and process group of a rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lt_trainer_gpu.options import GpuOptions
 
 
 class DeviceError(ValueError):
-    """The machine does not have the device that the recipe asks for."""
+    """Error for a recipe's device that the machine does not have."""
 
     exit_code = 64
 
 
-def take_device(options: GpuOptions, world: World) -> torch.device:
-    """This rank's device, made the current one.
+def select_device(options: GpuOptions, world: World) -> torch.device:
+    """Return this rank's device and make it the current one.
 
     Raises:
         DeviceError: there is no such device.
@@ -30,11 +30,11 @@ def take_device(options: GpuOptions, world: World) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise DeviceError(
-            "engine.gpu.device = 'cuda', but torch finds no CUDA device; set it to 'cpu' or 'auto', or mend the driver"
+            "engine.gpu.device = 'cuda': torch finds no CUDA device; set it to 'cpu' or 'auto', or fix the driver"
         )
     if world.local_rank >= torch.cuda.device_count():
         raise DeviceError(
-            f"local rank {world.local_rank} has no GPU: torch finds {torch.cuda.device_count()}; start at most that "
+            f"LOCAL_RANK = {world.local_rank}: torch finds {torch.cuda.device_count()} GPUs; start at most that "
             "many ranks on this node"
         )
     torch.cuda.set_device(world.local_rank)
@@ -42,18 +42,18 @@ def take_device(options: GpuOptions, world: World) -> torch.device:
 
 
 def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
-    """The dtype of forward and backward."""
+    """Return the dtype of forward and backward."""
     if options.dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[options.dtype]
 
 
 def init_process_group(device: torch.device, world: World, timeout_s: float) -> None:
-    """Meet the other ranks: NCCL on cuda, gloo on a CPU."""
+    """Initialize the process group: NCCL on CUDA, gloo on a CPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
     if world.size == 1:
-        # One process needs no rendezvous, and so no port and no network; FSDP2 still wants a group for its casts.
+        # One process needs no rendezvous, hence no port and no network; FSDP2 still needs a group for its casts.
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented as torch.distributed.HashStore
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
     else:

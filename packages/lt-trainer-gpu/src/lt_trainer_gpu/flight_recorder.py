@@ -1,12 +1,12 @@
-"""Torch's flight recorder: the last collectives that each rank began, kept in memory and written when the run hangs.
+"""Torch's flight recorder: each rank's last collectives, dumped when the run hangs.
 
-Torch reads its settings from the environment when the process group is made. The names are those that the libraries of
-torch 2.9, 2.11 and 2.15 know; what the person has set stays.
+Torch reads its settings from the environment when the process group is created. The names are those of torch 2.9, 2.11
+and 2.15; variables that the user has set are kept.
 
-Our watchdog ends a hanging run before NCCL's own would, so it asks for the dump itself (`dump`), and says in words
-which collective came last: ranks that have counted differently have parted there. The file is torch's pickle; for
-NCCL's, `python -m torch.distributed.flight_recorder.fr_trace` compares the ranks (gloo's lack the groups that it
-wants). Open such files only where you trust who wrote them.
+Our watchdog ends a hanging run before NCCL's own would, so it requests the dump itself (`dump`) and reports the last
+collective: ranks whose counts differ diverged there. The file is torch's pickle; for NCCL's,
+`python -m torch.distributed.flight_recorder.fr_trace` compares the ranks (gloo's lack the groups that it needs). Open
+such files only from a trusted source.
 
 Cost: some hundred nanoseconds per collective and 2000 entries of memory.
 """
@@ -17,69 +17,70 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
-ENTRIES = 2000
-PREFIX = "rank_"
-OWN_PREFIX = "collectives_rank_"
-"""Of the files that torch writes when a collective takes longer than its own timeout."""
-NCCL_NAMES = ("nccl", "nccl2")
-"""What the backend for CUDA calls itself where a recorder of its own stands beside NCCL's (torch 2.15)."""
+BUFFER_SIZE = 2000
+DUMP_PREFIX = "rank_"
+TIMEOUT_DUMP_PREFIX = "collectives_rank_"
+"""Prefix of the files that torch writes when a collective exceeds its own timeout."""
+NCCL_BACKENDS = ("nccl", "nccl2")
+"""Names of the CUDA backends; "nccl2" has its own recorder beside NCCL's (torch 2.15)."""
 
 
-def variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What to set so that torch records collectives and, on its own timeout, writes them to a file per rank.
+def env_variables(folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that make torch record collectives and dump them per rank on timeout.
 
     Args:
-        folder: where to; torch makes no folder, so it must be there when the time comes.
-        environ: what is set already, which stays.
+        folder: destination; torch does not create it, so it must exist by then.
+        environ: variables already set; they are kept.
     """
-    wanted = {
-        "TORCH_FR_BUFFER_SIZE": str(ENTRIES),
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.absolute() / OWN_PREFIX),
+    variables = {
+        "TORCH_FR_BUFFER_SIZE": str(BUFFER_SIZE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(folder.absolute() / TIMEOUT_DUMP_PREFIX),
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
-    return {name: value for name, value in wanted.items() if name not in environ}
+    return {name: value for name, value in variables.items() if name not in environ}
 
 
 def dump(folder: Path, *, rank: int, on_gpu: bool) -> str:
-    """Write what this rank's collectives were; for a thread other than the one that hangs.
+    """Dump this rank's collectives to a file; call from a thread that does not hang.
 
     Args:
-        folder: where to; it is made.
+        folder: destination; created if absent.
         rank: this rank.
         on_gpu: whether the collectives are NCCL's, not gloo's.
 
     Returns:
-        What to read, as a sentence.
+        A sentence that names the file and the last collective of each group.
     """
-    data = _trace(on_gpu)
+    data = _dump_trace(on_gpu)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{PREFIX}{rank}"
+    path = folder / f"{DUMP_PREFIX}{rank}"
     path.write_bytes(data)
-    said = f"the last collectives of this rank are in {path}; the newest of each group: {_newest(data)}"
-    command = f"python -m torch.distributed.flight_recorder.fr_trace {folder} -p {PREFIX}"
-    return f"{said}; with those of all ranks there, `{command}` says where they part" if on_gpu else said
+    text = f"the last collectives of this rank are in {path}; the newest of each group: {_describe_latest(data)}"
+    command = f"python -m torch.distributed.flight_recorder.fr_trace {folder} -p {DUMP_PREFIX}"
+    return f"{text}; once it has those of all ranks, `{command}` shows where they diverge" if on_gpu else text
 
 
-def _newest(data: bytes) -> str:
-    """The collective that was begun last in each group of ranks, in words."""
-    entries = pickle.loads(data)["entries"] if data else []  # noqa: S301 - this process has made it a moment ago
+def _describe_latest(data: bytes) -> str:
+    """Describe the last collective that each process group began."""
+    entries = pickle.loads(data)["entries"] if data else []  # noqa: S301 - this process has just written it
     newest = {tuple(entry["process_group"]): entry for entry in sorted(entries, key=lambda entry: entry["record_id"])}
-    said = []
+    descriptions = []
     for group, entry in sorted(newest.items()):
-        what = f"{entry['profiling_name']} of {entry['input_sizes']}"
-        done = "done" if entry["retired"] or entry["state"] == "completed" else "not done"
-        said.append(f"number {entry['collective_seq_id']} of group {' '.join(group)}, {what}, {done}")
-    return "; ".join(said) or "none"
+        collective = f"{entry['profiling_name']} of {entry['input_sizes']}"
+        state = "done" if entry["retired"] or entry["state"] == "completed" else "not done"
+        number = f"number {entry['collective_seq_id']} of group {' '.join(group)}"
+        descriptions.append(f"{number}, {collective}, {state}")
+    return "; ".join(descriptions) or "none"
 
 
-def _trace(on_gpu: bool) -> bytes:
+def _dump_trace(on_gpu: bool) -> bytes:
     from torch._C import _distributed_c10d as c10d
 
     record = c10d._dump_fr_trace
     if not on_gpu:
         return record()
-    of_nccl = getattr(c10d, "_dump_nccl_trace", None)  # not in builds without CUDA
-    found = [] if of_nccl is None else [of_nccl()]
+    dump_nccl = getattr(c10d, "_dump_nccl_trace", None)  # not in builds without CUDA
+    traces = [] if dump_nccl is None else [dump_nccl()]
     if "backend" in (record.__doc__ or ""):  # since torch 2.15: one recorder per backend
-        found += [record(backend=name) for name in NCCL_NAMES]
-    return max(found, key=len, default=b"")  # all but one are empty shells
+        traces += [record(backend=name) for name in NCCL_BACKENDS]
+    return max(traces, key=len, default=b"")  # all but one are empty

@@ -1,7 +1,7 @@
-"""The norm over all gradients of all ranks, each element counted once, and clipping by it.
+"""Global gradient norm over all ranks, each element counted once, and clipping by it.
 
-Ranks hold slices. A slice that several ranks hold alike (a replica's; a norm's weight under tensor parallelism) is
-counted by the first of them. One sum over all ranks then gives the same number on each, and carries the loss along.
+Ranks hold slices. A replicated slice (of a data-parallel replica, or a norm's weight under tensor parallelism) is
+counted by the first rank that holds it. One all-reduce then yields the same norm on each rank, together with the loss.
 
 Cost: one pass over this rank's gradients, one all-reduce of two float64 numbers.
 """
@@ -18,12 +18,12 @@ from torch import Tensor
 _torch: Any = torch  # its functions on lists of tensors have no types
 
 
-SLAB = 1 << 18
-"""Numbers that a CPU widens at a time; they stay in its cache."""
+CHUNK_NUMEL = 1 << 18
+"""Elements that a CPU upcasts at a time; they stay in its cache."""
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of squares of the gradients, in float64: norms by tensor in fp32 or wider, then summed."""
+    """Return the sum of squares of the gradients, float64; norms per tensor in fp32 or wider."""
     tensors = list(gradients)
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
@@ -31,28 +31,33 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
     if tensors[0].dtype == wide:
         norms = list(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
     elif device.type == "cpu":
-        norms = [_norm_by_slabs(tensor, wide) for tensor in tensors]
+        norms = [_chunked_norm(tensor, wide) for tensor in tensors]
     else:
         norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
     return torch.stack(norms).to(torch.float64).square().sum()
 
 
-def _norm_by_slabs(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    """The norm in a wider dtype. On a CPU, asked for it, torch would copy the whole tensor into fresh memory first."""
-    buffer = torch.empty(min(SLAB, tensor.numel()), dtype=wide)
-    norms = [torch.linalg.vector_norm(buffer[: slab.numel()].copy_(slab)) for slab in tensor.flatten().split(SLAB)]
+def _chunked_norm(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """Return the norm in a wider dtype, chunk by chunk.
+
+    On a CPU torch's own norm would first upcast the whole tensor into new memory.
+    """
+    buffer = torch.empty(min(CHUNK_NUMEL, tensor.numel()), dtype=wide)
+    norms = [
+        torch.linalg.vector_norm(buffer[: chunk.numel()].copy_(chunk)) for chunk in tensor.flatten().split(CHUNK_NUMEL)
+    ]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
-def summed_over_ranks(loss: Tensor, squares: Tensor, *, ranks: int) -> tuple[Tensor, Tensor]:
-    """Both float64 scalars as sums over all ranks, equal on every rank."""
-    both = torch.stack((loss, squares))
-    if ranks > 1:
+def all_reduce_loss_and_norm(loss: Tensor, sum_of_squares: Tensor, *, world_size: int) -> tuple[Tensor, Tensor]:
+    """Sum both float64 scalars over all ranks; equal on every rank."""
+    both = torch.stack((loss, sum_of_squares))
+    if world_size > 1:
         dist.all_reduce(both)
     return both[0], both[1]
 
 
-def clip_factor(norm: Tensor, most: float) -> Tensor:
-    """What scales gradients of this norm down to one of `most`, or 1 where theirs is not above it."""
-    # As torch.nn.utils.clip_grads_with_norm_ does it, with no question that the host would have to wait for.
-    return (most / (norm + 1e-6)).clamp(max=1.0)
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """Return the factor that scales gradients of `norm` to at most `max_norm`; 1 if not above it."""
+    # As in torch.nn.utils.clip_grads_with_norm_, without a host synchronization.
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)

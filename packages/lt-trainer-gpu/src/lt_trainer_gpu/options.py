@@ -1,10 +1,9 @@
-"""The engine's own knobs, `[engine.gpu]` in a recipe. Torch-free."""
+"""Engine options, `[engine.gpu]` in a recipe. Torch-free."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_trainer.fields import check_types, option
-from lt_trainer.sections import at_least, wrong
+from lt_trainer.config import check_types, field_error, option, require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,19 +22,23 @@ class GpuOptions:
         "auto", "attention backend of lt-model; auto takes the fastest that can run"
     )
     compile: bool = option(False, "compile each block with torch.compile")
-    activation_checkpointing: Literal["none", "full", "selective", "budget"] = option(
+    activation_checkpointing: Literal["none", "full", "selective", "memory_budget"] = option(
         "none",
-        "what of a block's activations is computed again in the backward pass: nothing, all, all but attention and "
-        "every other matrix product, or what torch.compile chooses for engine.gpu.activation_budget",
+        "what of a block's activations is recomputed in the backward pass: nothing, all, all but attention and "
+        "every other matrix product, or what torch.compile chooses for engine.gpu.activation_memory_budget",
     )
-    activation_budget: float = option(
-        0.5, "share of a block's activations that is kept, 0 to 1; for activation_checkpointing = budget"
+    activation_memory_budget: float = option(
+        0.5,
+        "fraction of a block's activations that is saved, 0 to 1; for activation_checkpointing = memory_budget",
+        former_name="activation_budget",
     )
-    pad_vocab_to: int = option(
-        0, "the head's matrix products are done with a multiple of this many rows; same results; 0 = not"
+    pad_vocab_to_multiple_of: int = option(
+        0,
+        "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",
+        former_name="pad_vocab_to",
     )
     reshard_after_forward: bool = option(
-        True, "let go of a block's gathered weights between forward and backward: less memory, one more gathering"
+        True, "free a block's gathered weights between forward and backward: less memory, one more all-gather"
     )
     reduce_each_micro_batch: bool = option(
         False, "reduce gradients after every micro-batch, not once a step: less memory, more traffic"
@@ -46,18 +49,23 @@ class GpuOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
-        at_least(self, "engine.gpu", 0, "pad_vocab_to")
-        if not 0 <= self.activation_budget <= 1:
-            raise wrong(self, "engine.gpu", "activation_budget", "must lie in [0, 1]", "the default is 0.5")
-        if self.activation_checkpointing != "budget" and self.activation_budget != GpuOptions.activation_budget:
-            problem = "only activation_checkpointing = 'budget' has a budget"
-            remedy = "leave engine.gpu.activation_budget out, or set engine.gpu.activation_checkpointing to budget"
-            raise wrong(self, "engine.gpu", "activation_budget activation_checkpointing", problem, remedy)
-        if self.activation_checkpointing == "budget" and not self.compile:
-            problem = "the budget is torch.compile's"
+        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of")
+        if not 0 <= self.activation_memory_budget <= 1:
+            raise field_error(
+                self, "engine.gpu", "activation_memory_budget", "must be between 0 and 1", "the default is 0.5"
+            )
+        if (
+            self.activation_checkpointing != "memory_budget"
+            and self.activation_memory_budget != GpuOptions.activation_memory_budget
+        ):
+            problem = "requires activation_checkpointing = 'memory_budget'"
+            remedy = "leave activation_memory_budget out, or set activation_checkpointing to memory_budget"
+            raise field_error(self, "engine.gpu", "activation_memory_budget activation_checkpointing", problem, remedy)
+        if self.activation_checkpointing == "memory_budget" and not self.compile:
+            problem = "memory_budget requires torch.compile"
             remedy = "set engine.gpu.compile to true, or engine.gpu.activation_checkpointing to selective"
-            raise wrong(self, "engine.gpu", "activation_checkpointing compile", problem, remedy)
+            raise field_error(self, "engine.gpu", "activation_checkpointing compile", problem, remedy)
         if self.compile and self.attention == "split":
-            problem = "this attention would be compiled anew for every batch"
+            problem = "this attention would be recompiled for every batch"
             remedy = "set engine.gpu.attention to auto, sdpa, varlen or flex"
-            raise wrong(self, "engine.gpu", "attention compile", problem, remedy)
+            raise field_error(self, "engine.gpu", "attention compile", problem, remedy)

@@ -1,8 +1,8 @@
-"""Parallelism applied to a model from outside, in one ordered function; the model's code knows nothing of it.
+"""Parallelism applied to a model from outside: TP, activation checkpointing, compile, FSDP2.
 
-The order is not free. Tensor parallelism first: it decides what a block computes. Activation checkpointing next, within
-what is compiled, so that the compiler sees what is computed again. Then each block is compiled, as one graph. FSDP
-last, around all that: its hooks gather a block's weights before and let go of them after, in eager mode.
+The order matters. Tensor parallelism first: it decides what a block computes. Activation checkpointing next, inside the
+compiled region, so that the compiler sees the recomputation. Then each block is compiled, as one graph. FSDP last,
+around everything: its hooks gather a block's weights before and free them after, in eager mode.
 
 FSDP2 (`fully_shard`) on every block and on the root: each rank keeps its slice of the parameters in the master dtype,
 gathers a block's weights in the compute dtype just before use and reduces its gradients in the master dtype after, over
@@ -17,103 +17,108 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lt_model import parameters
+from lt_model import param_specs
 from lt_model.llama import Llama
-from lt_trainer_gpu.layout import Layout
-from lt_trainer_gpu.model import TrainedLlama, trained
+from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.model import LlamaWithLoss, attach_loss
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp_replicate", "dp_shard", "tp")
+MESH_DIM_NAMES = ("dp_replicate", "dp_shard", "tp")
 
 
 def parallelize(
     model: Llama,
     *,
-    layout: Layout,
+    mesh_layout: MeshLayout,
     options: GpuOptions,
     device_type: str,
-    compute: torch.dtype,
-    master: torch.dtype,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype,
     timeout_s: float,
-) -> TrainedLlama:
-    """Make `model` this rank's part of the model, in place.
+) -> LlamaWithLoss:
+    """Shard, checkpoint, compile and wrap `model` for this rank, in place.
 
     Args:
-        model: on the meta device, in the master dtype; where it is not sharded, in the one that it computes in.
-        layout: the degrees, and this rank's place.
-        options: the engine's.
+        model: on the meta device, in the master dtype; in the compute dtype if it is not sharded.
+        mesh_layout: degrees of parallelism and this rank's coordinates.
+        options: the engine's options.
         device_type: "cuda" or "cpu".
-        compute: dtype of forward and backward.
-        master: dtype of the sharded weights, of the gradients' reduction and of the optimizer.
-        timeout_s: how long a collective may take.
+        compute_dtype: dtype of forward and backward.
+        master_dtype: dtype of the sharded weights, of the gradients' reduction and of the optimizer.
+        timeout_s: timeout of a collective.
 
     Returns:
         The model, whose forward pass is the training loss.
     """
-    sharded = layout.replicas * layout.shards > 1  # else there is nothing to gather or to reduce
-    # DTensor's import takes seconds, which one process that needs none of it need not wait for.
-    mesh = _mesh(layout, device_type, timeout_s) if sharded or layout.tp > 1 else None
-    axis, first_id = None, 0
-    if layout.tp > 1:
-        from lt_trainer_gpu.collectives import TensorAxis
+    sharded = mesh_layout.dp_replicate * mesh_layout.dp_shard > 1  # else there is nothing to gather or to reduce
+    # Imported here: DTensor's import takes seconds, and an unsharded model does not need it.
+    mesh = _init_mesh(mesh_layout, device_type, timeout_s) if sharded or mesh_layout.tp > 1 else None
+    tp_group, vocab_start_index = None, 0
+    if mesh_layout.tp > 1:
+        from lt_trainer_gpu.collectives import TensorParallelGroup
         from lt_trainer_gpu.tensor_parallel import apply_tensor_parallel
 
         assert mesh is not None
         group = mesh["tp"].get_group()
-        axis = TensorAxis(
-            size=layout.tp, rank=layout.tp_rank, group=group.group_name, sequence=layout.sequence_parallel
+        tp_group = TensorParallelGroup(
+            size=mesh_layout.tp,
+            rank=mesh_layout.tp_rank,
+            group_name=group.group_name,
+            sequence_parallel=mesh_layout.sequence_parallel,
         )
-        apply_tensor_parallel(model, layout, axis)
-        first_id, _ = layout.tp_span(parameters(model.config)[0])
+        apply_tensor_parallel(model, mesh_layout, tp_group)
+        vocab_start_index, _ = mesh_layout.tp_shard_range(param_specs(model.config)[0])
     blocks = list(model.model.layers)
     if options.activation_checkpointing in ("full", "selective"):
-        from lt_trainer_gpu.activation_checkpointing import checkpoint_blocks
+        from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 
-        checkpoint_blocks(blocks, options.activation_checkpointing)  # pyright: ignore[reportArgumentType]
+        apply_activation_checkpointing(blocks, options.activation_checkpointing)  # pyright: ignore[reportArgumentType]
     if options.compile:
         from lt_trainer_gpu.compilation import compile_blocks
 
-        budget = options.activation_budget if options.activation_checkpointing == "budget" else 1.0
+        budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
         compile_blocks(blocks, budget)  # pyright: ignore[reportArgumentType]
-    made = trained(model, axis, first_id)
+    with_loss = attach_loss(model, tp_group, vocab_start_index)
     if sharded:
         assert mesh is not None
-        _shard(made, mesh, layout, options, compute, master)
-    return made
+        _apply_fsdp(with_loss, mesh, mesh_layout, options, compute_dtype, master_dtype)
+    return with_loss
 
 
-def _mesh(layout: Layout, device_type: str, timeout_s: float) -> DeviceMesh:
+def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> DeviceMesh:
     import torch.distributed.distributed_c10d as c10d
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh(device_type, (layout.replicas, layout.shards, layout.tp), mesh_dim_names=AXES)
-    # Groups of a mesh have torch's own timeout, not that of the group of all ranks. Torch has renamed the setter.
+    mesh = init_device_mesh(
+        device_type, (mesh_layout.dp_replicate, mesh_layout.dp_shard, mesh_layout.tp), mesh_dim_names=MESH_DIM_NAMES
+    )
+    # Mesh groups have torch's default timeout, not the world group's. Torch has renamed the setter.
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
-    for axis in AXES:
-        set_timeout(datetime.timedelta(seconds=timeout_s), mesh[axis].get_group())
+    for name in MESH_DIM_NAMES:
+        set_timeout(datetime.timedelta(seconds=timeout_s), mesh[name].get_group())
     return mesh
 
 
-def _shard(
-    model: TrainedLlama,
+def _apply_fsdp(
+    model: LlamaWithLoss,
     mesh: DeviceMesh,
-    layout: Layout,
+    mesh_layout: MeshLayout,
     options: GpuOptions,
-    compute: torch.dtype,
-    master: torch.dtype,
+    compute_dtype: torch.dtype,
+    master_dtype: torch.dtype,
 ) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    over = mesh["dp_replicate", "dp_shard"] if layout.replicas > 1 else mesh["dp_shard"]
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=master)
+    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh_layout.dp_replicate > 1 else mesh["dp_shard"]
+    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
     *others, last = model.model.layers
     for block in others:
-        fully_shard(block, mesh=over, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    fully_shard(last, mesh=over, mp_policy=policy, reshard_after_forward=False)  # backward begins with it
-    fully_shard(model, mesh=over, mp_policy=policy)
+        fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+    fully_shard(last, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)  # backward starts with it
+    fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

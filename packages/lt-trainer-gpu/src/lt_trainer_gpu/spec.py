@@ -1,4 +1,4 @@
-"""What lt knows of the engine before torch is loaded: options, capabilities, and whether a recipe can run."""
+"""Engine spec without torch: options, capabilities and recipe checks."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import flight_recorder
+from lt_trainer_gpu.checks import check_compile_version, check_memory_history, check_parallelism, check_vocab_size
 from lt_trainer_gpu.options import GpuOptions
-from lt_trainer_gpu.refusals import check_compile_version, check_layout, check_memory_history, check_vocabulary
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
+    from lt_trainer.config import Recipe
     from lt_trainer.engine import Engine, World
-    from lt_trainer.recipe import Recipe
 
 
 class GpuSpec:
-    """The torch-native engine: FSDP2 and tensor parallelism on CUDA, and with the same code on the CPU."""
+    """Torch-native engine spec: FSDP2 and tensor parallelism, on CUDA and with the same code on CPU."""
 
     name = "gpu"
     options = GpuOptions
     capabilities = frozenset({"document_mask", "profile", "memory_snapshot"})
 
     def check(self, recipe: Recipe, world: World) -> None:
-        """Refuse what this engine cannot do on `world`.
+        """Reject a recipe that this engine cannot run on `world`.
 
         Raises:
             RecipeError: naming field, value and remedy.
@@ -37,22 +37,22 @@ class GpuSpec:
                 values={"parallel.n_nodes": parallel.n_nodes},
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
-        check_layout(recipe, world.size)
+        check_parallelism(recipe, world.size)
         check_memory_history(recipe.metrics, recipe.engine["gpu"].device)
-        recipe.accumulation(world.size)
+        recipe.accumulation_steps(world.size)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
-        """Variables to set before torch loads.
+        """Return the environment variables to set before torch loads.
 
-        Deterministic cuBLAS needs its workspace fixed beforehand; the flight recorder is told where its dumps go.
+        Deterministic cuBLAS needs a fixed workspace; the flight recorder needs its dump path.
         """
         options = recipe.engine["gpu"]
         fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
-        return fixed | flight_recorder.variables(Path(recipe.run.out) / "logs", os.environ)
+        return fixed | flight_recorder.env_variables(Path(recipe.run.dir) / "logs", os.environ)
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
-        """Take the device, build the model, the optimizer and the process group."""
-        check_vocabulary(model, recipe.parallel.tp)
+        """Select the device; build the process group, the model and the optimizer."""
+        check_vocab_size(model, recipe.parallel.tp)
         import torch
 
         check_compile_version(recipe.engine["gpu"], recipe.parallel.tp, torch.__version__)

@@ -1,13 +1,13 @@
-"""Tensor parallelism applied from outside: each rank's model becomes the part of the layers that it computes.
+"""Tensor parallelism applied from outside: sharded weights and module classes with collectives.
 
-The parameter table names the dimension that is cut. What is cut along dimension 0 (queries, keys, values, gate, up)
-yields this rank's heads or inner features, what is cut along dimension 1 (o, down) takes them and gives a summand of
-the layer's output. Embedding and head are cut along the vocabulary, in parts that may differ by a row. Norms are whole
-on every rank.
+The parameter table names the sharded dimension. Column-parallel weights (dimension 0: queries, keys, values, gate, up)
+yield this rank's heads or inner features; row-parallel weights (dimension 1: o, down) take them and yield a partial sum
+of the layer's output. Embedding and head are sharded along the vocabulary, in shards that may differ by a row. Norms
+are replicated.
 
-Parameters become smaller plain tensors, not DTensors: FSDP shards each rank's part as it shards a model's, and which
-part of the whole it is stands in `layout`. The modules change their class to one that differs in `forward` alone, so
-names of parameters stay.
+Parameters become smaller plain tensors, not DTensors: FSDP shards each rank's shard as it shards a model, and
+`mesh_layout` maps the shard to the unsharded tensor. Modules change their class to one that differs only in `forward`,
+so parameter names are unchanged.
 
 Shapes: B batch, T positions, D hidden_size.
 """
@@ -18,86 +18,82 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from lt_model import parameters
-from lt_model.llama import KVCache, Llama, LlamaAttention, LlamaMLP
+from lt_model import param_specs
+from lt_model.llama import KVCache, Llama, LlamaAttention, LlamaMLP, vocab_parallel_embedding
 from lt_model.norm import RMSNorm, rms_norm
-from lt_trainer_gpu.collectives import TensorAxis, enter, leave, shared
-from lt_trainer_gpu.layout import Layout
+from lt_trainer_gpu.collectives import TensorParallelGroup, copy_to_tp, reduce_from_tp, reduce_grad_in_backward
+from lt_trainer_gpu.mesh_layout import MeshLayout
 
 
 class TensorParallelAttention(LlamaAttention):
-    """This rank's heads."""
+    """Attention over this rank's heads."""
 
-    axis: TensorAxis
+    tp_group: TensorParallelGroup
 
     def forward(self, x_BTD: Tensor, rope: tuple[Tensor, Tensor], mask: Any, cache: KVCache | None = None) -> Tensor:
-        """Return the output of all heads."""
-        return leave(super().forward(enter(x_BTD, self.axis), rope, mask, cache), self.axis)
+        """Return the output of all heads, summed over ranks."""
+        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group), rope, mask, cache), self.tp_group)
 
 
 class TensorParallelMLP(LlamaMLP):
-    """This rank's inner features."""
+    """Feed-forward layer over this rank's inner features."""
 
-    axis: TensorAxis
+    tp_group: TensorParallelGroup
 
     def forward(self, x_BTD: Tensor) -> Tensor:
-        """Return the output of all features."""
-        return leave(super().forward(enter(x_BTD, self.axis)), self.axis)
+        """Return the output of all features, summed over ranks."""
+        return reduce_from_tp(super().forward(copy_to_tp(x_BTD, self.tp_group)), self.tp_group)
 
 
-class TensorParallelNorm(RMSNorm):
-    """A norm of all positions, or of this rank's, with the whole gradient of its weight."""
+class TensorParallelRMSNorm(RMSNorm):
+    """RMSNorm over all positions (SP: this rank's) with the full gradient of its weight."""
 
-    axis: TensorAxis
+    tp_group: TensorParallelGroup
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the normalised x."""
-        return rms_norm(x, shared(self.weight, self.axis), self.eps)
+        """Return the normalized x."""
+        return rms_norm(x, reduce_grad_in_backward(self.weight, self.tp_group), self.eps)
 
 
-class VocabularyEmbedding(nn.Embedding):
-    """This rank's rows of the embedding; `first` is the id of the first of them."""
+class VocabParallelEmbedding(nn.Embedding):
+    """Embedding with this rank's rows; `vocab_start_index` is the token id of the first."""
 
-    axis: TensorAxis
-    first: int
+    tp_group: TensorParallelGroup
+    vocab_start_index: int
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the rows of all ids, each from the rank that has it."""
-        local_BT = input - self.first
-        absent_BT = (local_BT < 0) | (local_BT >= self.weight.shape[0])
-        own_BTD = F.embedding(local_BT.masked_fill(absent_BT, 0), self.weight)
-        return leave(own_BTD.masked_fill(absent_BT[..., None], 0), self.axis)
+        """Return the embeddings of all ids, each from the rank that holds its row."""
+        return reduce_from_tp(vocab_parallel_embedding(input, self.weight, self.vocab_start_index), self.tp_group)
 
 
-_CLASSES: dict[type, type] = {
+_TENSOR_PARALLEL_CLASSES: dict[type, type] = {
     LlamaAttention: TensorParallelAttention,
     LlamaMLP: TensorParallelMLP,
-    RMSNorm: TensorParallelNorm,
-    nn.Embedding: VocabularyEmbedding,
+    RMSNorm: TensorParallelRMSNorm,
+    nn.Embedding: VocabParallelEmbedding,
 }
 
 
-def apply_tensor_parallel(model: Llama, layout: Layout, axis: TensorAxis) -> None:
-    """Cut `model` (on the meta device) down to this rank's part, in place."""
-    for parameter in parameters(model.config):
+def apply_tensor_parallel(model: Llama, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
+    """Replace the parameters of `model` (on the meta device) by this rank's shards, in place."""
+    for parameter in param_specs(model.config):
         if parameter.tp_dim is None:
             continue
-        first, length = layout.tp_span(parameter)
+        first, length = mesh_layout.tp_shard_range(parameter)
         shape = list(parameter.shape)
         shape[parameter.tp_dim] = length
         owner, _, attribute = parameter.name.rpartition(".")
         module = model.get_submodule(owner)
-        whole = getattr(module, attribute)
-        assert whole.is_meta, "the parts are filled later"
-        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta")))
+        full = getattr(module, attribute)
+        assert full.is_meta, "values are set after sharding"
+        setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
         if parameter.role == "embed":
-            module.first = first  # pyright: ignore[reportArgumentType]
+            module.vocab_start_index = first  # pyright: ignore[reportArgumentType]
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
     for module in model.modules():
-        kind = _CLASSES.get(type(module))
+        kind = _TENSOR_PARALLEL_CLASSES.get(type(module))
         if kind is not None:
             module.__class__ = kind
-            module.axis = axis  # pyright: ignore[reportArgumentType]
+            module.tp_group = tp_group  # pyright: ignore[reportArgumentType]

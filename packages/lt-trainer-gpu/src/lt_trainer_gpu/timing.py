@@ -1,10 +1,10 @@
-"""The stopwatch of a CUDA device: laps are events in the stream, and reading them never makes the host wait in a step.
+"""Step timing on CUDA with stream events; no host synchronization within a step.
 
-An event says when the device got there. So a part's time is the device's: where the host waits for its batches while
-the device is still busy with the step before, "data" gets nothing, and where the device stands idle for them, it gets
-just that. Communication on other streams counts where the stream waits for it.
+An event records when the device reached it, so a part's time is device time: while the host waits for its batches and
+the device is still busy with the previous step, "data" counts nothing; while the device is idle for lack of batches,
+"data" counts that idle time. Communication on other streams counts where this stream waits for it.
 
-Cost: some microseconds of the host per lap; events are used again once they have been read.
+Cost: some microseconds of host time per lap; events are reused once read.
 """
 
 from __future__ import annotations
@@ -14,33 +14,33 @@ from itertools import pairwise
 import torch
 
 from lt_trainer.engine import Stopwatch
-from lt_trainer.timing import PARTS, HostStopwatch
+from lt_trainer.timing import STEP_PARTS, HostStopwatch
 
 
 class CudaStopwatch:
-    """A stopwatch in the current stream of the current device; it starts in "rest"."""
+    """Stopwatch on the current stream of the current device; it starts in "rest"."""
 
     def __init__(self) -> None:
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
-        self._free: list[torch.cuda.Event] = []
-        self.lap("rest")
+        self._events: list[tuple[str, torch.cuda.Event]] = []
+        self._free_events: list[torch.cuda.Event] = []
+        self.begin("rest")
 
-    def lap(self, part: str) -> None:
-        """What is queued from here on belongs to `part`, one of `PARTS`."""
-        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+    def begin(self, part: str) -> None:
+        """Attribute the work queued from now on to `part`, one of `STEP_PARTS`."""
+        event = self._free_events.pop() if self._free_events else torch.cuda.Event(enable_timing=True)
         event.record()
-        self._marks.append((part, event))
+        self._events.append((part, event))
 
-    def times(self) -> dict[str, float]:
-        """Seconds by part since this was last asked, up to the newest lap; the device must have got there."""
-        seconds = dict.fromkeys(PARTS, 0.0)
-        for (part, begin), (_, end) in pairwise(self._marks):
+    def pop_times(self) -> dict[str, float]:
+        """Return seconds by part since the last call, up to the newest lap; the device must have reached it."""
+        seconds = dict.fromkeys(STEP_PARTS, 0.0)
+        for (part, begin), (_, end) in pairwise(self._events):
             seconds[part] += begin.elapsed_time(end) / 1000
-        self._free += [event for _, event in self._marks[:-1]]
-        self._marks = self._marks[-1:]
+        self._free_events += [event for _, event in self._events[:-1]]
+        self._events = self._events[-1:]
         return seconds
 
 
-def stopwatch(device: torch.device) -> Stopwatch:
-    """The stopwatch for an engine on `device`, which is the current one if it is a GPU."""
+def create_stopwatch(device: torch.device) -> Stopwatch:
+    """Return the stopwatch for `device`; a GPU must be the current device."""
     return CudaStopwatch() if device.type == "cuda" else HostStopwatch()

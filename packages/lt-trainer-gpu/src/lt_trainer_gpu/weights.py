@@ -1,13 +1,13 @@
-"""The weights that the optimizer updates, and their gradients, whether or not the model computes with the same ones.
+"""Master weights and their gradients: the model's own parameters, or copies in a wider dtype.
 
-Sharded by FSDP, or computing in the master dtype, a model's parameters are the weights (`OwnWeights`). A model that no
-other rank shares and that computes in a narrower dtype (`NarrowWeights`) is made in that dtype, and the weights stand
-beside it: they are rounded into the model once a step, after the update, where FSDP of one rank would gather and cast
-them twice a pass. Its gradients are what backward makes, in the narrow dtype; with several passes they are added up in
-the master dtype, each as soon as it is there. The numbers are those of FSDP: it too widens what backward makes.
+If a model is sharded by FSDP or computes in the master dtype, its parameters are the weights (`ModelWeights`). An
+unsharded model that computes in a narrower dtype (`MixedPrecisionWeights`) is built in that dtype, with separate master
+weights: they are rounded into the model once per step, where FSDP on one rank would gather and cast them twice per
+pass. Backward produces gradients in the narrow dtype; those of several micro-batches are accumulated in the master
+dtype, each as soon as it is ready. Results equal FSDP's, which upcasts the gradients of backward too.
 
-Cost per parameter of `NarrowWeights` with bf16 and fp32: 2 bytes of weights and 2 of gradients beside the 4 of the
-masters and the moments; with several passes 4 more. One cast a step.
+Cost per parameter of `MixedPrecisionWeights` with bf16 and fp32: 2 bytes of weights and 2 of gradients besides the 4 of
+the master weights and the moments; with several micro-batches 4 more. One cast per step.
 """
 
 from __future__ import annotations
@@ -19,109 +19,111 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lt_trainer.torch import local_part
+from lt_trainer.torch import local_slice
 
 
 class Weights(Protocol):
-    """What the engine's step needs of weights."""
+    """Master weights and gradients of one optimizer step."""
 
     @property
-    def masters(self) -> Mapping[str, Tensor]:
-        """By the parameter's name; what is updated, saved and restored."""
+    def master_weights(self) -> Mapping[str, Tensor]:
+        """Weights by parameter name; they are updated, saved and restored."""
         ...
 
-    def before_backward(self, *, passes: int) -> None:
-        """Call before each backward pass of a step of `passes` passes."""
+    def on_backward_begin(self, *, n_micro_batches: int) -> None:
+        """Prepare for the next of a step's `n_micro_batches` backward passes."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's slices of the step's gradients by name, in the masters' dtype or a narrower one."""
+        """Return this rank's gradient slices by name, in the master dtype or a narrower one."""
         ...
 
-    def forget_gradients(self) -> None:
-        """Call after the update."""
+    def zero_grad(self) -> None:
+        """Free the gradients after the optimizer step."""
         ...
 
-    def updated(self) -> None:
-        """Call when masters have changed; the model computes with them from now on."""
+    def sync_model_params(self) -> None:
+        """Copy changed master weights into the model."""
         ...
 
 
-class OwnWeights:
-    """The parameters of the model itself."""
+class ModelWeights:
+    """Weights that are the model's own parameters."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.masters = dict(model.named_parameters())
+        self.master_weights = dict(model.named_parameters())
 
-    def before_backward(self, *, passes: int) -> None:
-        """Nothing is to be done: backward adds up by itself."""
+    def on_backward_begin(self, *, n_micro_batches: int) -> None:
+        """Do nothing: autograd accumulates."""
 
     @torch.no_grad()
     def gradients(self) -> dict[str, Tensor]:
-        """This rank's slices, in the masters' dtype."""
-        found = {}
-        for name, parameter in self.masters.items():
+        """Return this rank's gradient slices by name, in the master dtype."""
+        gradients = {}
+        for name, parameter in self.master_weights.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            found[name] = local_part(parameter.grad)[0]
-        return found
+            gradients[name] = local_slice(parameter.grad)[0]
+        return gradients
 
-    def forget_gradients(self) -> None:
-        """Let go of them."""
-        for parameter in self.masters.values():
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        for parameter in self.master_weights.values():
             parameter.grad = None
 
-    def updated(self) -> None:
-        """Nothing is to be done: these are the weights that the model computes with."""
+    def sync_model_params(self) -> None:
+        """Do nothing: the model computes with the master weights."""
 
 
-class NarrowWeights:
-    """Masters beside the parameters of a model in a narrower dtype.
+class MixedPrecisionWeights:
+    """Master weights separate from a model's parameters in a narrower dtype.
 
     Args:
-        model: with memory, in its own dtype; its values are not read.
-        master: dtype of the masters, which start without values.
+        model: allocated, in its compute dtype; its values are not read.
+        master_dtype: dtype of the master weights, which start uninitialized.
     """
 
-    def __init__(self, model: nn.Module, master: torch.dtype) -> None:
-        self._narrow = dict(model.named_parameters())
-        self.masters = {name: torch.empty_like(one, dtype=master).detach() for name, one in self._narrow.items()}
-        self._sums: dict[str, Tensor] = {}
-        self._adding = False
-        for name, parameter in self._narrow.items():
-            parameter.register_post_accumulate_grad_hook(partial(self._add, name))
+    def __init__(self, model: nn.Module, master_dtype: torch.dtype) -> None:
+        self._model_params = dict(model.named_parameters())
+        self.master_weights = {
+            name: torch.empty_like(param, dtype=master_dtype).detach() for name, param in self._model_params.items()
+        }
+        self._accumulated_grads: dict[str, Tensor] = {}
+        self._accumulating = False
+        for name, parameter in self._model_params.items():
+            parameter.register_post_accumulate_grad_hook(partial(self._accumulate_grad, name))
 
-    def before_backward(self, *, passes: int) -> None:
-        """Gradients of one pass stay as they are; those of several are added up."""
-        self._adding = passes > 1
+    def on_backward_begin(self, *, n_micro_batches: int) -> None:
+        """Accumulate in the master dtype if the step has several backward passes."""
+        self._accumulating = n_micro_batches > 1
 
-    def _add(self, name: str, parameter: Tensor) -> None:
-        if not self._adding:
+    def _accumulate_grad(self, name: str, parameter: Tensor) -> None:
+        if not self._accumulating:
             return
         assert parameter.grad is not None
-        if name in self._sums:
-            self._sums[name] += parameter.grad
+        if name in self._accumulated_grads:
+            self._accumulated_grads[name] += parameter.grad
         else:
-            self._sums[name] = parameter.grad.to(self.masters[name].dtype)
+            self._accumulated_grads[name] = parameter.grad.to(self.master_weights[name].dtype)
         parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
-        """Sums of several passes in the masters' dtype, or the gradients of one in the model's."""
-        if self._sums:
-            return {name: self._sums[name] for name in self.masters}
-        found = {}
-        for name, parameter in self._narrow.items():
+        """Return sums of several passes in the master dtype, or gradients of one in the model's dtype."""
+        if self._accumulated_grads:
+            return {name: self._accumulated_grads[name] for name in self.master_weights}
+        gradients = {}
+        for name, parameter in self._model_params.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            found[name] = parameter.grad
-        return found
+            gradients[name] = parameter.grad
+        return gradients
 
-    def forget_gradients(self) -> None:
-        """Let go of them."""
-        self._sums.clear()
-        for parameter in self._narrow.values():
+    def zero_grad(self) -> None:
+        """Free the gradients."""
+        self._accumulated_grads.clear()
+        for parameter in self._model_params.values():
             parameter.grad = None
 
     @torch.no_grad()
-    def updated(self) -> None:
-        """Round the masters into the model."""
-        for name, parameter in self._narrow.items():
-            parameter.copy_(self.masters[name])
+    def sync_model_params(self) -> None:
+        """Round the master weights into the model."""
+        for name, parameter in self._model_params.items():
+            parameter.copy_(self.master_weights[name])

@@ -1,21 +1,21 @@
-"""The AWS Trainium (neuronx-distributed) engine of lt: its options and checks. Importing this loads nothing else."""
+"""AWS Trainium (neuronx-distributed) engine of lt: options and checks, loaded lazily."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lt_trainer_neuron.checks import check, check_model
+    from lt_trainer_neuron.checks import check_model, check_recipe
     from lt_trainer_neuron.environment import neuron_env
     from lt_trainer_neuron.options import NeuronOptions
     from lt_trainer_neuron.spec import SPEC, NeuronSpec
 
-__all__ = ["SPEC", "NeuronOptions", "NeuronSpec", "check", "check_model", "neuron_env"]
+__all__ = ["SPEC", "NeuronOptions", "NeuronSpec", "check_model", "check_recipe", "neuron_env"]
 
 _EXPORTS = {
     "SPEC": "lt_trainer_neuron.spec",
     "NeuronOptions": "lt_trainer_neuron.options",
     "NeuronSpec": "lt_trainer_neuron.spec",
-    "check": "lt_trainer_neuron.checks",
+    "check_recipe": "lt_trainer_neuron.checks",
     "check_model": "lt_trainer_neuron.checks",
     "neuron_env": "lt_trainer_neuron.environment",
 }

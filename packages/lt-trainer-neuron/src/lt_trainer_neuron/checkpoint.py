@@ -1,20 +1,21 @@
-"""What this engine saves: files of neuronx-distributed (NxD) in a checkpoint of ours, which NxD's own loader reads too.
+"""Snapshots of the Trainium engine: neuronx-distributed (NxD) files inside an lt checkpoint.
 
     checkpoints/step-00001000/         for NxD: a tag
         model/  optim/                 a file per rank, with save_xser a file per tensor
-        scheduler.pt  user_content.pt  what NxD's training programs look for
-        checkpoint  done               its markers
-        manifest.json  COMMIT ...      ours (`lt_ckpt`): hashes, the place of every tensor, recipe, data position
+        scheduler.pt  user_content.pt  read by NxD's training programs
+        checkpoint  done               NxD's markers
+        manifest.json  COMMIT ...      lt's own (`lt_ckpt`): hashes, position of every tensor, recipe, data position
 
-`lt_ckpt.nxd.part` makes the files of tensors by NxD's keys, which is how a backend holds them, and the manifest names
-the same bytes by the model's tensors. So nothing here is needed to go on from such a checkpoint: the engine reads the
-groups `weights` (masters, where there are any), `exp_avg` and `exp_avg_sq` of a checkpoint of any mesh and any engine.
+`lt_ckpt.nxd.rank_writer` writes the tensor files by NxD's keys, which backends use as well; the manifest names the same
+bytes by the model's tensors. Nothing in this module is needed to resume from such a checkpoint: the engine reads the
+groups `weights` (master weights, if any) and the optimizer's slots from a checkpoint of any mesh and engine. NxD's own
+loader reads the files, too.
 
-In the files of states tensors have the numbers that NxD's training programs give them, the norms last; so the embedding
-stands among those with weight decay, whatever the recipe says: no reader of ours looks there for it.
+Optimizer state files number the tensors as NxD's training programs do, norms last; the embedding is therefore listed in
+the group with weight decay, whatever the recipe sets: no reader in lt uses that entry.
 
-Model files are written by data-parallel rank 0, states by all data-parallel ranks (without ZeRO-1 by rank 0).
-Cost: the bytes of the layers' weights more than what has to be saved, where there are masters.
+Model files are written by data-parallel rank 0, optimizer states by all data-parallel ranks (without ZeRO-1 by rank 0).
+Cost: with master weights, the bytes of the layers' weights in addition to the state that must be saved.
 """
 
 from __future__ import annotations
@@ -24,96 +25,111 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lt_ckpt.nxd.part import WEIGHTS, NxdPart, stateful_keys
-from lt_ckpt.nxd.zero import MASTER
+from lt_ckpt.nxd.rank_writer import WEIGHTS, NxdRankWriter, optimizer_state_keys
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
+from lt_trainer.config import engine_options, learning_rate
 from lt_trainer.engine import Snapshot
-from lt_trainer.recipe import engine_options
-from lt_trainer.schedule import lr
-from lt_trainer.torch import DTYPE_CODES, Part, as_shard
-from lt_trainer_neuron.backend import MASTERS, MOMENTS, Backend
-from lt_trainer_neuron.grid import cut_of
+from lt_trainer.optimizers import optimizer_spec
+from lt_trainer.optimizers.driver import optimizer_record
+from lt_trainer.torch import DTYPE_CODES, LocalShard, to_checkpoint_shard
+from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend
+from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_ckpt import Shard
     from lt_model import LlamaConfig
-    from lt_trainer.recipe import Recipe
+    from lt_trainer.config import Recipe
 
 __all__ = ["nxd_snapshot", "nxd_state_bytes"]
 
 
-def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: Backend) -> Snapshot:
-    """The state of a backend, as this rank's part of an NxD checkpoint.
+def nxd_snapshot(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> Snapshot:
+    """Return a backend's state as this rank's part of an NxD checkpoint.
 
     Args:
-        recipe: The run's.
-        config: The model.
-        backend: Which holds the tensors; they are read when they are written, or copied.
+        recipe: Recipe of the run.
+        config: Model configuration.
+        backend: Backend that holds the tensors; they are read when they are written or copied.
     """
-    part = _part(recipe, config, backend)
-    about = {
+    part = _build_nxd_part(recipe, config, backend)
+    layout_metadata = {
         "files": "nxd",
         "tp": part.options.tp,
         "pp": part.options.pp,
         "dp": part.dp,
         "qkv": part.options.qkv,
-        "kv_multiplier": part.options.kv_multiplier,
+        "kv_size_multiplier": part.options.kv_size_multiplier,
         "zero1": part.zero1,
-        "param_groups": [dict(group) for group in part.settings],
+        "param_groups": [dict(group) for group in part.param_group_settings],
     }
     shards = _shards(part, backend)
-    return Snapshot(shards=shards, small={"optimizer_step": part.step}, layout=part, about=about)
+    return Snapshot(
+        shards=shards,
+        scalars={"optimizer_step": part.step},
+        file_layout=part,
+        layout_metadata=layout_metadata,
+        optimizer=optimizer_record(optimizer_spec(recipe.optimizer.name)),
+    )
 
 
-def nxd_state_bytes(recipe: Recipe, backend: Backend) -> int:
-    """Bytes of what this rank gives to a checkpoint, without ZeRO-1's padding."""
+def nxd_state_bytes(recipe: Recipe, backend: ComputeBackend) -> int:
+    """Return the bytes this rank saves to a checkpoint, without ZeRO-1's padding."""
     zero1 = engine_options(recipe, "neuron", NeuronOptions).zero1
     first = backend.grid.dp_rank == 0
     weights = sum(tensor.nbytes for tensor in backend.weights.values()) if first else 0
-    slots = (backend.slots[group].values() for group in _kinds(backend).values()) if zero1 or first else ()
+    slots = (
+        (backend.optimizer_state[group].values() for group in _state_kinds(backend).values()) if zero1 or first else ()
+    )
     return weights + sum(rows.local.nbytes for group in slots for rows in group)
 
 
-def _kinds(backend: Backend) -> dict[str, str]:
-    """NxD's kinds of state → the backend's groups; no masters where the layers compute with those very numbers."""
-    masters = any(rows.local.dtype != backend.weights[key].dtype for key, rows in backend.slots[MASTERS].items())
-    return {**{kind: kind for kind in MOMENTS}, **({MASTER: MASTERS} if masters else {})}
+def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
+    """Map NxD's kinds of state to the backend's groups.
+
+    Master weights are left out where the layers compute with the same tensors in the same dtype.
+    """
+    masters = any(
+        rows.local.dtype != backend.weights[key].dtype for key, rows in backend.optimizer_state[MASTER_WEIGHTS].items()
+    )
+    slots = {slot: slot for slot in backend.optimizer_state if slot != MASTER_WEIGHTS}
+    return slots | ({NXD_MASTER_WEIGHTS: MASTER_WEIGHTS} if masters else {})
 
 
-def _dtype(backend: Backend, group: str) -> torch.dtype:
-    """The dtype of a group of the state, which is one for all its tensors."""
-    (dtype,) = {rows.local.dtype for rows in backend.slots[group].values()}
+def _group_dtype(backend: ComputeBackend, group: str) -> torch.dtype:
+    """Return the dtype of a state group, which all its tensors share."""
+    (dtype,) = {rows.local.dtype for rows in backend.optimizer_state[group].values()}
     return dtype
 
 
-def _shards(part: NxdPart, backend: Backend) -> Iterator[Shard]:
-    """This rank's tensors as `part` takes them."""
+def _shards(part: NxdRankWriter, backend: ComputeBackend) -> Iterator[Shard]:
+    """Yield this rank's tensors as `part` expects them."""
     weights = backend.weights
     if part.dp_rank == 0:
         for key, tensor in weights.items():
-            shard = as_shard(WEIGHTS, key, tensor)
+            shard = to_checkpoint_shard(WEIGHTS, key, tensor)
             assert shard is not None, f"{key} has elements"
             yield shard
     if part.dp_rank and not part.zero1:
         return
-    for kind, group in _kinds(backend).items():
-        for key, rows in backend.slots[group].items():
+    for kind, group in _state_kinds(backend).items():
+        for key, rows in backend.optimizer_state[group].items():
             shape = tuple(weights[key].shape)
-            whole = Part(local=rows.local, shape=shape, offset=(rows.first, *(0,) * (len(shape) - 1)))
-            shard = as_shard(kind, key, whole)
-            if shard is not None:  # else this rank has padding alone
+            local_shard = LocalShard(local=rows.local, shape=shape, offset=(rows.start_row, *(0,) * (len(shape) - 1)))
+            shard = to_checkpoint_shard(kind, key, local_shard)
+            if shard is not None:  # otherwise this rank holds only padding
                 yield shard
 
 
-def _part(recipe: Recipe, config: LlamaConfig, backend: Backend) -> NxdPart:
-    grid, cut, options = backend.grid, cut_of(recipe), recipe.optimizer
-    keys = stateful_keys(config, cut, grid.tp_rank, grid.pp_rank)
-    steps = backend.steps
-    rate = lr(steps, recipe.schedule, options.lr)
+def _build_nxd_part(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> NxdRankWriter:
+    grid, nxd_options, options = backend.grid, build_nxd_options(recipe), recipe.optimizer
+    keys = optimizer_state_keys(config, nxd_options, grid.tp_rank, grid.pp_rank)
+    step_count = backend.step_count
+    lr = learning_rate(step_count, recipe.schedule, options.lr)
     settings = [
         {
             "weight_decay": decay,
-            "lr": rate,
+            "lr": lr,
             "betas": [options.beta1, options.beta2],
             "eps": options.eps,
             "initial_lr": options.lr,
@@ -127,26 +143,27 @@ def _part(recipe: Recipe, config: LlamaConfig, backend: Backend) -> NxdPart:
         }
         for decay in (options.weight_decay, 0.0)
     ]
-    return NxdPart(
+    return NxdRankWriter(
         config=config,
-        options=cut,
+        options=nxd_options,
         dp=grid.dp,
         dp_rank=grid.dp_rank,
         tp_rank=grid.tp_rank,
         pp_rank=grid.pp_rank,
         zero1=engine_options(recipe, "neuron", NeuronOptions).zero1,
-        step=steps,
-        dtypes={kind: DTYPE_CODES[_dtype(backend, group)] for kind, group in _kinds(backend).items()},
-        settings=settings,
-        groups=([key for key in keys if "norm" not in key], [key for key in keys if "norm" in key]),
-        scheduler={
+        step=step_count,
+        slots=optimizer_spec(options.name).slot_names,
+        dtypes={kind: DTYPE_CODES[_group_dtype(backend, group)] for kind, group in _state_kinds(backend).items()},
+        param_group_settings=settings,
+        param_group_keys=([key for key in keys if "norm" not in key], [key for key in keys if "norm" in key]),
+        scheduler_state={
             "base_lrs": [options.lr, options.lr],
-            "last_epoch": steps,
-            "_step_count": steps + 1,
+            "last_epoch": step_count,
+            "_step_count": step_count + 1,
             "_is_initial": False,
             "_get_lr_called_within_step": False,
-            "_last_lr": [rate, rate],
+            "_last_lr": [lr, lr],
             "lr_lambdas": [{}, {}],
         },
-        user_content={"epoch": 0, "global_step": steps, "total_steps": steps, "cli_args": {}},
+        user_content={"epoch": 0, "global_step": step_count, "total_steps": step_count, "cli_args": {}},
     )

@@ -1,53 +1,54 @@
-"""What a recipe must hold so that neuronx-distributed can shard and schedule it: integer arithmetic, no Neuron package.
+"""Recipe checks of the Trainium engine: shardable and schedulable by neuronx-distributed (NxD).
 
-Where NxD itself goes wrong in silence (an integer division of the batch, query heads that are dropped when replicated
-key/value heads do not match the degree), this refuses instead.
+Integer arithmetic, without the Neuron packages. NxD fails silently in some cases (integer division of the batch size,
+query heads dropped when replicated key/value heads do not match the degree); these checks raise instead.
 """
 
 from typing import TYPE_CHECKING
 
+from lt_trainer.config import Recipe, engine_options
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import Recipe, engine_options
+from lt_trainer.optimizers import optimizer_spec
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.engine import World
 
-__all__ = ["check", "check_model"]
+__all__ = ["check_model", "check_recipe"]
 
-FLASH_MULTIPLE = 2048
-"""Rows of other lengths are not for NxD's kernel."""
+FLASH_SEQ_LEN_MULTIPLE = 2048
+"""NxD's flash attention kernel requires row lengths that are multiples of this."""
 
 
-def check(recipe: Recipe, world: "World") -> None:
-    """Refuse a recipe that the engine could not run.
+def check_recipe(recipe: Recipe, world: "World") -> None:
+    """Raise unless the engine can run the recipe.
 
     Args:
         recipe: The recipe, with or without an `[engine.neuron]` section.
-        world: The ranks; a world of one rank means "not started yet", and the nodes of the recipe are assumed.
+        world: The ranks; a world of one rank means "not started yet": the recipe's nodes are assumed.
 
     Raises:
-        RecipeError: naming the fields, their values and what to set.
+        RecipeError: A check failed; names the fields, their values and the remedy.
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
     ranks = _check_ranks(recipe, options, world)
-    _check_missing(recipe, options)
+    _check_unsupported(recipe, options)
     _check_tensor_parallel(recipe, options)
-    _check_stages(recipe, options)
+    _check_pipeline(recipe, options)
     _check_heads(recipe, options)
     _check_batch(recipe, ranks)
-    _check_lengths(recipe)
+    _check_seq_len(recipe)
 
 
 def check_model(recipe: Recipe, model: "LlamaConfig") -> None:
-    """Refuse a model whose vocabulary cannot be sharded; it is known only once the data is open.
+    """Raise unless the vocabulary can be sharded; its size is known only once the data is open.
 
     Raises:
         RecipeError: vocab_size is not a multiple of tp.
     """
     if model.vocab_size % recipe.parallel.tp:
-        raise _indivisible(
+        raise _divisibility_error(
             "model.vocab_size", model.vocab_size, recipe.parallel.tp, "prepare a vocabulary of such a size"
         )
 
@@ -60,13 +61,14 @@ def _check_ranks(recipe: Recipe, options: NeuronOptions, world: "World") -> int:
             f"one rank per NeuronCore makes {planned} ranks, {cores} per node; the run has {world.size}, "
             f"{world.local_size} per node",
             values={f"{SECTION}.num_neuroncores": cores, "parallel.n_nodes": nodes},
-            remedy=f"start it with torchrun --nnodes {nodes} --nproc_per_node {cores}, or set these to what there is",
+            remedy=f"start it with torchrun --nnodes {nodes} --nproc_per_node {cores}, or set these fields to "
+            "the run's ranks",
         )
     return planned
 
 
-def _check_missing(recipe: Recipe, options: NeuronOptions) -> None:
-    """What this engine does not have."""
+def _check_unsupported(recipe: Recipe, options: NeuronOptions) -> None:
+    """Raise if the recipe uses a feature this engine does not support."""
     if recipe.parallel.cp != 1:
         problem, remedy = "this engine has no context parallelism", "set parallel.cp to 1"
         raise RecipeError(problem, values={"parallel.cp": recipe.parallel.cp}, remedy=remedy)
@@ -76,24 +78,32 @@ def _check_missing(recipe: Recipe, options: NeuronOptions) -> None:
             values={"parallel.dp_replicate": recipe.parallel.dp_replicate, f"{SECTION}.zero1": options.zero1},
             remedy="set parallel.dp_replicate to 1, and engine.neuron.zero1 to false for none",
         )
-    if recipe.data.pack == "buckets":
+    if recipe.data.packing == "buckets":
         raise RecipeError(
-            "shapes are fixed on Trainium, and each length of a bucket would be compiled anew",
-            values={"data.pack": recipe.data.pack},
-            remedy="set data.pack to bfd or concat",
+            "shapes are fixed on Trainium: each bucket length would be compiled separately",
+            values={"data.packing": recipe.data.packing},
+            remedy="set data.packing to bfd or concat",
         )
     if recipe.batch.ramp.start:
         raise RecipeError(
-            "shapes are fixed on Trainium, and each size of the batch would be compiled anew",
+            "shapes are fixed on Trainium: each batch size would be compiled separately",
             values={"batch.ramp.start": recipe.batch.ramp.start},
             remedy="leave batch.ramp out",
         )
-    if recipe.optimizer.moments != "float32":
+    if recipe.optimizer.moments_dtype != "float32":
         raise RecipeError(
-            "this engine keeps moments in the masters' dtype",
-            values={"optimizer.moments": recipe.optimizer.moments},
-            remedy="set optimizer.moments to float32",
+            "this engine keeps moments in the dtype of the master weights",
+            values={"optimizer.moments_dtype": recipe.optimizer.moments_dtype},
+            remedy="set optimizer.moments_dtype to float32",
         )
+    for slot in optimizer_spec(recipe.optimizer.name).slots:
+        if slot.dtype(recipe.optimizer) or slot.shape((2, 3)) != (2, 3):
+            raise RecipeError(
+                "this engine keeps optimizer state in the shape and dtype of the master weights, which the slot "
+                f"{slot.name!r} has not",
+                values={"optimizer.name": recipe.optimizer.name},
+                remedy="set another optimizer.name",
+            )
     _check_flash(recipe, options)
 
 
@@ -102,15 +112,15 @@ def _check_flash(recipe: Recipe, options: NeuronOptions) -> None:
         return
     if recipe.data.document_mask:
         raise RecipeError(
-            "the flash attention kernel knows no document mask",
+            "the flash attention kernel has no document mask",
             values={f"{SECTION}.flash_attention": True, "data.document_mask": True},
             remedy="set one of them to false",
         )
-    if recipe.data.seq_len % FLASH_MULTIPLE:
+    if recipe.data.seq_len % FLASH_SEQ_LEN_MULTIPLE:
         raise RecipeError(
-            f"the flash attention kernel takes rows of a multiple of {FLASH_MULTIPLE} positions",
+            f"the flash attention kernel requires rows of a multiple of {FLASH_SEQ_LEN_MULTIPLE} positions",
             values={"data.seq_len": recipe.data.seq_len, f"{SECTION}.flash_attention": True},
-            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {FLASH_MULTIPLE}, or flash_attention to false",
+            remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {FLASH_SEQ_LEN_MULTIPLE}, or flash_attention to false",
         )
 
 
@@ -132,11 +142,14 @@ def _check_tensor_parallel(recipe: Recipe, options: NeuronOptions) -> None:
     model = recipe.model
     for name in ("n_heads", "hidden_size", "intermediate_size", "vocab_size"):
         if getattr(model, name) % tp:
-            raise _indivisible(f"model.{name}", getattr(model, name), tp, "change it")
+            raise _divisibility_error(f"model.{name}", getattr(model, name), tp, "change it")
 
 
-def _check_stages(recipe: Recipe, options: NeuronOptions) -> None:
-    """Every stage has a layer; and what stages on the device do not have, which the cpu backend takes."""
+def _check_pipeline(recipe: Recipe, options: NeuronOptions) -> None:
+    """Raise unless every stage has a layer and the backend supports the pipeline options.
+
+    The cpu backend accepts options that pipeline stages on the device do not support.
+    """
     stages, model = recipe.parallel.pp, recipe.model
     if stages > model.n_layers:
         raise RecipeError(
@@ -148,29 +161,29 @@ def _check_stages(recipe: Recipe, options: NeuronOptions) -> None:
         return
     if stages % 2:
         raise RecipeError(
-            "NxD makes pairs of neighbouring stages, the last with the first, and of an odd number one is in two pairs",
+            "NxD pairs adjacent stages, the last with the first; of an odd number one would be in two pairs",
             values={"parallel.pp": stages},
             remedy=f"set parallel.pp to {stages - 1} or {stages + 1}",
         )
-    if options.graph == "step":
+    if options.graph_scope == "step":
         raise RecipeError(
-            "what stages give each other stands in graphs of its own, so a step is not one graph",
-            values={f"{SECTION}.graph": options.graph, "parallel.pp": stages},
-            remedy="set engine.neuron.graph to micro_batch, or parallel.pp to 1",
+            "transfers between stages have their own graphs, so a step cannot be one graph",
+            values={f"{SECTION}.graph_scope": options.graph_scope, "parallel.pp": stages},
+            remedy="set engine.neuron.graph_scope to micro_batch, or parallel.pp to 1",
         )
     if model.tie_word_embeddings and options.precision == "bf16_sr":
         raise RecipeError(
-            "the first and the last stage would round their copies of the tied embedding at random, and not alike",
+            "the first and the last stage would round their replicas of the tied embedding at random, and differently",
             values={
                 "model.tie_word_embeddings": True,
                 "parallel.pp": stages,
                 f"{SECTION}.precision": options.precision,
             },
-            remedy="set engine.neuron.precision to downcast or fp32_master, or parallel.pp to 1",
+            remedy="set engine.neuron.precision to downcast or fp32_master_weights, or parallel.pp to 1",
         )
 
 
-def _indivisible(name: str, value: int, tp: int, otherwise: str) -> RecipeError:
+def _divisibility_error(name: str, value: int, tp: int, otherwise: str) -> RecipeError:
     return RecipeError(
         "must be a multiple of the tensor parallel degree",
         values={name: value, "parallel.tp": tp},
@@ -179,53 +192,62 @@ def _indivisible(name: str, value: int, tp: int, otherwise: str) -> RecipeError:
 
 
 def _check_heads(recipe: Recipe, options: NeuronOptions) -> None:
-    """Key/value heads against tp: whole heads per rank, or qkv_linear with exactly one (replicated) head per rank."""
+    """Check key/value heads against tp.
+
+    Each rank holds whole heads, or with qkv_linear exactly one (replicated) head.
+    """
     heads, tp = recipe.model.n_kv_heads, recipe.parallel.tp
     values: dict[str, object] = {"model.n_kv_heads": heads, "parallel.tp": tp}
     if options.qkv_linear:
-        values |= {f"{SECTION}.kv_replicator": options.kv_replicator}
-        if heads * options.kv_replicator != tp:
-            fits = f"set engine.neuron.kv_replicator to {tp // heads}" if tp % heads == 0 else "change parallel.tp"
+        values |= {f"{SECTION}.kv_size_multiplier": options.kv_size_multiplier}
+        if heads * options.kv_size_multiplier != tp:
+            fits = f"set engine.neuron.kv_size_multiplier to {tp // heads}" if tp % heads == 0 else "change parallel.tp"
             raise RecipeError(
-                "with qkv_linear, n_kv_heads * kv_replicator must equal tp",
+                "with qkv_linear, n_kv_heads * kv_size_multiplier must equal tp",
                 values=values,
                 remedy=f"{fits}, or set engine.neuron.qkv_linear to false",
             )
     elif heads % tp:
-        fits = f"set engine.neuron.qkv_linear to true and engine.neuron.kv_replicator to {tp // heads}"
+        fits = f"set engine.neuron.qkv_linear to true and engine.neuron.kv_size_multiplier to {tp // heads}"
         raise RecipeError(
-            "the key/value heads do not divide among the tensor parallel ranks",
+            "the key/value heads must be divisible by the tensor parallel degree",
             values=values,
             remedy=(f"{fits}, or " if tp % heads == 0 else "") + f"set parallel.tp to a divisor of {heads}",
         )
 
 
 def _check_batch(recipe: Recipe, ranks: int) -> None:
-    """ACC = GBS / (MBS * DP) must be whole; dividing it down to an integer would train on another batch size."""
-    dp = recipe.parallel.data_parallel(ranks)
+    """Check that ACC = GBS / (MBS * DP) is an integer.
+
+    Rounding it down would train with a different batch size.
+    """
+    dp = recipe.parallel.data_parallel_size(ranks)
     batch = recipe.batch
-    rows = batch.micro_batch * dp
-    if batch.global_batch % rows:
-        accumulation = batch.global_batch / rows
+    rows = batch.micro_batch_size * dp
+    if batch.global_batch_size % rows:
+        accumulation = batch.global_batch_size / rows
         raise RecipeError(
-            f"accumulation steps (ACC) = global_batch / (micro_batch * DP) = {accumulation:.6g} is not a whole number, "
-            f"with DP = {dp} data parallel ranks",
-            values={"batch.global_batch": batch.global_batch, "batch.micro_batch": batch.micro_batch},
-            remedy=f"set batch.global_batch (GLOBAL_BATCH_SIZE) to a multiple of {rows}",
+            f"accumulation steps (ACC) = global_batch_size / (micro_batch_size * DP) = {accumulation:.6g} is not a "
+            f"whole number, with DP = {dp} data parallel ranks",
+            values={
+                "batch.global_batch_size": batch.global_batch_size,
+                "batch.micro_batch_size": batch.micro_batch_size,
+            },
+            remedy=f"set batch.global_batch_size (GLOBAL_BATCH_SIZE) to a multiple of {rows}",
         )
 
 
-def _check_lengths(recipe: Recipe) -> None:
+def _check_seq_len(recipe: Recipe) -> None:
     seq_len, longest, tp = recipe.data.seq_len, recipe.model.max_position_embeddings, recipe.parallel.tp
     if longest not in (0, seq_len):
         raise RecipeError(
-            "rows must be as long as the model's longest context",
+            "rows must be as long as the model's context",
             values={"data.seq_len": seq_len, "model.max_position_embeddings": longest},
             remedy=f"set data.seq_len (SEQ_LEN) to {longest}, or model.max_position_embeddings to 0 (= data.seq_len)",
         )
     if recipe.parallel.sequence_parallel and seq_len % tp:
         raise RecipeError(
-            "sequence parallelism cuts rows into tp equal parts",
+            "sequence parallelism splits rows into tp equal parts",
             values={"data.seq_len": seq_len, "parallel.tp": tp},
             remedy=f"set data.seq_len (SEQ_LEN) to a multiple of {tp}",
         )

@@ -1,11 +1,11 @@
-"""What decides the compiled graphs of a run, as values, and the record of them in the compile cache.
+"""Compile keys: the values that determine a run's compiled graphs, recorded in the compile cache.
 
-A graph is compiled again whenever a shape, a constant of the optimizer, a dtype, the layout, a compiler flag or a
-version differs. `lt train precompile` notes these values beside the graphs that it made; a run compares its own with
-them before it takes devices, so that hours of compiling do not begin unnoticed. What is not in the key (learning rate,
-steps, data, seed, where things are saved) can change freely.
+A graph is recompiled whenever a shape, an optimizer constant, a dtype, the parallel layout, a compiler flag or a
+package version differs. `lt train precompile` records these values beside the graphs it compiles; a run compares its
+own values with them before it occupies devices, so that hours of compilation do not start unnoticed. Values outside
+the key (learning rate, steps, data, seed, output paths) can change freely.
 
-The record lies in the cache, under `lt-compile-keys`; for a cache in a bucket, in that folder beside the run directory.
+Keys are stored in the cache, under `lt-compile-keys`; for a cache in a bucket, in that folder beside the run directory.
 
 Cost: package metadata and one small file per key.
 """
@@ -20,31 +20,41 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_trainer.recipe import Recipe, engine_options
-from lt_trainer.rundir import write_whole
-from lt_trainer_neuron.cache import CacheError, cache_url
+from lt_trainer.config import Recipe, engine_options
+from lt_trainer.run_directory import write_atomic
+from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
 
-__all__ = ["NotCompiledError", "compile_key", "differences", "keys_folder", "known_keys", "require_compiled", "write"]
+__all__ = ["NotCompiledError", "check_compiled", "compile_key", "diff_keys", "keys_folder", "read_keys", "write_key"]
 
-FOLDER = "lt-compile-keys"
-PACKAGES = ("libneuronxla", "lt-model", "lt-trainer-neuron", "neuronx-cc", "neuronx-distributed", "torch-neuronx")
-OPTIONS = (
+KEYS_FOLDER = "lt-compile-keys"
+KEY_PACKAGES = ("libneuronxla", "lt-model", "lt-trainer-neuron", "neuronx-cc", "neuronx-distributed", "torch-neuronx")
+KEY_OPTIONS = (
     "qkv_linear",
-    "kv_replicator",
+    "kv_size_multiplier",
     "fuse_qkv",
     "zero1",
     "precision",
     "nxd_grad_norm",
     "selective_checkpointing",
     "flash_attention",
-    "graph",
+    "graph_scope",
 )
-OPTIMIZER = ("weight_decay", "beta1", "beta2", "eps", "grad_clip", "decay_embeddings", "moments", "z_loss")
-VARIABLES = (
+KEY_OPTIMIZER_FIELDS = (
+    "name",
+    "weight_decay",
+    "beta1",
+    "beta2",
+    "eps",
+    "grad_clip",
+    "decay_embeddings",
+    "moments_dtype",
+    "z_loss",
+)
+KEY_VARIABLES = (
     "NEURON_CC_FLAGS",
     "NEURON_FUSE_SOFTMAX",
     "XLA_DISABLE_FUNCTIONALIZATION",
@@ -53,17 +63,17 @@ VARIABLES = (
 )
 
 
-class NotCompiledError(CacheError):
-    """No graphs were made for this recipe, and it asks to be refused then."""
+class NotCompiledError(CompileCacheError):
+    """No graphs were precompiled for this recipe, and engine.neuron.compile_key is "error"."""
 
 
 def compile_key(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) -> dict[str, Any]:
-    """The values that decide the graphs, by dotted name.
+    """Return the values that determine the graphs, by dotted name.
 
     Args:
-        recipe: of the run.
-        model: with the vocabulary of the data.
-        environ: the variables that a rank gets.
+        recipe: recipe of the run.
+        model: model configuration with the data's vocabulary size.
+        environ: environment variables of a rank.
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
     parallel, cores = recipe.parallel, options.num_neuroncores * recipe.parallel.n_nodes
@@ -72,21 +82,21 @@ def compile_key(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) 
         "data.seq_len": recipe.data.seq_len,
         "data.document_mask": recipe.data.document_mask,
         "data.validation": bool(recipe.data.validation or recipe.data.validation_sets),
-        "batch.micro_batch": recipe.batch.micro_batch,
-        "micro-batches of an update": recipe.accumulation(cores),
+        "batch.micro_batch_size": recipe.batch.micro_batch_size,
+        "batch.accumulation_steps": recipe.accumulation_steps(cores),
         "parallel.tp": parallel.tp,
         "parallel.pp": parallel.pp,
-        "data parallel ranks": parallel.data_parallel(cores),
+        "parallel.dp": parallel.data_parallel_size(cores),
         "parallel.sequence_parallel": parallel.sequence_parallel,
     }
-    key |= {f"optimizer.{name}": getattr(recipe.optimizer, name) for name in OPTIMIZER}
-    key |= {f"engine.neuron.{name}": value for name, value in vars(options).items() if name in OPTIONS}
-    key |= {f"environment {name}": environ.get(name, "") for name in VARIABLES}
-    key |= {f"version of {name}": _version(name) for name in PACKAGES}
+    key |= {f"optimizer.{name}": getattr(recipe.optimizer, name) for name in KEY_OPTIMIZER_FIELDS}
+    key |= {f"engine.neuron.{name}": value for name, value in vars(options).items() if name in KEY_OPTIONS}
+    key |= {f"environment {name}": environ.get(name, "") for name in KEY_VARIABLES}
+    key |= {f"version of {name}": _package_version(name) for name in KEY_PACKAGES}
     return json.loads(json.dumps(key, sort_keys=True))
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
@@ -94,87 +104,90 @@ def _version(package: str) -> str:
 
 
 def keys_folder(recipe: Recipe, environ: Mapping[str, str]) -> Path:
-    """Where the keys of the cache lie that a rank will use."""
+    """Return the folder of the compile keys for a rank's cache."""
     url = cache_url(environ)
     if "://" in url and not url.startswith("file://"):
-        return Path(recipe.run.out).parent / FOLDER
-    return Path(url.removeprefix("file://")) / FOLDER
+        return Path(recipe.run.dir).parent / KEYS_FOLDER
+    return Path(url.removeprefix("file://")) / KEYS_FOLDER
 
 
-def write(folder: Path, key: Mapping[str, Any]) -> Path:
-    """Note a key; the same key is noted once.
+def write_key(folder: Path, key: Mapping[str, Any]) -> Path:
+    """Write a key and return its path; equal keys share one file.
 
     Raises:
-        CacheError: the folder cannot be written.
+        CompileCacheError: the folder cannot be written.
     """
     text = json.dumps({"format": 1, "key": dict(key)}, indent=1, sort_keys=True)
     path = folder / f"{hashlib.sha256(json.dumps(dict(key), sort_keys=True).encode()).hexdigest()[:16]}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_whole(path, text + "\n")
+        write_atomic(path, text + "\n")
     except OSError as exc:
-        raise CacheError(f"cannot note the compile key in {folder}: {exc.strerror}") from exc
+        raise CompileCacheError(f"cannot write the compile key to {folder}: {exc.strerror}") from exc
     return path
 
 
-def known_keys(folder: Path) -> list[dict[str, Any]]:
-    """The keys that were noted, none where the folder is not there.
+def read_keys(folder: Path) -> list[dict[str, Any]]:
+    """Return the recorded keys; empty if the folder does not exist.
 
     Raises:
-        CacheError: one cannot be read, or is no key of this version.
+        CompileCacheError: a key cannot be read or has another format version.
     """
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_bytes())
         except (OSError, ValueError) as exc:
-            raise CacheError(f"cannot read the compile key {path}: {exc}; remove it and precompile again") from exc
+            raise CompileCacheError(
+                f"cannot read the compile key {path}: {exc}; remove it and precompile again"
+            ) from exc
         if not isinstance(record, dict) or record.get("format") != 1 or not isinstance(record.get("key"), dict):
-            raise CacheError(f"{path} is no compile key of this version; remove it and precompile again")
+            raise CompileCacheError(f"{path}: not a compile key of this version; remove it and precompile again")
         found.append(record["key"])
     return found
 
 
-def differences(key: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How a key differs from the known one that is nearest to it, in words; empty where it is known."""
-    each = [
+def diff_keys(key: Mapping[str, Any], known: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the differences from the closest known key, as text; empty if the key is known."""
+    differences_by_key = [
         [
-            f"{name}: precompiled with {one.get(name)!r}, now {key.get(name)!r}"
-            for name in sorted({*key, *one})
-            if key.get(name) != one.get(name)
+            f"{name}: precompiled with {other.get(name)!r}, now {key.get(name)!r}"
+            for name in sorted({*key, *other})
+            if key.get(name) != other.get(name)
         ]
-        for one in known
+        for other in known
     ]
-    return min(each, key=len, default=["nothing was precompiled into this cache"])
+    return min(differences_by_key, key=len, default=["this cache has no precompiled graphs"])
 
 
-def require_compiled(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) -> str:
-    """Compare a run with what was precompiled; returns a warning, "" where there is nothing to warn of.
+def check_compiled(recipe: Recipe, model: LlamaConfig, environ: Mapping[str, str]) -> str:
+    """Compare a run with the precompiled keys; return a warning, or "" if its graphs are cached.
 
     Raises:
-        NotCompiledError: no graphs were made for this recipe, and engine.neuron.compile_key says "refuse".
+        NotCompiledError: no graphs were precompiled for this recipe, and engine.neuron.compile_key is "error".
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
     if options.compile_key == "ignore" or environ.get("NEURON_EXTRACT_GRAPHS_ONLY", "0") not in ("", "0"):
         return ""
     folder = keys_folder(recipe, environ)
-    found = differences(compile_key(recipe, model, environ), known_keys(folder))
-    if not found:
+    differences = diff_keys(compile_key(recipe, model, environ), read_keys(folder))
+    if not differences:
         return ""
-    shown = "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
-    told = (
+    n_more = len(differences) - 5
+    shown = "; ".join(differences[:5]) + (f"; and {n_more} more" if n_more > 0 else "")
+    message = (
         f"the graphs of this run are not in the compile cache {cache_url(environ)} ({shown}): its first steps will "
         "compile, which can take hours"
     )
-    if options.compile_key == "refuse":
+    if options.compile_key == "error":
         raise NotCompiledError(
-            f"{told}; run lt train precompile with this recipe first, or set engine.neuron.compile_key to warn"
+            f"{message}; run lt train precompile with this recipe first, or set engine.neuron.compile_key to warn"
         )
-    return told
+    return message
 
 
-def environment_of(recipe: Recipe) -> dict[str, str]:
-    """This process's variables with those that a rank of this recipe gets."""
-    from lt_trainer_neuron.environment import settings
+def build_rank_env(recipe: Recipe) -> dict[str, str]:
+    """Return this process's environment merged with the variables of a rank of this recipe."""
+    from lt_trainer_neuron.environment import build_env
 
-    return os.environ | settings(recipe, os.environ)
+    return os.environ | build_env(recipe, os.environ)

@@ -1,17 +1,16 @@
-"""The Trainium engine behind `lt_trainer.engine.Engine`: the order of a step, and the state by names, over a backend.
+"""Trainium engine, the `lt_trainer.engine.Engine` over a compute backend: step order and named state.
 
-A backend holds tensors under neuronx-distributed's (NxD's) keys, cut over tensor-parallel ranks and stages, and of the
-optimizer's state the rows that ZeRO-1 leaves to a rank. Here those are told apart as boxes of model tensors
-(`held.py`): so initial weights, checkpoints and pretrained models go in and out by Hugging Face's names, and a
-checkpoint of any mesh, or of another engine, goes on in any other.
+A backend holds tensors under neuronx-distributed's (NxD's) keys, sharded over tensor-parallel ranks and stages; of the
+optimizer state it holds the rows that ZeRO-1 assigns to the rank. The engine addresses them as slices of model tensors
+(`tensor_slices.py`): initial weights, checkpoints and pretrained models are read and written by Hugging Face's names,
+and a checkpoint of any mesh or engine can be resumed on any other.
 
-Cost: nothing beside the backend's; the boxes are computed once.
+Cost: nothing beyond the backend's; the slices are computed once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -19,45 +18,40 @@ import torch
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
-from lt_model import LlamaConfig, parameters
+from lt_model import LlamaConfig, param_specs
 from lt_model.init import init_slice
+from lt_trainer.checkpointing import PretrainedWeights
+from lt_trainer.config import Recipe, engine_options
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
-from lt_trainer.pretrained import Pretrained
-from lt_trainer.recipe import Recipe, engine_options
+from lt_trainer.optimizers import optimizer_spec
+from lt_trainer.optimizers.driver import check_optimizer
 from lt_trainer.torch import (
     DTYPE_CODES,
-    Part,
-    as_shard,
-    fill_from,
-    fill_from_pretrained,
-    host_memory,
-    peers,
+    LocalShard,
+    PendingStep,
+    allocate_host_memory,
+    load_pretrained_tensors,
+    load_tensors,
+    to_checkpoint_shard,
+    translate_dist_errors,
 )
-from lt_trainer_neuron.backend import MASTERS, Backend, Rows
 from lt_trainer_neuron.checkpoint import nxd_snapshot, nxd_state_bytes
-from lt_trainer_neuron.grid import cut_of
-from lt_trainer_neuron.held import Held, held_by, rows_of
+from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend, RowSlice
+from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import NeuronOptions
-
-
-@dataclass(frozen=True)
-class Pending:
-    """A step that the device may still be working on: the loss and the gradient norm, over all ranks."""
-
-    loss: Tensor
-    grad_norm: Tensor
+from lt_trainer_neuron.tensor_slices import TensorSlice, build_tensor_slices, intersect_rows
 
 
 class NeuronEngine:
-    """See the module's text.
+    """Trainium engine of one rank.
 
     Args:
-        recipe: the run's.
-        config: the model.
-        backend: opened for both, its tensors unfilled.
+        recipe: recipe of the run.
+        config: model configuration.
+        backend: backend opened for both, with unfilled tensors.
     """
 
-    def __init__(self, recipe: Recipe, config: LlamaConfig, backend: Backend) -> None:
+    def __init__(self, recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> None:
         self.backend = backend
         self._recipe, self._config = recipe, config
         self.topology = backend.grid.topology
@@ -65,142 +59,149 @@ class NeuronEngine:
         self.device = backend.device
         self.stopwatch = backend.stopwatch
         self.recomputed_flops_per_token = backend.recomputed_flops_per_token
-        self._table = {parameter.name: parameter for parameter in parameters(config)}
-        self._held = held_by(config, cut_of(recipe), backend.grid)
+        self._param_specs = {parameter.name: parameter for parameter in param_specs(config)}
+        self._tensor_slices = build_tensor_slices(config, build_nxd_options(recipe), backend.grid)
         self._zero1 = engine_options(recipe, "neuron", NeuronOptions).zero1
         with torch.no_grad():
-            for name, part in self._parts(MASTERS).items():
+            for name, part in self._local_shards(MASTER_WEIGHTS).items():
                 local, shape = part.local, tuple(part.local.shape)
-                drawn = init_slice(
-                    self._table[name], recipe.run.seed, offset=part.offset, shape=shape, dtype=local.dtype
+                initial = init_slice(
+                    self._param_specs[name], recipe.run.seed, offset=part.offset, shape=shape, dtype=local.dtype
                 )
-                local.copy_(drawn)
-        with peers():
-            backend.slots_changed()
+                local.copy_(initial)
+        with translate_dist_errors():
+            backend.sync_model_params()
 
-    def step(self, batch: StepBatch, lr: float) -> Pending:
-        """Forward and backward of all micro-batches, clip, update; returns without waiting for the device.
+    def step(self, batch: StepBatch, lr: float) -> PendingStep:
+        """Run one training step; return without waiting for the device.
 
         Raises:
-            PeerError: another rank is gone.
+            PeerError: another rank has exited.
         """
-        with peers():
-            self.stopwatch.lap("forward_backward")
-            loss = self.backend.accumulate(batch)
-            self.stopwatch.lap("optimizer")
-            pending = Pending(*self.backend.update(loss, lr))
-            self.backend.mark()
+        with translate_dist_errors():
+            self.stopwatch.begin("forward_backward")
+            loss = self.backend.forward_backward(batch)
+            self.stopwatch.begin("optimizer")
+            pending = PendingStep(*self.backend.optimizer_step(loss, lr))
+            self.backend.mark_step()
             return pending
 
-    def read(self, pendings: Sequence[Pending]) -> list[StepMetrics]:
-        """The numbers of the steps behind `pendings`; the only place where the host waits for the device."""
-        with peers():
-            losses = self.backend.read([pending.loss for pending in pendings])
-            norms = self.backend.read([pending.grad_norm for pending in pendings])
+    def fetch_metrics(self, pendings: Sequence[PendingStep]) -> list[StepMetrics]:
+        """Return the metrics of pending steps; the only call in training that waits for the device."""
+        with translate_dist_errors():
+            losses = self.backend.fetch_scalars([pending.loss for pending in pendings])
+            norms = self.backend.fetch_scalars([pending.grad_norm for pending in pendings])
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses, norms, strict=True)]
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
-        """Sum of the loss in nats and of valid tokens, over every rank's batches."""
-        with peers():
+    def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+        """Return the summed loss in nats and the number of valid tokens over all ranks' batches."""
+        with translate_dist_errors():
             losses: list[Tensor] = []
             tokens = 0
             for batch in batches:
-                losses.append(self.backend.evaluate(batch))
+                losses.append(self.backend.validate(batch))
                 tokens += batch.valid_tokens
-                self.backend.mark()
+                self.backend.mark_step()
             loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
-            # Every stage reads the same rows: one of them tells how many tokens they have.
-            counted = torch.tensor(float(tokens if self.backend.grid.last_stage else 0), dtype=torch.float64)
-            totals = self.backend.summed(torch.stack((loss, counted.to(loss))))
-            self.backend.mark()
-            loss_sum, tokens = self.backend.read(list(totals.unbind()))
+            # Every stage reads the same rows: only the last one counts their tokens.
+            counted = torch.tensor(float(tokens if self.backend.grid.is_last_stage else 0), dtype=torch.float64)
+            totals = self.backend.all_reduce_sum(torch.stack((loss, counted.to(loss))))
+            self.backend.mark_step()
+            loss_sum, tokens = self.backend.fetch_scalars(list(totals.unbind()))
         return loss_sum, int(tokens)
 
-    def boundary(self, step: int) -> list[Path]:
-        """Nothing looks closely at single steps of this engine."""
+    def on_step_begin(self, step: int) -> list[Path]:
+        """Return no files: this engine has no per-step profiling."""
         return []
 
-    def last_words(self, folder: Path) -> str:
-        """None: these collectives keep no record."""
+    def dump_debug_info(self, folder: Path) -> str:
+        """Return "": no flight recorder is available for these collectives."""
         return ""
 
-    def memory_bytes(self) -> int:
-        """Peak memory of this rank's device, or on a CPU of the process."""
+    def peak_memory_bytes(self) -> int:
+        """Return the peak memory in bytes of this rank's device, or on a CPU of the process."""
         return self.backend.memory_bytes()
 
     def state_bytes(self) -> int:
-        """Bytes of what this rank gives to a checkpoint."""
+        """Return the bytes this rank saves to a checkpoint."""
         return nxd_state_bytes(self._recipe, self.backend)
 
-    def host_memory(self, n_bytes: int) -> np.ndarray:
-        """Bytes on the host."""
-        return host_memory(n_bytes, torch.device("cpu"))
+    def allocate_host_memory(self, n_bytes: int) -> np.ndarray:
+        """Return an uninitialized host buffer of `n_bytes` bytes."""
+        return allocate_host_memory(n_bytes, torch.device("cpu"))
 
     def state(self) -> Snapshot:
-        """This rank's tensors as files of NxD, and the optimizer's step count; see `checkpoint.py`."""
+        """Return a snapshot of this rank's tensors as NxD files, with the optimizer's step count."""
         return nxd_snapshot(self._recipe, self._config, self.backend)
 
-    def boxes(self) -> Iterator[Shard]:
-        """The same state by the names of the model: all ranks together give each element of it once."""
-        for group, parts in self._groups().items():
+    def iter_model_shards(self) -> Iterator[Shard]:
+        """Yield the same state by the model's tensor names.
+
+        All ranks together yield each element once.
+        """
+        for group, parts in self._state_groups().items():
             for name, part in parts.items():
-                shard = as_shard(group, name, part)
+                shard = to_checkpoint_shard(group, name, part)
                 if shard is not None:
                     yield shard
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over weights, moments and step count, from whatever mesh they were saved on."""
-        groups = self._groups()
-        # A rank need not hold a part of every tensor, but the checkpoint must have all of them.
-        dtypes = {group: _dtype_of(slots) for group, slots in self.backend.slots.items()}
-        checkpoint.require(
+        """Load weights, optimizer state and step count from a checkpoint of any mesh."""
+        check_optimizer(checkpoint, optimizer_spec(self._recipe.optimizer.name))
+        groups = self._state_groups()
+        # A rank may hold no shard of a tensor, but the checkpoint must have all tensors.
+        dtypes = {group: _group_dtype(slots) for group, slots in self.backend.optimizer_state.items()}
+        checkpoint.check_specs(
             {
-                group: {name: TensorSpec(DTYPE_CODES[dtype], row.shape) for name, row in self._table.items()}
+                group: {name: TensorSpec(DTYPE_CODES[dtype], row.shape) for name, row in self._param_specs.items()}
                 for group, dtype in dtypes.items()
             }
         )
-        fill_from(checkpoint, groups)
-        self.backend.steps = int(checkpoint.manifest.small["optimizer_step"])
-        with peers():
-            self.backend.slots_changed()
+        load_tensors(checkpoint, groups)
+        self.backend.step_count = int(checkpoint.manifest.scalars["optimizer_step"])
+        with translate_dist_errors():
+            self.backend.sync_model_params()
 
-    def load_weights(self, pretrained: Pretrained) -> None:
-        """Take over a model's weights, cast to the masters' dtype; moments and step count stay as new."""
-        fill_from_pretrained(pretrained, self._parts(MASTERS))
-        with peers():
-            self.backend.slots_changed()
+    def load_weights(self, pretrained: PretrainedWeights) -> None:
+        """Load pretrained weights, cast to the master weights' dtype.
+
+        Optimizer state and step count keep their initial values.
+        """
+        load_pretrained_tensors(pretrained, self._local_shards(MASTER_WEIGHTS))
+        with translate_dist_errors():
+            self.backend.sync_model_params()
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Close the backend and its process groups."""
         self.backend.close()
 
-    def _groups(self) -> dict[str, dict[str, Part]]:
-        return {group: self._parts(group) for group in self.backend.slots}
+    def _state_groups(self) -> dict[str, dict[str, LocalShard]]:
+        return {group: self._local_shards(group) for group in self.backend.optimizer_state}
 
-    def _parts(self, group: str) -> dict[str, Part]:
-        """What this rank has of each model tensor in one group of the state, where it has a row of it."""
-        found: dict[str, Part] = {}
-        for key, rows in self.backend.slots[group].items():
-            for box in self._held[key]:
-                held = rows_of(box, rows.first, rows.local.shape[0])
-                if held is not None:
-                    assert held.name not in found, f"{held.name} is held twice"
-                    found[held.name] = self._part(held, rows)
-        return found
+    def _local_shards(self, group: str) -> dict[str, LocalShard]:
+        """Return this rank's shard of each model tensor it holds rows of, for one state group."""
+        shards: dict[str, LocalShard] = {}
+        for key, rows in self.backend.optimizer_state[group].items():
+            for tensor_slice in self._tensor_slices[key]:
+                local_slice = intersect_rows(tensor_slice, rows.start_row, rows.local.shape[0])
+                if local_slice is not None:
+                    assert local_slice.name not in shards, f"{local_slice.name} is held twice"
+                    shards[local_slice.name] = self._local_shard(local_slice, rows)
+        return shards
 
-    def _part(self, held: Held, rows: Rows) -> Part:
+    def _local_shard(self, local_slice: TensorSlice, rows: RowSlice) -> LocalShard:
         grid = self.backend.grid
         replicas, replica = (1, 0) if self._zero1 else (grid.dp, grid.dp_rank)
-        return Part(
-            local=rows.local[held.row : held.row + held.shape[0]].detach(),
-            shape=self._table[held.name].shape,
-            offset=held.offset,
-            copies=len(held.holders) * replicas,
-            copy=held.copy_of(grid) * replicas + replica,
+        return LocalShard(
+            local=rows.local[local_slice.start_row : local_slice.start_row + local_slice.shape[0]].detach(),
+            shape=self._param_specs[local_slice.name].shape,
+            offset=local_slice.offset,
+            n_replicas=len(local_slice.replicas) * replicas,
+            replica_index=local_slice.replica_index(grid) * replicas + replica,
         )
 
 
-def _dtype_of(slots: Mapping[str, Rows]) -> torch.dtype:
-    """The dtype of a group of the state, which is one for all its tensors."""
+def _group_dtype(slots: Mapping[str, RowSlice]) -> torch.dtype:
+    """Return the dtype of a state group, which all its tensors share."""
     (dtype,) = {rows.local.dtype for rows in slots.values()}
     return dtype

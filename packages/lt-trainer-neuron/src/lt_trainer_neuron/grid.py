@@ -1,7 +1,7 @@
-"""Where each rank stands in neuronx-distributed's (NxD's) box of ranks, and how its tensors are cut. Pure arithmetic.
+"""Rank coordinates in neuronx-distributed's (NxD's) rank mesh, and NxD's sharding options.
 
-Ranks of one tensor-parallel group are next to each other (they share a node), then data-parallel ranks, then pipeline
-stages: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. Tensor-parallel and pipeline peers read the same rows.
+Pure arithmetic. Ranks of one tensor-parallel group are consecutive (they share a node), then data-parallel ranks, then
+pipeline stages: rank = (pp_rank * dp + dp_rank) * tp + tp_rank. Tensor-parallel and pipeline peers read the same rows.
 
 Cost: nothing is computed; `groups` lists every rank once per axis.
 """
@@ -11,30 +11,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from lt_trainer.config import Recipe, engine_options
 from lt_trainer.engine import Topology
-from lt_trainer.recipe import Recipe, engine_options
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
-    from lt_trainer.sections import ParallelOptions
+    from lt_trainer.config import ParallelOptions
 
-__all__ = ["Axis", "Grid", "cut_of"]
+__all__ = ["Axis", "Grid", "build_nxd_options"]
 
 Axis = Literal["tp", "dp", "pp"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grid:
-    """The degrees of parallelism and this rank's place in each.
+    """Parallel degrees and this rank's coordinates.
 
     Attributes:
-        tp: ranks that compute each layer together.
-        dp: ranks that read different rows.
-        pp: pipeline stages.
-        tp_rank: this rank's place among the tensor-parallel ranks.
-        dp_rank: its place among the data-parallel ranks.
-        pp_rank: its stage.
+        tp: tensor-parallel degree.
+        dp: data-parallel degree; these ranks read different rows.
+        pp: number of pipeline stages.
+        tp_rank: index among the tensor-parallel ranks.
+        dp_rank: index among the data-parallel ranks.
+        pp_rank: index of the pipeline stage.
     """
 
     tp: int = 1
@@ -45,57 +45,60 @@ class Grid:
     pp_rank: int = 0
 
     @staticmethod
-    def of(parallel: ParallelOptions, rank: int, world: int) -> Grid:
-        """The place of rank number `rank` of `world`.
+    def from_options(parallel: ParallelOptions, rank: int, world_size: int) -> Grid:
+        """Return the coordinates of `rank` in a world of `world_size` ranks.
 
         Raises:
-            RecipeError: the degrees do not make up `world`.
+            RecipeError: the degrees do not multiply to `world_size`.
         """
-        dp, tp = parallel.data_parallel(world), parallel.tp
+        dp, tp = parallel.data_parallel_size(world_size), parallel.tp
         return Grid(tp=tp, dp=dp, pp=parallel.pp, tp_rank=rank % tp, dp_rank=rank // tp % dp, pp_rank=rank // (tp * dp))
 
     @property
-    def world(self) -> int:
-        """Ranks of the run."""
+    def world_size(self) -> int:
+        """Number of ranks of the run."""
         return self.tp * self.dp * self.pp
 
     @property
     def rank(self) -> int:
-        """This rank's number."""
+        """Global rank."""
         return self.rank_at(tp_rank=self.tp_rank, dp_rank=self.dp_rank, pp_rank=self.pp_rank)
 
     @property
-    def first_stage(self) -> bool:
-        """Whether this rank has the embedding."""
+    def is_first_stage(self) -> bool:
+        """True on the first stage, which holds the embedding."""
         return self.pp_rank == 0
 
     @property
-    def last_stage(self) -> bool:
-        """Whether this rank has the last norm and the head, and so the loss."""
+    def is_last_stage(self) -> bool:
+        """True on the last stage, which holds the final norm, the head and the loss."""
         return self.pp_rank == self.pp - 1
 
     @property
     def topology(self) -> Topology:
-        """What the data needs to know."""
-        return Topology(rank=self.rank, world=self.world, dp_rank=self.dp_rank, dp_size=self.dp)
+        """Topology for the data loader."""
+        return Topology(rank=self.rank, world_size=self.world_size, dp_rank=self.dp_rank, dp_size=self.dp)
 
     def rank_at(self, *, tp_rank: int, dp_rank: int, pp_rank: int) -> int:
-        """The number of the rank at a place."""
+        """Return the global rank at the given coordinates."""
         return (pp_rank * self.dp + dp_rank) * self.tp + tp_rank
 
     def groups(self, axis: Axis) -> list[list[int]]:
-        """Every group of ranks that differ in `axis` alone, by rank; each rank is in one of them."""
+        """Return the groups of ranks that differ only in `axis`; each rank is in exactly one."""
         stride = {"tp": 1, "dp": self.tp, "pp": self.tp * self.dp}[axis]
         size = {"tp": self.tp, "dp": self.dp, "pp": self.pp}[axis]
-        firsts = (rank for rank in range(self.world) if rank // stride % size == 0)
+        firsts = (rank for rank in range(self.world_size) if rank // stride % size == 0)
         return [[first + stride * index for index in range(size)] for first in firsts]
 
 
-def cut_of(recipe: Recipe) -> NxdOptions:
-    """How the model files of an NxD checkpoint of this recipe are cut, which is how its ranks hold the weights.
+def build_nxd_options(recipe: Recipe) -> NxdOptions:
+    """Return NxD's sharding options of this recipe.
+
+    They apply to the model files of its NxD checkpoints and to the weights that its ranks hold.
+
 
     Raises:
-        CheckpointError: no NxD checkpoint is like that.
+        CheckpointError: NxD checkpoints do not support these options.
     """
     from lt_ckpt.nxd.options import NxdOptions
 
@@ -104,7 +107,7 @@ def cut_of(recipe: Recipe) -> NxdOptions:
     return NxdOptions(
         tp=recipe.parallel.tp,
         pp=recipe.parallel.pp,
-        kv_multiplier=options.kv_replicator,
+        kv_size_multiplier=options.kv_size_multiplier,
         qkv=qkv,
         xser=options.save_xser,
     )

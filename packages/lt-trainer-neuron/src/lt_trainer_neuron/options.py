@@ -1,15 +1,14 @@
-"""The engine's own knobs, as they stand in `[engine.neuron]`.
+"""Options of the Trainium engine, the recipe section `[engine.neuron]`.
 
-They carry the names and defaults of the Llama recipes for neuronx-distributed (NxD): the Llama-2-7B recipes use plain
-projections, the Llama-3 ones `qkv_linear` with a kv replicator of 4.
+Names and defaults follow the Llama recipes for neuronx-distributed (NxD): the Llama-2-7B recipes use separate
+projections, the Llama-3 recipes `qkv_linear` with a kv replicator of 4.
 """
 
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_trainer.config import check_types, field_error, option, require_at_least
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import check_types, option
-from lt_trainer.sections import at_least, wrong
 
 __all__ = ["SECTION", "NeuronOptions"]
 
@@ -18,49 +17,53 @@ SECTION = "engine.neuron"
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronOptions:
-    """Options of the Trainium engine; the parallel degrees stand in `[parallel]`."""
+    """Options of the Trainium engine; the parallel degrees are in `[parallel]`."""
 
     backend: Literal["nxd", "xla", "cpu"] = option(
         "nxd",
         "nxd: neuronx-distributed on Trainium; xla: one rank on plain torch-xla; "
         "cpu: the same plan over gloo, to compare numbers",
     )
-    graph: Literal["micro_batch", "step"] = option(
+    graph_scope: Literal["micro_batch", "step"] = option(
         "micro_batch",
-        "what is compiled as one graph: a micro-batch, and apart from it the update; or the whole step, which grows "
+        "scope of one compiled graph: a micro-batch, with the optimizer step apart; or the whole step, which grows "
         "with the number of micro-batches (one stage only; with stages each pass and transfer is a graph)",
+        former_name="graph",
     )
     cpu_dtype: Literal["float32", "bfloat16", "float64"] = option(
-        "float32", "what the cpu backend computes in, in place of precision; its master weights are fp32 or wider"
+        "float32", "compute dtype of the cpu backend, in place of precision; its master weights are fp32 or wider"
     )
     num_neuroncores: int = option(
         32,
         "NeuronCores of one node, one rank each (trn1.32xlarge has 32, trn1.2xlarge 2)",
-        hp="NUM_NEURONCORES",
+        hyperparameter="NUM_NEURONCORES",
     )
     qkv_linear: bool = option(
-        False, "one sharded layer for q, k and v, which can replicate key/value heads", hp="QKV_LINEAR"
+        False, "one sharded layer for q, k and v, which can replicate key/value heads", hyperparameter="QKV_LINEAR"
     )
-    kv_replicator: int = option(
-        1, "copies of each key/value head; with qkv_linear, n_kv_heads * kv_replicator = tp", hp="KV_REPLICATOR"
+    kv_size_multiplier: int = option(
+        1,
+        "replicas of each key/value head; with qkv_linear, n_kv_heads * kv_size_multiplier = tp",
+        hyperparameter="KV_REPLICATOR",
+        former_name="kv_replicator",
     )
-    fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix", hp="FUSE_QKV")
-    zero1: bool = option(True, "shard the optimizer state over data parallel ranks", hp="USE_ZERO_1")
-    precision: Literal["bf16_sr", "downcast", "fp32_master"] = option(
+    fuse_qkv: bool = option(False, "store q, k and v of qkv_linear as one matrix", hyperparameter="FUSE_QKV")
+    zero1: bool = option(True, "shard the optimizer state over data parallel ranks", hyperparameter="USE_ZERO_1")
+    precision: Literal["bf16_sr", "downcast", "fp32_master_weights"] = option(
         "bf16_sr",
         "bf16_sr: bf16 with stochastic rounding; downcast: fp32 weights computed in bf16; "
-        "fp32_master: bf16 with fp32 master weights, as on GPUs",
+        "fp32_master_weights: bf16 with fp32 master weights, as on GPUs",
     )
     nxd_grad_norm: bool = option(
-        False, "count every copy of a replicated key/value head in the gradient norm, as NxD does, to compare with it"
+        False, "count every replica of a key/value head in the gradient norm, as NxD does, to compare with it"
     )
     selective_checkpointing: bool = option(
-        True, "recompute core attention in the backward pass", hp="USE_SELECTIVE_CHECKPOINT"
+        True, "recompute core attention in the backward pass", hyperparameter="USE_SELECTIVE_CHECKPOINT"
     )
-    flash_attention: bool = option(False, "the NKI flash attention kernel", hp="USE_FLASH_ATTENTION")
-    save_xser: bool = option(True, "NxD checkpoints with one file per tensor", hp="SAVE_LOAD_XSER")
-    compile_key: Literal["warn", "refuse", "ignore"] = option(
-        "warn", "what to do where lt train precompile has made no graphs for this recipe"
+    flash_attention: bool = option(False, "the NKI flash attention kernel", hyperparameter="USE_FLASH_ATTENTION")
+    save_xser: bool = option(True, "NxD checkpoints with one file per tensor", hyperparameter="SAVE_LOAD_XSER")
+    compile_key: Literal["warn", "error", "ignore"] = option(
+        "warn", "reaction if lt train precompile has made no graphs for this recipe"
     )
     compile_cache: str = option("", "folder or s3:// URL of compiled graphs; empty = the compiler's default")
     cc_flags: str = option("--model-type=transformer", "flags of the compiler, NEURON_CC_FLAGS")
@@ -69,21 +72,21 @@ class NeuronOptions:
 
     def __post_init__(self) -> None:
         check_types(self, SECTION)
-        at_least(self, SECTION, 1, "num_neuroncores", "kv_replicator", "max_inflight", "malloc_arenas")
-        if self.kv_replicator != 1 and not self.qkv_linear:
-            problem = "key/value heads are only replicated by qkv_linear"
-            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.kv_replicator to 1"
-            raise wrong(self, SECTION, "kv_replicator qkv_linear", problem, remedy)
+        require_at_least(self, SECTION, 1, "num_neuroncores", "kv_size_multiplier", "max_inflight", "malloc_arenas")
+        if self.kv_size_multiplier != 1 and not self.qkv_linear:
+            problem = "key/value heads can only be replicated with qkv_linear"
+            remedy = "set engine.neuron.qkv_linear to true or engine.neuron.kv_size_multiplier to 1"
+            raise field_error(self, SECTION, "kv_size_multiplier qkv_linear", problem, remedy)
         if self.fuse_qkv and not self.qkv_linear:
-            problem = "there is nothing to fuse without qkv_linear"
+            problem = "has no effect without qkv_linear"
             remedy = "set engine.neuron.qkv_linear to true or engine.neuron.fuse_qkv to false"
-            raise wrong(self, SECTION, "fuse_qkv qkv_linear", problem, remedy)
+            raise field_error(self, SECTION, "fuse_qkv qkv_linear", problem, remedy)
         if self.cpu_dtype != NeuronOptions.cpu_dtype and self.backend != "cpu":
-            problem, remedy = "only the cpu backend has a choice of dtypes", "set engine.neuron.precision instead"
-            raise wrong(self, SECTION, "cpu_dtype backend", problem, remedy)
+            problem, remedy = "has an effect only with the cpu backend", "set engine.neuron.precision instead"
+            raise field_error(self, SECTION, "cpu_dtype backend", problem, remedy)
         if "--cache_dir" in self.cc_flags:
             raise RecipeError(
-                "the compiler's cache has an option of its own",
+                "the compiler's cache is set by engine.neuron.compile_cache",
                 values={f"{SECTION}.cc_flags": self.cc_flags},
-                remedy="take --cache_dir out and set engine.neuron.compile_cache",
+                remedy="remove --cache_dir and set engine.neuron.compile_cache",
             )

@@ -1,38 +1,38 @@
-"""A plan of a run on NeuronCores, as a page for a person."""
+"""Text report of a run plan on NeuronCores."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lt_ckpt.nxd.layout import stages
+from lt_ckpt.nxd.layout import layers_per_stage
 from lt_model import n_parameters
-from lt_trainer.planning.text import count, duration
+from lt_trainer.planning import format_count, format_duration
 from lt_trainer_neuron.planning import GIB, NeuronPlan
 
-__all__ = ["page"]
+__all__ = ["format_plan"]
 
 
-def page(plan: NeuronPlan) -> str:
-    """Return the page."""
-    return "\n".join(_lines(plan)) + "\n"
+def format_plan(plan: NeuronPlan) -> str:
+    """Return the plan as a text report."""
+    return "\n".join(_iter_lines(plan)) + "\n"
 
 
-def _lines(plan: NeuronPlan) -> Iterator[str]:
+def _iter_lines(plan: NeuronPlan) -> Iterator[str]:
     recipe, parallel, batch = plan.recipe, plan.recipe.parallel, plan.recipe.batch
     yield (
-        f"{recipe.model.preset or 'model'}: {count(n_parameters(plan.config))} parameters; vocabulary "
+        f"{recipe.model.preset or 'model'}: {format_count(n_parameters(plan.config))} parameters; vocabulary "
         f"{plan.config.vocab_size} from {plan.vocabulary_from}"
     )
-    per_node = plan.cores // parallel.n_nodes
+    per_node = plan.n_cores // parallel.n_nodes
     where = f"{parallel.n_nodes} node{'s' * (parallel.n_nodes > 1)} of {per_node}"
-    yield f"{plan.cores} x {plan.core.title} ({where}): {', '.join(_degrees(plan))}"
-    rows = f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of {batch.micro_batch}"
+    yield f"{plan.n_cores} x {plan.core.title} ({where}): {', '.join(_iter_degrees(plan))}"
+    rows = f"{plan.accumulation} micro-batch{'es' * (plan.accumulation > 1)} of {batch.micro_batch_size}"
     yield (
-        f"one update: {batch.global_batch} rows of {recipe.data.seq_len} = {plan.tokens_per_step:,} tokens; on each of "
-        f"{plan.dp} data parallel ranks {rows}"
+        f"one step: {batch.global_batch_size} rows of {recipe.data.seq_len} = {plan.tokens_per_step:,} tokens; on each "
+        f"of {plan.dp} data parallel ranks {rows}"
     )
     yield ""
-    full = plan.fullest
+    full = plan.largest_stage
     of_stage = f"of stage {full.stage}, the fullest" if parallel.pp > 1 else ""
     yield f"{'memory of a core ' + of_stage:<32}    GiB"
     for part, n_bytes in full.parts.items():
@@ -45,36 +45,37 @@ def _lines(plan: NeuronPlan) -> Iterator[str]:
     yield f"  {'needed':<30} {needed:>8.2f}   of {there:.1f}: {verdict}"
     yield f"  {'a checkpoint, on disk':<30} {plan.checkpoint_bytes / GIB:>8.2f}"
     yield ""
-    yield from _time_lines(plan)
+    yield from _iter_time_lines(plan)
     if not plan.fits:
         yield ""
-        yield "to fit: more nodes with engine.neuron.zero1, a greater parallel.tp or parallel.pp, a lower"
-        yield "batch.micro_batch, parallel.sequence_parallel, engine.neuron.selective_checkpointing, or shorter rows"
+        yield "to fit: more nodes with engine.neuron.zero1, a larger parallel.tp or parallel.pp,"
+        yield "parallel.sequence_parallel, engine.neuron.selective_checkpointing, a smaller batch.micro_batch_size"
+        yield "or data.seq_len"
     yield "note: nothing here was measured on Trainium"
 
 
-def _degrees(plan: NeuronPlan) -> Iterator[str]:
+def _iter_degrees(plan: NeuronPlan) -> Iterator[str]:
     parallel = plan.recipe.parallel
     if parallel.tp > 1:
         yield f"tensor parallel {parallel.tp}" + (" with sequence parallel" if parallel.sequence_parallel else "")
     if parallel.pp > 1:
-        sizes = [len(layers) for layers in stages(plan.config.n_layers, parallel.pp)]
+        sizes = [len(layers) for layers in layers_per_stage(plan.config.n_layers, parallel.pp)]
         yield f"{parallel.pp} stages of {min(sizes)}" + (f" to {max(sizes)}" * (min(sizes) < max(sizes))) + " layers"
     yield f"data parallel {plan.dp}"
 
 
-def _time_lines(plan: NeuronPlan) -> Iterator[str]:
+def _iter_time_lines(plan: NeuronPlan) -> Iterator[str]:
     schedule = plan.recipe.schedule
     tera = plan.core.peak_flops / 1e12
     yield f"time at {plan.mfu:.1%} MFU of {tera:.0f} TFLOP/s ({plan.mfu_source})"
-    if plan.bubble:
-        yield f"  {'pipeline bubble':<30} {plan.bubble:.1%}"
-    yield f"  {'an update':<30} {duration(plan.step_s)}"
+    if plan.pipeline_bubble:
+        yield f"  {'pipeline bubble':<30} {plan.pipeline_bubble:.1%}"
+    yield f"  {'an update':<30} {format_duration(plan.step_s)}"
     yield f"  {'tokens per second':<30} {plan.tokens_per_step / plan.step_s:,.0f}"
-    total = f"{schedule.max_steps:,} updates, {count(schedule.max_steps * plan.tokens_per_step)} tokens"
-    yield f"  {'the run':<30} {duration(plan.step_s * schedule.max_steps)} for {total}"
+    total = f"{schedule.max_steps:,} updates, {format_count(schedule.max_steps * plan.tokens_per_step)} tokens"
+    yield f"  {'the run':<30} {format_duration(plan.step_s * schedule.max_steps)} for {total}"
     if plan.epoch is None:
         yield f"  {'an epoch':<30} not counted: the store is not here, or has rows of several lengths"
         return
-    rows, left = f"{plan.epoch.rows:,} rows", f"{plan.epoch.left:,} rows left over"
+    rows, left = f"{plan.epoch.rows:,} rows", f"{plan.epoch.leftover_rows:,} rows left over"
     yield f"  {'an epoch':<30} {plan.epoch.steps:,} updates of {rows}, {left}"

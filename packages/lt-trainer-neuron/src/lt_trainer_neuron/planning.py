@@ -1,51 +1,51 @@
-"""What a run needs of NeuronCores before it is started: bytes of the fullest core by part, steps of an epoch, time.
+"""Memory and time plan of a run on NeuronCores: bytes of the largest stage, steps of an epoch, time.
 
-A core holds its share of one pipeline stage. Weights and gradients are whole there, as the files of an NxD checkpoint
-are cut (so copies of key/value heads count); masters and moments are divided by the data-parallel degree with ZeRO-1.
-With P stages, stage s has at most P - s micro-batches in flight, each with all that its layers keep; attention that
-is recomputed keeps no scores, but holds those of one layer while it does. Logits are not cut into chunks: the last
-stage holds them in fp32, their exponentials, and their gradient in the compute dtype.
+A core holds its share of one pipeline stage. Weights and gradients are not sharded further, as in the files of an NxD
+checkpoint (so replicas of key/value heads count); master weights and optimizer state are divided by the data-parallel
+degree with ZeRO-1. With P stages, stage s has at most P - s micro-batches in flight, each with all activations that its
+layers keep; recomputed attention keeps no scores, but holds those of one layer during recomputation. Logits are not
+chunked: the last stage holds them in fp32, their exponentials, and their gradient in the compute dtype.
 
-Bytes are those on the device, where `bf16_sr` and `downcast` have narrower numbers than torch says. What the runtime,
-collectives and compiled code take is the reserve, an assumption: nothing here was measured on Trainium.
+Bytes are those on the device, where `bf16_sr` and `downcast` use narrower dtypes than torch reports. The reserve covers
+runtime, collectives and compiled code, and is an assumption: nothing here was measured on Trainium.
 
-Time takes one published figure as the share of the peak that is reached: Llama 3 70B at 8192, TP 32 x PP 8 on 16
-trn1.32xlarge, 1024 rows an update in 243.8 s, of AWS's guide for that run. The pipeline's bubble is counted apart.
+Time assumes the MFU of one published figure: Llama 3 70B at 8192, TP 32 x PP 8 on 16 trn1.32xlarge, 1024 rows per step
+in 243.8 s, from AWS's guide for that run. The pipeline bubble is counted separately.
 
-Cost: the tensors of each stage, once.
+Cost: the tensors of each stage are listed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt.nxd.layout import rank_tensors, stages
+from lt_ckpt.nxd.layout import layers_per_stage, rank_tensors
 from lt_model import LlamaConfig, flops_per_token, n_parameters
-from lt_model.activations import block_backward_per_token, kept_per_token
+from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
+from lt_trainer.config import Recipe, ResolvedRecipe, engine_options, llama_config, suggest
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import suggest
-from lt_trainer.planning.plan import vocabulary
-from lt_trainer.recipe import Recipe, Resolved, engine_options, llama_config
-from lt_trainer_neuron.checks import check, check_model
-from lt_trainer_neuron.grid import cut_of
+from lt_trainer.optimizers import optimizer_spec
+from lt_trainer.planning import vocab_size_and_source
+from lt_trainer_neuron.checks import check_model, check_recipe
+from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 
-__all__ = ["CORES", "Core", "CoreMemory", "Epoch", "NeuronPlan", "core_memory", "make"]
+__all__ = ["NEURON_CORES", "CoreMemory", "EpochEstimate", "NeuronCore", "NeuronPlan", "core_memory", "make_plan"]
 
 GIB = 2**30
 RESERVE_SHARE, RESERVE_BYTES = 0.05, 1 << 30
-BUSY = 0.345
-"""Share of the peak between pipeline bubbles, from the published figure in the module's text."""
+ASSUMED_MFU = 0.345
+"""MFU excluding pipeline bubbles, from the published figure in the module docstring."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Core:
-    """A NeuronCore: memory in bytes, dense bf16 FLOP/s, and how many a node of the usual size has."""
+class NeuronCore:
+    """NeuronCore type: memory in bytes, dense bf16 FLOP/s, and cores per node."""
 
     name: str
     title: str
@@ -54,29 +54,28 @@ class Core:
     per_node: int
 
 
-CORES: Mapping[str, Core] = {
-    "trn1": Core(
+NEURON_CORES: Mapping[str, NeuronCore] = {
+    "trn1": NeuronCore(
         name="trn1", title="NeuronCore-v2 (trn1)", memory_bytes=16 * GIB, peak_flops=95e12, per_node=32
     ),  # a Trainium chip: 32 GiB and 190 TFLOP/s of bf16, two cores (AWS Neuron documentation)
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Bytes:
-    """Of one number on the device."""
+class BytesPerParam:
+    """Bytes per parameter on the device."""
 
     weight: int
     gradient: int
     master: int
-    moment: int
 
 
-BYTES: Mapping[str, Bytes] = {
-    "bf16_sr": Bytes(weight=2, gradient=2, master=0, moment=2),
-    "downcast": Bytes(weight=2, gradient=4, master=4, moment=4),
-    "fp32_master": Bytes(weight=2, gradient=4, master=4, moment=4),
+BYTES_PER_PARAM: Mapping[str, BytesPerParam] = {
+    "bf16_sr": BytesPerParam(weight=2, gradient=2, master=0),
+    "downcast": BytesPerParam(weight=2, gradient=4, master=4),
+    "fp32_master_weights": BytesPerParam(weight=2, gradient=4, master=4),
 }
-"""By `engine.neuron.precision`; without masters the weights are what is updated."""
+"""By `engine.neuron.precision`; without master weights the optimizer updates the weights directly."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +92,7 @@ class CoreMemory:
 
     @property
     def reserve(self) -> float:
-        """For runtime, collectives, compiled code and what cannot be used."""
+        """Bytes reserved for runtime, collectives, compiled code and fragmentation."""
         return RESERVE_SHARE * self.peak + RESERVE_BYTES
 
     @property
@@ -103,50 +102,50 @@ class CoreMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Epoch:
-    """An epoch over the rows of the recipe's store: rows = steps x global batch + left."""
+class EpochEstimate:
+    """Epoch over the rows of the recipe's store: rows = steps * global_batch_size + leftover_rows."""
 
     rows: int
     steps: int
-    left: int
+    leftover_rows: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class NeuronPlan:
-    """A recipe on NeuronCores; of `memory` each stage, the first one first."""
+    """Plan of a recipe on NeuronCores; `memory` is by stage, first stage first."""
 
     recipe: Recipe
     config: LlamaConfig
     vocabulary_from: str
-    core: Core
-    cores: int
+    core: NeuronCore
+    n_cores: int
     dp: int
     accumulation: int
     memory: tuple[CoreMemory, ...]
-    bubble: float
+    pipeline_bubble: float
     step_s: float
     mfu: float
     mfu_source: str
     checkpoint_bytes: float
-    epoch: Epoch | None
+    epoch: EpochEstimate | None
 
     @property
-    def fullest(self) -> CoreMemory:
-        """Of the stage that needs most."""
-        return max(self.memory, key=lambda one: one.needed)
+    def largest_stage(self) -> CoreMemory:
+        """Memory of the stage that needs most."""
+        return max(self.memory, key=lambda stage_memory: stage_memory.needed)
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits into a core."""
-        return self.fullest.needed <= self.core.memory_bytes
+        """True if every stage fits into a core."""
+        return self.largest_stage.needed <= self.core.memory_bytes
 
     @property
     def tokens_per_step(self) -> int:
-        """Positions of one update."""
-        return self.recipe.batch.global_batch * self.recipe.data.seq_len
+        """Token positions of one step."""
+        return self.recipe.batch.global_batch_size * self.recipe.data.seq_len
 
-    def values(self) -> dict[str, Any]:
-        """The plan as plain values: bytes and seconds."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, in bytes and seconds."""
         epoch = self.epoch
         return {
             "format": 1,
@@ -154,23 +153,23 @@ class NeuronPlan:
             "vocabulary_from": self.vocabulary_from,
             "device": vars(self.core),
             "layout": {
-                "cores": self.cores,
+                "cores": self.n_cores,
                 "nodes": self.recipe.parallel.n_nodes,
                 "tp": self.recipe.parallel.tp,
                 "pp": self.recipe.parallel.pp,
                 "dp": self.dp,
-                "micro_batch": self.recipe.batch.micro_batch,
+                "micro_batch_size": self.recipe.batch.micro_batch_size,
                 "accumulation": self.accumulation,
-                "stages": [len(layers) for layers in stages(self.config.n_layers, self.recipe.parallel.pp)],
+                "stages": [len(layers) for layers in layers_per_stage(self.config.n_layers, self.recipe.parallel.pp)],
             },
             "memory_bytes": {
-                "stage": self.fullest.stage,
-                "parts": dict(self.fullest.parts),
-                "peak": self.fullest.peak,
-                "reserve": self.fullest.reserve,
-                "needed": self.fullest.needed,
+                "stage": self.largest_stage.stage,
+                "parts": dict(self.largest_stage.parts),
+                "peak": self.largest_stage.peak,
+                "reserve": self.largest_stage.reserve,
+                "needed": self.largest_stage.needed,
                 "device": self.core.memory_bytes,
-                "needed_by_stage": [one.needed for one in self.memory],
+                "needed_by_stage": [stage_memory.needed for stage_memory in self.memory],
                 "checkpoint": self.checkpoint_bytes,
             },
             "fits": self.fits,
@@ -181,151 +180,167 @@ class NeuronPlan:
                 "seconds": self.step_s * self.recipe.schedule.max_steps,
                 "mfu": self.mfu,
                 "mfu_source": self.mfu_source,
-                "bubble": self.bubble,
+                "bubble": self.pipeline_bubble,
             },
             "epoch": None if epoch is None else vars(epoch),
         }
 
 
 def core_memory(recipe: Recipe, config: LlamaConfig, *, dp: int, accumulation: int, stage: int) -> CoreMemory:
-    """Bytes of one core of a stage.
+    """Return the memory of one core of a stage.
 
     Args:
-        recipe: for degrees, lengths and precision.
-        config: the model.
+        recipe: recipe with degrees, lengths and precision.
+        config: model configuration.
         dp: data-parallel degree.
-        accumulation: micro-batches of one update.
-        stage: which, from 0.
+        accumulation: micro-batches per step.
+        stage: index of the stage, from 0.
     """
     options = engine_options(recipe, "neuron", NeuronOptions)
-    parallel, width = recipe.parallel, BYTES[options.precision]
-    numbers = sum(prod(row.shape) for row in rank_tensors(config, cut_of(recipe), 0, stage))
+    parallel, width = recipe.parallel, BYTES_PER_PARAM[options.precision]
+    shapes = [row.shape for row in rank_tensors(config, build_nxd_options(recipe), 0, stage)]
+    n_params = sum(map(prod, shapes))
     share = dp if options.zero1 else 1
-    tokens, tp = recipe.batch.micro_batch * recipe.data.seq_len, parallel.tp
+    tokens, tp = recipe.batch.micro_batch_size * recipe.data.seq_len, parallel.tp
     layout = {"element_bytes": 2, "tp": tp, "sequence_parallel": parallel.sequence_parallel}
     scores = 0.0 if options.flash_attention else tokens * recipe.data.seq_len * config.n_heads / tp * (4 + 2)
-    layers = len(stages(config.n_layers, parallel.pp)[stage])
-    kept = tokens * _kept_per_token(recipe, config, options) + (0.0 if options.selective_checkpointing else scores)
+    layers = len(layers_per_stage(config.n_layers, parallel.pp)[stage])
+    kept = tokens * _activation_bytes_per_token(recipe, config, options) + (
+        0.0 if options.selective_checkpointing else scores
+    )
     in_flight = min(parallel.pp - stage, accumulation)
     last = stage == parallel.pp - 1
     return CoreMemory(
         stage=stage,
         parts={
-            "weights": numbers * width.weight,
-            "gradients": numbers * width.gradient,
-            "master weights": numbers * width.master / share,
-            "moments": 2 * numbers * width.moment / share,
+            "weights": n_params * width.weight,
+            "gradients": n_params * width.gradient,
+            "master weights": n_params * width.master / share,
+            "optimizer state": _optimizer_state_bytes(recipe, shapes, width) / share,
             "activations": in_flight * layers * kept,
-            "backward of a layer": tokens * block_backward_per_token(config, "none", **layout) + 2 * scores,
+            "backward of a layer": tokens * block_backward_bytes_per_token(config, "none", **layout) + 2 * scores,
             "logits and loss": tokens * config.vocab_size / tp * (4 + 4 + 2) if last else 0.0,
         },
     )
 
 
-def _kept_per_token(recipe: Recipe, config: LlamaConfig, options: NeuronOptions) -> float:
-    """Bytes per token that a layer keeps, without scores of attention.
+def _optimizer_state_bytes(recipe: Recipe, shapes: Iterable[tuple[int, ...]], width: BytesPerParam) -> int:
+    spec = optimizer_spec(recipe.optimizer.name)
+    return spec.state_bytes(recipe.optimizer, shapes, width.master or width.weight)
 
-    Two things differ from the formula for GPUs: keys and values come in copies, and with sequence parallelism NxD's
-    layers keep the part of their input that the rank has, and gather it again for the gradient.
+
+def _activation_bytes_per_token(recipe: Recipe, config: LlamaConfig, options: NeuronOptions) -> float:
+    """Return the activation bytes per token that a layer keeps, without attention scores.
+
+    Two things differ from the formula for GPUs: keys and values are replicated, and with sequence parallelism NxD's
+    layers keep only the rank's part of their input, and gather it again for the gradient.
     """
     parallel = recipe.parallel
-    kept = kept_per_token(config, "none", element_bytes=2, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel)
-    copies = options.kv_replicator - 1
-    more = copies * (kept["keys"] + kept["values"])
+    kept = activation_bytes_per_token(
+        config, "none", element_bytes=2, tp=parallel.tp, sequence_parallel=parallel.sequence_parallel
+    )
+    copies = options.kv_size_multiplier - 1
+    replicated = copies * (kept["keys"] + kept["values"])
     gathered = config.hidden_size * 2 * (1 - 1 / parallel.tp) if parallel.sequence_parallel else 0.0
-    return sum(kept.values()) + more - 2 * gathered  # of the inputs of two column-parallel products
+    return sum(kept.values()) + replicated - 2 * gathered  # for the inputs of two column-parallel matmuls
 
 
-def make(
-    resolved: Resolved, *, device: str, devices: int, nodes: int | None = None, mfu: float | None = None
+def make_plan(
+    resolved: ResolvedRecipe, *, device: str, devices: int, nodes: int | None = None, mfu: float | None = None
 ) -> NeuronPlan:
-    """Make a plan.
+    """Return the plan of a recipe.
 
     Args:
-        resolved: the recipe.
-        device: `trn1`.
-        devices: NeuronCores of a node.
-        nodes: how many nodes; the recipe's parallel.n_nodes when None.
+        resolved: resolved recipe.
+        device: device name, `trn1`.
+        devices: NeuronCores per node.
+        nodes: number of nodes; the recipe's parallel.n_nodes if None.
         mfu: measured MFU ("full" convention), or None to assume one.
 
     Raises:
-        RecipeError: the recipe would not run, the device is not known, or the recipe is one for the cpu backend.
+        RecipeError: the recipe cannot run, the device is unknown, or the recipe uses the cpu backend.
     """
-    if device.lower() not in CORES:
-        near = "" if suggest(device, CORES) else " (GPUs are those of run.engine = gpu)"
+    if device.lower() not in NEURON_CORES:
+        near = "" if suggest(device, NEURON_CORES) else " (for GPUs set run.engine = gpu)"
         raise RecipeError(
-            "no such device of the neuron engine", values={"--device": device}, remedy=f"use {', '.join(CORES)}{near}"
+            "unknown device of the neuron engine",
+            values={"--device": device},
+            remedy=f"use {', '.join(NEURON_CORES)}{near}",
         )
-    core, recipe = CORES[device.lower()], resolved.recipe
+    core, recipe = NEURON_CORES[device.lower()], resolved.recipe
     if nodes is not None and nodes != recipe.parallel.n_nodes:
         recipe = replace(recipe, parallel=replace(recipe.parallel, n_nodes=nodes))
     options = engine_options(recipe, "neuron", NeuronOptions)
     if devices != options.num_neuroncores or options.backend == "cpu":
         raise RecipeError(
-            "a plan is one of Trainium, with one rank per core of a node",
+            "plans are for Trainium with one rank per core of a node",
             values={
                 "--devices": devices,
                 f"{SECTION}.num_neuroncores": options.num_neuroncores,
                 f"{SECTION}.backend": options.backend,
             },
-            remedy=f"give --devices {options.num_neuroncores}, and leave the cpu backend out",
+            remedy=f"use --devices {options.num_neuroncores}, without the cpu backend",
         )
     if mfu is not None and not 0 < mfu < 1:
-        raise RecipeError("is a share of the peak", values={"--mfu": mfu}, remedy="give a number between 0 and 1")
+        raise RecipeError("must be a fraction of the peak", values={"--mfu": mfu}, remedy="use a value between 0 and 1")
     try:
-        check(recipe, World())
-        vocab_size, source = vocabulary(recipe)
+        check_recipe(recipe, World())
+        vocab_size, source = vocab_size_and_source(recipe)
         config = llama_config(recipe, vocab_size)
         check_model(recipe, config)
         cores = options.num_neuroncores * recipe.parallel.n_nodes
-        dp, accumulation = recipe.parallel.data_parallel(cores), recipe.accumulation(cores)
+        dp, accumulation = recipe.parallel.data_parallel_size(cores), recipe.accumulation_steps(cores)
     except RecipeError as exc:
-        raise exc.located(resolved.origins) from exc
+        raise exc.with_origins(resolved.origins) from exc
     bubble = (recipe.parallel.pp - 1) / (accumulation + recipe.parallel.pp - 1)
-    told = "given"
+    mfu_source = "given"
     if mfu is None:
-        mfu, told = (
-            BUSY * (1 - bubble),
-            f"assumed: {BUSY:.1%} between pipeline bubbles, as of Llama 3 70B in the guide by AWS",
+        mfu, mfu_source = (
+            ASSUMED_MFU * (1 - bubble),
+            f"assumed: {ASSUMED_MFU:.1%} without pipeline bubbles, from Llama 3 70B in AWS's guide",
         )
-    tokens = recipe.batch.global_batch * recipe.data.seq_len
+    tokens = recipe.batch.global_batch_size * recipe.data.seq_len
     return NeuronPlan(
         recipe=recipe,
         config=config,
         vocabulary_from=source,
         core=core,
-        cores=cores,
+        n_cores=cores,
         dp=dp,
         accumulation=accumulation,
         memory=tuple(
             core_memory(recipe, config, dp=dp, accumulation=accumulation, stage=stage)
             for stage in range(recipe.parallel.pp)
         ),
-        bubble=bubble,
+        pipeline_bubble=bubble,
         step_s=tokens * flops_per_token(config, recipe.data.seq_len) / (cores * core.peak_flops * mfu),
         mfu=mfu,
-        mfu_source=told,
-        checkpoint_bytes=_checkpoint_bytes(recipe, config, BYTES[options.precision]),
-        epoch=_epoch(recipe),
+        mfu_source=mfu_source,
+        checkpoint_bytes=_checkpoint_bytes(recipe, config, BYTES_PER_PARAM[options.precision]),
+        epoch=_estimate_epoch(recipe),
     )
 
 
-def _checkpoint_bytes(recipe: Recipe, config: LlamaConfig, width: Bytes) -> float:
-    """Weights with copies of key/value heads, as NxD's files have them, and the optimizer's state."""
-    cut, tp = cut_of(recipe), recipe.parallel.tp
-    numbers = tp * sum(
-        prod(row.shape) for stage in range(recipe.parallel.pp) for row in rank_tensors(config, cut, 0, stage)
-    )
-    return numbers * (width.weight + width.master + 2 * width.moment)
+def _checkpoint_bytes(recipe: Recipe, config: LlamaConfig, width: BytesPerParam) -> float:
+    """Return the bytes of weights, with replicated key/value heads as in NxD's files, and optimizer state."""
+    nxd_options, tp = build_nxd_options(recipe), recipe.parallel.tp
+    shapes = [row.shape for stage in range(recipe.parallel.pp) for row in rank_tensors(config, nxd_options, 0, stage)]
+    weights = sum(map(prod, shapes)) * (width.weight + width.master)
+    return tp * (weights + _optimizer_state_bytes(recipe, shapes, width))
 
 
-def _epoch(recipe: Recipe) -> Epoch | None:
-    """An epoch, where the rows are of one store that is here and all of one length."""
+def _estimate_epoch(recipe: Recipe) -> EpochEstimate | None:
+    """Return the epoch, or None unless the rows are from one local store and of equal length."""
     data = recipe.data
-    if data.kind != "store" or data.pack == "buckets" or recipe.batch.ramp.start or not Path(data.store).exists():
+    if (
+        data.source_kind != "store"
+        or data.packing == "buckets"
+        or recipe.batch.ramp.start
+        or not Path(data.store).exists()
+    ):
         return None
     from lt_data import TokenStore, open_pack
 
-    rows = open_pack(TokenStore.open(data.store), seq_len=data.seq_len, mode=data.pack).n_rows
-    steps, left = divmod(rows, recipe.batch.global_batch)
-    return Epoch(rows=rows, steps=steps, left=left)
+    rows = open_pack(TokenStore.open(data.store), seq_len=data.seq_len, mode=data.packing).n_rows
+    steps, left = divmod(rows, recipe.batch.global_batch_size)
+    return EpochEstimate(rows=rows, steps=steps, leftover_rows=left)

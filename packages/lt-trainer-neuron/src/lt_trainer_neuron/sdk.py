@@ -1,11 +1,11 @@
-"""The releases of the AWS Neuron SDK that this engine is made for, and whether one of them is installed here.
+"""Supported AWS Neuron SDK releases, and detection of the installed packages.
 
-Training with torch-xla ends with torch 2.9, so these are the last releases that can train on trn1. On the public
-package index the same names are placeholders of a few kilobytes: they install and import, and have nothing in them. A
-working installation is therefore known by a module inside, `neuronx_distributed.parallel_layers`, not by a name.
+torch 2.9 is the last version that trains with torch-xla, so these are the last releases that can train on trn1. On the
+public package index the same names are placeholders of a few kilobytes: they install and import, but are empty. A
+working installation is therefore detected by a module, `neuronx_distributed.parallel_layers`, not by a package name.
 
-Cost: package metadata and the search for two modules; nothing of Neuron is imported, but the package's own `__init__`
-where the module inside it is looked for.
+Cost: package metadata and the search for two modules; of the Neuron packages, only the `__init__` that contains the
+searched module is imported.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,31 +16,39 @@ from types import MappingProxyType
 
 from lt_trainer.errors import TrainerError
 
-__all__ = ["NEWEST", "SDKS", "Installed", "NotInstalledError", "Sdk", "installed", "require"]
+__all__ = [
+    "LATEST_SDK_RELEASE",
+    "SDK_RELEASES",
+    "InstalledPackages",
+    "NeuronSdk",
+    "NotInstalledError",
+    "detect_packages",
+    "require_installed",
+]
 
-PROBE = "neuronx_distributed.parallel_layers"
+PROBE_MODULE = "neuronx_distributed.parallel_layers"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sdk:
-    """One release: the versions that belong together, by package."""
+class NeuronSdk:
+    """SDK release with its package versions."""
 
     release: str
     packages: Mapping[str, str]
 
     @property
-    def constraints(self) -> str:
-        """The file that pins them, from the repository's root."""
+    def constraints_file(self) -> str:
+        """Constraints file of the release, relative to the repository root."""
         return f"constraints/neuron-{self.release}.txt"
 
 
-def _sdk(release: str, **packages: str) -> Sdk:
+def _sdk_release(release: str, **packages: str) -> NeuronSdk:
     named = {name.replace("_", "-"): found for name, found in packages.items()}
-    return Sdk(release=release, packages=MappingProxyType(named))
+    return NeuronSdk(release=release, packages=MappingProxyType(named))
 
 
-_TABLE = (
-    _sdk(
+_RELEASES = (
+    _sdk_release(
         "2.28.1",
         libneuronxla="2.2.15515.0",
         neuronx_cc="2.23.6484.0",
@@ -48,7 +56,7 @@ _TABLE = (
         nki="0.2.0",
         torch_neuronx="2.9.0.2.12.22436",
     ),
-    _sdk(
+    _sdk_release(
         "2.29.1",
         libneuronxla="2.2.16408.0",
         neuronx_cc="2.24.8799.0",
@@ -57,81 +65,81 @@ _TABLE = (
         torch_neuronx="2.9.0.2.13.26312",
     ),
 )
-SDKS: Mapping[str, Sdk] = MappingProxyType({sdk.release: sdk for sdk in _TABLE})
-"""By release, from AWS's list of the contents of each release. AWS advises users of NxD to stay on 2.28."""
+SDK_RELEASES: Mapping[str, NeuronSdk] = MappingProxyType({sdk.release: sdk for sdk in _RELEASES})
+"""By release, from AWS's release contents. AWS advises NxD users to stay on 2.28."""
 
-NEWEST = _TABLE[-1].release
+LATEST_SDK_RELEASE = _RELEASES[-1].release
 
 
 class NotInstalledError(TrainerError):
-    """The Neuron packages are missing, or are the placeholders of the public index."""
+    """Neuron packages are missing, or are the placeholders of the public index."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Installed:
-    """What is installed here.
+class InstalledPackages:
+    """Installed Neuron packages.
 
     Attributes:
-        versions: by package, those that are there.
-        works: whether neuronx-distributed is the real one.
-        sdk: the release that these versions belong to; None where they are of no one release that is known.
+        versions: version by package, for installed packages only.
+        is_functional: neuronx-distributed is the real package.
+        sdk: release of these versions; None if they match no supported release.
     """
 
     versions: Mapping[str, str]
-    works: bool
-    sdk: Sdk | None
+    is_functional: bool
+    sdk: NeuronSdk | None
 
     @property
-    def placeholder(self) -> bool:
-        """Whether neuronx-distributed is there and does not work."""
-        return "neuronx-distributed" in self.versions and not self.works
+    def is_placeholder(self) -> bool:
+        """True if neuronx-distributed is installed but a placeholder."""
+        return "neuronx-distributed" in self.versions and not self.is_functional
 
 
-def _version(package: str) -> str | None:
+def _package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def _there(module: str) -> bool:
+def _has_module(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ImportError, ValueError, AttributeError):  # what a package raises whose own __init__ cannot be run
+    except (ImportError, ValueError, AttributeError):  # raised if the package's own __init__ fails
         return False
 
 
-def installed(
-    version_of: Callable[[str], str | None] = _version, has_module: Callable[[str], bool] = _there
-) -> Installed:
-    """Look at what is installed.
+def detect_packages(
+    get_version: Callable[[str], str | None] = _package_version, has_module: Callable[[str], bool] = _has_module
+) -> InstalledPackages:
+    """Detect the installed Neuron packages.
 
     Args:
-        version_of: the version of a package, None where it is not there.
-        has_module: whether a module can be found.
+        get_version: returns the version of a package, None if it is missing.
+        has_module: returns True if a module can be found.
     """
-    names = sorted({name for sdk in SDKS.values() for name in sdk.packages})
-    versions = {name: found for name in names if (found := version_of(name)) is not None}
+    names = sorted({name for sdk in SDK_RELEASES.values() for name in sdk.packages})
+    versions = {name: found for name in names if (found := get_version(name)) is not None}
     public = {name: found.partition("+")[0] for name, found in versions.items()}
-    sdk = next((sdk for sdk in SDKS.values() if public and public.items() <= sdk.packages.items()), None)
-    return Installed(versions=versions, works=has_module(PROBE), sdk=sdk)
+    sdk = next((sdk for sdk in SDK_RELEASES.values() if public and public.items() <= sdk.packages.items()), None)
+    return InstalledPackages(versions=versions, is_functional=has_module(PROBE_MODULE), sdk=sdk)
 
 
-def require(found: Installed) -> None:
-    """Say what is missing to train on Trainium.
+def require_installed(found: InstalledPackages) -> None:
+    """Raise unless the packages for training on Trainium are installed.
 
     Raises:
         NotInstalledError: with the command that installs it.
     """
-    if found.works:
+    if found.is_functional:
         return
-    command = f'pip install "lt-trainer-neuron[neuron]" -c {SDKS["2.28.1"].constraints}'
+    command = f'pip install "lt-trainer-neuron[neuron]" -c {SDK_RELEASES["2.28.1"].constraints_file}'
     repository = "with the AWS Neuron pip repository as extra index (its address is on AWS's set-up page)"
-    if found.placeholder:
+    if found.is_placeholder:
         listed = ", ".join(f"{name} {number}" for name, number in found.versions.items())
         raise NotInstalledError(
-            f"the installed neuronx-distributed has no {PROBE}: these are placeholders of the public package index "
-            f"({listed}); uninstall them, then {command} {repository}"
+            f"the installed neuronx-distributed has no {PROBE_MODULE}: these are placeholders of the public package "
+            f"index ({listed}); uninstall them, then {command} {repository}"
         )
     raise NotInstalledError(
         f"neuronx-distributed is not installed, which trains on Trainium: {command} {repository}; to compare numbers "

@@ -23,10 +23,11 @@ stand_ins.install()
 from neuronx_distributed.parallel_layers import parallel_state  # noqa: E402
 from neuronx_distributed.trainer import checkpoint as nxd_checkpoint  # noqa: E402
 
-from lt_ckpt import Meta, begin, commit, write_part  # noqa: E402
+from lt_ckpt import CheckpointMetadata, begin_save, commit_save, write_rank_files  # noqa: E402
 from lt_model import LlamaConfig  # noqa: E402
+from lt_trainer.config.recipe import load  # noqa: E402
 from lt_trainer.engine import StepBatch, World  # noqa: E402
-from lt_trainer.recipe import load  # noqa: E402
+from lt_trainer.testing.layouts import step_batch  # noqa: E402
 from lt_trainer_neuron.engine import NeuronEngine  # noqa: E402
 from lt_trainer_neuron.nxd.backend import NxdBackend  # noqa: E402
 from lt_trainer_neuron.spec import SPEC  # noqa: E402
@@ -60,7 +61,7 @@ def batches() -> list[StepBatch]:
         cuts = rng.integers(1, SEQ_LEN, (1, ROWS, 1))
         documents = (np.arange(SEQ_LEN) >= cuts).astype(np.int32)
         found.append(
-            StepBatch(
+            step_batch(
                 input_ids=ids,
                 labels=labels,
                 position_ids=(np.arange(SEQ_LEN) - documents * cuts).astype(np.int32),
@@ -73,14 +74,20 @@ def batches() -> list[StepBatch]:
 
 def assert_nxd_loads(engine: NeuronEngine, backend: NxdBackend, config: LlamaConfig, folder: Path) -> None:
     """Save as a run does, forget the layers' weights, and let NxD's own loader bring them back."""
-    rank, world = engine.topology.rank, engine.topology.world
+    rank, world = engine.topology.rank, engine.topology.world_size
     folder.mkdir(exist_ok=True)
-    tmp = Path(engine.control.broadcast(str(begin(folder, step=3, world=world)) if rank == 0 else ""))
+    tmp = Path(engine.control.broadcast(str(begin_save(folder, step=3, world_size=world)) if rank == 0 else ""))
     snapshot = engine.state()
-    write_part(tmp, rank=rank, shards=snapshot.shards, layout=snapshot.layout)
-    engine.control.all_max(0)
-    meta = Meta(step=3, small=snapshot.small, model=config.to_dict(), layout=snapshot.about)
-    saved = Path(engine.control.broadcast(str(commit(tmp, world=world, meta=meta)) if rank == 0 else ""))
+    write_rank_files(tmp, rank=rank, shards=snapshot.shards, writer=snapshot.file_layout)
+    engine.control.all_reduce_max(0)
+    meta = CheckpointMetadata(
+        step=3,
+        scalars=snapshot.scalars,
+        model=config.to_dict(),
+        layout=snapshot.layout_metadata,
+        optimizer=snapshot.optimizer,
+    )
+    saved = Path(engine.control.broadcast(str(commit_save(tmp, world_size=world, metadata=meta)) if rank == 0 else ""))
     before = {key: tensor.detach().clone() for key, tensor in backend.weights.items()}
     with torch.no_grad():
         for tensor in backend.weights.values():
@@ -99,28 +106,28 @@ def train(kv_heads: int, sets: list[str], folder: Path) -> dict[str, Any]:
         "run": {"engine": "neuron"},
         "model": {"hidden_size": 32, "intermediate_size": 40, "n_heads": 8, "n_kv_heads": kv_heads, "n_layers": 2},
         "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch": ROWS, "micro_batch": 1},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "optimizer": {"beta1": 0.8, "grad_clip": 0.3, "weight_decay": 0.1, "z_loss": 1e-3},
         "schedule": {"max_steps": 9, "warmup_steps": 1},
         "engine": {"neuron": {"num_neuroncores": world.local_size}},
     }
-    engine = SPEC.open(load(base=base, sets=sets).recipe, model(kv_heads), world)
+    engine = SPEC.open(load(base=base, overrides=sets).recipe, model(kv_heads), world)
     assert isinstance(engine, NeuronEngine)
     place, pendings = engine.topology, []
     mine = slice(place.dp_rank * ROWS // place.dp_size, (place.dp_rank + 1) * ROWS // place.dp_size)
     names = ("input_ids", "labels", "position_ids", "doc_ids")
     for batch, rate in zip(batches(), RATES, strict=True):
         arrays = {name: getattr(batch, name)[0, mine].reshape(-1, 1, SEQ_LEN) for name in names}
-        part = StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+        part = step_batch(**arrays, valid_tokens=batch.valid_tokens)
         pendings.append(engine.step(part, rate))
-    metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
+    metrics = [(read.loss, read.grad_norm) for read in engine.fetch_metrics(pendings)]
     shards = []
-    for shard in engine.boxes():
+    for shard in engine.iter_model_shards():
         values = shard.bytes().view(NUMPY[shard.dtype]).astype(float).tolist()
         shards.append(
             [shard.group, shard.name, list(shard.global_shape), list(shard.offset), list(shard.shape), values]
         )
-    evaluated = engine.evaluate([part])
+    evaluated = engine.validate([part])
     loaded = ""
     if isinstance(engine.backend, NxdBackend):
         assert_nxd_loads(engine, engine.backend, model(kv_heads), folder)

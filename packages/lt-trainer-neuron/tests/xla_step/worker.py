@@ -19,12 +19,13 @@ import torch_xla.debug.metrics as met
 
 from lt_model import LlamaConfig
 from lt_model.rope import rope_tables
+from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, World
-from lt_trainer.recipe import load
+from lt_trainer.testing.layouts import step_batch
 from lt_trainer_neuron.engine import NeuronEngine
-from lt_trainer_neuron.environment import settings
+from lt_trainer_neuron.environment import build_env
 from lt_trainer_neuron.nxd.backend import NxdBackend
-from lt_trainer_neuron.nxd.llama import Stage
+from lt_trainer_neuron.nxd.llama import NxdPipelineStage
 from lt_trainer_neuron.spec import SPEC
 
 RATES = (0.0, 1e-3, 0.013, 0.02, 1.0)
@@ -51,7 +52,7 @@ def batches(seq_len: int, broken: int) -> list[StepBatch]:
         cuts = rng.integers(1, seq_len, (3, ROWS, 1))
         documents = (np.arange(seq_len) >= cuts).astype(np.int32)
         found.append(
-            StepBatch(
+            step_batch(
                 input_ids=ids,
                 labels=labels,
                 position_ids=(np.arange(seq_len) - documents * cuts).astype(np.int32),
@@ -80,15 +81,15 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
         "run": {"engine": "neuron"},
         "model": sizes,
         "data": {"store": "unused", "seq_len": seq_len},
-        "batch": {"global_batch": 3 * ROWS, "micro_batch": ROWS},
+        "batch": {"global_batch_size": 3 * ROWS, "micro_batch_size": ROWS},
         "optimizer": {"beta1": 0.8, "grad_clip": 0.3, "weight_decay": 0.1, "z_loss": 1e-3},
         "schedule": {"max_steps": 9, "warmup_steps": 1},
         "engine": {"neuron": {"num_neuroncores": 1}},
     }
-    recipe = load(base=base, sets=sets).recipe
+    recipe = load(base=base, overrides=sets).recipe
     xla = "engine.neuron.backend=xla" in sets
     if told:
-        os.environ.update(settings(recipe, os.environ))
+        os.environ.update(build_env(recipe, os.environ))
     tied = "model.tie_word_embeddings=true" in sets
     config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, tie_word_embeddings=tied, **sizes)
     engine = SPEC.open(recipe, config, World())
@@ -98,25 +99,25 @@ def run(sets: list[str], broken: int, seq_len: int, *, told: bool) -> dict[str, 
         before = counts() if xla else {}
         pendings.append(engine.step(batch, rate))
         counted.append({name: n - before.get(name, 0) for name, n in counts().items()} if xla else {})
-    metrics = [(read.loss, read.grad_norm) for read in engine.read(pendings)]
-    state = {f"{shard.group} {shard.name}": floats(shard) for shard in engine.boxes()}
-    engine.read([])
+    metrics = [(read.loss, read.grad_norm) for read in engine.fetch_metrics(pendings)]
+    state = {f"{shard.group} {shard.name}": floats(shard) for shard in engine.iter_model_shards()}
+    engine.fetch_metrics([])
     return {
         "turned": turned(engine.backend.stage, config) if isinstance(engine.backend, NxdBackend) else None,
         "metrics": metrics,
         "counted": counted,
         "state": state,
-        "small": dict(engine.state().small),
-        "eval": list(engine.evaluate([given[-1]])),
-        "device": [engine.device.name, engine.device.kind, engine.memory_bytes()],
+        "small": dict(engine.state().scalars),
+        "eval": list(engine.validate([given[-1]])),
+        "device": [engine.device.name, engine.device.kind, engine.peak_memory_bytes()],
     }
 
 
-def turned(stage: Stage, config: LlamaConfig) -> float:
+def turned(stage: NxdPipelineStage, config: LlamaConfig) -> float:
     """How far the cosines and sines that the layers are given are from those of float64, at most."""
     positions = torch.arange(config.max_position_embeddings)[None]
     exact = rope_tables(config, positions, torch.float64)
-    made = stage.rope(positions.to(stage.lm_head.weight.device))
+    made = stage.lookup_rope(positions.to(stage.lm_head.weight.device))
     return max(float((a - b.cpu().double()).abs().max()) for a, b in zip(exact, made, strict=True))
 
 

@@ -1,53 +1,28 @@
-"""What every lt training run shares.
+"""Training runs of lt: recipe, loop, checkpoints, metrics, run directory. Imports nothing heavy."""
 
-Recipe, loop, metrics, signals, run directory. Importing this loads nothing heavy.
-"""
+from typing import TYPE_CHECKING
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from lt_trainer.lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from lt_trainer.engine import Engine, EngineSpec, StepBatch, World, engine_spec
-    from lt_trainer.errors import RecipeError, TrainerError
-    from lt_trainer.recipe import Recipe, Resolved, load
-    from lt_trainer.run import run
-
-_EXPORTS = {
-    "Engine": "engine",
-    "EngineSpec": "engine",
-    "Recipe": "recipe",
-    "RecipeError": "errors",
-    "Resolved": "recipe",
-    "StepBatch": "engine",
-    "TrainerError": "errors",
-    "World": "engine",
-    "engine_spec": "engine",
-    "load": "recipe",
-    "run": "run",
-}
-
-__all__ = [
-    "Engine",
-    "EngineSpec",
-    "Recipe",
-    "RecipeError",
-    "Resolved",
-    "StepBatch",
-    "TrainerError",
-    "World",
-    "engine_spec",
-    "load",
-    "run",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return __all__
+    from lt_trainer.config import Recipe as Recipe
+    from lt_trainer.config import ResolvedRecipe as ResolvedRecipe
+    from lt_trainer.config import load as load
+    from lt_trainer.engine import Engine as Engine
+    from lt_trainer.engine import EngineSpec as EngineSpec
+    from lt_trainer.engine import StepBatch as StepBatch
+    from lt_trainer.engine import World as World
+    from lt_trainer.engine import engine_spec as engine_spec
+    from lt_trainer.errors import RecipeError as RecipeError
+    from lt_trainer.errors import TrainerError as TrainerError
+    from lt_trainer.training import run as run
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "config": "Recipe ResolvedRecipe load",
+            "engine": "Engine EngineSpec StepBatch World engine_spec",
+            "errors": "RecipeError TrainerError",
+            "training": "run",
+        },
+    )

@@ -1,6 +1,6 @@
-"""`lt-train` and `python -m lt_trainer`: what a rank runs, with the exit codes that a scheduler acts on.
+"""`lt-train` and `python -m lt_trainer`: entry point of a rank.
 
-0 done, 75 stopped and saved (start me again), 64 a mistake the person can mend, 70 a mistake of ours.
+Exit codes for schedulers: 0 done, 75 stopped and saved (rerun to resume), 64 user error, 70 internal error.
 """
 
 from __future__ import annotations
@@ -10,27 +10,25 @@ import os
 import sys
 import traceback
 
-from lt_trainer.torchrun import note_exit
+from lt_trainer.cli.torchrun import write_exit_code
+from lt_trainer.constants import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USER
 
-EXIT_USER = 64
-EXIT_OURS = 70
-EXIT_INTERRUPTED = 130
 TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
-    """Run the command line; returns the exit code, which torchrun would lose."""
+    """Run the command line; return the exit code, and write it where torchrun's launcher reads it."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot show must not end a run
+        if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot encode must not end a run
             stream.reconfigure(errors="backslashreplace")
     code = _main()
-    note_exit(code, os.environ)
+    write_exit_code(code, os.environ)
     return code
 
 
 def _main() -> int:
     try:
-        from lt_trainer.cli import app
+        from lt_trainer.cli.commands import app
     except ModuleNotFoundError as exc:
         if exc.name != "typer":
             raise
@@ -43,11 +41,11 @@ def _main() -> int:
         return EXIT_USER if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception as exc:  # noqa: BLE001 - the process's edge: a person's mistake becomes a message, ours a traceback
+    except Exception as exc:  # noqa: BLE001 - user errors become a message, internal ones a traceback
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             traceback.print_exc()
-            return EXIT_OURS
+            return EXIT_INTERNAL
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201
         return code
     return 0

@@ -1,38 +1,39 @@
-"""What the ranks of a run say to each other outside the step, without torch (over a network: `torch.GlooControl`).
+"""Control collectives: small exchanges between ranks outside the step, without torch.
 
-Cost: a few hundred bytes between hosts for each call; nothing in a world of one process.
+`torch.GlooControl` implements them over a network. Cost: a few hundred bytes between hosts per call; none with one
+rank.
 """
 
 from typing import Any, Protocol
 
 
 class Control(Protocol):
-    """The little that ranks say to each other outside the step, over a CPU group."""
+    """Control collectives over a CPU process group."""
 
-    def all_max(self, value: int) -> int:
-        """The largest `value` of all ranks."""
+    def all_reduce_max(self, value: int) -> int:
+        """Return the maximum of all ranks' values."""
         ...
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's `value` (anything JSON can hold) on every rank."""
+        """Return rank 0's value (JSON-serializable) on every rank."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything JSON can hold) on every rank, by rank."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values (JSON-serializable) of all ranks, by rank."""
         ...
 
 
 class SoloControl:
-    """Control of a world of one process."""
+    """Control collectives with one rank."""
 
-    def all_max(self, value: int) -> int:
-        """The value itself."""
+    def all_reduce_max(self, value: int) -> int:
+        """Return the value."""
         return value
 
     def broadcast(self, value: Any) -> Any:
-        """The value itself."""
+        """Return the value."""
         return value
 
-    def gather(self, value: Any) -> list[Any]:
-        """The value itself, alone."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the value in a list."""
         return [value]

@@ -1,9 +1,8 @@
-"""What a training engine is, seen from the loop: a handful of values and two protocols, without torch.
+"""Engine interface of the training loop: a few value types and two protocols, without torch.
 
-An `EngineSpec` is found through the entry-point group `lt.engines` and is cheap to import: it knows the engine's
-options and checks a recipe. `open` makes the `Engine`, which owns devices, model and optimizer. The loop only ever
-sees numpy arrays going in (`StepBatch`) and floats coming out (`read`), so a fake engine of thirty lines can test all
-of it.
+An `EngineSpec` is found through the entry-point group `lt.engines` and is cheap to import: it has the engine's options
+and checks recipes. `open` returns the `Engine`, which owns devices, model and optimizer. The loop passes numpy arrays
+in (`StepBatch`) and gets floats out (`fetch_metrics`), so a fake engine of thirty lines can test it.
 
 Shapes: M micro-batches per step, B rows per micro-batch, T positions per row.
 """
@@ -23,18 +22,18 @@ from lt_trainer.errors import RecipeError
 if TYPE_CHECKING:
     import numpy as np
 
-    from lt_ckpt import Checkpoint, Shard
-    from lt_ckpt.save import PartFiles
+    from lt_ckpt import Checkpoint, OptimizerRecord, Shard
+    from lt_ckpt.save import RankFileWriter
     from lt_model import LlamaConfig
-    from lt_trainer.pretrained import Pretrained
-    from lt_trainer.sections import Recipe
+    from lt_trainer.checkpointing import PretrainedWeights
+    from lt_trainer.config import Recipe
 
-ENGINES = "lt.engines"
+ENGINE_ENTRY_POINTS = "lt.engines"
 
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The processes of one run, as torchrun describes them to each of its ranks."""
+    """Processes of one run, as torchrun describes them to each rank."""
 
     rank: int = 0
     size: int = 1
@@ -43,15 +42,15 @@ class World:
 
     @property
     def n_nodes(self) -> int:
-        """Nodes of the run, taking every node to hold `local_size` ranks."""
+        """Nodes of the run, each with `local_size` ranks."""
         return self.size // self.local_size
 
     @staticmethod
     def from_env(environ: Mapping[str, str]) -> World:
-        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them the world is one process.
+        """Read RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE; without them, return one process.
 
         Raises:
-            RecipeError: some but not all of them are set, or one is not a number.
+            RecipeError: only some of them are set, or a value is invalid.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         missing = [name for name in names if name not in environ]
@@ -59,17 +58,19 @@ class World:
             return World()
         if missing:
             raise RecipeError(
-                f"the environment sets some of {', '.join(names)} but not {', '.join(missing)}; "
-                "start the ranks with torchrun, or unset them all to train in one process"
+                f"environment variables {', '.join(missing)} are missing while others of {', '.join(names)} are set; "
+                "start the ranks with torchrun, or unset all to train in one process"
             )
         try:
             rank, size, local_rank, local_size = (int(environ[name]) for name in names)
         except ValueError as exc:
-            raise RecipeError(f"the environment's {', '.join(names)} must be whole numbers: {exc}") from exc
+            raise RecipeError(
+                f"environment variables {', '.join(names)} must be integers: {exc}; start the ranks with torchrun"
+            ) from exc
         if not (0 <= rank < size and 0 <= local_rank < local_size and size % local_size == 0):
             raise RecipeError(
-                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size} do not fit "
-                "together"
+                f"RANK={rank}, WORLD_SIZE={size}, LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}: "
+                "inconsistent; start the ranks with torchrun"
             )
         return World(rank=rank, size=size, local_rank=local_rank, local_size=local_size)
 
@@ -78,85 +79,99 @@ class World:
 class StepBatch:
     """This rank's part of one optimizer step: int32 arrays of fixed shape [M, B, T].
 
-    Labels are shifted already and -100 where there is none; `doc_ids` is the truth about documents.
+    Labels are already shifted, -100 where there is none; `doc_ids` are the reference for document boundaries.
     """
 
     input_ids: np.ndarray
     labels: np.ndarray
     position_ids: np.ndarray
     doc_ids: np.ndarray
+    cu_seqlens: np.ndarray
+    """Document boundaries in each micro-batch's flattened rows, int32 [M, S + 1].
+
+    0, ..., B * T, then B * T again up to a length that is the same for all batches of the run with rows of this length
+    (S: a bound on the number of documents). Padding is a document of its own; without a document mask each row is one.
+    """
     valid_tokens: int
-    """Positions with a label in the *global* batch: the loss is the sum over all ranks divided by this."""
+    """Positions with a label in the *global* batch; the loss is the sum over all ranks divided by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Where this rank stands. Ranks that share a `dp_rank` (tensor, context, pipeline peers) read the same rows."""
+    """Place of this rank in the run.
+
+    Ranks with the same `dp_rank` (tensor, context and pipeline peers) read the same rows.
+    """
 
     rank: int
-    world: int
+    world_size: int
     dp_rank: int
     dp_size: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """What one rank computes on, with the peak that MFU is measured against and where that number comes from."""
+    """Device of one rank; its peak is the reference of MFU."""
 
     name: str
     kind: str
     count: int
     """Devices of the whole run."""
     peak_flops: float
-    """Peak of one device in FLOP/s at the compute dtype."""
+    """Peak FLOP/s of one device at the compute dtype."""
     peak_source: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """The numbers of one step, equal on every rank: loss in nats per valid token, gradient norm before clipping."""
+    """Loss in nats per valid token and gradient norm before clipping of one step; equal on all ranks."""
 
     loss: float
     grad_norm: float
 
     @property
-    def finite(self) -> bool:
-        """Whether both are; a step in which one is not was skipped."""
+    def is_finite(self) -> bool:
+        """True if both are finite; otherwise the step was skipped."""
         return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The state of an engine: this rank's slices of every tensor, and small typed values that all ranks share."""
+    """State of an engine: this rank's slices of all tensors, and scalars that are equal on all ranks."""
 
     shards: Iterable[Shard]
-    small: Mapping[str, int | float | str | bool]
-    layout: PartFiles | None = None
-    """What makes files of the shards where they are to be another program's; the shards are then as it wants them."""
-    about: Mapping[str, Any] = field(default_factory=dict)
-    """What the manifest should say of how the ranks held the tensors; equal on all ranks."""
+    scalars: Mapping[str, int | float | str | bool]
+    file_layout: RankFileWriter | None = None
+    """Writer of another program's file format, for shards in its layout; None for our own format."""
+    layout_metadata: Mapping[str, Any] = field(default_factory=dict)
+    """Manifest entries on how the ranks held the tensors; equal on all ranks."""
+    optimizer: OptimizerRecord | None = None
+    """The optimizer whose slots are among the shards."""
 
 
 class Stopwatch(Protocol):
-    """Where this rank's time goes, in laps of the parts that `timing.PARTS` names.
+    """Stopwatch of one rank for the parts in `timing.STEP_PARTS`.
 
-    `timing.HostStopwatch` is one. On a device that runs ahead of the host, laps are marks in the device's queue, and a
-    part is the time between two marks there: what the host waits for while the device is busy costs nothing.
+    `timing.HostStopwatch` implements it on the host. On a device that runs ahead of the host, laps are events in the
+    device's queue: host time spent waiting while the device is busy is not counted.
     """
 
-    def lap(self, part: str) -> None:
-        """What is begun from here on belongs to `part`; never waits for the device."""
+    def begin(self, part: str) -> None:
+        """Attribute what starts from now on to `part`; never wait for the device."""
         ...
 
-    def times(self) -> Mapping[str, float]:
-        """Seconds by part since this was last asked, up to the newest lap; asked only right after `Engine.read`."""
+    def pop_times(self) -> Mapping[str, float]:
+        """Return and reset the seconds by part, up to the newest lap.
+
+        Called only right after `Engine.fetch_metrics`.
+        """
         ...
 
 
 class Engine(Protocol):
-    """A model, its optimizer and its devices, ready to step.
+    """Model, optimizer and devices of one rank.
 
-    An engine laps its stopwatch in `step`: "forward_backward", then "optimizer". The loop does all the other parts.
+    An engine begins the stopwatch parts "forward_backward" and "optimizer" in `step`; the loop begins all others.
     """
 
     topology: Topology
@@ -164,66 +179,73 @@ class Engine(Protocol):
     device: Device
     stopwatch: Stopwatch
     recomputed_flops_per_token: float
-    """Of `lt_model.flops_per_token`, how many are done a second time per token; nan where that is not known."""
+    """FLOPs per token of `lt_model.flops_per_token` that are recomputed; nan if unknown."""
 
     def step(self, batch: StepBatch, lr: float) -> Any:
-        """Run all micro-batches of a step and update the weights; returns a handle without waiting for the device.
+        """Run all micro-batches and the optimizer step; return a handle without waiting for the device.
 
-        Where the loss or the gradient norm is not finite, on any rank, the step is skipped on all of them: weights and
-        optimizer stay as they were. That too is decided on the device.
+        If the loss or gradient norm of any rank is not finite, all ranks skip the step without a change of weights and
+        optimizer state. The device decides this too.
 
         Raises:
-            PeerError: another rank is gone (also from `read`, `evaluate` and everything in `control`).
+            PeerError: another rank exited (also from `fetch_metrics`, `validate` and all of `control`).
         """
         ...
 
-    def read(self, pendings: Sequence[Any]) -> list[StepMetrics]:
-        """Wait for the steps behind the handles; called by every rank for the same steps."""
+    def fetch_metrics(self, pendings: Sequence[Any]) -> list[StepMetrics]:
+        """Wait for the steps of the handles and return their metrics; collective."""
         ...
 
-    def evaluate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
-        """Sum of the loss in nats and number of valid tokens over all ranks; every rank brings as many batches."""
-        ...
+    def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+        """Return the loss sum in nats and the number of valid tokens over all ranks.
 
-    def boundary(self, step: int) -> Sequence[Path]:
-        """Step number `step`, counted from 1, comes next: where views that `[metrics]` asks for begin and end.
-
-        Returns the files that were finished, such as a profiler's trace.
+        Collective: all ranks must pass equally many batches.
         """
         ...
 
-    def last_words(self, folder: Path) -> str:
-        """Write into `folder` what shows why a run hangs; returns what to read there, "" where there is nothing.
+    def on_step_begin(self, step: int) -> Sequence[Path]:
+        """Start and end profiling views of `[metrics]`; called before each step, counted from 1.
 
-        Called by the watchdog's thread while the main thread may hang in any of the other methods.
+        Returns:
+            The files completed, such as a profiler's trace.
         """
         ...
 
-    def memory_bytes(self) -> int:
-        """Peak memory of this rank's device (on a CPU: of the process) since it was last asked, in bytes."""
+    def dump_debug_info(self, folder: Path) -> str:
+        """Dump hang diagnostics into `folder`; return a description of what to read there, or "".
+
+        Called by the watchdog's thread while the main thread may hang in any other method.
+        """
+        ...
+
+    def peak_memory_bytes(self) -> int:
+        """Return and reset the peak memory of this rank's device (on a CPU, of the process)."""
         ...
 
     def state_bytes(self) -> int:
-        """Bytes of this rank's slices in `state`, known without copying anything."""
+        """Return the size of this rank's slices in `state`, without copying anything."""
         ...
 
-    def host_memory(self, n_bytes: int) -> np.ndarray:
-        """Bytes (uint8) on the host, of the kind that the devices copy into fastest, for copies of the state."""
+    def allocate_host_memory(self, n_bytes: int) -> np.ndarray:
+        """Allocate host memory (uint8) to which the device copies fastest, for snapshots."""
         ...
 
     def state(self) -> Snapshot:
-        """Everything that a later process needs to go on, as this rank's slices.
+        """Return the training state as this rank's slices.
 
-        The slices may be views that the next step changes.
+        They may be views that the next step changes.
         """
         ...
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over a checkpoint's tensors (sharded in any way) and small state; strict about names, shapes, dtypes."""
+        """Load a checkpoint's tensors (from any sharding) and scalars.
+
+        Strict about names, shapes and dtypes.
+        """
         ...
 
-    def load_weights(self, pretrained: Pretrained) -> None:
-        """Take over a model's weights, this rank's slices of them; the optimizer stays as new."""
+    def load_weights(self, pretrained: PretrainedWeights) -> None:
+        """Load this rank's slices of a pretrained model's weights; the optimizer state stays initial."""
         ...
 
     def close(self) -> None:
@@ -232,46 +254,46 @@ class Engine(Protocol):
 
 
 class EngineSpec(Protocol):
-    """What is known about an engine before it is opened. Importing one imports no torch.
+    """Static description of an engine; importing it does not import torch.
 
-    A spec may offer more: `hyperparameter(name, value)`, the fields that a name of the scripts which it replaces sets,
-    or None; and `plan(resolved, device=, devices=, nodes=, mfu=)`, its answer to `lt train plan` (`planning.answer`).
+    Optional members: `hyperparameter(name, value)` returns the fields that a hyperparameter name of another training
+    script sets, or None; `plan(resolved, device=, devices=, nodes=, mfu=)` implements `lt train plan`
+    (`lt_trainer.planning.plan_recipe`).
     """
 
     name: str
     options: type
     capabilities: frozenset[str]
-    """Of what a recipe may ask for, what the engine can do: "document_mask", "profile", "memory_snapshot"."""
+    """Supported recipe features: "document_mask", "profile", "memory_snapshot"."""
 
     def check(self, recipe: Recipe, world: World) -> None:
-        """Refuse a recipe that this engine cannot run on `world`, naming field, value and remedy (RecipeError)."""
+        """Raise RecipeError, with field, value and remedy, if this engine cannot run the recipe on `world`."""
         ...
 
     def env(self, recipe: Recipe) -> dict[str, str]:
-        """Environment variables that a rank must have before the engine's libraries load."""
+        """Return environment variables to set before the engine's libraries are loaded."""
         ...
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:
-        """Take devices, build the model with its initial weights and the optimizer."""
+        """Open the devices; create the model with initial weights and the optimizer."""
         ...
 
 
 def engine_names() -> list[str]:
-    """Names of the installed engines, without importing any."""
-    return sorted({entry.name for entry in entry_points(group=ENGINES)})
+    """Return the names of the installed engines, without importing them."""
+    return sorted({entry.name for entry in entry_points(group=ENGINE_ENTRY_POINTS)})
 
 
 def engine_spec(name: str) -> EngineSpec:
     """Load the spec of an installed engine.
 
     Raises:
-        RecipeError: no installed package offers an engine of that name.
+        RecipeError: no installed package provides this engine.
     """
-    for entry in entry_points(group=ENGINES):
+    for entry in entry_points(group=ENGINE_ENTRY_POINTS):
         if entry.name == name:
             return entry.load()
     raise RecipeError(
-        f"run.engine = {name!r}: no installed package offers that engine (installed: "
-        f"{', '.join(engine_names()) or 'none'}); "
+        f"run.engine = {name!r}: engine not installed (installed: {', '.join(engine_names()) or 'none'}); "
         f"pip install lt-trainer-{name}"
     )

@@ -1,55 +1,56 @@
-"""The errors that a person can mend: what was given, where it came from, what is wrong with it, what to do.
+"""Errors that the user can fix: each names field, value, source and remedy.
 
-Every error names field, value, source and remedy. A section of the recipe checks itself without knowing where its
-values came from; the loader, which knows, adds the sources with `RecipeError.located`.
+A recipe section checks its values without knowing their sources; `load` adds them with `RecipeError.with_origins`.
 """
 
 from collections.abc import Mapping
 
-__all__ = ["LoaderError", "MirrorError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
+from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
+
+__all__ = ["LoaderError", "MirrorError", "NoCheckpointError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
 
 
 class TrainerError(ValueError):
-    """A mistake in what the person gave us; its message says how to mend it. Commands end with `exit_code`."""
+    """Error that the user can fix; the message says how. Commands exit with `exit_code`."""
 
-    exit_code: int = 64
+    exit_code: int = EXIT_USER
 
 
 class RunDirError(TrainerError):
-    """A run directory that cannot be used, written or read."""
+    """Run directory that cannot be opened, read or written."""
 
 
 class LoaderError(TrainerError):
-    """A data loader of the user's own that fails, gives rows that cannot be trained on, or cannot go on."""
+    """Custom data loader that fails, yields invalid rows, or cannot resume."""
 
 
 class PeerError(TrainerError):
-    """Another rank is gone or does not answer. Nothing saved is lost, so the run can be started again as it is."""
+    """Another rank exited or does not respond. Saved checkpoints are intact: rerunning resumes."""
 
-    exit_code = 75
+    exit_code = EXIT_REQUEUE
 
 
 class MirrorError(TrainerError):
-    """The mirror in a bucket cannot be used as the recipe says.
+    """Mirror in S3 that cannot be used as the recipe says.
 
     Args:
-        text: What is wrong.
-        again: Starting the run again may be all that it needs: exit code 75.
+        text: Message.
+        retryable: A rerun may succeed: exit code 75 instead of 64.
     """
 
-    def __init__(self, text: str, *, again: bool = False) -> None:
+    def __init__(self, text: str, *, retryable: bool = False) -> None:
         super().__init__(text)
-        self.exit_code = 75 if again else 64
+        self.exit_code = EXIT_REQUEUE if retryable else EXIT_USER
 
 
 class RecipeError(TrainerError):
-    """A recipe that cannot be run.
+    """Invalid recipe.
 
     Args:
-        problem: What is wrong, as half a sentence ("must lie in [0, 1)").
-        values: The fields involved, by dotted name, with the values they have.
-        remedy: What to do about it ("set optimizer.beta1 to 0.9").
-        origins: Where each field's value came from; names that are missing here are shown without a source.
+        problem: Problem, as half a sentence ("must be in [0, 1)").
+        values: Values of the fields involved, by dotted name.
+        remedy: Remedy ("set optimizer.beta1 to 0.9").
+        origins: Source of each field's value; fields without one are shown without a source.
     """
 
     def __init__(
@@ -74,7 +75,11 @@ class RecipeError(TrainerError):
         message = f"{', '.join(shown)}: {self.problem}" if shown else self.problem
         return f"{message}; {self.remedy}" if self.remedy else message
 
-    def located(self, origins: Mapping[str, str]) -> "RecipeError":
-        """The same error with the source of each of its fields, as far as `origins` knows them."""
+    def with_origins(self, origins: Mapping[str, str]) -> "RecipeError":
+        """Return the same error with the sources of its fields, where known."""
         known = {name: origins[name] for name in self.values if name in origins}
         return RecipeError(self.problem, values=self.values, remedy=self.remedy, origins=known | self.origins)
+
+
+class NoCheckpointError(Exception):
+    """No checkpoint to roll back to."""

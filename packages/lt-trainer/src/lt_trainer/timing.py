@@ -1,8 +1,8 @@
-"""Where the time of a run goes: a stopwatch with laps, each of which belongs to a part of the work.
+"""Stopwatch for the parts of a training step.
 
-`lap(part)` says that from here on time belongs to `part`. An engine on a device has a stopwatch of its own, whose laps
-are marks in the device's queue (see `lt_trainer.engine.Stopwatch`); this one is for engines that compute on the host,
-where a mark is a look at the clock. Cost: one clock reading and one addition per lap.
+`begin(part)` attributes the time from then on to a part. `HostStopwatch` is for engines that compute on the host;
+engines on a device have their own, whose laps are events in the device's queue (`lt_trainer.engine.Stopwatch`).
+Cost: one clock reading and one addition per lap.
 """
 
 from __future__ import annotations
@@ -10,27 +10,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-PARTS: tuple[str, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
-"""waiting for batches; forward and backward passes; clipping and the update; saving or restoring; validating; all else:
-agreeing with other ranks about a stop, reading numbers, reporting."""
+STEP_PARTS: tuple[str, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
+"""Waiting for batches; forward and backward passes; gradient clipping and optimizer step; checkpoint
+save or restore; validation; everything else, such as stop synchronization, fetching metrics and logging.
+"""
 
 
 class HostStopwatch:
-    """A stopwatch on the host's clock; it starts in "rest"."""
+    """Stopwatch on the host's clock; starts in "rest"."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._part, self._since = "rest", clock()
-        self._seconds = dict.fromkeys(PARTS, 0.0)
+        self._seconds = dict.fromkeys(STEP_PARTS, 0.0)
 
-    def lap(self, part: str) -> None:
-        """Time from here on belongs to `part`, one of `PARTS`."""
+    def begin(self, part: str) -> None:
+        """Attribute the time from now on to `part`, one of `STEP_PARTS`."""
         now = self._clock()
         self._seconds[self._part] += now - self._since
         self._part, self._since = part, now
 
-    def times(self) -> dict[str, float]:
-        """Seconds by part since this was last asked, or since the beginning; they add up to the time between."""
-        self.lap(self._part)
-        found, self._seconds = self._seconds, dict.fromkeys(PARTS, 0.0)
-        return found
+    def pop_times(self) -> dict[str, float]:
+        """Return and reset the seconds by part since the last call; they sum to the elapsed time."""
+        self.begin(self._part)
+        times, self._seconds = self._seconds, dict.fromkeys(STEP_PARTS, 0.0)
+        return times

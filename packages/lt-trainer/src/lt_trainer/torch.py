@@ -1,7 +1,7 @@
-"""What both torch engines share; besides `sample`, which runs a model, the only module of lt-trainer with torch.
+"""Torch adapter of the engines: control collectives, tensor slices, checkpoint shards, initialization.
 
-Ranks talk over a gloo group on the CPU (`GlooControl`), weights start from the counter-based init slice by slice, and
-tensors become `lt_ckpt.Shard`s as views of their bytes: nothing is copied until it is written.
+Ranks exchange control values over a gloo group on the CPU (`GlooControl`), weights are initialized slice by slice by
+the counter-based init, and tensors become `lt_ckpt.Shard`s as views of their bytes: nothing is copied until written.
 """
 
 from __future__ import annotations
@@ -13,116 +13,127 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_ckpt import Checkpoint, Shard, TensorSpec, Want
-from lt_model import LlamaConfig, parameters
+from lt_ckpt import Checkpoint, ReadItem, Shard, TensorSpec
+from lt_model import LlamaConfig, param_specs
 from lt_trainer.errors import PeerError
-from lt_trainer.pretrained import Pretrained
+
+if TYPE_CHECKING:
+    from lt_trainer.checkpointing import PretrainedWeights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-"""Torch dtypes and their safetensors codes, for what an optimizer state may hold."""
+"""Safetensors codes of the dtypes that checkpoints may hold."""
 
-BATCH_BYTES = 256 * 2**20
-"""Bytes that are read at once on their way to a device."""
+READ_BATCH_BYTES = 256 * 2**20
+"""Bytes per read on the way to a device."""
 
 
 @contextmanager
-def peers() -> Iterator[None]:
-    """A context in which a collective that fails because another rank is gone or silent raises a `PeerError`."""
+def translate_dist_errors() -> Iterator[None]:
+    """Translate collective failures caused by other ranks into `PeerError`."""
     try:
         yield
     except RuntimeError as exc:
-        # NCCL's failures have a type of their own, gloo's have only the path of its source in the text.
+        # NCCL errors have a type of their own; gloo errors are recognized by the source path in their text.
         if isinstance(exc, dist.DistError) or "gloo/" in str(exc):
             raise PeerError(f"lost contact with another rank: {exc}") from exc
         raise
 
 
 class GlooControl:
-    """Control over a gloo group of all ranks; one small exchange costs well under a millisecond on one node.
+    """Control collectives over a gloo group of all ranks; well under a millisecond each on one node.
 
     Raises:
-        PeerError: (every method) a rank is gone, or did not come within the timeout.
+        PeerError: (every method) a rank exited, or did not join within the timeout.
     """
 
     def __init__(self, timeout_s: float) -> None:
-        with peers():
+        with translate_dist_errors():
             group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout_s))
-        assert isinstance(group, dist.ProcessGroup), "this rank is in the group of all ranks"
+        assert isinstance(group, dist.ProcessGroup), "all ranks are in this group"
         self._group = group
 
-    def all_max(self, value: int) -> int:
-        """The largest `value` of all ranks."""
+    def all_reduce_max(self, value: int) -> int:
+        """Return the maximum of all ranks' values."""
         tensor = torch.tensor([value], dtype=torch.int64)
-        with peers():
+        with translate_dist_errors():
             dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
         return int(tensor.item())
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value on every rank."""
+        """Return rank 0's value on every rank."""
         text = json.dumps(value).encode()
         size = torch.tensor([len(text)], dtype=torch.int64)
-        with peers():
+        with translate_dist_errors():
             dist.broadcast(size, src=0, group=self._group)
-            box = torch.zeros(int(size.item()), dtype=torch.uint8)
+            data = torch.zeros(int(size.item()), dtype=torch.uint8)
             if dist.get_rank() == 0:
-                box = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
-            dist.broadcast(box, src=0, group=self._group)
-        return json.loads(box.numpy().tobytes())
+                data = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).copy())
+            dist.broadcast(data, src=0, group=self._group)
+        return json.loads(data.numpy().tobytes())
 
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value on every rank."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, by rank."""
         text = json.dumps(value).encode()
-        longest, ranks = self.all_max(len(text)), dist.get_world_size(self._group)
-        mine = torch.from_numpy(np.frombuffer(text.ljust(longest), dtype=np.uint8).copy())  # JSON ends in no blanks
-        boxes = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
-        with peers():
-            dist.all_gather(boxes, mine, group=self._group)
-        return [json.loads(box.numpy().tobytes()) for box in boxes]
+        size, n_ranks = self.all_reduce_max(len(text)), dist.get_world_size(self._group)
+        own = torch.from_numpy(np.frombuffer(text.ljust(size), dtype=np.uint8).copy())  # JSON ignores trailing blanks
+        gathered = [torch.zeros(size, dtype=torch.uint8) for _ in range(n_ranks)]
+        with translate_dist_errors():
+            dist.all_gather(gathered, own, group=self._group)
+        return [json.loads(data.numpy().tobytes()) for data in gathered]
+
+
+@dataclass(frozen=True, eq=False)
+class PendingStep:
+    """Step that the device may still be computing: loss and gradient norm over all ranks, device scalars."""
+
+    loss: Tensor
+    grad_norm: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """This rank's slice of a tensor that no single rank need hold.
+class LocalShard:
+    """This rank's slice of a sharded tensor.
 
     Attributes:
-        local: The slice.
-        shape: Shape of the whole.
-        offset: Where the slice starts in the whole.
-        copies: How many ranks hold this same slice.
-        copy: Which of them this one is. Each gives its share of the rows to a checkpoint: nothing is written twice.
+        local: Slice.
+        shape: Global shape.
+        offset: Start of the slice in the global tensor.
+        n_replicas: Number of ranks that hold the same slice.
+        replica_index: Index of this rank among them. Each writes its part of the rows to a checkpoint, so nothing is
+            written twice.
     """
 
     local: Tensor
     shape: tuple[int, ...]
     offset: tuple[int, ...]
-    copies: int = 1
-    copy: int = 0
+    n_replicas: int = 1
+    replica_index: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
-        """The slice's dtype."""
+        """Dtype of the slice."""
         return self.local.dtype
 
-    def share(self) -> Part:
-        """The rows of the slice that this rank gives to a checkpoint; together the ranks give all."""
-        if self.copies == 1:
+    def replica_slice(self) -> LocalShard:
+        """Return the rows that this rank writes to a checkpoint; those of all replicas make up the slice."""
+        if self.n_replicas == 1:
             return self
         rows = self.local.shape[0]
-        first = rows * self.copy // self.copies
-        local = self.local[first : rows * (self.copy + 1) // self.copies]
-        return Part(local=local, shape=self.shape, offset=(self.offset[0] + first, *self.offset[1:]))
+        first = rows * self.replica_index // self.n_replicas
+        local = self.local[first : rows * (self.replica_index + 1) // self.n_replicas]
+        return LocalShard(local=local, shape=self.shape, offset=(self.offset[0] + first, *self.offset[1:]))
 
 
-def local_part(tensor: Tensor | Part) -> tuple[Tensor, tuple[int, ...]]:
-    """This rank's slice of a tensor (a `Part`, a DTensor or a plain one) and where it starts in the whole."""
-    if isinstance(tensor, Part):
+def local_slice(tensor: Tensor | LocalShard) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's slice of a tensor (LocalShard, DTensor or plain), and its global offset."""
+    if isinstance(tensor, LocalShard):
         return tensor.local, tensor.offset
     if hasattr(tensor, "placements"):
         from torch.distributed.tensor import DTensor
@@ -134,20 +145,20 @@ def local_part(tensor: Tensor | Part) -> tuple[Tensor, tuple[int, ...]]:
     return tensor, (0,) * tensor.ndim
 
 
-def as_shard(group: str, name: str, tensor: Tensor | Part) -> Shard | None:
-    """What this rank gives of a tensor to a checkpoint, as a shard; None where that is nothing.
+def to_checkpoint_shard(group: str, name: str, tensor: Tensor | LocalShard) -> Shard | None:
+    """Return what this rank writes of a tensor to a checkpoint; None if nothing.
 
-    On the CPU its data views the tensor's memory, and changes with it. On a device it is copied when it is asked for.
+    On the CPU, the shard's data is a view of the tensor. On a device, it is copied on access.
     """
-    local, offset = local_part(tensor.share() if isinstance(tensor, Part) else tensor)
+    local, offset = local_slice(tensor.replica_slice() if isinstance(tensor, LocalShard) else tensor)
     if local.numel() == 0 and math.prod(tensor.shape) != 0:
         return None
     local = local.detach()
 
-    def copied() -> np.ndarray:
+    def copy_to_host() -> np.ndarray:
         return local.cpu().contiguous().view(-1).view(torch.uint8).numpy()
 
-    def into(target: np.ndarray) -> None:
+    def copy_into(target: np.ndarray) -> None:
         torch.from_numpy(target).view(local.dtype).view(local.shape).copy_(local)
 
     on_cpu = local.device.type == "cpu"
@@ -158,20 +169,20 @@ def as_shard(group: str, name: str, tensor: Tensor | Part) -> Shard | None:
         global_shape=tuple(tensor.shape),
         offset=offset,
         shape=tuple(local.shape),
-        data=copied() if on_cpu else copied,
-        into=None if on_cpu else into,
+        data=copy_to_host() if on_cpu else copy_to_host,
+        copy_fn=None if on_cpu else copy_into,
     )
 
 
-def host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
-    """Bytes on the host for copies of what is on `device`; where that is a GPU, page-locked, so that it copies faster.
+def allocate_host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
+    """Allocate host memory for snapshots of a device's tensors; page-locked for a GPU, for faster copies.
 
     Raises:
-        MemoryError: the system does not let so much be locked.
+        MemoryError: the system does not allow locking this much.
     """
-    from lt_ckpt.background import host_memory as pageable
+    from lt_ckpt.async_save import allocate_host_memory as allocate_pageable
 
-    memory = pageable(n_bytes)
+    memory = allocate_pageable(n_bytes)
     if device.type == "cuda" and n_bytes:
         runtime, address = torch.cuda.cudart(), memory.ctypes.data
         assert runtime is not None, "torch was built with CUDA"
@@ -182,54 +193,54 @@ def host_memory(n_bytes: int, device: torch.device) -> np.ndarray:
     return memory
 
 
-def spec_of(tensor: Tensor | Part) -> TensorSpec:
-    """The dtype and the global shape of a tensor, as checkpoints know them (`Checkpoint.require`)."""
+def tensor_spec(tensor: Tensor | LocalShard) -> TensorSpec:
+    """Return dtype and global shape, as in checkpoints (`Checkpoint.require`)."""
     return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
 
 
-def fill_from(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | Part]]) -> None:
-    """Copy a checkpoint's tensors of the same dtypes and shapes, or this rank's slices of them, into tensors.
+def load_tensors(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | LocalShard]]) -> None:
+    """Copy a checkpoint's tensors, or this rank's slices, into tensors of the same dtypes and shapes.
 
     Args:
-        checkpoint: What to read.
-        groups: Group → name → tensor. On the CPU a tensor's memory is filled in place; others by batches of
-            `BATCH_BYTES`.
+        checkpoint: Checkpoint to read.
+        groups: Group → name → tensor. Contiguous CPU tensors are filled in place, others in batches of
+            `READ_BATCH_BYTES`.
     """
-    straight: list[tuple[Want, np.ndarray]] = []
-    batch: list[tuple[Want, Tensor]] = []
+    in_place: list[tuple[ReadItem, np.ndarray]] = []
+    batch: list[tuple[ReadItem, Tensor]] = []
     n_bytes = 0
 
     def fill_batch() -> None:
         nonlocal n_bytes
         with torch.no_grad():
-            for (_, local), raw in zip(batch, checkpoint.read_many([want for want, _ in batch]), strict=True):
+            for (_, local), raw in zip(batch, checkpoint.read_many([item for item, _ in batch]), strict=True):
                 local.copy_(torch.from_numpy(raw).view(local.dtype).view(local.shape))
         batch.clear()
         n_bytes = 0
 
     for group, tensors in groups.items():
         for name, tensor in tensors.items():
-            local, offset = local_part(tensor)
+            local, offset = local_slice(tensor)
             if local.numel() == 0:
                 continue
             local = local.detach()
-            want = Want(group=group, name=name, offset=offset, shape=tuple(local.shape))
+            item = ReadItem(group=group, name=name, offset=offset, shape=tuple(local.shape))
             if local.device.type == "cpu" and local.is_contiguous():
-                straight.append((want, local.view(-1).view(torch.uint8).numpy()))
+                in_place.append((item, local.view(-1).view(torch.uint8).numpy()))
                 continue
-            batch.append((want, local))
+            batch.append((item, local))
             n_bytes += local.nbytes
-            if n_bytes >= BATCH_BYTES:
+            if n_bytes >= READ_BATCH_BYTES:
                 fill_batch()
     fill_batch()
-    checkpoint.read_into([want for want, _ in straight], [memory for _, memory in straight])
+    checkpoint.read_into([item for item, _ in in_place], [memory for _, memory in in_place])
 
 
-def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor | Part]) -> None:
-    """Copy a model's weights, cast to the tensors' dtype, into tensors, or this rank's slices into theirs."""
+def load_pretrained_tensors(pretrained: PretrainedWeights, tensors: Mapping[str, Tensor | LocalShard]) -> None:
+    """Copy a pretrained model's weights, or this rank's slices, into tensors, cast to their dtype."""
     with torch.no_grad():
         for name, tensor in tensors.items():
-            local, offset = local_part(tensor)
+            local, offset = local_slice(tensor)
             flat, at = torch.empty(local.shape, dtype=local.dtype), 0
             memory = flat.view(-1)
             for block in pretrained.read(name, offset, tuple(local.shape), DTYPE_CODES[tensor.dtype]):
@@ -240,35 +251,35 @@ def fill_from_pretrained(pretrained: Pretrained, tensors: Mapping[str, Tensor | 
             local.copy_(flat)
 
 
-def initialise(parts: Mapping[str, Part], config: LlamaConfig, seed: int) -> None:
-    """Give every parameter its initial value; each rank computes only the slices that it holds, equal on every mesh.
+def init_parameters(shards: Mapping[str, LocalShard], config: LlamaConfig, seed: int) -> None:
+    """Initialize the parameters; each rank computes only its own slices, with equal values on every mesh.
 
     Args:
-        parts: This rank's slices by name.
-        config: The model.
-        seed: The run's.
+        shards: This rank's slices by name.
+        config: Model.
+        seed: Seed of the run.
     """
     from lt_model.init import init_slice
 
-    table = {parameter.name: parameter for parameter in parameters(config)}
-    assert parts.keys() == table.keys(), parts.keys() ^ table.keys()
+    specs = {spec.name: spec for spec in param_specs(config)}
+    assert shards.keys() == specs.keys(), shards.keys() ^ specs.keys()
     with torch.no_grad():
-        for name, part in parts.items():
-            local, shape = part.local, tuple(part.local.shape)
+        for name, shard in shards.items():
+            local, shape = shard.local, tuple(shard.local.shape)
             local.copy_(
-                init_slice(table[name], seed, offset=part.offset, shape=shape, dtype=local.dtype, device=local.device)
+                init_slice(specs[name], seed, offset=shard.offset, shape=shape, dtype=local.dtype, device=local.device)
             )
 
 
-def decayed(config: LlamaConfig, *, embeddings: bool = False) -> set[str]:
-    """Names of the parameters that weight decay applies to: matrices, and with `embeddings` the input embedding too."""
-    return {row.name for row in parameters(config) if row.decay or (embeddings and row.role == "embed")}
+def weight_decay_names(config: LlamaConfig, *, include_embeddings: bool = False) -> set[str]:
+    """Return the parameters with weight decay: matrices, and optionally the input embedding."""
+    return {row.name for row in param_specs(config) if row.decay or (include_embeddings and row.role == "embed")}
 
 
-def to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
-    """Micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`, widened there."""
-    whole = torch.from_numpy(array)
+def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
+    """Yield the micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`."""
+    tensor = torch.from_numpy(array)
     if device.type == "cuda":
-        whole = whole.pin_memory().to(device, non_blocking=True)
-    for micro in whole:
+        tensor = tensor.pin_memory().to(device, non_blocking=True)
+    for micro in tensor:
         yield micro.to(torch.int64)

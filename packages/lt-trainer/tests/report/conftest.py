@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lt_trainer.recipe import load, to_dict, to_toml
+from lt_trainer.config.recipe import load, to_dict, to_toml
 
 Make = Callable[..., Path]
 
@@ -50,7 +50,7 @@ START = {
     "peak_flops": 9.89e14,
     "peak_source": "datasheet, dense bfloat16",
 }
-DATA = {"global_batch": 64, "dp_size": 8, "seed": 1, "fingerprint": "store:ab pack:bfd-2048:cd", "skipped": []}
+DATA = {"global_batch_size": 64, "dp_size": 8, "seed": 1, "fingerprint": "store:ab pack:bfd-2048:cd", "skipped": []}
 
 
 def lines(path: Path, *objects: dict[str, Any]) -> None:
@@ -60,9 +60,9 @@ def lines(path: Path, *objects: dict[str, Any]) -> None:
 
 @pytest.fixture
 def make_run(tmp_path: Path) -> Make:
-    """Makes the run directory of a name: `make(name, records=[...], events=[...], sets=[...])`."""
+    """Makes the run directory of a name: `make(name, records=[...], events=[...], overrides=[...])`."""
 
-    def make(name: str = "first", *, records: Any = None, events: Any = None, sets: Any = ()) -> Path:
+    def make(name: str = "first", *, records: Any = None, events: Any = None, overrides: Any = ()) -> Path:
         folder = tmp_path / name
         (folder / "checkpoints").mkdir(parents=True)
         (folder / ".lt-run").write_text('{"format": "lt-run", "version": 1}')
@@ -70,11 +70,11 @@ def make_run(tmp_path: Path) -> Make:
             base={
                 "model": {"preset": "tiny-2m", "vocab_size": 32000},
                 "data": {"store": "no/such/store", "seq_len": 2048},
-                "batch": {"global_batch": 64, "micro_batch": 1},
+                "batch": {"global_batch_size": 64, "micro_batch_size": 1},
                 "schedule": {"max_steps": 400, "warmup_steps": 30},
-                "run": {"out": "first"},
+                "run": {"dir": "first"},
             },
-            sets=list(sets),
+            overrides=list(overrides),
         )
         table = {"recipe": to_dict(resolved.recipe), "origins": dict(resolved.origins), "unchecked": []}
         (folder / "recipe.json").write_text(json.dumps(table))
@@ -118,11 +118,11 @@ def eventful(make_run: Make) -> Path:
         event("data", 21, step=200, row=12800, **DATA),
         event("resume", 21, step=200, path="checkpoints/step-00000200"),
         event("checkpoint", 30, step=300, path="checkpoints/step-00000300"),
-        *(event("skipped", 31, step=step, loss="nan", grad_norm="inf") for step in (308, 309, 310)),
+        *(event("step_skipped", 31, step=step, loss="nan", grad_norm="inf") for step in (308, 309, 310)),
         event("data", 31, step=300, row=19840, **(DATA | {"skipped": [[19200, 19840]]})),
-        event("rewind", 31, step=300, from_step=310, rows=[19200, 19840]),
+        event("rollback", 31, step=300, from_step=310, rows=[19200, 19840]),
         event("note", 32, text="<script>alert('a note')</script>"),
         event("checkpoint", 40, step=400, path="checkpoints/step-00000400"),
-        event("done", 40, step=400),
+        event("completed", 40, step=400),
     ]
     return make_run("runs/eventful", records=records, events=events)

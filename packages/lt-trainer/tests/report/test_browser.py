@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lt_trainer.report.reading import read_run
-from lt_trainer.report.writing import write_report
-from lt_trainer.testing.browser import BrowserFailed, Chromium, find
+from lt_test_helpers.browser import BrowserError, Chromium, find_browser
+from lt_trainer.observability.report.run_history import read_run
+from lt_trainer.observability.report.writer import write_report
 
 pytestmark = pytest.mark.skipif(
-    find() is None, reason="NO BROWSER: pages are not looked at; install the Debian package chromium"
+    find_browser() is None, reason="NO BROWSER: pages are not looked at; install the Debian package chromium"
 )
 
 TOO_WIDE = """
@@ -59,7 +59,9 @@ def browser() -> Iterator[Chromium]:
 @pytest.fixture
 def pages(eventful: Path, make_run, little_data: Path, tmp_path: Path) -> dict[str, Path]:
     """The page of one run, with data, and that of two."""
-    other = make_run("other-with-a-rather-long-name-for-a-small-screen", sets=[f"data.store={little_data / 'train'}"])
+    other = make_run(
+        "other-with-a-rather-long-name-for-a-small-screen", overrides=[f"data.store={little_data / 'train'}"]
+    )
     return {
         "one": write_report([other], tmp_path / "one.html")[0],
         "two": write_report([eventful, other], tmp_path / "two.html")[0],
@@ -71,14 +73,14 @@ def pages(eventful: Path, make_run, little_data: Path, tmp_path: Path) -> dict[s
 def test_it_can_be_read(browser: Chromium, pages: dict[str, Path], width: int, dark: bool) -> None:
     for name, path in pages.items():
         page = browser.open(path, width=width, dark=dark)
-        page.value("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        page.evaluate_js("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         assert page.errors == [], name
         assert page.requests == [path.as_uri()], name
-        assert page.value("document.documentElement.scrollWidth") == width, name
-        assert page.value(TOO_WIDE) == [], name
-        assert page.value(SMALL_OR_PALE) == [], name
-        assert page.value(OVERLAPS) == [], name
-        ground = page.value("getComputedStyle(document.body).backgroundColor")
+        assert page.evaluate_js("document.documentElement.scrollWidth") == width, name
+        assert page.evaluate_js(TOO_WIDE) == [], name
+        assert page.evaluate_js(SMALL_OR_PALE) == [], name
+        assert page.evaluate_js(OVERLAPS) == [], name
+        ground = page.evaluate_js("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
 
 
@@ -86,7 +88,7 @@ def test_lines_stand_where_their_numbers_say(browser: Chromium, eventful: Path, 
     """A dot of the validation loss is where the axis has its value; both are measured in the drawn page."""
     (path,) = write_report([eventful], tmp_path / "page.html")
     page = browser.open(path)
-    drawn = page.value("""(() => {
+    drawn = page.evaluate_js("""(() => {
       const figure = document.querySelector("#chart-validation");
       const box = figure.querySelector("svg").getBoundingClientRect();
       const marks = [...figure.querySelectorAll(".y span")].map((one) => {
@@ -110,7 +112,7 @@ def test_events_and_loss_have_the_same_axis(browser: Chromium, eventful: Path, t
     """A step stands at the same pixels in both, and the dots of a stop under the dotted lines of the curves."""
     (path,) = write_report([eventful], tmp_path / "page.html")
     page = browser.open(path, width=width)
-    drawn = page.value("""["#chart-loss", "#chart-events"].map((name) => {
+    drawn = page.evaluate_js("""["#chart-loss", "#chart-events"].map((name) => {
       const figure = document.querySelector(name);
       const boxes = [...figure.querySelectorAll("svg")].map((one) => one.getBoundingClientRect());
       const marks = [...figure.querySelectorAll(".x span")].map((one) => one.getBoundingClientRect());
@@ -126,22 +128,22 @@ def test_events_and_loss_have_the_same_axis(browser: Chromium, eventful: Path, t
 def test_the_ruler_tells_the_values_at_its_step(browser: Chromium, eventful: Path, tmp_path: Path) -> None:
     (path,) = write_report([eventful], tmp_path / "page.html")
     page = browser.open(path, height=3000)
-    box = page.value("""(() => { const box = document.querySelector("#chart-mfu svg").getBoundingClientRect();
+    box = page.evaluate_js("""(() => { const box = document.querySelector("#chart-mfu svg").getBoundingClientRect();
       return [box.left, box.top, box.width, box.height]; })()""")
     outputs = "[...document.querySelectorAll('output[data-chart]')].map((one) => one.textContent)"
-    before = page.value(outputs)
-    page.move_to(box[0] + box[2] * 0.5, box[1] + box[3] * 0.5)
-    rulers = page.value("""[...document.querySelectorAll(".ruler")].map((one) => {
+    before = page.evaluate_js(outputs)
+    page.move_mouse(box[0] + box[2] * 0.5, box[1] + box[3] * 0.5)
+    rulers = page.evaluate_js("""[...document.querySelectorAll(".ruler")].map((one) => {
       const area = one.parentElement.querySelector("svg").getBoundingClientRect();
       return [one.hidden, (one.getBoundingClientRect().left - area.left) / area.width]; })""")
     assert rulers
     assert all(not hidden and share == pytest.approx(0.5, abs=0.005) for hidden, share in rulers)
-    told = page.value(outputs)
+    told = page.evaluate_js(outputs)
     assert told != before
     assert f"{100 * read_run(eventful).train[199]['mfu']:.3g}% at 200" in told
-    page.move_to(5, 5)
-    assert page.value(outputs) == before
-    assert page.value("[...document.querySelectorAll('.ruler')].every((one) => one.hidden)")
+    page.move_mouse(5, 5)
+    assert page.evaluate_js(outputs) == before
+    assert page.evaluate_js("[...document.querySelectorAll('.ruler')].every((one) => one.hidden)")
     assert page.errors == []
 
 
@@ -151,7 +153,7 @@ def test_the_page_says_the_same_without_its_script(browser: Chromium, eventful: 
     text = path.read_text()
     bare.write_text(text[: text.index("<script type=application/json")] + "</body></html>")
     words = "document.querySelector('main').innerText"
-    assert browser.open(bare).value(words) == browser.open(path).value(words)
+    assert browser.open(bare).evaluate_js(words) == browser.open(path).evaluate_js(words)
 
 
 def test_the_browser_sees_errors_and_requests(browser: Chromium, tmp_path: Path) -> None:
@@ -162,9 +164,9 @@ def test_the_browser_sees_errors_and_requests(browser: Chromium, tmp_path: Path)
         "setTimeout(() => { throw new Error('thrown') })</script>"
     )
     page = browser.open(path)
-    page.value("new Promise((done) => setTimeout(done, 50))")
+    page.evaluate_js("new Promise((done) => setTimeout(done, 50))")
     assert any("told" in text for text in page.errors)
     assert any("thrown" in text for text in page.errors)
     assert any(address.endswith("missing.png") for address in page.requests)
-    with pytest.raises(BrowserFailed, match="ReferenceError"):
-        page.value("nothing.here")
+    with pytest.raises(BrowserError, match="ReferenceError"):
+        page.evaluate_js("nothing.here")

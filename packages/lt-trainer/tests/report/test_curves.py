@@ -6,7 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_trainer.report.curves import LEAST_FOR_SMOOTHING, log_ticks, short, smoothed, thinned, ticks, value_range
+from lt_trainer.observability.report.curves import (
+    MIN_POINTS_FOR_SMOOTHING,
+    downsample,
+    format_short,
+    log_ticks,
+    smooth_points,
+    ticks,
+    value_range,
+)
 
 VALUES = st.floats(-1e6, 1e6)
 
@@ -17,7 +25,7 @@ def points(values: list[float]) -> list[tuple[float, float]]:
 
 def test_smoothing_is_the_mean_to_both_sides_and_shrinks_at_the_ends() -> None:
     values = [float(i * i) for i in range(20)]
-    made = [y for _, y in smoothed(points(values))]
+    made = [y for _, y in smooth_points(points(values))]
     assert made[0] == 0.0
     assert made[1] == pytest.approx((0 + 1 + 4) / 3)
     assert made[10] == pytest.approx(sum(values[8:13]) / 5)
@@ -26,21 +34,21 @@ def test_smoothing_is_the_mean_to_both_sides_and_shrinks_at_the_ends() -> None:
 
 
 def test_few_points_are_not_smoothed() -> None:
-    assert smoothed(points([1.0] * (LEAST_FOR_SMOOTHING - 1))) == []
-    assert len(smoothed(points([1.0] * LEAST_FOR_SMOOTHING))) == LEAST_FOR_SMOOTHING
+    assert smooth_points(points([1.0] * (MIN_POINTS_FOR_SMOOTHING - 1))) == []
+    assert len(smooth_points(points([1.0] * MIN_POINTS_FOR_SMOOTHING))) == MIN_POINTS_FOR_SMOOTHING
 
 
 def test_the_window_grows_with_the_points() -> None:
     values = [0.0] * 1000
     values[500] = 1.0
-    reached = [x for x, y in smoothed(points(values)) if y > 1e-9]
+    reached = [x for x, y in smooth_points(points(values)) if y > 1e-9]
     assert reached == [float(step) for step in range(501 - 12, 501 + 13)]  # 1000 / 40 = 25 points
 
 
 @given(st.integers(20, 300), VALUES, st.floats(-10, 10))
 def test_a_straight_line_stays_as_it_is(n: int, start: float, slope: float) -> None:
     line = points([start + slope * i for i in range(n)])
-    for (x, y), (same, made) in zip(line, smoothed(line), strict=True):
+    for (x, y), (same, made) in zip(line, smooth_points(line), strict=True):
         assert x == same
         assert made == pytest.approx(y, rel=1e-6, abs=1e-4)
 
@@ -49,7 +57,7 @@ def test_what_is_not_finite_is_left_out_of_means() -> None:
     values = [1.0] * 30
     values[10] = math.nan
     values[11] = math.inf
-    made = smoothed(points(values))
+    made = smooth_points(points(values))
     assert [y for _, y in made] == pytest.approx([1.0] * 28)
     assert 11.0 not in [x for x, _ in made]
 
@@ -57,7 +65,7 @@ def test_what_is_not_finite_is_left_out_of_means() -> None:
 @given(st.lists(VALUES, min_size=1, max_size=500), st.integers(4, 100))
 def test_thinning_keeps_ends_and_extremes(values: list[float], most: int) -> None:
     whole = points(values)
-    kept = thinned(whole, most)
+    kept = downsample(whole, most)
     assert set(kept) <= set(whole)
     assert kept == sorted(kept)
     assert len(kept) <= most + 4
@@ -70,7 +78,7 @@ def test_thinning_keeps_every_spike() -> None:
     values = [1.0] * 10_000
     for at in range(50, 10_000, 500):
         values[at] = 9.0
-    assert [x - 1 for x, y in thinned(points(values), 200) if y == 9.0] == list(range(50, 10_000, 500))
+    assert [x - 1 for x, y in downsample(points(values), 200) if y == 9.0] == list(range(50, 10_000, 500))
 
 
 def test_the_axis_ends_above_what_is_common() -> None:
@@ -131,4 +139,4 @@ def test_ticks_of_usual_axes() -> None:
     ],
 )
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert short(value) == text
+    assert format_short(value) == text

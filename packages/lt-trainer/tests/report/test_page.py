@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lt_trainer.errors import TrainerError
-from lt_trainer.report.charts import charts, lanes, last_step, time_splits
-from lt_trainer.report.drawing import values_of
-from lt_trainer.report.page import last_loss, page
-from lt_trainer.report.reading import read_run
-from lt_trainer.report.writing import ReportError, write_report
+from lt_trainer.observability.report.charts import build_charts, event_lanes, last_step, time_breakdowns
+from lt_trainer.observability.report.html_charts import chart_values
+from lt_trainer.observability.report.page import last_loss, report_html
+from lt_trainer.observability.report.run_history import read_run
+from lt_trainer.observability.report.writer import ReportError, write_report
 
 
 class Parsed(HTMLParser):
@@ -63,18 +63,18 @@ class Parsed(HTMLParser):
 
 def test_charts_of_a_run(eventful: Path) -> None:
     run = read_run(eventful)
-    made = {one.key: one for one in charts([run])}
+    made = {one.key: one for one in build_charts([run])}
     assert list(made) == ["loss", "learning_rate", "grad_norm", "tokens_per_sec", "mfu", "memory", "validation"]
-    looks = [(line.name, line.look, line.colour) for line in made["loss"].lines]
+    looks = [(line.name, line.style, line.color) for line in made["loss"].curves]
     assert looks == [
         ("eventful", "faint", 0),
         ("eventful, smoothed", "line", 0),
         ("eventful, web", "dots", 1),
         ("eventful, code", "dots", 2),
     ]
-    assert made["loss"].lines[0].points == [(float(r["step"]), r["loss"]) for r in run.train]
-    assert made["learning_rate"].lines[0].points[29] == (30.0, run.train[29]["learning_rate"])
-    assert [point[0] for point in made["validation"].lines[1].points] == list(range(50, 401, 50))
+    assert made["loss"].curves[0].points == [(float(r["step"]), r["loss"]) for r in run.train]
+    assert made["learning_rate"].curves[0].points[29] == (30.0, run.train[29]["learning_rate"])
+    assert [point[0] for point in made["validation"].curves[1].points] == list(range(50, 401, 50))
     assert made["grad_norm"].log
     assert made["mfu"].percent
     assert made["mfu"].title == "MFU", "nothing says what is computed again"
@@ -82,35 +82,35 @@ def test_charts_of_a_run(eventful: Path) -> None:
 
 def test_what_nobody_knows_has_no_chart(make_run) -> None:
     records = [{"step": s, "loss": 2.0, "mfu": "nan", "elapsed_s": 1.0} for s in range(1, 5)]
-    assert [one.key for one in charts([read_run(make_run(records=records))])] == ["loss"]
+    assert [one.key for one in build_charts([read_run(make_run(records=records))])] == ["loss"]
 
 
 def test_hfu_is_dashed_where_it_differs(make_run, eventful: Path) -> None:
     records = [
         {"step": s, "loss": 2.0, "mfu": 0.4, "hfu": 0.5, "joules_per_token": 0.1, "elapsed_s": 1.0} for s in (1, 2)
     ]
-    (mfu,) = [one for one in charts([read_run(make_run(records=records))]) if one.key == "mfu"]
-    assert [(line.look, line.points[-1][1]) for line in mfu.lines] == [("line", 0.4), ("dashed", 0.5)]
+    (mfu,) = [one for one in build_charts([read_run(make_run(records=records))]) if one.key == "mfu"]
+    assert [(line.style, line.points[-1][1]) for line in mfu.curves] == [("line", 0.4), ("dashed", 0.5)]
     assert mfu.title == "MFU and HFU"
     same = [{"step": s, "loss": 2.0, "mfu": 0.4, "hfu": 0.4, "elapsed_s": 1.0} for s in (1, 2)]
-    (mfu,) = [one for one in charts([read_run(make_run("same", records=same))]) if one.key == "mfu"]
-    assert len(mfu.lines) == 1
+    (mfu,) = [one for one in build_charts([read_run(make_run("same", records=same))]) if one.key == "mfu"]
+    assert len(mfu.curves) == 1
 
 
 def test_several_runs_have_a_colour_each(eventful: Path, make_run) -> None:
     runs = [read_run(eventful), read_run(make_run("other"))]
-    loss = charts(runs)[0]
-    assert [(line.name, line.colour) for line in loss.lines if line.look == "line"] == [
+    loss = build_charts(runs)[0]
+    assert [(line.name, line.color) for line in loss.curves if line.style == "line"] == [
         ("eventful, smoothed", 0),
         ("other, smoothed", 1),
     ]
-    assert {line.colour for line in loss.lines if line.look == "dots"} == {0}
+    assert {line.color for line in loss.curves if line.style == "dots"} == {0}
 
 
 def test_where_the_time_goes(make_run) -> None:
     parts = {"forward_backward_s": 3.0, "optimizer_s": 0.5, "checkpoint_s": 0.0, "validation_s": 0.0, "rest_s": 0.5}
     records = [{"step": s, "loss": 1.0, "elapsed_s": s, "data_s": float(s > 2), **parts} for s in range(1, 5)]
-    (split,) = time_splits([read_run(make_run(records=records))])
+    (split,) = time_breakdowns([read_run(make_run(records=records))])
     assert [(begin, end) for begin, end, _ in split.columns] == [(0, 1), (1, 2), (2, 3), (3, 4)]
     assert [shares["data"] for _, _, shares in split.columns] == [0, 0, 0.2, 0.2]
     assert [shares["forward_backward"] for _, _, shares in split.columns] == [0.75, 0.75, 0.6, 0.6]
@@ -126,7 +126,7 @@ def test_where_the_time_goes(make_run) -> None:
 
 def test_no_second_is_lost_in_columns(eventful: Path) -> None:
     run = read_run(eventful)
-    (split,) = time_splits([run])
+    (split,) = time_breakdowns([run])
     assert split.columns[0][0] == 0
     assert split.columns[-1][1] == 400
     assert all(a[1] == b[0] for a, b in zip(split.columns, split.columns[1:], strict=False))
@@ -137,14 +137,14 @@ def test_no_second_is_lost_in_columns(eventful: Path) -> None:
 
 def test_events_stand_in_lanes(eventful: Path) -> None:
     run = read_run(eventful)
-    found = {lane.kind: [step for _, step, _ in lane.marks] for lane in lanes([run])}
+    found = {lane.kind: [step for _, step, _ in lane.events] for lane in event_lanes([run])}
     assert found == {
         "checkpoint": [100, 200, 300, 400],
         "stop": [200],
         "resume": [200],
-        "skipped": [308, 309, 310],
-        "rewind": [300],
-        "done": [400],
+        "step_skipped": [308, 309, 310],
+        "rollback": [300],
+        "completed": [400],
     }
     assert last_step([run]) == 400
 
@@ -158,7 +158,7 @@ def test_the_last_loss_is_the_mean_of_a_fortieth(make_run) -> None:
 
 
 def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
-    text = page([read_run(eventful)])
+    text = report_html([read_run(eventful)])
     found = Parsed(text)
     assert found.loads == ["data:,"]
     assert not re.search(r"https?:|url\(|@import", text)
@@ -169,55 +169,55 @@ def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
     assert "<script>alert" not in text
     words = " ".join(found.words)
     for shown in (
-        "done, step 400 of 400, 8 x NVIDIA H200, 23 min 40 s of training",
-        "10 records of steps that were done again are left out.",
+        "completed, step 400 of 400, 8 x NVIDIA H200, 23 min 40 s of training",
+        "10 records of repeated steps are omitted.",
         "<script>alert('a note')</script>",
         "26,240 rows, 53,739,520 positions",
         "rows 19,200 to 19,839",
-        "The store is not at this path",
-        "Planned, at the fullest moment of a step",
-        "Measured: 61.50 GiB, the most that torch had allocated.",
+        "No store at this path",
+        "Planned peak (",
+        "Measured peak: 61.50 GiB, memory allocated by torch.",
         "input embedding",
         "model.layers.*.mlp.up_proj.weight",
         'preset = "tiny-2m"',
     ):
         assert shown in words, shown
-    assert text == page([read_run(eventful)]), "the same files, the same bytes"
+    assert text == report_html([read_run(eventful)]), "the same files, the same bytes"
 
 
 def test_the_page_of_several_runs_tells_where_their_recipes_differ(eventful: Path, make_run) -> None:
-    other = make_run("<other>", sets=["optimizer.lr=6e-4", "batch.global_batch=128"], records=[])
-    words = Parsed(page([read_run(eventful), read_run(other)])).words
+    other = make_run("<other>", overrides=["optimizer.lr=6e-4", "batch.global_batch_size=128"], records=[])
+    words = Parsed(report_html([read_run(eventful), read_run(other)])).words
     at = words.index("optimizer.lr")
     assert words[at : at + 3] == ["optimizer.lr", "0.0016", "0.0006"]
-    at = words.index("batch.global_batch")
+    at = words.index("batch.global_batch_size")
     assert words[at + 1 : at + 3] == ["64", "128"]
     assert "schedule.max_steps" not in words
     assert "2 runs: eventful, <other>" in words
 
 
 def test_runs_with_equal_recipes_say_so(make_run) -> None:
-    words = Parsed(page([read_run(make_run("a")), read_run(make_run("b"))])).words
-    assert "All fields of their recipes are equal." in words
+    words = Parsed(report_html([read_run(make_run("a")), read_run(make_run("b"))])).words
+    assert "The recipes are equal." in words
 
 
 def test_a_run_without_a_record_has_a_page(make_run) -> None:
     folder = make_run(records=[], events=[])
-    words = Parsed(page([read_run(folder)])).words
-    assert "No record has been written yet." in words
+    words = Parsed(report_html([read_run(folder)])).words
+    assert "No records yet." in words
     (folder / "recipe.json").unlink()
-    assert any("has no recipe.json" in word for word in Parsed(page([read_run(folder)])).words)
+    assert any("has no recipe.json" in word for word in Parsed(report_html([read_run(folder)])).words)
 
 
 def test_values_that_stand_above_the_axis_are_counted(make_run) -> None:
     records = [{"step": s, "loss": 3.0 + s / 1000 + 900 * (s == 50), "elapsed_s": 1.0} for s in range(1, 101)]
-    words = Parsed(page([read_run(make_run(records=records))])).words
-    assert any("1 value stands above the axis." in word for word in words)
+    words = Parsed(report_html([read_run(make_run(records=records))])).words
+    assert any("1 value above the axis." in word for word in words)
 
 
 def test_the_script_has_the_numbers_of_every_line_that_is_told(eventful: Path) -> None:
     run = read_run(eventful)
-    values = values_of(charts([run]))
+    values = chart_values(build_charts([run]))
     assert values["loss"]["lines"][0] is None, "of pale lines nothing is told"
     steps, losses = values["loss"]["lines"][2]
     assert steps == list(range(50, 401, 50))
@@ -226,12 +226,12 @@ def test_the_script_has_the_numbers_of_every_line_that_is_told(eventful: Path) -
 
 
 def test_the_data_part_shows_the_stores(little_data: Path, make_run) -> None:
-    folder = make_run(sets=[])
+    folder = make_run(overrides=[])
     table = json.loads((folder / "recipe.json").read_text())
     table["recipe"]["data"] |= {"store": str(little_data / "train"), "validation": str(little_data / "validation")}
     table["recipe"]["data"]["seq_len"] = 32
     (folder / "recipe.json").write_text(json.dumps(table))
-    words = " ".join(Parsed(page([read_run(folder)])).words)
+    words = " ".join(Parsed(report_html([read_run(folder)])).words)
     assert "Length of documents" in words
     assert "bfd-32" in words
     assert "001.txt" in words
@@ -239,24 +239,24 @@ def test_the_data_part_shows_the_stores(little_data: Path, make_run) -> None:
 
 
 def test_the_shape_is_that_of_the_newest_checkpoint(recipe_base, fake_engine, tmp_path: Path) -> None:
-    from lt_trainer.recipe import load
-    from lt_trainer.run import run
+    from lt_trainer.config.recipe import load
+    from lt_trainer.training.runner import run
 
     recipe_base["checkpoint"] = {"interval": 6, "keep_last": 3}
-    assert run(load(base=recipe_base, sets=["run.engine=fake"]), environ={}) == 0
-    words = " ".join(Parsed(page([read_run(recipe_base["run"]["out"])])).words)
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    words = " ".join(Parsed(report_html([read_run(recipe_base["run"]["dir"])])).words)
     assert "Shape from the checkpoint step-00000020; rows of 32 positions." in words
-    assert "No plan of it: run.engine = 'fake'" in words
-    assert "done, step 20 of 20" in words
+    assert "No plan: run.engine = 'fake'" in words
+    assert "completed, step 20 of 20" in words
 
 
 def test_a_damaged_store_is_named_and_the_page_goes_on(make_run, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
-    folder = make_run(sets=[f"data.store={store}"])
-    words = " ".join(Parsed(page([read_run(folder)])).words)
+    folder = make_run(overrides=[f"data.store={store}"])
+    words = " ".join(Parsed(report_html([read_run(folder)])).words)
     assert "The store cannot be read: " in words
-    assert "Where the parameters are" in words
+    assert "Memory per device" in words
 
 
 # ---- what is written ----
@@ -266,7 +266,7 @@ def test_files_that_are_there_stay_unless_told(eventful: Path, tmp_path: Path) -
     out = tmp_path / "new" / "page.html"
     assert write_report([eventful], out) == (out,)
     out.write_text("mine")
-    with pytest.raises(ReportError, match=r"page.html: is there already; give another name, or --overwrite"):
+    with pytest.raises(ReportError, match=r"page.html exists; choose another name or pass --overwrite"):
         write_report([eventful], out)
     assert out.read_text() == "mine"
     write_report([eventful], out, overwrite=True)
@@ -278,9 +278,9 @@ def test_runs_that_are_none_or_named_twice_are_refused_before_anything_is_writte
     eventful: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "page.html"
-    with pytest.raises(ReportError, match="no run is given"):
+    with pytest.raises(ReportError, match="no run directory given"):
         write_report([], out)
-    with pytest.raises(ReportError, match="the run is named twice"):
+    with pytest.raises(ReportError, match="duplicate run directory"):
         write_report([eventful, eventful / ".." / "eventful"], out)
     with pytest.raises(TrainerError, match="is not a run directory"):
         write_report([eventful, tmp_path], out)
@@ -289,7 +289,7 @@ def test_runs_that_are_none_or_named_twice_are_refused_before_anything_is_writte
 
 def test_a_place_that_cannot_be_written(eventful: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ReportError, match=r"cannot write .*page.html: .*; name a folder that can be written"):
+    with pytest.raises(ReportError, match=r"cannot write .*page.html: .*; choose a writable folder"):
         write_report([eventful], tmp_path / "file" / "page.html")
 
 
@@ -325,33 +325,34 @@ def test_the_command(eventful: Path, tmp_path: Path) -> None:
         [program, "report", eventful, "--out", tmp_path / "page.html"], capture_output=True, text=True, check=False
     )
     assert again.returncode == 64
-    assert "is there already" in again.stderr
+    assert "page.html exists" in again.stderr
     assert "Traceback" not in again.stderr
 
 
 def test_importing_the_page_loads_no_matplotlib() -> None:
-    script = "import sys, lt_trainer.report.writing; sys.exit(bool({'matplotlib', 'torch', 'rich'} & set(sys.modules)))"
+    module = "lt_trainer.observability.report.writer"
+    script = f"import sys, {module}; sys.exit(bool({{'matplotlib', 'torch', 'rich'}} & set(sys.modules)))"
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_nan_is_no_chart_value(make_run) -> None:
     records = [{"step": s, "loss": "nan" if s == 3 else 2.0, "elapsed_s": 1.0} for s in range(1, 6)]
-    (loss,) = charts([read_run(make_run(records=records))])
-    assert [x for x, _ in loss.lines[0].points] == [1, 2, 4, 5]
-    assert all(math.isfinite(y) for line in loss.lines for _, y in line.points)
+    (loss,) = build_charts([read_run(make_run(records=records))])
+    assert [x for x, _ in loss.curves[0].points] == [1, 2, 4, 5]
+    assert all(math.isfinite(y) for line in loss.curves for _, y in line.points)
 
 
 def test_losses_that_are_not_finite_are_told(make_run) -> None:
     """A curve that ends early, or is not there, says nothing by itself."""
     good = [{"step": step, "loss": 2.0, "elapsed_s": 1.0} for step in range(1, 21)]
     bad = [{"step": step, "loss": "nan", "elapsed_s": 1.0} for step in range(21, 26)]
-    some = make_run("some", records=good + bad, events=[{"event": "done", "step": 25}])
+    some = make_run("some", records=good + bad, events=[{"event": "completed", "step": 25}])
     none = make_run("none", records=bad[:1])
-    told = "5 of 25 records have a loss that is not finite, the first at step 21, the last at step 25;"
-    assert told in page([read_run(some)])
-    assert "1 event<" in page([read_run(some)])
-    assert "1 of 1 records have a loss that is not finite, the first at step 21" in page([read_run(none)])
-    both = page([read_run(some), read_run(none)])
+    told = "5 of 25 records have a non-finite loss, the first at step 21, the last at step 25;"
+    assert told in report_html([read_run(some)])
+    assert "1 event<" in report_html([read_run(some)])
+    assert "1 of 1 records have a non-finite loss, the first at step 21" in report_html([read_run(none)])
+    both = report_html([read_run(some), read_run(none)])
     assert f"some: {told}" in both
     assert "none: 1 of 1 records" in both
-    assert "not finite" not in page([read_run(make_run("good", records=good))])
+    assert "non-finite" not in report_html([read_run(make_run("good", records=good))])

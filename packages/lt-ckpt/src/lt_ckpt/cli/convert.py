@@ -1,25 +1,28 @@
-"""The commands `convert` and `resplit`."""
+"""Commands `convert` and `reshard-optimizer`."""
 
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
 import typer
 
-from lt_ckpt.cli.terminal import ConfigOption, DtypeOption, ModelArgument, open_model, progress_bar, say
+from lt_ckpt.cli.terminal import ConfigOption, DtypeOption, ModelArgument, echo, open_model, progress_bar
 
 
 def convert(
     path: ModelArgument,
-    out: Annotated[Path, typer.Argument(help="What to make: a folder; for --to pt a file.")],
+    out: Annotated[Path, typer.Argument(help="The output: a folder; for --to pt a file.")],
     to: Annotated[str, typer.Option("--to", help="hf, nxd, lt, dcp or pt.")],
     config: ConfigOption = None,
     dtype: DtypeOption = "",
-    max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Most GB of tensors per file (hf, dcp).")] = 5.0,
+    max_shard_gb: Annotated[
+        float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf, dcp).")
+    ] = 5.0,
     tp: Annotated[int, typer.Option("--tp", help="NxD: tensor parallel degree.")] = 1,
     pp: Annotated[int, typer.Option("--pp", help="NxD: pipeline stages.")] = 1,
     virtual_pp: Annotated[int, typer.Option("--virtual-pp", help="NxD: chunks of layers per stage.")] = 1,
-    kv_multiplier: Annotated[
-        int, typer.Option("--kv-multiplier", help="NxD: times each key/value head is repeated (with --qkv-linear).")
+    kv_size_multiplier: Annotated[
+        int,
+        typer.Option("--kv-size-multiplier", help="NxD: times each key/value head is repeated (with --qkv-linear)."),
     ] = 1,
     qkv_linear: Annotated[bool, typer.Option("--qkv-linear", help="NxD: the GQA layer, weight_q/_k/_v.")] = False,
     fuse_qkv: Annotated[bool, typer.Option("--fuse-qkv", help="NxD: weight_qkv of the GQA layer.")] = False,
@@ -28,34 +31,39 @@ def convert(
     layout: Annotated[str, typer.Option("--layout", help="NxD: v1 or v2.")] = "v2",
     tag: Annotated[str, typer.Option("--tag", help="NxD v2: the tag folder, with its markers.")] = "",
     head_order: Annotated[
-        str, typer.Option("--head-order", help="NxD: trn1, or trn2 (never tried on hardware).")
+        str, typer.Option("--head-order", help="NxD: trn1, or trn2 (not tested on hardware).")
     ] = "trn1",
-    masters: Annotated[
-        bool, typer.Option("--masters", help="From NxD: the fp32 masters of its ZeRO-1 state as the weights.")
+    master_weights: Annotated[
+        bool,
+        typer.Option("--master-weights", help="From NxD: the fp32 master weights of its ZeRO-1 state as the weights."),
     ] = False,
     optimizer: Annotated[
-        bool, typer.Option("--optimizer", help="Between lt and NxD: the moments, masters and step too (ZeRO-1 state).")
+        bool,
+        typer.Option("--optimizer", help="Between lt and NxD: also moments, master weights and step (ZeRO-1 state)."),
     ] = False,
     dp: Annotated[int, typer.Option("--dp", help="NxD with --optimizer: data parallel ranks.")] = 0,
     source_head_order: Annotated[
         str, typer.Option("--source-head-order", help="From NxD: trn1 or trn2; the files do not show it.")
     ] = "trn1",
-    unequal_copies: Annotated[
-        bool, typer.Option("--unequal-copies", help="Take the first rank's where copies of a tensor differ.")
+    allow_replica_mismatch: Annotated[
+        bool,
+        typer.Option(
+            "--allow-replica-mismatch", help="Use the first rank's replica where replicas of a tensor differ."
+        ),
     ] = False,
 ) -> None:
-    """Convert a model between formats, in one pass and little memory."""
-    from lt_ckpt.dtypes import parse_float
+    """Convert a model between formats, in one pass and with little memory."""
+    from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.errors import CheckpointError
-    from lt_ckpt.formats import FORMATS, Wish, carries_states, convert_to
+    from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, has_optimizer_state
 
     if to not in FORMATS:
         raise CheckpointError(f"--to {to}: not one of {', '.join(FORMATS)}")
-    nxd = {
+    nxd_only = {
         "--tp": tp != 1,
         "--pp": pp != 1,
         "--virtual-pp": virtual_pp != 1,
-        "--kv-multiplier": kv_multiplier != 1,
+        "--kv-size-multiplier": kv_size_multiplier != 1,
         "--qkv-linear": qkv_linear,
         "--fuse-qkv": fuse_qkv,
         "--coalesce-qkv": coalesce_qkv,
@@ -64,16 +72,16 @@ def convert(
         "--tag": bool(tag),
         "--head-order": head_order != "trn1",
     }
-    useless = [name for name, given in nxd.items() if given and to != "nxd"]
+    useless = [name for name, given in nxd_only.items() if given and to != "nxd"]
     if useless:
-        raise CheckpointError(f"{', '.join(useless)}: has no effect with --to {to}; leave it out, or use --to nxd")
+        raise CheckpointError(f"{', '.join(useless)}: no effect with --to {to}; leave it out, or use --to nxd")
     if optimizer and to not in ("lt", "nxd"):
-        raise CheckpointError(
-            f"--optimizer: has no effect with --to {to}, which holds weights alone; use --to lt or nxd"
-        )
+        raise CheckpointError(f"--optimizer: no effect with --to {to}, which holds weights only; use --to lt or nxd")
     if (optimizer and to == "nxd") != (dp > 0):
-        raise CheckpointError("--dp: how many data parallel ranks share the state of --to nxd --optimizer; give both")
-    options = None
+        raise CheckpointError(
+            "--dp: number of data parallel ranks of the state written by --to nxd --optimizer; give both"
+        )
+    nxd_options = None
     if to == "nxd":
         from lt_ckpt.nxd.options import NxdOptions
 
@@ -81,43 +89,45 @@ def convert(
             raise CheckpointError("--coalesce-qkv and --qkv-linear exclude each other: MHA has one, GQA the other")
         if fuse_qkv and not qkv_linear:
             raise CheckpointError("--fuse-qkv has no effect without --qkv-linear; give both")
-        grouped = "gqa_fused" if fuse_qkv else "gqa"
-        options = NxdOptions(
+        gqa = "gqa_fused" if fuse_qkv else "gqa"
+        nxd_options = NxdOptions(
             tp=tp,
             pp=pp,
             virtual_pp=virtual_pp,
-            kv_multiplier=kv_multiplier,
-            qkv=grouped if qkv_linear else "coalesced" if coalesce_qkv else "separate",
+            kv_size_multiplier=kv_size_multiplier,
+            qkv=gqa if qkv_linear else "coalesced" if coalesce_qkv else "separate",
             layout=cast("Literal['v1', 'v2']", layout),
             xser=xser,
             tag=tag,
             head_order=cast("Literal['trn1', 'trn2']", head_order),
         )
-    kept = optimizer and not (to == "nxd" and carries_states(path))
-    source = open_model(path, config, masters=masters, optimizer=kept, head_order=source_head_order)
-    wish = Wish(
-        unequal_copies=unequal_copies,
+    with_optimizer = optimizer and not (to == "nxd" and has_optimizer_state(path))
+    source = open_model(
+        path, config, master_weights=master_weights, optimizer=with_optimizer, head_order=source_head_order
+    )
+    options = ConvertOptions(
+        allow_replica_mismatch=allow_replica_mismatch,
         format=to,
-        dtype=parse_float(dtype) if dtype else None,
+        dtype=parse_float_dtype(dtype) if dtype else None,
         max_shard_bytes=int(max_shard_gb * 1e9),
-        nxd=options,
+        nxd=nxd_options,
         dp=dp,
     )
     with progress_bar(f"converting to {to}") as progress:
-        made = convert_to(source, out, wish, progress=progress)
-    say(f"{source.format} {path} converted to {to}: {made}")
+        output = convert_checkpoint(source, out, options, progress=progress)
+    echo(f"{source.format} {path} converted to {to}: {output}")
 
 
-def resplit(
+def reshard_optimizer(
     path: Annotated[Path, typer.Argument(help="An NxD checkpoint with a ZeRO-1 state.")],
     out: Annotated[Path, typer.Argument(help="Folder to make; it gets the folder optim.")],
-    dp: Annotated[int, typer.Option("--dp", help="Data parallel ranks to cut the state for.", min=1)],
+    dp: Annotated[int, typer.Option("--dp", help="Data parallel ranks to reshard for.", min=1)],
     config: Annotated[Path, typer.Option("--config", help="The model's config.json.")],
 ) -> None:
-    """Cut the ZeRO-1 optimizer state of an NxD checkpoint for another number of data parallel ranks."""
+    """Reshard the ZeRO-1 optimizer state of an NxD checkpoint for another number of data parallel ranks."""
     from lt_ckpt.formats import read_config
-    from lt_ckpt.nxd.resplitting import resplit as cut
+    from lt_ckpt.nxd.zero1_reshard import reshard_optimizer as reshard
 
-    with progress_bar(f"cutting for {dp} ranks") as progress:
-        made = cut(path, out, dp=dp, config=read_config(config), progress=progress)
-    say(f"{path} cut for {dp} data parallel ranks: {made}")
+    with progress_bar(f"resharding for {dp} ranks") as progress:
+        output = reshard(path, out, dp=dp, config=read_config(config), progress=progress)
+    echo(f"{path} resharded for {dp} data parallel ranks: {output}")

@@ -1,4 +1,4 @@
-"""What the commands share: printing, progress, and the arguments that name a model."""
+"""Printing, progress and model arguments shared by the commands."""
 
 import sys
 import time
@@ -16,14 +16,14 @@ ModelArgument = Annotated[
     str, typer.Argument(help="A model in any format: a folder, a file, a run, or hf://org/name@revision.")
 ]
 ConfigOption = Annotated[
-    Path | None, typer.Option("--config", help="A config.json, for formats that do not say what the model is.")
+    Path | None, typer.Option("--config", help="A config.json, for formats without a model configuration.")
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f16 or f64; as stored if not given.")]
 
 
-def say(text: str) -> None:
-    r"""Prints on standard output; what its encoding cannot express is written as an escape, such as `\u6771`."""
-    # `typer.echo` would stop with an error there, or write UTF-8 where ASCII was asked for.
+def echo(text: str) -> None:
+    r"""Print to standard output; characters outside its encoding are escaped, for example `\u6771`."""
+    # `typer.echo` would fail there, or write UTF-8 where ASCII was requested.
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
@@ -31,18 +31,19 @@ def say(text: str) -> None:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Shows bytes done, rate and time left: a bar on a terminal, else a line every ten seconds."""
+    """Show bytes done, rate and time left: a bar on a terminal, else a line every ten seconds."""
     if not sys.stderr.isatty():
-        from lt_ckpt.summary import size
+        from lt_ckpt.summary import format_bytes
 
-        begun = last = time.monotonic()
+        start = last = time.monotonic()
 
         def line(done: int, total: int, unit: str) -> None:
             nonlocal last
             now = time.monotonic()
             if now - last >= 10:
                 last = now
-                sys.stderr.write(f"{title}: {size(done)} of {size(total)}, {size(round(done / (now - begun)))}/s\n")
+                rate = format_bytes(round(done / (now - start)))
+                sys.stderr.write(f"{title}: {format_bytes(done)} of {format_bytes(total)}, {rate}/s\n")
 
         yield line
         return
@@ -62,7 +63,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
-    """Opens a model in any format; one of the hub is downloaded with a progress bar."""
+    """Open a model in any format; a hub model is downloaded with a progress bar."""
     from lt_ckpt.formats import HUB, open_source
 
     if not path.startswith(HUB):

@@ -1,11 +1,11 @@
-"""Export of a checkpoint's weights as a Hugging Face folder that `transformers` loads: a conversion like any other."""
+"""Export of a checkpoint's weights as a Hugging Face folder that `transformers` loads."""
 
 import os
 from pathlib import Path
 
 from lt_ckpt import files
 from lt_ckpt.checkpoint import Checkpoint
-from lt_ckpt.formats import Wish, convert_to
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint
 from lt_ckpt.hf.format import MAX_SHARD_BYTES
 from lt_ckpt.lt_format import open_lt
 
@@ -16,27 +16,27 @@ def export_hf(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: files.Progress | None = None,
+    progress: files.ProgressCallback | None = None,
 ) -> Path:
-    """Writes the weights as a Hugging Face folder.
+    """Write the weights as a Hugging Face folder.
 
     The folder gets config.json, generation_config.json, model.safetensors or several files with their index, and the
     checkpoint's tokenizer files. A tied model has no lm_head.
 
     Args:
         checkpoint: What to export; the group `weights` must hold exactly the parameters of its model.
-        out: Folder to make; one that is there must be empty.
+        out: Folder to make; an existing one must be empty.
         dtype: Safetensors code to cast to (F64, F32, F16, BF16; rounding to nearest even); None: as stored.
-        max_shard_bytes: Most bytes of tensors per file.
-        progress: Told the bytes written so far and in all.
+        max_shard_bytes: Maximum bytes of tensors per file.
+        progress: Called with the bytes written so far and in all.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: `out` is not empty, the weights are not those of the model, copies of a tensor differ, a tied
+        CheckpointError: `out` is not empty, the weights are not those of the model, replicas of a tensor differ, a tied
             model's head is not its embedding, or the disk fails.
-        lt_model.ModelError: The manifest's model is no Llama that lt_model knows.
+        lt_model.ModelError: The manifest's model is not a supported Llama.
     """
-    wish = Wish(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes)
-    return convert_to(open_lt(checkpoint), out, wish, progress=progress)
+    options = ConvertOptions(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes)
+    return convert_checkpoint(open_lt(checkpoint), out, options, progress=progress)

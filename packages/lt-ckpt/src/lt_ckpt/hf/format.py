@@ -1,8 +1,8 @@
-"""The Hugging Face format: config.json, safetensors files of whole tensors, and their index.
+"""Hugging Face format: config.json, safetensors files of whole tensors, and their index.
 
-Input: the folder of any Llama that `lt_model` knows, also with the old rotary buffers that some files carry, which are
-left out. Output: what `transformers` loads: files of at most `max_shard_bytes`, an index where there are several, the
-tokenizer's files, and generation_config.json. A tied model is written without its head.
+Input: the folder of any Llama that `lt_model` supports; rotary buffers of old files are ignored. Output: what
+`transformers` loads: files of at most `max_shard_bytes`, an index if there are several, the tokenizer's files, and
+generation_config.json. A tied model is written without its head.
 """
 
 import os
@@ -11,76 +11,79 @@ from pathlib import Path
 from typing import Any
 
 from lt_ckpt import strict_json
-from lt_ckpt.containers import SafetensorsWriter
-from lt_ckpt.convert import Target
-from lt_ckpt.dtypes import long_name
+from lt_ckpt.conversion import Target
+from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, INDEX, SINGLE, HFFolder
-from lt_ckpt.layout import FileLayout, Layout, whole
-from lt_ckpt.models import DROPPED, HEAD, stored_shapes, target_specs, with_head
-from lt_ckpt.source import Held, Source, join
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, HFFolder
+from lt_ckpt.layout import FileLayout, Layout, whole_tensor
+from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs
+from lt_ckpt.source import Source, StoredArray, build_tensor_group
+from lt_ckpt.tensor_writers import SafetensorsWriter
 from lt_ckpt.tensorfile import TensorSpec, file_order
-from lt_model import LlamaConfig
+from lt_model import config_from_hf
 
 MAX_SHARD_BYTES = 5 * 10**9
 
 
 def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None) -> Source:
-    """Opens a folder with config.json and safetensors.
+    """Open a folder with config.json and safetensors.
 
     Raises:
         CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
-        lt_model.ModelError: The configuration is no Llama that lt_model knows.
+        lt_model.ModelError: The configuration is not a supported Llama.
     """
     folder = HFFolder.open(path)
-    model = LlamaConfig.from_hf(dict(config or folder.config), source=str(folder.path / CONFIG))
-    holders: dict[str, dict[str, Held]] = {}
-    for name, (file, begin) in folder.positions().items():
-        if not DROPPED.search(name):
-            holders.setdefault(file, {})[name] = Held(spec=folder.specs[name], begin=begin)
-    shapes = stored_shapes(model, any(HEAD in held for held in holders.values()))
+    model = config_from_hf(dict(config or folder.config), source=str(folder.path / CONFIG))
+    stored_by_file: dict[str, dict[str, StoredArray]] = {}
+    for name, (file, byte_offset) in folder.tensor_locations().items():
+        if not IGNORED_BUFFERS.search(name):
+            stored_by_file.setdefault(file, {})[name] = StoredArray(spec=folder.specs[name], byte_offset=byte_offset)
+    shapes = stored_shapes(model, any(HEAD in arrays for arrays in stored_by_file.values()))
     files = tuple(
-        FileLayout(path=file, tensors=tuple(whole(name, shapes[name]) for name in held if name in shapes))
-        for file, held in sorted(holders.items())
+        FileLayout(path=file, tensors=tuple(whole_tensor(name, shapes[name]) for name in arrays if name in shapes))
+        for file, arrays in sorted(stored_by_file.items())
     )
-    group = with_head(join(Layout(files=files), holders, shapes, str(folder.path)), model)
+    group = add_tied_head(build_tensor_group(Layout(files=files), stored_by_file, shapes, str(folder.path)), model)
     return Source(
         format="hf",
         path=folder.path,
         root=folder.path,
         config=folder.config if config is None else dict(config),
         groups={"weights": group},
-        small=folder.small_files(),
+        aux_files=folder.aux_files(),
     )
 
 
 def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int = MAX_SHARD_BYTES) -> Target:
-    """What to write for a source that carries a configuration.
+    """Return the target for a source with a configuration.
 
     Args:
         source: What will be converted.
         dtype: Safetensors code to cast to; None: as stored.
-        max_shard_bytes: Most bytes of tensors per file.
+        max_shard_bytes: Maximum bytes of tensors per file.
     """
     if max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes must be at least 1, is {max_shard_bytes}")
+        raise CheckpointError(f"max_shard_bytes = {max_shard_bytes}: must be at least 1")
     assert source.config is not None
-    model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
+    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     shapes = stored_shapes(model, not model.tie_word_embeddings)
     specs = target_specs(source, shapes, dtype)
-    shards = _shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
-    kinds: dict[str, int] = {}
+    shards = _split_into_shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
+    bytes_by_dtype: dict[str, int] = {}
     for spec in specs.values():
-        kinds[spec.dtype] = kinds.get(spec.dtype, 0) + spec.n_bytes
-    config = {**source.config, "torch_dtype": long_name(max(kinds, key=lambda kind: kinds[kind]))}
+        bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.n_bytes
+    config = {
+        **source.config,
+        "torch_dtype": torch_dtype_name(max(bytes_by_dtype, key=lambda kind: bytes_by_dtype[kind])),
+    }
     config.pop("dtype", None)
-    small = {**source.small, CONFIG: strict_json.dumps(config, CONFIG, indent=2)}
+    aux_files = {**source.aux_files, CONFIG: strict_json.dumps(config, CONFIG, indent=2)}
     if len(shards) > 1:
         weight_map = {name: file for file, group in shards.items() for name in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}
-        small[INDEX] = strict_json.dumps(index, INDEX, indent=2)
+        aux_files[INDEX_FILE] = strict_json.dumps(index, INDEX_FILE, indent=2)
     files = tuple(
-        FileLayout(path=file, tensors=tuple(whole(name, spec.shape) for name, spec in group.items()))
+        FileLayout(path=file, tensors=tuple(whole_tensor(name, spec.shape) for name, spec in group.items()))
         for file, group in shards.items()
     )
     return Target(
@@ -88,33 +91,33 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
         check=lambda folder: _check_with_reference_reader(folder, shards),
         layout=Layout(files=files),
         specs=specs,
-        opens=SafetensorsWriter,
+        open_writer=SafetensorsWriter,
         metadata={"format": "pt"},
-        small=small,
+        aux_files=aux_files,
     )
 
 
 def _check_with_reference_reader(folder: Path, shards: Mapping[str, Mapping[str, TensorSpec]]) -> None:
-    """Opens the files that we wrote with the `safetensors` library, which reads their headers, and compares."""
+    """Check that the `safetensors` library reads the same headers from the files we wrote."""
     from safetensors import safe_open
 
     for file, specs in shards.items():
         with safe_open(folder / file, framework="numpy") as reader:
             slices = {name: reader.get_slice(name) for name in reader.keys()}  # noqa: SIM118 - it has only keys()
-            seen = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
-        assert seen == dict(specs), f"{file}: safetensors reads other tensors than were written"
+            actual = {name: TensorSpec(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
+        assert actual == dict(specs), f"{file}: safetensors does not read the tensors that were written"
 
 
-def _shards(specs: Mapping[str, TensorSpec], limit: int) -> dict[str, dict[str, TensorSpec]]:
-    """Cuts the tensors in order into files of at most `limit` bytes; a longer tensor has a file of its own."""
+def _split_into_shards(specs: Mapping[str, TensorSpec], max_bytes: int) -> dict[str, dict[str, TensorSpec]]:
+    """Split the tensors in order into files of at most `max_bytes`; a larger tensor gets its own file."""
     groups: list[dict[str, TensorSpec]] = [{}]
-    room = limit
+    remaining = max_bytes
     for name, spec in specs.items():
-        if groups[-1] and spec.n_bytes > room:
+        if groups[-1] and spec.n_bytes > remaining:
             groups.append({})
-            room = limit
+            remaining = max_bytes
         groups[-1][name] = spec
-        room -= spec.n_bytes
+        remaining -= spec.n_bytes
     if len(groups) == 1:
-        return {SINGLE: groups[0]}
+        return {SINGLE_FILE: groups[0]}
     return {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, start=1)}

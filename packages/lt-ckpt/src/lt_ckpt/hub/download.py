@@ -20,8 +20,8 @@ from types import TracebackType
 import xxhash
 
 from lt_ckpt import files
-from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import new_token
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.folders import random_id
 from lt_ckpt.hub.http import Answer, Hub, PassingError
 
 BLOCK_BYTES = 2**20
@@ -66,7 +66,7 @@ def download(
     Raises:
         CheckpointError: The hub refuses or does not answer, the bytes are not those listed, or the disk fails.
     """
-    with storage("downloading", target), _Download(hub, path, repo, file, target, told) as download:
+    with translate_os_errors("downloading", target), _Download(hub, path, repo, file, target, told) as download:
         download.take_up()
         hub.insist(f"hf://{repo}: {file.name}", download.attempt)
         return download.size
@@ -175,12 +175,12 @@ class _Download:
     def _part_name(self, answer: Answer) -> str:
         # A weak ETag does not promise equal bytes, and without any there is no knowing: such a file is never taken up.
         sure = answer.etag and not answer.weak
-        identity = xxhash.xxh3_64_hexdigest(answer.etag.encode()) if sure else new_token()
+        identity = xxhash.xxh3_64_hexdigest(answer.etag.encode()) if sure else random_id()
         return f"{self.target.name}.{identity}.part"
 
     def _create(self, answer: Answer) -> None:
         self._part = self.target.with_name(self._part_name(answer))
-        self._descriptor = files.create(self._part)
+        self._descriptor = files.create_file(self._part)
 
     def _total(self, answer: Answer) -> int:
         """Returns how long the file is, after checking that all who say so agree."""

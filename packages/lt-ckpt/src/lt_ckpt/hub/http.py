@@ -24,7 +24,7 @@ from typing import IO, Any, Protocol, TypeVar
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from lt_ckpt import strict_json
-from lt_ckpt.errors import CheckpointError, storage
+from lt_ckpt.errors import CheckpointError, translate_os_errors
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TIMEOUT_S = 30.0
@@ -77,7 +77,7 @@ class Token:
             home = environ.get("HF_HOME") or f"{cache}/huggingface"
             path = Path(environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
             origin = str(path)
-            with storage("reading the token", path):
+            with translate_os_errors("reading the token", path):
                 try:
                     text = path.read_bytes().decode("ascii", "replace").strip()
                 except FileNotFoundError:

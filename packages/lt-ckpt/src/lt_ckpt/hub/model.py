@@ -24,11 +24,11 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.hf.folder import CONFIG, INDEX, MAX_JSON_BYTES, SINGLE, TOKENIZER_NAMES, read_json
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, MAX_JSON_BYTES, SINGLE_FILE, TOKENIZER_NAMES, read_json
 from lt_ckpt.hub.download import SHA1, SHA256, HubFile, download
 from lt_ckpt.hub.http import Hub
-from lt_ckpt.summary import size
+from lt_ckpt.summary import format_bytes
 
 RECORD = ".lt-hub.json"
 SMALL = ("generation_config.json", *TOKENIZER_NAMES, "tokenizer.model")
@@ -104,7 +104,7 @@ def fetch_model(
     *,
     cache: str | os.PathLike[str] | None = None,
     hub: Hub | None = None,
-    progress: files.Progress | None = None,
+    progress: files.ProgressCallback | None = None,
 ) -> HubModel:
     """Brings a model of a hub here; what is here already is not fetched again.
 
@@ -129,7 +129,7 @@ def fetch_model(
             return found
     hub = hub or Hub()
     commit, listed = _ask(hub, address, shelf)
-    with storage("making the cache", shelf):
+    with translate_os_errors("making the cache", shelf):
         files.make_folders(shelf)
     with _locked(shelf / f"{commit}.lock"):
         found = _here(shelf, address, commit)
@@ -165,7 +165,7 @@ def fetch_config(
     hub = hub or Hub()
     commit, listed = _ask(hub, address, shelf)
     model = HubModel(path=shelf / commit / address.subfolder, address=address, commit=commit)
-    with storage("making the cache", shelf):
+    with translate_os_errors("making the cache", shelf):
         files.make_folders(model.path)
     with _locked(shelf / f"{commit}.lock"):
         if not (model.path / CONFIG).is_file():  # only a whole, checked file has this name
@@ -199,12 +199,12 @@ def _entries(folder: Path) -> list[str]:
 def _here(shelf: Path, address: Address, commit: str) -> HubModel | None:
     """Returns the model when all of it is here, by its record and the sizes of its files."""
     folder = shelf / commit / address.subfolder
-    with storage("reading", folder / RECORD):
+    with translate_os_errors("reading", folder / RECORD):
         if not (folder / RECORD).exists():
             return None
-        record = strict_json.loads(files.read_small(folder / RECORD, MAX_JSON_BYTES), str(folder / RECORD))
-        strict_json.check_version(record, "lt-hub", 1, str(folder / RECORD))
-        listed = strict_json.field(record, "files", dict, str(folder / RECORD))
+        record = strict_json.loads(files.read_bounded(folder / RECORD, MAX_JSON_BYTES), str(folder / RECORD))
+        strict_json.check_format_version(record, "lt-hub", 1, str(folder / RECORD))
+        listed = strict_json.get_field(record, "files", dict, str(folder / RECORD))
         for name, n_bytes in listed.items():
             with suppress(FileNotFoundError):
                 if os.stat(folder / name).st_size == n_bytes:
@@ -219,12 +219,12 @@ def _listed(listing: dict[str, Any], address: Address) -> dict[str, HubFile]:
     prefix = f"{address.subfolder}/" if address.subfolder else ""
     found: dict[str, HubFile] = {}
     others: set[str] = set()
-    for entry in strict_json.field(listing, "siblings", list, where):
+    for entry in strict_json.get_field(listing, "siblings", list, where):
         name = entry.get("rfilename") if isinstance(entry, dict) else None
         if not isinstance(name, str):
             raise CheckpointError(f"{where}: has an entry without a name")
         plain = name.removeprefix(prefix)
-        if not name.startswith(prefix) or (plain not in (CONFIG, INDEX, *SMALL) and not _SHARD.fullmatch(plain)):
+        if not name.startswith(prefix) or (plain not in (CONFIG, INDEX_FILE, *SMALL) and not _SHARD.fullmatch(plain)):
             others.add(name)
             continue
         if plain in found:
@@ -239,10 +239,10 @@ def _listed(listing: dict[str, Any], address: Address) -> dict[str, HubFile]:
         )
     if CONFIG not in found:
         raise CheckpointError(f"{address}: there is no {prefix}{CONFIG}: not a model's folder")
-    if INDEX not in found and SINGLE not in found:
+    if INDEX_FILE not in found and SINGLE_FILE not in found:
         old = sorted(name for name in others if name.startswith(prefix) and name.endswith(_OTHER_WEIGHTS))
         raise CheckpointError(
-            f"{address}: neither {SINGLE} nor {INDEX} is there"
+            f"{address}: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
             + (f", only {old[0]!r} and the like; download that by hand and convert the file" if old else "")
         )
     return found
@@ -250,14 +250,14 @@ def _listed(listing: dict[str, Any], address: Address) -> dict[str, HubFile]:
 
 def _shards(index: Path, listed: Mapping[str, HubFile], address: Address) -> list[str]:
     """Returns the files that an index names; each must be a plain name that the hub lists."""
-    with storage("reading", index):
-        obj = strict_json.loads(files.read_small(index, MAX_JSON_BYTES), f"{address}: {INDEX}")
+    with translate_os_errors("reading", index):
+        obj = strict_json.loads(files.read_bounded(index, MAX_JSON_BYTES), f"{address}: {INDEX_FILE}")
     names = set()
-    for tensor, name in strict_json.field(obj, "weight_map", dict, f"{address}: {INDEX}").items():
+    for tensor, name in strict_json.get_field(obj, "weight_map", dict, f"{address}: {INDEX_FILE}").items():
         if not isinstance(name, str) or not _SHARD.fullmatch(name):
-            raise CheckpointError(f"{address}: {INDEX}: {tensor!r} lies in {name!r}, no safetensors file's name")
+            raise CheckpointError(f"{address}: {INDEX_FILE}: {tensor!r} lies in {name!r}, no safetensors file's name")
         if name not in listed:
-            raise CheckpointError(f"{address}: {INDEX}: {tensor!r} lies in {name!r}, which the hub does not list")
+            raise CheckpointError(f"{address}: {INDEX_FILE}: {tensor!r} lies in {name!r}, which the hub does not list")
         names.add(name)
     return sorted(names)
 
@@ -268,10 +268,10 @@ def _fill(
     commit: str,
     listed: Mapping[str, HubFile],
     folder: Path,
-    progress: files.Progress | None,
+    progress: files.ProgressCallback | None,
 ) -> None:
     """Downloads all files of a model, and writes the record last."""
-    with storage("making the cache", folder):
+    with translate_os_errors("making the cache", folder):
         files.make_folders(folder)
         for left in (RECORD, f"{RECORD}.tmp"):  # of a download that was cut off, or of files that are gone since
             (folder / left).unlink(missing_ok=True)
@@ -285,7 +285,7 @@ def _fill(
 
     def get(name: str) -> int:
         file, target = listed[name], folder / name
-        with storage("looking for", target):
+        with translate_os_errors("looking for", target):
             if target.is_file() and (file.n_bytes is None or target.stat().st_size == file.n_bytes):
                 told(target.stat().st_size)  # only a whole, checked file has this name
                 return target.stat().st_size
@@ -293,38 +293,38 @@ def _fill(
         path = f"/{address.repo}/resolve/{commit}/{quote(file.name)}"
         return download(hub, path, address.repo, file, target, told)
 
-    small = [name for name in (CONFIG, INDEX, *SMALL) if name in listed]
+    small = [name for name in (CONFIG, INDEX_FILE, *SMALL) if name in listed]
     sizes = {name: get(name) for name in small}
-    weights = _shards(folder / INDEX, listed, address) if INDEX in listed else [SINGLE]
+    weights = _shards(folder / INDEX_FILE, listed, address) if INDEX_FILE in listed else [SINGLE_FILE]
     total = done + sum(listed[name].n_bytes or 0 for name in weights)
     _need_room(address, folder, weights, listed)
     for name in weights:
         sizes[name] = get(name)
     record = {"format": "lt-hub", "version": 1, "repo": address.repo, "commit": commit, "files": sizes}
-    with storage("finishing the download", folder):
+    with translate_os_errors("finishing the download", folder):
         files.write_file(folder / RECORD, strict_json.dumps(record, RECORD))
 
 
 def _need_room(address: Address, folder: Path, names: list[str], listed: Mapping[str, HubFile]) -> None:
     """Says at once, and not after hours, that a model does not fit."""
-    with storage("looking at the free space", folder):
+    with translate_os_errors("looking at the free space", folder):
         here = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.startswith(tuple(names)))
         free = shutil.disk_usage(folder).free
     need = sum(listed[name].n_bytes or 0 for name in names) - here
     if need > free:
         raise CheckpointError(
-            f"{address}: {size(need)} have to be fetched and {size(free)} are free at {folder}; free some space or "
-            "give another cache folder (XDG_CACHE_HOME)"
+            f"{address}: {format_bytes(need)} have to be fetched and {format_bytes(free)} are free at {folder}; free "
+            "some space or give another cache folder (XDG_CACHE_HOME)"
         )
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Waits until no other process holds the lock, and holds it; it ends with the process."""
-    with storage("locking the cache", path):
+    with translate_os_errors("locking the cache", path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with storage("locking the cache", path):
+        with translate_os_errors("locking the cache", path):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:

@@ -1,8 +1,7 @@
 """Checkpoints of neuronx-distributed (NxD) as a source and as a target of conversions.
 
-No Neuron package is needed, nor torch: files of torch.save are read and written as what they are. As a target, a tag
-gets its markers last; without a tag the output is that of NxD's own converter. `nxd_layout.py` says what lies where,
-`nxd_read.py` how that is found out.
+Neither a Neuron package nor torch is needed. As a target, a tag gets its markers last; without a tag the output is that
+of NxD's own converter. `layout.py` defines the files' contents, `reader.py` infers the layout of existing files.
 """
 
 import os
@@ -11,19 +10,19 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt.convert import Target
+from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.models import shapes_of, target_specs
+from lt_ckpt.llama_tensors import target_specs, tensor_shapes
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
-from lt_ckpt.nxd.read import examine, model_group
-from lt_ckpt.nxd.resplitting import require_equal_steps
+from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
 from lt_ckpt.nxd.xser import XserWriter
-from lt_ckpt.nxd.zero import MASTER, RankState, model_groups, read_states
-from lt_ckpt.records import BEGUN, DONE
-from lt_ckpt.source import Group, Reader, Source
+from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS, RankOptimizerState, build_model_groups, read_optimizer_states
+from lt_ckpt.nxd.zero1_reshard import check_equal_steps
+from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER, TORCH_ADAMW
+from lt_ckpt.source import Source, TensorGroup, TensorReader
 from lt_ckpt.torchfile.file import TorchWriter
-from lt_model import LlamaConfig
+from lt_model import config_from_hf
 
 
 def open_nxd(
@@ -32,73 +31,74 @@ def open_nxd(
     config: Mapping[str, Any] | None,
     options: NxdOptions | None = None,
     optimizer: bool = False,
-    masters: bool = False,
+    master_weights: bool = False,
     head_order: HeadOrder = "trn1",
 ) -> Source:
-    """Opens an NxD checkpoint.
+    """Open an NxD checkpoint.
 
     Args:
         path: The folder of the tags, of one tag, `model` itself, or of version 1.
         config: The content of the model's config.json; NxD's folders have none.
-        options: What the checkpoint must be: its tag, if given, is the one to open, its head order is believed, and all
-            else must be as the files say. None: whatever the files say, in the head order of trn1.
-        optimizer: Open the ZeRO-1 state too: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`; its step is
-            then that of the source.
-        masters: Take the weights from the fp32 masters of the ZeRO-1 state, not from the model files.
+        options: Required options: the tag, if given, is the one to open, the head order is trusted, and all else must
+            match the files. None: inferred from the files, in the head order of trn1.
+        optimizer: Also open the ZeRO-1 state: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`; its step
+            becomes that of the source.
+        master_weights: Take the weights from the fp32 master weights of the ZeRO-1 state, not from the model files.
         head_order: Without options: the head order of the GQA layer, which the files do not show.
 
     Raises:
-        CheckpointError: A file is missing or damaged, or the files are not those of such a model or of such a cut.
-        lt_model.ModelError: The configuration is no Llama that lt_model knows.
+        CheckpointError: A file is missing or damaged, or the files do not match the model or the options.
+        lt_model.ModelError: The configuration is not a supported Llama.
     """
     if config is None:
         raise CheckpointError(
-            f"{os.fspath(path)}: an NxD checkpoint does not say what the model is; give its Hugging Face "
-            "configuration (--config config.json)"
+            f"{os.fspath(path)}: an NxD checkpoint has no model configuration; give a Hugging Face one "
+            "(--config config.json)"
         )
-    model = LlamaConfig.from_hf(dict(config), source="config.json")
-    examined = examine(path, model, options, locate=not masters, head_order=head_order)
-    found, cut, files = examined.found, examined.options, examined.ranks.values()
-    about = {
-        **{name: getattr(cut, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
-        **{name: getattr(cut, name) for name in ("kv_multiplier", "head_order", "xser")},
+    model = config_from_hf(dict(config), source="config.json")
+    checkpoint = read_nxd_checkpoint(path, model, options, locate_tensors=not master_weights, head_order=head_order)
+    nxd_files, inferred, files = checkpoint.files, checkpoint.options, checkpoint.rank_files.values()
+    format_info = {
+        **{name: getattr(inferred, name) for name in ("layout", "tag", "tp", "pp", "virtual_pp", "qkv")},
+        **{name: getattr(inferred, name) for name in ("kv_size_multiplier", "head_order", "xser")},
     }
-    special = {
-        "stage_layers": [list(layers) for layers in cut.stage_layers],
-        "passed_over": list(found.passed_over),
-        "dropped": sorted({key for file in files for key in file.dropped}),
-        "beside": sorted({key for file in files for key in file.beside}),
+    optional_info = {
+        "stage_layers": [list(layers) for layers in inferred.stage_layers],
+        "skipped_tags": list(nxd_files.skipped_tags),
+        "ignored_keys": sorted({key for file in files for key in file.ignored_keys}),
+        "extra_keys": sorted({key for file in files for key in file.extra_keys}),
     }
-    about |= {name: value for name, value in special.items() if value}
-    groups: dict[str, Group] = {}
-    if optimizer or masters:
-        states = read_states(examined)
-        about["dp"] = len(next(iter(states.values())).shards)
-        groups = model_groups(model, examined.layout, states, str(found.root))
+    format_info |= {name: value for name, value in optional_info.items() if value}
+    groups: dict[str, TensorGroup] = {}
+    if optimizer or master_weights:
+        states = read_optimizer_states(checkpoint)
+        format_info["dp"] = len(next(iter(states.values())).shards)
+        groups = build_model_groups(model, checkpoint.layout, states, str(nxd_files.root))
         if optimizer:
-            about |= _step(states.values(), found.root)
-            if settings := _settings(states.values()):
-                about["param_groups"] = settings
-    if masters and MASTER not in groups:
+            format_info |= _read_optimizer_step(states.values(), nxd_files.root)
+            if settings := _read_param_groups(states.values()):
+                format_info["param_groups"] = settings
+    if master_weights and MASTER_WEIGHTS not in groups:
         raise CheckpointError(
-            f"{found.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
+            f"{nxd_files.root}: its optimizer has no master weights (saved without use_master_weights_in_ckpt)"
         )
-    weights = groups.pop(MASTER) if masters else model_group(examined)
+    weights = groups.pop(MASTER_WEIGHTS) if master_weights else build_model_group(checkpoint)
     return Source(
         format="nxd",
-        path=found.root,
-        root=found.root,
+        path=nxd_files.root,
+        root=nxd_files.root,
         config=dict(config),
         groups={"weights": weights, **(groups if optimizer else {})},
-        about=about,
+        optimizer=TORCH_ADAMW if optimizer and groups.keys() >= set(TORCH_ADAMW.slots) else None,
+        format_info=format_info,
     )
 
 
-def _settings(states: Iterable[RankState]) -> list[dict[str, Any]]:
-    """Returns the settings of the optimizer's groups that are numbers, texts, or lists of numbers.
+def _read_param_groups(states: Iterable[RankOptimizerState]) -> list[dict[str, Any]]:
+    """Return the optimizer's param groups: those settings that are numbers, strings, or lists of numbers.
 
-    Nothing where the groups are neither one nor two, all other tensors and then the norms, or where ranks have others:
-    which group a tensor was in would be lost.
+    Empty if the groups are neither one nor two (all other tensors, then the norms), or if ranks differ: the group of a
+    tensor would be lost.
     """
 
     def plain(value: Any) -> bool:
@@ -118,42 +118,44 @@ def _settings(states: Iterable[RankState]) -> list[dict[str, Any]]:
     return found or []
 
 
-def _step(states: Iterable[RankState], root: Path) -> dict[str, int]:
-    """Returns the step of the optimizer, where it keeps one.
+def _read_optimizer_step(states: Iterable[RankOptimizerState], root: Path) -> dict[str, int]:
+    """Return the step of the optimizer, if it keeps one.
 
     Raises:
-        CheckpointError: Not all tensors of all ranks are of one step.
+        CheckpointError: Tensors of the ranks have different steps.
     """
-    with Reader(root) as reader:
-        steps = {step for state in states for step in require_equal_steps(state, reader)}
+    with TensorReader(root) as reader:
+        steps = {step for state in states for step in check_equal_steps(state, reader)}
     if len(steps) > 1:
-        raise CheckpointError(f"{root}: its optimizer's tensors are of the steps {sorted(map(str, steps))}")
+        raise CheckpointError(f"{root}: its optimizer's tensors have different steps: {sorted(map(str, steps))}")
     step = next(iter(steps), None)
     if step is None:
         return {}
     if not 0 <= step < 2**53 or step != int(step):
-        raise CheckpointError(f"{root}: its optimizer is of step {step:g}, which is none")
+        raise CheckpointError(f"{root}: its optimizer has the invalid step {step:g}")
     return {"step": int(step)}
 
 
 def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None) -> Target:
-    """What to write for a source that carries a configuration.
+    """Return the target for a source with a configuration.
 
     Args:
         source: What will be converted.
-        options: How it is to be cut.
+        options: Degrees and choices of the output.
         dtype: Safetensors code to cast to; None: as stored.
 
     Raises:
-        CheckpointError: The model cannot be cut so, or the source lacks a tensor or cannot be cast.
+        CheckpointError: The options do not fit the model, or the source lacks a tensor or cannot be cast.
     """
     assert source.config is not None
-    model = LlamaConfig.from_hf(dict(source.config), source=f"{source.path}: config")
+    model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     layout = nxd_layout(model, options)
     return Target(
         format="nxd",
         layout=layout,
-        specs=target_specs(source, shapes_of(model), dtype),
-        opens=XserWriter if options.xser else TorchWriter,
-        last={f"{options.tag}/{marker}": b"1" for marker in (BEGUN, DONE)} if options.tag else {},
+        specs=target_specs(source, tensor_shapes(model), dtype),
+        open_writer=XserWriter if options.xser else TorchWriter,
+        marker_files={f"{options.tag}/{marker}": b"1" for marker in (NXD_BEGIN_MARKER, NXD_DONE_MARKER)}
+        if options.tag
+        else {},
     )

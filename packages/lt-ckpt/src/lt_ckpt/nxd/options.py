@@ -1,8 +1,7 @@
-"""How a neuronx-distributed (NxD) checkpoint is cut, and which cuts cannot be right.
+"""Options of a neuronx-distributed (NxD) checkpoint, and checks that a model can be sharded so.
 
-`NxdOptions` holds the choices, `check_cut` refuses those that a model does not admit, before anything is read or
-written: NxD's own converter drops half of the query heads for some of them without a word.
-Cost: nothing is computed.
+`NxdOptions` holds the choices; `check_sharding` refuses those that do not fit a model, before anything is read or
+written: NxD's own converter silently drops half of the query heads for some of them.
 """
 
 from dataclasses import dataclass
@@ -13,69 +12,69 @@ from lt_model import LlamaConfig
 
 Qkv = Literal["separate", "coalesced", "gqa", "gqa_fused"]
 HeadOrder = Literal["trn1", "trn2"]
-Version = Literal["v1", "v2"]
+LayoutVersion = Literal["v1", "v2"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NxdOptions:
-    """The choices of an NxD checkpoint.
+    """Choices of an NxD checkpoint.
 
     Attributes:
         tp: Tensor-parallel degree.
         pp: Pipeline stages.
         virtual_pp: Chunks of layers per stage (interleaved schedule).
-        kv_multiplier: How often each key/value head is repeated, so that every rank has one.
+        kv_size_multiplier: Repetitions of each key/value head, so that every rank has one.
         qkv: `separate` q_proj, k_proj, v_proj; `coalesced`: one qkv_proj.weight; `gqa`: weight_q, weight_k, weight_v of
             NxD's GQA layer (qkv_linear); `gqa_fused`: its weight_qkv (fuse_qkv).
         layout: `v1`: tp_rank_00_pp_rank_00/checkpoint.pt; `v2`: model/dp_rank_00_tp_rank_00_pp_rank_00.pt.
         xser: Every tensor in a file of its own.
-        tag: Folder of a v2 checkpoint in its root, with the markers `checkpoint` and `done`; none when empty, as NxD's
+        tag: Folder of a v2 checkpoint in its root, with the markers `checkpoint` and `done`; empty: none, as NxD's
             converter writes.
-        head_order: Which heads go to which rank of a GQA layer. The order of trn1 is exact. That of trn2 is the one its
-            layer asks for, never tried on hardware (NxD 0.18's converter writes another one).
-        stage_layers: The layers of each stage, where they are not those of NxD's own cut (its `pipeline_cuts`).
+        head_order: Order of heads over the ranks of a GQA layer. That of trn1 is exact. That of trn2 is the one its
+            layer expects, not tested on hardware (NxD 0.18's converter writes another one).
+        stage_layers: The layers of each stage, if other than NxD's default partition (its `pipeline_cuts`).
     """
 
     tp: int = 1
     pp: int = 1
     virtual_pp: int = 1
-    kv_multiplier: int = 1
+    kv_size_multiplier: int = 1
     qkv: Qkv = "separate"
-    layout: Version = "v2"
+    layout: LayoutVersion = "v2"
     xser: bool = False
     tag: str = ""
     head_order: HeadOrder = "trn1"
     stage_layers: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "virtual_pp", "kv_multiplier"):
+        for name in ("tp", "pp", "virtual_pp", "kv_size_multiplier"):
             value = getattr(self, name)
             if type(value) is not int or value < 1:
-                raise CheckpointError(f"nxd: {name} must be a whole number of at least 1, is {value!r}")
-        for name, known in (("qkv", Qkv), ("layout", Version), ("head_order", HeadOrder)):
+                raise CheckpointError(f"nxd: {name} = {value!r}: must be a whole number of at least 1")
+        for name, known in (("qkv", Qkv), ("layout", LayoutVersion), ("head_order", HeadOrder)):
             value = getattr(self, name)
             if value not in get_args(known):
-                raise CheckpointError(f"nxd: {name} must be one of {', '.join(get_args(known))}, is {value!r}")
+                raise CheckpointError(f"nxd: {name} = {value!r}: must be one of {', '.join(get_args(known))}")
         if type(self.xser) is not bool:
-            raise CheckpointError(f"nxd: xser must be true or false, is {self.xser!r}")
+            raise CheckpointError(f"nxd: xser = {self.xser!r}: must be true or false")
         if self.tag and (not self.tag.isprintable() or "/" in self.tag or self.tag.startswith(".")):
-            raise CheckpointError(f"nxd: the tag must be the plain name of a folder, is {self.tag!r}")
+            raise CheckpointError(f"nxd: tag = {self.tag!r}: must be the plain name of a folder")
         if self.tag and self.layout == "v1":
-            raise CheckpointError(f"nxd: layout v1 has no tags; leave out {self.tag!r} or choose v2")
+            raise CheckpointError(f"nxd: tag = {self.tag!r}: layout v1 has no tags; leave it out or choose v2")
 
     @property
-    def grouped(self) -> bool:
-        """Whether attention is NxD's GQA layer, which repeats key/value heads and orders the query heads after them."""
+    def is_gqa(self) -> bool:
+        """True for NxD's GQA layer, which repeats key/value heads and orders the query heads after them."""
         return self.qkv in ("gqa", "gqa_fused")
 
 
-def check_cut(config: LlamaConfig, options: NxdOptions) -> None:
-    """Refuses a cut that the model does not admit.
+def check_sharding(config: LlamaConfig, options: NxdOptions) -> None:
+    """Refuse options that do not fit the model.
 
     Raises:
-        CheckpointError: With the tensor and the remedy.
+        CheckpointError: Names the tensor and the remedy.
     """
-    tp, heads, kv_heads, repeats = options.tp, config.n_heads, config.n_kv_heads, options.kv_multiplier
+    tp, heads, kv_heads, repeats = options.tp, config.n_heads, config.n_kv_heads, options.kv_size_multiplier
     attention = "model.layers.0.self_attn"
     for name, what, size in (
         ("model.embed_tokens.weight", "rows of the vocabulary", config.vocab_size),
@@ -84,17 +83,17 @@ def check_cut(config: LlamaConfig, options: NxdOptions) -> None:
     ):
         if size % tp:
             raise CheckpointError(f"{name}: {size} {what} do not divide by tp {tp}; choose a tp that divides {size}")
-    remedy = f"kv_multiplier {tp // kv_heads}" if tp % kv_heads == 0 else f"a tp that is a multiple of {kv_heads}"
-    if options.grouped:
+    remedy = f"kv_size_multiplier {tp // kv_heads}" if tp % kv_heads == 0 else f"a tp that is a multiple of {kv_heads}"
+    if options.is_gqa:
         if kv_heads * repeats != tp:
             raise CheckpointError(
-                f"{attention}.k_proj.weight: with qkv_linear, kv heads times kv_multiplier must be tp, but "
+                f"{attention}.k_proj.weight: with qkv_linear, kv heads times kv_size_multiplier must be tp, but "
                 f"{kv_heads} x {repeats} is not {tp}; choose {remedy}, or leave out qkv_linear"
             )
     elif repeats > 1:
         raise CheckpointError(
-            f"{attention}.k_proj.weight: kv_multiplier {repeats} needs qkv_linear; "
-            "add qkv_linear, or leave out kv_multiplier"
+            f"{attention}.k_proj.weight: kv_size_multiplier {repeats} needs qkv_linear; "
+            "add qkv_linear, or leave out kv_size_multiplier"
         )
     elif kv_heads % tp:
         raise CheckpointError(
@@ -114,8 +113,8 @@ def _check_stages(config: LlamaConfig, options: NxdOptions) -> None:
         found = sorted(layer for layers in options.stage_layers for layer in layers)
         if found != list(range(config.n_layers)) or len(options.stage_layers) != options.pp:
             raise CheckpointError(
-                f"nxd: stage_layers must name each of the {config.n_layers} layers once, in {options.pp} stages; they "
-                f"are {[list(layers) for layers in options.stage_layers]}"
+                f"nxd: stage_layers = {[list(layers) for layers in options.stage_layers]}: must name each of the "
+                f"{config.n_layers} layers once, in {options.pp} stages"
             )
         return
     chunks = options.pp * options.virtual_pp

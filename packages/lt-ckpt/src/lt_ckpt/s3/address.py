@@ -1,4 +1,4 @@
-"""Addresses of folders in buckets, as text: what can be told of one without asking a store, and without boto3."""
+"""S3 addresses of folders, parsed without a request and without boto3."""
 
 import re
 
@@ -7,14 +7,14 @@ from lt_ckpt.errors import CheckpointError
 _URL = re.compile(r"s3://([a-z0-9][a-z0-9.\-]{1,61}[a-z0-9])(?:/([!-~]+))?")
 
 
-def split(url: str) -> tuple[str, str]:
-    """Splits an address into the bucket and the prefix of all names in the folder: empty, or with a slash at its end.
+def split_url(url: str) -> tuple[str, str]:
+    """Split an address into bucket and key prefix: empty, or with a slash at its end.
 
     Raises:
-        CheckpointError: It is no address of a folder in a bucket.
+        CheckpointError: Not an address of a folder in a bucket.
 
     Example:
-        >>> split("s3://bucket/runs/a")
+        >>> split_url("s3://bucket/runs/a")
         ('bucket', 'runs/a/')
     """
     found = _URL.fullmatch(url.rstrip("/"))

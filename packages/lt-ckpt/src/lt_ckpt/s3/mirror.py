@@ -1,18 +1,18 @@
-"""The checkpoints of a run in a bucket, brought there in the background while the run goes on.
+"""Background mirror of a run's checkpoints to a bucket.
 
-A thread looks for committed checkpoints (every few seconds, and at once when it is told of one) and uploads those that
-are not there yet, lowest step first. It never touches a save: it reads what is committed, nothing else. What goes wrong
-is told, noted in `problems` and tried again, with growing pauses. Passed over are only a checkpoint whose own bytes are
-damaged, one for which something else stands at its address, and one that retention has removed meanwhile; of the last
-no file stays in the bucket. While the caller's retention works inside `sparing`, the checkpoint that is being uploaded
-is spared and no other upload begins; those that wait are not spared, or a slow line would fill the disk.
+A thread looks for committed checkpoints (every few seconds, and at once after `notify`) and uploads those that are not
+there yet, lowest step first. It never touches a save: it only reads what is committed. Failures are reported, kept in
+`problems` and retried with exponential backoff. Skipped are only a checkpoint whose own bytes are damaged, one whose
+address holds something else, and one that retention has removed meanwhile; of the last no object stays in the bucket.
+While the caller's retention works inside `pause_uploads`, the checkpoint being uploaded is protected and no other
+upload begins; waiting ones are not protected, or a slow connection would fill the disk.
 
-With an `owner` the folder is this run's alone (`lt_ckpt.s3.owner`): the mirror looks before each checkpoint, sends
-nothing when it belongs to another run or when another process has gone on with this one, and gives up the parts of
+With an `owner` the folder belongs to this run alone (`lt_ckpt.s3.owner`): the mirror checks before each checkpoint,
+uploads nothing if the folder belongs to another run or another process has resumed this one, and aborts the multipart
 uploads that a killed process has left.
 
-One process of a run has a mirror. Cost: a listing of the folder each few seconds, a few requests for each checkpoint,
-one read of what is uploaded, and the memory of an upload (see `lt_ckpt.s3.client`).
+One process of a run has a mirror. Cost: a listing of the folder every few seconds, a few requests per checkpoint, one
+read of what is uploaded, and the memory of an upload (see `lt_ckpt.s3.client`).
 """
 
 import os
@@ -23,110 +23,110 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lt_ckpt import files
-from lt_ckpt.discover import list_steps
-from lt_ckpt.errors import CheckpointError, storage
-from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, step_name
-from lt_ckpt.records import DONE, LISTED
+from lt_ckpt.discovery import list_steps
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, step_folder_name
+from lt_ckpt.records import MANIFEST_FILE_PATTERNS, NXD_DONE_MARKER
 from lt_ckpt.s3.client import S3Folder, ServiceError, UnreachableError
-from lt_ckpt.s3.contents import DamagedError
-from lt_ckpt.s3.fetching import intact, remote_steps, whole
-from lt_ckpt.s3.owner import ForeignError, Owner, hold
-from lt_ckpt.s3.parcel import MAX_COMMIT_BYTES
-from lt_ckpt.s3.sending import OccupiedError, Uploaded, upload
+from lt_ckpt.s3.download import check_complete, check_intact, list_remote_steps
+from lt_ckpt.s3.file_digest import DamagedError
+from lt_ckpt.s3.folder_manifest import MAX_COMMIT_BYTES
+from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
+from lt_ckpt.s3.upload import DestinationExistsError, UploadReport, upload
 
-MAX_PAUSE_S = 300.0
-MAX_DOUBLINGS = 30
+MAX_RETRY_DELAY_S = 300.0
+MAX_BACKOFF_EXPONENT = 30
 MAX_PROBLEMS = 100
-STOP_S = 60.0
-"""How long `close` waits, when the time is up, for a request that is under way."""
+STOP_TIMEOUT_S = 60.0
+"""How long `close` waits for a request in flight after its timeout."""
 
 
 class _StoppedError(Exception):
-    """The mirror is being closed and the time is up."""
+    """Stop of the mirror whose close timeout is over."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Problem:
-    """Something that went wrong.
+class MirrorProblem:
+    """Failure of the mirror.
 
     Attributes:
-        path: With which checkpoint, or the folder of checkpoints.
-        message: What.
-        passing: The store could not be reached: it may pass without anybody's doing.
-        final: It is not tried again.
-        times: How many times in a row.
+        path: The checkpoint concerned, or the folder of checkpoints.
+        message: The error.
+        transient: The store could not be reached: it may recover by itself.
+        final: It is not retried.
+        repeats: Number of consecutive occurrences.
     """
 
     path: Path
     message: str
-    passing: bool = False
+    transient: bool = False
     final: bool = False
-    times: int = 1
+    repeats: int = 1
 
     def __str__(self) -> str:
         return f"{self.path}: {self.message}"
 
 
-def _ours(name: str) -> bool:
-    """Tells whether an object in a checkpoint's folder has a name that a checkpoint's file has."""
-    return name in (COMMIT, MANIFEST) or any(pattern.fullmatch(name) for pattern in LISTED)
+def _is_checkpoint_file(name: str) -> bool:
+    """Return True if an object's name is one of a checkpoint's file."""
+    return name in (COMMIT, MANIFEST) or any(pattern.fullmatch(name) for pattern in MANIFEST_FILE_PATTERNS)
 
 
-def _part_of_ours(name: str) -> bool:
+def _is_checkpoint_object(name: str) -> bool:
     folder, _, inside = name.partition("/")
-    return STEP_FOLDER.fullmatch(folder) is not None and _ours(inside)
+    return STEP_FOLDER.fullmatch(folder) is not None and _is_checkpoint_file(inside)
 
 
-def erase(folder: S3Folder) -> bool:
-    """Deletes a checkpoint in a bucket, or a part of one; what says that it is whole goes first.
+def delete_remote_checkpoint(folder: S3Folder) -> bool:
+    """Delete a checkpoint in a bucket, or a part of one; its commit object goes first.
 
     Returns:
-        False, and nothing is touched, when anything there is not of a name that a checkpoint's file has.
+        False, with nothing touched, if any object there does not have the name of a checkpoint's file.
     """
-    names = set(folder.sizes())
-    if not all(_ours(name) for name in names):
+    names = set(folder.list_sizes())
+    if not all(_is_checkpoint_file(name) for name in names):
         return False
-    folder.delete(names & {COMMIT, DONE})
-    folder.delete(names - {COMMIT, DONE})
+    folder.delete(names & {COMMIT, NXD_DONE_MARKER})
+    folder.delete(names - {COMMIT, NXD_DONE_MARKER})
     return True
 
 
-def prune_remote(url: str | S3Folder, *, last: int, every: int = 0) -> list[str]:
-    """Deletes old checkpoints below an address.
+def prune_remote(url: str | S3Folder, *, keep_last: int, keep_every: int = 0) -> list[str]:
+    """Delete old checkpoints below an address.
 
-    Kept are the newest `last` that are whole, and whole ones of steps that `every` divides (step 0 aside). Before
-    anything goes, the objects of those are looked at, newest first, until all of one are as they were uploaded: that
-    one stays, whatever the numbers say. Nothing is deleted while fewer than `last` are whole. What is not of ours
-    stays.
+    Kept are the newest `keep_last` complete ones, and complete ones of steps that `keep_every` divides (except step 0).
+    Before anything is deleted, the objects of those are checked, newest first, until one checkpoint is intact: that one
+    always stays. Nothing is deleted while fewer than `keep_last` are complete. Other objects stay.
 
     Returns:
-        The addresses of those that are gone.
+        The addresses of the deleted checkpoints.
 
     Raises:
-        CheckpointError: `last` below 1 or `every` below 0.
+        CheckpointError: `keep_last` below 1 or `keep_every` below 0.
         ServiceError: The store refuses or cannot be reached.
     """
-    if last < 1 or every < 0:
-        raise CheckpointError(f"prune_remote: last must be >= 1 and every >= 0, are {last} and {every}")
-    standing: list[S3Folder] = []
-    doomed: list[S3Folder] = []
-    for step, folder in remote_steps(url):
-        due = bool(every) and step > 0 and step % every == 0
-        if len(standing) >= last and not due:
-            doomed.append(folder)
-        elif _is(whole, folder):
-            standing.append(folder)
-        elif len(standing) >= last:
-            doomed.append(folder)
-    if not doomed:
+    if keep_last < 1 or keep_every < 0:
+        given = f"keep_last = {keep_last}, keep_every = {keep_every}"
+        raise CheckpointError(f"{given}: keep_last must be >= 1 and keep_every >= 0")
+    complete: list[S3Folder] = []
+    removable: list[S3Folder] = []
+    for step, folder in list_remote_steps(url):
+        is_multiple = bool(keep_every) and step > 0 and step % keep_every == 0
+        if len(complete) >= keep_last and not is_multiple:
+            removable.append(folder)
+        elif _passes(check_complete, folder):
+            complete.append(folder)
+        elif len(complete) >= keep_last:
+            removable.append(folder)
+    if not removable:
         return []
-    if not any(_is(intact, folder) for folder in standing):
-        good = next((folder for folder in doomed if _is(intact, folder)), None)
-        doomed = [folder for folder in doomed if good is not None and folder.url != good.url]
-    return [folder.url for folder in doomed if erase(folder)]
+    if not any(_passes(check_intact, folder) for folder in complete):
+        intact = next((folder for folder in removable if _passes(check_intact, folder)), None)
+        removable = [folder for folder in removable if intact is not None and folder.url != intact.url]
+    return [folder.url for folder in removable if delete_remote_checkpoint(folder)]
 
 
-def _is(check: Callable[[S3Folder], object], folder: S3Folder) -> bool:
+def _passes(check: Callable[[S3Folder], object], folder: S3Folder) -> bool:
     try:
         check(folder)
     except ServiceError:
@@ -137,12 +137,12 @@ def _is(check: Callable[[S3Folder], object], folder: S3Folder) -> bool:
 
 
 class Mirror:
-    """Keeps a bucket up to date with a folder of checkpoints, in a thread of its own, until `close`.
+    """Uploads new checkpoints of a folder to a bucket, in a thread of its own, until `close`.
 
     Attributes:
         root: The folder of checkpoints.
-        url: The address below which they go, each under its own name.
-        progress: Grows while bytes are read to be sent.
+        url: The address below which they are uploaded, each under its own name.
+        progress_count: Increases while bytes are read for upload.
     """
 
     def __init__(
@@ -151,60 +151,60 @@ class Mirror:
         url: str | S3Folder,
         *,
         owner: Owner | None = None,
-        held: bool = False,
+        already_claimed: bool = False,
         keep_last: int = 0,
         keep_every: int = 0,
-        may_replace: bool = False,
-        distrusted: Collection[str] = (),
-        poll_s: float = 10.0,
-        pause_s: float = 5.0,
-        told: Callable[[Problem | Uploaded], None] = lambda _: None,
+        overwrite: bool = False,
+        force_upload: Collection[str] = (),
+        poll_interval_s: float = 10.0,
+        retry_delay_s: float = 5.0,
+        on_event: Callable[[MirrorProblem | UploadReport], None] = lambda _: None,
     ) -> None:
-        """Begins at once.
+        """Start the mirror.
 
         Args:
-            root: The folder of checkpoints; it need not be there yet.
+            root: The folder of checkpoints; it need not exist yet.
             url: `s3://bucket/folder`.
-            owner: The run and the process that it sends for; without one nobody looks whose the folder is.
-            held: The folder was taken for the owner already (`lt_ckpt.s3.owner.hold`).
-            keep_last: Keep only so many whole ones in the bucket; 0: all.
+            owner: The run and the process that uploads; None: ownership is not checked.
+            already_claimed: The folder was already claimed for the owner (`lt_ckpt.s3.owner.ensure_owner`).
+            keep_last: Number of complete checkpoints to keep in the bucket; 0: all.
             keep_every: Also keep those whose step is a multiple of this; 0: none.
-            may_replace: Let another checkpoint of the same step in the bucket give way.
-            distrusted: Names of checkpoints in the bucket that were found damaged: they are sent anew as a whole.
-            poll_s: Seconds between two looks at the folder.
-            pause_s: Seconds before something is tried again; doubled each time, to five minutes.
-            told: Hears of each problem when it is new and of each upload when it is done, in the mirror's own thread.
+            overwrite: Replace a different checkpoint of the same step in the bucket.
+            force_upload: Names of checkpoints found damaged in the bucket, to be uploaded again completely.
+            poll_interval_s: Seconds between two scans of the folder.
+            retry_delay_s: Seconds before a retry; doubled each time, up to five minutes.
+            on_event: Called with each new problem and each finished upload, in the mirror's thread.
 
         Raises:
-            CheckpointError: The address is none, or boto3 is missing. Nothing is asked yet: see `try_address`.
+            CheckpointError: Invalid address, or boto3 is missing. No request is made yet: see `check_upload_access`.
         """
         if keep_last < 0 or keep_every < 0:
-            raise CheckpointError(f"mirror: keep_last and keep_every must be >= 0, are {keep_last} and {keep_every}")
+            raise CheckpointError(f"keep_last = {keep_last}, keep_every = {keep_every}: must be >= 0")
         self.root = Path(os.path.abspath(root))
         self._bucket = url if isinstance(url, S3Folder) else S3Folder(url)
-        self.url, self.progress = self._bucket.url, 0
-        self._owner, self._held, self._swept = owner, held, False
-        self._keep_last, self._keep_every, self._may_replace = keep_last, keep_every, may_replace
-        self._distrusted, self._told = set(distrusted), told
-        self._poll_s, self._pause_s = poll_s, pause_s
+        self.url, self.progress_count = self._bucket.url, 0
+        self._owner, self._claimed, self._stale_uploads_aborted = owner, already_claimed, False
+        self._keep_last, self._keep_every, self._overwrite = keep_last, keep_every, overwrite
+        self._force_upload, self._on_event = set(force_upload), on_event
+        self._poll_interval_s, self._retry_delay_s = poll_interval_s, retry_delay_s
         self._lock = threading.Lock()
-        self._sparing = threading.Lock()
-        """Held while the caller's retention works, and while the checkpoint to be uploaded is chosen."""
+        self._pause_lock = threading.Lock()
+        """Held while the caller's retention works, and while the next checkpoint to upload is chosen."""
         self._wake, self._closing, self._stop = threading.Event(), threading.Event(), threading.Event()
         self._current: Path | None = None
-        self._there: dict[Path, bytes] = {}
-        self._passed: dict[Path, bytes] = {}
-        self._awaited: dict[Path, bytes] = {}
+        self._mirrored: dict[Path, bytes] = {}
+        self._skipped: dict[Path, bytes] = {}
+        self._pending: dict[Path, bytes] = {}
         self._announced: dict[Path, bool] = {}
-        """Those of `notify`, and whether they may still go away unseen."""
-        self._problems: list[Problem] = []
-        self._uploaded: list[Uploaded] = []
-        self._bug: BaseException | None = None
+        """Checkpoint of `notify` → whether it has not been seen in the folder yet."""
+        self._problems: list[MirrorProblem] = []
+        self._uploads: list[UploadReport] = []
+        self._thread_error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="lt-ckpt-mirror", daemon=True)
         self._thread.start()
 
     def notify(self, path: str | os.PathLike[str]) -> None:
-        """Tells it of a new checkpoint, so that it need not find it by itself; returns at once."""
+        """Announce a new checkpoint, so that it need not be discovered; returns at once."""
         announced = Path(os.path.abspath(path))
         assert announced.parent == self.root, "a checkpoint of this mirror's folder"
         with self._lock:
@@ -212,40 +212,40 @@ class Mirror:
         self._wake.set()
 
     @contextmanager
-    def sparing(self) -> Iterator[tuple[Path, ...]]:
-        """Gives the checkpoint that is being uploaded, for `prune(protect=...)`; meanwhile no other upload begins."""
-        with self._sparing:
+    def pause_uploads(self) -> Iterator[tuple[Path, ...]]:
+        """Yield the checkpoint being uploaded, for `prune(protect=...)`; meanwhile no other upload begins."""
+        with self._pause_lock:
             yield () if self._current is None else (self._current,)
 
     @property
-    def problems(self) -> tuple[Problem, ...]:
-        """What went wrong so far, oldest first; the newest hundred."""
+    def problems(self) -> tuple[MirrorProblem, ...]:
+        """Problems so far, oldest first; the newest hundred."""
         with self._lock:
             return tuple(self._problems)
 
     @property
-    def uploaded(self) -> tuple[Uploaded, ...]:
-        """What was uploaded so far."""
+    def uploads(self) -> tuple[UploadReport, ...]:
+        """Uploads so far."""
         with self._lock:
-            return tuple(self._uploaded)
+            return tuple(self._uploads)
 
     def finish(self, timeout_s: float) -> bool:
-        """Lets it end when what is committed now is there; waits for that at most so long, and tells whether it is."""
+        """Let it end after the current checkpoints; wait up to `timeout_s` and return True if it has ended."""
         if not self._closing.is_set():
             self._closing.set()
             self._wake.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
-    def close(self, timeout_s: float = 600.0, *, stop_s: float = STOP_S) -> tuple[Path, ...]:
-        """Uploads what is committed and not there yet, for at most so long, and ends.
+    def close(self, timeout_s: float = 600.0, *, stop_timeout_s: float = STOP_TIMEOUT_S) -> tuple[Path, ...]:
+        """Upload what is committed and not there yet, for at most `timeout_s`, and end.
 
         Args:
-            timeout_s: Seconds for what is not there yet.
-            stop_s: Seconds that a request under way may take to end when the time is up; the thread is left alone then.
+            timeout_s: Seconds for the remaining uploads.
+            stop_timeout_s: Seconds for a request in flight to end after that; then the thread is abandoned.
 
         Returns:
-            The checkpoints that are not in the bucket; none when all is well. `problems` tells why.
+            The checkpoints that are not in the bucket; empty if all are. `problems` has the reasons.
 
         Raises:
             CheckpointError: The folder of checkpoints cannot be read.
@@ -253,161 +253,165 @@ class Mirror:
         self.finish(timeout_s)
         self._stop.set()
         self._wake.set()
-        self._thread.join(stop_s)
-        if self._bug is not None:
-            raise self._bug
-        return tuple(path for path, commit in self._candidates() if self._there.get(path) != commit)
+        self._thread.join(stop_timeout_s)
+        if self._thread_error is not None:
+            raise self._thread_error
+        return tuple(path for path, commit in self._list_candidates() if self._mirrored.get(path) != commit)
 
     def _run(self) -> None:
         try:
-            self._work()
+            self._run_loop()
         except BaseException as exc:
-            self._bug = exc
-            text = f"the mirror has failed, and sends nothing more: {type(exc).__name__}: {exc}"
-            self._told(Problem(path=self.root, message=text, final=True))
+            self._thread_error = exc
+            text = f"the mirror has failed and has stopped uploading: {type(exc).__name__}: {exc}"
+            self._on_event(MirrorProblem(path=self.root, message=text, final=True))
             raise
         finally:
             self._current = None
 
-    def _work(self) -> None:
-        in_vain, last = 0, False
+    def _run_loop(self) -> None:
+        n_failures, is_last_round = 0, False
         while not self._stop.is_set():
-            if self._closing.is_set() and not last:  # asked before the look: nothing committed by then is missed
-                in_vain, last = 0, True
-            if self._round():
-                if last:
+            if (
+                self._closing.is_set() and not is_last_round
+            ):  # checked before the scan: nothing committed by then is missed
+                n_failures, is_last_round = 0, True
+            if self._upload_pending():
+                if is_last_round:
                     return
-                in_vain, pause = 0, self._poll_s
+                n_failures, delay = 0, self._poll_interval_s
             else:
-                # Doubled a limited number of times: after days the power itself would be too large for a float.
-                pause = min(self._pause_s * 2 ** min(in_vain, MAX_DOUBLINGS), MAX_PAUSE_S)
-                in_vain += 1
-            self._wake.wait(pause)
+                # The exponent is limited: after days the power itself would overflow a float.
+                delay = min(self._retry_delay_s * 2 ** min(n_failures, MAX_BACKOFF_EXPONENT), MAX_RETRY_DELAY_S)
+                n_failures += 1
+            self._wake.wait(delay)
             self._wake.clear()
 
-    def _round(self) -> bool:
-        """Uploads all that waits; False when something has to be tried again."""
+    def _upload_pending(self) -> bool:
+        """Upload all pending checkpoints; return False if something must be retried."""
         try:
-            found = self._candidates()
+            found = self._list_candidates()
         except CheckpointError as exc:
-            self._note(self.root, exc)
+            self._record_problem(self.root, exc)
             return False
-        waiting = {
-            path: commit for path, commit in found if commit not in (self._there.get(path), self._passed.get(path))
+        pending = {
+            path: commit for path, commit in found if commit not in (self._mirrored.get(path), self._skipped.get(path))
         }
-        self._miss(dict(found))
-        self._awaited = waiting
-        return all(self._bring(path, commit) for path, commit in waiting.items())
+        self._note_removed(dict(found))
+        self._pending = pending
+        return all(self._upload_checkpoint(path, commit) for path, commit in pending.items())
 
-    def _miss(self, found: dict[Path, bytes]) -> None:
-        """Notes what has waited to be uploaded, or was announced, and is not there any more."""
-        missed = {path for path, commit in self._awaited.items() if not self._settled(path, commit)}
+    def _note_removed(self, found: dict[Path, bytes]) -> None:
+        """Record checkpoints that were pending or announced and no longer exist."""
+        missed = {path for path, commit in self._pending.items() if not self._is_settled(path, commit)}
         with self._lock:
-            unseen = {path for path, open_ in self._announced.items() if open_ and path not in self._awaited}
-            missed.update(path for path in unseen if self._due(path) and not self._settled(path))
-            gone = {path for path in missed | unseen if path not in found and not path.exists()}
-            self._announced.update(dict.fromkeys(unseen & (gone | set(found)), False))
-        for path in sorted(missed & gone):
-            self._note(path, CheckpointError("was removed before its turn to be uploaded came"), final=True)
+            unseen = {
+                path for path, unseen_so_far in self._announced.items() if unseen_so_far and path not in self._pending
+            }
+            missed.update(path for path in unseen if self._would_be_retained(path) and not self._is_settled(path))
+            removed = {path for path in missed | unseen if path not in found and not path.exists()}
+            self._announced.update(dict.fromkeys(unseen & (removed | set(found)), False))
+        for path in sorted(missed & removed):
+            self._record_problem(path, CheckpointError("was removed before its turn to be uploaded came"), final=True)
 
-    def _settled(self, path: Path, commit: bytes | None = None) -> bool:
-        """Whether this checkpoint, or without a COMMIT one of its step, is in the bucket or given up for good."""
-        ends = [ends[path] for ends in (self._there, self._passed) if path in ends]
-        return bool(ends) if commit is None else commit in ends
+    def _is_settled(self, path: Path, commit: bytes | None = None) -> bool:
+        """Return True if this checkpoint (without `commit`, any of its step) is mirrored or given up."""
+        outcomes = [outcomes[path] for outcomes in (self._mirrored, self._skipped) if path in outcomes]
+        return bool(outcomes) if commit is None else commit in outcomes
 
-    def _due(self, path: Path) -> bool:
-        """Whether retention in the bucket would keep this checkpoint, judged by the newer ones that were announced."""
+    def _would_be_retained(self, path: Path) -> bool:
+        """Return True if retention in the bucket would keep this checkpoint, by the announced newer ones."""
         newer = sum(path.name < other.name for other in self._announced)
-        return self._belongs(int(path.name.rpartition("-")[2]), newer)
+        return self._is_retained(int(path.name.rpartition("-")[2]), newer)
 
-    def _belongs(self, step: int, newer: int) -> bool:
-        """Whether retention in the bucket keeps a checkpoint that has so many newer ones."""
+    def _is_retained(self, step: int, newer: int) -> bool:
+        """Return True if retention in the bucket keeps a checkpoint that has `newer` newer ones."""
         multiple = self._keep_every and step and step % self._keep_every == 0
         return not self._keep_last or newer < self._keep_last or bool(multiple)
 
-    def _candidates(self) -> list[tuple[Path, bytes]]:
-        """Returns the committed checkpoints that belong in the bucket, lowest step first, with their COMMIT."""
+    def _list_candidates(self) -> list[tuple[Path, bytes]]:
+        """Return the committed checkpoints to be mirrored, lowest step first, with their COMMIT."""
         found: list[tuple[Path, bytes]] = []
         newer = 0
         for step, path in list_steps(self.root):
-            if path.name != step_name(step):
-                continue  # one that was moved aside
-            with storage("reading", path), suppress(FileNotFoundError):
-                commit = files.read_small(path / COMMIT, MAX_COMMIT_BYTES)
-                if self._belongs(step, newer):
+            if path.name != step_folder_name(step):
+                continue  # moved aside
+            with translate_os_errors("reading", path), suppress(FileNotFoundError):
+                commit = files.read_bounded(path / COMMIT, MAX_COMMIT_BYTES)
+                if self._is_retained(step, newer):
                     found.append((path, commit))
                 newer += 1
         return found[::-1]
 
-    def _bring(self, path: Path, commit: bytes) -> bool:
-        """Uploads a checkpoint; False when it has to be tried again."""
-        with self._sparing:
+    def _upload_checkpoint(self, path: Path, commit: bytes) -> bool:
+        """Upload a checkpoint; return False if it must be retried."""
+        with self._pause_lock:
             self._current = path
-        folder = self._bucket.below(path.name)
+        folder = self._bucket.subfolder(path.name)
         try:
-            self._hold()
-            anew = path.name in self._distrusted
-            if anew or folder.read(COMMIT, MAX_COMMIT_BYTES) != commit:
-                done = upload(path, folder, replace=self._may_replace, anew=anew, stop=self._go_on)
-                self._distrusted.discard(path.name)
+            self._ensure_owner()
+            force = path.name in self._force_upload
+            if force or folder.read(COMMIT, MAX_COMMIT_BYTES) != commit:
+                report = upload(path, folder, overwrite=self._overwrite, force=force, check_stop=self._report_progress)
+                self._force_upload.discard(path.name)
                 with self._lock:
-                    self._uploaded.append(done)
-                self._told(done)
+                    self._uploads.append(report)
+                self._on_event(report)
         except _StoppedError:
             return False
         except CheckpointError as exc:
-            return self._failed(path, commit, folder, exc)
+            return self._handle_failure(path, commit, folder, exc)
         finally:
             self._current = None
-        self._there[path] = commit
+        self._mirrored[path] = commit
         if self._keep_last:
             try:
-                prune_remote(self._bucket, last=self._keep_last, every=self._keep_every)
+                prune_remote(self._bucket, keep_last=self._keep_last, keep_every=self._keep_every)
             except ServiceError as exc:
-                self._note(path, exc)
+                self._record_problem(path, exc)
         return True
 
-    def _hold(self) -> None:
-        """Makes sure that the folder is ours to write to."""
+    def _ensure_owner(self) -> None:
+        """Make sure that this process owns the folder; abort stale uploads once."""
         if self._owner is None:
             return
-        hold(self._bucket, self._owner, first=not self._held)
-        self._held = True
-        if not self._swept:
-            self._bucket.abort_unfinished(_part_of_ours)
-            self._swept = True
+        ensure_owner(self._bucket, self._owner, allow_takeover=not self._claimed)
+        self._claimed = True
+        if not self._stale_uploads_aborted:
+            self._bucket.abort_multipart_uploads(_is_checkpoint_object)
+            self._stale_uploads_aborted = True
 
-    def _failed(self, path: Path, commit: bytes, folder: S3Folder, exc: CheckpointError) -> bool:
-        """Notes why a checkpoint was not uploaded; False when it has to be tried again."""
+    def _handle_failure(self, path: Path, commit: bytes, folder: S3Folder, exc: CheckpointError) -> bool:
+        """Record why a checkpoint was not uploaded; return False if it must be retried."""
         if not (path / COMMIT).exists():
-            self._passed[path] = commit
-            text = "was removed before it was uploaded; nothing of it is in the bucket"
+            self._skipped[path] = commit
+            text = "was removed before it was uploaded; the bucket has nothing of it"
             try:
                 if folder.read(COMMIT, MAX_COMMIT_BYTES) is None:
-                    erase(folder)
+                    delete_remote_checkpoint(folder)
             except ServiceError as error:
-                text = f"was removed while it was uploaded, and a part of it stays: {error}"
-            self._note(path, CheckpointError(text), final=True)
+                text = f"was removed while it was uploaded, and part of it remains in the bucket: {error}"
+            self._record_problem(path, CheckpointError(text), final=True)
             return True
-        final = isinstance(exc, DamagedError | OccupiedError | ForeignError)
-        self._note(path, exc, final=final)
+        final = isinstance(exc, DamagedError | DestinationExistsError | NotOwnerError)
+        self._record_problem(path, exc, final=final)
         if final:
-            self._passed[path] = commit
+            self._skipped[path] = commit
         return final
 
-    def _go_on(self) -> None:
+    def _report_progress(self) -> None:
         if self._stop.is_set():
             raise _StoppedError
-        self.progress += 1
+        self.progress_count += 1
 
-    def _note(self, path: Path, exc: CheckpointError, *, final: bool = False) -> None:
-        found = Problem(path=path, message=str(exc), passing=isinstance(exc, UnreachableError), final=final)
+    def _record_problem(self, path: Path, exc: CheckpointError, *, final: bool = False) -> None:
+        problem = MirrorProblem(path=path, message=str(exc), transient=isinstance(exc, UnreachableError), final=final)
         with self._lock:
             last = self._problems[-1] if self._problems else None
-            known = last is not None and (last.path, last.message) == (path, found.message)
+            known = last is not None and (last.path, last.message) == (path, problem.message)
             if last is not None and known:
-                self._problems[-1] = replace(last, times=last.times + 1)
+                self._problems[-1] = replace(last, repeats=last.repeats + 1)
             else:
-                self._problems = [*self._problems, found][-MAX_PROBLEMS:]
+                self._problems = [*self._problems, problem][-MAX_PROBLEMS:]
         if not known:
-            self._told(found)
+            self._on_event(problem)

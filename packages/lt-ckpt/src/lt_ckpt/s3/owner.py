@@ -1,13 +1,13 @@
-"""Whose a folder of checkpoints in a bucket is, so that two runs never mix theirs there.
+"""Ownership of a folder of checkpoints in a bucket, so that two runs never mix their checkpoints.
 
-The object `.lt-run.json` names the run, by a random identity that it keeps for its life, and the process of that run
-which sends now. Whoever starts takes the place of the holder before; a mirror looks before each checkpoint, so that a
-process that was believed dead stops sending when another has gone on with its run.
+The object `.lt-run.json` names the run, by a random id that it keeps for its life, and the process of that run which
+uploads now. A starting process takes over from the previous one; a mirror checks before each checkpoint, so that a
+process that was believed dead stops uploading once another has resumed its run.
 
     {"format":"lt-run","version":1,"run":"0123456789abcdef","holder":"fedcba9876543210"}
 
-Cost: one request for a look, one more to take the place. Two processes that start in the same instant may both believe
-that they have it; the next look tells one of them.
+Cost: one request to check, one more to take over. Two processes that start in the same instant may both believe that
+they own it; the next check tells one of them.
 """
 
 import re
@@ -17,18 +17,18 @@ from lt_ckpt import strict_json
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.s3.client import S3Folder
 
-OWNER = ".lt-run.json"
+OWNER_FILE = ".lt-run.json"
 MAX_OWNER_BYTES = 2**12
 _NAME = re.compile(r"[0-9a-f]{16}")
 
 
-class ForeignError(CheckpointError):
-    """The folder belongs to another run, or another process has taken it over."""
+class NotOwnerError(CheckpointError):
+    """Folder owned by another run, or taken over by another process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """A run, and the process of it that holds the folder; each 16 hex digits (`lt_ckpt.folders.new_token`)."""
+    """Run and its owning process; each 16 hex digits (`lt_ckpt.folders.random_id`)."""
 
     run: str
     holder: str
@@ -36,50 +36,52 @@ class Owner:
     def __post_init__(self) -> None:
         for name in (self.run, self.holder):
             if not _NAME.fullmatch(name):
-                raise CheckpointError(f"{name!r}: the name of a run is 16 hex digits")
+                raise CheckpointError(f"{name!r}: the id of a run must be 16 hex digits")
 
 
-def look(root: S3Folder) -> Owner | None:
-    """Returns whose the folder is; None when nobody has claimed it.
+def read_owner(root: S3Folder) -> Owner | None:
+    """Return the owner of the folder; None if it is unclaimed.
 
     Raises:
         ServiceError: The store refuses or cannot be reached.
-        CheckpointError: What is there cannot be read.
+        CheckpointError: The object is invalid.
     """
-    raw = root.read(OWNER, MAX_OWNER_BYTES)
+    raw = root.read(OWNER_FILE, MAX_OWNER_BYTES)
     if raw is None:
         return None
-    where = f"{root.url}/{OWNER}"
+    where = f"{root.url}/{OWNER_FILE}"
     obj = strict_json.loads(raw, where)
-    strict_json.check_version(obj, "lt-run", 1, where)
-    return Owner(run=strict_json.field(obj, "run", str, where), holder=strict_json.field(obj, "holder", str, where))
+    strict_json.check_format_version(obj, "lt-run", 1, where)
+    return Owner(
+        run=strict_json.get_field(obj, "run", str, where), holder=strict_json.get_field(obj, "holder", str, where)
+    )
 
 
-def take(root: S3Folder, me: Owner) -> None:
-    """Takes the folder, whoever had it: `look` first."""
-    root.write(OWNER, strict_json.dumps({"format": "lt-run", "version": 1, **vars(me)}, OWNER))
+def claim(root: S3Folder, owner: Owner) -> None:
+    """Take the folder from any owner; call `read_owner` first."""
+    root.write(OWNER_FILE, strict_json.dumps({"format": "lt-run", "version": 1, **vars(owner)}, OWNER_FILE))
 
 
-def hold(root: S3Folder, me: Owner, *, first: bool) -> None:
-    """Makes sure that the folder is this process's; it is taken when nobody has it.
+def ensure_owner(root: S3Folder, owner: Owner, *, allow_takeover: bool) -> None:
+    """Make sure that this process owns the folder; claim it if it is unclaimed.
 
     Args:
         root: The folder.
-        me: This run and process.
-        first: Also take it from another process of the same run: it is this process's first look.
+        owner: This run and process.
+        allow_takeover: Also take it over from another process of the same run (this process's first check).
 
     Raises:
-        ForeignError: It is another's.
+        NotOwnerError: It belongs to another run or process.
         ServiceError: The store refuses or cannot be reached.
     """
-    found = look(root)
-    if found == me:
+    current = read_owner(root)
+    if current == owner:
         return
-    if found is not None and found.run != me.run:
-        raise ForeignError(
-            f"{root.url}: belongs to another run (its name is {found.run}, this one's {me.run}): two runs cannot be "
+    if current is not None and current.run != owner.run:
+        raise NotOwnerError(
+            f"{root.url}: belongs to another run (its id is {current.run}, this one's {owner.run}): two runs cannot be "
             "mirrored to one folder"
         )
-    if found is not None and not first:
-        raise ForeignError(f"{root.url}: another process has gone on with this run, and sends its checkpoints there")
-    take(root, me)
+    if current is not None and not allow_takeover:
+        raise NotOwnerError(f"{root.url}: another process has resumed this run and uploads its checkpoints there")
+    claim(root, owner)

@@ -1,4 +1,4 @@
-"""CRC-32 as zip archives have it, by the faster library at hand: `isal` (`lt-ckpt[fast]`), else Python's own zlib.
+"""CRC-32 of zip archives, by `isal` (`lt-ckpt[fast]`) if installed, else by zlib.
 
 The values are the same. zlib takes about 0.25 s of a processor per GB, isal a tenth of that.
 """
@@ -8,4 +8,4 @@ from importlib import import_module
 from importlib.util import find_spec
 
 crc32: Callable[[bytes | memoryview, int], int] = import_module("isal.isal_zlib" if find_spec("isal") else "zlib").crc32
-"""(bytes, the sum of those before them) → the sum of all."""
+"""(bytes, CRC of the preceding bytes) → CRC of all."""

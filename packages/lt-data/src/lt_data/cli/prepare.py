@@ -1,4 +1,4 @@
-"""The commands `prepare` and `merge`."""
+"""Commands `prepare` and `merge`."""
 
 import sys
 from pathlib import Path
@@ -8,70 +8,62 @@ import typer
 
 if TYPE_CHECKING:
     from lt_data.sources.options import OnBad
-    from lt_data.store.manifest import Manifest
-    from lt_data.tokenizing.engines import Asked
-    from lt_data.tokenizing.tokenizer import Specials
+    from lt_data.store.manifest import StoreManifest
+    from lt_data.tokenizing.engine_selection import EngineRequest
+    from lt_data.tokenizing.tokenizer import SpecialTokensAs
 
-_SELECTION = "Which documents"
+_SELECTION = "Document filter"
 _SOURCES = "Sources"
-_JOB = "The job"
+_JOB = "Job"
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a token store at OUT.")]
-_Fresh = Annotated[
-    bool, typer.Option("--fresh", help="Throw away what a run left that was cut off.", rich_help_panel=_JOB)
-]
+_NoResume = Annotated[bool, typer.Option("--no-resume", help="Discard an interrupted run.", rich_help_panel=_JOB)]
 
 
 def prepare(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")],
     tokenizer: Annotated[
         str,
-        typer.Option(
-            help="Folder that holds tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://)."
-        ),
+        typer.Option(help="Folder with tokenizer.json, a model of the hub (org/name@revision), or a URL (s3://)."),
     ],
-    out: Annotated[Path, typer.Option(help="Folder of the store to make.")],
-    workers: Annotated[int, typer.Option(help="Processes that encode; the result is the same.")] = 1,
+    out: Annotated[Path, typer.Option(help="Folder of the new store.")],
+    workers: Annotated[int, typer.Option(help="Worker processes; the result is the same.")] = 1,
     bos: Annotated[bool, typer.Option(help="Begin each document with the BOS id.")] = True,
     eos: Annotated[bool, typer.Option(help="End each document with the EOS id.")] = True,
     engine: Annotated[
-        str, typer.Option(help="auto, hf or gigatoken; auto takes the faster if its ids agree.")
+        str, typer.Option(help="auto, hf or gigatoken; auto selects the faster one if its ids are equal.")
     ] = "auto",
-    specials: Annotated[str, typer.Option(help="A special token's string in a text: text, or ids.")] = "text",
-    shard_tokens: Annotated[int, typer.Option(help="About how many ids go into one shard.")] = 2**27,
+    special_tokens_as: Annotated[str, typer.Option(help="Encode special token strings as text or ids.")] = "text",
+    shard_tokens: Annotated[int, typer.Option(help="Target number of ids of a shard.")] = 2**27,
     overwrite: _Overwrite = False,
     suffix: Annotated[
         list[str] | None,
         typer.Option(
             "--suffix",
-            help="Which files of a folder are read; may be given again.",
+            help="Suffix of the files to read in a folder; repeatable.",
             show_default=False,
             rich_help_panel=_SOURCES,
         ),
     ] = None,
-    text_field: Annotated[
-        str, typer.Option(help="Field or column that holds the text.", rich_help_panel=_SOURCES)
-    ] = "text",
+    text_field: Annotated[str, typer.Option(help="Field or column of the text.", rich_help_panel=_SOURCES)] = "text",
     tokens_field: Annotated[
-        str | None, typer.Option(help="Field or column that holds ready-made ids.", rich_help_panel=_SOURCES)
+        str | None, typer.Option(help="Field or column of ids, instead of text.", rich_help_panel=_SOURCES)
     ] = None,
     on_bad: Annotated[
         str,
-        typer.Option(help="What cannot be used: error, or skip (left out and counted).", rich_help_panel=_SOURCES),
+        typer.Option(help="Bad input: error, or skip (left out and counted).", rich_help_panel=_SOURCES),
     ] = "error",
     config: Annotated[
-        str | None, typer.Option(help="Configuration of a dataset of the hub.", rich_help_panel=_SOURCES)
+        str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_SOURCES)
     ] = None,
     split: Annotated[
         str | None, typer.Option(help="Split of a dataset, such as train[:10%].", rich_help_panel=_SOURCES)
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(help="Commit, branch or tag of a dataset of the hub.", rich_help_panel=_SOURCES)
+        str | None, typer.Option(help="Commit, branch or tag of a hub dataset.", rich_help_panel=_SOURCES)
     ] = None,
     streaming: Annotated[
         bool,
-        typer.Option(
-            "--streaming", help="Read a dataset of the hub without keeping it on the disk.", rich_help_panel=_SOURCES
-        ),
+        typer.Option("--streaming", help="Read a hub dataset without storing it on disk.", rich_help_panel=_SOURCES),
     ] = False,
     min_chars: Annotated[
         int | None, typer.Option(help="Leave out texts of fewer characters.", rich_help_panel=_SELECTION)
@@ -80,30 +72,33 @@ def prepare(
         int | None, typer.Option(help="Leave out texts of more characters.", rich_help_panel=_SELECTION)
     ] = None,
     min_tokens: Annotated[
-        int | None, typer.Option(help="Leave out documents of fewer ids (with BOS, EOS).", rich_help_panel=_SELECTION)
+        int | None,
+        typer.Option(help="Leave out documents of fewer ids, BOS and EOS included.", rich_help_panel=_SELECTION),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(help="Leave out documents of more ids (with BOS, EOS).", rich_help_panel=_SELECTION)
+        int | None,
+        typer.Option(help="Leave out documents of more ids, BOS and EOS included.", rich_help_panel=_SELECTION),
     ] = None,
     drop_duplicates: Annotated[
         bool,
-        typer.Option("--drop-duplicates", help="Of equal documents take the first only.", rich_help_panel=_SELECTION),
+        typer.Option("--drop-duplicates", help="Keep only the first of equal documents.", rich_help_panel=_SELECTION),
     ] = False,
-    rank: Annotated[
-        int, typer.Option(help="Which part of the job, from 0; lt data merge joins them.", rich_help_panel=_JOB)
+    part: Annotated[
+        int,
+        typer.Option(help="Part of the job to prepare, from 0; lt data merge joins the parts.", rich_help_panel=_JOB),
     ] = 0,
-    world: Annotated[
-        int, typer.Option(help="Parts of the job; each may be made on another machine.", rich_help_panel=_JOB)
+    num_parts: Annotated[
+        int, typer.Option(help="Number of parts; each may be prepared on another machine.", rich_help_panel=_JOB)
     ] = 1,
-    fresh: _Fresh = False,
+    no_resume: _NoResume = False,
 ) -> None:
     """Read text, encode it and write a token store.
 
-    Run the same command again after it was cut off: it goes on after the last finished shard.
+    Rerun the same command to resume after an interruption: it continues after the last finished shard.
     """
     import lt_data
-    from lt_data.showing.bars import progress_bar
-    from lt_data.showing.terminal import say
+    from lt_data.display.progress_bars import progress_bar
+    from lt_data.display.terminal import echo
 
     selection = lt_data.Selection(
         min_characters=min_chars,
@@ -119,8 +114,8 @@ def prepare(
             out=out,
             bos=bos,
             eos=eos,
-            engine=cast("Asked", engine),
-            specials=cast("Specials", specials),
+            engine=cast("EngineRequest", engine),
+            special_tokens_as=cast("SpecialTokensAs", special_tokens_as),
             workers=workers,
             shard_tokens=shard_tokens,
             selection=selection,
@@ -132,47 +127,47 @@ def prepare(
             split=split,
             revision=revision,
             streaming=streaming,
-            rank=rank,
-            world=world,
+            part_index=part,
+            num_parts=num_parts,
             overwrite=overwrite,
-            fresh=fresh,
+            no_resume=no_resume,
             progress=report,
-            notice=_note,
+            notify=_print_notice,
         )
-    where = lt_data.part_folder(out, rank, world) if world > 1 else out
-    for line in _summary(manifest, where):
-        say(line)
+    folder = lt_data.part_folder(out, part, num_parts) if num_parts > 1 else out
+    for line in _summary_lines(manifest, folder):
+        echo(line)
 
 
 def merge(
-    out: Annotated[Path, typer.Argument(help="The store that the parts OUT.part-... were made for.")],
+    out: Annotated[Path, typer.Argument(help="Folder of the store; the parts are OUT.part-...")],
     overwrite: _Overwrite = False,
-    fresh: _Fresh = False,
+    no_resume: _NoResume = False,
 ) -> None:
-    """Join the parts that `prepare --rank I --world N` made into one store; the parts stay."""
+    """Merge the parts that `prepare --part I --num-parts N` made into one store; the parts are kept."""
     import lt_data
-    from lt_data.showing.bars import progress_bar
-    from lt_data.showing.terminal import say
+    from lt_data.display.progress_bars import progress_bar
+    from lt_data.display.terminal import echo
 
     with progress_bar("merge") as report:
-        manifest = lt_data.merge(out, overwrite=overwrite, fresh=fresh, progress=report, notice=_note)
-    for line in _summary(manifest, out):
-        say(line)
-    say(f"merged from {manifest.merged_from} parts, which are not needed any more")
+        manifest = lt_data.merge(out, overwrite=overwrite, no_resume=no_resume, progress=report, notify=_print_notice)
+    for line in _summary_lines(manifest, out):
+        echo(line)
+    echo(f"merged from {manifest.merged_from} parts, which are no longer needed")
 
 
-def _note(message: str) -> None:
+def _print_notice(message: str) -> None:
     sys.stderr.write(f"{message}\n")
 
 
-def _summary(manifest: "Manifest", where: Path) -> list[str]:
-    lines = [f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {where}"]
+def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
+    lines = [f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {folder}"]
     for reason, amount in manifest.left_out.items():
         tokens = f", {amount.tokens} tokens" if amount.tokens else ""
         lines.append(f"{amount.documents} documents left out: {reason} ({amount.text_bytes} bytes{tokens})")
     for reason, records in manifest.skipped.items():
         lines.append(f"{records} records skipped: {reason}")
-    kept = "it was kept as text" if manifest.specials == "text" else "it became the special id"
+    encoding = "as text" if manifest.special_tokens_as == "text" else "as its special id"
     for string, count in manifest.special_strings.items():
-        lines.append(f"special string {string} stands {count} times in the text; {kept}")
+        lines.append(f"special string {string} occurs {count} times in the text, encoded {encoding}")
     return lines

@@ -1,5 +1,5 @@
-"""Token stores in the formats of other programs, and back: hf, megatron, smp, litespark, litpkds, mds.
+"""Export and import of token stores in other formats: hf, megatron, smp, litespark, litpkds, mds.
 
-One module per format, each with `at_least` (bytes), `write` and `read`; `exporting` and `importing` are what they have
-in common. docs/formats/data-exports.md has the mapping of each.
+One module per format, each with `min_bytes`, `write` and `read`; `export` and `import_tokens` are their common part.
+docs/reference/data-formats.md specifies the mapping of each.
 """

@@ -1,7 +1,7 @@
-"""Runs of tokens without borders (Litespark, LITPKDS) and how documents are made of them again.
+"""Token blocks without document boundaries (Litespark, LITPKDS), and their splitting into documents.
 
-Such a format joined its documents, so whoever imports it says where one begins: at each BOS, after each EOS, at each
-row, or at each file. A document goes on into the next file where the two belong together. Memory: one document.
+Such a format concatenates its documents, so an import needs a rule: a document begins at each BOS, after each EOS, at
+each row, or at each file. Documents continue across files of the same series. Memory: one document.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,13 +12,13 @@ from typing import Literal
 
 import numpy as np
 
-Borders = Literal["bos", "eos", "rows", "files"]
-_PART = 1 << 22  # ids searched for borders at a time
+BoundaryKind = Literal["bos", "eos", "rows", "files"]
+_CHUNK_IDS = 1 << 22  # ids searched for boundaries at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """The ids of one file (integers [n]), its path, and a name that files have in common which belong together."""
+class TokenBlock:
+    """Ids of one file (integers [n]), its path, and the name of its series of files."""
 
     ids: np.ndarray
     source: str
@@ -26,57 +26,57 @@ class Chunk:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
-    """Where documents begin: `marker` is the id that `bos` or `eos` looks for, `row` the ids in a row."""
+class BoundaryRule:
+    """Rule for document boundaries: `marker_id` for kinds `bos` and `eos`, `row_tokens` for `rows`."""
 
-    borders: Borders
-    marker: int = -1
-    row: int = 0
+    kind: BoundaryKind
+    marker_id: int = -1
+    row_tokens: int = 0
 
 
-def numbered(files: Iterable[Path]) -> list[Path]:
-    """Files in the order of their names."""
+def sort_by_name(files: Iterable[Path]) -> list[Path]:
+    """Return the files sorted by name."""
     return sorted(files, key=lambda file: file.name)
 
 
-def documents(chunks: Iterable[Chunk], cut: Cut) -> Iterator[tuple[np.ndarray, str]]:
-    """Cut chunks into documents.
+def split_documents(blocks: Iterable[TokenBlock], rule: BoundaryRule) -> Iterator[tuple[np.ndarray, str]]:
+    """Split blocks into documents.
 
     Yields:
-        The ids of a document, and the file and the position in it where it begins.
+        The ids of a document, and the file and position at which it begins.
     """
-    step = _PART if cut.borders != "rows" else max(1, _PART // cut.row) * cut.row
+    step = _CHUNK_IDS if rule.kind != "rows" else max(1, _CHUNK_IDS // rule.row_tokens) * rule.row_tokens
     parts: list[np.ndarray] = []
-    begun = series = ""
-    for chunk in chunks:
-        if parts and (cut.borders == "files" or chunk.series != series):
-            yield _joined(parts), begun
+    source = series = ""
+    for block in blocks:
+        if parts and (rule.kind == "files" or block.series != series):
+            yield _join(parts), source
             parts = []
-        series = chunk.series
-        for begin in range(0, chunk.ids.size, step):
-            ids = chunk.ids[begin : begin + step]
-            borders = _borders(ids, cut)
-            for number, (first, last) in enumerate(pairwise([0, *borders, ids.size])):
+        series = block.series
+        for begin in range(0, block.ids.size, step):
+            ids = block.ids[begin : begin + step]
+            boundaries = _find_boundaries(ids, rule)
+            for number, (first, last) in enumerate(pairwise([0, *boundaries, ids.size])):
                 if last > first:
-                    begun = begun if parts else f"{chunk.source} from id {begin + first}"
+                    source = source if parts else f"{block.source} from id {begin + first}"
                     parts.append(ids[first:last])
-                if parts and number < len(borders):
-                    yield _joined(parts), begun
+                if parts and number < len(boundaries):
+                    yield _join(parts), source
                     parts = []
     if parts:
-        yield _joined(parts), begun
+        yield _join(parts), source
 
 
-def _borders(ids: np.ndarray, cut: Cut) -> list[int]:
-    """Positions in `ids` (0 to their number) before which a document ends."""
-    if cut.borders == "bos":
-        return np.flatnonzero(ids == cut.marker).tolist()
-    if cut.borders == "eos":
-        return (np.flatnonzero(ids == cut.marker) + 1).tolist()
-    if cut.borders == "rows":
-        return list(range(cut.row, ids.size + 1, cut.row))
+def _find_boundaries(ids: np.ndarray, rule: BoundaryRule) -> list[int]:
+    """Return the positions in `ids` (0 to their number) before which a document ends."""
+    if rule.kind == "bos":
+        return np.flatnonzero(ids == rule.marker_id).tolist()
+    if rule.kind == "eos":
+        return (np.flatnonzero(ids == rule.marker_id) + 1).tolist()
+    if rule.kind == "rows":
+        return list(range(rule.row_tokens, ids.size + 1, rule.row_tokens))
     return []
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
+def _join(parts: list[np.ndarray]) -> np.ndarray:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)

@@ -1,4 +1,4 @@
-"""The files of an export: each is counted and hashed as it is written, and synced when it is complete."""
+"""Output files of an export, counted and hashed as they are written, and synced when complete."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from lt_data.storage import fsync, os_errors, write
+from lt_data.storage import fsync, translate_os_errors, write
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportedFile:
-    """One file of an export: path relative to its folder, bytes and SHA-256 of its content."""
+    """File of an export: path relative to its folder, bytes and SHA-256 of its content."""
 
     path: str
     bytes: int
     sha256: str
 
 
-class NewFile:
-    """A file that is being written. Has what pyarrow and gzip ask of a file that is only written to.
+class OutputFile:
+    """File that is being written, with the write-only file interface of pyarrow.
 
     Attributes:
-        path: where it lies.
-        bytes: written so far.
+        path: its path.
+        bytes: bytes written so far.
     """
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
@@ -35,71 +35,71 @@ class NewFile:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more."""
+        """True if the file is closed."""
         return self._file.closed
 
     @property
     def sha256(self) -> str:
-        """Hex digest of what was written so far."""
+        """SHA-256 (hex) of the bytes written so far."""
         return self._digest.hexdigest()
 
     def write(self, content: bytes | memoryview) -> int:
-        """Append bytes; gives back how many.
+        """Write bytes; return their number.
 
         Raises:
-            DataError: the file system refuses.
+            DataError: a file system error.
         """
         view = memoryview(content)
-        with os_errors("write", self.path):
+        with translate_os_errors("write", self.path):
             write(self._file, view)
         self._digest.update(view)
         self.bytes += view.nbytes
         return view.nbytes
 
     def flush(self) -> None:
-        """Nothing: `Files.new` flushes and syncs when the file is complete."""
+        """Do nothing: `OutputFiles.create` flushes and syncs the complete file."""
 
     def close(self) -> None:
-        """Nothing: `Files.new` closes the file when it is complete."""
+        """Do nothing: `OutputFiles.create` closes the complete file."""
 
 
-class Files:
-    """The files that one export wrote into a folder, in order.
+class OutputFiles:
+    """Output files of one export in a folder.
 
     Attributes:
-        folder: where they lie.
-        listed: those that are complete.
+        folder: the folder.
+        completed: the complete files, in order.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.listed: list[ExportedFile] = []
+        self.completed: list[ExportedFile] = []
 
     @contextmanager
-    def new(self, name: str) -> Iterator[NewFile]:
-        """Open a new file of this name (folders in it are made); it is synced and listed when the block ends well.
+    def create(self, name: str) -> Iterator[OutputFile]:
+        """Create a file and its parent folders; sync and list it when the block ends without an error.
 
         Raises:
-            DataError: the file system refuses, or there is such a file.
+            DataError: a file system error, or the file exists.
         """
         path = self.folder / name
-        with os_errors("write", path):
+        with translate_os_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             file = path.open("xb")
         with file:
-            new = NewFile(path, file)
-            yield new
-            with os_errors("write", path):
+            output = OutputFile(path, file)
+            yield output
+            with translate_os_errors("write", path):
                 file.flush()
                 fsync(file.fileno())
-        self.listed.append(ExportedFile(path=name, bytes=new.bytes, sha256=new.sha256))
+        self.completed.append(ExportedFile(path=name, bytes=output.bytes, sha256=output.sha256))
 
     def add(self, name: str, content: bytes) -> None:
         """Write a whole file."""
-        with self.new(name) as file:
+        with self.create(name) as file:
             file.write(content)
 
     @property
     def bytes(self) -> int:
-        """Bytes in all of them."""
-        return sum(file.bytes for file in self.listed)
+        """Total bytes of the complete files."""
+        return sum(file.bytes for file in self.completed)

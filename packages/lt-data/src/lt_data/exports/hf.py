@@ -1,22 +1,23 @@
-r"""Folders of Hugging Face `datasets`, as `save_to_disk` writes them: written and read with pyarrow alone.
+r"""Folders of Hugging Face `datasets.save_to_disk`, written and read with pyarrow only.
 
     data-00000-of-00002.arrow ...   the Arrow stream format
     dataset_info.json               the columns
     state.json                      the files, in order
 
 Rows (with `seq_len`) have the columns of the trainers of AWS Neuron and of `transformers`: input_ids (int32),
-attention_mask (int8, 0 in padding) and labels (int32). Those trainers shift inside the row: they compare what
-position t predicts with labels[t + 1]. So labels[t + 1] here is what lt_data.streaming.rows would predict at t, or
--100, and labels[0] is never used. Without padding and `bfd`, that makes labels equal to input_ids.
+attention_mask (int8, 0 in padding) and labels (int32). Those trainers shift within the row: the prediction at position
+t is compared with labels[t + 1]. So labels[t + 1] here is the label of lt_data.streaming.rows at t, or -100, and
+labels[0] is never used. Without padding and `bfd`, labels equal input_ids.
 
-Documents (without) have the column input_ids. The features are written as "Sequence", which old and new versions of
-`datasets` read. Memory: one batch of about a million tokens.
+Documents (without `seq_len`) have the column input_ids. Features are written as "Sequence", which old and new versions
+of `datasets` read. Memory: one batch of about a million tokens.
 """
 
 import hashlib
 import json
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
 from typing import Any, cast
@@ -24,72 +25,72 @@ from typing import Any, cast
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.exports.files import Files
-from lt_data.exports.job import Job, Written
-from lt_data.exports.samples import document_batches, row_batches, runs
-from lt_data.storage import os_errors
-from lt_data.streaming.rows import IGNORE
+from lt_data.exports.export_job import ExportJob, WriteResult
+from lt_data.exports.files import OutputFiles
+from lt_data.exports.samples import document_batches, row_batches, split_by_size
+from lt_data.storage import translate_os_errors
+from lt_data.streaming.rows import IGNORE_INDEX
 
-FILE_BYTES = 500_000_000  # the custom of `datasets`
+FILE_BYTES = 500_000_000  # default of `datasets`
 INFO_FILE = "dataset_info.json"
 STATE_FILE = "state.json"
 DICT_FILE = "dataset_dict.json"
-_END = b"\xff\xff\xff\xff\0\0\0\0"  # of an Arrow stream
+_END = b"\xff\xff\xff\xff\0\0\0\0"  # end mark of an Arrow stream
 _ROW_COLUMNS = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
 _DOCUMENT_COLUMNS = {"input_ids": "int32"}
 
 
-def at_least(job: Job) -> int:
-    """Bytes that the export needs."""
+def min_bytes(job: ExportJob) -> int:
+    """Return the bytes that the export needs."""
     if job.options.seq_len is None:
         return 4 * job.store.n_tokens
     return sum(np.dtype(dtype).itemsize for dtype in _ROW_COLUMNS.values()) * job.n_rows * job.options.seq_len
 
 
-def write(job: Job, files: Files) -> Written:
+def write(job: ExportJob, files: OutputFiles) -> WriteResult:
     """Write the folder."""
-    pyarrow = _pyarrow()
+    pyarrow = _import_pyarrow()
     file_bytes = job.options.file_bytes or FILE_BYTES
     seq_len = job.options.seq_len
     columns = _DOCUMENT_COLUMNS if seq_len is None else _ROW_COLUMNS
     if seq_len is None:
-        borders = runs(4 * job.store.lengths.astype(np.int64), file_bytes)
+        boundaries = split_by_size(4 * job.store.lengths.astype(np.int64), file_bytes)
     else:
-        borders = runs(np.full(job.n_rows, at_least(job) // job.n_rows), file_bytes)
+        boundaries = split_by_size(np.full(job.n_rows, min_bytes(job) // job.n_rows), file_bytes)
     fields = [(name, pyarrow.list_(getattr(pyarrow, dtype)())) for name, dtype in columns.items()]
     features = {name: _feature(dtype) for name, dtype in columns.items()}
     schema = pyarrow.schema(fields, metadata={"huggingface": json.dumps({"info": {"features": features}})})
-    names = [f"data-{i:05d}-of-{borders.size - 1:05d}.arrow" for i in range(borders.size - 1)]
-    padding = lost = done = 0
+    names = [f"data-{i:05d}-of-{boundaries.size - 1:05d}.arrow" for i in range(boundaries.size - 1)]
+    padding = dropped_labels = done = 0
     total = job.store.n_tokens
-    for name, first, last in zip(names, borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        with files.new(name) as file, pyarrow.ipc.new_stream(file, schema) as stream:
+    for name, (first, last) in zip(names, pairwise(boundaries.tolist()), strict=True):
+        with files.create(name) as file, pyarrow.ipc.new_stream(file, schema) as stream:
             if seq_len is None:
                 for batch in document_batches(job.store, first, last):
-                    stream.write_batch(_record(pyarrow, schema, batch.lengths, [batch.tokens]))
+                    stream.write_batch(_make_record_batch(pyarrow, schema, batch.lengths, [batch.tokens]))
                     job.progress(done := done + batch.tokens.size, total, "tokens")
                 continue
-            for rows in row_batches(job.rows, first, last):
+            for rows in row_batches(job.row_reader, first, last):
                 mask = (rows.doc_ids >= 0).astype(np.int8)
-                labels = _labels(rows.input_ids, rows.labels, copied=job.options.labels == "copy")
+                labels = _shift_labels(rows.input_ids, rows.labels, copy=job.options.labels == "copy")
                 lengths = np.full(len(mask), seq_len)
                 input_ids = np.where(mask, rows.input_ids, np.int32(job.pad_id))
-                stream.write_batch(_record(pyarrow, schema, lengths, [input_ids, mask, labels]))
+                stream.write_batch(_make_record_batch(pyarrow, schema, lengths, [input_ids, mask, labels]))
                 padding += mask.size - int(mask.sum())
-                lost += int((rows.labels[:, -1] != IGNORE).sum())
+                dropped_labels += int((rows.labels[:, -1] != IGNORE_INDEX).sum())
                 job.progress(done := done + int(mask.sum()), total, "tokens")
     _write_descriptions(job, files, names, features)
-    samples = int(borders[-1])
+    samples = int(boundaries[-1])
     tokens = total if seq_len is None else samples * seq_len - padding
-    return Written(samples=samples, tokens=tokens, padding=padding, lost_labels=lost)
+    return WriteResult(samples=samples, tokens=tokens, padding=padding, dropped_labels=dropped_labels)
 
 
-def _labels(input_ids: np.ndarray, labels: np.ndarray, *, copied: bool) -> np.ndarray:
-    """What a reader that shifts needs: the label of position t at t + 1, and the first id, which it never uses."""
-    return input_ids if copied else np.concatenate([input_ids[:, :1], labels[:, :-1]], axis=1)
+def _shift_labels(input_ids: np.ndarray, labels: np.ndarray, *, copy: bool) -> np.ndarray:
+    """Return labels for a reader that shifts: the label of position t at t + 1; the first id is unused."""
+    return input_ids if copy else np.concatenate([input_ids[:, :1], labels[:, :-1]], axis=1)
 
 
-def _record(pyarrow: Any, schema: Any, lengths: np.ndarray, columns: list[np.ndarray]) -> Any:
+def _make_record_batch(pyarrow: Any, schema: Any, lengths: np.ndarray, columns: list[np.ndarray]) -> Any:
     offsets = np.zeros(lengths.size + 1, np.int32)
     np.cumsum(lengths, out=offsets[1:])
     arrays = [
@@ -106,10 +107,10 @@ def _feature(dtype: str) -> dict[str, Any]:
     return {"feature": {"dtype": dtype, "_type": "Value"}, "_type": "Sequence"}
 
 
-def _write_descriptions(job: Job, files: Files, names: list[str], features: dict[str, Any]) -> None:
+def _write_descriptions(job: ExportJob, files: OutputFiles, names: list[str], features: dict[str, Any]) -> None:
     info = {"citation": "", "description": "", "features": features, "homepage": "", "license": ""}
-    # The names of the caches that `datasets` makes hang on the fingerprint: other bytes, another one.
-    digest = hashlib.sha256("".join(file.sha256 for file in files.listed).encode())
+    # `datasets` names its caches by the fingerprint, so it must depend on the content.
+    digest = hashlib.sha256("".join(file.sha256 for file in files.completed).encode())
     state = {
         "_data_files": [{"filename": name} for name in names],
         "_fingerprint": digest.hexdigest()[:16],
@@ -124,52 +125,54 @@ def _write_descriptions(job: Job, files: Files, names: list[str], features: dict
 
 
 def read(path: Path, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
-    """The samples of a folder that `save_to_disk` (or `write`) wrote.
+    """Yield the samples of a folder that `save_to_disk` (or `write`) wrote.
 
     Args:
         path: the folder.
-        field: the column of the ids. Where there is an attention_mask, what it masks is left out.
+        field: column of the ids. If there is an attention_mask, masked ids are left out.
 
     Yields:
-        The ids of a sample (integers), how many were masked, and where it stands.
+        The ids of a sample (integers), the number of masked ids, and its location.
 
     Raises:
-        DataError: not such a folder, or the column is missing or holds something else.
+        DataError: not such a folder, or the column is missing or of another type.
     """
-    pyarrow = _pyarrow()
+    pyarrow = _import_pyarrow()
     for name in _data_files(path):
         file = path / name
         _check_end(file)
         try:
-            with os_errors("read", file), pyarrow.memory_map(str(file)) as mapped:
+            with translate_os_errors("read", file), pyarrow.memory_map(str(file)) as mapped:
                 for first, batch in _batches(pyarrow, mapped):
                     names = batch.schema.names
                     columns = {name: batch.column(name) for name in (field, "attention_mask") if name in names}
                     if field not in columns:
                         raise DataError(f"{file}: no column {field!r} (found {', '.join(names)}); name it")
                     for i in range(batch.num_rows):
-                        where = f"{file}:{first + i + 1}"
-                        ids = _row(columns[field], i, where, field)
+                        location = f"{file}:{first + i + 1}"
+                        ids = _read_row(columns[field], i, location, field)
                         if "attention_mask" in columns:
-                            mask = _row(columns["attention_mask"], i, where, "attention_mask")
+                            mask = _read_row(columns["attention_mask"], i, location, "attention_mask")
                             if mask.size != ids.size:
-                                raise DataError(f"{where}: {ids.size} ids and {mask.size} mask values; correct the row")
+                                raise DataError(
+                                    f"{location}: {ids.size} ids and {mask.size} mask values; correct the row"
+                                )
                             kept = ids[mask != 0]
-                            yield kept, ids.size - kept.size, where
+                            yield kept, ids.size - kept.size, location
                         else:
-                            yield ids, 0, where
+                            yield ids, 0, location
         except pyarrow.ArrowInvalid as exc:
-            raise DataError(f"{file}: not a whole Arrow stream ({exc}); copy it again") from exc
+            raise DataError(f"{file}: damaged Arrow stream ({exc}); copy it again") from exc
 
 
 def _check_end(file: Path) -> None:
-    """Arrow's reader takes a file that was cut between two batches for a whole one."""
-    with os_errors("read", file), file.open("rb") as opened:
+    """Check the end mark: Arrow's reader does not detect truncation between two batches."""
+    with translate_os_errors("read", file), file.open("rb") as opened:
         size = opened.seek(0, SEEK_END)
         opened.seek(max(0, size - len(_END)))
         end = opened.read()
     if end != _END:
-        raise DataError(f"{file}: not a whole Arrow stream (its end is missing); copy it again")
+        raise DataError(f"{file}: truncated Arrow stream (no end mark); copy it again")
 
 
 def _batches(pyarrow: Any, mapped: Any) -> Iterator[tuple[int, Any]]:
@@ -179,21 +182,21 @@ def _batches(pyarrow: Any, mapped: Any) -> Iterator[tuple[int, Any]]:
         first += batch.num_rows
 
 
-def _row(column: Any, index: int, where: str, name: str) -> np.ndarray:
+def _read_row(column: Any, index: int, location: str, name: str) -> np.ndarray:
     values = getattr(column[index], "values", None)
     if values is None or values.null_count:
-        raise DataError(f"{where}: column {name!r} holds no list of numbers there; correct or remove the row")
-    found = values.to_numpy(zero_copy_only=False)
-    if found.dtype.kind not in "iub":
-        raise DataError(f"{where}: column {name!r} holds {values.type}, not integers; name another column")
-    return found
+        raise DataError(f"{location}: column {name!r} is not a list of numbers; correct or remove the row")
+    array = values.to_numpy(zero_copy_only=False)
+    if array.dtype.kind not in "iub":
+        raise DataError(f"{location}: column {name!r} holds {values.type}, not integers; name another column")
+    return array
 
 
 def _data_files(path: Path) -> list[str]:
     if (path / DICT_FILE).is_file():
-        found = sorted(entry.parent.name for entry in path.glob(f"*/{STATE_FILE}"))
-        raise DataError(f"{path} holds the splits {', '.join(found)}: name one of these folders")
-    with os_errors("read the dataset's", path / STATE_FILE):
+        splits = sorted(entry.parent.name for entry in path.glob(f"*/{STATE_FILE}"))
+        raise DataError(f"{path}: holds the splits {', '.join(splits)}; give one of these folders")
+    with translate_os_errors("read the dataset's", path / STATE_FILE):
         content = (path / STATE_FILE).read_bytes()
     try:
         names = [file["filename"] for file in cast(Any, json.loads(content))["_data_files"]]
@@ -204,7 +207,7 @@ def _data_files(path: Path) -> list[str]:
     return names
 
 
-def _pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     try:
         import pyarrow
     except ImportError as exc:

@@ -1,12 +1,12 @@
 """MDS shards of MosaicML's `streaming` (format version 2), written and read without that library.
 
     index.json              the shards: columns, samples, bytes, hashes
-    shard.00000.mds         u32 n; u32[n + 1] where each sample begins, and the end; a JSON description; the samples
+    shard.00000.mds         u32 n; u32[n + 1] offsets of the samples, and the end; a JSON description; the samples
 
-A sample is the u32 sizes of its columns of no fixed size, then the columns in the order of their names. Documents (no
+A sample is the u32 sizes of its variable-size columns, then the columns in the order of their names. Documents (no
 `seq_len`) have the column tokens (`ndarray:uint16` or `ndarray:uint32`); rows have tokens and attention_mask
-(`ndarray:uint8`, 0 in padding), both of fixed shape. Shards are cut as its own writer does, at 64 MB by default, so
-that offsets fit into 32 bits; a document of 4 GiB is refused. Memory: one shard.
+(`ndarray:uint8`, 0 in padding), both of fixed shape. Shards are split as by its own writer, at 64 MB by default, so
+that offsets fit into 32 bits; a document of 4 GiB raises an error. Memory: one shard.
 """
 
 import json
@@ -20,28 +20,28 @@ from typing import Any, cast
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.exports.files import Files
-from lt_data.exports.job import Job, Written
+from lt_data.exports.export_job import ExportJob, WriteResult
+from lt_data.exports.files import OutputFiles
 from lt_data.exports.samples import document_batches, row_batches
-from lt_data.storage import os_errors
+from lt_data.storage import translate_os_errors
 
 FILE_BYTES = 1 << 26
 INDEX_FILE = "index.json"
 _HASH = "sha256"
-# Of an array without a fixed shape: one byte of dimensions and width of a length, then the length.
+# Header of an array without a fixed shape: one byte for dimensions and width of the length, then the length.
 _WIDTHS = ((1 << 8, "<B", 0), (1 << 16, "<H", 1), (1 << 32, "<I", 2))
 _VALUE_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
 
 
-def at_least(job: Job) -> int:
-    """Bytes that the export needs."""
+def min_bytes(job: ExportJob) -> int:
+    """Return the bytes that the export needs."""
     itemsize = job.store.dtype.itemsize
     if job.options.seq_len is None:
         return job.store.n_tokens * itemsize + 10 * job.store.n_documents
     return job.n_rows * (job.options.seq_len * (itemsize + 1) + 4)
 
 
-def write(job: Job, files: Files) -> Written:
+def write(job: ExportJob, files: OutputFiles) -> WriteResult:
     """Write the shards and the index."""
     seq_len, name = job.options.seq_len, job.store.manifest.dtype
     limit = job.options.file_bytes or FILE_BYTES
@@ -66,23 +66,23 @@ def write(job: Job, files: Files) -> Written:
     }
     description = json.dumps(config, sort_keys=True).encode()
     shards: list[dict[str, Any]] = []
-    held: list[bytes] = []
-    size = empty = 8 + len(description)
+    pending: list[bytes] = []
+    size = empty_size = 8 + len(description)
 
     def close() -> None:
-        nonlocal held, size
+        nonlocal pending, size
         basename = f"shard.{len(shards):05d}.mds"
-        _write_shard(files, basename, description, held)
-        made = files.listed[-1]
-        raw = {"basename": basename, "bytes": made.bytes, "hashes": {_HASH: made.sha256}}
-        shards.append({**config, "raw_data": raw, "samples": len(held), "zip_data": None})
-        held, size = [], empty
+        _write_shard(files, basename, description, pending)
+        file = files.completed[-1]
+        raw = {"basename": basename, "bytes": file.bytes, "hashes": {_HASH: file.sha256}}
+        shards.append({**config, "raw_data": raw, "samples": len(pending), "zip_data": None})
+        pending, size = [], empty_size
 
     written = tokens = 0
     for sample, n_real in samples:
-        if held and size + len(sample) + 4 > limit:
+        if pending and size + len(sample) + 4 > limit:
             close()
-        held.append(sample)
+        pending.append(sample)
         size += len(sample) + 4
         written += 1
         tokens += n_real
@@ -90,23 +90,23 @@ def write(job: Job, files: Files) -> Written:
     close()
     files.add(INDEX_FILE, json.dumps({"shards": shards, "version": 2}, sort_keys=True).encode())
     padding = 0 if seq_len is None else written * seq_len - tokens
-    return Written(samples=written, tokens=tokens, padding=padding)
+    return WriteResult(samples=written, tokens=tokens, padding=padding)
 
 
-def _write_shard(files: Files, name: str, description: bytes, samples: list[bytes]) -> None:
+def _write_shard(files: OutputFiles, name: str, description: bytes, samples: list[bytes]) -> None:
     n = len(samples)
     offsets = np.cumsum([4 + 4 * (n + 1) + len(description), *map(len, samples)], dtype=np.int64)
     if int(offsets[-1]) >= 2**32:
         raise DataError(
             f"a shard of {int(offsets[-1])} bytes: MDS has 32-bit offsets; choose a smaller file_bytes, or give seq_len"
         )
-    with files.new(name) as file:
+    with files.create(name) as file:
         file.write(struct.pack("<I", n) + offsets.astype("<u4").tobytes() + description)
         for sample in samples:
             file.write(sample)
 
 
-def _document_samples(job: Job) -> Iterator[tuple[bytes, int]]:
+def _document_samples(job: ExportJob) -> Iterator[tuple[bytes, int]]:
     for batch in document_batches(job.store, 0, job.store.n_documents):
         begin = 0
         for length in batch.lengths.tolist():
@@ -117,8 +117,8 @@ def _document_samples(job: Job) -> Iterator[tuple[bytes, int]]:
             begin += length
 
 
-def _row_samples(job: Job) -> Iterator[tuple[bytes, int]]:
-    for rows in row_batches(job.rows, 0, job.n_rows):
+def _row_samples(job: ExportJob) -> Iterator[tuple[bytes, int]]:
+    for rows in row_batches(job.row_reader, 0, job.n_rows):
         mask = rows.doc_ids >= 0
         for row, real in zip(np.where(mask, rows.input_ids, job.pad_id), mask, strict=True):
             ids = row.astype(job.store.dtype)
@@ -126,11 +126,11 @@ def _row_samples(job: Job) -> Iterator[tuple[bytes, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shard:
-    """One file and what its columns are."""
+class _MdsShard:
+    """Shard file and its columns."""
 
     path: Path
-    packed: str | None
+    compression: str | None
     bytes: int
     samples: int
     names: list[str]
@@ -139,18 +139,18 @@ class _Shard:
 
 
 def read(path: Path, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
-    """The samples of a folder of MDS shards.
+    """Yield the samples of a folder of MDS shards.
 
     Args:
         path: the folder of index.json.
-        field: the column of the ids, an `ndarray` of integers of any kind. Where there is an attention_mask, what it
-            masks is left out.
+        field: column of the ids, an `ndarray` of any integer type. If there is an attention_mask, masked ids are left
+            out.
 
     Yields:
-        The ids of a sample, how many were masked, and where it stands.
+        The ids of a sample, the number of masked ids, and its location.
 
     Raises:
-        DataError: not such a folder, a column that is no array of integers, or a file that does not fit the index.
+        DataError: not such a folder, a column that is not an integer array, or a file that does not match the index.
     """
     for shard in _shards(path):
         for name in {field, "attention_mask"} & {*shard.names}:
@@ -159,34 +159,34 @@ def read(path: Path, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
                 raise DataError(f"{shard.path}: column {name!r} is {encoding}, not ndarray; name another column")
         if field not in shard.names:
             raise DataError(f"{shard.path}: no column {field!r} (found {', '.join(shard.names)}); name it")
-        content = _content(shard)
+        content = _read_shard(shard)
         try:
             yield from _samples(shard, content, field)
         except (struct.error, ValueError, IndexError, KeyError) as exc:
             if isinstance(exc, DataError):
                 raise
-            raise DataError(f"{shard.path}: does not fit its index ({exc}); copy it again") from exc
+            raise DataError(f"{shard.path}: does not match its index ({exc}); copy it again") from exc
 
 
-def _samples(shard: _Shard, content: memoryview, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
+def _samples(shard: _MdsShard, content: memoryview, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
     (n,) = struct.unpack_from("<I", content)
     if n != shard.samples or len(content) != shard.bytes:
         raise ValueError(f"{n} samples in {len(content)} bytes, not {shard.samples} in {shard.bytes}")
     offsets = np.frombuffer(content, "<u4", n + 1, 4).tolist()
     for number, (begin, end) in enumerate(pairwise(offsets), start=1):
         if not 0 <= begin <= end <= len(content):
-            raise ValueError(f"sample {number} lies outside")
+            raise ValueError(f"sample {number} is outside the file")
         values = _columns(shard, content[begin:end], {field, "attention_mask"})
         ids = values[field]
-        where = f"{shard.path}:{number}"
+        location = f"{shard.path}:{number}"
         if "attention_mask" not in values:
-            yield ids, 0, where
+            yield ids, 0, location
             continue
         kept = ids[values["attention_mask"] != 0]
-        yield kept, ids.size - kept.size, where
+        yield kept, ids.size - kept.size, location
 
 
-def _columns(shard: _Shard, sample: memoryview, wanted: set[str]) -> dict[str, np.ndarray]:
+def _columns(shard: _MdsShard, sample: memoryview, selected: set[str]) -> dict[str, np.ndarray]:
     position = 0
     sizes: list[int] = []
     for size in shard.sizes:
@@ -195,17 +195,17 @@ def _columns(shard: _Shard, sample: memoryview, wanted: set[str]) -> dict[str, n
             position += 4
         sizes.append(size)
     if position + sum(sizes) != len(sample):
-        raise ValueError("the sizes of its columns do not add up")
-    found: dict[str, np.ndarray] = {}
+        raise ValueError("its column sizes do not sum to its size")
+    columns: dict[str, np.ndarray] = {}
     for name, encoding, size in zip(shard.names, shard.encodings, sizes, strict=True):
-        if name in wanted:
-            found[name] = _array(encoding, sample[position : position + size])
+        if name in selected:
+            columns[name] = _array(encoding, sample[position : position + size])
         position += size
-    return found
+    return columns
 
 
 def _array(encoding: str, content: memoryview) -> np.ndarray:
-    """The values of an `ndarray[:type[:shape]]`, flat."""
+    """Return the flat values of an `ndarray[:type[:shape]]`."""
     parts = encoding.split(":")
     dtype = parts[1] if len(parts) > 1 else None
     if dtype is None:
@@ -215,13 +215,13 @@ def _array(encoding: str, content: memoryview) -> np.ndarray:
         content = content[1 + (head >> 2) * (1 << (head & 3)) :]
     values = np.frombuffer(content, np.dtype(dtype).newbyteorder("<"))
     if values.dtype.kind not in "iu":
-        raise ValueError(f"{encoding} holds no integers")
+        raise ValueError(f"{encoding} is not an integer array")
     return values
 
 
-def _shards(path: Path) -> list[_Shard]:
+def _shards(path: Path) -> list[_MdsShard]:
     file = path / INDEX_FILE
-    with os_errors("read the dataset's", file):
+    with translate_os_errors("read the dataset's", file):
         content = file.read_bytes()
     try:
         index = cast(Any, json.loads(content))
@@ -232,19 +232,19 @@ def _shards(path: Path) -> list[_Shard]:
             raise
         raise DataError(f"{file}: not the index of MDS shards ({exc!r}); write them again") from exc
     if version != 2:
-        raise DataError(f"{file}: version {version!r}; this reads 2")
+        raise DataError(f"{file}: version {version!r}; only version 2 is supported")
     return shards
 
 
-def _shard(path: Path, values: dict[str, Any]) -> _Shard:
+def _shard(path: Path, values: dict[str, Any]) -> _MdsShard:
     if values["format"] != "mds" or values["version"] != 2:
-        raise DataError(f"{path / INDEX_FILE}: format {values['format']} {values['version']}; this reads mds 2")
+        raise DataError(f"{path / INDEX_FILE}: format {values['format']} {values['version']}; only mds 2 is supported")
     name = (values["zip_data"] or values["raw_data"])["basename"]
     if (path / name).parent != path:
         raise DataError(f"{path / INDEX_FILE}: {name!r} is not a file of this folder; write the shards again")
-    return _Shard(
+    return _MdsShard(
         path=path / name,
-        packed=values["compression"] if values["zip_data"] else None,
+        compression=values["compression"] if values["zip_data"] else None,
         bytes=values["raw_data"]["bytes"],
         samples=values["samples"],
         names=values["column_names"],
@@ -253,25 +253,25 @@ def _shard(path: Path, values: dict[str, Any]) -> _Shard:
     )
 
 
-def _content(shard: _Shard) -> memoryview:
-    """The bytes of a shard: mapped, or unpacked in memory."""
-    with os_errors("read", shard.path):
-        if shard.packed is None:
+def _read_shard(shard: _MdsShard) -> memoryview:
+    """Return the bytes of a shard: memory-mapped, or decompressed in memory."""
+    with translate_os_errors("read", shard.path):
+        if shard.compression is None:
             return np.asarray(np.memmap(shard.path, np.uint8, "r")).data
-        packed = shard.path.read_bytes()
-    unpack = _unpacker(shard.packed.partition(":")[0], shard.path)
-    return memoryview(unpack(packed))
+        compressed = shard.path.read_bytes()
+    decompress = _decompressor(shard.compression.partition(":")[0], shard.path)
+    return memoryview(decompress(compressed))
 
 
-def _unpacker(kind: str, path: Path) -> Callable[[bytes], bytes]:
+def _decompressor(kind: str, path: Path) -> Callable[[bytes], bytes]:
     if kind == "gz":
         import gzip
 
         return gzip.decompress
     if kind != "zstd":
-        raise DataError(f"{path}: compressed with {kind}; this reads zstd and gz: unpack it first")
+        raise DataError(f"{path}: compressed with {kind}; only zstd and gz are supported: decompress it first")
     try:
         import zstandard
     except ImportError as exc:
         raise DataError(f'{path}: needs zstandard ({exc}); install it with: pip install "lt-data[zstd]"') from exc
-    return lambda packed: zstandard.ZstdDecompressor().decompressobj().decompress(packed)
+    return lambda compressed: zstandard.ZstdDecompressor().decompressobj().decompress(compressed)

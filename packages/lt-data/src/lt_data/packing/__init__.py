@@ -1,1 +1,1 @@
-"""Packs: which documents stand in which training row, as an index over a store."""
+"""Packs: training rows as an index over a token store."""

@@ -1,14 +1,14 @@
-"""Packs: which documents stand in which training row. An index over a token store; tokens are never copied.
+"""Packs: training rows as an index over a token store; tokens are never copied.
 
-Three ways to fill rows (lt_data.packing.filling), none of which drops a token:
+Three modes (lt_data.packing.algorithms), none of which drops a token:
 
 - `bfd`, best-fit decreasing over the whole store: no document that fits a row is cut.
-- `concat`: the documents joined in order and cut every `seq_len` tokens.
+- `concat`: the documents concatenated in order and cut every `seq_len` tokens.
 - `buckets`: rows of `seq_len` tokens, of half of it, and so on, each of one document.
 
-A slice says where its tokens lie in the store and how many of its positions have a label, which is all of them but one
-when the slice ends its document (`concat`: the store); so the number of labels in any batch is known from the index
-alone. Cost: 28 bytes per slice on disk, opened without reading.
+A slice holds the offset of its tokens in the store and the number of its positions with a label: all, or one less if
+the slice ends its document (`concat`: the store). So the number of labels of any batch follows from the index alone.
+Cost: 28 bytes per slice on disk, opened without reading.
 """
 
 import hashlib
@@ -22,41 +22,42 @@ from typing import Any, Literal, cast, get_args
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.packing.filling import fill_best_fit, fill_buckets, fill_concat
-from lt_data.packing.npy import open_array
-from lt_data.storage import new_folder, os_errors, write_file
+from lt_data.packing.algorithms import fill_best_fit, fill_buckets, fill_concat
+from lt_data.packing.npy import mmap_npy
+from lt_data.storage import atomic_folder, translate_os_errors, write_file
 from lt_data.store.manifest import PACK_FOLDER
 from lt_data.store.token_store import TokenStore
 
 FORMAT = "lt-data-pack"
 VERSION = 1
-FILE_NAME = "pack.json"
-Mode = Literal["bfd", "concat", "buckets"]
-SHORTEST = 256  # tokens in the shortest rows of buckets, unless asked otherwise
+PACK_FILE = "pack.json"
+PackMode = Literal["bfd", "concat", "buckets"]
+DEFAULT_MIN_SEQ_LEN = 256  # tokens in the shortest rows of buckets
 _ARRAYS = ("row_offsets", "document", "start", "length", "labels", "valid")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackIndex:
-    """Rows as slices of documents. Row r has the slices row_offsets[r] to row_offsets[r + 1].
+    """Pack: rows as slices of documents. Row r has the slices row_offsets[r] to row_offsets[r + 1].
 
     Attributes:
         seq_len: tokens in a row; with buckets, in the longest.
-        mode: how the rows were filled.
-        store_fingerprint: of the token store that the offsets refer to.
-        fingerprint: SHA-256 over all of this.
+        mode: packing mode.
+        store_fingerprint: fingerprint of the token store that the offsets refer to.
+        fingerprint: SHA-256 over the whole pack.
         row_offsets: int64 [n_rows + 1].
-        document: document that a slice belongs to (uint32, or int64 for a store of 2^32 documents) [n_slices].
-        start: token offset of the slice in the whole store (int64) [n_slices].
+        document: index of the slice's document (uint32, or int64 for a store of 2^32 documents) [n_slices].
+        start: token offset of the slice in the store (int64) [n_slices].
         length: tokens in the slice (int32) [n_slices].
         labels: positions of the slice that have a label (int32): `length`, or one less [n_slices].
         valid: positions of the row that have a label (int32) [n_rows].
-        buckets: with buckets, the lengths of rows and how many rows there are of each, in the order of the rows.
-        folder: where it was opened.
+        max_slices_per_row: maximum over the rows, a bound for the fixed shapes that compilers need.
+        buckets: with buckets, (length, number of rows) of each, in the order of the rows.
+        folder: folder that it was opened from.
     """
 
     seq_len: int
-    mode: Mode
+    mode: PackMode
     store_fingerprint: str
     fingerprint: str
     row_offsets: np.ndarray
@@ -65,14 +66,15 @@ class PackIndex:
     length: np.ndarray
     labels: np.ndarray
     valid: np.ndarray
+    max_slices_per_row: int
     buckets: tuple[tuple[int, int], ...] | None = None
     folder: Path | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the files itself; a map would be copied.
+        # Another process opens the files itself: pickling a map would copy it.
         if self.folder is not None:
             return (PackIndex.load, (self.folder,))
-        return (_made_again, (dict(self.__dict__),))
+        return (_rebuild, (dict(self.__dict__),))
 
     @property
     def n_rows(self) -> int:
@@ -85,12 +87,12 @@ class PackIndex:
         return int(self.row_offsets[-1] - self.row_offsets[0])
 
     @property
-    def positions(self) -> int:
-        """Positions in all rows, with a token or padding."""
+    def n_positions(self) -> int:
+        """Positions in all rows, padding included."""
         return sum(length * rows for length, rows in self.buckets or ((self.seq_len, self.n_rows),))
 
     def bucket(self, length: int) -> "PackIndex":
-        """Only the rows of one length, as a pack of its own; a view.
+        """Return the rows of one length as a pack (a view).
 
         Raises:
             DataError: there is no such bucket.
@@ -100,68 +102,76 @@ class PackIndex:
             if found == length:
                 last = first + rows
                 row_offsets, valid = self.row_offsets[first : last + 1], self.valid[first:last]
-                buckets = ((length, rows),)
-                return replace(self, seq_len=length, row_offsets=row_offsets, valid=valid, buckets=buckets, folder=None)
+                return replace(
+                    self,
+                    seq_len=length,
+                    row_offsets=row_offsets,
+                    valid=valid,
+                    # longer rows have one slice each
+                    max_slices_per_row=self.max_slices_per_row if last == self.n_rows else 1,
+                    buckets=((length, rows),),
+                    folder=None,
+                )
             first += rows
         raise DataError(f"bucket {length}: the pack has {[found for found, _ in self.buckets or ()]}")
 
-    def save(self, folder: str | Path, *, replace: bool = False) -> None:
-        """Write the index into a new folder, which appears complete or not at all.
+    def save(self, folder: str | Path, *, overwrite: bool = False) -> None:
+        """Write the index to a new folder, atomically.
 
         Args:
-            folder: where; with `replace` it may be a pack, which is then replaced.
-            replace: see `folder`.
+            folder: path of the folder.
+            overwrite: replace a pack at `folder`.
 
         Raises:
-            DataError: the file system refuses.
+            DataError: a file system error.
         """
-        with new_folder(Path(folder), replace=replace) as building:
+        with atomic_folder(Path(folder), overwrite=overwrite) as building:
             for name in _ARRAYS:
                 buffer = io.BytesIO()
                 np.save(buffer, getattr(self, name), allow_pickle=False)
                 with buffer.getbuffer() as content:
                     write_file(building / f"{name}.npy", content)
-            write_file(building / FILE_NAME, (json.dumps(self._header(), indent=2) + "\n").encode())
+            write_file(building / PACK_FILE, (json.dumps(self._header(), indent=2) + "\n").encode())
 
     @classmethod
     def load(cls, folder: str | Path) -> "PackIndex":
         """Open a pack; its arrays are mapped, not read.
 
         Raises:
-            DataError: no pack, another version, or a file that does not fit the others.
+            DataError: no pack, another version, or files that do not match.
         """
         folder = Path(folder)
-        header = _read_header(folder / FILE_NAME)
+        header = _read_header(folder / PACK_FILE)
         try:
             stated = {
                 name: (str(header["arrays"][name]["dtype"]), [*map(int, header["arrays"][name]["shape"])])
                 for name in _ARRAYS
             }
-            fields = {name: header[name] for name in ("seq_len", "mode", "store_fingerprint", "fingerprint")}
+            names = ("seq_len", "mode", "max_slices_per_row", "store_fingerprint", "fingerprint")
+            fields = {name: header[name] for name in names}
         except (KeyError, TypeError, ValueError) as exc:
-            raise DataError(f"{folder / FILE_NAME}: broken ({exc}); make the pack again") from exc
+            raise DataError(f"{folder / PACK_FILE}: broken ({exc}); make the pack again") from exc
         arrays: dict[str, Any] = {
-            name: open_array(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in stated.items()
+            name: mmap_npy(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in stated.items()
         }
         return cls(
-            buckets=_read_buckets(header, folder / FILE_NAME),
+            buckets=_read_buckets(header, folder / PACK_FILE),
             folder=folder,
             **fields,
             **arrays,
         )
 
     def verify(self) -> None:
-        """Compute the fingerprint again from the arrays, and compare the description with them.
+        """Recompute the fingerprint from the arrays, and compare `pack.json` with them.
 
         Raises:
-            DataError: it is another one.
+            DataError: one of them differs.
         """
         if self._compute_fingerprint() != self.fingerprint:
-            raise DataError(
-                f"pack {self.mode}-{self.seq_len}: its arrays are not those it was made with; make it again"
-            )
-        if self.folder is not None and _read_header(self.folder / FILE_NAME) != json.loads(json.dumps(self._header())):
-            raise DataError(f"{self.folder / FILE_NAME}: does not describe the arrays beside it; make the pack again")
+            raise DataError(f"pack {self.mode}-{self.seq_len}: its arrays do not match its fingerprint; make it again")
+        header = replace(self, max_slices_per_row=_max_slices_per_row(self.row_offsets))._header()
+        if self.folder is not None and _read_header(self.folder / PACK_FILE) != json.loads(json.dumps(header)):
+            raise DataError(f"{self.folder / PACK_FILE}: does not match the arrays beside it; make the pack again")
 
     def _header(self) -> dict[str, Any]:
         return {
@@ -172,6 +182,7 @@ class PackIndex:
             **({} if self.buckets is None else {"buckets": [list(bucket) for bucket in self.buckets]}),
             "rows": self.n_rows,
             "slices": self.n_slices,
+            "max_slices_per_row": self.max_slices_per_row,
             "store_fingerprint": self.store_fingerprint,
             "fingerprint": self.fingerprint,
             "arrays": {
@@ -189,98 +200,101 @@ def pack(
     store: TokenStore,
     *,
     seq_len: int,
-    mode: Mode = "bfd",
-    shortest: int | None = None,
+    mode: PackMode = "bfd",
+    min_seq_len: int | None = None,
     name: str | None = None,
     overwrite: bool = False,
 ) -> PackIndex:
-    """Make the pack of a store, or open it if it was made before.
+    """Make the pack of a store, or open it if it exists.
 
     Args:
-        store: the token store; the pack is written to its folder, under `packs/<name>`.
+        store: the token store; the pack is written to `packs/<name>` in its folder.
         seq_len: tokens in a row; with `buckets`, in the longest.
         mode: `bfd`, `concat` or `buckets`.
-        shortest: only with `buckets`: tokens in the shortest rows, `seq_len` divided by a power of two; 256 if not
-            given.
-        name: folder name; when not given `<mode>-<seq_len>`, with buckets `buckets-<seq_len>-<shortest>`.
-        overwrite: make it again even if it is there.
+        min_seq_len: only with `buckets`: tokens in the shortest rows, `seq_len` divided by a power of two; default 256.
+        name: folder name; default `<mode>-<seq_len>`, with buckets `buckets-<seq_len>-<min_seq_len>`.
+        overwrite: make it again if it exists.
 
     Raises:
-        DataError: bad `seq_len`, `mode` or `shortest`, something else under that name, or the file system refuses.
+        DataError: bad `seq_len`, `mode` or `min_seq_len`, other files under that name, or a file system error.
     """
-    lengths = _row_lengths(seq_len, mode, shortest)
-    folder = _folder(store, lengths, mode, name)
+    lengths = _row_lengths(seq_len, mode, min_seq_len)
+    folder = _pack_folder(store, lengths, mode, name)
     if folder.exists() and any(folder.iterdir()):
         if not overwrite:
-            return _open(folder, store, lengths, mode)
-        _read_header(folder / FILE_NAME)
-        known = {FILE_NAME, *(f"{array}.npy" for array in _ARRAYS)}
+            return _open_checked(folder, store, lengths, mode)
+        _read_header(folder / PACK_FILE)
+        known = {PACK_FILE, *(f"{array}.npy" for array in _ARRAYS)}
         if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in known):
-            raise DataError(f"{folder} holds {', '.join(foreign)} beside the pack: move that away before overwriting")
+            raise DataError(f"{folder} holds {', '.join(foreign)} beside the pack: move them away before overwriting")
     fingerprint = store.manifest.fingerprint
-    index = build_index(store.lengths, seq_len=seq_len, mode=mode, shortest=shortest, store_fingerprint=fingerprint)
-    index.save(folder, replace=True)
+    index = build_index(
+        store.lengths, seq_len=seq_len, mode=mode, min_seq_len=min_seq_len, store_fingerprint=fingerprint
+    )
+    index.save(folder, overwrite=True)
     return PackIndex.load(folder)
 
 
 def open_pack(
-    store: TokenStore, *, seq_len: int, mode: Mode = "bfd", shortest: int | None = None, name: str | None = None
+    store: TokenStore, *, seq_len: int, mode: PackMode = "bfd", min_seq_len: int | None = None, name: str | None = None
 ) -> PackIndex:
-    """Open a pack that was made before; the arguments are those of `pack`.
+    """Open an existing pack; the arguments are those of `pack`.
 
     Raises:
-        DataError: it was not made, or for another store; the command that makes it is named.
+        DataError: no such pack, or it belongs to another store; the message names the command that makes it.
     """
-    lengths = _row_lengths(seq_len, mode, shortest)
-    folder = _folder(store, lengths, mode, name)
+    lengths = _row_lengths(seq_len, mode, min_seq_len)
+    folder = _pack_folder(store, lengths, mode, name)
     if not folder.exists():
-        raise DataError(f"store {store.path} has no pack {folder.name}; make it with: {_command(store, lengths, mode)}")
-    return _open(folder, store, lengths, mode)
+        raise DataError(
+            f"store {store.path} has no pack {folder.name}; make it with: {_pack_command(store, lengths, mode)}"
+        )
+    return _open_checked(folder, store, lengths, mode)
 
 
-def _open(folder: Path, store: TokenStore, lengths: list[int], mode: Mode) -> PackIndex:
+def _open_checked(folder: Path, store: TokenStore, lengths: list[int], mode: PackMode) -> PackIndex:
     index = PackIndex.load(folder)
-    remedy = f"make it again with: {_command(store, lengths, mode)} --overwrite"
+    remedy = f"make it again with: {_pack_command(store, lengths, mode)} --overwrite"
     if index.store_fingerprint != store.manifest.fingerprint:
         raise DataError(f"{folder} belongs to another store; {remedy}")
-    found, wanted = _name(_lengths_of(index), index.mode), _name(lengths, mode)
-    if found != wanted:
-        raise DataError(f"{folder} is {found}, not {wanted}; {remedy}, or name another")
+    actual, expected = _pack_name(_row_lengths_of(index), index.mode), _pack_name(lengths, mode)
+    if actual != expected:
+        raise DataError(f"{folder} is {actual}, not {expected}; {remedy}, or give another name")
     return index
 
 
-def _command(store: TokenStore, lengths: list[int], mode: Mode) -> str:
-    shortest = f" --shortest {lengths[-1]}" if mode == "buckets" else ""
-    return f"lt data pack {store.path} --seq-len {lengths[0]} --mode {mode}{shortest}"
+def _pack_command(store: TokenStore, lengths: list[int], mode: PackMode) -> str:
+    min_seq_len = f" --min-seq-len {lengths[-1]}" if mode == "buckets" else ""
+    return f"lt data pack {store.path} --seq-len {lengths[0]} --mode {mode}{min_seq_len}"
 
 
-def _name(lengths: list[int], mode: Mode) -> str:
+def _pack_name(lengths: list[int], mode: PackMode) -> str:
     return f"{mode}-{lengths[0]}" + (f"-{lengths[-1]}" if mode == "buckets" else "")
 
 
-def _lengths_of(index: PackIndex) -> list[int]:
+def _row_lengths_of(index: PackIndex) -> list[int]:
     return [index.seq_len] if index.buckets is None else [length for length, _ in index.buckets]
 
 
 def verify_packs(store: TokenStore) -> int:
-    """Check the arrays of every pack in a store, and that it belongs to it; gives back how many there are.
+    """Check every pack in a store: its arrays, and that it belongs to the store; return their number.
 
     Raises:
         DataError: one differs.
     """
-    store.bring(PACK_FOLDER)
-    folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{FILE_NAME}"))
+    store.download(PACK_FOLDER)
+    folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{PACK_FILE}"))
     for folder in folders:
         index = PackIndex.load(folder)
-        _open(folder, store, _lengths_of(index), index.mode).verify()
+        _open_checked(folder, store, _row_lengths_of(index), index.mode).verify()
     return len(folders)
 
 
 def build_index(
-    lengths: np.ndarray, *, seq_len: int, mode: Mode, shortest: int | None = None, store_fingerprint: str = ""
+    lengths: np.ndarray, *, seq_len: int, mode: PackMode, min_seq_len: int | None = None, store_fingerprint: str = ""
 ) -> PackIndex:
-    """Compute a pack from the lengths of the documents (integers [n], all positive) alone."""
-    row_lengths = _row_lengths(seq_len, mode, shortest)
+    """Compute a pack from the lengths of the documents (integers [n], all positive)."""
+    row_lengths = _row_lengths(seq_len, mode, min_seq_len)
     offsets = np.zeros(lengths.size + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     buckets: tuple[tuple[int, int], ...] | None = None
@@ -296,38 +310,43 @@ def build_index(
         "start": start,
         "length": length.astype(np.int32, copy=False),
         "labels": labels.astype(np.int32, copy=False),
-        "valid": _sums(labels, row_offsets),
+        "valid": _labels_per_row(labels, row_offsets),
     }
     return PackIndex(
         seq_len=seq_len,
         mode=mode,
         store_fingerprint=store_fingerprint,
         fingerprint=_fingerprint(seq_len, mode, store_fingerprint, arrays, buckets),
+        max_slices_per_row=_max_slices_per_row(row_offsets),
         buckets=buckets,
         **arrays,
     )
 
 
-def _sums(labels: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
-    """Labels in each row (int32)."""
+def _max_slices_per_row(row_offsets: np.ndarray) -> int:
+    return int(np.diff(row_offsets).max(initial=0))
+
+
+def _labels_per_row(labels: np.ndarray, row_offsets: np.ndarray) -> np.ndarray:
+    """Return the number of labels of each row (int32)."""
     n_rows = row_offsets.size - 1
-    # The rows of one slice that come first, of long documents, need no sum. No row is empty, so they are where slice i
-    # begins row i.
-    alone = bisect_left(range(1, n_rows + 1), True, key=lambda row: bool(row_offsets[row] > row))
+    # The first rows have one slice each, of long documents, and need no sum. No row is empty, so these are the rows i
+    # that begin with slice i.
+    n_single = bisect_left(range(1, n_rows + 1), True, key=lambda row: bool(row_offsets[row] > row))
     sums = np.empty(n_rows, np.int32)
-    sums[:alone] = labels[:alone]
-    total = np.cumsum(labels[alone:], dtype=np.int64)
-    sums[alone:] = np.diff(total[row_offsets[alone + 1 :] - (alone + 1)], prepend=0)
+    sums[:n_single] = labels[:n_single]
+    total = np.cumsum(labels[n_single:], dtype=np.int64)
+    sums[n_single:] = np.diff(total[row_offsets[n_single + 1 :] - (n_single + 1)], prepend=0)
     return sums
 
 
-def _made_again(values: dict[str, Any]) -> PackIndex:  # for pickle
+def _rebuild(values: dict[str, Any]) -> PackIndex:  # for pickle
     return PackIndex(**values)
 
 
 def _fingerprint(
     seq_len: int,
-    mode: Mode,
+    mode: PackMode,
     store_fingerprint: str,
     arrays: dict[str, np.ndarray],
     buckets: tuple[tuple[int, int], ...] | None,
@@ -343,16 +362,18 @@ def _fingerprint(
 
 
 def _read_header(path: Path) -> dict[str, Any]:
-    with os_errors("read the pack's", path):
+    with translate_os_errors("read the pack's", path):
         content = path.read_bytes()
     try:
         header = json.loads(content)
     except ValueError as exc:
         raise DataError(f"{path}: not JSON ({exc}); make the pack again") from exc
     if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise DataError(f"{path}: not the description of a pack")
+        raise DataError(f"{path}: not a pack")
     if header.get("version") != VERSION:
-        raise DataError(f"{path}: version {header.get('version')!r}; this program reads {VERSION}: update lt-data")
+        raise DataError(
+            f"{path}: format version {header.get('version')!r}; this lt-data reads version {VERSION}: update lt-data"
+        )
     return cast(dict[str, Any], header)
 
 
@@ -365,32 +386,34 @@ def _read_buckets(header: dict[str, Any], path: Path) -> tuple[tuple[int, int], 
     except (KeyError, TypeError, ValueError) as exc:
         raise DataError(f"{path}: broken list of buckets ({exc!r}); make the pack again") from exc
     if sum(rows for _, rows in buckets) != n_rows:
-        raise DataError(f"{path}: its buckets do not hold its {n_rows} rows; make the pack again")
+        raise DataError(f"{path}: its buckets do not sum to its {n_rows} rows; make the pack again")
     return buckets
 
 
-def _folder(store: TokenStore, lengths: list[int], mode: Mode, name: str | None) -> Path:
-    name = _name(lengths, mode) if name is None else name
+def _pack_folder(store: TokenStore, lengths: list[int], mode: PackMode, name: str | None) -> Path:
+    name = _pack_name(lengths, mode) if name is None else name
     if not name or name in (".", "..") or "/" in name:
-        raise DataError(f"name={name!r}: one folder name")
-    store.bring(f"{PACK_FOLDER}/{name}")
+        raise DataError(f"name = {name!r}: give a folder name without a path")
+    store.download(f"{PACK_FOLDER}/{name}")
     return store.path / PACK_FOLDER / name
 
 
-def _row_lengths(seq_len: int, mode: str, shortest: int | None) -> list[int]:
-    """The lengths that rows of a pack have, longest first."""
+def _row_lengths(seq_len: int, mode: str, min_seq_len: int | None) -> list[int]:
+    """Return the row lengths of a pack, longest first."""
     if not 1 <= seq_len < 2**31:
-        raise DataError(f"seq_len={seq_len}: from 1 to {2**31 - 1}")
-    if mode not in get_args(Mode):
-        raise DataError(f"mode={mode!r}: one of {', '.join(get_args(Mode))}")
+        raise DataError(f"seq_len = {seq_len}: from 1 to {2**31 - 1}")
+    if mode not in get_args(PackMode):
+        raise DataError(f"mode = {mode!r}: one of {', '.join(get_args(PackMode))}")
     if mode != "buckets":
-        if shortest is not None:
-            raise DataError(f"shortest={shortest}: only buckets have shorter rows; leave it out with mode={mode!r}")
+        if min_seq_len is not None:
+            raise DataError(f"min_seq_len = {min_seq_len}: requires mode='buckets'; leave it out with mode = {mode!r}")
         return [seq_len]
-    least = SHORTEST if shortest is None else shortest
+    shortest = DEFAULT_MIN_SEQ_LEN if min_seq_len is None else min_seq_len
     lengths = [seq_len]
-    while lengths[-1] > least and lengths[-1] % 2 == 0:
+    while lengths[-1] > shortest and lengths[-1] % 2 == 0:
         lengths.append(lengths[-1] // 2)
-    if lengths[-1] != least:
-        raise DataError(f"shortest={least}: give seq_len={seq_len} divided by a power of two: one of {lengths}")
+    if lengths[-1] != shortest:
+        raise DataError(
+            f"min_seq_len = {shortest}: give seq_len = {seq_len} divided by a power of two: one of {lengths}"
+        )
     return lengths

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.remote.contents import BLOCK_BYTES, block_digest
-from lt_data.storage import os_errors
+from lt_data.storage import translate_os_errors
 
 LEAST_BYTES = 16 * BLOCK_BYTES
 TMP = ".tmp"
@@ -45,7 +45,7 @@ class BlockCache:
         self.folder = folder
         self.limit = limit
         self._known: dict[tuple[str, int], tuple[int, int]] = {}  # blocks whose hash was right: device and inode
-        with os_errors("write", folder):
+        with translate_os_errors("write", folder):
             (folder / "blocks").mkdir(parents=True, exist_ok=True)
             (folder / "usage").touch()
 
@@ -62,14 +62,14 @@ class BlockCache:
         """
         path = self._path(key, number)
         try:
-            with os_errors("read", path):
+            with translate_os_errors("read", path):
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except DataError as exc:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return None
             raise
         try:
-            with os_errors("read", path):
+            with translate_os_errors("read", path):
                 found = os.fstat(descriptor)
                 seen = (found.st_dev, found.st_ino)
                 good = found.st_size == size
@@ -90,7 +90,7 @@ class BlockCache:
     def write(self, key: str, number: int, data: bytes) -> None:
         """Keep a block, if there is room for it."""
         path = self._path(key, number)
-        with os_errors("write", path):
+        with translate_os_errors("write", path):
             descriptor = self._begin(path, len(data))
             if descriptor is None:
                 return
@@ -109,7 +109,7 @@ class BlockCache:
 
     def usage(self) -> int:
         """Bytes that the blocks take, counted anew."""
-        with os_errors("read", self.folder), self._locked() as lock:
+        with translate_os_errors("read", self.folder), self._locked() as lock:
             return self._recount(lock, self.limit)
 
     def _path(self, key: str, number: int) -> Path:

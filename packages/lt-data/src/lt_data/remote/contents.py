@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.progress import Progress, silent
-from lt_data.storage import os_errors
+from lt_data.progress import Progress, no_progress
+from lt_data.storage import translate_os_errors
 
 FORMAT = "lt-data-files"
 VERSION = 1
@@ -108,7 +108,7 @@ def hash_bytes(data: bytes) -> FileHash:
     return FileHash(sha256=hashlib.sha256(data).hexdigest(), parts=(PartHash.of(data),))
 
 
-def hash_file(path: Path, n_bytes: int, part_bytes: int, progress: Progress = silent) -> FileHash:
+def hash_file(path: Path, n_bytes: int, part_bytes: int, progress: Progress = no_progress) -> FileHash:
     """Hash a file of `n_bytes` in parts of `part_bytes`.
 
     Raises:
@@ -116,7 +116,7 @@ def hash_file(path: Path, n_bytes: int, part_bytes: int, progress: Progress = si
     """
     whole = hashlib.sha256()
     parts: list[PartHash] = []
-    with os_errors("read", path), path.open("rb", buffering=0) as file:
+    with translate_os_errors("read", path), path.open("rb", buffering=0) as file:
         for data in read_parts(path, file, n_bytes, part_bytes):
             whole.update(data)
             parts.append(PartHash.of(data))

@@ -25,16 +25,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.names import local
+from lt_data.file_names import to_local_name
 from lt_data.packing.packs import verify_packs
-from lt_data.progress import Progress, silent
+from lt_data.progress import Progress, no_progress
 from lt_data.remote.blocks import fetch_blocks, runs
 from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import fsync, fsync_folder, make_folder, os_errors, write_file
-from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.storage import fsync, fsync_folder, make_folder_synced, translate_os_errors, write_file
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.token_store import TokenStore
 
 
@@ -60,8 +60,8 @@ def download(
     folder: str | Path,
     *,
     options: S3Options | None = None,
-    progress: Progress = silent,
-    checking: Progress = silent,
+    progress: Progress = no_progress,
+    checking: Progress = no_progress,
 ) -> Downloaded:
     """Download a token store or another folder that was uploaded; every byte is verified.
 
@@ -88,20 +88,20 @@ def download(
         _expect_same(parcel, target, checking)
         return Downloaded(path=target, files=n_files, n_bytes=n_bytes, fetched=0)
     building = target.with_name(f".{target.name}.{parcel.identity[:16]}.download")
-    with os_errors("write", building):
-        make_folder(target.parent)
+    with translate_os_errors("write", building):
+        make_folder_synced(target.parent)
         (building / "files").mkdir(parents=True, exist_ok=True)
         (building / "parts").mkdir(exist_ok=True)
     with _locked(building):
         fetched = _fill(parcel, building, progress)
         if bad := _bad(parcel, building / "files", checking):  # an earlier call left them, or this disk is failing
             for name in bad:
-                (building / "files" / local(name)).unlink()
+                (building / "files" / to_local_name(name)).unlink()
             fetched += _fill(parcel, building, progress)
             bad = _bad(parcel, building / "files", checking)
         if bad:
             for name in bad:
-                (building / "files" / local(name)).unlink()
+                (building / "files" / to_local_name(name)).unlink()
             raise DataError(f"{url}: {bad[0]} is not what was uploaded (its SHA-256 differs); upload it again")
         _complete(parcel, building, target)
     return Downloaded(path=target, files=n_files, n_bytes=n_bytes, fetched=fetched)
@@ -110,7 +110,7 @@ def download(
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of a folder; it ends with the process."""
-    with os_errors("open", folder):
+    with translate_os_errors("open", folder):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         try:
@@ -129,7 +129,7 @@ def _expect_same(parcel: RemoteParcel, target: Path, checking: Progress) -> None
     )
     if not target.is_dir():
         raise refused
-    wanted = {local(name): file.n_bytes for name, file in parcel.files.items()}
+    wanted = {to_local_name(name): file.n_bytes for name, file in parcel.files.items()}
     if parcel.manifest is not None:
         wanted[MANIFEST] = len(parcel.manifest)
     for name, size in wanted.items():
@@ -177,7 +177,7 @@ class _Job:
 
     def __init__(self, name: str, file: RemoteFile, building: Path) -> None:
         self.name, self.file = name, file
-        self.path = building / "files" / local(name)
+        self.path = building / "files" / to_local_name(name)
         self.part = building / "parts" / hashlib.sha256(name.encode()).hexdigest()[:32]
         n_blocks = -(-file.n_bytes // BLOCK_BYTES)
         missing = (
@@ -191,8 +191,8 @@ class _Job:
     @classmethod
     def of(cls, name: str, file: RemoteFile, building: Path) -> "_Job | None":
         """The job of a file; None where it is complete, and its SHA-256 will tell whether it is right."""
-        path = building / "files" / local(name)
-        with os_errors("look at", path):
+        path = building / "files" / to_local_name(name)
+        with translate_os_errors("look at", path):
             if file.sha256 is not None and path.is_file() and path.stat().st_size == file.n_bytes:
                 return None
         return cls(name, file, building)
@@ -203,7 +203,7 @@ class _Job:
     def _there(self, number: int) -> bool:
         listed = self.file.listed
         assert listed is not None
-        with os_errors("read", self.part), self.part.open("rb") as file:
+        with translate_os_errors("read", self.part), self.part.open("rb") as file:
             file.seek(number * BLOCK_BYTES)
             return block_digest(file.read(min(BLOCK_BYTES, self.file.n_bytes - number * BLOCK_BYTES))) == listed.block(
                 number
@@ -212,7 +212,7 @@ class _Job:
     def fetch(self, source: S3Folder, first: int, last: int, meter: Meter) -> None:
         """Fetch the blocks [first, last) and write them."""
         begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.file.n_bytes)
-        with os_errors("write", self.part):
+        with translate_os_errors("write", self.part):
             descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 if end > begin:
@@ -228,7 +228,7 @@ class _Job:
             finally:
                 os.close(descriptor)
         if done:
-            with os_errors("write", self.path):
+            with translate_os_errors("write", self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self.part.rename(self.path)
 
@@ -245,9 +245,9 @@ def _bad(parcel: RemoteParcel, folder: Path, checking: Progress) -> list[str]:
     meter = Meter(sum(file.n_bytes for file in parcel.files.values() if file.sha256), checking)
 
     def differs(name: str) -> bool:
-        file, path = parcel.files[name], folder / local(name)
+        file, path = parcel.files[name], folder / to_local_name(name)
         digest = hashlib.sha256()
-        with os_errors("read", path), path.open("rb", buffering=0) as source:
+        with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
             while block := source.read(4 * BLOCK_BYTES):
                 digest.update(block)
                 meter.add(len(block))
@@ -266,7 +266,7 @@ def _complete(parcel: RemoteParcel, building: Path, target: Path) -> None:
             write_file(files / MANIFEST, parcel.manifest)
         if any(file.sha256 is None for file in parcel.files.values()):
             verify_packs(TokenStore.open(files))
-    with os_errors("write", target):
+    with translate_os_errors("write", target):
         for folder, _, _ in os.walk(files, topdown=False):
             fsync_folder(Path(folder))
         files.rename(target)

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.names import portable
-from lt_data.packing.packs import FILE_NAME as PACK_HEADER
+from lt_data.file_names import to_portable_name
+from lt_data.packing.packs import PACK_FILE as PACK_HEADER
 from lt_data.remote.contents import LISTING, check_name
 from lt_data.remote.parcel import file_hashes, is_store
-from lt_data.storage import os_errors
-from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.storage import translate_os_errors
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.token_store import TokenStore
 
 
@@ -46,7 +46,7 @@ def of_folder(folder: Path) -> LocalParcel:
         DataError: it is no folder or has no files, something in it is no plain file, or it is a store in parts.
     """
     sizes: dict[str, int] = {}
-    with os_errors("look at", folder):
+    with translate_os_errors("look at", folder):
         for at, folders, files in os.walk(folder, onerror=_raise):
             for name in (*folders, *files):
                 path = Path(at, name)
@@ -73,13 +73,13 @@ def _raise(error: OSError) -> None:
 
 
 def _name(path: Path) -> str:
-    name = portable(path.as_posix())
+    name = to_portable_name(path.as_posix())
     if not name.isprintable():
         raise DataError(f"{path}: a file name that is no printable UTF-8 cannot be an object's name: rename it")
     return check_name(name, str(path))
 
 
 def _manifest_of(folder: Path) -> bytes | None:
-    with os_errors("read", folder / MANIFEST):
+    with translate_os_errors("read", folder / MANIFEST):
         content = (folder / MANIFEST).read_bytes()
     return content if is_store(content) else None

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from lt_data.errors import DataError
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
-from lt_data.store.manifest import FILE_NAME as MANIFEST
-from lt_data.store.manifest import FORMAT, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, Manifest
+from lt_data.store.manifest import FORMAT, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.megatron import index_size
 
 _LARGEST_MARK = 2**31
@@ -29,7 +29,7 @@ def is_store(content: bytes) -> bool:
     return isinstance(values, dict) and values.get("format") == FORMAT
 
 
-def file_hashes(manifest: Manifest) -> dict[str, str]:
+def file_hashes(manifest: StoreManifest) -> dict[str, str]:
     """The SHA-256 (hex) of every file that a store's manifest names."""
     found = {f"{TOKENIZER_FOLDER}/{name}": sha256 for name, sha256 in manifest.tokenizer.files.items()}
     for shard in manifest.shards:
@@ -70,7 +70,7 @@ class RemoteParcel:
         """Bytes of all files but the manifest."""
         return sum(file.n_bytes for file in self.files.values())
 
-    def store(self) -> Manifest:
+    def store(self) -> StoreManifest:
         """The description of the store.
 
         Raises:
@@ -79,7 +79,7 @@ class RemoteParcel:
         source = f"{self.source.url}/{MANIFEST}"
         if self.manifest is None:
             raise DataError(f"{self.source.url}: a folder of files, not a token store (no {MANIFEST} of one)")
-        return Manifest.from_json(json.loads(self.manifest), source)
+        return StoreManifest.from_dict(json.loads(self.manifest), source)
 
 
 def of_bucket(source: S3Folder) -> RemoteParcel:
@@ -110,14 +110,14 @@ def of_bucket(source: S3Folder) -> RemoteParcel:
         files = {name: RemoteFile(n_bytes=f.n_bytes, sha256=f.sha256, listed=f) for name, f in listed.items()}
     else:
         assert content is not None
-        files = _files_of(Manifest.from_json(json.loads(content), f"{source.url}/{MANIFEST}"), there, source.url)
+        files = _files_of(StoreManifest.from_dict(json.loads(content), f"{source.url}/{MANIFEST}"), there, source.url)
     identity = hashlib.sha256((content or b"") + b"\n" + (listing or b"")).hexdigest()
     return RemoteParcel(
         source=source, files=files, manifest=content, identity=identity, problems=_problems(files, there)
     )
 
 
-def _files_of(manifest: Manifest, there: Mapping[str, int], url: str) -> dict[str, RemoteFile]:
+def _files_of(manifest: StoreManifest, there: Mapping[str, int], url: str) -> dict[str, RemoteFile]:
     """The files of a store that has no listing: those that the manifest names, and the packs that are there."""
     item = 2 if manifest.dtype == "uint16" else 4
     sizes = {

@@ -28,9 +28,9 @@ from lt_data.remote.contents import BLOCK_BYTES
 from lt_data.remote.parcel import RemoteFile, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import pool_of
-from lt_data.storage import fsync, fsync_folder, os_errors, write
-from lt_data.store.manifest import FILE_NAME as MANIFEST
-from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, Manifest
+from lt_data.storage import fsync, fsync_folder, translate_os_errors, write
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
+from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
 
 DEFAULT_CACHE_BYTES = 20 * 2**30
 _PIECE = 8 * BLOCK_BYTES
@@ -75,12 +75,12 @@ class RemoteShards:
         parcel = of_bucket(self._source)
         if parcel.problems:
             raise DataError(f"{url}: {len(parcel.problems)} files are not as uploaded: {parcel.problems[0]}")
-        self.manifest: Manifest = parcel.store()
+        self.manifest: StoreManifest = parcel.store()
         self._files = parcel.files
         self._blocks = BlockCache(cache, cache_bytes)
         self.folder = cache / "stores" / parcel.identity[:32]
         assert parcel.manifest is not None
-        with os_errors("write", self.folder):
+        with translate_os_errors("write", self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
         self.bring(TOKENIZER_FOLDER)
         self._keep(MANIFEST, RemoteFile(n_bytes=len(parcel.manifest)), [parcel.manifest])
@@ -186,7 +186,7 @@ class RemoteShards:
         names = [name] if name in self._files else [other for other in self._files if other.startswith(f"{name}/")]
         for name in names:
             path, file = self.folder / name, self._files[name]
-            with os_errors("look at", path):
+            with translate_os_errors("look at", path):
                 there = path.is_file() and path.stat().st_size == file.n_bytes
             if not there:
                 self._keep(name, file, self._pieces(name, file))
@@ -205,7 +205,7 @@ class RemoteShards:
         """Write a file of the store, which other processes may be doing too."""
         path = self.folder / name
         digest = hashlib.sha256()
-        with os_errors("write", path):
+        with translate_os_errors("write", path):
             path.parent.mkdir(parents=True, exist_ok=True)
             for left in path.parent.glob(f"*{TMP}"):
                 with suppress(FileNotFoundError):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.progress import Progress, silent
+from lt_data.progress import Progress, no_progress
 from lt_data.remote.contents import (
     LISTING,
     FileHash,
@@ -39,8 +39,8 @@ from lt_data.remote.contents import (
 from lt_data.remote.outgoing import LocalParcel, of_folder
 from lt_data.remote.s3 import Remote, RemoteError, S3Folder, S3Options, SentPart
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import os_errors
-from lt_data.store.manifest import FILE_NAME as MANIFEST
+from lt_data.storage import translate_os_errors
+from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 
 _LARGEST_LISTING = 2**31
 _OPEN_FILES = 8  # files whose last parts are still on the way
@@ -101,8 +101,8 @@ def upload(
     *,
     overwrite: bool = False,
     options: S3Options | None = None,
-    comparing: Progress = silent,
-    progress: Progress = silent,
+    comparing: Progress = no_progress,
+    progress: Progress = no_progress,
 ) -> Uploaded:
     """Upload a token store or another folder of files; what lies there already is not sent again.
 
@@ -125,7 +125,9 @@ def upload(
     return send(plan_upload(Path(folder), target, overwrite=overwrite, progress=comparing), progress=progress)
 
 
-def plan_upload(folder: Path, target: S3Folder, *, overwrite: bool = False, progress: Progress = silent) -> UploadPlan:
+def plan_upload(
+    folder: Path, target: S3Folder, *, overwrite: bool = False, progress: Progress = no_progress
+) -> UploadPlan:
     """Find out what has to be sent; nothing is changed.
 
     Raises:
@@ -212,7 +214,7 @@ def _check(parcel: LocalParcel, name: str, sha256: str) -> None:
         )
 
 
-def send(plan: UploadPlan, *, progress: Progress = silent) -> Uploaded:
+def send(plan: UploadPlan, *, progress: Progress = no_progress) -> Uploaded:
     """Carry out a plan.
 
     Raises:
@@ -325,7 +327,7 @@ class _Sender:
         whole = hashlib.sha256()
         file = _Open(name=name, parts=[], upload=upload)
         path = parcel.folder / name
-        with os_errors("read", path), path.open("rb", buffering=0) as source:
+        with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
             for number, data in enumerate(read_parts(path, source, size, part_bytes), 1):
                 whole.update(data)
                 if upload is None:

@@ -1,57 +1,56 @@
-"""A table's column to records: text from strings, ids from lists of whole numbers. Works on pyarrow's arrays.
+"""Conversion of pyarrow columns to records: text from strings, ids from lists of integers.
 
-Both ways in: `parquet.py` reads files, `hub.py` has tables from datasets. Strings that are not UTF-8 and nulls are bad
-records of their own and spoil no others.
+Used by `parquet.py` (files) and `hub.py` (datasets). A null or a string that is not UTF-8 is a bad record and does not
+affect others.
 """
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lt_data.sources.fields import MASK, missing, unmasked
+from lt_data.sources.fields import ATTENTION_MASK, missing_field, strip_padding
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import Bad, Record
+from lt_data.sources.record import BadRecord, SourceRecord
 
 if TYPE_CHECKING:
     import numpy as np
 
-# Rows that are decoded at a time: what is in memory of a file, beside pyarrow's own buffers.
-ROWS = 128
+BATCH_ROWS = 128  # rows decoded at a time: the memory per file, besides pyarrow's buffers
 
 
-def columns_for(names: Sequence[str], options: ReadOptions) -> list[str] | Bad:
-    """The columns that have to be read, or what is wrong when the one asked for is not there."""
+def select_columns(names: Sequence[str], options: ReadOptions) -> list[str] | BadRecord:
+    """Return the columns to read, or a `BadRecord` if the requested one is missing."""
     name = options.tokens_field or options.text_field
     if name not in names:
-        return missing(name, "tokens_field" if options.tokens_field else "text_field", names)
-    return [name, MASK] if options.tokens_field and MASK in names else [name]
+        return missing_field(name, "tokens_field" if options.tokens_field else "text_field", names)
+    return [name, ATTENTION_MASK] if options.tokens_field and ATTENTION_MASK in names else [name]
 
 
-def column_records(table: Any, options: ReadOptions, first: int) -> Iterator[Record]:
-    """The records of some rows.
+def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[SourceRecord]:
+    """Yield the records of a table.
 
     Args:
-        table: a RecordBatch or Table with the columns of `columns_for`.
-        options: which field.
+        table: a RecordBatch or Table with the columns of `select_columns`.
+        options: read options, which name the field.
         first: index of its first row in the file.
     """
     if options.tokens_field:
-        masks = table.column(MASK) if MASK in table.schema.names else None
-        values = _ids(options.tokens_field, table.column(options.tokens_field), masks)
+        masks = table.column(ATTENTION_MASK) if ATTENTION_MASK in table.schema.names else None
+        values = _iter_ids(options.tokens_field, table.column(options.tokens_field), masks)
     else:
-        values = ((value, 0) for value in _texts(options.text_field, table.column(options.text_field)))
-    for following, (value, masked) in enumerate(values, start=first + 1):
-        yield Record(following, f":{following}", value, masked)
+        values = ((value, 0) for value in _iter_texts(options.text_field, table.column(options.text_field)))
+    for number, (value, masked) in enumerate(values, start=first + 1):
+        yield SourceRecord(number, f":{number}", value, masked)
 
 
-def _texts(name: str, column: Any) -> Iterator[str | Bad]:
+def _iter_texts(name: str, column: Any) -> Iterator[str | BadRecord]:
     for i, value in enumerate(_python_values(column)):
         if isinstance(value, str):
             yield value
         elif isinstance(value, UnicodeDecodeError):
-            yield Bad("not UTF-8", f"not UTF-8 at byte {value.start} ({value.reason}); write the table again")
+            yield BadRecord("not UTF-8", f"not UTF-8 at byte {value.start} ({value.reason}); write the table again")
         else:
-            found = "null" if value is None else str(column[i].type)
-            yield Bad("not a string", f"field {name!r} holds {found}, not a string")
+            kind = "null" if value is None else str(column[i].type)
+            yield BadRecord("not a string", f"field {name!r} holds {kind}, not a string")
 
 
 def _python_values(column: Any) -> list[Any]:
@@ -68,31 +67,31 @@ def _python_value(scalar: Any) -> Any:
         return exc
 
 
-def _ids(name: str, column: Any, masks: Any) -> "Iterator[tuple[np.ndarray | Bad, int]]":
+def _iter_ids(name: str, column: Any, masks: Any) -> "Iterator[tuple[np.ndarray | BadRecord, int]]":
     for i in range(len(column)):
-        ids = _numbers(column[i])
+        ids = _to_int64(column[i])
         if ids is None or (ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31)):
-            yield Bad("not a list of ids", f"field {name!r} is not a list of whole numbers from 0 to 2^31 - 1"), 0
+            yield BadRecord("not a list of ids", f"field {name!r} is not a list of whole numbers from 0 to 2^31 - 1"), 0
             continue
         if masks is None or not masks[i].is_valid:
             yield ids, 0
             continue
-        mask = _numbers(masks[i])
+        mask = _to_int64(masks[i])
         if mask is None or mask.size != ids.size or not ((mask == 0) | (mask == 1)).all():
-            yield Bad("bad attention_mask", f"{MASK} is not a list of {ids.size} times 0 or 1"), 0
+            yield BadRecord("bad attention_mask", f"{ATTENTION_MASK} is not a list of {ids.size} values 0 or 1"), 0
         else:
-            yield unmasked(ids, mask)
+            yield strip_padding(ids, mask)
 
 
-def _numbers(scalar: Any) -> "np.ndarray | None":
-    """A list of whole numbers without nulls as int64; None for anything else."""
+def _to_int64(scalar: Any) -> "np.ndarray | None":
+    """Convert a list of integers without nulls to int64; None for anything else."""
     import numpy as np
 
     values = getattr(scalar, "values", None) if scalar.is_valid else None
     if values is None or values.null_count:
         return None
     numbers = values.to_numpy(zero_copy_only=False)
-    # An empty list may be one of nulls or of anything.
+    # an empty list may have any type
     if not numbers.size:
         return np.zeros(0, np.int64)
     return numbers.astype(np.int64) if numbers.dtype.kind in "iu" else None

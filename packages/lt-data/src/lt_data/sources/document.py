@@ -1,4 +1,4 @@
-"""What every source yields: one document, as text or as ids that were made elsewhere."""
+"""Document of a source: text or ids."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -11,32 +11,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Document:
-    """One text, or the ids of one, and where it came from. Exactly one of `text` and `ids` is given.
+    """Document: its text or its ids (exactly one of them), and its source.
 
     Attributes:
-        text: the document.
-        ids: the document as token ids that were made elsewhere, [tokens] int64.
-        source: path of the file, with `:n` for its n-th line, row or record (from 1) where a file holds several.
-        file: index of the file in its reader's list.
-        record: index within that file of the next record to read: where a walk goes on after this document.
+        text: the document as text.
+        ids: the document as token ids, [tokens] int64.
+        source: path of the file, with `:n` for its n-th line, row or record (from 1) if a file holds several.
+        file_index: index of the file in its reader's list.
+        next_record: index in that file of the next record, from which reading continues after this document.
     """
 
     text: str | None = None
     ids: "np.ndarray | None" = None
     source: str
-    file: int = 0
-    record: int = 0
+    file_index: int = 0
+    next_record: int = 0
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):
-            raise DataError(f"{self.source}: a document is either text or ids, exactly one of them")
+            raise DataError(f"{self.source}: a document has either text or ids")
 
     def as_text(self) -> str:
-        """The text, where only text will do.
+        """Return the text.
 
         Raises:
             DataError: the document is ids.
         """
         if self.text is None:
-            raise DataError(f"{self.source}: holds ids, and text is needed here; leave tokens_field out")
+            raise DataError(f"{self.source}: holds ids, but text is required; leave tokens_field out")
         return self.text

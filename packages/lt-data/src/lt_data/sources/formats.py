@@ -1,68 +1,75 @@
-"""The table: how a file's name ends → how it is read. A file with another ending is text."""
+"""Table of file formats by suffix. A file with another suffix is text."""
 
 import io
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
-from lt_data.sources.bytes_in import BUFFER_BYTES, PACKED, Tally, seekable, tallied, unpacked
-from lt_data.sources.lines import read_json, read_lines
+from lt_data.sources.hashing_reader import (
+    BUFFER_BYTES,
+    COMPRESSED_SUFFIXES,
+    HashingCounter,
+    decompress_stream,
+    hash_stream,
+    open_seekable,
+)
+from lt_data.sources.json_lines import read_json, read_jsonl
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.parquet import read_arrow, read_parquet
 from lt_data.sources.pdf import read_pdf
-from lt_data.sources.plain import read_text
-from lt_data.sources.record import Damaged, Record
+from lt_data.sources.record import DamagedFileError, SourceRecord
+from lt_data.sources.text import read_text
 
-_IN_ORDER: dict[str, Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[Record]]] = {
-    ".jsonl": read_lines,
-    ".ndjson": read_lines,
+_STREAM_READERS: dict[str, Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[SourceRecord]]] = {
+    ".jsonl": read_jsonl,
+    ".ndjson": read_jsonl,
     ".json": read_json,
     ".pdf": read_pdf,
 }
-_SEEKING: dict[str, Callable[[BinaryIO, ReadOptions, int], Iterator[Record]]] = {
+_SEEKABLE_READERS: dict[str, Callable[[BinaryIO, ReadOptions, int], Iterator[SourceRecord]]] = {
     ".parquet": read_parquet,
     ".arrow": read_arrow,
 }
 
 
 def read_file(
-    file: BinaryIO, ending: str, options: ReadOptions, start: int, tally: Tally, *, local: bool
-) -> Iterator[Record]:
-    """The records of a file from number `start` on.
+    file: BinaryIO, name: str, options: ReadOptions, start: int, counter: HashingCounter, *, local: bool
+) -> Iterator[SourceRecord]:
+    """Yield the records of a file from index `start` on.
 
     Args:
-        file: at its beginning.
-        ending: its name in small letters.
-        options: which field.
-        start: index of the first record that is wanted.
-        tally: told of all bytes of the file, from its beginning, whatever `start` is.
+        file: the file, at its beginning.
+        name: its name in lower case.
+        options: read options.
+        start: index of the first record.
+        counter: counts and hashes all bytes of the file, for any `start`.
         local: whether it can be read twice.
 
     Raises:
-        Damaged: it cannot be read on; the tally has all of it.
+        DamagedFileError: the rest cannot be read; `counter` has the whole file.
         DataError: a package is missing.
     """
-    for suffix, read in _SEEKING.items():
-        if ending.endswith(suffix):
-            with seekable(file, tally, local=local) as whole:
-                yield from read(whole, options, start)
+    for suffix, read in _SEEKABLE_READERS.items():
+        if name.endswith(suffix):
+            with open_seekable(file, counter, local=local) as seekable:
+                yield from read(seekable, options, start)
             return
-    stream = tallied(file, tally)
+    stream = hash_stream(file, counter)
     try:
-        with unpacked(stream, ending) as content:
-            yield from _reader_of(ending)(content, options, start)
-    except Damaged:
+        with decompress_stream(stream, name) as content:
+            yield from _stream_reader(name)(content, options, start)
+    except DamagedFileError:
         _drain(stream)
         raise
     _drain(stream)
 
 
 def _drain(stream: io.BufferedIOBase) -> None:
-    """Let the tally see what nobody has read."""
+    """Read the rest of the stream, so that it is hashed."""
     while stream.read(BUFFER_BYTES):
         pass
 
 
-def _reader_of(ending: str) -> Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[Record]]:
-    for packed in PACKED:
-        ending = ending.removesuffix(packed)
-    return next((read for suffix, read in _IN_ORDER.items() if ending.endswith(suffix)), read_text)
+def _stream_reader(name: str) -> Callable[[io.BufferedIOBase, ReadOptions, int], Iterator[SourceRecord]]:
+    for suffix in COMPRESSED_SUFFIXES:
+        name = name.removesuffix(suffix)
+    return next((read for suffix, read in _STREAM_READERS.items() if name.endswith(suffix)), read_text)

@@ -1,10 +1,10 @@
-"""Datasets of the Hugging Face hub, `hf://org/name`: the one module that imports `datasets`.
+"""Datasets of the Hugging Face hub, `hf://org/name`; the only module that imports `datasets`.
 
-The revision is resolved to a commit first, so that what is recorded can be read again. Not streaming, the dataset is
-fetched into the cache of `datasets` when it is listed, and its rows are read in runs of 65536, so that ranks can share
-them. Streaming, it is read as it comes, one of its files after the other; a slice then is one run, read by one rank.
-What is hashed is the content of the rows: each as the number of its bytes (8, little-endian), then the bytes (UTF-8, or
-ids as little-endian int64).
+The revision is resolved to a commit first, so that the recorded source is reproducible. Without streaming, the dataset
+is downloaded to the cache of `datasets` when it is listed, and its rows are read in ranges of 65536, so that the parts
+of a job can share them. With streaming, it is read file by file; a slice is one range, read by one part. The hash is
+over the content of the rows: for each the number of its bytes (8 bytes, little-endian), then the bytes (UTF-8, or ids
+as little-endian int64).
 """
 
 import re
@@ -15,27 +15,27 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from lt_data.errors import DataError
-from lt_data.sources.bytes_in import Tally
-from lt_data.sources.columns import ROWS, column_records, columns_for
+from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
+from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import Bad, Record
-from lt_data.sources.transfer import library_errors
+from lt_data.sources.record import BadRecord, SourceRecord
+from lt_data.sources.transfer_errors import library_errors
 
-SCHEME = "hf://"
-RUN_ROWS = 1 << 16
+HUB_SCHEME = "hf://"
+ROWS_PER_RUN = 1 << 16
 _SETTINGS = ("config", "split", "revision", "streaming")
-_SLICED = re.compile(r"(?P<name>[\w.-]+)\[(?P<first>[^:\]]*):(?P<last>[^:\]]*)\]")
+_SLICE_PATTERN = re.compile(r"(?P<name>[\w.-]+)\[(?P<first>[^:\]]*):(?P<last>[^:\]]*)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class HubRows:
-    """A run of rows of one split.
+    """Range of rows of one split.
 
     Attributes:
-        name: repository, commit, configuration, split and which rows.
-        size: bytes of the column, about; None where only reading tells.
+        name: repository, commit, configuration, split and rows.
+        size: approximate bytes of the column; None if unknown before reading.
         first: index of the first row in the split (streaming: in the part).
-        tables: makes an iterator over the rows from the first one on, as small pyarrow tables.
+        tables: function that returns an iterator over the rows, as small pyarrow tables.
     """
 
     name: str
@@ -44,28 +44,30 @@ class HubRows:
     tables: Callable[[], Iterator[Any]]
 
     @property
-    def recorded(self) -> str:
-        """The name for the manifest."""
+    def manifest_name(self) -> str:
+        """Name in the manifest."""
         return self.name
 
-    def records(self, options: ReadOptions, start: int, tally: Tally) -> Iterator[Record]:
-        """The rows from number `start` of the run on; all of them are hashed."""
+    def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
+        """Yield the rows from index `start` of the range on; all of them are hashed."""
         row = self.first
-        with _faults(self.name):
+        with _translate_errors(self.name):
             for table in self.tables():
-                for record in column_records(table, options, row):
-                    _hash(record, tally)
-                    if record.following - self.first > start:
-                        yield Record(record.following - self.first, record.place, record.value, record.masked)
+                for record in iter_records(table, options, row):
+                    _hash_record(record, counter)
+                    if record.next_index - self.first > start:
+                        yield SourceRecord(
+                            record.next_index - self.first, record.location, record.value, record.n_masked
+                        )
                 row += table.num_rows
 
 
-def list_hub(url: str, options: ReadOptions) -> list[HubRows]:
-    """The runs of a dataset, in order.
+def list_hub_dataset(url: str, options: ReadOptions) -> list[HubRows]:
+    """List the row ranges of a hub dataset, in order.
 
     Args:
         url: `hf://org/name`, with `@revision` and settings such as `?config=en&split=train[:10%]&streaming=true`,
-            which count more than those of `options`.
+            which override those of `options`.
         options: configuration, split, revision, field.
 
     Raises:
@@ -74,38 +76,38 @@ def list_hub(url: str, options: ReadOptions) -> list[HubRows]:
     try:
         import datasets
     except ImportError as exc:
-        raise DataError(f'{url}: datasets of the hub need: pip install "lt-data[datasets]"') from exc
-    repo, options = _settings(url, options)
-    with _faults(url):
-        commit = _commit(repo, options.revision)
+        raise DataError(f'{url}: hub datasets need the datasets package: pip install "lt-data[datasets]"') from exc
+    repo, options = _parse_url(url, options)
+    with _translate_errors(url):
+        commit = _resolve_commit(repo, options.revision)
         split = options.split or _only_split(datasets, url, repo, options.config, commit)
-        name = f"{SCHEME}{repo}{f'@{commit}' if commit else ''}/{options.config or 'default'}/{split}"
+        name = f"{HUB_SCHEME}{repo}{f'@{commit}' if commit else ''}/{options.config or 'default'}/{split}"
         if options.streaming:
-            return _streamed(datasets, name, repo, commit, split, options)
-        found = datasets.load_dataset(repo, options.config, split=split, revision=commit)
-        columns = _columns(name, found.column_names, options)
-        rows = found.select_columns(columns).with_format("arrow")
+            return _list_streaming(datasets, name, repo, commit, split, options)
+        dataset = datasets.load_dataset(repo, options.config, split=split, revision=commit)
+        columns = _select_columns(name, dataset.column_names, options)
+        rows = dataset.select_columns(columns).with_format("arrow")
         total = len(rows)
         row_bytes = rows.data.nbytes / max(1, total)
 
     def run(first: int, last: int) -> HubRows:
         def tables() -> Iterator[Any]:
-            for begin in range(first, last, ROWS):
-                yield rows[begin : min(last, begin + ROWS)]
+            for begin in range(first, last, BATCH_ROWS):
+                yield rows[begin : min(last, begin + BATCH_ROWS)]
 
         size = round(row_bytes * (last - first))
         return HubRows(name=f"{name}/{first}-{last}", size=size, first=first, tables=tables)
 
-    return [run(first, min(total, first + RUN_ROWS)) for first in range(0, total, RUN_ROWS)]
+    return [run(first, min(total, first + ROWS_PER_RUN)) for first in range(0, total, ROWS_PER_RUN)]
 
 
-def _streamed(
+def _list_streaming(
     datasets: Any, name: str, repo: str, commit: str | None, split: str, options: ReadOptions
 ) -> list[HubRows]:
-    plain, bounds = _slice(datasets, name, repo, options.config, commit, split)
+    plain, bounds = _parse_slice(datasets, name, repo, options.config, commit, split)
     stream = datasets.load_dataset(repo, options.config, split=plain, revision=commit, streaming=True)
     names = stream.column_names or list(next(iter(stream.take(1)), {}))
-    stream = stream.select_columns(_columns(name, names, options)).with_format("arrow")
+    stream = stream.select_columns(_select_columns(name, names, options)).with_format("arrow")
     if bounds is None:
         parts = [stream.shard(num_shards=stream.num_shards, index=i) for i in range(stream.num_shards)]
         shown = [f"{name}/part-{i}-of-{len(parts)}" for i in range(len(parts))]
@@ -115,12 +117,12 @@ def _streamed(
         part = stream.skip(first) if first else stream
         parts, shown = [part if last is None else part.take(last - first)], [name]
     return [
-        HubRows(name=label, size=None, first=first, tables=lambda part=part: part.iter(batch_size=ROWS))
+        HubRows(name=label, size=None, first=first, tables=lambda part=part: part.iter(batch_size=BATCH_ROWS))
         for label, part in zip(shown, parts, strict=True)
     ]
 
 
-def _settings(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
+def _parse_url(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
     parts = urlsplit(url)
     given = dict(parse_qsl(parts.query, keep_blank_values=True))
     repo, _, revision = (parts.netloc + parts.path).strip("/").partition("@")
@@ -131,17 +133,17 @@ def _settings(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
     changes: dict[str, Any] = {**given}
     if "streaming" in given:
         if given["streaming"] not in ("true", "false"):
-            raise DataError(f"{url}: streaming={given['streaming']!r}: true or false")
+            raise DataError(f"{url}: streaming = {given['streaming']!r}: give true or false")
         changes["streaming"] = given["streaming"] == "true"
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", repo):
         raise DataError(f"{url}: a dataset is named hf://org/name; single files are named hf://datasets/org/name/file")
     return repo, replace(options, **changes)
 
 
-def _commit(repo: str, revision: str | None) -> str | None:
+def _resolve_commit(repo: str, revision: str | None) -> str | None:
     from huggingface_hub import HfApi, constants
 
-    if constants.HF_HUB_OFFLINE:  # then `datasets` takes what its cache has
+    if constants.HF_HUB_OFFLINE:  # then `datasets` reads its cache
         return revision
     return HfApi().dataset_info(repo, revision=revision).sha
 
@@ -153,11 +155,11 @@ def _only_split(datasets: Any, url: str, repo: str, config: str | None, commit: 
     return names[0]
 
 
-def _slice(
+def _parse_slice(
     datasets: Any, name: str, repo: str, config: str | None, commit: str | None, split: str
 ) -> tuple[str, tuple[int, int | None] | None]:
-    """The split without its slice, and the rows of the slice: `datasets` streams whole splits only."""
-    sliced = _SLICED.fullmatch(split)
+    """Split off the slice and return its rows: `datasets` streams only whole splits."""
+    sliced = _SLICE_PATTERN.fullmatch(split)
     if sliced is None:
         return split, None
     plain, first, last = sliced["name"], sliced["first"], sliced["last"]
@@ -168,35 +170,35 @@ def _slice(
     rows = getattr(known.get(plain), "num_examples", 0)
     if not rows:
         raise DataError(
-            f"{name}: the hub does not tell how many rows {plain} has, so that {split} cannot be streamed; "
-            "give row numbers such as train[:1000], or do not stream"
+            f"{name}: the hub does not report the number of rows of {plain}, so {split} cannot be streamed; give row "
+            "numbers such as train[:1000], or do not stream"
         )
     (absolute,) = datasets.ReadInstruction.from_spec(split).to_absolute({plain: rows})
     return plain, (absolute.from_, absolute.to)
 
 
-def _columns(name: str, found: list[str], options: ReadOptions) -> list[str]:
-    columns = columns_for(found, options)
-    if isinstance(columns, Bad):
+def _select_columns(name: str, available: list[str], options: ReadOptions) -> list[str]:
+    columns = select_columns(available, options)
+    if isinstance(columns, BadRecord):
         raise DataError(f"{name}: {columns.message}")
     return columns
 
 
-def _hash(record: Record, tally: Tally) -> None:
+def _hash_record(record: SourceRecord, counter: HashingCounter) -> None:
     value = record.value
-    if isinstance(value, Bad):
+    if isinstance(value, BadRecord):
         content = value.message.encode("utf-8", "surrogatepass")
     elif isinstance(value, str):
         content = value.encode()
     else:
         content = value.astype("<i8").tobytes()
-    tally.update(len(content).to_bytes(8, "little"))
-    tally.update(content)
+    counter.update(len(content).to_bytes(8, "little"))
+    counter.update(content)
 
 
 @contextmanager
-def _faults(name: str) -> Iterator[None]:
-    """Turn what `datasets` raises about a name, the network or the data into a `DataError`."""
+def _translate_errors(name: str) -> Iterator[None]:
+    """Convert errors of `datasets` about a name, the network or the data to `DataError`."""
     from datasets.exceptions import DatasetsError
 
     try:

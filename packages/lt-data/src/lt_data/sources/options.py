@@ -1,4 +1,4 @@
-"""What a caller chooses about reading, checked when it is made."""
+"""Read options, validated on construction."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -8,7 +8,7 @@ from lt_data.errors import DataError
 
 OnBad = Literal["error", "skip"]
 
-# What a folder is searched for. A `.json` file is more often a setting than text, so it has to be asked for.
+# Suffixes read in a folder. A `.json` file is more often configuration than text, so it must be requested.
 SUFFIXES = (
     ".txt",
     ".txt.gz",
@@ -28,22 +28,20 @@ SUFFIXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How sources are read.
+    """Read options of sources.
 
     Attributes:
-        suffixes: which files of a folder are taken, whatever the case of their letters; a file that is named itself is
-            always taken.
-        text_field: the field of a record, or the column of a table, that holds the text.
-        tokens_field: the field or column that holds ready-made ids; given, `text_field` is not looked at.
-        on_bad: what happens to a record that cannot be used and to a damaged file: "error" stops with its name, "skip"
-            leaves it out and counts it.
-        config: configuration of a dataset of the hub.
-        split: split of a dataset of the hub or of a saved dataset, with a slice if wanted, such as `train[:10%]`.
-        revision: commit, branch or tag of a dataset of the hub.
-        streaming: read a dataset of the hub as it comes, without keeping it on the disk.
+        suffixes: suffixes of the files to read in a folder, case-insensitive; a file given by name is always read.
+        text_field: field of a record, or column of a table, with the text.
+        tokens_field: field or column with ids; replaces `text_field`.
+        on_bad: handling of bad records and damaged files: "error" raises, "skip" leaves them out and counts them.
+        config: configuration of a hub dataset.
+        split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.
+        revision: commit, branch or tag of a hub dataset.
+        streaming: read a hub dataset without storing it on disk.
 
     Raises:
-        DataError: a value is not one of those.
+        DataError: an invalid value.
     """
 
     suffixes: Sequence[str] = SUFFIXES
@@ -58,14 +56,14 @@ class ReadOptions:
     def __post_init__(self) -> None:
         suffixes = self.suffixes
         if isinstance(suffixes, str) or not suffixes or not all(suffix.startswith(".") for suffix in suffixes):
-            raise DataError(f"suffixes={suffixes!r}: give a list such as ['.txt', '.jsonl']")
+            raise DataError(f"suffixes = {suffixes!r}: give a list such as ['.txt', '.jsonl']")
         if self.on_bad not in get_args(OnBad):
-            raise DataError(f"on_bad={self.on_bad!r}: choose error or skip")
+            raise DataError(f"on_bad = {self.on_bad!r}: choose error or skip")
         for name in ("text_field", "tokens_field", "config", "split", "revision"):
             if getattr(self, name) == "":
-                raise DataError(f"{name}='': give a name, or leave it out")
+                raise DataError(f"{name} = '': give a name, or leave it out")
         object.__setattr__(self, "suffixes", tuple(suffix.lower() for suffix in suffixes))
 
-    def to_json(self) -> dict[str, Any]:
-        """All of it as JSON values, for a fingerprint."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as JSON values, for a fingerprint."""
         return asdict(self)

@@ -1,7 +1,7 @@
-"""Papers as PDF: the one module that knows pypdf. A file is one document, its pages joined by line feeds.
+"""PDF files, the only module that imports pypdf. A file is one document, its pages joined by newlines.
 
-What pypdf finds is what the file says about its letters; a scanned page has none, and a paper of scanned pages only is
-an empty document. The whole file is in memory.
+pypdf extracts embedded text; a scanned page has none, and a file of scanned pages only is an empty document. The whole
+file is in memory.
 """
 
 import io
@@ -11,9 +11,9 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import Bad, Record, whole
+from lt_data.sources.record import BadRecord, SourceRecord, check_surrogates
 
-# A damaged file lets pypdf fall over anything: a missing key, a wrong type, a number too big, endless nesting.
+# On a damaged file pypdf may raise any of these.
 _FAULTS = (
     ArithmeticError,
     AssertionError,
@@ -27,24 +27,24 @@ _FAULTS = (
 )
 
 
-def read_pdf(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[Record]:
-    """The one record of a PDF file."""
+def read_pdf(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+    """Yield the single record of a PDF file."""
     try:
         import pypdf
     except ImportError as exc:
         raise DataError('.pdf files need the pypdf package: pip install "lt-data[pdf]"') from exc
     content = stream.read()
     if start == 0:
-        logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of every oddity that it puts right itself
-        yield Record(1, "", _text(pypdf, content))
+        logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of everything that it repairs itself
+        yield SourceRecord(1, "", _text(pypdf, content))
 
 
-def _text(pypdf: Any, content: bytes) -> str | Bad:
+def _text(pypdf: Any, content: bytes) -> str | BadRecord:
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):
-            return Bad("encrypted PDF", "the PDF needs a password; remove it, or leave the file out")
-        return whole("\n".join(page.extract_text() for page in reader.pages))
+            return BadRecord("encrypted PDF", "the PDF needs a password; remove it, or leave the file out")
+        return check_surrogates("\n".join(page.extract_text() for page in reader.pages))
     except (pypdf.errors.PyPdfError, *_FAULTS) as exc:
         kind = type(exc).__name__
-        return Bad("damaged PDF", f"pypdf cannot read it ({kind}: {exc}); fetch it again, or leave it out")
+        return BadRecord("damaged PDF", f"pypdf cannot read it ({kind}: {exc}); download it again, or leave it out")

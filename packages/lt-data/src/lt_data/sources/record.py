@@ -1,7 +1,7 @@
-"""What a reader of one kind of file yields, and how it says that something in it is bad.
+"""Records of a file format, and its errors.
 
-A `Record` carries either what was read or a `Bad`: a reader goes on after a bad record, so that leaving it out is
-possible. A file that cannot be read on raises `Damaged`. What becomes of either is decided in one place, reader.py.
+A `SourceRecord` holds a value or a `BadRecord`: a reader continues after a bad record, so that it can be left out. If
+the rest of a file cannot be read, `DamagedFileError` is raised. reader.py handles both.
 """
 
 from dataclasses import dataclass
@@ -12,56 +12,56 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Bad:
-    """A record that cannot be used.
+class BadRecord:
+    """Record that cannot be used.
 
     Attributes:
-        reason: a few words that are the same for all such records, under which they are counted.
-        message: what is wrong with this one and what to do, to follow the name of its place.
+        reason: category under which such records are counted.
+        message: problem and remedy, to follow the record's location.
     """
 
     reason: str
     message: str
 
 
-class Record(NamedTuple):
-    """One record of a file.
+class SourceRecord(NamedTuple):
+    """Record of a file.
 
     Attributes:
-        following: index of the record after it.
-        place: what follows the file's name in its source, such as ":3"; "" for a whole file.
-        value: its text, its ids ([tokens] int64), or what is wrong with it.
-        masked: ids of it that were left out because its attention_mask is 0 there.
+        next_index: index of the next record.
+        location: suffix of the file's name in `Document.source`, such as ":3"; "" for a whole file.
+        value: its text, its ids ([tokens] int64), or its problem.
+        n_masked: ids that were removed because the attention_mask is 0.
     """
 
-    following: int
-    place: str
-    value: "str | np.ndarray | Bad"
-    masked: int = 0
+    next_index: int
+    location: str
+    value: "str | np.ndarray | BadRecord"
+    n_masked: int = 0
 
 
-class Damaged(Exception):
-    """A file cannot be read on; the message says why, to follow the file's name."""
+class DamagedFileError(Exception):
+    """Error of a file whose rest cannot be read; the message follows the file's name."""
 
 
-def decode(content: bytes | bytearray) -> str | Bad:
-    """UTF-8 bytes as text."""
+def decode_utf8(content: bytes | bytearray) -> str | BadRecord:
+    """Decode UTF-8 bytes."""
     try:
         return content.decode()
     except UnicodeDecodeError as exc:
-        return Bad(
+        return BadRecord(
             "not UTF-8",
             f"not UTF-8 at byte {exc.start} ({exc.reason}); convert the file, for example with iconv, or leave it out",
         )
 
 
-def whole(text: str) -> str | Bad:
-    """The text, or what is wrong where it holds half of a surrogate pair, which UTF-8 cannot express."""
+def check_surrogates(text: str) -> str | BadRecord:
+    """Return the text, or a `BadRecord` if it has an unpaired surrogate, which UTF-8 cannot encode."""
     try:
         if not text.isascii():
             text.encode()
     except UnicodeEncodeError as exc:
-        return Bad(
+        return BadRecord(
             "half of a surrogate pair",
             f"character {exc.start} is half of a surrogate pair, which is not text; correct it",
         )

@@ -1,37 +1,37 @@
-"""Unpacking zstandard files: the one module that knows the zstandard package.
+"""Decompression of zstandard files, the only module that imports zstandard.
 
-Its own stream reader takes a file that was cut off for a whole one, so the end of each frame is asked for here. Input
-goes in by pieces of 16 KiB, which bounds what one piece can grow into for anything that people pack.
+Its stream reader does not detect truncation, so the end of each frame is checked here. Input is decompressed in chunks
+of 16 KiB, which bounds the output per chunk for usual data.
 """
 
 import io
 from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.sources.record import Damaged
+from lt_data.sources.record import DamagedFileError
 
-_PIECE_BYTES = 1 << 14
+_CHUNK_BYTES = 1 << 14
 
 
-def unpack(stream: io.BufferedReader) -> io.RawIOBase:
-    """The content of all frames of a file, one after the other.
+def decompress(stream: io.BufferedReader) -> io.RawIOBase:
+    """Return a stream of the decompressed frames of a file.
 
     Raises:
         DataError: the zstandard package is missing.
-        Damaged: when read: a frame is damaged or cut off.
+        DamagedFileError: while reading: a frame is damaged or truncated.
     """
     try:
         import zstandard
     except ImportError as exc:
         raise DataError('.zst files need the zstandard package: pip install "lt-data[zstd]"') from exc
-    return _Unpacked(stream, zstandard)
+    return _ZstdReader(stream, zstandard)
 
 
-class _Unpacked(io.RawIOBase):
+class _ZstdReader(io.RawIOBase):
     def __init__(self, stream: io.BufferedReader, zstandard: Any) -> None:
         self._stream = stream
         self._zstandard = zstandard
-        self._frame: Any = None  # the frame that is open, if one is
+        self._frame: Any = None  # the open frame
         self._input = b""
         self._output = memoryview(b"")
 
@@ -41,17 +41,17 @@ class _Unpacked(io.RawIOBase):
     def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         while not self._output:
             if not self._input:
-                self._input = self._stream.read(_PIECE_BYTES)
+                self._input = self._stream.read(_CHUNK_BYTES)
             if not self._input:
                 if self._frame is not None:
-                    raise Damaged("the zstandard file is cut off: its end is missing; fetch or pack it again")
+                    raise DamagedFileError("truncated zstandard file; download or compress it again")
                 return 0
             if self._frame is None:
                 self._frame = self._zstandard.ZstdDecompressor().decompressobj()
             try:
                 self._output = memoryview(self._frame.decompress(self._input))
             except self._zstandard.ZstdError as exc:
-                raise Damaged(f"not a whole zstandard file: {exc}; fetch or pack it again") from exc
+                raise DamagedFileError(f"damaged zstandard file: {exc}; download or compress it again") from exc
             self._input = b""
             if self._frame.eof:
                 self._input = self._frame.unused_data

@@ -1,1 +1,1 @@
-"""The token store as it lies on the disk: manifest, shards and their Megatron indices."""
+"""Token store on disk: manifest, shards and their Megatron indexes."""

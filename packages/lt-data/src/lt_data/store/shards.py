@@ -1,8 +1,8 @@
-"""Writing shards: a flat run of ids and document lengths in, pairs of `.bin` and `.idx` files out.
+"""Shard writer: ids and document lengths to pairs of `.bin` and `.idx` files.
 
-Documents are appended whole and in order; a shard is closed before the document that would take it over its size. Each
-byte is hashed as it is written, each file is synced when it is closed; then the caller is told, and may begin later
-after the shards that are closed by now. Memory: 8 bytes per document of the open shard.
+Documents are appended whole and in order; a shard is closed before the document that would exceed its size. Bytes are
+hashed as they are written, and each file is synced when it is closed; then a callback is called, so that the caller can
+resume after the closed shards. Memory: 8 bytes per document of the open shard.
 """
 
 import hashlib
@@ -15,13 +15,13 @@ from typing import BinaryIO, Literal
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.storage import create, fsync, os_errors, write, write_file
-from lt_data.store.manifest import Shard
+from lt_data.storage import create_file, fsync, translate_os_errors, write, write_file
+from lt_data.store.manifest import ShardFile
 from lt_data.store.megatron import encode_index
 
 
 class ShardWriter:
-    """Appends documents to shards in a folder. As a context manager it closes the file that is open."""
+    """Writer of shards in a folder; as a context manager it closes the open file."""
 
     def __init__(
         self,
@@ -29,24 +29,24 @@ class ShardWriter:
         shard_tokens: int,
         dtype: Literal["uint16", "uint32"],
         *,
-        closed: Callable[[Shard, int], None],
-        finished: Sequence[Shard] = (),
+        on_shard_closed: Callable[[ShardFile, int], None],
+        finished: Sequence[ShardFile] = (),
     ) -> None:
-        """Begin after some shards.
+        """Start after the finished shards.
 
         Args:
-            folder: where the files are made.
-            shard_tokens: about how many ids go into one shard; a longer document has one to itself.
-            dtype: of the ids.
-            closed: called when a shard is closed, with it and the documents that the `append` at work has put into it
-                and those before it.
-            finished: shards that lie in the folder already.
+            folder: folder of the files.
+            shard_tokens: target number of ids of a shard; a longer document has its own shard.
+            dtype: dtype of the ids.
+            on_shard_closed: called with each closed shard and the number of documents of the current `append` call that
+                are in closed shards.
+            finished: shards that are in the folder already.
         """
         self._folder = folder
         self._shard_tokens = shard_tokens
         self._dtype: Literal["uint16", "uint32"] = dtype
-        self._closed = closed
-        self._shards: list[Shard] = list(finished)
+        self._on_shard_closed = on_shard_closed
+        self._shards: list[ShardFile] = list(finished)
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
@@ -58,7 +58,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._file is not None:  # the work failed: a full disk may refuse this too, and the first error is the one
+        if self._file is not None:  # after an error: closing may fail too, the first error counts
             with suppress(OSError):
                 self._file.close()
 
@@ -66,11 +66,11 @@ class ShardWriter:
         """Append documents.
 
         Args:
-            tokens: the ids of all of them, one after the other, in the dtype of the store.
-            lengths: tokens of each (int64), all positive.
+            tokens: their concatenated ids, in the dtype of the store.
+            lengths: ids of each (int64), all positive.
 
         Raises:
-            DataError: the file system refuses, or a document has 2^31 tokens or more.
+            DataError: a file system error, or a document has 2^31 tokens or more.
         """
         if lengths.size and int(lengths.max()) >= 2**31:
             raise DataError(f"a document of {int(lengths.max())} tokens: an index holds at most 2147483647; split it")
@@ -83,13 +83,13 @@ class ShardWriter:
             if last <= first and self._tokens:
                 self._close(first)
                 continue
-            last = max(last, first + 1)  # a document longer than a shard has one to itself
+            last = max(last, first + 1)  # a document longer than a shard has its own
             end = int(ends[last - 1])
             self._write(tokens[begin:end], lengths[first:last])
             first, begin = last, end
 
-    def finish(self) -> tuple[Shard, ...]:
-        """Close the last shard and give back the description of all."""
+    def finish(self) -> tuple[ShardFile, ...]:
+        """Close the last shard and return all shards."""
         self._close(0)
         return tuple(self._shards)
 
@@ -98,9 +98,9 @@ class ShardWriter:
         return self._folder / f"{len(self._shards):05d}.bin"
 
     def _write(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
-        with os_errors("write", self._path):
+        with translate_os_errors("write", self._path):
             if self._file is None:
-                self._file = create(self._path)
+                self._file = create_file(self._path)
             content = np.ascontiguousarray(tokens).view(np.uint8).data
             write(self._file, content)
         self._digest.update(content)
@@ -110,14 +110,14 @@ class ShardWriter:
     def _close(self, appended: int) -> None:
         if self._file is None:
             return
-        with os_errors("write", self._path):
+        with translate_os_errors("write", self._path):
             self._file.flush()
             fsync(self._file.fileno())
             self._file.close()
         lengths = np.concatenate(self._lengths)
         index = encode_index(lengths, self._dtype)
         write_file(self._path.with_suffix(".idx"), index)
-        shard = Shard(
+        shard = ShardFile(
             name=self._path.stem,
             tokens=self._tokens,
             documents=lengths.size,
@@ -129,4 +129,4 @@ class ShardWriter:
         self._digest = hashlib.sha256()
         self._lengths = []
         self._tokens = 0
-        self._closed(shard, appended)
+        self._on_shard_closed(shard, appended)

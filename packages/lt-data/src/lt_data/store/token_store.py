@@ -1,14 +1,14 @@
-"""The token store: every document's ids, one after the other, in memory-mapped shards.
+"""Token store: the ids of every document in memory-mapped shards.
 
-    manifest.json            what is in it, with hashes (lt_data.store.manifest)
-    tokenizer/               the files of the tokenizer that made the ids
+    manifest.json            totals, settings and hashes (lt_data.store.manifest)
+    tokenizer/               the tokenizer's files
     shards/00000.bin         ids as little-endian uint16 or uint32, no header
     shards/00000.idx         a Megatron index: the pair is an IndexedDataset (lt_data.store.megatron)
     packs/<name>/            indexes over the store (lt_data.packing.packs)
 
-A document never crosses shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read. Tokens
-and the place of one document are read through the map, so a store of any size costs no memory; `lengths` and `offsets`,
-which packing needs, are all documents at once (4 and 8 bytes each). `verify` reads everything.
+A document is never split across shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read.
+Tokens and offsets of single documents are read through the map, so a store of any size needs no memory; `lengths` and
+`offsets`, which packing needs, hold all documents (4 and 8 bytes each). `verify` reads everything.
 """
 
 import hashlib
@@ -20,55 +20,55 @@ from typing import Any, Protocol
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.progress import Progress, silent
-from lt_data.storage import os_errors
-from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, Manifest, Shard, read_manifest
-from lt_data.store.megatron import LENGTHS_AT, decode_index, index_size
-from lt_data.store.together import together
+from lt_data.progress import Progress, no_progress
+from lt_data.storage import translate_os_errors
+from lt_data.store.concat_mmap import concat_mmaps
+from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, ShardFile, StoreManifest, read_manifest
+from lt_data.store.megatron import LENGTHS_OFFSET, decode_index, index_size
 from lt_data.tokenizing.tokenizer import Tokenizer
 
-_READ_IDS = 2**22  # at a time, of a shard that is not a local file
+_READ_IDS = 2**22  # ids per read of a shard that is not a local file
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
 
 
-class ShardBytes(Protocol):
-    """Where a store comes from when it is not in a local folder, such as lt_data.remote.reading."""
+class ShardReader(Protocol):
+    """Reader of the shards of a store that is not in a local folder, such as lt_data.remote.reading."""
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        """The ids [begin, end) of a shard, in the dtype of the store."""
+        """Return the ids [begin, end) of a shard, in the dtype of the store."""
         ...
 
     def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
-        """Have many spans (shard, begin, end) at hand, fetched side by side."""
+        """Fetch many spans (shard, begin, end) concurrently."""
         ...
 
     def bring(self, name: str) -> None:
-        """Have a file of the store, or all files of a folder of it, in the local folder."""
+        """Download a file of the store, or all files of one of its folders, to the local folder."""
         ...
 
 
 class TokenStore:
-    """A token store on disk, open for reading.
+    """Token store that is open for reading.
 
     Args:
         path: its folder.
-        manifest: its description.
-        contents: reads the ids where the shards are not files in the folder.
+        manifest: its manifest.
+        shard_reader: reader of the shards if they are not files in the folder.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, *, contents: ShardBytes | None = None) -> None:
+    def __init__(self, path: Path, manifest: StoreManifest, *, shard_reader: ShardReader | None = None) -> None:
         self.path = path
         self.manifest = manifest
-        self._contents = contents
-        self._token_borders = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
-        self._document_borders = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
-        self._shard = lru_cache(maxsize=_OPEN_SHARDS)(self._open_shard)
-        self._places = lru_cache(maxsize=_OPEN_SHARDS)(self._open_places)
-        self._joined = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
+        self._shard_reader = shard_reader
+        self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
+        self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
+        self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
+        self._mmap_index = lru_cache(maxsize=_OPEN_SHARDS)(self._open_index)
+        self._mmap_cache = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Another process opens the files itself; a map would be copied.
-        return (_reopened, (type(self), self.path, self.manifest, self._contents))
+        # Another process opens the files itself: pickling a map would copy it.
+        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader))
 
     @classmethod
     def open(
@@ -79,16 +79,16 @@ class TokenStore:
         cache_bytes: int | None = None,
         endpoint_url: str | None = None,
     ) -> "TokenStore":
-        """Open the store in a folder, or one that stays in S3 and is read block by block (lt_data.remote.reading).
+        """Open a store in a folder, or in S3, where it is read block by block (lt_data.remote.reading).
 
         Args:
             path: the folder, or `s3://bucket/folder`.
-            cache: of a store in S3: folder for what was fetched; `lt-data` in the user's cache folder if not given.
-            cache_bytes: bytes that blocks may take there; 20 GiB if not given.
-            endpoint_url: another store of objects than Amazon's.
+            cache: cache folder of a store in S3; `lt-data` in the user's cache folder if not given.
+            cache_bytes: limit of the cached blocks; 20 GiB if not given.
+            endpoint_url: endpoint of an S3-compatible object store.
 
         Raises:
-            DataError: no store, another version, or a shard is missing or has another size than the manifest says.
+            DataError: no store, another version, or a shard that is missing or not of the manifest's size.
         """
         if isinstance(path, str) and path.startswith("s3://"):
             from lt_data.remote.reading import DEFAULT_CACHE_BYTES, RemoteShards
@@ -100,25 +100,25 @@ class TokenStore:
                 cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
                 options=S3Options(endpoint_url=endpoint_url),
             )
-            return cls(shards.folder, shards.manifest, contents=shards)
+            return cls(shards.folder, shards.manifest, shard_reader=shards)
         if (cache, cache_bytes, endpoint_url) != (None, None, None):
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
         store = cls(path, read_manifest(path))
         for shard in store.manifest.shards:
-            store._check_size(store._bin(shard), shard.tokens * store.dtype.itemsize)
-            store._check_size(store._idx(shard), index_size(shard.documents))
+            store._check_size(store._bin_path(shard), shard.tokens * store.dtype.itemsize)
+            store._check_size(store._idx_path(shard), index_size(shard.documents))
         return store
 
     @property
     def n_documents(self) -> int:
         """Documents in the store."""
-        return int(self._document_borders[-1])
+        return int(self._document_boundaries[-1])
 
     @property
     def n_tokens(self) -> int:
         """Ids in the store."""
-        return int(self._token_borders[-1])
+        return int(self._token_boundaries[-1])
 
     @property
     def vocab_size(self) -> int:
@@ -127,18 +127,18 @@ class TokenStore:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the ids on disk."""
+        """Data type of the ids on disk."""
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
     @property
-    def shard_borders(self) -> np.ndarray:
+    def shard_boundaries(self) -> np.ndarray:
         """Global token offset at which each shard begins, and the end of the last (int64 [shards + 1])."""
-        return self._token_borders
+        return self._token_boundaries
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, in order (int32 [n_documents])."""
-        # A part of a job may have no shard at all.
+        # a part of a job may have no shard
         return np.concatenate([np.zeros(0, np.int32), *(self._shard_lengths(shard) for shard in self.manifest.shards)])
 
     @cached_property
@@ -149,48 +149,48 @@ class TokenStore:
         return offsets
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the ids, from the files in the store.
+        """Load the tokenizer from the files in the store.
 
         Raises:
-            DataError: its files are not those that the manifest names.
+            DataError: its files are not those of the manifest.
         """
-        files = {name: self._read(self.path / TOKENIZER_FOLDER / name) for name in self.manifest.tokenizer.files}
+        files = {name: self._read_file(self.path / TOKENIZER_FOLDER / name) for name in self.manifest.tokenizer.files}
         tokenizer = Tokenizer.from_bytes(files, name=self.manifest.tokenizer.name)
         if tokenizer.sha256 != self.manifest.tokenizer.sha256:
-            raise DataError(
-                f"{self.path / TOKENIZER_FOLDER}: not the tokenizer that made this store; restore its files"
-            )
+            raise DataError(f"{self.path / TOKENIZER_FOLDER}: not the tokenizer of this store; restore its files")
         return tokenizer
 
     def document(self, index: int) -> np.ndarray:
-        """The ids of one document (a view of the mapped file)."""
+        """Return the ids of one document (a view of the mapped file)."""
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document {index} of {self.n_documents}")
         return self.tokens(*self.document_span(index))
 
     def document_span(self, index: int) -> tuple[int, int]:
-        """Global token offset and length of one document; one look into the mapped index."""
+        """Return global token offset and length of one document, from the mapped index."""
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document {index} of {self.n_documents}")
-        if "offsets" in self.__dict__ or self._contents is not None:
+        if "offsets" in self.__dict__ or self._shard_reader is not None:
             return int(self.offsets[index]), int(self.lengths[index])
-        number = int(np.searchsorted(self._document_borders, index, side="right")) - 1
-        lengths, begins = self._places(number)
-        place = index - int(self._document_borders[number])
+        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
+        lengths, begins = self._mmap_index(number)
+        place = index - int(self._document_boundaries[number])
         begin, length = int(begins[place]) // self.dtype.itemsize, int(lengths[place])
         shard = self.manifest.shards[number]
         if not 0 <= begin < begin + length <= shard.tokens:
-            raise DataError(f"{self._idx(shard)}: broken index (document {place}); copy it again or prepare again")
-        return int(self._token_borders[number]) + begin, length
+            raise DataError(
+                f"{self._idx_path(shard)}: broken index (document {place}); copy it again or prepare it again"
+            )
+        return int(self._token_boundaries[number]) + begin, length
 
     def tokens(self, start: int, length: int) -> np.ndarray:
-        """The ids [start, start + length) of the whole store: a view, or a copy where they lie in several shards."""
+        """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
         if not (0 <= start <= start + length <= self.n_tokens):
             raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
         parts: list[np.ndarray] = []
-        number = int(np.searchsorted(self._token_borders, start, side="right")) - 1
+        number = int(np.searchsorted(self._token_boundaries, start, side="right")) - 1
         while length > 0:
-            begin = start - int(self._token_borders[number])
+            begin = start - int(self._token_boundaries[number])
             end = min(begin + length, self.manifest.shards[number].tokens)
             parts.append(self.read(number, begin, end))
             start, length, number = start + parts[-1].size, length - parts[-1].size, number + 1
@@ -199,71 +199,71 @@ class TokenStore:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        """The ids [begin, end) of one shard; of a local store a view of the mapped file."""
-        if self._contents is not None:
-            return self._contents.read(shard, begin, end)
-        return self._shard(shard)[begin:end]
+        """Return the ids [begin, end) of one shard; a view of the mapped file if the store is local."""
+        if self._shard_reader is not None:
+            return self._shard_reader.read(shard, begin, end)
+        return self._mmap_tokens(shard)[begin:end]
 
-    def shard(self, number: int) -> np.ndarray:
-        """All ids of one shard (of a local store a view of the mapped file)."""
+    def read_shard(self, number: int) -> np.ndarray:
+        """Return all ids of one shard; a view of the mapped file if the store is local."""
         return self.read(number, 0, self.manifest.shards[number].tokens)
 
-    def mapped(self, number: int) -> np.ndarray | None:
-        """All ids of one shard as a view of the mapped file; None where the store is not local."""
-        return None if self._contents is not None else self._shard(number)
+    def mmap_shard(self, number: int) -> np.ndarray | None:
+        """Return all ids of one shard as a view of the mapped file; None if the store is not local."""
+        return None if self._shard_reader is not None else self._mmap_tokens(number)
 
-    def mapped_together(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Some shards of a local store as parts of one array (lt_data.store.together).
+    def mmap_shards(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return an array that contains some shards of a local store (lt_data.store.concat_mmap).
 
         Args:
-            shards: their numbers, in any order and number (int64 [n]).
+            shards: shard numbers, in any order, repeats allowed (int64 [n]).
 
         Returns:
-            The array, and where in it each of these begins (int64 [n]); None where the store is not local, or they are
-            more than can be open at a time.
+            The array, and the index in it at which each shard begins (int64 [n]); None if the store is not local or
+            there are more shards than may be open at a time.
         """
-        if self._contents is not None:
+        if self._shard_reader is not None:
             return None
-        ids, begin = self._joined
+        ids, begin = self._mmap_cache
         begins = begin[shards]
         if begins.size and begins.min() < 0:
             wanted = set(shards.tolist())
-            together_with = wanted | set(np.flatnonzero(begin >= 0).tolist())
-            numbers = sorted(together_with if len(together_with) <= _OPEN_SHARDS else wanted)
+            with_open = wanted | set(np.flatnonzero(begin >= 0).tolist())
+            numbers = sorted(with_open if len(with_open) <= _OPEN_SHARDS else wanted)
             if len(numbers) > _OPEN_SHARDS:
                 return None
-            ids, places = together([self._shard(number) for number in numbers])
+            ids, starts = concat_mmaps([self._mmap_tokens(number) for number in numbers])
             begin = np.full(begin.size, -1)
-            begin[numbers] = places
-            self._joined = (ids, begin)  # one assignment: other threads see the old pair or the new one
+            begin[numbers] = starts
+            self._mmap_cache = (ids, begin)  # one assignment: other threads see the old pair or the new one
             begins = begin[shards]
         return ids, begins
 
     def prefetch(self, start: np.ndarray, length: np.ndarray) -> None:
-        """Have runs of the store (global offsets and lengths, int64 [n]) at hand; a local store does nothing."""
-        if self._contents is None:
+        """Fetch runs of ids (global offsets and lengths, int64 [n]); no-op for a local store."""
+        if self._shard_reader is None:
             return
-        borders = self._token_borders
+        boundaries = self._token_boundaries
         spans: list[tuple[int, int, int]] = []
         for begin, n in zip(start.tolist(), length.tolist(), strict=True):
-            number = int(np.searchsorted(borders, begin, side="right")) - 1
+            number = int(np.searchsorted(boundaries, begin, side="right")) - 1
             while n > 0:
-                first = begin - int(borders[number])
-                last = min(first + n, int(borders[number + 1] - borders[number]))
+                first = begin - int(boundaries[number])
+                last = min(first + n, int(boundaries[number + 1] - boundaries[number]))
                 spans.append((number, first, last))
                 begin, n, number = begin + last - first, n - (last - first), number + 1
-        self._contents.prefetch(spans)
+        self._shard_reader.prefetch(spans)
 
-    def bring(self, name: str) -> None:
-        """Have a file of the store, or all files of a folder of it, in its local folder; a local store has them."""
-        if self._contents is not None:
-            self._contents.bring(name)
+    def download(self, name: str) -> None:
+        """Download a file of the store, or all files of one of its folders; no-op for a local store."""
+        if self._shard_reader is not None:
+            self._shard_reader.bring(name)
 
-    def verify(self, progress: Progress = silent) -> None:
+    def verify(self, progress: Progress = no_progress) -> None:
         """Read every file and compare its hash with the manifest.
 
         Raises:
-            DataError: a file differs; it is named.
+            DataError: a file differs; the message names it.
         """
         total = self.n_tokens * self.dtype.itemsize
         done = 0
@@ -272,75 +272,75 @@ class TokenStore:
             self._check_hash(self.path / TOKENIZER_FOLDER / name, sha256)
         self.tokenizer()
         for number, shard in enumerate(self.manifest.shards):
-            self._check_hash(self._idx(shard), shard.idx_sha256)
+            self._check_hash(self._idx_path(shard), shard.idx_sha256)
             lengths = self._shard_lengths(shard)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
-                raise DataError(f"{self._idx(shard)}: its lengths do not add up to {shard.tokens} tokens")
-            if self._contents is None:
-                self._check_hash(self._bin(shard), shard.sha256)
+                raise DataError(f"{self._idx_path(shard)}: the lengths do not sum to {shard.tokens} tokens")
+            if self._shard_reader is None:
+                self._check_hash(self._bin_path(shard), shard.sha256)
             else:
                 self._check_ids(number)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
 
-    def _bin(self, shard: Shard) -> Path:
+    def _bin_path(self, shard: ShardFile) -> Path:
         return self.path / SHARD_FOLDER / f"{shard.name}.bin"
 
-    def _idx(self, shard: Shard) -> Path:
-        self.bring(f"{SHARD_FOLDER}/{shard.name}.idx")
+    def _idx_path(self, shard: ShardFile) -> Path:
+        self.download(f"{SHARD_FOLDER}/{shard.name}.idx")
         return self.path / SHARD_FOLDER / f"{shard.name}.idx"
 
-    def _open_shard(self, number: int) -> np.ndarray:
-        path = self._bin(self.manifest.shards[number])
-        with os_errors("open", path):
-            # A plain array over the map: slicing np.memmap itself is several times slower.
+    def _open_tokens(self, number: int) -> np.ndarray:
+        path = self._bin_path(self.manifest.shards[number])
+        with translate_os_errors("open", path):
+            # a plain array over the map: slicing np.memmap itself is several times slower
             ids = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
         if ids.size != self.manifest.shards[number].tokens:
             self._check_size(path, self.manifest.shards[number].tokens * self.dtype.itemsize)
         return ids
 
-    def _open_places(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths in tokens and begins in bytes of a shard's documents, as views of its mapped index."""
+    def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return lengths (ids) and offsets (bytes) of a shard's documents as views of its mapped index."""
         shard = self.manifest.shards[number]
-        path = self._idx(shard)
-        with os_errors("open", path):
+        path = self._idx_path(shard)
+        with translate_os_errors("open", path):
             content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        lengths_end = LENGTHS_AT + 4 * shard.documents
-        lengths = content[LENGTHS_AT:lengths_end].view("<i4")
+        lengths_end = LENGTHS_OFFSET + 4 * shard.documents
+        lengths = content[LENGTHS_OFFSET:lengths_end].view("<i4")
         return lengths, content[lengths_end : lengths_end + 8 * shard.documents].view("<i8")
 
-    def _shard_lengths(self, shard: Shard) -> np.ndarray:
-        path = self._idx(shard)
-        lengths, dtype = decode_index(self._read(path), str(path))
+    def _shard_lengths(self, shard: ShardFile) -> np.ndarray:
+        path = self._idx_path(shard)
+        lengths, dtype = decode_index(self._read_file(path), str(path))
         if lengths.size != shard.documents or dtype != self.manifest.dtype:
             raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
         return lengths
 
-    def _read(self, path: Path) -> bytes:
-        with os_errors("read", path):
+    def _read_file(self, path: Path) -> bytes:
+        with translate_os_errors("read", path):
             return path.read_bytes()
 
     def _check_size(self, path: Path, expected: int) -> None:
-        with os_errors("open the shard", path):
+        with translate_os_errors("open the shard", path):
             size = path.stat().st_size
         if size != expected:
-            raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare again")
+            raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare it again")
 
     def _check_hash(self, path: Path, expected: str) -> None:
-        with os_errors("read", path), path.open("rb") as file:
+        with translate_os_errors("read", path), path.open("rb") as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != expected:
-            raise DataError(f"{path}: its SHA-256 is not the one in the manifest: copy it again or prepare again")
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
 
     def _check_ids(self, number: int) -> None:
         shard, digest = self.manifest.shards[number], hashlib.sha256()
         for begin in range(0, shard.tokens, _READ_IDS):
             digest.update(np.ascontiguousarray(self.read(number, begin, min(begin + _READ_IDS, shard.tokens))).data)
         if digest.hexdigest() != shard.sha256:
-            raise DataError(f"shard {shard.name}: its SHA-256 is not the one in the manifest: upload it again")
+            raise DataError(f"shard {shard.name}: SHA-256 differs from the manifest: upload it again")
 
 
-def _reopened(
-    kind: type[TokenStore], path: Path, manifest: Manifest, contents: ShardBytes | None
+def _reopen(
+    kind: type[TokenStore], path: Path, manifest: StoreManifest, shard_reader: ShardReader | None
 ) -> TokenStore:  # for pickle
-    return kind(path, manifest, contents=contents)
+    return kind(path, manifest, shard_reader=shard_reader)

@@ -1,1 +1,1 @@
-"""Rows of packs in an endless, computed order: streams, mixtures, buckets, and batches made ahead."""
+"""Streams of packed rows in a computed, endless order: mixtures, buckets, prefetching."""

@@ -1,44 +1,45 @@
-"""A weighted mixture: one endless sequence of rows out of several packs, with weights that change at given rows.
+"""Weighted mixture: one endless sequence of rows from several packs, with weights by phase.
 
-Whose row stands at position p is a closed form of p and the weights (lt_data.streaming.apportion): within a phase,
-after any number of rows, each source has given its share of them, less than one row more or less. Each source is read
-in its own order, epoch after epoch, shuffled by a key that its name is part of; its epochs end where its own rows do.
+The source of position p is a closed form of p and the weights (lt_data.streaming.interleave): within a phase, after any
+number of rows, each source has had its share of them to within one row. Each source has its own epochs, shuffled by a
+key that contains its name.
 
-The fingerprint of a position holds the weights of the phases that began before it, and no others: the weights ahead may
-be changed in a run that goes on, those that were read may not.
+The fingerprint of a position contains only the weights of the phases that began before it: a resumed run may change
+later weights, not those already read.
 
-Cost: nothing is held but one period of turns per phase, at most 10,000.
+Cost: one period of slots per phase is stored, at most 10,000.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.streaming.apportion import Weight
-from lt_data.streaming.order import shuffled_rows
-from lt_data.streaming.phases import Phase, PhasedTurns
+from lt_data.streaming.interleave import Weight
+from lt_data.streaming.phases import Phase, PhasedSchedule
 from lt_data.streaming.rows import RowReader, Rows, TokenRows
+from lt_data.streaming.shuffle import shuffle_positions
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class Mixture:
-    """Rows of several sources in one sequence. A row's number counts through the sources in their given order.
+    """Rows of several sources in one sequence; row indices count through the sources in the given order.
 
     Args:
         sources: readers by name (letters, digits, `_`, `.`, `-`), all of one tokenizer and row length.
-        weights: of each source in rows, for the whole sequence; or phases, the first from row 0.
-        max_epochs: how often a source may be read, by name; without an entry as often as needed.
+        weights: weight of each source in rows, for the whole sequence; or phases, the first from row 0.
+        max_epochs: maximum epochs by source name; unlimited without an entry.
 
     Attributes:
         sources: as given.
-        names: of the sources, in their order.
+        names: names of the sources, in order.
 
     Raises:
-        DataError: a name, a weight or a phase is wrong, or the sources do not fit together.
+        DataError: an invalid name, weight or phase, or sources that differ in a property.
     """
 
     def __init__(
@@ -54,13 +55,13 @@ class Mixture:
         self._max_epochs = dict(max_epochs or {})
         self._check_sources()
         phases = (Phase(weights=weights),) if isinstance(weights, Mapping) else tuple(weights)
-        self._turns = PhasedTurns(self.names, phases)
-        self._borders = np.cumsum([0, *(reader.n_rows for reader in self._readers)], dtype=np.int64)
+        self._schedule = PhasedSchedule(self.names, phases)
+        self._boundaries = np.cumsum([0, *(reader.n_rows for reader in self._readers)], dtype=np.int64)
 
     @property
     def n_rows(self) -> int:
-        """Rows of all sources together."""
-        return int(self._borders[-1])
+        """Total rows of all sources."""
+        return int(self._boundaries[-1])
 
     @property
     def seq_len(self) -> int:
@@ -69,86 +70,87 @@ class Mixture:
 
     @property
     def shares(self) -> list[dict[str, int]]:
-        """The parts of each source in each phase, as whole numbers: what the weights were rounded to."""
-        return self._turns.shares
+        """Quantized weights of each phase, by source."""
+        return self._schedule.shares
 
     def counts(self, position: int) -> dict[str, int]:
-        """How many of the rows before a position each source gives."""
-        return self._turns.counts(position)
+        """Return the rows of each source before a position."""
+        return self._schedule.counts(position)
 
     def epochs(self, position: int) -> dict[str, float]:
-        """How often each source was read before a position."""
+        """Return the epochs of each source before a position."""
         return {name: count / self.sources[name].n_rows for name, count in self.counts(position).items()}
 
     def fingerprint_at(self, position: int) -> str:
-        """What the sequence up to a position is made of, in words."""
-        used = self._turns.used(position)
+        """Return the fingerprint of the sequence up to a position, in words."""
+        active = self._schedule.active_sources(position)
         words = [
             f"{name}.{part}"
             for name, reader in self.sources.items()
-            if name in used
+            if name in active
             for part in reader.fingerprint.split()
         ]
-        return " ".join([*words, *self._turns.words(position)])
+        return " ".join([*words, *self._schedule.fingerprint_words(position)])
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Numbers of the rows at some positions of the endless sequence (int64 [count]).
+        """Return the row indices at `count` positions of the endless sequence (int64 [count]).
 
         Raises:
             DataError: a source would be read more often than `max_epochs` allows.
         """
-        source, number = self._turns.at(position, count)
+        source, number = self._schedule.lookup(position, count)
         rows = np.empty(count, np.int64)
         for j in sorted(set(source.tolist())):
             places = np.flatnonzero(source == j)
             self._check_epochs(j, int(number[places[-1]]))
             key = f"{seed}/{self.names[j]}" if shuffle else None
-            rows[places] = shuffled_rows(number[places], self._readers[j].n_rows, key) + self._borders[j]
+            rows[places] = shuffle_positions(number[places], self._readers[j].n_rows, key) + self._boundaries[j]
         return rows
 
     def epochs_at(self, position: int, count: int) -> np.ndarray:
-        """Which pass over its source each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
-        source, number = self._turns.at(position, count)
+        """Return the epoch of its source, from 0, of each row that `rows_at` returns (int64)."""
+        source, number = self._schedule.lookup(position, count)
         return number // np.array([reader.n_rows for reader in self._readers])[source]
 
     def locate(self, row: int) -> tuple[RowReader, int]:
-        """The reader that has a row, and its number there."""
-        j = int(self._source_of(np.array([row]))[0])
-        return self._readers[j], row - int(self._borders[j])
+        """Return the reader of a row, and its row index there."""
+        j = int(self._source_indices(np.array([row]))[0])
+        return self._readers[j], row - int(self._boundaries[j])
 
     def source_names(self, rows: np.ndarray) -> list[str]:
-        """The source of each of some rows."""
-        return [self.names[j] for j in self._source_of(rows).tolist()]
+        """Return the source of each row."""
+        return [self.names[j] for j in self._source_indices(rows).tolist()]
 
-    def labels_in(self, rows: np.ndarray) -> int:
-        """Positions with a label in some rows together."""
-        source = self._source_of(rows)
-        return sum(self._readers[j].labels_in(rows[source == j] - self._borders[j]) for j in set(source.tolist()))
+    def count_labels(self, rows: np.ndarray) -> int:
+        """Return the total number of labels in some rows."""
+        source = self._source_indices(rows)
+        return sum(self._readers[j].count_labels(rows[source == j] - self._boundaries[j]) for j in set(source.tolist()))
 
-    def gather(self, rows: np.ndarray) -> Rows:
-        """The rows of these numbers (integers [n], repeats allowed), in this order, as int32 arrays."""
-        return self.compact(rows).widen()
+    def read_rows(self, rows: np.ndarray) -> Rows:
+        """Read the given rows (integers [n], repeats allowed), in this order, as int32 arrays."""
+        return self.read_token_rows(rows).to_int32()
 
-    def compact(self, rows: np.ndarray) -> TokenRows:
-        """The rows of these numbers (integers [n], repeats allowed), in this order, as the store holds them."""
+    def read_token_rows(self, rows: np.ndarray) -> TokenRows:
+        """Read the given rows (integers [n], repeats allowed), in this order, in the store's dtype."""
         rows = np.asarray(rows, np.int64)
-        source = self._source_of(rows)
+        source = self._source_indices(rows)
         parts: list[TokenRows] = []
         places: list[np.ndarray] = []
         for j in sorted(set(source.tolist())):
             places.append(np.flatnonzero(source == j))
-            parts.append(self._readers[j].compact(rows[places[-1]] - self._borders[j]))
+            parts.append(self._readers[j].read_token_rows(rows[places[-1]] - self._boundaries[j]))
+        max_segments = max(reader.max_segments_per_row for reader in self._readers)
         if len(parts) == 1:
-            return parts[0]
+            return replace(parts[0], max_segments_per_row=max_segments)
         if not parts:
-            return self._readers[0].compact(rows)
+            return self._readers[0].read_token_rows(rows)
         input_ids = np.empty((rows.size, self.seq_len), parts[0].input_ids.dtype)
         for place, part in zip(places, parts, strict=True):
             input_ids[place] = part.input_ids
         row = np.concatenate([place[part.slice_row] for place, part in zip(places, parts, strict=True)])
         order = np.argsort(row, kind="stable")
 
-        def joined(name: str) -> np.ndarray:
+        def concat(name: str) -> np.ndarray:
             return np.concatenate([getattr(part, name) for part in parts])[order]
 
         local = np.concatenate([part.slice_begin - part.slice_row * self.seq_len for part in parts])
@@ -156,50 +158,51 @@ class Mixture:
             input_ids=input_ids,
             slice_row=row[order],
             slice_begin=(row * self.seq_len + local)[order],
-            slice_length=joined("slice_length"),
-            next_ids=joined("next_ids"),
-            has_next=joined("has_next"),
+            slice_length=concat("slice_length"),
+            next_ids=concat("next_ids"),
+            has_next=concat("has_next"),
             document_mask=parts[0].document_mask,
+            max_segments_per_row=max_segments,
         )
 
-    def _source_of(self, rows: np.ndarray) -> np.ndarray:
+    def _source_indices(self, rows: np.ndarray) -> np.ndarray:
         if rows.size and not (rows.min() >= 0 and rows.max() < self.n_rows):
             raise IndexError(f"rows must be in 0..{self.n_rows - 1}")
-        return np.searchsorted(self._borders, rows, side="right") - 1
+        return np.searchsorted(self._boundaries, rows, side="right") - 1
 
     def _check_epochs(self, j: int, number: int) -> None:
         name, n_rows = self.names[j], self._readers[j].n_rows
-        most = self._max_epochs.get(name)
-        if most is not None and number >= most * n_rows:
+        limit = self._max_epochs.get(name)
+        if limit is not None and number >= limit * n_rows:
             raise DataError(
-                f"source {name}: its {n_rows} rows were read {most} times, which is its max_epochs; give it a lower "
-                "weight, a phase without it, or a higher max_epochs"
+                f"source {name}: its {n_rows} rows were read {limit} times, its max_epochs; give it a lower weight, a "
+                "phase without it, or a higher max_epochs"
             )
 
     def _check_sources(self) -> None:
         if not self.sources:
-            raise DataError("a mixture needs a source")
+            raise DataError("a mixture needs at least one source")
         for name, reader in self.sources.items():
             if not _NAME.fullmatch(name):
-                raise DataError(f"source {name!r}: a name is made of letters, digits, '_', '.' and '-'")
+                raise DataError(f"source {name!r}: use letters, digits, '_', '.' and '-'")
             if not reader.n_rows:
                 raise DataError(f"source {name}: the pack of {reader.store.path} has no rows; leave it out")
         first_name, first = next(iter(self.sources.items()))
         for name, reader in self.sources.items():
-            for what, of in _COMMON.items():
-                if of(reader) != of(first):
+            for label, value_of in _SHARED_PROPERTIES.items():
+                if value_of(reader) != value_of(first):
                     raise DataError(
-                        f"sources {first_name} and {name} differ in their {what} ({of(first)} and {of(reader)}); make "
-                        "them alike"
+                        f"sources {first_name} and {name}: different {label} ({value_of(first)} and "
+                        f"{value_of(reader)}); make them equal"
                     )
-        for name, most in self._max_epochs.items():
+        for name, limit in self._max_epochs.items():
             if name not in self.sources:
                 raise DataError(f"max_epochs: no source {name!r}; the sources are {', '.join(self.names)}")
-            if type(most) is not int or most < 1:
-                raise DataError(f"max_epochs of {name}: {most!r}; give a whole number, 1 or more")
+            if type(limit) is not int or limit < 1:
+                raise DataError(f"max_epochs of {name}: {limit!r}; give an integer, 1 or more")
 
 
-_COMMON = {
+_SHARED_PROPERTIES = {
     "row length": lambda reader: cast(RowReader, reader).seq_len,
     "tokenizer": lambda reader: cast(RowReader, reader).store.manifest.tokenizer.sha256[:16],
     "type of ids": lambda reader: str(cast(RowReader, reader).store.dtype),

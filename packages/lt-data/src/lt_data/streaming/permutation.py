@@ -1,9 +1,9 @@
-"""A shuffle without an array: a keyed permutation of 0..n-1 that is computed for any elements alone.
+"""Keyed permutation of 0..n-1 that is computed per element, without an array.
 
-A balanced Feistel network permutes the numbers of 2k bits, the smallest such domain that holds n; an image outside
-0..n-1 is permuted again until it falls inside (cycle walking), which stays a permutation and takes fewer than four
-rounds of the network on average, because the domain is smaller than 4 n. The round function is the finaliser of
-splitmix64 on (half + round key). Cost: O(1) memory, about 0.2 microseconds per element in numpy. Not for secrets.
+A balanced Feistel network permutes the smallest domain of 2k-bit numbers that contains 0..n-1; an image outside 0..n-1
+is permuted again until it is inside (cycle walking), which is still a permutation and takes fewer than four passes on
+average, because the domain is smaller than 4 n. The round function is the finalizer of splitmix64 on (half + round
+key). Cost: O(1) memory, about 0.2 microseconds per element in numpy. Not cryptographically secure.
 """
 
 import hashlib
@@ -15,30 +15,30 @@ _ROUNDS = 8
 
 
 class KeyedPermutation:
-    """A permutation of the integers 0..n-1, fixed by a key.
+    """Permutation of the integers 0..n-1, determined by a key.
 
     Args:
         n: size, 1 to 2^62.
-        key: any bytes, or an integer (its decimal digits are the key).
+        key: bytes, or an integer (its decimal digits are the key).
     """
 
     def __init__(self, n: int, key: bytes | int) -> None:
         if not 1 <= n <= 2**62:
-            raise ValueError(f"n={n}: from 1 to 2**62")
+            raise ValueError(f"n = {n}: from 1 to 2**62")
         self.n = n
-        secret = key if isinstance(key, bytes) else str(key).encode()
-        digest = hashlib.shake_256(b"lt-data permutation 1\0" + secret).digest(8 * _ROUNDS)
+        key_bytes = key if isinstance(key, bytes) else str(key).encode()
+        digest = hashlib.shake_256(b"lt-data permutation 1\0" + key_bytes).digest(8 * _ROUNDS)
         self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
         self._half_bits = ((n - 1).bit_length() + 1) // 2  # the domain is 4 ** half_bits
         self._mask = np.uint64((1 << self._half_bits) - 1)
         self._shift = np.uint64(self._half_bits)
 
     def __call__(self, elements: np.ndarray) -> np.ndarray:
-        """The images of some elements (int64, any shape, each in 0..n-1)."""
+        """Return the images of elements (int64, any shape, each in 0..n-1)."""
         return self._walk(elements, self._forward)
 
     def inverse(self, images: np.ndarray) -> np.ndarray:
-        """The elements whose images these are."""
+        """Return the elements with the given images."""
         return self._walk(images, self._backward)
 
     def _walk(self, elements: np.ndarray, step: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
@@ -66,7 +66,7 @@ class KeyedPermutation:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 (Steele, Lea and Flood 2014): uint64 to uint64, wrapping."""
+    """Apply the finalizer of splitmix64 (Steele, Lea and Flood 2014): uint64 to uint64, wrapping."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,12 +1,11 @@
-"""Batches made ahead in a thread, at most so many at a time.
+"""Prefetching of batches in a thread, with a bounded queue.
 
-The thread walks a stream and puts what `work` makes of each batch into a bounded queue. What the prefetcher reports as
-its state is that of the last batch handed out, never that of the thread, so saving it loses and repeats nothing. An
-error of the stream or of `work` comes out of `next` in the place of the batch that it belongs to, and of every `next`
-after it.
+The thread iterates a stream and puts `transform` of each batch into the queue. The prefetcher's state is that of the
+last batch returned, never that of the thread, so saving it neither loses nor repeats a batch. `next` raises an error of
+the stream or of `transform` in place of the batch it belongs to, and so does every later `next`.
 
-Cost: memory of `depth` + 1 batches. The thread shares the interpreter with the caller: it works while that waits for a
-device, a disk or a network.
+Cost: memory of `depth` + 1 batches. The thread shares the interpreter with the caller: it runs while the caller waits
+for a device, a disk or a network.
 """
 
 import threading
@@ -23,26 +22,26 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Made(Generic[T]):
+class _PrefetchedItem(Generic[T]):
     value: T
     state: StreamState
 
 
 @dataclass(frozen=True)
-class _Failed:
+class _PrefetchFailure:
     error: BaseException
 
 
 class Prefetcher(Generic[T]):
-    """Makes the next batches of a stream ahead. Use it as a context manager, or close it.
+    """Prefetcher of the batches of a stream. Use it as a context manager, or close it.
 
     Args:
-        stream: is walked by the thread: use only the prefetcher from here on.
-        depth: batches made ahead, at least 1.
-        work: runs in the thread on each batch, such as widening it or copying it into pinned memory.
+        stream: iterated by the thread; do not use it while the prefetcher is open.
+        depth: batches to prefetch, at least 1.
+        transform: called in the thread on each batch, such as a conversion or a copy into pinned memory.
 
     Attributes:
-        stream: as given; it stands some batches ahead.
+        stream: as given; it is some batches ahead.
 
     Raises:
         DataError: `depth` is below 1.
@@ -51,51 +50,53 @@ class Prefetcher(Generic[T]):
     @overload
     def __init__(self: "Prefetcher[StreamBatch]", stream: Stream, *, depth: int = 2) -> None: ...
     @overload
-    def __init__(self, stream: Stream, *, depth: int = 2, work: Callable[[StreamBatch], T]) -> None: ...
-    def __init__(self, stream: Stream, *, depth: int = 2, work: Callable[[StreamBatch], Any] | None = None) -> None:
+    def __init__(self, stream: Stream, *, depth: int = 2, transform: Callable[[StreamBatch], T]) -> None: ...
+    def __init__(
+        self, stream: Stream, *, depth: int = 2, transform: Callable[[StreamBatch], Any] | None = None
+    ) -> None:
         if depth < 1:
-            raise DataError(f"depth={depth}: at least 1")
+            raise DataError(f"depth = {depth}: at least 1")
         self.stream = stream
-        self._work = work
+        self._transform = transform
         self._depth = depth
         self._state = stream.state
-        self._failed: _Failed | None = None
+        self._failure: _PrefetchFailure | None = None
         self._thread: threading.Thread | None = None
         self._start()
 
     @property
     def state(self) -> StreamState:
-        """After the last batch that was handed out."""
+        """State after the last batch that was returned."""
         return self._state
 
     def next(self) -> T:
-        """The next batch, or what `work` made of it.
+        """Return the next batch, or `transform` of it.
 
         Raises:
             DataError: the prefetcher is closed.
         """
-        if self._failed is not None:
-            raise self._failed.error
+        if self._failure is not None:
+            raise self._failure.error
         if self._thread is None:
-            raise DataError("this prefetcher is closed; make a new one over the stream")
-        made = self._queue.get()
-        if isinstance(made, _Failed):
-            self._failed = made
-            raise made.error
-        self._state = made.state
-        return made.value
+            raise DataError("this prefetcher is closed; make a new one for the stream")
+        item = self._queue.get()
+        if isinstance(item, _PrefetchFailure):
+            self._failure = item
+            raise item.error
+        self._state = item.state
+        return item.value
 
     def skip(self, n_rows: int) -> None:
-        """Jump over the rows behind the last batch handed out, as `Stream.skip` does; what was made ahead is lost."""
+        """Skip rows after the last batch returned, as `Stream.skip` does; drop the prefetched batches."""
         self._stop()
         self.stream.state = self._state
         self.stream.skip(n_rows)
         self._state = self.stream.state
-        self._failed = None
+        self._failure = None
         self._start()
 
     def close(self) -> None:
-        """End the thread and put the stream back behind the last batch that was handed out. May be called twice."""
+        """Stop the thread and reset the stream to after the last batch returned; idempotent."""
         if self._thread is not None:
             self._stop()
             self.stream.state = self._state
@@ -115,12 +116,12 @@ class Prefetcher(Generic[T]):
         return self.next()
 
     def _start(self) -> None:
-        # Each thread has its own queue and its own word to stop, so that an old one can never disturb a new one.
-        self._queue: Queue[_Made[T] | _Failed] = Queue(self._depth)
+        # each thread has its own queue and stop event, so that an old one cannot disturb a new one
+        self._queue: Queue[_PrefetchedItem[T] | _PrefetchFailure] = Queue(self._depth)
         self._stopping = threading.Event()
-        arguments = (self.stream, self._work, self._queue, self._stopping)
-        # A daemon: a program that forgets to close it can still end.
-        self._thread = threading.Thread(target=_make, args=arguments, name="lt-data prefetch", daemon=True)
+        arguments = (self.stream, self._transform, self._queue, self._stopping)
+        # daemon: a program that does not close it can still exit
+        self._thread = threading.Thread(target=_run_prefetch, args=arguments, name="lt-data prefetch", daemon=True)
         self._thread.start()
 
     def _stop(self) -> None:
@@ -129,21 +130,21 @@ class Prefetcher(Generic[T]):
         self._stopping.set()
         while self._thread.is_alive():
             try:
-                self._queue.get(timeout=0.01)  # makes room for a thread that waits to put
+                self._queue.get(timeout=0.01)  # unblock a thread that waits to put
             except Empty:
                 continue
         self._thread.join()
         self._thread = None
 
 
-def _make(
-    stream: Stream, work: Callable[[StreamBatch], Any] | None, queue: "Queue[Any]", stopping: threading.Event
+def _run_prefetch(
+    stream: Stream, transform: Callable[[StreamBatch], Any] | None, queue: "Queue[Any]", stopping: threading.Event
 ) -> None:
     while not stopping.is_set():
         try:
             batch = stream.next()
-            made = _Made(batch if work is None else work(batch), batch.state)
-        except BaseException as exc:  # noqa: BLE001 - raised again where the batch is asked for
-            queue.put(_Failed(exc))
+            item = _PrefetchedItem(batch if transform is None else transform(batch), batch.state)
+        except BaseException as exc:  # noqa: BLE001 - raised again in next()
+            queue.put(_PrefetchFailure(exc))
             return
-        queue.put(made)
+        queue.put(item)

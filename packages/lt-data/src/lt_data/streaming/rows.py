@@ -1,14 +1,14 @@
 """Rows of a pack as arrays: ids, labels, positions and document numbers, for any rows in any order.
 
-Two forms. `TokenRows` is what lies in the store: the ids in their own type (2 or 4 bytes) and where each slice begins
-and ends, so that nothing wide is made before the device. `Rows` is four int32 arrays, made by `TokenRows.widen`.
+There are two forms. `TokenRows` holds the ids in the store's dtype (2 or 4 bytes) and the bounds of each slice, so that
+nothing wider is made before the device. `Rows` holds four int32 arrays, made by `TokenRows.to_int32`.
 
-The labels are shifted here and nowhere else: a position's label is the token that follows it. In a `bfd` or `buckets`
-pack that is the next token of the same document, also where the document goes on in another row, and a document's last
-token has none. In a `concat` pack documents are simply joined, so only the last token of the store has none.
+Labels are shifted here and nowhere else: a position's label is the next token. In a `bfd` or `buckets` pack that is the
+next token of the same document, even if it is in another row, and a document's last token has no label. In a `concat`
+pack documents are concatenated, so only the last token of the store has no label.
 
-Cost: one copy of each slice (in a `concat` pack of each row) out of the mapped files, all joined in one call: about 0.2
-microseconds per slice and the memory's speed. Widening: a few nanoseconds per token.
+Cost: one copy of each slice (in a `concat` pack of each row) from the mapped files, all in one call: about 0.2
+microseconds per slice plus memory bandwidth. `to_int32`: a few nanoseconds per token.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.packing.filling import counted
+from lt_data.packing.algorithms import concat_aranges
 from lt_data.packing.packs import PackIndex
 from lt_data.store.token_store import TokenStore
-from lt_data.streaming.order import shuffled_rows
+from lt_data.streaming.shuffle import shuffle_positions
 
-IGNORE = -100  # the label of a position that has none
-NO_DOCUMENT = -1  # the document number of padding
+IGNORE_INDEX = -100  # label of positions without a label
+PADDING_DOC_ID = -1  # document number of padding
 _TOUCH_BYTES = 2048
 
 
@@ -34,9 +34,9 @@ class Rows:
 
     Attributes:
         input_ids: tokens; 0 in padding.
-        labels: the token to predict at each position, `IGNORE` where there is none.
+        labels: the token to predict at each position, `IGNORE_INDEX` where there is none.
         position_ids: position in the slice; 0 in padding.
-        doc_ids: number of the slice in its row, from 0; `NO_DOCUMENT` in padding.
+        doc_ids: index of the slice in its row, from 0; `PADDING_DOC_ID` in padding.
     """
 
     input_ids: np.ndarray
@@ -46,22 +46,23 @@ class Rows:
 
     @property
     def loss_mask(self) -> np.ndarray:
-        """Which positions have a label (bool [n, seq_len])."""
-        return self.labels != IGNORE
+        """True at positions with a label (bool [n, seq_len])."""
+        return self.labels != IGNORE_INDEX
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TokenRows:
-    """Training rows as the store holds them. Slices are in the order of rows and of their place in the row.
+    """Training rows in the store's dtype. Slices are sorted by row and position in the row.
 
     Attributes:
         input_ids: tokens in the store's dtype, uint16 or uint32 [n, seq_len]; 0 in padding.
-        slice_row: row in which each slice stands (int64 [n_slices]).
-        slice_begin: where in the flattened rows each slice begins (int64 [n_slices]).
+        slice_row: row of each slice (int64 [n_slices]).
+        slice_begin: begin of each slice in the flattened rows (int64 [n_slices]).
         slice_length: tokens in each slice (int64 [n_slices]).
-        next_ids: label of each slice's last position, in the store's dtype; 0 where it has none [n_slices].
-        has_next: whether it has one (bool [n_slices]).
-        document_mask: False: the rows are to be seen as one text each.
+        next_ids: label of each slice's last position, in the store's dtype; 0 if it has no label [n_slices].
+        has_next: whether the last position has a label (bool [n_slices]).
+        document_mask: False: attention spans the whole row.
+        max_segments_per_row: bound on the segments (`segments`) of any row of the source.
     """
 
     input_ids: np.ndarray
@@ -71,84 +72,85 @@ class TokenRows:
     next_ids: np.ndarray
     has_next: np.ndarray
     document_mask: bool
+    max_segments_per_row: int
 
     def segments(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The flattened rows as runs that attention must not cross: slices and padding, or whole rows.
+        """Return the segments of the flattened rows that bound attention: slices and padding, or rows.
 
         Returns:
-            Where each begins, its length, and its number in its row, `NO_DOCUMENT` for padding (int64).
+            Where each begins, its length, and its number in its row, `PADDING_DOC_ID` for padding (int64).
         """
         n, seq_len = self.input_ids.shape
         if not self.document_mask:
             return np.arange(n) * seq_len, np.full(n, seq_len), np.zeros(n, np.int64)
         number = np.arange(self.slice_row.size) - np.searchsorted(self.slice_row, self.slice_row)
-        used = self.used()
+        used = self.tokens_per_row()
         padded = np.flatnonzero(used < seq_len)
         if not padded.size:
             return self.slice_begin, self.slice_length, number
         begin = np.concatenate([self.slice_begin, padded * seq_len + used[padded]])
         length = np.concatenate([self.slice_length, seq_len - used[padded]])
-        number = np.concatenate([number, np.full(padded.size, NO_DOCUMENT)])
+        number = np.concatenate([number, np.full(padded.size, PADDING_DOC_ID)])
         order = np.argsort(begin, kind="stable")
         return begin[order], length[order], number[order]
 
     def cu_seqlens(self, *, size: int | None = None) -> np.ndarray:
-        """Borders of the segments in the flattened rows, from 0 to n * seq_len, as attention over parts takes them.
+        """Return the segment boundaries in the flattened rows, from 0 to n * seq_len, for varlen attention.
 
         Args:
-            size: entries to give back, the last border repeated: a fixed shape for compilers that want one.
+            size: length of the result, padded with the last boundary; a fixed shape for compilers.
 
         Returns:
             int32 [segments + 1] or [size].
 
         Raises:
-            DataError: there are more borders than `size`.
+            DataError: there are more boundaries than `size`.
         """
         begin, _, _ = self.segments()
-        borders = np.append(begin, self.input_ids.size).astype(np.int32)
+        boundaries = np.append(begin, self.input_ids.size).astype(np.int32)
         if size is None:
-            return borders
-        if borders.size > size:
-            raise DataError(f"size={size}: these rows have {borders.size} borders; give a larger size")
-        return np.append(borders, np.full(size - borders.size, self.input_ids.size, np.int32))
+            return boundaries
+        if boundaries.size > size:
+            raise DataError(f"size = {size}: these rows have {boundaries.size} boundaries; give a larger size")
+        return np.append(boundaries, np.full(size - boundaries.size, self.input_ids.size, np.int32))
 
-    def widen(self) -> Rows:
-        """The same rows as int32 arrays."""
+    def to_int32(self) -> Rows:
+        """Convert the rows to int32 arrays."""
         n, seq_len = self.input_ids.shape
         input_ids = self.input_ids.astype(np.int32)
         labels = np.empty_like(input_ids)
         labels[:, :-1] = input_ids[:, 1:]
         ends = self.slice_begin + self.slice_length
-        labels.reshape(-1)[ends - 1] = np.where(self.has_next, self.next_ids.astype(np.int32), IGNORE)
-        used = self.used()
+        labels.reshape(-1)[ends - 1] = np.where(self.has_next, self.next_ids.astype(np.int32), IGNORE_INDEX)
+        used = self.tokens_per_row()
         for row in np.flatnonzero(used < seq_len).tolist():
-            labels[row, int(used[row]) :] = IGNORE
+            labels[row, int(used[row]) :] = IGNORE_INDEX
         begin, length, number = self.segments()
         doc_ids = np.repeat(number.astype(np.int32), length)
         position_ids = np.arange(n * seq_len, dtype=np.int32) - np.repeat(begin.astype(np.int32), length)
         if self.document_mask:
-            position_ids[doc_ids == NO_DOCUMENT] = 0
+            position_ids[doc_ids == PADDING_DOC_ID] = 0
         return Rows(input_ids, labels, position_ids.reshape(n, seq_len), doc_ids.reshape(n, seq_len))
 
-    def used(self) -> np.ndarray:
-        """Positions of each row that hold a token (int64 [n])."""
+    def tokens_per_row(self) -> np.ndarray:
+        """Return the number of tokens of each row, padding excluded (int64 [n])."""
         n = self.input_ids.shape[0]
         return np.bincount(self.slice_row, weights=self.slice_length, minlength=n).astype(np.int64)
 
 
 class RowReader:
-    """Reads the rows of one pack of one store.
+    """Reader of the rows of one pack.
 
     Args:
-        store: the tokens.
-        pack: the index.
-        document_mask: True: documents are kept apart (`Rows`). False: a row is one text, so `doc_ids` are all 0 and
+        store: the token store.
+        pack: its pack.
+        document_mask: True: documents are separate (`Rows`). False: a row is one text, so `doc_ids` are all 0 and
             `position_ids` run from 0 to seq_len - 1.
 
     Attributes:
-        valid: positions with a label in each row (int32 [n_rows]).
-        fingerprint: what these rows are, in words: store, pack and mask. Two readers with one fingerprint give the
-            same rows.
+        valid: labels of each row (int32 [n_rows]).
+        max_segments_per_row: bound on the segments of a row: slices and padding, or 1 without `document_mask`.
+        fingerprint: store, pack and mask, in words. Readers with equal fingerprints read the same rows.
 
     Raises:
         DataError: the pack belongs to another store.
@@ -157,15 +159,18 @@ class RowReader:
     def __init__(self, store: TokenStore, pack: PackIndex, *, document_mask: bool = True) -> None:
         if pack.store_fingerprint != store.manifest.fingerprint:
             raise DataError(
-                f"the pack {pack.mode}-{pack.seq_len} was made for another store than {store.path}: make it again with "
+                f"pack {pack.mode}-{pack.seq_len}: made for another store than {store.path}; make it again with "
                 f"lt data pack {store.path} --seq-len {pack.seq_len} --mode {pack.mode}"
             )
         if pack.buckets is not None and len(pack.buckets) > 1:
-            raise DataError("the pack has rows of several lengths: read it with lt_data.Buckets, or give one `bucket`")
+            raise DataError(
+                "the pack has rows of several lengths: read it with lt_data.Buckets, or one with PackIndex.bucket"
+            )
         self.store = store
         self.pack = pack
         self.document_mask = document_mask
         self.valid: np.ndarray = pack.valid
+        self.max_segments_per_row: int = pack.max_slices_per_row + 1 if document_mask else 1  # plus padding
         self.fingerprint: str = " ".join(
             (
                 f"store:{pack.store_fingerprint[:16]}",
@@ -185,50 +190,52 @@ class RowReader:
         return self.pack.seq_len
 
     def fingerprint_at(self, position: int) -> str:
-        """The fingerprint, which is the same at every position of the sequence."""
+        """Return the fingerprint, which is the same at every position."""
         assert position >= 0
         return self.fingerprint
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Numbers of the rows at some positions of the endless sequence: epoch after epoch (int64 [count])."""
-        return shuffled_rows(np.arange(position, position + count), self.n_rows, str(seed) if shuffle else None)
+        """Return the row indices at `count` positions of the endless sequence (int64 [count])."""
+        return shuffle_positions(np.arange(position, position + count), self.n_rows, str(seed) if shuffle else None)
 
     def epochs_at(self, position: int, count: int) -> np.ndarray:
-        """Which pass over the pack each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
+        """Return the epoch, from 0, of each row that `rows_at` returns (int64)."""
         return np.arange(position, position + count) // self.n_rows
 
     def locate(self, row: int) -> tuple["RowReader", int]:
-        """The reader that has a row, and its number there."""
+        """Return the reader of a row, and its row index there."""
         return self, row
 
-    def labels_in(self, rows: np.ndarray) -> int:
-        """Positions with a label in some rows together."""
+    def count_labels(self, rows: np.ndarray) -> int:
+        """Return the total number of labels in some rows."""
         return int(self.valid[rows].sum(dtype=np.int64))
 
-    def gather(self, rows: np.ndarray) -> Rows:
-        """The rows of these numbers (integers [n], repeats allowed), in this order, as int32 arrays."""
-        return self.compact(rows).widen()
+    def read_rows(self, rows: np.ndarray) -> Rows:
+        """Read the given rows (integers [n], repeats allowed), in this order, as int32 arrays."""
+        return self.read_token_rows(rows).to_int32()
 
-    def tokens(self, rows: np.ndarray) -> np.ndarray:
-        """Only the ids of some rows, in the dtype of the store [n, seq_len]; 0 in padding."""
-        rows = self._checked(rows)
-        if self.pack.mode == "concat":  # a row is one piece of the store: no slice needs to be looked at
+    def read_tokens(self, rows: np.ndarray) -> np.ndarray:
+        """Read only the ids of some rows, in the store's dtype [n, seq_len]; 0 in padding."""
+        rows = self._check_rows(rows)
+        if self.pack.mode == "concat":  # a row is one range of the store: no slices needed
             start = rows * self.seq_len
             length = np.minimum(self.store.n_tokens - start, self.seq_len)
-            return self._copied(np.arange(rows.size), start, length, rows.size)
+            return self._copy_runs(np.arange(rows.size), start, length, rows.size)
         slices, row = self._slices(rows)
-        return self._copied(row, self.pack.start[slices], self.pack.length[slices].astype(np.int64), rows.size)
+        return self._copy_runs(row, self.pack.start[slices], self.pack.length[slices].astype(np.int64), rows.size)
 
-    def compact(self, rows: np.ndarray) -> TokenRows:
-        """The rows of these numbers (integers [n], repeats allowed), in this order, as the store holds them."""
-        rows = self._checked(rows)
+    def read_token_rows(self, rows: np.ndarray) -> TokenRows:
+        """Read the given rows (integers [n], repeats allowed), in this order, in the store's dtype."""
+        rows = self._check_rows(rows)
         slices, row = self._slices(rows)
         start, length = self.pack.start[slices], self.pack.length[slices].astype(np.int64)
         has_next = self.pack.labels[slices] == length
-        input_ids = self.tokens(rows) if self.pack.mode == "concat" else self._copied(row, start, length, rows.size)
-        begin = _place(row, length, self.seq_len)
+        input_ids = (
+            self.read_tokens(rows) if self.pack.mode == "concat" else self._copy_runs(row, start, length, rows.size)
+        )
+        begin = _slice_begins(row, length, self.seq_len)
         next_ids = np.zeros(slices.size, self.store.dtype)
-        # The token behind a slice stands in this row too where the next slice goes on with it.
+        # the token after a slice is in the same row if the next slice continues it
         follows = np.zeros(slices.size, bool)
         follows[:-1] = has_next[:-1] & (row[1:] == row[:-1]) & (start[1:] == start[:-1] + length[:-1])
         next_ids[follows] = input_ids.reshape(-1)[(begin + length)[follows]]
@@ -242,116 +249,118 @@ class RowReader:
             next_ids=next_ids,
             has_next=has_next,
             document_mask=self.document_mask,
+            max_segments_per_row=self.max_segments_per_row,
         )
 
-    def _checked(self, rows: np.ndarray) -> np.ndarray:
+    def _check_rows(self, rows: np.ndarray) -> np.ndarray:
         rows = np.asarray(rows, np.int64)
         if rows.ndim != 1 or (rows.size and not (rows.min() >= 0 and rows.max() < self.n_rows)):
             raise IndexError(f"rows must be one-dimensional and in 0..{self.n_rows - 1}")
         return rows
 
     def _slices(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The slices of some rows, as numbers in the pack, and which of the rows each stands in (int64)."""
+        """Return the slices of some rows, as indices in the pack, and the row of each (int64)."""
         first = self.pack.row_offsets[rows]
         n_slices = self.pack.row_offsets[rows + 1] - first
-        return np.repeat(first, n_slices) + counted(n_slices), np.repeat(np.arange(rows.size), n_slices)
+        return np.repeat(first, n_slices) + concat_aranges(n_slices), np.repeat(np.arange(rows.size), n_slices)
 
-    def _copied(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        """Rows of runs of the store, each with its row (in order), global offset and length; the rest is 0."""
-        if length.size == n and (rows := self._one_run_each(start, length)) is not None:
+    def _copy_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
+        """Copy runs of the store, given by row (in order), global offset and length, into zeroed rows."""
+        if length.size == n and (rows := self._copy_single_runs(start, length)) is not None:
             return rows
-        return self._joined(row, start, length, n)
+        return self._join_runs(row, start, length, n)
 
-    def _joined(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        """As `_copied`, piece by piece."""
+    def _join_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
+        """Copy as `_copy_runs` does, run by run."""
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
         padding = self.seq_len - used
         item = self.store.dtype.itemsize
-        parts: list[Any] = list(self._runs(start, length))
+        parts: list[Any] = list(self._run_buffers(start, length))
         if padding.any():
-            # A run that crosses shards is several parts.
-            of_parts = row if len(parts) == row.size else np.repeat(row, self._shards_of(start, length))
-            ends = np.searchsorted(of_parts, np.arange(n), side="right")
+            # a run that crosses shards has several parts
+            part_rows = row if len(parts) == row.size else np.repeat(row, self._shards_per_run(start, length))
+            ends = np.searchsorted(part_rows, np.arange(n), side="right")
             zeros = memoryview(bytes(int(padding.max()) * item))
             for i in np.flatnonzero(padding)[::-1].tolist():
                 parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
 
-    def _one_run_each(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
-        """Rows that are one run each, most of them full and in one local shard: one loop of copies, in C."""
-        borders = self.store.shard_borders
-        shard = np.searchsorted(borders, start, side="right") - 1
-        whole = (length == self.seq_len) & (start + self.seq_len <= borders[shard + 1])
-        others = np.flatnonzero(~whole)
-        if 2 * others.size >= start.size or (found := self.store.mapped_together(shard[whole])) is None:
+    def _copy_single_runs(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
+        """Copy rows of one run each, most of them full and in one local shard, in one numpy call; else None."""
+        boundaries = self.store.shard_boundaries
+        shard = np.searchsorted(boundaries, start, side="right") - 1
+        is_full = (length == self.seq_len) & (start + self.seq_len <= boundaries[shard + 1])
+        others = np.flatnonzero(~is_full)
+        if 2 * others.size >= start.size or (mapped := self.store.mmap_shards(shard[is_full])) is None:
             return None
-        ids, begin = found
-        source = (start - borders[shard])[whole] + begin
-        if others.size:  # something in their place, for now
+        ids, begin = mapped
+        source = (start - boundaries[shard])[is_full] + begin
+        if others.size:  # placeholders, overwritten below
             source = np.insert(source, others - np.arange(others.size), source[0])
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
-        # Every run of the shards as one item, which overlap; only those asked for are copied.
+        # view of every run of the shards as one item (overlapping); only the requested ones are copied
         runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
         touch = np.arange(0, self.seq_len, _TOUCH_BYTES // ids.itemsize)
-        ids[(source[:, None] + touch).reshape(-1)]  # misses of memory and of pages for all rows at once, not in turn
+        ids[(source[:, None] + touch).reshape(-1)]  # cache and page misses of all rows concurrently
         rows = runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
         if others.size:
-            rows[others] = self._joined(np.arange(others.size), start[others], length[others], others.size)
+            rows[others] = self._join_runs(np.arange(others.size), start[others], length[others], others.size)
         return rows
 
-    def _shards_of(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """In how many shards each run lies."""
-        borders = self.store.shard_borders
-        first = np.searchsorted(borders, start, side="right")
-        return np.searchsorted(borders, start + length - 1, side="right") - first + 1
+    def _shards_per_run(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Return the number of shards that each run spans."""
+        boundaries = self.store.shard_boundaries
+        first = np.searchsorted(boundaries, start, side="right")
+        return np.searchsorted(boundaries, start + length - 1, side="right") - first + 1
 
-    def _runs(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
-        """The bytes of each run, one part for each shard that it lies in."""
-        borders = self.store.shard_borders
-        if start.size and not (start.min() >= 0 and start.max() < borders[-1]):
-            raise DataError(f"a pack of {self.store.path} has rows outside the store: lt data verify says which")
-        shard = np.searchsorted(borders, start, side="right") - 1
-        if (found := self.store.mapped_together(shard)) is None:
-            return self._runs_of_any_kind(start, length)
-        ids, begin = found
-        crossing = np.flatnonzero(start + length > borders[shard + 1])
-        source = start - borders[shard] + begin
+    def _run_buffers(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
+        """Return the bytes of each run, one buffer per shard that it spans."""
+        boundaries = self.store.shard_boundaries
+        if start.size and not (start.min() >= 0 and start.max() < boundaries[-1]):
+            raise DataError(f"a pack of {self.store.path} has rows outside the store: find it with lt data verify")
+        shard = np.searchsorted(boundaries, start, side="right") - 1
+        if (mapped := self.store.mmap_shards(shard)) is None:
+            return self._run_buffers_by_shard(start, length)
+        ids, begin = mapped
+        crossing = np.flatnonzero(start + length > boundaries[shard + 1])
+        source = start - boundaries[shard] + begin
         source[crossing] = begin[crossing]
         ends = source + length
         ends[crossing] = source[crossing]
-        # Views of no more than each run, which copy nothing.
+        # views of the runs, without a copy
         parts = map(ids.data.__getitem__, map(slice, source.tolist(), ends.tolist()))
         if not crossing.size:
             return parts
         parts = list(parts)
         for i in crossing[::-1].tolist():
-            parts[i : i + 1] = self._runs_of_any_kind(start[i : i + 1], length[i : i + 1])
+            parts[i : i + 1] = self._run_buffers_by_shard(start[i : i + 1], length[i : i + 1])
         return parts
 
-    def _runs_of_any_kind(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
-        borders = self.store.shard_borders
+    def _run_buffers_by_shard(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
+        boundaries = self.store.shard_boundaries
         self.store.prefetch(start, length)
         for begin, n in zip(start.tolist(), length.tolist(), strict=True):
-            number = int(np.searchsorted(borders, begin, side="right")) - 1
+            number = int(np.searchsorted(boundaries, begin, side="right")) - 1
             while n > 0:
-                source = begin - int(borders[number])
-                part = self.store.read(number, source, min(source + n, int(borders[number + 1] - borders[number])))
+                source = begin - int(boundaries[number])
+                shard_tokens = int(boundaries[number + 1] - boundaries[number])
+                part = self.store.read(number, source, min(source + n, shard_tokens))
                 yield np.ascontiguousarray(part).data
                 begin, n, number = begin + part.size, n - part.size, number + 1
 
     def _tokens_at(self, positions: np.ndarray) -> np.ndarray | list[int]:
-        """Single tokens of the store."""
-        borders = self.store.shard_borders
-        shard = np.searchsorted(borders, positions, side="right") - 1
-        place = positions - borders[shard]
-        if (found := self.store.mapped_together(shard)) is not None:
-            ids, begin = found
-            return ids[place + begin]
-        columns = zip(shard.tolist(), place.tolist(), strict=True)
-        return [int(self.store.read(number, one, one + 1)[0]) for number, one in columns]
+        """Return single tokens of the store."""
+        boundaries = self.store.shard_boundaries
+        shard = np.searchsorted(boundaries, positions, side="right") - 1
+        offset = positions - boundaries[shard]
+        if (mapped := self.store.mmap_shards(shard)) is not None:
+            ids, begin = mapped
+            return ids[offset + begin]
+        columns = zip(shard.tolist(), offset.tolist(), strict=True)
+        return [int(self.store.read(number, i, i + 1)[0]) for number, i in columns]
 
 
-def _place(row: np.ndarray, length: np.ndarray, seq_len: int) -> np.ndarray:
-    """Where each slice begins in the flat batch, from the row it stands in and its length; rows in order (int64)."""
+def _slice_begins(row: np.ndarray, length: np.ndarray, seq_len: int) -> np.ndarray:
+    """Return the begin of each slice in the flattened batch, from its row (in order) and length (int64)."""
     before = np.cumsum(length) - length
     return row * seq_len + before - before[np.searchsorted(row, row)]

@@ -1,13 +1,13 @@
-"""The endless sequence of training rows, and any data-parallel rank's part of it, from a state of one number.
+"""Endless sequence of training rows, sharded over data-parallel ranks, whose state is one position.
 
-The global sequence has one row per position p = 0, 1, 2, ...: of one pack, epoch p // n_rows in the order of that
-epoch's own keyed permutation, `perm(seed, epoch)(p % n_rows)`; of several, see lt_data.streaming.mixture and
-lt_data.streaming.buckets. Step after step takes the next `global_batch` rows; of these, rank r of R takes the r-th of
-R equal parts. The sequence depends on neither R nor the batch size (with buckets: not on R), so a run that stops at
-position p goes on at p with any of them, and sees each row exactly once per epoch. The state is p, and a fingerprint
-so that it never goes on over other data.
+The global sequence has one row per position p = 0, 1, 2, ...: for one pack the row `perm(seed, epoch)(p % n_rows)` of
+epoch p // n_rows, with a keyed permutation per epoch; for several see lt_data.streaming.mixture and
+lt_data.streaming.buckets. Each step takes the next `global_batch_size` rows, and rank r of R takes the r-th of R equal
+parts of these. The sequence depends on neither R nor the batch size (with buckets: not on R), so a run that stops at
+position p resumes at p with other values of them, and reads each row exactly once per epoch. The state is p, and a
+fingerprint that prevents resuming with other data.
 
-Cost: nothing is held or scanned; a batch costs its rows.
+Cost: nothing is stored or scanned; a batch costs its rows.
 """
 
 from collections.abc import Mapping
@@ -23,48 +23,48 @@ from lt_data.streaming.rows import RowReader, Rows, TokenRows
 
 
 class RowSource(Protocol):
-    """Numbered rows and an endless sequence of them: a `RowReader`, a `Mixture` or `Buckets`."""
+    """Numbered rows in an endless sequence: a `RowReader`, a `Mixture` or `Buckets`."""
 
     @property
     def n_rows(self) -> int:
-        """Positions in which everything is read once, or would be if the weights were those of the sizes."""
+        """Positions of one epoch, or of one epoch with weights proportional to the sizes."""
         ...
 
     def fingerprint_at(self, position: int) -> str:
-        """What the sequence up to a position is made of: words `key:value`, separated by spaces."""
+        """Return the fingerprint of the sequence up to a position: words `key:value`, separated by spaces."""
         ...
 
     def rows_at(self, position: int, count: int, *, seed: int, shuffle: bool) -> np.ndarray:
-        """Numbers of the rows at some positions (int64)."""
+        """Return the row indices at `count` positions (int64)."""
         ...
 
     def epochs_at(self, position: int, count: int) -> np.ndarray:
-        """Which pass over its source each of the rows that `rows_at` gives belongs to, from 0 (int64)."""
+        """Return the epoch of its source, from 0, of each row that `rows_at` returns (int64)."""
         ...
 
-    def labels_in(self, rows: np.ndarray) -> int:
-        """Positions with a label in some rows together."""
+    def count_labels(self, rows: np.ndarray) -> int:
+        """Return the total number of labels in some rows."""
         ...
 
-    def compact(self, rows: np.ndarray) -> TokenRows:
-        """Some rows, in this order."""
+    def read_token_rows(self, rows: np.ndarray) -> TokenRows:
+        """Read some rows, in this order."""
         ...
 
     def locate(self, row: int) -> tuple[RowReader, int]:
-        """The reader that has a row, and its number there."""
+        """Return the reader of a row, and its row index there."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamState:
-    """Where a stream stands.
+    """State of a stream.
 
     Attributes:
-        step: batches given so far.
-        row: position in the global sequence of the next row.
-        seed: of the shuffle.
-        fingerprint: what the sequence is made of, in words.
-        skipped: ranges [start, end) of positions that were jumped over.
+        step: batches so far.
+        row: position of the next row in the global sequence.
+        seed: seed of the shuffle.
+        fingerprint: fingerprint of the sequence, in words.
+        skipped: ranges [start, end) of skipped positions.
     """
 
     step: int
@@ -73,13 +73,13 @@ class StreamState:
     fingerprint: str
     skipped: tuple[tuple[int, int], ...] = ()
 
-    def to_json(self) -> dict[str, Any]:
-        """The state as JSON values."""
+    def to_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
         return {**asdict(self), "skipped": [list(part) for part in self.skipped]}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "StreamState":
-        """Read what `to_json` gave.
+    def from_dict(cls, values: Mapping[str, Any]) -> "StreamState":
+        """Restore a state from the values of `to_dict`.
 
         Raises:
             DataError: a field is missing, unknown or of another type.
@@ -99,11 +99,11 @@ class StreamBatch:
     """One rank's part of a global batch.
 
     Attributes:
-        tokens: this rank's rows as the store holds them, [global_batch / dp_size, seq_len].
+        tokens: this rank's rows in the store's dtype, [global_batch_size / dp_size, seq_len].
         valid_tokens: positions with a label in the *global* batch.
-        row_ids: numbers of this rank's rows in the pack, mixture or buckets (int64).
-        step: number of the batch, from 0.
-        state: of the stream after this batch.
+        row_ids: indices of this rank's rows in the pack, mixture or buckets (int64).
+        step: index of the batch, from 0.
+        state: state of the stream after this batch.
     """
 
     tokens: TokenRows
@@ -114,35 +114,36 @@ class StreamBatch:
 
     @cached_property
     def rows(self) -> Rows:
-        """The same rows as int32 arrays, made when first asked for."""
-        return self.tokens.widen()
+        """The same rows as int32 arrays, converted on first access."""
+        return self.tokens.to_int32()
 
 
 class Stream:
     """Batches of one data-parallel rank. Tensor, pipeline and context-parallel peers use the same rank.
 
     Args:
-        reader: the rows: of one pack, a mixture, or buckets.
-        global_batch: rows per step over all ranks; with buckets, in rows of the longest bucket.
-        ramp: how the batch grows to `global_batch`, by the number of the step; None: it is always that.
-        dp_rank: this rank.
-        dp_size: ranks that share the batch.
-        seed: of the shuffle.
+        reader: the rows: one pack, a mixture, or buckets.
+        global_batch_size: rows per step over all ranks; with buckets, in rows of the longest bucket.
+        ramp: batch size ramp-up to `global_batch_size`; None: a constant batch size.
+        dp_rank: data-parallel rank.
+        dp_size: number of data-parallel ranks.
+        seed: seed of the shuffle.
         shuffle: False: the order of the pack, in every epoch.
-        state: where to go on; its batch size and ranks may have been others.
+        state: state to resume from; its batch size and number of ranks may differ.
 
     Attributes:
-        state: before the next batch.
+        state: state before the next batch.
 
     Raises:
-        DataError: the batch cannot be divided, or the state belongs to another sequence; what differs is named.
+        DataError: the batch cannot be divided, or the state belongs to another sequence; the message names the
+            differences.
     """
 
     def __init__(
         self,
         reader: RowSource,
         *,
-        global_batch: int,
+        global_batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
@@ -150,23 +151,22 @@ class Stream:
         state: StreamState | None = None,
         ramp: BatchRamp | None = None,
     ) -> None:
-        if global_batch < 1 or dp_size < 1 or global_batch % dp_size:
+        if global_batch_size < 1 or dp_size < 1 or global_batch_size % dp_size:
             raise DataError(
-                f"global_batch={global_batch} over dp_size={dp_size} ranks: give a multiple of the ranks, so that all "
-                "have the same number of rows"
+                f"global_batch_size = {global_batch_size}: must be a positive multiple of dp_size = {dp_size}, so that "
+                "all ranks have the same number of rows"
             )
-        if ramp is not None and (ramp.final != global_batch or ramp.start % dp_size or ramp.increment % dp_size):
+        if ramp is not None and (ramp.final != global_batch_size or ramp.start % dp_size or ramp.increment % dp_size):
             raise DataError(
-                f"a batch that grows from {ramp.start} by {ramp.increment} to {ramp.final} rows, with "
-                f"global_batch={global_batch} over dp_size={dp_size} ranks: it must end at global_batch, and each step "
-                "have a multiple of the ranks"
+                f"batch ramp from {ramp.start} by {ramp.increment} to {ramp.final} rows: it must end at "
+                f"global_batch_size = {global_batch_size}, with a multiple of dp_size = {dp_size} rows in each step"
             )
         if not 0 <= dp_rank < dp_size:
-            raise DataError(f"dp_rank={dp_rank}: from 0 to dp_size - 1 = {dp_size - 1}")
+            raise DataError(f"dp_rank = {dp_rank}: from 0 to dp_size - 1 = {dp_size - 1}")
         if not reader.n_rows:
             raise DataError("the pack has no rows")
         self.reader = reader
-        self.global_batch = global_batch
+        self.global_batch_size = global_batch_size
         self.ramp = ramp
         self.dp_rank = dp_rank
         self.dp_size = dp_size
@@ -175,32 +175,32 @@ class Stream:
         row = state.row if state else 0
         fingerprint = sequence_fingerprint(reader, shuffle=shuffle, position=row)
         self.state = state or StreamState(step=0, row=0, seed=seed, fingerprint=fingerprint)
-        _check_same(self.state, seed, fingerprint)
-        self.global_rows(self.state, self.batch_rows(self.state.step))  # says now what the first batch would say
+        _check_state(self.state, seed, fingerprint)
+        self.global_rows(self.state, self.batch_size_at(self.state.step))  # raise errors of the first batch early
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole global batches in the rows of the pack; `epoch_remainder` rows are left over.
+        """Whole global batches in the rows of the pack; `epoch_remainder` rows remain.
 
-        A mixture's rows are those of all its sources together; how often each was read tells `Mixture.epochs`.
+        A mixture's rows are those of all its sources; `Mixture.epochs` returns the epochs of each source.
         """
-        return self.reader.n_rows // self.global_batch
+        return self.reader.n_rows // self.global_batch_size
 
     @property
     def epoch_remainder(self) -> int:
-        """Rows left over by `steps_per_epoch` batches; not dropped: the next batch takes them first."""
-        return self.reader.n_rows % self.global_batch
+        """Rows that remain after `steps_per_epoch` batches; the next batch begins with them."""
+        return self.reader.n_rows % self.global_batch_size
 
     def next(self) -> StreamBatch:
-        """The next batch of this rank."""
+        """Return the next batch of this rank."""
         state = self.state
-        rows = self.global_rows(state, self.batch_rows(state.step))
-        part = rows.size // self.dp_size
-        own = rows[self.dp_rank * part : (self.dp_rank + 1) * part]
-        after = self.ahead(1)
+        rows = self.global_rows(state, self.batch_size_at(state.step))
+        rows_per_rank = rows.size // self.dp_size
+        own = rows[self.dp_rank * rows_per_rank : (self.dp_rank + 1) * rows_per_rank]
+        after = self.state_after(1)
         batch = StreamBatch(
-            tokens=self.reader.compact(own),
-            valid_tokens=self.reader.labels_in(rows),
+            tokens=self.reader.read_token_rows(own),
+            valid_tokens=self.reader.count_labels(rows),
             row_ids=own,
             step=state.step,
             state=after,
@@ -209,66 +209,68 @@ class Stream:
         return batch
 
     def skip(self, n_rows: int) -> None:
-        """Jump over the next rows of the global sequence, on all ranks alike, and note it in the state."""
+        """Skip the next rows of the global sequence, the same on all ranks, and record it in the state."""
         if n_rows < 0:
-            raise DataError(f"skip n_rows={n_rows}: at least 0")
+            raise DataError(f"skip n_rows = {n_rows}: at least 0")
         begin, end = self.state.row, self.state.row + n_rows
         skipped = self.state.skipped
         if skipped and skipped[-1][1] == begin:
             begin, skipped = skipped[-1][0], skipped[:-1]
         if n_rows:
-            moved = self._moved(self.state, end, skipped=(*skipped, (begin, end)))
-            self.global_rows(moved, self.batch_rows(moved.step))  # where no batch can begin nothing is skipped
+            moved = self._advance(self.state, end, skipped=(*skipped, (begin, end)))
+            self.global_rows(
+                moved, self.batch_size_at(moved.step)
+            )  # raises, and skips nothing, where no batch can begin
             self.state = moved
 
-    def ahead(self, batches: int) -> StreamState:
-        """The state some batches later, computed; nothing is read and the stream stays where it is."""
-        step = self.state.step + batches
+    def state_after(self, n_batches: int) -> StreamState:
+        """Return the state `n_batches` later; reads nothing and does not advance the stream."""
+        step = self.state.step + n_batches
         rows = (
-            batches * self.global_batch
+            n_batches * self.global_batch_size
             if self.ramp is None
             else self.ramp.rows_before(step) - self.ramp.rows_before(self.state.step)
         )
-        return self._moved(self.state, self.state.row + rows, step=step)
+        return self._advance(self.state, self.state.row + rows, step=step)
 
-    def batch_rows(self, step: int) -> int:
-        """Rows of a step (from 0) over all ranks; with buckets, in rows of the longest bucket."""
-        return self.global_batch if self.ramp is None else self.ramp.rows_of(step)
+    def batch_size_at(self, step: int) -> int:
+        """Return the rows of a step (from 0) over all ranks; with buckets, in rows of the longest bucket."""
+        return self.global_batch_size if self.ramp is None else self.ramp.batch_size_at(step)
 
     def global_rows(self, state: StreamState, n_rows: int) -> np.ndarray:
-        """Numbers of the next `n_rows` rows of the global sequence (int64). Changes nothing."""
+        """Return the indices of the next `n_rows` rows of the global sequence (int64)."""
         return self.reader.rows_at(state.row, n_rows, seed=self.seed, shuffle=self.shuffle)
 
-    def _moved(self, state: StreamState, row: int, **changes: Any) -> StreamState:
+    def _advance(self, state: StreamState, row: int, **changes: Any) -> StreamState:
         fingerprint = sequence_fingerprint(self.reader, shuffle=self.shuffle, position=row)
         return replace(state, row=row, fingerprint=fingerprint, **changes)
 
 
 def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0) -> str:
-    """What a global sequence up to a position is made of, in words: the rows' fingerprint and the kind of order."""
+    """Return the fingerprint of a global sequence up to a position: rows and order, in words."""
     return f"{reader.fingerprint_at(position)} order:{'shuffled-1' if shuffle else 'pack'}"
 
 
-def changed_parts(before: str, now: str) -> list[str]:
-    """Which parts of a sequence's fingerprint differ, in words; empty when the two are equal."""
+def diff_fingerprints(before: str, now: str) -> list[str]:
+    """Return the differences of two sequence fingerprints, in words; empty if they are equal."""
     if before == now:
         return []
-    old, new = _parts(before), _parts(now)
+    old, new = _parse_fingerprint(before), _parse_fingerprint(now)
     keys = [*new, *(key for key in old if key not in new)]
     named = [f"{key}: {old.get(key)} before, {new.get(key)} now" for key in keys if old.get(key) != new.get(key)]
     return named or [f"{before!r} before, {now!r} now"]
 
 
-def _parts(fingerprint: str) -> dict[str, str]:
+def _parse_fingerprint(fingerprint: str) -> dict[str, str]:
     named = (part.partition(":") for part in fingerprint.split())
     return {key: value for key, _, value in named}
 
 
-def _check_same(state: StreamState, seed: int, fingerprint: str) -> None:
+def _check_state(state: StreamState, seed: int, fingerprint: str) -> None:
     changed = [f"seed: {state.seed} before, {seed} now"] if state.seed != seed else []
-    changed += changed_parts(state.fingerprint, fingerprint)
+    changed += diff_fingerprints(state.fingerprint, fingerprint)
     if changed:
         raise DataError(
-            f"the data state belongs to another sequence of rows ({'; '.join(changed)}): go on with the data and the "
-            "seed it was saved with, or start without it"
+            f"the data state belongs to another sequence of rows ({'; '.join(changed)}): resume with the data and seed "
+            "that it was saved with, or start without it"
         )

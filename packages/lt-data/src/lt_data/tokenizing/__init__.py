@@ -1,1 +1,1 @@
-"""Text to ids: the tokenizer and its files, engines that have to show equal ids, long texts in pieces."""
+"""Tokenizing: the tokenizer and its files, verified engines, splitting of long texts."""

@@ -1,11 +1,11 @@
-"""Documents to ids in batches, here or in worker processes, always in the order of the documents.
+"""Encoding of documents in batches, in this process or in worker processes, in order.
 
-Each batch holds whole documents and is encoded on its own, so the ids depend neither on the number of workers nor on
-where a batch ends; it tells the place in the sources from which the next one is read, so that a job can go on there.
-Documents that come as ids pass through, checked against the vocabulary. A worker is a spawned process that holds the
-tokenizer and uses one thread; at most a few batches per worker are in flight, so memory stays flat. A long document
-is a batch of its own, which several workers encode in pieces (lt_data.tokenizing.pieces). A worker ends with its
-parent, also when that is killed.
+Each batch holds whole documents and is encoded independently, so the ids depend neither on the number of workers nor on
+the batch boundaries; it records the source position of the next document, so that a job can resume there. Documents
+given as ids pass through, checked against the vocabulary. A worker is a spawned process with the tokenizer and one
+thread; at most a few batches per worker are in flight, which bounds the memory. A long document is a batch of its own,
+which several workers encode in pieces (lt_data.tokenizing.text_splitter). A worker exits with its parent, even if that
+is killed.
 """
 
 import os
@@ -24,161 +24,163 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
 from lt_data.sources.reader import DocumentReader
-from lt_data.tokenizing.encoder import Encoded, Encoder
-from lt_data.tokenizing.engines import EngineChoice
-from lt_data.tokenizing.tokenizer import Specials, Tokenizer
+from lt_data.tokenizing.encoder import EncodedBatch, Encoder
+from lt_data.tokenizing.engine_selection import EngineChoice
+from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
-__all__ = ["Batch", "Encoded", "Encoder", "encode_all"]
+__all__ = ["EncodedBatch", "Encoder", "EncoderBatch", "encode_documents"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 1024
-_BATCHES_PER_WORKER = 3  # one at work, one waiting, one on its way back
+_BATCHES_PER_WORKER = 3  # one running, one queued, one returning
 _LONG_BYTES = 1 << 19  # a document from this size on is encoded in pieces
 _PIECE_CHARACTERS = 1 << 18
 
-_Piece = tuple[np.ndarray, Mapping[str, int]]
+_EncodedPiece = tuple[np.ndarray, Mapping[str, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
-    """Consecutive documents, all of them text or all of them ids.
+class EncoderBatch:
+    """Consecutive documents, either all texts or all ids.
 
     Attributes:
-        texts: the documents; empty when they are ids.
-        ids: the documents as they came; empty when they are text.
-        text_bytes: length of the texts in UTF-8; 0 for ids.
+        texts: the documents as texts; empty if they are ids.
+        ids: the documents as ids; empty if they are texts.
+        text_bytes: UTF-8 bytes of the texts; 0 for ids.
         read_bytes: source bytes read up to the end of this batch.
-        file: with `record`, where the next document stands: index of the file in the reader's list, ...
-        record: ... and index of the next record to read in that file.
+        file_index: source position of the next document: index of the file in the reader's list, ...
+        next_record: ... and index of the next record in that file.
     """
 
     texts: list[str] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
     text_bytes: int = 0
     read_bytes: int = 0
-    file: int = 0
-    record: int = 0
+    file_index: int = 0
+    next_record: int = 0
 
     @property
     def documents(self) -> int:
-        """Documents in the batch, empty ones too."""
+        """Documents in the batch, including empty ones."""
         return len(self.texts) + len(self.ids)
 
 
-def encode_all(
+def encode_documents(
     documents: Iterable[Document], encoder: Encoder, workers: int, *, read_bytes: Callable[[], int] | None = None
-) -> Generator[tuple[Batch, Encoded]]:
-    """Encode documents in order, with `workers` processes when there are several.
+) -> Generator[tuple[EncoderBatch, EncodedBatch]]:
+    """Encode documents in order; yield each batch with its ids.
 
     Args:
-        documents: texts and ids, in any mixture.
-        encoder: what encodes them.
-        workers: processes; with 1 this process encodes.
-        read_bytes: tells the source bytes read so far; that of `documents` when they are a `DocumentReader`.
+        documents: texts and ids, in any order.
+        encoder: the encoder.
+        workers: worker processes; with 1 this process encodes.
+        read_bytes: function that returns the source bytes read; default: that of a `DocumentReader`.
 
     Raises:
-        DataError: a document holds what UTF-8 cannot express, or ids that are none of the tokenizer's; its source is
-            named. A worker process died.
+        DataError: a document has an unpaired surrogate or ids outside the vocabulary (the message names its source), or
+            a worker process died.
     """
     if read_bytes is None:
         read_bytes = (lambda: documents.read_bytes) if isinstance(documents, DocumentReader) else (lambda: 0)
-    batches = _settled(_batches(documents, encoder, read_bytes), encoder)
+    batches = _batches_after_engine_selection(_iter_batches(documents, encoder, read_bytes), encoder)
     if workers == 1:
         for batch in batches:
-            yield batch, _encode_here(batch, encoder)
+            yield batch, _encode_in_process(batch, encoder)
         return
-    first = next(batches, None)  # the engine is settled now, before the workers start
+    first = next(batches, None)  # selects the engine before the workers start
     if first is None:
         return
-    policy = (encoder.bos, encoder.eos, encoder.settle([]), encoder.specials)
+    policy = (encoder.bos, encoder.eos, encoder.select_engine([]), encoder.special_tokens_as)
     executor = ProcessPoolExecutor(
         workers,
         mp_context=get_context("spawn"),
         initializer=_start_worker,
         initargs=(encoder.tokenizer.files, *policy),
     )
-    waiting: deque[tuple[Batch, Callable[[], Encoded]]] = deque()
+    in_flight: deque[tuple[EncoderBatch, Callable[[], EncodedBatch]]] = deque()
     try:
         for batch in chain([first], batches):
-            waiting.append((batch, _submit(batch, encoder, executor)))
-            if len(waiting) >= _BATCHES_PER_WORKER * workers:
-                done, result = waiting.popleft()
+            in_flight.append((batch, _submit(batch, encoder, executor)))
+            if len(in_flight) >= _BATCHES_PER_WORKER * workers:
+                done, result = in_flight.popleft()
                 yield done, result()
-        while waiting:
-            done, result = waiting.popleft()
+        while in_flight:
+            done, result = in_flight.popleft()
             yield done, result()
     except BrokenProcessPool as exc:
-        raise DataError(
-            "a worker process ended in the midst of its work; when memory ran out (see dmesg), use fewer workers"
-        ) from exc
+        raise DataError("a worker process died; if memory ran out (see dmesg), use fewer workers") from exc
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
 
 
-def _settled(batches: Iterator[Batch], encoder: Encoder) -> Iterator[Batch]:
-    """The same batches, after the engine has been chosen by the text of the first ones."""
-    if encoder.choice is None:
-        read: list[Batch] = []
+def _batches_after_engine_selection(batches: Iterator[EncoderBatch], encoder: Encoder) -> Iterator[EncoderBatch]:
+    """Yield the batches after selecting the engine by the text of the first ones."""
+    if encoder.engine_choice is None:
+        read: list[EncoderBatch] = []
         size = 0
-        if encoder.asked != "hf":
+        if encoder.requested_engine != "hf":
             for batch in batches:
                 read.append(batch)
                 size += batch.text_bytes
                 if size >= encoder.check_bytes:
                     break
-        encoder.settle([text for batch in read for text in batch.texts])
+        encoder.select_engine([text for batch in read for text in batch.texts])
         yield from read
     yield from batches
 
 
-def _encode_here(batch: Batch, encoder: Encoder) -> Encoded:
+def _encode_in_process(batch: EncoderBatch, encoder: Encoder) -> EncodedBatch:
     if batch.ids:
-        return encoder.pass_through(batch.ids)
-    if pieces := _pieces(batch, encoder):
+        return encoder.wrap_ids(batch.ids)
+    if pieces := _split_long_document(batch, encoder):
         return encoder.join_pieces([encoder.encode_piece(piece) for piece in pieces])
     return encoder.encode(batch.texts)
 
 
-def _submit(batch: Batch, encoder: Encoder, executor: ProcessPoolExecutor) -> Callable[[], Encoded]:
-    """Have a batch encoded by the workers; gives the function that waits for the result."""
+def _submit(batch: EncoderBatch, encoder: Encoder, executor: ProcessPoolExecutor) -> Callable[[], EncodedBatch]:
+    """Submit a batch to the workers; return a function that waits for the result."""
     if batch.ids:
-        return lambda: encoder.pass_through(batch.ids)
-    if pieces := _pieces(batch, encoder):
-        futures: list[Future[_Piece]] = [executor.submit(_encode_piece_in_worker, piece) for piece in pieces]
+        return lambda: encoder.wrap_ids(batch.ids)
+    if pieces := _split_long_document(batch, encoder):
+        futures: list[Future[_EncodedPiece]] = [executor.submit(_encode_piece_in_worker, piece) for piece in pieces]
         return lambda: encoder.join_pieces([future.result() for future in futures])
     return executor.submit(_encode_in_worker, batch.texts).result
 
 
-def _pieces(batch: Batch, encoder: Encoder) -> Sequence[str]:
-    """The pieces of a long document; none when the batch is to be encoded as it is."""
-    if len(batch.texts) != 1 or batch.text_bytes < _LONG_BYTES or not encoder.cutter.possible:
+def _split_long_document(batch: EncoderBatch, encoder: Encoder) -> Sequence[str]:
+    """Return the pieces of a long document; empty if the batch is to be encoded whole."""
+    if len(batch.texts) != 1 or batch.text_bytes < _LONG_BYTES or not encoder.splitter.can_split:
         return ()
-    return encoder.cutter.cut(batch.texts[0], _PIECE_CHARACTERS)
+    return encoder.splitter.split(batch.texts[0], _PIECE_CHARACTERS)
 
 
-def _batches(documents: Iterable[Document], encoder: Encoder, read_bytes: Callable[[], int]) -> Iterator[Batch]:
+def _iter_batches(
+    documents: Iterable[Document], encoder: Encoder, read_bytes: Callable[[], int]
+) -> Iterator[EncoderBatch]:
     texts: list[str] = []
     ids: list[np.ndarray] = []
     size = text_bytes = file = record = 0
 
-    def batch() -> Batch:
-        return Batch(texts=texts, ids=ids, text_bytes=text_bytes, read_bytes=read_bytes(), file=file, record=record)
+    def batch() -> EncoderBatch:
+        return EncoderBatch(
+            texts=texts, ids=ids, text_bytes=text_bytes, read_bytes=read_bytes(), file_index=file, next_record=record
+        )
 
     for document in documents:
-        given = document.ids
-        own_bytes = 0 if given is not None else _utf8_bytes(document)
-        if (texts and given is not None) or (ids and given is None) or (texts and own_bytes >= _LONG_BYTES):
-            # The reader has read past this batch already: its bytes are counted a little early, its place is exact.
+        is_ids = document.ids is not None
+        own_bytes = 0 if is_ids else _utf8_bytes(document)
+        if (texts and is_ids) or (ids and not is_ids) or (texts and own_bytes >= _LONG_BYTES):
+            # The reader is past this batch already: its bytes are counted a little early, its position is exact.
             yield batch()
             texts, ids, size, text_bytes = [], [], 0, 0
-        if given is not None:
-            ids.append(encoder.check_ids(given, document.source))
+        if is_ids:
+            ids.append(encoder.check_ids(document.ids, document.source))
             size += 4 * ids[-1].size
         else:
             text_bytes += own_bytes
             size = text_bytes
             texts.append(document.as_text())
-        file, record = document.file, document.record
+        file, record = document.file_index, document.next_record
         if size >= _BATCH_BYTES or own_bytes >= _LONG_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
             texts, ids, size, text_bytes = [], [], 0, 0
@@ -199,26 +201,30 @@ def _utf8_bytes(document: Document) -> int:
 _worker_encoder: Encoder | None = None  # set once in each worker process
 
 
-def _start_worker(files: Mapping[str, bytes], bos: bool, eos: bool, choice: EngineChoice, specials: Specials) -> None:
+def _start_worker(
+    files: Mapping[str, bytes], bos: bool, eos: bool, choice: EngineChoice, special_tokens_as: SpecialTokensAs
+) -> None:
     global _worker_encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends the work and says so
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     parent = parent_process()
     assert parent is not None
 
-    def end_with_parent() -> None:
+    def exit_with_parent() -> None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    _worker_encoder = Encoder(Tokenizer.from_bytes(files), bos=bos, eos=eos, engine=choice, specials=specials)
+    threading.Thread(target=exit_with_parent, daemon=True).start()
+    _worker_encoder = Encoder(
+        Tokenizer.from_bytes(files), bos=bos, eos=eos, engine=choice, special_tokens_as=special_tokens_as
+    )
 
 
-def _encode_in_worker(texts: list[str]) -> Encoded:
+def _encode_in_worker(texts: list[str]) -> EncodedBatch:
     assert _worker_encoder is not None
     return _worker_encoder.encode(texts)
 
 
-def _encode_piece_in_worker(text: str) -> _Piece:
+def _encode_piece_in_worker(text: str) -> _EncodedPiece:
     assert _worker_encoder is not None
     return _worker_encoder.encode_piece(text)

@@ -1,4 +1,4 @@
-"""What an engine is: a program that turns texts into ids."""
+"""Interface of tokenizer engines."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -6,9 +6,9 @@ from typing import Protocol
 import numpy as np
 
 
-class Engine(Protocol):
-    """Turns texts into ids."""
+class TokenizerEngine(Protocol):
+    """Encoder of texts to ids."""
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One uint32 array of ids per text."""
+        """Return one uint32 array of ids per text."""
         ...

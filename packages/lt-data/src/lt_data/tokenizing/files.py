@@ -1,11 +1,11 @@
-"""Where a tokenizer's files come from: a folder, a file, a model on a Hugging Face hub, or an fsspec URL such as S3.
+"""Tokenizer files from a folder, a file, the Hugging Face hub, or an fsspec URL such as S3.
 
-    path/to/folder        a folder that holds tokenizer.json, or the file itself
-    org/name[@revision]   a model on the hub, when there is no such path here
-    hf://org/name[@rev]   the same, whatever lies here
-    s3://bucket/prefix    the files under a prefix (any protocol that fsspec knows and whose package is installed)
+    path/to/folder        a folder with tokenizer.json, or the file itself
+    org/name[@revision]   a model of the hub, if there is no such local path
+    hf://org/name[@rev]   a model of the hub
+    s3://bucket/prefix    the files under a prefix (any protocol that fsspec supports and whose package is installed)
 
-Only the files that make the tokenizer are read (`FILES`).
+Only the files of `TOKENIZER_FILES` are read.
 """
 
 import os
@@ -13,54 +13,54 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lt_data.errors import DataError
-from lt_data.names import portable
-from lt_data.storage import os_errors
+from lt_data.file_names import to_portable_name
+from lt_data.storage import translate_os_errors
 from lt_data.tokenizing.hub_files import HubModel, is_short_address
 
 MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
-FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+TOKENIZER_FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
 
 
-def tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
-    """The name, for people, and the files of a tokenizer.
+def read_tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
+    """Return the name (for messages) and the files of a tokenizer.
 
     Raises:
-        DataError: nothing there, unreadable, or without `tokenizer.json`.
+        DataError: missing, unreadable, or without `tokenizer.json`.
     """
     text = os.fspath(source)
     if text.startswith("hf://"):
-        return _from_hub(text)
+        return _read_from_hub(text)
     if "://" in text:
-        return _from_url(text)
+        return _read_from_url(text)
     if is_short_address(text) and not os.path.lexists(text):
-        return _from_hub(text)
-    return _from_path(Path(text))
+        return _read_from_hub(text)
+    return _read_from_path(Path(text))
 
 
-def _from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
-    with os_errors("read the tokenizer", path):
+def _read_from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
+    with translate_os_errors("read the tokenizer", path):
         if path.is_file() and path.name != MODEL_FILE:
-            return portable(path.name), {MODEL_FILE: path.read_bytes()}
+            return to_portable_name(path.name), {MODEL_FILE: path.read_bytes()}
         folder = path.parent if path.is_file() else path
-        files = {name: (folder / name).read_bytes() for name in FILES if (folder / name).is_file()}
+        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
         if not folder.is_dir() or MODEL_FILE not in files:
-            raise DataError(f"no tokenizer at {path}: it needs a folder that holds {MODEL_FILE}{_hint(folder)}")
-    return portable(folder.resolve().name), files
+            raise DataError(f"no tokenizer at {path}: give a folder with {MODEL_FILE}{_hint(folder)}")
+    return to_portable_name(folder.resolve().name), files
 
 
-def _from_hub(address: str) -> tuple[str, Mapping[str, bytes]]:
+def _read_from_hub(address: str) -> tuple[str, Mapping[str, bytes]]:
     model = HubModel.parse(address)
-    commit, files = model.fetch(FILES)
+    commit, files = model.fetch(TOKENIZER_FILES)
     if MODEL_FILE not in files:
         raise DataError(
-            f"hf://{model.repo}: has no {MODEL_FILE}; save its tokenizer in the fast format, and name that folder"
+            f"hf://{model.repo}: has no {MODEL_FILE}; save its tokenizer in the fast format, and give that folder"
         )
     return f"{model.repo}@{commit[:12]}", files
 
 
-def _from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
-    from fsspec.core import url_to_fs  # here, because it is slow to import and most tokenizers are local
+def _read_from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
+    from fsspec.core import url_to_fs  # imported here: slow, and most tokenizers are local
 
     protocol = url.partition("://")[0]
     try:
@@ -71,8 +71,8 @@ def _from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
     if root.endswith(f"/{MODEL_FILE}"):
         root = root.removesuffix(f"/{MODEL_FILE}")
     files: dict[str, bytes] = {}
-    with os_errors("read the tokenizer", url):
-        for name in FILES:
+    with translate_os_errors("read the tokenizer", url):
+        for name in TOKENIZER_FILES:
             try:
                 files[name] = filesystem.cat_file(f"{root}/{name}")
             except FileNotFoundError:

@@ -1,9 +1,8 @@
-"""The engine of `gigatoken`: byte-level BPE, and SentencePiece-style BPE, many times faster than `tokenizers`.
+"""Engine of `gigatoken`: byte-level and SentencePiece-style BPE, many times faster than `tokenizers`.
 
-Special strings in a text are text here too: the tokenizer is loaded without its special tokens (as those would be
-found), except where they are wanted as ids. Gigatoken remembers each word that it has met, without a bound; so the
-tokenizer is loaded again when the process has grown by `_GROWTH_BYTES`, which costs some 0.1 s. Whether the ids are
-those of `tokenizers` is another module's question (lt_data.tokenizing.parity).
+The tokenizer is loaded without its special tokens, so that special strings are encoded as text, except if they are
+requested as ids. Gigatoken caches every word without a bound, so the tokenizer is reloaded when the process has grown
+by `_GROWTH_BYTES`, which costs some 0.1 s. Equality with `tokenizers` is checked elsewhere (lt_data.tokenizing.parity).
 
 Only this file imports `gigatoken`.
 """
@@ -19,65 +18,65 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.tokenizing.files import MODEL_FILE
-from lt_data.tokenizing.tokenizer import Specials
+from lt_data.tokenizing.tokenizer import SpecialTokensAs
 
 _GROWTH_BYTES = 96 << 20
 _STATM = Path("/proc/self/statm")
 
 
 class GigatokenEngine:
-    """Encodes with `gigatoken`.
+    """Engine of `gigatoken`.
 
     Args:
-        files: of the tokenizer.
-        specials: what a special token's string in a text is.
+        files: files of the tokenizer.
+        special_tokens_as: encode special token strings as "text" or as special "ids".
 
     Raises:
-        DataError: gigatoken is not installed, or cannot read this tokenizer; the message says which.
+        DataError: gigatoken is not installed, or cannot read this tokenizer.
     """
 
-    def __init__(self, files: Mapping[str, bytes], *, specials: Specials) -> None:
+    def __init__(self, files: Mapping[str, bytes], *, special_tokens_as: SpecialTokensAs) -> None:
         try:
             from gigatoken import gigatoken_rs
         except ImportError as exc:
             raise DataError(f'gigatoken is not installed ({exc}): pip install "lt-data[fast]"') from exc
         self._load_json: Any = gigatoken_rs.load_hf_json
-        self._model = _model(files[MODEL_FILE], specials)
+        self._model = _convert_model(files[MODEL_FILE], special_tokens_as)
         self._load()
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """One uint32 array of ids per text."""
-        # Each array is a view into memory of gigatoken's own.
-        ids = [np.asarray(self._backend.encode(text), np.uint32) for text in texts]
-        if _memory_bytes() > self._most_bytes:
+        """Return one uint32 array of ids per text."""
+        # each array is a view of gigatoken's memory
+        ids = [np.asarray(self._tokenizer.encode(text), np.uint32) for text in texts]
+        if _memory_bytes() > self._reload_at_bytes:
             self._load()
         return ids
 
     def _load(self) -> None:
-        self._backend: Any = None  # the old one goes first
+        self._tokenizer: Any = None  # free the old one first
         try:
-            self._backend = self._load_json(self._model)
-        except Exception as exc:  # gigatoken raises ValueError, TypeError and others for what it cannot read
+            self._tokenizer = self._load_json(self._model)
+        except Exception as exc:  # gigatoken raises ValueError, TypeError and others
             raise DataError(f"gigatoken cannot read this tokenizer ({_first_line(exc)})") from exc
-        self._most_bytes = _memory_bytes() + _GROWTH_BYTES
+        self._reload_at_bytes = _memory_bytes() + _GROWTH_BYTES
 
 
-def _model(content: bytes, specials: Specials) -> str:
+def _convert_model(content: bytes, special_tokens_as: SpecialTokensAs) -> str:
     model: dict[str, Any] = json.loads(content)
-    # Gigatoken knows neither, and this package uses neither.
+    # supported by neither gigatoken nor this package
     model["truncation"] = model["padding"] = None
-    if specials == "text":
+    if special_tokens_as == "text":
         model["added_tokens"] = [token for token in model.get("added_tokens") or [] if not token.get("special")]
     return json.dumps(model)
 
 
 def _memory_bytes() -> int:
-    """Memory of this process: now where the system tells, else the most that it had."""
+    """Return the memory of this process: current if the system reports it, else its peak."""
     try:
         return int(_STATM.read_bytes().split()[1]) * resource.getpagesize()
     except OSError:
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _first_line(exc: Exception) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from lt_data.errors import DataError
-from lt_data.storage import os_errors
+from lt_data.storage import translate_os_errors
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _ADDRESS = re.compile(rf"(?P<repo>{_NAME}(/{_NAME})?)(@(?P<revision>[^@\s]+))?")
@@ -110,7 +110,7 @@ class HubModel:
         home = values.get("HF_HOME") or f"{values.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         cache = Path(values.get("HF_HUB_CACHE") or f"{home}/hub").expanduser()
         folder = cache / f"models--{self.repo.replace('/', '--')}"
-        with os_errors("read", folder):
+        with translate_os_errors("read", folder):
             ref = folder / "refs" / self.revision
             commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else self.revision
             snapshot = folder / "snapshots" / commit
@@ -132,7 +132,7 @@ def _token(values: Mapping[str, str], endpoint: str) -> str | None:
     if not text:
         home = values.get("HF_HOME") or f"{values.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
         path = Path(values.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
-        with os_errors("read the token in", path):
+        with translate_os_errors("read the token in", path):
             text = path.read_text(encoding="ascii", errors="replace").strip() if path.is_file() else ""
     if text and not re.fullmatch(r"[!-~]+", text):
         raise DataError("HF_TOKEN (or the token file): what is there cannot be a token")

@@ -1,9 +1,10 @@
-"""Whether two engines give the same ids: difficult strings that tell engines apart, and the comparison.
+"""Comparison of the ids of two engines, and difficult strings for it.
 
-What differs between programs that encode the same `tokenizer.json` is known: literal special strings, runs of white
-space, contractions, digits, combining marks, control characters, scripts, very long words. The strings below hold each
-of these, and every special and added token of the tokenizer at hand among letters, spaces and other tokens. The Unicode
-classes of code points, which differ too, are looked at one by one where they occur (lt_data.tokenizing.agreement).
+Programs that encode the same `tokenizer.json` are known to differ in literal special strings, runs of whitespace,
+contractions, digits, combining marks, control characters, scripts and very long words. The strings below contain each
+of these, and `difficult_texts` adds every special and added token of the tokenizer among letters, spaces and other
+tokens. Unicode classes of code points, which differ too, are probed where they occur
+(lt_data.tokenizing.verified_engine).
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ import numpy as np
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from lt_data.tokenizing.engine import Engine
+    from lt_data.tokenizing.engine import TokenizerEngine
 
 SAMPLE_CHARACTERS = 2000  # of every batch
-_MOST_TOKENS = 300  # special and added tokens that are tried one by one
-_SHOWN = 60  # characters of a text in a message
+_MAX_TOKENS = 300  # special and added tokens that are tested individually
+_MESSAGE_CHARACTERS = 60  # characters of a text in a message
 
 _TEXTS = (
     "",
@@ -48,28 +49,29 @@ _TEXTS = (
 
 
 def difficult_texts(tokenizer: Tokenizer) -> list[str]:
-    """Strings on which engines differ when they differ."""
-    tokens = [*tokenizer.special_strings, *tokenizer.added_strings][:_MOST_TOKENS]
-    around = [
+    """Return strings on which engines are likely to differ."""
+    tokens = [*tokenizer.special_strings, *tokenizer.added_strings][:_MAX_TOKENS]
+    in_context = [
         f"a{token}b {token} {token}{token}\n{token}\n {token[:-1]} {token.upper()} 1{token}1 {token.strip()}  {token}"
         for token in tokens
     ]
-    return [*_TEXTS, *around, "".join(tokens)]
+    return [*_TEXTS, *in_context, "".join(tokens)]
 
 
-def difference(fast: "Engine", reference: "Engine", texts: Sequence[str]) -> str:
-    """Where the ids of the texts differ first, in words; empty when they are the same."""
-    for text in texts:  # one by one, because the reference needs much memory for what it encodes at once
-        (ours,), (theirs,) = fast.encode([text]), reference.encode([text])
-        if not np.array_equal(ours, theirs):
-            shorter = min(ours.size, theirs.size)
-            unequal = np.flatnonzero(ours[:shorter] != theirs[:shorter])
-            place = int(unequal[0]) if unequal.size else shorter
-            return f"id {place} of {theirs.size} of the text {text[:_SHOWN]!r}{'...' if len(text) > _SHOWN else ''}"
+def describe_difference(fast: "TokenizerEngine", reference: "TokenizerEngine", texts: Sequence[str]) -> str:
+    """Describe the first difference of the ids of the texts; empty if they are equal."""
+    for text in texts:  # one by one, since the reference needs much memory per call
+        (actual,), (expected,) = fast.encode([text]), reference.encode([text])
+        if not np.array_equal(actual, expected):
+            size = min(actual.size, expected.size)
+            unequal = np.flatnonzero(actual[:size] != expected[:size])
+            position = int(unequal[0]) if unequal.size else size
+            shown = f"{text[:_MESSAGE_CHARACTERS]!r}{'...' if len(text) > _MESSAGE_CHARACTERS else ''}"
+            return f"id {position} of {expected.size} of the text {shown}"
     return ""
 
 
-def sample_of(texts: Sequence[str]) -> str:
-    """A piece out of the middle of a batch, to be compared while the work goes on."""
+def sample_text(texts: Sequence[str]) -> str:
+    """Return a piece from the middle of a batch, for continuous comparison."""
     text = texts[len(texts) // 2]
     return text[len(text) // 2 :][:SAMPLE_CHARACTERS]

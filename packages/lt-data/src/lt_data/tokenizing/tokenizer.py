@@ -1,9 +1,8 @@
-"""Text to ids and back: a thin, exact wrapper of a Hugging Face `tokenizer.json`, and the training of a new one.
+"""Exact wrapper of a Hugging Face `tokenizer.json`, and BPE training.
 
-The wrapper adds nothing to a text and cuts nothing off: no BOS or EOS (that is the policy of the store), no truncation,
-no padding. A special token's string that stands in a text is text, never the special id, so that a document cannot
-end itself, unless the caller wants the id. Cost: that of `tokenizers` (about 0.6 million ids per CPU-second) and a few
-per cent.
+The wrapper adds no BOS or EOS (the store does), truncates nothing and pads nothing. A special token's string in a text
+is encoded as text, so that a document cannot contain an EOS id, unless the caller requests the id. Cost: that of
+`tokenizers` (about 0.6 million ids per CPU-second) plus a few percent.
 
 Only this file imports `tokenizers`.
 """
@@ -19,33 +18,33 @@ import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
 from lt_data.errors import DataError
-from lt_data.progress import Progress, silent
-from lt_data.storage import new_folder, os_errors, write_file
-from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, tokenizer_files
+from lt_data.progress import Progress, no_progress
+from lt_data.storage import atomic_folder, translate_os_errors, write_file
+from lt_data.tokenizing.files import CONFIG_FILE, MODEL_FILE, read_tokenizer_files
 
-BYTES = 256  # ids that a byte-level tokenizer needs at least
-Specials = Literal["text", "ids"]
+N_BYTES = 256  # ids of single bytes in a byte-level tokenizer
+SpecialTokensAs = Literal["text", "ids"]
 
-# The split of Llama 3: contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
-SPLIT = (
+# Split regex of Llama 3: contractions, words, numbers of at most three digits, punctuation, line ends, spaces.
+LLAMA3_SPLIT_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
 class Tokenizer:
-    """A tokenizer and the files that make it.
+    """Tokenizer and its files.
 
     Attributes:
-        files: file name -> content, all that another program needs to load the same tokenizer.
-        name: where it was loaded from, for people.
+        files: file name -> content: everything needed to load the same tokenizer.
+        name: its origin, for messages.
         sha256: hex digest over the sorted names and contents of `files`.
         vocab_size: 1 + the highest id.
-        bos_id: id that begins a document, None when the files name none.
-        eos_id: id that ends a document, None when the files name none.
-        pad_id: id of padding, None when the files name none.
-        special_strings: the strings of the special tokens.
-        added_strings: the strings of the other tokens that were added to the model and are found in any text.
+        bos_id: BOS id, None if the files name none.
+        eos_id: EOS id, None if the files name none.
+        pad_id: padding id, None if the files name none.
+        special_strings: strings of the special tokens.
+        added_strings: strings of the other added tokens, which are matched in any text.
     """
 
     def __init__(self, files: Mapping[str, bytes], *, name: str = "") -> None:
@@ -54,81 +53,81 @@ class Tokenizer:
         self.files: Mapping[str, bytes] = {key: files[key] for key in sorted(files)}
         self.name = name
         self.sha256 = _digest(self.files)
-        self._tokenizer = _build(self.files[MODEL_FILE], f"{name or 'tokenizer'}: {MODEL_FILE}")
+        self._tokenizer = _build_tokenizer(self.files[MODEL_FILE], f"{name or 'tokenizer'}: {MODEL_FILE}")
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise DataError(f"tokenizer {name}: {MODEL_FILE} holds no token")
+            raise DataError(f"tokenizer {name}: {MODEL_FILE} has no tokens")
         self.vocab_size: int = 1 + max(vocabulary.values())
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if token.special))
         self.added_strings: tuple[str, ...] = tuple(sorted(token.content for token in added if not token.special))
         self._with_specials: tokenizers.Tokenizer | None = None
-        named = _named_tokens(self.files, name)
-        self.bos_id: int | None = _id_of(named, "bos_token", vocabulary, name)
-        self.eos_id: int | None = _id_of(named, "eos_token", vocabulary, name)
-        self.pad_id: int | None = _id_of(named, "pad_token", vocabulary, name)
+        names = _read_special_token_names(self.files, name)
+        self.bos_id: int | None = _token_id(names, "bos_token", vocabulary, name)
+        self.eos_id: int | None = _token_id(names, "eos_token", vocabulary, name)
+        self.pad_id: int | None = _token_id(names, "pad_token", vocabulary, name)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Load a tokenizer from where it lies.
+        """Load a tokenizer from a path, the hub or a URL.
 
         Args:
-            path: a folder that holds `tokenizer.json` (and the files beside it that name its special tokens), that file
-                (the same), a file of another name, which is taken alone; the name of a model on a Hugging Face hub
-                (`org/name@revision`, `hf://org/name`); or a URL such as `s3://bucket/prefix`.
+            path: a folder with `tokenizer.json` (and the files that name its special tokens) or that file; a file of
+                another name, which is loaded alone; a model of the Hugging Face hub (`org/name@revision`,
+                `hf://org/name`); or a URL such as `s3://bucket/prefix`.
 
         Raises:
-            DataError: nothing there, unreadable, or not a tokenizer of this kind.
+            DataError: missing, unreadable, or not a supported tokenizer.
         """
-        name, files = tokenizer_files(path)
+        name, files = read_tokenizer_files(path)
         return cls(files, name=name)
 
     @classmethod
     def from_bytes(cls, files: Mapping[str, bytes], *, name: str = "") -> "Tokenizer":
-        """Make a tokenizer from the contents of its files (see `files`)."""
+        """Create a tokenizer from the contents of its files (see `files`)."""
         return cls(files, name=name)
 
-    def encode_batch(self, texts: Sequence[str], *, specials: Specials = "text") -> list[np.ndarray]:
-        """Encode each text alone.
+    def encode_batch(self, texts: Sequence[str], *, special_tokens_as: SpecialTokensAs = "text") -> list[np.ndarray]:
+        """Encode each text independently.
 
         Args:
             texts: any texts.
-            specials: what a special token's string in a text is: "text", or the special token ("ids").
+            special_tokens_as: encode special token strings as "text" or as special "ids".
 
         Returns:
             One uint32 array of ids per text.
         """
         tokenizer = self._tokenizer
-        if specials == "ids":
+        if special_tokens_as == "ids":
             if self._with_specials is None:
-                self._with_specials = _build(self.files[MODEL_FILE], self.name, specials="ids")
+                self._with_specials = _build_tokenizer(self.files[MODEL_FILE], self.name, special_tokens_as="ids")
             tokenizer = self._with_specials
         encodings = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special: bool = False) -> str:
-        """The text of some ids; with `skip_special` the special tokens are left out."""
+    def decode(self, ids: Iterable[int] | np.ndarray, *, skip_special_tokens: bool = False) -> str:
+        """Decode ids to text, with `skip_special_tokens` without the special tokens."""
         values = ids.tolist() if isinstance(ids, np.ndarray) else list(ids)
-        return self._tokenizer.decode(values, skip_special_tokens=skip_special)
+        return self._tokenizer.decode(values, skip_special_tokens=skip_special_tokens)
 
     def save(self, folder: str | Path) -> None:
-        """Write the files into a new (or empty) folder, which appears complete or not at all.
+        """Write the files to a new or empty folder, atomically.
 
         Raises:
-            DataError: the folder holds something, or the file system refuses.
+            DataError: the folder is not empty, or a file system error.
         """
         folder = Path(folder)
-        check_new_folder(folder)
-        with new_folder(folder) as building:
+        check_empty_folder(folder)
+        with atomic_folder(folder) as building:
             for name, content in self.files.items():
                 write_file(building / name, content)
 
 
-def check_new_folder(folder: Path) -> None:
-    """Raise `DataError` when something stands where a tokenizer is to be saved."""
-    with os_errors("read", folder):
+def check_empty_folder(folder: Path) -> None:
+    """Raise DataError if `folder` exists and is not an empty folder."""
+    with translate_os_errors("read", folder):
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise DataError(f"{folder} exists and is not an empty folder: choose another place for the tokenizer")
+            raise DataError(f"{folder}: exists and is not an empty folder; choose another folder for the tokenizer")
 
 
 def train_bpe(
@@ -136,31 +135,31 @@ def train_bpe(
     *,
     vocab_size: int,
     special_tokens: Sequence[str] = ("<|bos|>", "<|eos|>"),
-    progress: Progress = silent,
+    progress: Progress = no_progress,
 ) -> Tokenizer:
-    """Train a byte-level BPE tokenizer with the split of Llama 3. The same texts give the same files.
+    """Train a byte-level BPE tokenizer with the split of Llama 3, deterministically.
 
     Args:
-        texts: what to learn from; walked once.
-        vocab_size: ids, special tokens and the 256 bytes included. A small corpus may give fewer.
+        texts: training texts, iterated once.
+        vocab_size: number of ids, including special tokens and the 256 bytes. A small corpus may give fewer.
         special_tokens: the first is BOS and the last is EOS; they get the first ids.
-        progress: told of the characters read.
+        progress: called with the characters read.
 
     Returns:
-        A tokenizer whose files `transformers.AutoTokenizer` loads; it adds no BOS or EOS by itself.
+        A tokenizer whose files `transformers.AutoTokenizer` can load; it adds no BOS or EOS.
 
     Raises:
         DataError: `vocab_size` is too small for the bytes and the special tokens, or there is no text.
     """
-    least = BYTES + len(special_tokens)
-    if vocab_size < least:
+    min_size = N_BYTES + len(special_tokens)
+    if vocab_size < min_size:
         raise DataError(
-            f"vocab_size={vocab_size}: at least {least} (256 bytes and {len(special_tokens)} special tokens)"
+            f"vocab_size = {vocab_size}: at least {min_size} (256 bytes and {len(special_tokens)} special tokens)"
         )
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(LLAMA3_SPLIT_REGEX), behavior="isolated")
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    # The properties of `tokenizers` have no setter in its type stubs.
+    # the type stubs of `tokenizers` lack these setters
     untyped = cast(Any, tokenizer)
     untyped.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     untyped.decoder = decoders.ByteLevel()
@@ -172,14 +171,14 @@ def train_bpe(
     )
     characters = 0
 
-    def counted() -> Iterator[str]:
+    def iter_texts() -> Iterator[str]:
         nonlocal characters
         for text in texts:
             yield text
             characters += len(text)
             progress(characters, 0, "characters")
 
-    tokenizer.train_from_iterator(counted(), trainer)
+    tokenizer.train_from_iterator(iter_texts(), trainer)
     if characters == 0:
         raise DataError("no text to train a tokenizer on: check the sources and the suffixes")
     config: dict[str, object] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -192,22 +191,24 @@ def train_bpe(
     return Tokenizer(files, name=f"bpe-{tokenizer.get_vocab_size()}")
 
 
-def _build(content: bytes, source: str, *, specials: Specials = "text") -> tokenizers.Tokenizer:
+def _build_tokenizer(
+    content: bytes, source: str, *, special_tokens_as: SpecialTokensAs = "text"
+) -> tokenizers.Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as exc:  # `tokenizers` raises a bare Exception or ValueError for any content it cannot read
+    except Exception as exc:  # `tokenizers` raises bare Exception or ValueError
         raise DataError(f"{source}: not a tokenizer that `tokenizers` {tokenizers.__version__} reads ({exc})") from exc
     if getattr(tokenizer.model, "dropout", None):
         raise DataError(f"{source}: the model has dropout, so its ids are random; set dropout to null")
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    cast(Any, tokenizer).encode_special_tokens = specials == "text"
+    cast(Any, tokenizer).encode_special_tokens = special_tokens_as == "text"
     return tokenizer
 
 
-def _named_tokens(files: Mapping[str, bytes], name: str) -> dict[str, str]:
-    """The strings of bos_token, eos_token and pad_token; the configuration wins over the older map."""
-    named: dict[str, str] = {}
+def _read_special_token_names(files: Mapping[str, bytes], name: str) -> dict[str, str]:
+    """Return the strings of bos_token, eos_token and pad_token; the configuration overrides the older map."""
+    names: dict[str, str] = {}
     for file in ("special_tokens_map.json", CONFIG_FILE):
         if file not in files:
             continue
@@ -219,16 +220,16 @@ def _named_tokens(files: Mapping[str, bytes], name: str) -> dict[str, str]:
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
             if isinstance(value, str):
-                named[key] = value
-    return named
+                names[key] = value
+    return names
 
 
-def _id_of(named: Mapping[str, str], key: str, vocabulary: Mapping[str, int], name: str) -> int | None:
-    if key not in named:
+def _token_id(names: Mapping[str, str], key: str, vocabulary: Mapping[str, int], name: str) -> int | None:
+    if key not in names:
         return None
-    if named[key] not in vocabulary:
-        raise DataError(f"tokenizer {name}: {key} {named[key]!r} is not in the vocabulary of {MODEL_FILE}")
-    return vocabulary[named[key]]
+    if names[key] not in vocabulary:
+        raise DataError(f"tokenizer {name}: {key} {names[key]!r} is not in the vocabulary of {MODEL_FILE}")
+    return vocabulary[names[key]]
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

@@ -158,6 +158,6 @@ def completed(run_dir: str, since: int = 0) -> bool:
             kind = json.loads(row).get("event")
         except (ValueError, AttributeError):
             continue
-        if kind in ("start", "stop", "done"):
+        if kind in ("start", "stop", "completed"):
             last = kind
-    return last == "done"
+    return last == "completed"

@@ -1,15 +1,15 @@
-"""Kubernetes: YAML for Kubeflow's TrainJob or HyperPod's PyTorchJob on EKS. Rendered only; kubectl sends it."""
+"""Kubernetes target: YAML for Kubeflow's TrainJob or HyperPod's PyTorchJob; kubectl submits it."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_launch.k8s.target import KubernetesBackend
+    from lt_launch.k8s.target import KubernetesTarget
 
-__all__ = ["backend"]
+__all__ = ["make_target"]
 
 
-def backend() -> "KubernetesBackend":
-    """The target."""
-    from lt_launch.k8s.target import KubernetesBackend
+def make_target() -> "KubernetesTarget":
+    """Return the target."""
+    from lt_launch.k8s.target import KubernetesTarget
 
-    return KubernetesBackend()
+    return KubernetesTarget()

@@ -1,8 +1,8 @@
-"""Manifests as plain values: pure, the same for the same job.
+"""Pure, deterministic construction of Kubernetes manifests as plain values.
 
 The resolved recipe travels as a ConfigMap. With Kubeflow each pod starts `lt train torchrun` with the rendezvous that
-the operator sets (PET_* variables), which gives ranks their whole grace time and keeps exit code 75; with HyperPod its
-own agent starts the ranks.
+the operator sets (PET_* variables), which grants ranks their full grace period and preserves exit code 75; with
+HyperPod its own agent starts the ranks.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lt_trainer.errors import RecipeError
 __all__ = ["manifests"]
 
 NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
-RECIPE_FOLDER = "/etc/lt"
-LEAVING_S = 30
+RECIPE_MOUNT_PATH = "/etc/lt"
+EXIT_MARGIN_S = 30
 
 
 def manifests(job: Job, options: KubernetesOptions, python: str) -> list[dict[str, Any]]:
-    """The ConfigMap of the recipe and the job that trains it.
+    """Return the ConfigMap of the recipe and the manifest of its training job.
 
     Raises:
-        RecipeError: there is no image of a registry or no recipe, or a name that Kubernetes does not take.
+        RecipeError: no registry image, no recipe, or a name that Kubernetes rejects.
     """
     image = _image(job, options)
     if not image or image.startswith((".", "/")) or image.endswith(".sqsh"):
@@ -35,19 +35,23 @@ def manifests(job: Job, options: KubernetesOptions, python: str) -> list[dict[st
         remedy = "name one in k8s.image or job.container.image, such as REGISTRY/lt:1"
         raise RecipeError("a pod needs an image of a registry", values={name: image}, remedy=remedy)
     if not job.recipe:
-        raise RecipeError("only a job that trains a recipe is rendered", values={"job.name": job.name})
+        raise RecipeError("only a training job can be rendered", values={"job.name": job.name})
     if not NAME.fullmatch(job.name):
-        remedy = "use small letters, digits and '-'"
-        raise RecipeError("is not a name that Kubernetes takes", values={"job.name": job.name}, remedy=remedy)
-    out = tomllib.loads(job.recipe)["run"]["out"]
-    if not options.claim or not out.startswith(f"{options.mount.rstrip('/')}/"):
+        remedy = "use lowercase letters, digits and '-'"
+        raise RecipeError("is not a valid Kubernetes name", values={"job.name": job.name}, remedy=remedy)
+    out = tomllib.loads(job.recipe)["run"]["dir"]
+    if not options.persistent_volume_claim or not out.startswith(f"{options.mount_path.rstrip('/')}/"):
         raise RecipeError(
             "pods share no folder for checkpoints",
-            values={"k8s.claim": options.claim, "k8s.mount": options.mount, "run.out": out},
-            remedy="name the PersistentVolumeClaim, and let run.out lie below k8s.mount",
+            values={
+                "k8s.persistent_volume_claim": options.persistent_volume_claim,
+                "k8s.mount_path": options.mount_path,
+                "run.dir": out,
+            },
+            remedy="name the PersistentVolumeClaim, and put run.dir below k8s.mount_path",
         )
-    make = _trainjob if options.kind == "trainjob" else _hyperpod
-    return [_config_map(job, options), make(job, options, python)]
+    build = _trainjob if options.kind == "trainjob" else _hyperpod
+    return [_config_map(job, options), build(job, options, python)]
 
 
 def _config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
@@ -60,42 +64,49 @@ def _config_map(job: Job, options: KubernetesOptions) -> dict[str, Any]:
 
 
 def _resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
-    """What one pod gets; limits, since devices and huge pages know no other."""
-    found: dict[str, Any] = {}
+    """Return the resources of one pod, as limits: devices and huge pages support nothing else."""
+    limits: dict[str, Any] = {}
     if job.resources.neuron_cores_per_node or job.engine == "neuron":
-        found["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node or job.procs_per_node
+        limits["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node or job.procs_per_node
     else:
-        found["nvidia.com/gpu"] = job.resources.gpus_per_node or job.procs_per_node
+        limits["nvidia.com/gpu"] = job.resources.gpus_per_node or job.procs_per_node
     if options.efa_per_node:
-        found["vpc.amazonaws.com/efa"] = options.efa_per_node
+        limits["vpc.amazonaws.com/efa"] = options.efa_per_node
     if job.resources.cpus_per_proc:
-        found["cpu"] = job.resources.cpus_per_proc * job.procs_per_node
+        limits["cpu"] = job.resources.cpus_per_proc * job.procs_per_node
     if job.resources.memory_gib:
-        found["memory"] = f"{job.resources.memory_gib}Gi"
-    return {"limits": found, "requests": dict(found)}
+        limits["memory"] = f"{job.resources.memory_gib}Gi"
+    return {"limits": limits, "requests": dict(limits)}
 
 
 def _environment(job: Job) -> list[dict[str, str]]:
-    """Variables; Kubernetes would take $(NAME) in a value for a reference and $$ for one $, so each $ is doubled."""
+    """Return the environment; each $ is doubled because Kubernetes expands $(NAME) in values."""
     return [{"name": name, "value": value.replace("$", "$$")} for name, value in job.env.items()]
 
 
 def _volumes(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     volumes = [
         {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
-        {"name": "shared", "persistentVolumeClaim": {"claimName": options.claim}},
+        {"name": "shared", "persistentVolumeClaim": {"claimName": options.persistent_volume_claim}},
         {"name": "shm", "emptyDir": {"medium": "Memory"}},
     ]
     mounts = [
-        {"name": "recipe", "mountPath": RECIPE_FOLDER, "readOnly": True},
-        {"name": "shared", "mountPath": options.mount},
+        {"name": "recipe", "mountPath": RECIPE_MOUNT_PATH, "readOnly": True},
+        {"name": "shared", "mountPath": options.mount_path},
         {"name": "shm", "mountPath": "/dev/shm"},
     ]
     return volumes, mounts
 
 
 def _command(job: Job, python: str, *rendezvous: str) -> list[str]:
-    words = ["-m", "lt_trainer", "torchrun", f"{RECIPE_FOLDER}/run.toml", "--nproc-per-node", str(job.procs_per_node)]
+    words = [
+        "-m",
+        "lt_trainer",
+        "torchrun",
+        f"{RECIPE_MOUNT_PATH}/run.toml",
+        "--nproc-per-node",
+        str(job.procs_per_node),
+    ]
     return [python, *words, "--", *rendezvous]
 
 
@@ -104,13 +115,16 @@ def _image(job: Job, options: KubernetesOptions) -> str:
 
 
 def _trainjob(job: Job, options: KubernetesOptions, python: str) -> dict[str, Any]:
-    """Kubeflow Trainer v2: the operator sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in each pod."""
+    """Return a TrainJob of Kubeflow Trainer v2.
+
+    The operator sets PET_MASTER_ADDR, PET_MASTER_PORT and PET_NODE_RANK in each pod.
+    """
     volumes, mounts = _volumes(job, options)
     shell = _command(job, python, f"--nnodes={job.nodes}", "--node-rank=$(PET_NODE_RANK)")
     shell += ["--master-addr=$(PET_MASTER_ADDR)", "--master-port=$(PET_MASTER_PORT)"]
     spec: dict[str, Any] = {
         "volumes": volumes,
-        "terminationGracePeriodSeconds": math.ceil(job.grace_s) + LEAVING_S,
+        "terminationGracePeriodSeconds": math.ceil(job.grace_period_s) + EXIT_MARGIN_S,
         "containers": [{"name": "node", "volumeMounts": mounts}],
     }
     if options.service_account:
@@ -139,16 +153,17 @@ def _trainjob(job: Job, options: KubernetesOptions, python: str) -> dict[str, An
 
 
 def _hyperpod(job: Job, options: KubernetesOptions, python: str) -> dict[str, Any]:
-    """HyperPod's training operator: it replaces broken nodes and starts pods again, at most max_restarts times.
+    """Return a HyperPodPyTorchJob of HyperPod's training operator.
 
-    Its own agent, hyperpodrun, stands in torchrun's place; the image must have it (pip install hyperpod-elastic-agent).
+    The operator replaces broken nodes and restarts pods at most max_restarts times. Its own agent, hyperpodrun,
+    replaces torchrun; the image must contain it (pip install hyperpod-elastic-agent).
     """
     volumes, mounts = _volumes(job, options)
     command = ["hyperpodrun", f"--nnodes={job.nodes}", f"--nproc-per-node={job.procs_per_node}"]
-    command += ["--rdzv-backend=hyperpod", "-m", "lt_trainer", "run", f"{RECIPE_FOLDER}/run.toml"]
-    labels = {"kueue.x-k8s.io/queue-name": options.queue} if options.queue else {}
+    command += ["--rdzv-backend=hyperpod", "-m", "lt_trainer", "run", f"{RECIPE_MOUNT_PATH}/run.toml"]
+    labels = {"kueue.x-k8s.io/queue-name": options.queue_name} if options.queue_name else {}
     pod: dict[str, Any] = {
-        "terminationGracePeriodSeconds": math.ceil(job.grace_s) + LEAVING_S,
+        "terminationGracePeriodSeconds": math.ceil(job.grace_period_s) + EXIT_MARGIN_S,
         "containers": [
             {
                 "name": "pytorch-job-container",

@@ -1,28 +1,28 @@
-"""SageMaker training jobs, from both sides.
+"""SageMaker training jobs: client, container entry point, publisher and local emulator.
 
-The client makes and checks CreateTrainingJob requests (`request`, `constraints`, `client`); the container's entry keeps
-the contract of `/opt/ml` (`contract`, `entry`); the publisher prints CreateAlgorithm (`algorithm`); and `local` keeps
-the service's side of the contract with processes of this machine. boto3 is imported in `aws` alone.
+The client builds and checks CreateTrainingJob requests (`request`, `constraints`, `client`); the container entry point
+implements the `/opt/ml` contract (`contract`, `entrypoint`); the publisher prints CreateAlgorithm (`algorithm`);
+`local` and `emulator` run the service's side with processes on this machine. Only `client` imports boto3.
 """
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_launch.sagemaker.local import LocalSageMaker
-    from lt_launch.sagemaker.target import SageMakerBackend
+    from lt_launch.sagemaker.local import SageMakerLocalTarget
+    from lt_launch.sagemaker.target import SageMakerTarget
 
-__all__ = ["backend", "local_backend"]
-
-
-def backend() -> "SageMakerBackend":
-    """The target `sagemaker`."""
-    from lt_launch.sagemaker.target import SageMakerBackend
-
-    return SageMakerBackend()
+__all__ = ["make_local_target", "make_target"]
 
 
-def local_backend() -> "LocalSageMaker":
-    """The target `sagemaker-local`."""
-    from lt_launch.sagemaker.local import LocalSageMaker
+def make_target() -> "SageMakerTarget":
+    """Return the target `sagemaker`."""
+    from lt_launch.sagemaker.target import SageMakerTarget
 
-    return LocalSageMaker()
+    return SageMakerTarget()
+
+
+def make_local_target() -> "SageMakerLocalTarget":
+    """Return the target `sagemaker-local`."""
+    from lt_launch.sagemaker.local import SageMakerLocalTarget
+
+    return SageMakerLocalTarget()

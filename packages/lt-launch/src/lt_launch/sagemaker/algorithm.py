@@ -1,7 +1,7 @@
-"""The publisher's side: a CreateAlgorithm request made of the recipe's own schema, so that the two cannot drift apart.
+"""CreateAlgorithm request of the published algorithm, built from the recipe's own schema.
 
-Types and defaults are read from the recipe's fields. Ranges are found by asking the schema itself: a bound stands here
-only when the recipe refuses what lies beyond it, or where no number could be right (see `RANGES`).
+Types and defaults are read from the recipe's fields. Ranges are derived from the schema: a bound is listed only if the
+recipe rejects values beyond it, or if no larger value could be intended (see `HYPERPARAMETER_RANGES`).
 """
 
 from __future__ import annotations
@@ -9,18 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lt_launch.sagemaker.constraints import check
+from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.instances import PUBLISHED
-from lt_trainer.fields import Leaf
-from lt_trainer.hyperparameters import table
-from lt_trainer.metrics import METRIC_DEFINITIONS
+from lt_launch.sagemaker.instances import PUBLISHED_INSTANCE_TYPES
+from lt_trainer.config import Leaf, hyperparameter_leaves
+from lt_trainer.run_directory import METRIC_DEFINITIONS
 
-__all__ = ["RANGES", "algorithm", "hyperparameter_specifications"]
+__all__ = ["HYPERPARAMETER_RANGES", "create_algorithm_request", "hyperparameter_specifications"]
 
-MOST = 2**31 - 1
-RANGES: dict[str, tuple[float, float]] = {
-    "VOCAB_SIZE": (0, MOST),
+INT32_MAX = 2**31 - 1
+HYPERPARAMETER_RANGES: dict[str, tuple[float, float]] = {
+    "VOCAB_SIZE": (0, INT32_MAX),
     "HIDDEN_SIZE": (2, 65536),
     "INTERMEDIATE_SIZE": (1, 262144),
     "N_HEADS": (1, 1024),
@@ -34,14 +33,14 @@ RANGES: dict[str, tuple[float, float]] = {
     "BETA1": (0.0, 0.999999),
     "BETA2": (0.0, 0.999999),
     "GRAD_CLIP": (0.0, 1e9),
-    "MAX_STEPS": (1, MOST),
-    "WARMUP_STEPS": (0, MOST),
+    "MAX_STEPS": (1, INT32_MAX),
+    "WARMUP_STEPS": (0, INT32_MAX),
     "MIN_LR": (0.0, 10.0),
     "NUM_NODES": (1, 1024),
-    "CHECKPOINT_INTERVAL": (0, MOST),
+    "CHECKPOINT_INTERVAL": (0, INT32_MAX),
 }
-"""Smallest and largest value of each number. What lies outside is refused by the recipe (the lower bounds) or would be
-a slip of the keyboard (the upper ones); what contradicts other fields only the container can tell."""
+"""Smallest and largest value of each number. The recipe rejects values below the lower bound; values above the upper
+bound are typing errors. Contradictions between fields are detected in the container only."""
 CONTENT_TYPE = "application/octet-stream"
 CHANNELS = (
     ("train", True, "token store made by lt data prepare and lt data pack"),
@@ -51,28 +50,30 @@ CHANNELS = (
 )
 
 
-def algorithm(
+def create_algorithm_request(
     *, name: str, image: str, digest: str = "", description: str = "", engines: Sequence[str] = ("gpu",)
 ) -> dict[str, Any]:
-    """The request that publishes a training image as an algorithm.
+    """Return the request that publishes a training image as an algorithm.
 
     Args:
-        name: of the algorithm.
-        image: in ECR, with tag.
-        digest: of the image, `sha256:...`; empty leaves it out.
-        description: for the console.
-        engines: gpu, neuron or both: what the image can train on decides the instance types.
+        name: name of the algorithm.
+        image: image in ECR, with tag.
+        digest: digest of the image, `sha256:...`; empty leaves it out.
+        description: text shown in the console.
+        engines: gpu, neuron or both, the engines in the image; they decide the instance types.
 
     Raises:
-        SageMakerError: the service would refuse it, naming field and limit.
+        SageMakerError: the service would reject it; names field and limit.
     """
-    unknown = [engine for engine in engines if engine not in PUBLISHED]
+    unknown = [engine for engine in engines if engine not in PUBLISHED_INSTANCE_TYPES]
     if unknown or not engines:
-        raise SageMakerError(f"--engine {', '.join(unknown) or '(none)'}: the engines are {', '.join(PUBLISHED)}")
+        raise SageMakerError(
+            f"--engine {', '.join(unknown) or '(none)'}: the engines are {', '.join(PUBLISHED_INSTANCE_TYPES)}"
+        )
     specification: dict[str, Any] = {
         "TrainingImage": image,
         "SupportedHyperParameters": hyperparameter_specifications(),
-        "SupportedTrainingInstanceTypes": [kind for engine in engines for kind in PUBLISHED[engine]],
+        "SupportedTrainingInstanceTypes": [kind for engine in engines for kind in PUBLISHED_INSTANCE_TYPES[engine]],
         "SupportsDistributedTraining": True,
         "MetricDefinitions": [dict(definition) for definition in METRIC_DEFINITIONS],
         "TrainingChannels": [
@@ -89,23 +90,23 @@ def algorithm(
     }
     if digest:
         specification["TrainingImageDigest"] = digest
-    made: dict[str, Any] = {
+    request: dict[str, Any] = {
         "AlgorithmName": name,
         "AlgorithmDescription": description or "Pre-training of Llama-family language models with lt",
         "TrainingSpecification": specification,
     }
-    check("CreateAlgorithmInput", made)
-    return made
+    check_request("CreateAlgorithmInput", request)
+    return request
 
 
 def hyperparameter_specifications() -> list[dict[str, Any]]:
-    """Every hyperparameter with type, range, default and description, in the order of the recipe."""
-    return [_specification(name, leaf) for name, leaf in table().items()]
+    """Return all hyperparameters with type, range, default and description, in recipe order."""
+    return [_hyperparameter_specification(name, leaf) for name, leaf in hyperparameter_leaves().items()]
 
 
-def _specification(name: str, leaf: Leaf) -> dict[str, Any]:
+def _hyperparameter_specification(name: str, leaf: Leaf) -> dict[str, Any]:
     kind = {int: "Integer", float: "Continuous", str: "FreeText"}[leaf.hint]
-    made: dict[str, Any] = {
+    specification: dict[str, Any] = {
         "Name": name,
         "Description": leaf.help + (f" ({leaf.unit})" if leaf.unit else ""),
         "Type": kind,
@@ -113,7 +114,7 @@ def _specification(name: str, leaf: Leaf) -> dict[str, Any]:
         "IsRequired": False,
         "DefaultValue": str(leaf.default),
     }
-    if name in RANGES:
-        low, high = RANGES[name]
-        made["Range"] = {f"{kind}ParameterRangeSpecification": {"MinValue": str(low), "MaxValue": str(high)}}
-    return made
+    if name in HYPERPARAMETER_RANGES:
+        low, high = HYPERPARAMETER_RANGES[name]
+        specification["Range"] = {f"{kind}ParameterRangeSpecification": {"MinValue": str(low), "MaxValue": str(high)}}
+    return specification

@@ -1,8 +1,8 @@
-"""Checks a request against SageMaker's own service model, which botocore brings as a file: nothing is sent for it.
+"""Offline validation of requests against SageMaker's service model, a data file of botocore.
 
-botocore itself checks required members, types and minima; lengths, maxima, patterns and enumerations reach the person
-only as a refusal by the service, after minutes. The walk below checks all of them and names field, value and limit.
-What the model cannot say (either an image or an algorithm, spot needs a longer wait, ...) is in `rules`.
+botocore itself checks required members, types and minima; violated lengths, maxima, patterns and enumerations are
+otherwise rejected by the service, minutes later. The walk below checks all of them and names field, value and limit.
+Rules that the model cannot express (either an image or an algorithm, spot needs a longer wait, ...) are in `rules`.
 
 Cost: reading the model is 0.06 CPU-seconds; botocore is not imported.
 """
@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.rules import broken_rules
+from lt_launch.sagemaker.rules import find_broken_rules
 
-__all__ = ["Violation", "check", "model_shapes", "violations"]
+__all__ = ["Violation", "check_request", "find_violations", "load_model_shapes"]
 
-SHOWN = 80
-"""Characters of a value that an error shows."""
-CLASSES = {
+MAX_SHOWN_CHARS = 80
+"""Maximum number of characters of a value in an error."""
+UNICODE_CLASSES = {
     "L": "a-zA-Z",
     "N": "0-9",
     "Z": " ",
@@ -34,14 +34,14 @@ CLASSES = {
     "M": "\ue000",
     "Alnum": "a-zA-Z0-9",
 }
-"""ASCII members of the Unicode classes in patterns, which Python's `re` does not know."""
-STAND_INS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\ue000"}
-"""What a character outside ASCII is taken for in a pattern, by the first letter of its category."""
+"""ASCII members of the Unicode classes in patterns, which Python's `re` does not support."""
+ASCII_REPLACEMENTS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\ue000"}
+"""ASCII replacement of a non-ASCII character in a pattern, by the first letter of its Unicode category."""
 
 
 @dataclass(frozen=True)
 class Violation:
-    """One broken constraint: the field, and the limit with what was given."""
+    """One violated constraint: the field, and the limit with the given value."""
 
     field: str
     problem: str
@@ -51,8 +51,8 @@ class Violation:
 
 
 @cache
-def model_shapes() -> Mapping[str, Any]:
-    """The shapes of SageMaker's service model by name.
+def load_model_shapes() -> Mapping[str, Any]:
+    """Return the shapes of SageMaker's service model by name.
 
     Raises:
         SageMakerError: botocore is not installed.
@@ -66,32 +66,32 @@ def model_shapes() -> Mapping[str, Any]:
     return json.loads(text)["shapes"]
 
 
-def check(shape: str, request: Mapping[str, Any]) -> None:
-    """Refuse a request that the service would refuse.
+def check_request(shape: str, request: Mapping[str, Any]) -> None:
+    """Reject a request that the service would reject.
 
     Raises:
-        SageMakerError: naming each field that breaks a constraint, with the limit.
+        SageMakerError: names each field that violates a constraint, with the limit.
     """
-    found = [*violations(shape, request), *(Violation(*rule) for rule in broken_rules(shape, request))]
-    if found:
-        raise SageMakerError("SageMaker would refuse this request:\n" + "\n".join(f"  {item}" for item in found))
+    violations = [*find_violations(shape, request), *(Violation(*rule) for rule in find_broken_rules(shape, request))]
+    if violations:
+        raise SageMakerError("SageMaker would reject this request:\n" + "\n".join(f"  {item}" for item in violations))
 
 
-def violations(shape: str, value: Any, field: str = "") -> list[Violation]:
-    """Every constraint of the service model that `value` breaks as the shape of that name."""
+def find_violations(shape: str, value: Any, field: str = "") -> list[Violation]:
+    """Return all constraints of the service model that `value` violates as the named shape."""
     return list(_walk(shape, value, field))
 
 
 def _walk(name: str, value: Any, field: str) -> Iterator[Violation]:
-    shape = model_shapes()[name]
+    shape = load_model_shapes()[name]
     kind = shape["type"]
     expected, fits = _TYPES[kind]
     if not fits(value):
-        yield Violation(field or name, f"expected {expected}, got {_shown(value)}")
+        yield Violation(field or name, f"expected {expected}, got {_truncated_repr(value)}")
         return
-    yield from _limits(shape, value, field or name)
+    yield from _check_limits(shape, value, field or name)
     if kind == "structure":
-        yield from _members(shape, value, field)
+        yield from _check_members(shape, value, field)
     elif kind == "list":
         for at, item in enumerate(value):
             yield from _walk(shape["member"]["shape"], item, f"{field}[{at}]")
@@ -101,7 +101,7 @@ def _walk(name: str, value: Any, field: str) -> Iterator[Violation]:
             yield from _walk(shape["value"]["shape"], item, f"{field}.{key}")
 
 
-def _members(shape: Mapping[str, Any], value: Mapping[str, Any], field: str) -> Iterator[Violation]:
+def _check_members(shape: Mapping[str, Any], value: Mapping[str, Any], field: str) -> Iterator[Violation]:
     prefix = f"{field}." if field else ""
     for missing in (member for member in shape.get("required", ()) if member not in value):
         yield Violation(f"{prefix}{missing}", "is required and missing")
@@ -111,28 +111,28 @@ def _members(shape: Mapping[str, Any], value: Mapping[str, Any], field: str) -> 
         if member in shape["members"]:
             yield from _walk(shape["members"][member]["shape"], item, f"{prefix}{member}")
         else:
-            yield Violation(f"{prefix}{member}", "is no field of SageMaker's")
+            yield Violation(f"{prefix}{member}", "is not a field of SageMaker")
 
 
-def _limits(shape: Mapping[str, Any], value: Any, field: str) -> Iterator[Violation]:
-    counted = shape["type"] in ("string", "list", "map", "blob")
-    size, unit = (len(value), {"string": " characters"}.get(shape["type"], " entries")) if counted else (value, "")
-    shown = f"it has {size}" if counted else f"got {_shown(value)}"
+def _check_limits(shape: Mapping[str, Any], value: Any, field: str) -> Iterator[Violation]:
+    has_length = shape["type"] in ("string", "list", "map", "blob")
+    size, unit = (len(value), {"string": " characters"}.get(shape["type"], " entries")) if has_length else (value, "")
+    shown = f"it has {size}" if has_length else f"got {_truncated_repr(value)}"
     if "min" in shape and size < shape["min"]:
         yield Violation(field, f"must be at least {shape['min']}{unit}, {shown}")
     if "max" in shape and size > shape["max"]:
         yield Violation(field, f"must be at most {shape['max']}{unit}, {shown}")
     if "enum" in shape and value not in shape["enum"]:
-        yield Violation(field, f"{_shown(value)} is not one of {_some(shape['enum'], value)}")
-    if "pattern" in shape and not _pattern(shape["pattern"]).fullmatch(_as_ascii(value)):
-        yield Violation(field, f"{_shown(value)} does not fit the pattern {shape['pattern']}")
+        yield Violation(field, f"{_truncated_repr(value)} is not one of {_format_choices(shape['enum'], value)}")
+    if "pattern" in shape and not _compile_pattern(shape["pattern"]).fullmatch(_as_ascii(value)):
+        yield Violation(field, f"{_truncated_repr(value)} does not fit the pattern {shape['pattern']}")
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -142,8 +142,8 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "list": ("a list", lambda value: isinstance(value, list | tuple)),
     "string": ("text", lambda value: isinstance(value, str)),
     "boolean": ("true or false", lambda value: isinstance(value, bool)),
-    "integer": ("a whole number", _is_whole),
-    "long": ("a whole number", _is_whole),
+    "integer": ("a whole number", _is_integer),
+    "long": ("a whole number", _is_integer),
     "float": ("a number", _is_number),
     "double": ("a number", _is_number),
     "timestamp": ("a time", lambda value: value is not None),
@@ -151,28 +151,30 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _shown(value: Any) -> str:
+def _truncated_repr(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
-def _some(choices: list[str], value: Any) -> str:
-    """All of a few choices; of many, those that look like what was given."""
+def _format_choices(choices: list[str], value: Any) -> str:
+    """Format a few choices completely; of many, those similar to the given value."""
     if len(choices) <= 8 or not isinstance(value, str):
         return ", ".join(choices[:8]) + (", ..." if len(choices) > 8 else "")
     from difflib import get_close_matches
 
-    near = get_close_matches(value, choices, n=4, cutoff=0.3)
-    return f"the {len(choices)} that SageMaker has" + (f"; near it: {', '.join(near)}" if near else "")
+    similar = get_close_matches(value, choices, n=4, cutoff=0.3)
+    return f"the {len(choices)} values of SageMaker" + (f"; similar: {', '.join(similar)}" if similar else "")
 
 
 @cache
-def _pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern of the service model, which is written for Java."""
-    return re.compile(re.sub(r"\\p\{(\w+)\}", lambda found: CLASSES[found[1]], pattern))
+def _compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Compile a pattern of the service model, which uses Java syntax."""
+    return re.compile(re.sub(r"\\p\{(\w+)\}", lambda found: UNICODE_CLASSES[found[1]], pattern))
 
 
 def _as_ascii(text: str) -> str:
     if text.isascii():
         return text
-    return "".join(char if char.isascii() else STAND_INS.get(unicodedata.category(char)[0], "\x00") for char in text)
+    return "".join(
+        char if char.isascii() else ASCII_REPLACEMENTS.get(unicodedata.category(char)[0], "\x00") for char in text
+    )

@@ -1,17 +1,17 @@
-"""The service's side of the contract with processes of this machine: `python -m lt_launch.sagemaker.emulator JOB`.
+"""Emulator of SageMaker's side of the contract: `python -m lt_launch.sagemaker.emulator JOB`.
 
-One process stands for the service and runs one job to its end. JOB is a folder with `request.json`; what happens is in
-`job.json`, which reads as DescribeTrainingJob answers, and everything else beside it:
+One process emulates the service and runs one job to its end. JOB is a folder with `request.json`; the state is in
+`job.json`, in the format of DescribeTrainingJob, next to the other files:
 
-    hosts/algo-N/           what is /opt/ml for a host: channels as links, config files, model, checkpoints, output
-    logs/algo-N.log         what its container writes (CloudWatch's stream)
-    metrics.jsonl           what the metric regexes found in those lines (CloudWatch's metrics)
+    hosts/algo-N/           /opt/ml of a host: channels as links, config files, model, checkpoints, output
+    logs/algo-N.log         output of its container (CloudWatch's stream)
+    metrics.jsonl           matches of the metric regexes in those lines (CloudWatch's metrics)
     output/                 model.tar.gz, or plain files with CompressionType NONE
-    CHECKPOINTS             restored at the start and copied to all the time, where the job has a CheckpointConfig
+    CHECKPOINTS             restored at the start, copied to continuously, if the job has a CheckpointConfig
 
-An address s3://BUCKET/FOLDER means a local folder: `addresses.json` in JOB says which. SIGTERM stands for
-StopTrainingJob: the containers get SIGTERM, 120 s, SIGKILL; the same at MaxRuntimeInSeconds. With network isolation
-the containers run in a network of their own that has nothing but itself, where the system lets us make one.
+`addresses.json` in JOB maps addresses s3://BUCKET/FOLDER to local folders. SIGTERM emulates StopTrainingJob: the
+containers get SIGTERM, and SIGKILL after 120 s; the same at MaxRuntimeInSeconds. With network isolation the containers
+run in a network namespace of their own, where the system permits one.
 """
 
 from __future__ import annotations
@@ -32,33 +32,33 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
-from lt_launch.sagemaker.failure import LIMIT
+from lt_launch.sagemaker.failure import FAILURE_REASON_LIMIT
 
-__all__ = ["GRACE_S", "Emulator", "isolation"]
+__all__ = ["GRACE_PERIOD_S", "TrainingJobEmulator", "network_isolation_prefix"]
 
-GRACE_S = 120.0
-SYNC_S = 1.0
-ISOLATE = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "isolated"]
+GRACE_PERIOD_S = 120.0
+SYNC_INTERVAL_S = 1.0
+UNSHARE_COMMAND = ["unshare", "--net", "--", "sh", "-c", 'ip link set lo up && exec "$@"', "isolated"]
 
 
-def isolation() -> list[str]:
-    """What to put in front of a command so that it has no network; empty where that cannot be done."""
+def network_isolation_prefix() -> list[str]:
+    """Return the command prefix that runs a command without network; empty if unsupported."""
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         return []
-    done = subprocess.run([*ISOLATE, "true"], capture_output=True, check=False)
-    return ISOLATE if done.returncode == 0 else []
+    result = subprocess.run([*UNSHARE_COMMAND, "true"], capture_output=True, check=False)
+    return UNSHARE_COMMAND if result.returncode == 0 else []
 
 
-class Emulator:
-    """One job.
+class TrainingJobEmulator:
+    """Emulated training job.
 
     Args:
-        job: its folder.
-        grace_s: from SIGTERM to SIGKILL.
+        job: folder of the job.
+        grace_period_s: seconds from SIGTERM to SIGKILL.
     """
 
-    def __init__(self, job: Path, grace_s: float = GRACE_S) -> None:
-        self.job, self.grace_s = job, grace_s
+    def __init__(self, job: Path, grace_period_s: float = GRACE_PERIOD_S) -> None:
+        self.job, self.grace_period_s = job, grace_period_s
         self.request: dict[str, Any] = json.loads((job / "request.json").read_bytes())
         self.addresses: dict[str, str] = read_table(job / "addresses.json") or {}
         self.status: dict[str, Any] = {**self.request, "TrainingJobStatus": "InProgress"}
@@ -73,60 +73,64 @@ class Emulator:
 
     # --- status
 
-    def _become(self, secondary: str, message: str, **values: Any) -> None:
-        """The next secondary status, as describe shows it."""
-        now, before = time.time(), self.status["SecondaryStatusTransitions"]
-        if before:
-            before[-1].setdefault("EndTime", now)
-        before.append({"Status": secondary, "StartTime": now, "StatusMessage": message})
+    def _set_status(self, secondary: str, message: str, **values: Any) -> None:
+        """Append a secondary status to job.json."""
+        now, transitions = time.time(), self.status["SecondaryStatusTransitions"]
+        if transitions:
+            transitions[-1].setdefault("EndTime", now)
+        transitions.append({"Status": secondary, "StartTime": now, "StatusMessage": message})
         self.status |= {"SecondaryStatus": secondary, "LastModifiedTime": now, **values}
         write_table(self.job / "job.json", self.status)
 
     def run(self) -> int:
-        """The whole job; 0 when it is Completed."""
+        """Run the job to its end; return 0 if it is Completed."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: self._stop("StopTrainingJob"))
-        self._become("Starting", "Preparing the processes that stand for instances")
+            signal.signal(number, lambda *_: self._request_stop("StopTrainingJob"))
+        self._set_status("Starting", "Preparing the processes that emulate instances")
         try:
-            self._become("Downloading", "Laying out the input")
-            roots = [self._lay_out(host) for host in self._hosts()]
+            self._set_status("Downloading", "Preparing the input")
+            roots = [self._create_opt_ml(host) for host in self._host_names()]
             if not self.stop_reason:
-                self._become("Training", "Training in progress", TrainingStartTime=time.time())
-                codes = self._train(roots)
-                self._become("Uploading", "Collecting model and output")
-                self._collect(roots)
-                return self._end(roots, codes)
+                self._set_status("Training", "Training in progress", TrainingStartTime=time.time())
+                codes = self._run_containers(roots)
+                self._set_status("Uploading", "Collecting model and output")
+                self._collect_outputs(roots)
+                return self._finish(roots, codes)
         except OSError as exc:
-            self._become("Failed", str(exc), TrainingJobStatus="Failed", FailureReason=f"InternalServerError: {exc}")
+            self._set_status(
+                "Failed", str(exc), TrainingJobStatus="Failed", FailureReason=f"InternalServerError: {exc}"
+            )
             return 1
-        return self._end([], [])
+        return self._finish([], [])
 
-    def _end(self, roots: list[Path], codes: list[int]) -> int:
+    def _finish(self, roots: list[Path], codes: list[int]) -> int:
         now = time.time()
-        began = self.status.get("TrainingStartTime", now)
-        self.status |= {"TrainingEndTime": now, "TrainingTimeInSeconds": int(now - began)}
+        started_at = self.status.get("TrainingStartTime", now)
+        self.status |= {"TrainingEndTime": now, "TrainingTimeInSeconds": int(now - started_at)}
         self.status["FinalMetricDataList"] = list(self._metrics.values())
         if self.stop_reason:
             secondary = "MaxRuntimeExceeded" if self.stop_reason == "MaxRuntime" else "Stopped"
-            self._become(secondary, "The job was stopped", TrainingJobStatus="Stopped")
+            self._set_status(secondary, "The job was stopped", TrainingJobStatus="Stopped")
             return 1
         if any(codes):
-            bad = self._failed if self._failed is not None else next(at for at, code in enumerate(codes) if code)
-            file = roots[bad] / "output" / "failure"
-            text = file.read_text(encoding="utf-8", errors="replace")[:LIMIT] if file.exists() else ""
-            reason = f"AlgorithmError: {text}, exit code: {codes[bad]}"
-            self._become("Failed", "Training failed", TrainingJobStatus="Failed", FailureReason=reason)
+            failed = (
+                self._failed if self._failed is not None else next(index for index, code in enumerate(codes) if code)
+            )
+            file = roots[failed] / "output" / "failure"
+            text = file.read_text(encoding="utf-8", errors="replace")[:FAILURE_REASON_LIMIT] if file.exists() else ""
+            reason = f"AlgorithmError: {text}, exit code: {codes[failed]}"
+            self._set_status("Failed", "Training failed", TrainingJobStatus="Failed", FailureReason=reason)
             return 1
-        self._become("Completed", "Training job completed", TrainingJobStatus="Completed")
+        self._set_status("Completed", "Training job completed", TrainingJobStatus="Completed")
         return 0
 
-    # --- the containers' side of things
+    # --- containers
 
-    def _hosts(self) -> list[str]:
+    def _host_names(self) -> list[str]:
         return [f"algo-{number + 1}" for number in range(self.request["ResourceConfig"]["InstanceCount"])]
 
-    def _lay_out(self, host: str) -> Path:
-        """What the service puts into a container."""
+    def _create_opt_ml(self, host: str) -> Path:
+        """Create the /opt/ml of a container; return its root."""
         root, config = self.job / "hosts" / host, self.job / "hosts" / host / "input" / "config"
         for name in ("input/config", "input/data", "model", "output/data", "checkpoints"):
             (root / name).mkdir(parents=True, exist_ok=True)
@@ -135,13 +139,13 @@ class Emulator:
             name = channel["ChannelName"]
             link = root / "input" / "data" / name
             link.unlink(missing_ok=True)
-            link.symlink_to(self._local(channel["DataSource"]), target_is_directory=True)
+            link.symlink_to(self._local_path(channel["DataSource"]), target_is_directory=True)
             channels[name] = {
                 "TrainingInputMode": channel.get("InputMode", "File"),
                 "S3DistributionType": "FullyReplicated",
                 "RecordWrapperType": "None",
             }
-        hosts = sorted(self._hosts())  # the service sorts names as text
+        hosts = sorted(self._host_names())  # as strings, like the service
         resources = {
             "current_host": host,
             "hosts": hosts,
@@ -154,23 +158,23 @@ class Emulator:
         write_table(config / "resourceconfig.json", resources)
         if "CheckpointConfig" in self.request:
             write_table(config / "checkpointconfig.json", {"LocalPath": "/opt/ml/checkpoints"})
-            kept = self._checkpoints()
-            if kept is not None and kept.is_dir():
-                shutil.copytree(kept, root / "checkpoints", dirs_exist_ok=True)
+            stored = self._checkpoint_folder()
+            if stored is not None and stored.is_dir():
+                shutil.copytree(stored, root / "checkpoints", dirs_exist_ok=True)
         return root
 
-    def _local(self, source: Mapping[str, Any]) -> Path:
+    def _local_path(self, source: Mapping[str, Any]) -> Path:
         s3, system = source.get("S3DataSource"), source.get("FileSystemDataSource")
         address = s3["S3Uri"] if s3 else f"{system['FileSystemId']}:{system['DirectoryPath']}" if system else ""
         return Path(self.addresses[address])
 
-    def _checkpoints(self) -> Path | None:
+    def _checkpoint_folder(self) -> Path | None:
         address = self.request.get("CheckpointConfig", {}).get("S3Uri")
         return Path(self.addresses[address]) if address in self.addresses else None
 
-    def _train(self, roots: list[Path]) -> list[int]:
+    def _run_containers(self, roots: list[Path]) -> list[int]:
         (self.job / "logs").mkdir(exist_ok=True)
-        front = isolation() if self.request.get("EnableNetworkIsolation") and len(roots) == 1 else []
+        prefix = network_isolation_prefix() if self.request.get("EnableNetworkIsolation") and len(roots) == 1 else []
         port = _free_port()
         readers = []
         for root in roots:
@@ -181,59 +185,59 @@ class Emulator:
                 "SM_MASTER_ADDR": "127.0.0.1",
                 "SM_MASTER_PORT": str(port),
             }
-            command = [*front, *self.command(root)]
+            command = [*prefix, *self.container_command(root)]
             container = subprocess.Popen(
                 command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
             )
             self._containers.append(container)
-            reader = threading.Thread(target=self._read, args=(root.name, container))
+            reader = threading.Thread(target=self._read_output, args=(root.name, container))
             reader.start()
             readers.append(reader)
-        self._watch(roots)
+        self._supervise(roots)
         for reader in readers:
             reader.join()
         codes = [container.wait() for container in self._containers]
         return [code if code >= 0 else 128 - code for code in codes]
 
-    def command(self, root: Path) -> list[str]:
-        """What runs in a container."""
-        return [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entry", "--root", str(root)]
+    def container_command(self, root: Path) -> list[str]:
+        """Return the command of a container."""
+        return [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entrypoint", "--root", str(root)]
 
-    def _watch(self, roots: list[Path]) -> None:
-        """Until all containers have ended: checkpoints, time limit, and the end of the grace time."""
+    def _supervise(self, roots: list[Path]) -> None:
+        """Supervise the containers to their end: checkpoints, time limit and grace period."""
         limit = time.monotonic() + self.request["StoppingCondition"]["MaxRuntimeInSeconds"]
-        synced = 0.0
+        synced_at = 0.0
         while any(container.poll() is None for container in self._containers):
             now = time.monotonic()
-            self._bury()
+            self._kill_orphans()
             if now >= limit and not self.stop_reason:
-                self._stop("MaxRuntime")
+                self._request_stop("MaxRuntime")
             if self.stop_reason and not self._stopped_at:
                 self._stopped_at = now
-                self._become("Stopping", "Stopping the job", TrainingJobStatus="Stopping")
-                self._signal(signal.SIGTERM)
+                self._set_status("Stopping", "Stopping the job", TrainingJobStatus="Stopping")
+                self._send_signal(signal.SIGTERM)
             if self._failed is None:
-                self._failed = next((at for at, one in enumerate(self._containers) if one.poll()), None)
-                if self._failed is not None and not self._stopped_at:  # one that fails ends the job of all
+                self._failed = next((index for index, one in enumerate(self._containers) if one.poll()), None)
+                if self._failed is not None and not self._stopped_at:  # one failed container ends the job
                     self._stopped_at = now
-                    self._signal(signal.SIGTERM)
-            if self._stopped_at and now >= self._stopped_at + self.grace_s:
-                self._signal(signal.SIGKILL)
-            if now - synced >= SYNC_S:
-                self._sync(roots)
-                synced = time.monotonic()
+                    self._send_signal(signal.SIGTERM)
+            if self._stopped_at and now >= self._stopped_at + self.grace_period_s:
+                self._send_signal(signal.SIGKILL)
+            if now - synced_at >= SYNC_INTERVAL_S:
+                self._sync_checkpoints(roots)
+                synced_at = time.monotonic()
             time.sleep(0.1)
-        self._bury()
-        self._sync(roots)
+        self._kill_orphans()
+        self._sync_checkpoints(roots)
 
-    def _bury(self) -> None:
-        """What a container has left running when its first process ended: a container's end is the end of all in it."""
+    def _kill_orphans(self) -> None:
+        """Kill processes that outlived the first process of their container."""
         for container in self._containers:
             if container.poll() is not None:
                 with suppress(ProcessLookupError):
                     os.killpg(container.pid, signal.SIGKILL)
 
-    def _signal(self, number: int) -> None:
+    def _send_signal(self, number: int) -> None:
         for container in self._containers:
             if container.poll() is None:
                 with suppress(ProcessLookupError):
@@ -241,11 +245,11 @@ class Emulator:
                         os.killpg(container.pid, number)
                     os.kill(container.pid, number)
 
-    def _stop(self, reason: str) -> None:
+    def _request_stop(self, reason: str) -> None:
         self.stop_reason = self.stop_reason or reason
 
-    def _read(self, host: str, container: subprocess.Popen[bytes]) -> None:
-        """Lines of a container into its log, and what the metric regexes find in them."""
+    def _read_output(self, host: str, container: subprocess.Popen[bytes]) -> None:
+        """Write a container's output lines to its log, and their metrics to metrics.jsonl."""
         definitions = self.request["AlgorithmSpecification"].get("MetricDefinitions", [])
         regexes = [(one["Name"], re.compile(one["Regex"])) for one in definitions]
         assert container.stdout is not None
@@ -265,20 +269,20 @@ class Emulator:
                             metrics.write(json.dumps({**point, "Host": host}) + "\n")
                             metrics.flush()
 
-    def _sync(self, roots: list[Path]) -> None:
-        """Checkpoints of every host to where they are kept; what is being written is sent with the next round."""
-        kept = self._checkpoints()
-        if kept is None:
+    def _sync_checkpoints(self, roots: list[Path]) -> None:
+        """Copy the checkpoints of every host to storage; incomplete files follow in the next round."""
+        storage = self._checkpoint_folder()
+        if storage is None:
             return
         for root in roots:
             for path in sorted((root / "checkpoints").rglob("*")):
-                target = kept / path.relative_to(root / "checkpoints")
+                target = storage / path.relative_to(root / "checkpoints")
                 with suppress(FileNotFoundError):
-                    if path.is_file() and not (target.exists() and _same(path, target)):
+                    if path.is_file() and not (target.exists() and _is_unchanged(path, target)):
                         target.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy2(path, target)
 
-    def _collect(self, roots: list[Path]) -> None:
+    def _collect_outputs(self, roots: list[Path]) -> None:
         output = self.job / "output"
         output.mkdir(exist_ok=True)
         plain = self.request["OutputDataConfig"].get("CompressionType") == "NONE"
@@ -296,7 +300,7 @@ class Emulator:
         self.status["ModelArtifacts"] = {"S3ModelArtifacts": str(output / ("model" if plain else "model.tar.gz"))}
 
 
-def _same(one: Path, other: Path) -> bool:
+def _is_unchanged(one: Path, other: Path) -> bool:
     a, b = one.stat(), other.stat()
     return a.st_size == b.st_size and a.st_mtime_ns == b.st_mtime_ns
 
@@ -304,15 +308,15 @@ def _same(one: Path, other: Path) -> bool:
 def _free_port() -> int:
     import socket
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def main() -> int:
-    """Run the job of the folder that is named."""
+    """Run the job in the given folder."""
     grace = os.environ.get("LT_SM_GRACE_S", "")
-    return Emulator(Path(sys.argv[1]), float(grace) if grace else GRACE_S).run()
+    return TrainingJobEmulator(Path(sys.argv[1]), float(grace) if grace else GRACE_PERIOD_S).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The error of everything that concerns SageMaker and that a person can mend."""
+"""User errors of the SageMaker targets."""
 
 from lt_launch.errors import LaunchError
 
@@ -6,4 +6,4 @@ __all__ = ["SageMakerError"]
 
 
 class SageMakerError(LaunchError):
-    """A request, a contract or an answer that cannot be used; its message names field, value and remedy."""
+    """Invalid request, contract or response; the message names field, value and remedy."""

@@ -1,36 +1,36 @@
 """`/opt/ml/output/failure`: its first 1024 characters become the job's FailureReason.
 
-The cause comes first, so that it is not what is cut off. The file is written once: what failed first is why it failed.
+The cause comes first, so that truncation does not remove it. The file is written once, for the first failure.
 """
 
 import os
 from pathlib import Path
 
-__all__ = ["LIMIT", "failure_text", "write_failure"]
+__all__ = ["FAILURE_REASON_LIMIT", "failure_text", "write_failure"]
 
-LIMIT = 1024
+FAILURE_REASON_LIMIT = 1024
 
 
 def failure_text(cause: str, lines: list[str]) -> str:
-    """The cause, then as many of the last lines of output as fit.
+    """Return the cause, followed by as many of the last output lines as fit.
 
     Args:
-        cause: one sentence: rank, host, exit code, or what is wrong with the input.
-        lines: the end of the failed rank's output, oldest first.
+        cause: one sentence: rank, host and exit code, or the problem of the input.
+        lines: last output lines of the failed rank, oldest first.
     """
-    text = cause if len(cause) <= LIMIT else cause[: LIMIT - 3] + "..."
-    kept: list[str] = []
-    room = LIMIT - len(text)
+    text = cause if len(cause) <= FAILURE_REASON_LIMIT else cause[: FAILURE_REASON_LIMIT - 3] + "..."
+    included: list[str] = []
+    remaining = FAILURE_REASON_LIMIT - len(text)
     for line in reversed(lines):
-        if len(line) + 1 > room:
+        if len(line) + 1 > remaining:
             break
-        kept.insert(0, line)
-        room -= len(line) + 1
-    return "\n".join([text, *kept])
+        included.insert(0, line)
+        remaining -= len(line) + 1
+    return "\n".join([text, *included])
 
 
 def write_failure(path: Path, text: str) -> bool:
-    """Write the file unless there is one; returns whether it was written."""
+    """Write the file unless it exists; return True if it was written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)

@@ -1,49 +1,57 @@
-"""The table `[sagemaker]` of a profile: where jobs run in AWS, with which rights, and for how long."""
+"""Options in the table `[sagemaker]` of a profile."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from lt_launch.sagemaker.errors import SageMakerError
+from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import check_types, option
 
-__all__ = ["SageMakerOptions", "pairs"]
+__all__ = ["SageMakerOptions", "parse_pairs"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SageMakerOptions:
-    """What a request needs beside the job itself. Limits of single fields are the service model's to check."""
+    """Options of a request beyond the job itself; single-field limits are checked by the service model."""
 
-    region: str = option("", "AWS region; empty = where boto3 looks for it")
-    endpoint: str = option("", "address of another SageMaker endpoint, for tests; empty = AWS")
-    role: str = option("", "ARN of the role that the job runs with")
-    image: str = option("", "own training image in ECR; either this or algorithm")
-    algorithm: str = option("", "ARN of a subscribed marketplace algorithm, or the name of an own one")
+    region: str = option("", "AWS region; empty = boto3's default")
+    endpoint_url: str = option("", "URL of another SageMaker endpoint, for tests; empty = AWS", former_name="endpoint")
+    role: str = option("", "ARN of the job's role")
+    image: str = option("", "training image in ECR; exclusive with algorithm")
+    algorithm: str = option("", "ARN of a subscribed marketplace algorithm, or the name of your own")
     channels: tuple[str, ...] = option(
         (),
-        "what is read, as NAME=s3://BUCKET/FOLDER, NAME=fsx://FILE_SYSTEM_ID/FOLDER or NAME=efs://ID/FOLDER; "
-        "?rw behind a file system makes it writable",
+        "inputs, as NAME=s3://BUCKET/FOLDER, NAME=fsx://FILE_SYSTEM_ID/FOLDER or NAME=efs://ID/FOLDER; "
+        "?rw after a file system makes it writable",
     )
-    output: str = option("", "s3://BUCKET/FOLDER of the trained model")
-    checkpoints: str = option("", "s3://BUCKET/FOLDER that checkpoints are sent to and restored from")
-    checkpoints_in: str = option("/opt/ml/checkpoints", "where the container has its checkpoints")
-    compress_output: bool = option(True, "one model.tar.gz; false = plain objects, quicker for large models")
-    kms_key: str = option("", "KMS key of the output")
+    output_path: str = option("", "s3://BUCKET/FOLDER of the trained model", former_name="output")
+    checkpoint_s3_uri: str = option(
+        "", "s3://BUCKET/FOLDER for the upload and restore of checkpoints", former_name="checkpoints"
+    )
+    checkpoint_local_path: str = option(
+        "/opt/ml/checkpoints", "checkpoint folder in the container", former_name="checkpoints_in"
+    )
+    compress_output: bool = option(True, "one model.tar.gz; false = plain objects, faster for large models")
+    output_kms_key: str = option("", "KMS key of the output", former_name="kms_key")
     volume_kms_key: str = option("", "KMS key of the disks")
-    keep_alive_s: int = option(0, "how long instances are kept warm for the next job", unit="s")
-    isolated: bool = option(True, "no network but between the hosts of the job")
+    keep_alive_period_s: int = option(
+        0, "time that instances are kept warm for the next job", unit="s", former_name="keep_alive_s"
+    )
+    network_isolation: bool = option(True, "no network except between the hosts of the job", former_name="isolated")
     encrypt_traffic: bool = option(False, "encrypt traffic between the hosts; slow")
     subnets: tuple[str, ...] = option((), "subnets of the VPC; needed for file systems")
     security_groups: tuple[str, ...] = option((), "security groups in the VPC")
-    spot: bool = option(False, "managed spot training: cheaper, interrupted at any time, goes on from checkpoints")
-    max_run_s: int = option(86400, "after which the job is stopped, where the job names no limit", unit="s")
-    max_wait_s: int = option(0, "with spot: for run and waiting together; 0 = twice the run", unit="s")
-    max_pending_s: int = option(0, "how long the job may wait for instances; 0 = SageMaker's default", unit="s")
-    input_mode: Literal["File", "FastFile"] = option("File", "copy S3 channels to disk first, or read them as they go")
-    retries: int = option(0, "how often SageMaker starts the job again after a failure of its own")
+    use_spot_instances: bool = option(
+        False, "managed spot training: cheaper, interruptible, resumed from checkpoints", former_name="spot"
+    )
+    max_run_s: int = option(86400, "time limit of jobs that set none", unit="s")
+    max_wait_s: int = option(0, "with spot: limit of run and waiting time together; 0 = twice max_run_s", unit="s")
+    max_pending_s: int = option(0, "time the job may wait for instances; 0 = SageMaker's default", unit="s")
+    input_mode: Literal["File", "FastFile"] = option("File", "copy S3 channels to disk first, or stream them")
+    max_retry_attempts: int = option(0, "restarts by SageMaker after internal failures", former_name="retries")
     tags: tuple[str, ...] = option((), "tags of the job, as KEY=VALUE")
-    folders: tuple[str, ...] = option(
-        (), "sagemaker-local: the folder that stands for an address, as s3://BUCKET/FOLDER=/path"
+    local_folders: tuple[str, ...] = option(
+        (), "sagemaker-local: local folder of an address, as s3://BUCKET/FOLDER=/path", former_name="folders"
     )
 
     def __post_init__(self) -> None:
@@ -54,15 +62,15 @@ class SageMakerOptions:
                 values={"sagemaker.image": self.image, "sagemaker.algorithm": self.algorithm},
                 remedy="leave one of them out",
             )
-        for name in ("channels", "tags", "folders"):
-            pairs(getattr(self, name), f"sagemaker.{name}")
+        for name in ("channels", "tags", "local_folders"):
+            parse_pairs(getattr(self, name), f"sagemaker.{name}")
 
 
-def pairs(given: tuple[str, ...], field: str) -> dict[str, str]:
-    """NAME=VALUE texts as a map.
+def parse_pairs(given: tuple[str, ...], field: str) -> dict[str, str]:
+    """Parse NAME=VALUE texts into a dict.
 
     Raises:
-        SageMakerError: a text without '=', or a name twice.
+        SageMakerError: a text without '=', or a duplicate name.
     """
     found: dict[str, str] = {}
     for text in given:

@@ -1,9 +1,8 @@
-"""A CreateTrainingJob request from a job and a profile: pure, the same for the same input, checked before it is used.
+"""CreateTrainingJob request of a job and a profile: pure, deterministic, checked before use.
 
-The recipe travels in two ways. Fields that are hyperparameters of the published algorithm go as such, so that the
-console shows them; NUM_NODES is always there and is the number of instances. Every other field that differs from its
-default goes as an environment variable LT_SET_nn = "section.field=value". Paths do not travel: the container has its
-own.
+The recipe travels in two ways. Hyperparameters of the published algorithm are sent as such, so that the console shows
+them; NUM_NODES is always sent and equals the number of instances. Every other field that differs from its default is
+sent as an environment variable LT_SET_nn = "section.field=value". Paths are not sent: the container has its own.
 """
 
 from __future__ import annotations
@@ -14,147 +13,157 @@ from collections.abc import Mapping
 from typing import Any
 
 from lt_launch.job import Job
-from lt_launch.sagemaker.constraints import check
+from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
-from lt_launch.sagemaker.options import SageMakerOptions, pairs
+from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
+from lt_trainer.config import Leaf, Recipe, flatten, format_value, hyperparameter_leaves, leaves
 from lt_trainer.engine import engine_names, engine_spec
-from lt_trainer.fields import Leaf, flatten, leaves
-from lt_trainer.hyperparameters import table
-from lt_trainer.metrics import METRIC_DEFINITIONS
-from lt_trainer.recipe import Recipe
-from lt_trainer.toml import format_value
+from lt_trainer.run_directory import METRIC_DEFINITIONS
 
-__all__ = ["SET", "VALIDATION_SET", "channel_of", "hyperparameters", "request", "sets"]
+__all__ = [
+    "OVERRIDE_PREFIX",
+    "VALIDATION_CHANNEL_PREFIX",
+    "channel_for_field",
+    "create_training_job_request",
+    "hyperparameters",
+    "recipe_overrides",
+]
 
-SET = "LT_SET_"
-HOME_ONLY = ("run.out", "model.preset", "parallel.n_nodes")
-"""Fields that mean nothing in the container, or that it is told in another way."""
-CHANNELS = {"data.store": "train", "data.validation": "validation", "model.init_from": "init"}
-VALIDATION_SET = "validation-"
-SET_STORE = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
+OVERRIDE_PREFIX = "LT_SET_"
+LAUNCHER_ONLY_FIELDS = ("run.dir", "model.preset", "parallel.n_nodes")
+"""Fields that have no meaning in the container or reach it in another way."""
+FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model.init_from": "init"}
+VALIDATION_CHANNEL_PREFIX = "validation-"
+VALIDATION_STORE_FIELD = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
 WAIT_FACTOR = 2
 FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
-VOLUME_GB = 1
-"""What the seed of this interface uses; channels in File mode need more, file systems and FastFile do not."""
+DEFAULT_VOLUME_GB = 1
+"""Smallest volume; channels in File mode need more, file systems and FastFile do not."""
 
 
-def request(job: Job, options: SageMakerOptions) -> dict[str, Any]:
-    """The request of one training job.
+def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str, Any]:
+    """Return the request of one training job.
 
     Args:
-        job: its recipe, nodes (instances), resources.instance_type and volume_gib, time limit and environment count.
-        options: the profile's table.
+        job: the job; used are its recipe, nodes (instances), resources.instance_type and volume_gib, time limit and
+            environment.
+        options: options of the profile.
 
     Raises:
-        SageMakerError: something is missing, or the service would refuse it; names field, value and limit.
+        SageMakerError: a value is missing, or the service would reject it; names field, value and limit.
     """
     if not job.recipe:
-        raise SageMakerError(f"job {job.name}: only a job that trains a recipe runs here; choose it with --stage")
+        raise SageMakerError(f"job {job.name}: only a training job can run here; choose it with --stage")
     recipe = tomllib.loads(job.recipe)
-    _require(options)
-    spot = {"EnableManagedSpotTraining": True} if options.spot else {}
-    made: dict[str, Any] = {
+    _check_required(options)
+    spot = {"EnableManagedSpotTraining": True} if options.use_spot_instances else {}
+    request: dict[str, Any] = {
         "TrainingJobName": job.name,
         "RoleArn": options.role,
         "AlgorithmSpecification": _algorithm(options),
         "HyperParameters": hyperparameters(recipe, job.nodes),
         "InputDataConfig": _channels(recipe, options),
         "OutputDataConfig": _without_empty(
-            S3OutputPath=options.output,
-            KmsKeyId=options.kms_key,
+            S3OutputPath=options.output_path,
+            KmsKeyId=options.output_kms_key,
             CompressionType="GZIP" if options.compress_output else "NONE",
         ),
         "ResourceConfig": _without_empty(
             InstanceType=job.resources.instance_type,
             InstanceCount=job.nodes,
-            VolumeSizeInGB=job.resources.volume_gib or VOLUME_GB,
+            VolumeSizeInGB=job.resources.volume_gib or DEFAULT_VOLUME_GB,
             VolumeKmsKeyId=options.volume_kms_key,
-            KeepAlivePeriodInSeconds=options.keep_alive_s,
+            KeepAlivePeriodInSeconds=options.keep_alive_period_s,
         ),
         "StoppingCondition": _stopping(job, options),
-        "EnableNetworkIsolation": options.isolated,
+        "EnableNetworkIsolation": options.network_isolation,
         "EnableInterContainerTrafficEncryption": options.encrypt_traffic,
         **spot,
     }
-    if options.checkpoints:
-        made["CheckpointConfig"] = {"S3Uri": options.checkpoints, "LocalPath": options.checkpoints_in}
+    if options.checkpoint_s3_uri:
+        request["CheckpointConfig"] = {"S3Uri": options.checkpoint_s3_uri, "LocalPath": options.checkpoint_local_path}
     if options.subnets or options.security_groups:
-        made["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
+        request["VpcConfig"] = {"Subnets": list(options.subnets), "SecurityGroupIds": list(options.security_groups)}
     if environment := _environment(recipe, job):
-        made["Environment"] = environment
+        request["Environment"] = environment
     if options.tags:
-        made["Tags"] = [{"Key": key, "Value": value} for key, value in pairs(options.tags, "sagemaker.tags").items()]
-    if options.retries:
-        made["RetryStrategy"] = {"MaximumRetryAttempts": options.retries}
-    check("CreateTrainingJobRequest", made)
-    _refuse_what_cannot_work(recipe, made)
-    return made
+        request["Tags"] = [
+            {"Key": key, "Value": value} for key, value in parse_pairs(options.tags, "sagemaker.tags").items()
+        ]
+    if options.max_retry_attempts:
+        request["RetryStrategy"] = {"MaximumRetryAttempts": options.max_retry_attempts}
+    check_request("CreateTrainingJobRequest", request)
+    _check_compatible(recipe, request)
+    return request
 
 
-def hyperparameters(recipe: Mapping[str, Any], instances: int) -> dict[str, str]:
-    """The upper-case hyperparameters that differ from their defaults, as strings, and NUM_NODES."""
+def hyperparameters(recipe: Mapping[str, Any], instance_count: int) -> dict[str, str]:
+    """Return the hyperparameters that differ from their defaults, as strings, and NUM_NODES."""
     values = flatten(recipe)
     nodes = values.get("parallel.n_nodes", 1)
-    if nodes not in (1, instances):
+    if nodes not in (1, instance_count):
         raise SageMakerError(
-            f"parallel.n_nodes (NUM_NODES) = {nodes} and the job has {instances} instances; leave one of them out"
+            f"parallel.n_nodes (NUM_NODES) = {nodes} and the job has {instance_count} instances; leave one of them out"
         )
-    found = {
-        name: _text(values[leaf.name])
-        for name, leaf in table().items()
+    changed = {
+        name: _format_value(values[leaf.name])
+        for name, leaf in hyperparameter_leaves().items()
         if leaf.name in values and values[leaf.name] != leaf.default and name != "NUM_NODES"
     }
-    return {**found, "NUM_NODES": str(instances)}
+    return {**changed, "NUM_NODES": str(instance_count)}
 
 
-def sets(recipe: Mapping[str, Any]) -> list[str]:
-    """What else differs from its default, as `section.field=value`, ready for `--set`."""
-    schema, named = leaves(Recipe) | _of_engines(recipe), {leaf.name for leaf in table().values()}
+def recipe_overrides(recipe: Mapping[str, Any]) -> list[str]:
+    """Return the other fields that differ from their defaults, as `section.field=value` for `--set`."""
+    schema, hyperparameter_fields = (
+        leaves(Recipe) | _engine_schema(recipe),
+        {leaf.name for leaf in hyperparameter_leaves().values()},
+    )
     return [
-        f"{name}={_text(value)}"
+        f"{name}={_format_value(value)}"
         for name, value in flatten(recipe).items()
-        if name not in named
-        and name not in HOME_ONLY
-        and not channel_of(name)
-        and not (name in schema and _same(value, schema[name].default))
+        if name not in hyperparameter_fields
+        and name not in LAUNCHER_ONLY_FIELDS
+        and not channel_for_field(name)
+        and not (name in schema and _is_default(value, schema[name].default))
         and value != {}
     ]
 
 
-def channel_of(name: str) -> str:
-    """The channel through which a path in the recipe reaches the container; empty for fields that are no paths."""
-    match = SET_STORE.fullmatch(name)
-    return VALIDATION_SET + match[1] if match else CHANNELS.get(name, "")
+def channel_for_field(name: str) -> str:
+    """Return the channel of a path field of the recipe; empty for fields that are not paths."""
+    match = VALIDATION_STORE_FIELD.fullmatch(name)
+    return VALIDATION_CHANNEL_PREFIX + match[1] if match else FIELD_CHANNELS.get(name, "")
 
 
-def _of_engines(recipe: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The options of the engines that are installed here; those of others are all sent."""
-    installed, found = engine_names(), dict[str, Leaf]()
+def _engine_schema(recipe: Mapping[str, Any]) -> dict[str, Leaf]:
+    """Return the options of the installed engines; options of other engines are all sent."""
+    installed, schema = engine_names(), dict[str, Leaf]()
     for name in recipe.get("engine", {}):
         if name in installed:
-            found |= leaves(engine_spec(name).options, f"engine.{name}.")
-    return found
+            schema |= leaves(engine_spec(name).options, f"engine.{name}.")
+    return schema
 
 
-def _same(value: Any, default: Any) -> bool:
+def _is_default(value: Any, default: Any) -> bool:
     return (tuple(value) if isinstance(value, list) else value) == default
 
 
-def _text(value: Any) -> str:
-    """A value as `--set` and hyperparameters read it."""
+def _format_value(value: Any) -> str:
+    """Format a value as `--set` and hyperparameters parse it."""
     return value if isinstance(value, str) else format_value(value)
 
 
-def _require(options: SageMakerOptions) -> None:
-    wanted = {
+def _check_required(options: SageMakerOptions) -> None:
+    required = {
         "sagemaker.role": (options.role, "the ARN of a role with the rights in containers/iam/sagemaker-job.json"),
-        "sagemaker.output": (options.output, "s3://BUCKET/FOLDER for the trained model"),
+        "sagemaker.output_path": (options.output_path, "s3://BUCKET/FOLDER for the trained model"),
         "sagemaker.image or sagemaker.algorithm": (
             options.image or options.algorithm,
             "an image in ECR or the ARN of a subscribed algorithm",
         ),
     }
-    for name, (value, remedy) in wanted.items():
+    for name, (value, remedy) in required.items():
         if not value:
             raise SageMakerError(f"{name} is not set; set it in the profile's [sagemaker] to {remedy}")
 
@@ -175,20 +184,20 @@ def _algorithm(options: SageMakerOptions) -> dict[str, Any]:
 
 
 def _channels(recipe: Mapping[str, Any], options: SageMakerOptions) -> list[dict[str, Any]]:
-    sources = pairs(options.channels, "sagemaker.channels")
-    paths = {name: value for name, value in flatten(recipe).items() if value and channel_of(name)}
+    sources = parse_pairs(options.channels, "sagemaker.channels")
+    paths = {name: value for name, value in flatten(recipe).items() if value and channel_for_field(name)}
     for name, address in paths.items():
         if str(address).startswith("s3://"):
-            sources.setdefault(channel_of(name), address)
+            sources.setdefault(channel_for_field(name), address)
     if "train" not in sources:
         raise SageMakerError(
             'sagemaker.channels has no channel "train"; add "train=s3://BUCKET/STORE" (send the store there with '
             "`lt data upload`), or give data.store an s3:// address"
         )
     for name, address in paths.items():
-        if channel_of(name) not in sources:
+        if channel_for_field(name) not in sources:
             raise SageMakerError(
-                f'{name} = {address!r} needs a channel; add "{channel_of(name)}=s3://BUCKET/FOLDER" to '
+                f'{name} = {address!r} needs a channel; add "{channel_for_field(name)}=s3://BUCKET/FOLDER" to '
                 "sagemaker.channels"
             )
     return [_channel(name, source, options) for name, source in sources.items()]
@@ -200,7 +209,7 @@ def _channel(name: str, source: str, options: SageMakerOptions) -> dict[str, Any
         rest, _, mode = rest.partition("?")
         identifier, _, path = rest.partition("/")
         if mode not in ("", "ro", "rw"):
-            raise SageMakerError(f"sagemaker.channels, {name}={source}: behind ? stands ro or rw")
+            raise SageMakerError(f"sagemaker.channels, {name}={source}: write ro or rw after ?")
         system = {
             "FileSystemId": identifier,
             "FileSystemAccessMode": mode or "ro",
@@ -214,33 +223,33 @@ def _channel(name: str, source: str, options: SageMakerOptions) -> dict[str, Any
 
 def _stopping(job: Job, options: SageMakerOptions) -> dict[str, int]:
     run = job.time_limit_s or options.max_run_s
-    found = {"MaxRuntimeInSeconds": run}
-    if options.spot or options.max_wait_s:
-        found["MaxWaitTimeInSeconds"] = options.max_wait_s or WAIT_FACTOR * run
+    condition = {"MaxRuntimeInSeconds": run}
+    if options.use_spot_instances or options.max_wait_s:
+        condition["MaxWaitTimeInSeconds"] = options.max_wait_s or WAIT_FACTOR * run
     if options.max_pending_s:
-        found["MaxPendingTimeInSeconds"] = options.max_pending_s
-    return found
+        condition["MaxPendingTimeInSeconds"] = options.max_pending_s
+    return condition
 
 
 def _environment(recipe: Mapping[str, Any], job: Job) -> dict[str, str]:
-    numbered = {f"{SET}{at:02}": text for at, text in enumerate(sets(recipe))}
+    overrides = {f"{OVERRIDE_PREFIX}{at:02}": text for at, text in enumerate(recipe_overrides(recipe))}
     processes = {"LT_PROCS_PER_NODE": str(job.procs_per_node)} if job.procs_per_node > 1 else {}
-    return {**job.env, **numbered, **processes}
+    return {**job.env, **overrides, **processes}
 
 
-def _refuse_what_cannot_work(recipe: Mapping[str, Any], made: Mapping[str, Any]) -> None:
-    """What the service would accept and the container could not do."""
-    mirror = recipe.get("checkpoint", {}).get("mirror", "")
-    if mirror and made["EnableNetworkIsolation"]:
+def _check_compatible(recipe: Mapping[str, Any], request: Mapping[str, Any]) -> None:
+    """Reject requests that the service would accept and the container could not run."""
+    mirror = recipe.get("checkpoint", {}).get("mirror_url", "")
+    if mirror and request["EnableNetworkIsolation"]:
         raise SageMakerError(
-            f"checkpoint.mirror = {mirror!r} cannot be reached from an isolated container; leave it out and set "
-            "sagemaker.checkpoints, or set sagemaker.isolated to false"
+            f"checkpoint.mirror_url = {mirror!r} cannot be reached from an isolated container; leave it out and set "
+            "sagemaker.checkpoint_s3_uri, or set sagemaker.network_isolation to false"
         )
-    names = [channel["ChannelName"] for channel in made["InputDataConfig"]]
-    if made["ResourceConfig"]["InstanceCount"] > 1 and "run" not in names:
+    names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
+    if request["ResourceConfig"]["InstanceCount"] > 1 and "run" not in names:
         raise SageMakerError(
-            f"{made['ResourceConfig']['InstanceCount']} instances need one folder that all of them write checkpoints "
-            'to; add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", to sagemaker.channels'
+            f"{request['ResourceConfig']['InstanceCount']} instances need one folder that all of them write "
+            'checkpoints to; add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", to sagemaker.channels'
         )
 
 

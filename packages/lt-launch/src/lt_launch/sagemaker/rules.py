@@ -1,41 +1,47 @@
-"""What SageMaker refuses although each field alone is fine: the rules between the fields of a request."""
+"""Rules between the fields of a SageMaker request that its service model cannot express."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-__all__ = ["broken_rules"]
+__all__ = ["find_broken_rules"]
 
 
-def broken_rules(shape: str, request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Field and problem of each rule that a request breaks; a field of the wrong type is left to the service model."""
+def find_broken_rules(shape: str, request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield field and problem of each violated rule; wrong types are left to the service model."""
     if shape == "CreateTrainingJobRequest" and isinstance(request, Mapping):
-        for rule in (_algorithm, _channels, _file_systems, _resources, _stopping):
+        for rule in (
+            _check_algorithm,
+            _check_channels,
+            _check_file_systems,
+            _check_resources,
+            _check_stopping_condition,
+        ):
             yield from rule(request)
 
 
-def _table(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _as_mapping(request: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = request.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
-def _whole(value: Any) -> int | None:
+def _as_int(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _algorithm(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    given = _table(request, "AlgorithmSpecification")
-    if ("AlgorithmName" in given) == ("TrainingImage" in given):
+def _check_algorithm(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    specification = _as_mapping(request, "AlgorithmSpecification")
+    if ("AlgorithmName" in specification) == ("TrainingImage" in specification):
         yield "AlgorithmSpecification", "takes exactly one of TrainingImage and AlgorithmName"
-    if "AlgorithmName" in given and given.get("MetricDefinitions"):
+    if "AlgorithmName" in specification and specification.get("MetricDefinitions"):
         yield (
             "AlgorithmSpecification.MetricDefinitions",
             "must be left out with AlgorithmName: the algorithm brings its own",
         )
-    if "AlgorithmName" in given and given.get("ContainerEntrypoint"):
+    if "AlgorithmName" in specification and specification.get("ContainerEntrypoint"):
         yield "AlgorithmSpecification.ContainerEntrypoint", "must be left out with AlgorithmName"
 
 
-def _channels(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_channels(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     channels = request.get("InputDataConfig")
     if not isinstance(channels, list):
         return
@@ -49,14 +55,14 @@ def _channels(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
                 yield f"InputDataConfig[{at}].DataSource", f"takes exactly one source, it has {len(sources)}"
 
 
-def _file_systems(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _check_file_systems(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     channels = request.get("InputDataConfig")
     for at, channel in enumerate(channels if isinstance(channels, list) else []):
         source = channel.get("DataSource") if isinstance(channel, Mapping) else None
         system = source.get("FileSystemDataSource") if isinstance(source, Mapping) else None
         if not isinstance(system, Mapping):
             continue
-        if not _table(request, "VpcConfig"):
+        if not _as_mapping(request, "VpcConfig"):
             yield "VpcConfig", f"is required: InputDataConfig[{at}] reads a file system, which is inside a VPC"
         if isinstance(path := system.get("DirectoryPath"), str) and not path.startswith("/"):
             yield (
@@ -65,10 +71,10 @@ def _file_systems(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             )
 
 
-def _resources(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    resources = _table(request, "ResourceConfig")
+def _check_resources(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    resources = _as_mapping(request, "ResourceConfig")
     for name in ("InstanceCount", "VolumeSizeInGB"):
-        value = _whole(resources.get(name))
+        value = _as_int(resources.get(name))
         if value is not None and value < 1:
             yield f"ResourceConfig.{name}", f"must be at least 1, got {value}"
     if "InstanceGroups" not in resources and "InstanceType" not in resources:
@@ -77,9 +83,9 @@ def _resources(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "ResourceConfig.KeepAlivePeriodInSeconds", "must be left out with managed spot training"
 
 
-def _stopping(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    stopping = _table(request, "StoppingCondition")
-    run, wait = _whole(stopping.get("MaxRuntimeInSeconds")), _whole(stopping.get("MaxWaitTimeInSeconds"))
+def _check_stopping_condition(request: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    stopping = _as_mapping(request, "StoppingCondition")
+    run, wait = _as_int(stopping.get("MaxRuntimeInSeconds")), _as_int(stopping.get("MaxWaitTimeInSeconds"))
     if request.get("EnableManagedSpotTraining") is True:
         if wait is None:
             yield "StoppingCondition.MaxWaitTimeInSeconds", "is required with managed spot training"

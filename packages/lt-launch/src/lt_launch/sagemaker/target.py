@@ -1,4 +1,4 @@
-"""The target `sagemaker`: a training job in AWS, from its request to its end."""
+"""Target `sagemaker`: a training job in AWS."""
 
 from __future__ import annotations
 
@@ -9,157 +9,161 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus, State
-from lt_launch.job import Pipeline, for_containers
+from lt_launch.job import Pipeline, with_container_env
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_launch.sagemaker.request import request
+from lt_launch.sagemaker.request import create_training_job_request
+from lt_launch.target import Finding, Launch, RenderedLaunch, StageState, StageStatus, TargetNode
 
-__all__ = ["REQUEST", "STATES", "SageMakerBackend", "stage_status"]
+__all__ = ["REQUEST_FILE", "STATES", "SageMakerTarget", "to_stage_status"]
 
-REQUEST = "request.json"
-STATES: Mapping[str, State] = {
+REQUEST_FILE = "request.json"
+STATES: Mapping[str, StageState] = {
     "InProgress": "running",
-    "Completed": "done",
+    "Completed": "completed",
     "Failed": "failed",
     "Stopping": "running",
     "Stopped": "cancelled",
     "Deleting": "cancelled",
 }
-BEFORE_TRAINING = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "DownloadingTrainingImage")
-AGAIN = ("Interrupted", "Restarting")
-POLL_S, SILENCE_S = 5.0, 30.0
+PENDING_STATUSES = ("Starting", "Pending", "LaunchingMLInstances", "PreparingTrainingStack", "DownloadingTrainingImage")
+RESTART_STATUSES = ("Interrupted", "Restarting")
+POLL_S, NO_OUTPUT_NOTICE_S = 5.0, 30.0
 FIRST_HOST = "algo-1"
-"""Where rank 0 is."""
-NAME_ROOM = 63 - len("-20260101-000000")
+"""Host of rank 0."""
+MAX_NAME_PREFIX = 63 - len("-20260101-000000")
 
 
-class SageMakerBackend:
-    """Training jobs on SageMaker."""
+class SageMakerTarget:
+    """Launch target for training jobs on SageMaker."""
 
     name = "sagemaker"
 
-    def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
-        """The request as JSON, and the command of the AWS CLI that sends the same."""
-        job = for_containers(pipeline.only, target="SageMaker", env=profile.env)
-        made = request(job, profile.options("sagemaker", SageMakerOptions))
-        return Rendered(
-            files={REQUEST: json.dumps(made, indent=1) + "\n"},
-            commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST}"),),
-            notes=profile.left_out_of_containers,
-            remarks=("names of training jobs are used once: lt launch run puts the time behind it",),
+    def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
+        """Render the request as JSON and the AWS CLI command that sends it."""
+        job = with_container_env(pipeline.single_job, target="SageMaker", env=profile.env)
+        request = create_training_job_request(job, profile.options("sagemaker", SageMakerOptions))
+        return RenderedLaunch(
+            files={REQUEST_FILE: json.dumps(request, indent=1) + "\n"},
+            commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST_FILE}"),),
+            notes=profile.container_notes,
+            comments=("training job names are unique: lt launch run appends the time",),
         )
 
-    def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Create the job; SageMaker goes on by itself."""
-        made = json.loads(rendered.files[REQUEST])
-        made["TrainingJobName"] = f"{made['TrainingJobName'][:NAME_ROOM]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-        self._aws(launch.profile).create(made)
-        return {launch.pipeline.only.name: made["TrainingJobName"]}, 0
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Create the training job."""
+        request = json.loads(rendered.files[REQUEST_FILE])
+        request["TrainingJobName"] = f"{request['TrainingJobName'][:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        self._client(launch.profile).create_training_job(request)
+        return {launch.pipeline.single_job.name: request["TrainingJobName"]}, 0
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """What DescribeTrainingJob says."""
-        stage = launch.pipeline.only.name
-        if stage not in launch.ids:
-            return (StageStatus(stage=stage, state="waiting", reason="not sent"),)
-        name, aws = launch.ids[stage], self._aws(launch.profile)
-        found = aws.describe(name)
-        status = stage_status(stage, found)
-        if found.get("TrainingStartTime"):
+        """Return the status from DescribeTrainingJob."""
+        stage = launch.pipeline.single_job.name
+        if stage not in launch.job_ids:
+            return (StageStatus(stage=stage, state="pending", reason="not submitted"),)
+        name, client = launch.job_ids[stage], self._client(launch.profile)
+        description = client.describe_training_job(name)
+        status = to_stage_status(stage, description)
+        if description.get("TrainingStartTime"):
             try:
-                streams = aws.streams(name, FIRST_HOST)
-                status = replace(status, said=tuple(aws.last_lines(streams[-1])) if streams else ())
-            except SageMakerError as exc:  # whoever may see the job may not see its log
+                streams = client.list_log_streams(name, FIRST_HOST)
+                status = replace(status, log_tail=tuple(client.tail_log_stream(streams[-1])) if streams else ())
+            except SageMakerError as exc:  # no right to read the log
                 status = replace(status, reason=f"{status.reason}; {exc}")
         return (status,)
 
-    def running(self, launch: Launch) -> str:
-        """The training job of an earlier launch that has not ended; "" where there is none."""
-        name = launch.ids.get(launch.pipeline.only.name, "")
-        alive = name and STATES.get(self._aws(launch.profile).describe(name)["TrainingJobStatus"]) == "running"
-        return name if alive else ""
+    def running_jobs(self, launch: Launch) -> str:
+        """Return the name of the unfinished training job of an earlier launch, or ""."""
+        name = launch.job_ids.get(launch.pipeline.single_job.name, "")
+        is_running = (
+            name
+            and STATES.get(self._client(launch.profile).describe_training_job(name)["TrainingJobStatus"]) == "running"
+        )
+        return name if is_running else ""
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """Lines of the host that a rank is on, from CloudWatch; where they will be is said when none come."""
-        from lt_launch.sagemaker.aws import LOG_GROUP
+        """Yield the CloudWatch lines of a rank's host; without any, their future location."""
+        from lt_launch.sagemaker.client import LOG_GROUP
 
-        job = launch.pipeline.only
-        host, name = f"algo-{rank // job.procs_per_node + 1}", launch.ids.get(job.name, "")
+        job = launch.pipeline.single_job
+        host, name = f"algo-{rank // job.procs_per_node + 1}", launch.job_ids.get(job.name, "")
         if not name:
-            raise SageMakerError(f"{launch.directory.parent}: the job was not sent")
-        aws, tokens, quiet_since, told = self._aws(launch.profile), dict[str, str](), time.monotonic(), False
+            raise SageMakerError(f"{launch.directory.parent}: the job was not submitted")
+        client, tokens, quiet_since, noticed = self._client(launch.profile), dict[str, str](), time.monotonic(), False
         while True:
-            over = not follow or STATES.get(aws.describe(name)["TrainingJobStatus"]) != "running"
-            for stream in aws.streams(name, host):
-                lines, tokens[stream] = aws.lines(stream, tokens.get(stream, ""))
+            is_last = not follow or STATES.get(client.describe_training_job(name)["TrainingJobStatus"]) != "running"
+            for stream in client.list_log_streams(name, host):
+                lines, tokens[stream] = client.read_log_stream(stream, tokens.get(stream, ""))
                 quiet_since = time.monotonic() if lines else quiet_since
                 yield from lines
-            if over:
+            if is_last:
                 return
-            if not told and time.monotonic() - quiet_since > SILENCE_S:
-                told = True
-                yield f"# no line for {SILENCE_S:.0f} s; they will be in {LOG_GROUP}, streams {name}/{host}-..."
+            if not noticed and time.monotonic() - quiet_since > NO_OUTPUT_NOTICE_S:
+                noticed = True
+                where = f"{LOG_GROUP}, streams {name}/{host}-..."
+                yield f"# no output for {NO_OUTPUT_NOTICE_S:.0f} s; it will be in {where}"
             time.sleep(POLL_S)
 
     def cancel(self, launch: Launch) -> Iterable[str]:
-        """StopTrainingJob: the containers get SIGTERM and 120 s to save."""
-        name = launch.ids.get(launch.pipeline.only.name, "")
+        """Stop the training job: the containers get SIGTERM and 120 s to save."""
+        name = launch.job_ids.get(launch.pipeline.single_job.name, "")
         if not name:
-            return ["it was not sent"]
-        self._aws(launch.profile).stop(name)
-        return [f"{name} was told to save and stop; it has 120 s"]
+            return ["it was not submitted"]
+        self._client(launch.profile).stop_training_job(name)
+        return [f"{name} was signaled to save and stop; it has 120 s"]
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """The newest training jobs of the account."""
-        for job in self._aws(profile).jobs():
+        """Return the newest training jobs of the account."""
+        for job in self._client(profile).list_training_jobs():
             name = job["TrainingJobName"]
             state = STATES.get(job["TrainingJobStatus"], "unknown")
-            yield StageStatus(stage=name, state=state, id=name, since=_seconds(job.get("LastModifiedTime")))
+            yield StageStatus(stage=name, state=state, job_id=name, since=_to_timestamp(job.get("LastModifiedTime")))
 
-    def nodes(self, profile: Profile) -> Iterable[Node]:
-        """SageMaker has no nodes of ours."""
-        raise SageMakerError("SageMaker shows no nodes: instances exist only while a job runs")
+    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
+        """Raise SageMakerError: SageMaker has no permanent nodes."""
+        raise SageMakerError("--on sagemaker: it has no nodes; instances exist only while a job runs")
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """boto3, the request's limits, and the rights in S3."""
-        from lt_launch.sagemaker.doctor import findings
+        """Check boto3, the request's limits, and the rights in S3."""
+        from lt_launch.sagemaker.doctor import sagemaker_findings
 
-        return findings(profile, pipeline)
+        return sagemaker_findings(profile, pipeline)
 
-    def _aws(self, profile: Profile) -> Any:
+    def _client(self, profile: Profile) -> Any:
         try:
-            from lt_launch.sagemaker.aws import Aws
+            from lt_launch.sagemaker.client import SageMakerClient
         except ModuleNotFoundError as exc:
             raise SageMakerError("--on sagemaker needs boto3: pip install 'lt-launch[sagemaker]'") from exc
-        return Aws(profile.options("sagemaker", SageMakerOptions))
+        return SageMakerClient(profile.options("sagemaker", SageMakerOptions))
 
 
-def stage_status(stage: str, found: Mapping[str, Any]) -> StageStatus:
-    """A training job as DescribeTrainingJob shows it, in our words."""
-    secondary = found.get("SecondaryStatus", "")
-    state = STATES.get(found["TrainingJobStatus"], "unknown")
-    if secondary in BEFORE_TRAINING and state == "running":
-        state = "waiting"
-    elif secondary in AGAIN:
+def to_stage_status(stage: str, description: Mapping[str, Any]) -> StageStatus:
+    """Convert a response of DescribeTrainingJob to a StageStatus."""
+    secondary = description.get("SecondaryStatus", "")
+    state = STATES.get(description["TrainingJobStatus"], "unknown")
+    if secondary in PENDING_STATUSES and state == "running":
+        state = "pending"
+    elif secondary in RESTART_STATUSES:
         state = "requeued"
     elif secondary in ("MaxRuntimeExceeded", "MaxWaitTimeExceeded"):
-        state = "requeued"  # saved; another start goes on
-    transitions = found.get("SecondaryStatusTransitions", [])
+        state = "requeued"  # saved; a restart resumes it
+    transitions = description.get("SecondaryStatusTransitions", [])
     message = transitions[-1].get("StatusMessage", "") if transitions else ""
-    metrics = [f"{one['MetricName']}={one['Value']}" for one in found.get("FinalMetricDataList") or []]
-    reason = found.get("FailureReason") or ", ".join(word for word in (secondary, message, *metrics) if word)
+    metrics = [f"{one['MetricName']}={one['Value']}" for one in description.get("FinalMetricDataList") or []]
+    reason = description.get("FailureReason") or ", ".join(word for word in (secondary, message, *metrics) if word)
     return StageStatus(
         stage=stage,
         state=state,
-        id=found["TrainingJobName"],
-        attempt=sum(1 for one in transitions if one.get("Status") in AGAIN),
-        code=0 if state == "done" else None,
+        job_id=description["TrainingJobName"],
+        attempt=sum(1 for one in transitions if one.get("Status") in RESTART_STATUSES),
+        exit_code=0 if state == "completed" else None,
         reason=reason,
-        nodes=tuple(f"algo-{i + 1}" for i in range(found.get("ResourceConfig", {}).get("InstanceCount", 0))),
-        since=_seconds(transitions[-1].get("StartTime") if transitions else found.get("CreationTime")),
+        nodes=tuple(f"algo-{i + 1}" for i in range(description.get("ResourceConfig", {}).get("InstanceCount", 0))),
+        since=_to_timestamp(transitions[-1].get("StartTime") if transitions else description.get("CreationTime")),
     )
 
 
-def _seconds(when: Any) -> float:
-    return when.timestamp() if isinstance(when, datetime) else float(when or 0)
+def _to_timestamp(value: Any) -> float:
+    return value.timestamp() if isinstance(value, datetime) else float(value or 0)

@@ -1,15 +1,15 @@
-"""Slurm: sbatch scripts that need nothing of lt-launch on the nodes, and status that needs no accounting."""
+"""Slurm target: sbatch scripts that need no lt-launch on the nodes, and status without accounting."""
 
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_launch.slurm.target import SlurmBackend
+    from lt_launch.slurm.target import SlurmTarget
 
-__all__ = ["backend"]
+__all__ = ["make_target"]
 
 
-def backend() -> "SlurmBackend":
-    """The target."""
-    from lt_launch.slurm.target import SlurmBackend
+def make_target() -> "SlurmTarget":
+    """Return the target."""
+    from lt_launch.slurm.target import SlurmTarget
 
-    return SlurmBackend()
+    return SlurmTarget()

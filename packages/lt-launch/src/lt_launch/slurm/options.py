@@ -1,50 +1,60 @@
-"""The table `[slurm]` of a profile: what Slurm has to be told on one cluster."""
+"""Options in the table `[slurm]` of a profile."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import check_types, option
 
 __all__ = ["SlurmOptions"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What sbatch and srun need beside the job itself; empty leaves it to the cluster."""
+    """Options of sbatch and srun beyond the job itself; empty uses the default of the cluster."""
 
-    partition: str = option("", "partition, where a stage names none")
-    account: str = option("", "account that is charged")
+    partition: str = option("", "partition of stages that name none")
+    account: str = option("", "account to charge")
     qos: str = option("", "quality of service")
     reservation: str = option("", "reservation")
-    exclude: tuple[str, ...] = option((), "nodes that are never used")
+    exclude: tuple[str, ...] = option((), "nodes to exclude")
     gpu_option: Literal["gpus-per-node", "gres", ""] = option(
-        "gpus-per-node", 'how GPUs are asked for; "" = not at all (clusters of whole nodes)'
+        "gpus-per-node", 'how GPUs are requested; "" = not at all (clusters that allocate whole nodes)'
     )
-    warn_s: int = option(0, "USR1 so long before the time limit; 0 = the job's grace time and half a minute", unit="s")
-    step_wait_s: int = option(
-        600, "how long srun may wait for nodes that the job has; then it is requeued. 0 = for ever", unit="s"
+    signal_lead_time_s: int = option(
+        0,
+        "time from USR1 to the time limit; 0 = the job's grace period plus 30 s",
+        unit="s",
+        former_name="warn_s",
+    )
+    step_wait_timeout_s: int = option(
+        600,
+        "time srun may wait for the nodes of the job before the job is requeued; 0 = no limit",
+        unit="s",
+        former_name="step_wait_s",
     )
     auto_resume: Literal["auto", "on", "off"] = option(
-        "auto", "srun --auto-resume=1 of SageMaker HyperPod: auto = where srun offers it on a HyperPod cluster"
+        "auto", "srun --auto-resume=1 of SageMaker HyperPod: auto = on HyperPod, if srun supports it"
     )
-    container: Literal["auto", "pyxis", "enroot"] = option(
-        "auto", "how images are run: auto = pyxis where srun offers it, else enroot"
+    container_runtime: Literal["auto", "pyxis", "enroot"] = option(
+        "auto", "how images are run: auto = pyxis if srun supports it, else enroot", former_name="container"
     )
-    sbatch: tuple[str, ...] = option((), "more options of sbatch, such as --comment=x")
-    srun: tuple[str, ...] = option((), "more options of srun, such as --cpu-bind=none")
+    sbatch_args: tuple[str, ...] = option((), "extra options of sbatch, such as --comment=x", former_name="sbatch")
+    srun_args: tuple[str, ...] = option((), "extra options of srun, such as --cpu-bind=none", former_name="srun")
 
     def __post_init__(self) -> None:
         check_types(self, "slurm")
-        if self.warn_s < 0:
+        if self.signal_lead_time_s < 0:
             raise RecipeError(
-                "must be at least 0", values={"slurm.warn_s": self.warn_s}, remedy="leave it out to use the grace time"
+                "must be at least 0",
+                values={"slurm.signal_lead_time_s": self.signal_lead_time_s},
+                remedy="leave it out to use the grace period",
             )
-        if self.step_wait_s < 0:
-            raise RecipeError("must be at least 0", values={"slurm.step_wait_s": self.step_wait_s})
-        for name in ("sbatch", "srun"):
+        if self.step_wait_timeout_s < 0:
+            raise RecipeError("must be at least 0", values={"slurm.step_wait_timeout_s": self.step_wait_timeout_s})
+        for name in ("sbatch_args", "srun_args"):
             for word in getattr(self, name):
                 if not word.startswith("--") or any(char.isspace() for char in word):
                     raise RecipeError(

@@ -1,4 +1,7 @@
-"""The target `slurm`: a thin rest around the scripts. Own records decide first, then the controller, then accounts."""
+"""Target `slurm`: submission to a Slurm cluster and status of its jobs.
+
+Sources of the status in order of precedence: launch directory, controller, accounting.
+"""
 
 from __future__ import annotations
 
@@ -9,191 +12,215 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.agent.places import Place, log_file
-from lt_launch.backend import Finding, Launch, Node, Rendered, StageStatus
 from lt_launch.job import Pipeline
+from lt_launch.launch_dir_status import element_status, find_stage_dir
 from lt_launch.profile import Profile
-from lt_launch.recorded import element_status, place_of
-from lt_launch.slurm.queue import STATES, QueueJob, ask, jobs_of, nodes_of, sacct_states, submit
+from lt_launch.slurm.commands import (
+    STATES,
+    QueueJob,
+    parse_jobs,
+    parse_nodes,
+    parse_sacct,
+    run_slurm_command,
+    submit_chain,
+)
+from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 
-__all__ = ["SlurmBackend"]
+__all__ = ["SlurmTarget"]
 
-FORGOTTEN = ("Invalid job id",)
-NO_ACCOUNTS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
+UNKNOWN_JOB_ERRORS = ("Invalid job id",)
+NO_ACCOUNTING_ERRORS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
 POLL_S = 1.0
-DEAF = [
+IGNORE_SIGNALS_SETUP = [
     "trap '' TERM USR1 USR2 HUP",
     "export PET_SIGNALS_TO_HANDLE=SIGINT TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT",
 ]
-"""Slurm signals every process of a step, some signals twice, and torchrun ends its wait for the ranks at the second.
-So torchrun hears none of them; its ranks hear them from Slurm, save, and leave with 75, which torchrun waits for."""
-ALIVE = ("running", "waiting", "requeued")
-ENDED = ("done", "failed", "cancelled", "lost", "skipped")
+"""Slurm signals every process of a step, some signals twice, and torchrun stops waiting for the ranks at the second. So
+torchrun ignores them; its ranks receive them from Slurm, save, and exit with 75, which torchrun waits for."""
+ACTIVE_STATES = ("running", "pending", "requeued")
+TERMINAL_STATES = ("completed", "failed", "cancelled", "lost", "skipped")
 
 
-class SlurmBackend:
-    """Jobs on a Slurm cluster."""
+class SlurmTarget:
+    """Launch target for a Slurm cluster."""
 
     name = "slurm"
 
-    def render(self, pipeline: Pipeline, profile: Profile) -> Rendered:
-        """One sbatch script for each stage, and the commands that chain them."""
+    def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
+        """Render one sbatch script per stage, and the commands that chain them."""
         from lt_launch.slurm.render import render
 
         return render(pipeline, profile)
 
-    def submit(self, launch: Launch, rendered: Rendered, *, detach: bool) -> tuple[Mapping[str, str], int]:
-        """Hand the scripts to sbatch; the cluster goes on by itself."""
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Submit the scripts with sbatch."""
         folder = launch.directory / "rendered"
         for stage in launch.pipeline.stages:
             (launch.directory / "stages" / stage.name / "cancelled").unlink(missing_ok=True)
         names = [stage.name for stage in launch.pipeline.stages]
-        return submit(rendered.commands, names, folder), 0
+        return submit_chain(rendered.commands, names, folder), 0
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
-        """Each stage and each element of an array."""
-        queue = {(job.id, job.index): job for job in self._queue(launch.ids.values())}
+        """Return the status of each stage and array element."""
+        queue = {(job.id, job.index): job for job in self._query_jobs(launch.job_ids.values())}
         found: list[StageStatus] = []
         for stage in launch.pipeline.stages:
-            for index in stage.indexes:
-                id_ = launch.ids.get(stage.name, "")
+            for index in stage.array_indices:
+                id_ = launch.job_ids.get(stage.name, "")
                 job = queue.get((id_, index)) or queue.get((id_, None))
                 place = Place(launch.directory / "stages" / stage.name / "spec.json", index)
-                found.append(self._one(launch, place, id_, job))
+                found.append(self._element_status(launch, place, id_, job))
         return tuple(found)
 
-    def _one(self, launch: Launch, place: Place, id_: str, job: QueueJob | None) -> StageStatus:
-        """What the controller says about a job that has not ended, and own records about all that have."""
+    def _element_status(self, launch: Launch, place: Place, id_: str, job: QueueJob | None) -> StageStatus:
+        """Return the status from the controller for a queued job, from the launch directory for others."""
         state = STATES.get(job.state, "unknown") if job else None
-        alive = state in ALIVE
+        is_active = state in ACTIVE_STATES
         cancelled = (place.stage / "cancelled").exists()
-        own = element_status(launch, place, alive=alive, cancelled=cancelled)
-        own = replace(own, id=id_ if place.index is None else f"{id_}_{place.index}", nodes=_nodes(place, own.nodes))
+        own = element_status(launch, place, is_running=is_active, cancelled=cancelled)
+        own = replace(
+            own, job_id=id_ if place.index is None else f"{id_}_{place.index}", nodes=_attempt_nodes(place, own.nodes)
+        )
         if job is None:
-            return own if own.state != "lost" and own.state != "waiting" else self._accounted(own)
-        if state == "waiting":
-            again = bool(place.attempts())
-            return replace(own, state="requeued" if again else "waiting", reason=job.reason or own.reason)
+            return own if own.state != "lost" and own.state != "pending" else self._sacct_status(own)
+        if state == "pending":
+            was_started = bool(place.attempts())
+            return replace(own, state="requeued" if was_started else "pending", reason=job.reason or own.reason)
         if state == "running":
             return replace(own, state="running", reason="")
-        if own.state in ("running", "waiting", "lost", "requeued"):  # it ended before it could say how
+        if own.state in ("running", "pending", "lost", "requeued"):  # it ended without a record
             reason = job.reason or f"Slurm says {job.state}" + (f" ({job.exit_code})" if job.exit_code else "")
-            final = "failed" if state == "unknown" or state is None else state
-            return replace(own, state=final, reason=reason)
+            final_state = "failed" if state == "unknown" or state is None else state
+            return replace(own, state=final_state, reason=reason)
         return own
 
-    def _accounted(self, own: StageStatus) -> StageStatus:
-        """What the accounts say of a job that the controller has forgotten and that left no word."""
-        if not own.id:
+    def _sacct_status(self, own: StageStatus) -> StageStatus:
+        """Return the accounting status of a job that the controller has purged and that left no record."""
+        if not own.job_id:
             return own
-        text = ask("sacct", "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", own.id, allow=NO_ACCOUNTS)
-        state, code = sacct_states(text).get(own.id, ("", ""))
+        text = run_slurm_command(
+            "sacct",
+            "-X",
+            "-n",
+            "-P",
+            "-o",
+            "JobID,State,ExitCode",
+            "-j",
+            own.job_id,
+            allowed_errors=NO_ACCOUNTING_ERRORS,
+        )
+        state, code = parse_sacct(text).get(own.job_id, ("", ""))
         if not state:
-            return replace(own, state="lost", reason="Slurm has forgotten the job, and it left no record of its end")
-        return replace(own, state=STATES.get(state, "unknown"), reason=f"accounts say {state} ({code})")
+            return replace(own, state="lost", reason="Slurm no longer knows the job, and it left no exit record")
+        return replace(own, state=STATES.get(state, "unknown"), reason=f"sacct says {state} ({code})")
 
-    def _queue(self, ids: Iterable[str]) -> list[QueueJob]:
-        found: list[QueueJob] = []
-        for one in dict.fromkeys(ids):
-            found += jobs_of(ask("scontrol", "-o", "show", "job", one, allow=FORGOTTEN))
-        return found
+    def _query_jobs(self, ids: Iterable[str]) -> list[QueueJob]:
+        jobs: list[QueueJob] = []
+        for job_id in dict.fromkeys(ids):
+            jobs += parse_jobs(
+                run_slurm_command("scontrol", "-o", "show", "job", job_id, allowed_errors=UNKNOWN_JOB_ERRORS)
+            )
+        return jobs
 
-    def running(self, launch: Launch) -> str:
-        """Jobs of an earlier launch that are still in the queue; "" where there are none."""
-        alive = [job for job in self._queue(launch.ids.values()) if STATES.get(job.state) in ALIVE]
-        return ", ".join(dict.fromkeys(f"job {job.id}" for job in alive))
+    def running_jobs(self, launch: Launch) -> str:
+        """Return the jobs of an earlier launch that are still queued, or ""."""
+        active = [job for job in self._query_jobs(launch.job_ids.values()) if STATES.get(job.state) in ACTIVE_STATES]
+        return ", ".join(dict.fromkeys(f"job {job.id}" for job in active))
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
-        """From the attempts' folder; before there is one, what Slurm wrote for the script."""
-        place = place_of(launch, stage)
+        """Yield log lines from the attempts' folders; before the first attempt, the script's output."""
+        place = find_stage_dir(launch, stage)
         offsets: dict[Path, int] = {}
         while True:
-            over = not follow or self._ended(launch, place)
+            is_last = not follow or self._has_ended(launch, place)
             for number in place.attempts():
                 path = log_file(place.attempt(number), rank)
-                yield from _new_lines(path, offsets, last=over)
-            if over:
+                yield from _read_new_lines(path, offsets, last=is_last)
+            if is_last:
                 return
             time.sleep(POLL_S)
 
-    def _ended(self, launch: Launch, place: Place) -> bool:
-        return next(one.state for one in self.status(launch) if one.stage == place.folder.name) in ENDED
+    def _has_ended(self, launch: Launch, place: Place) -> bool:
+        return (
+            next(status.state for status in self.status(launch) if status.stage == place.folder.name) in TERMINAL_STATES
+        )
 
     def cancel(self, launch: Launch) -> Iterable[str]:
-        """Waiting jobs are removed; running ones get the warning that lets training save, and do not come back."""
-        done: list[str] = []
-        for stage in reversed(launch.pipeline.stages):  # what waits for another goes first
-            id_ = launch.ids.get(stage.name, "")
+        """Cancel pending jobs; signal running ones to save, without requeueing."""
+        messages: list[str] = []
+        for stage in reversed(launch.pipeline.stages):  # dependents first
+            id_ = launch.job_ids.get(stage.name, "")
             if not id_:
                 continue
             (launch.directory / "stages" / stage.name / "cancelled").touch()
-            for job in self._queue([id_]):
+            for job in self._query_jobs([id_]):
                 state = STATES.get(job.state, "unknown")
                 name = job.id if job.index is None else f"{job.id}_{job.index}"
-                if state == "waiting":
-                    ask("scancel", name, allow=("already",))
-                    done.append(f"{stage.name}: job {name} was waiting and is removed")
+                if state == "pending":
+                    run_slurm_command("scancel", name, allowed_errors=("already",))
+                    messages.append(f"{stage.name}: job {name} was pending and is removed")
                 elif state == "running":
-                    ask("scancel", "--signal=USR1", "--batch", name, allow=("already",))
-                    done.append(f"{stage.name}: job {name} was told to save and stop")
-        return done or ["nothing of it is in the queue"]
+                    run_slurm_command("scancel", "--signal=USR1", "--batch", name, allowed_errors=("already",))
+                    messages.append(f"{stage.name}: job {name} was signaled to save and stop")
+        return messages or ["no job of it is in the queue"]
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
-        """This person's jobs in the queue."""
+        """Return this user's jobs in the queue."""
         import getpass
 
-        text = ask("scontrol", "-o", "show", "job", allow=FORGOTTEN)
-        me = getpass.getuser()
-        for job in jobs_of(text):
-            if job.fields.get("UserId", "").partition("(")[0] == me:
+        text = run_slurm_command("scontrol", "-o", "show", "job", allowed_errors=UNKNOWN_JOB_ERRORS)
+        user = getpass.getuser()
+        for job in parse_jobs(text):
+            if job.fields.get("UserId", "").partition("(")[0] == user:
                 yield StageStatus(
                     stage=job.fields.get("JobName", ""),
                     state=STATES.get(job.state, "unknown"),
-                    id=job.id if job.index is None else f"{job.id}_{job.index}",
+                    job_id=job.id if job.index is None else f"{job.id}_{job.index}",
                     attempt=job.restarts,
-                    code=job.exit_code,
+                    exit_code=job.exit_code,
                     reason=job.reason,
                     nodes=(job.nodes,) if job.nodes else (),
                 )
 
-    def nodes(self, profile: Profile) -> Iterable[Node]:
-        """Nodes by partition with their states."""
-        return nodes_of(ask("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%E"))
+    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
+        """Return the nodes by partition with their states."""
+        return parse_nodes(run_slurm_command("sinfo", "-h", "-N", "-o", "%N|%P|%T|%G|%E"))
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
-        """Controller, partition, limits, shared folder, and whether Slurm could ever run it."""
+        """Check controller, partition, limits, shared folder, and that Slurm can schedule the run."""
         from lt_launch.slurm.doctor import findings
 
         return findings(self, profile, pipeline)
 
-    def specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """What the agents get, by stage."""
-        from lt_launch.spec import spec
+    def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
+        """Return the agents' specs by stage."""
+        from lt_launch.spec import stage_spec
 
-        made = {stage.name: spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
+        specs = {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
         for stage in pipeline.stages:
             if stage.job.spawner == "torchrun":
-                made[stage.name]["setup"] += DEAF
-        return made
+                specs[stage.name]["setup"] += IGNORE_SIGNALS_SETUP
+        return specs
 
 
-def _nodes(place: Place, otherwise: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the newest attempt ran, as the script noted it."""
+def _attempt_nodes(place: Place, default: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the nodes of the newest attempt, as recorded by the script."""
     attempts = place.attempts()
     if not attempts:
-        return otherwise
+        return default
     file = place.attempt(attempts[-1]) / "slurm"
     words = file.read_text(encoding="utf-8").split() if file.exists() else []
-    return (words[2],) if len(words) == 3 else otherwise
+    return (words[2],) if len(words) == 3 else default
 
 
-def _new_lines(path: Path, offsets: dict[Path, int], *, last: bool) -> Iterator[str]:
-    """Whole lines that were appended since the last look; with the last look also one without an end."""
+def _read_new_lines(path: Path, offsets: dict[Path, int], *, last: bool) -> Iterator[str]:
+    """Yield complete lines appended since the last call; with `last` also an unterminated one."""
     try:
         with open(path, "rb") as file:
             file.seek(offsets.get(path, 0))
             data = file.read()
     except FileNotFoundError:
         return
-    whole = data if last else data[: data.rfind(b"\n") + 1]
-    offsets[path] = offsets.get(path, 0) + len(whole)
-    yield from (line.decode("utf-8", "replace") for line in whole.removesuffix(b"\n").split(b"\n") if whole)
+    complete = data if last else data[: data.rfind(b"\n") + 1]
+    offsets[path] = offsets.get(path, 0) + len(complete)
+    yield from (line.decode("utf-8", "replace") for line in complete.removesuffix(b"\n").split(b"\n") if complete)

@@ -1,1 +1,1 @@
-"""The commands that this engine adds to `lt train`: env, precompile, neuron-cache."""
+"""Commands that this engine adds to `lt train`: env, precompile, neuron-cache."""

@@ -21,24 +21,27 @@ def env(
     export: Annotated[bool, typer.Option("--export", help="Print lines for a shell.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print the Neuron variables of a recipe, each with its reason; values of your own win, and are marked.
+    """Print the Neuron variables of a recipe, each with its reason.
 
-    Ranks set them by themselves: nothing has to be exported for a run.
+    Values that you have set yourself take precedence and are marked. Ranks set the variables themselves: nothing has to
+    be exported for a run.
     """
-    from lt_trainer.recipe import load
-    from lt_trainer_neuron.environment import check_environment, variables
-    from lt_trainer_neuron.sdk import NEWEST, installed
+    from lt_trainer.config import load
+    from lt_trainer_neuron.environment import check_environment, list_variables
+    from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, detect_packages
 
-    made = load(recipe, sets=sets or []).recipe
-    here = installed().sdk
-    found = variables(made, environ=os.environ, sdk=sdk or (here.release if here else NEWEST))
-    check_environment(made, os.environ)
+    loaded = load(recipe, overrides=sets or []).recipe
+    installed_sdk = detect_packages().sdk
+    variables = list_variables(
+        loaded, environ=os.environ, sdk=sdk or (installed_sdk.release if installed_sdk else LATEST_SDK_RELEASE)
+    )
+    check_environment(loaded, os.environ)
     if as_json:
-        typer.echo(json.dumps([vars(item) for item in found], indent=1))
+        typer.echo(json.dumps([vars(item) for item in variables], indent=1))
         return
-    for item in found:
+    for item in variables:
         if export:
             typer.echo(f"export {item.name}={shlex.quote(item.value)}")
             continue
-        yours = f"  (yours; the recipe says {item.ours!r})" if item.overridden else ""
-        typer.echo(f"{item.name}={item.value}{yours}\n    {item.reason}")
+        note = f"  (yours; the recipe says {item.recipe_value!r})" if item.is_overridden else ""
+        typer.echo(f"{item.name}={item.value}{note}\n    {item.reason}")

@@ -17,23 +17,26 @@ def precompile(
     steps: Annotated[int, typer.Option(help="Steps to trace; graphs of the first ones differ.", min=2)] = 3,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="Override one field.")] = None,
     hyperparameters: Annotated[Path | None, typer.Option(help="A flat JSON object of hyperparameters.")] = None,
-    options: Annotated[
+    torchrun_options: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- OPTION...]", help="Options of torchrun, such as --nnodes=16; else --standalone."),
     ] = None,
 ) -> None:
-    """Compile all graphs of a recipe before it trains, and note what they were made for."""
-    from lt_trainer.hyperparameters import read
-    from lt_trainer.recipe import engine_options, load
+    """Compile all graphs of a recipe ahead of training and record their compile key."""
+    from lt_trainer.config import engine_options, load, read_hyperparameters
     from lt_trainer_neuron.options import NeuronOptions
     from lt_trainer_neuron.precompile import precompile as compile_graphs
 
-    resolved = load(recipe, sets=sets or [], hyperparameters=read(hyperparameters) if hyperparameters else None)
+    resolved = load(
+        recipe, overrides=sets or [], hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None
+    )
     data = resolved.recipe.data
     arguments = [str(recipe), "--steps", str(steps)]
-    arguments += ["--evaluate"] if data.validation or data.validation_sets else []
+    arguments += ["--validate"] if data.validation or data.validation_sets else []
     arguments += [text for value in sets or [] for text in ("--set", value)]
     arguments += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
     ranks = nproc_per_node or engine_options(resolved.recipe, "neuron", NeuronOptions).num_neuroncores
-    key = compile_graphs(resolved, ranks=ranks, options=options or [], arguments=arguments)
-    typer.echo(f"all graphs are compiled; noted in {key}")
+    key = compile_graphs(
+        resolved, nproc_per_node=ranks, torchrun_options=torchrun_options or [], extraction_arguments=arguments
+    )
+    typer.echo(f"all graphs are compiled; compile key: {key}")

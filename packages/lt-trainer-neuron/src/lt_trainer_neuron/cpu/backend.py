@@ -1,7 +1,8 @@
-"""The cpu backend put together: groups, one stage, the pipeline, ZeRO-1.
+"""CPU compute backend: process groups, one pipeline stage, the pipeline schedule, ZeRO-1.
 
-Compute dtype is `engine.neuron.cpu_dtype`; masters are fp32, or float64 where that is computed in. Weights of norms are
-never narrower than fp32. Nothing is recomputed in the backward pass: selective checkpointing changes memory alone.
+The compute dtype is `engine.neuron.cpu_dtype`; master weights are fp32, or float64 if that is the compute dtype. Norm
+weights are never narrower than fp32. Nothing is recomputed in the backward pass: selective checkpointing only changes
+memory.
 """
 
 from __future__ import annotations
@@ -16,128 +17,140 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model import LlamaConfig
+from lt_trainer.config import Recipe, engine_options
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
-from lt_trainer.recipe import Recipe, engine_options
 from lt_trainer.timing import HostStopwatch
-from lt_trainer.torch import GlooControl, decayed, peers, to_device
-from lt_trainer_neuron.backend import Rows
-from lt_trainer_neuron.cpu.collectives import total
-from lt_trainer_neuron.cpu.groups import Groups, join
-from lt_trainer_neuron.cpu.pipeline import Pipeline
-from lt_trainer_neuron.cpu.stage import Micro, Stage
-from lt_trainer_neuron.cpu.zero import ZeroAdamW
-from lt_trainer_neuron.grid import Grid, cut_of
-from lt_trainer_neuron.held import held_by, replicated_heads
+from lt_trainer.torch import GlooControl, micro_batches_to_device, translate_dist_errors, weight_decay_names
+from lt_trainer_neuron.compute_backend import RowSlice
+from lt_trainer_neuron.cpu.collectives import all_reduce_sum
+from lt_trainer_neuron.cpu.pipeline import PipelineSchedule
+from lt_trainer_neuron.cpu.process_groups import ProcessGroups, init_process_group
+from lt_trainer_neuron.cpu.stage import CpuPipelineStage, MicroBatch
+from lt_trainer_neuron.cpu.zero1 import Zero1Optimizer
+from lt_trainer_neuron.grid import Grid, build_nxd_options
 from lt_trainer_neuron.options import NeuronOptions
+from lt_trainer_neuron.tensor_slices import build_tensor_slices, replicated_kv_heads
 
 CPU = torch.device("cpu")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 class CpuBackend:
-    """See `lt_trainer_neuron.backend.Backend`.
+    """`ComputeBackend` over gloo on the CPU.
 
     Raises:
-        PeerError: (at birth) a rank did not come.
+        PeerError: a rank did not join the process group (raised by the constructor).
     """
 
     recomputed_flops_per_token = 0.0
 
     def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
         options = engine_options(recipe, "neuron", NeuronOptions)
-        cut, timeout_s = cut_of(recipe), recipe.guard.collective_timeout_s
-        sequence, dtype = recipe.parallel.sequence_parallel, DTYPES[options.cpu_dtype]
-        self.grid = Grid.of(recipe.parallel, world.rank, world.size)
-        with peers():
-            join(world, timeout_s)
-            self._groups = Groups.make(self.grid, replicated_heads(cut, config.n_kv_heads), timeout_s)
+        nxd_options, timeout_s = build_nxd_options(recipe), recipe.fault_tolerance.collective_timeout_s
+        sequence_parallel, dtype = recipe.parallel.sequence_parallel, DTYPES[options.cpu_dtype]
+        self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
+        with translate_dist_errors():
+            init_process_group(world, timeout_s)
+            self._groups = ProcessGroups.make(self.grid, replicated_kv_heads(nxd_options, config.n_kv_heads), timeout_s)
         self.control: Control = GlooControl(timeout_s) if world.size > 1 else SoloControl()
-        self._stage = Stage(config, cut, self.grid, self._groups.tp, sequence=sequence, dtype=dtype)
-        self._pipeline = Pipeline(self._stage, self._groups.pp, dtype)
-        self._optimizer = ZeroAdamW(
+        self._stage = CpuPipelineStage(
+            config, nxd_options, self.grid, self._groups.tp, sequence_parallel=sequence_parallel, dtype=dtype
+        )
+        self._pipeline = PipelineSchedule(self._stage, self._groups.pp, dtype)
+        self._optimizer = Zero1Optimizer(
+            config,
             self._stage.weights,
-            held_by(config, cut, self.grid),
-            decayed(config, embeddings=recipe.optimizer.decay_embeddings),
+            build_tensor_slices(config, nxd_options, self.grid),
+            weight_decay_names(config, include_embeddings=recipe.optimizer.decay_embeddings),
             recipe.optimizer,
             grid=self.grid,
             groups=self._groups,
-            shard=options.zero1,
-            sequence=sequence,
-            count_copies=options.nxd_grad_norm,
+            zero1=options.zero1,
+            sequence_parallel=sequence_parallel,
+            count_replicas=options.nxd_grad_norm,
         )
         self._z_loss, self._document_mask = recipe.optimizer.z_loss, recipe.data.document_mask
-        peak, source = _measured_peak(dtype)
+        peak, source = _measure_peak_flops(dtype)
         self.device = Device(name="cpu", kind="cpu", count=world.size, peak_flops=peak, peak_source=source)
         self.stopwatch: Stopwatch = HostStopwatch()
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The layers' tensors by NxD's key."""
+        """Layer tensors by NxD's key."""
         return self._stage.weights
 
     @property
-    def slots(self) -> Mapping[str, Mapping[str, Rows]]:
-        """Masters and moments."""
-        return self._optimizer.groups
+    def optimizer_state(self) -> Mapping[str, Mapping[str, RowSlice]]:
+        """Master weights and slots."""
+        return self._optimizer.state_groups
 
     @property
-    def steps(self) -> int:
-        """Updates that had an effect."""
-        return int(self._optimizer.steps)
+    def step_count(self) -> int:
+        """Number of optimizer steps that were not skipped."""
+        return int(self._optimizer.step_count)
 
-    @steps.setter
-    def steps(self, value: int) -> None:
-        self._optimizer.steps.fill_(value)
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        self._optimizer.step_count.fill_(value)
 
-    def slots_changed(self) -> None:
-        """Round the masters into the layers."""
-        self._optimizer.masters_changed()
+    def sync_model_params(self) -> None:
+        """Round the master weights into the layers' weights."""
+        self._optimizer.sync_model_params()
 
-    def accumulate(self, batch: StepBatch) -> Tensor:
-        """All passes of the step; see `Backend.accumulate`."""
-        # In a tensor the division by no valid tokens is infinite, as on other devices, and the step is skipped.
+    def forward_backward(self, batch: StepBatch) -> Tensor:
+        """Run forward and backward of all micro-batches; see `ComputeBackend.forward_backward`."""
+        # Tensor division by zero valid tokens yields inf, as on other devices, and the step is skipped.
         valid = torch.tensor(float(batch.valid_tokens), dtype=torch.float64)
         scale = float(1 / valid)
-        return self._pipeline.train(self._micros(batch), scale, self._z_loss, self._optimizer.add_gradients) / valid
+        return (
+            self._pipeline.forward_backward(
+                self._micro_batches(batch), scale, self._z_loss, self._optimizer.accumulate_gradients
+            )
+            / valid
+        )
 
-    def update(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-        """Sum, clip and update; see `Backend.update`."""
+    def optimizer_step(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+        """Reduce gradients, clip and step; see `ComputeBackend.optimizer_step`."""
         return self._optimizer.step(loss * float(self.grid.tp_rank == 0), lr)
 
-    def evaluate(self, batch: StepBatch) -> Tensor:
-        """The summed loss of the rows."""
-        return self._pipeline.evaluate(self._micros(batch))
+    def validate(self, batch: StepBatch) -> Tensor:
+        """Return the summed loss of this rank's rows."""
+        return self._pipeline.validate(self._micro_batches(batch))
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Summed over data-parallel ranks and stages."""
-        return total(values * float(self.grid.tp_rank == 0), self._groups.world)
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum over data-parallel ranks and stages."""
+        return all_reduce_sum(values * float(self.grid.tp_rank == 0), self._groups.world)
 
-    def mark(self) -> None:
-        """Nothing: what is computed is computed at once."""
+    def mark_step(self) -> None:
+        """Do nothing: execution is eager."""
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Scalars as numbers."""
+    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
+        """Return scalars as floats."""
         return [float(value) for value in values]
 
     def memory_bytes(self) -> int:
-        """Peak resident size of this process so far."""
+        """Return the peak resident memory of this process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
         dist.destroy_process_group()
 
-    def _micros(self, batch: StepBatch) -> list[Micro]:
+    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
         arrays = (batch.input_ids, batch.position_ids, batch.labels, batch.doc_ids)
         return [
-            Micro(ids=ids, positions=positions, labels=labels, documents=documents if self._document_mask else None)
-            for ids, positions, labels, documents in zip(*(to_device(array, CPU) for array in arrays), strict=True)
+            MicroBatch(
+                input_ids=ids, position_ids=positions, labels=labels, doc_ids=documents if self._document_mask else None
+            )
+            for ids, positions, labels, documents in zip(
+                *(micro_batches_to_device(array, CPU) for array in arrays), strict=True
+            )
         ]
 
 
-def _measured_peak(dtype: torch.dtype, seconds: float = 0.05) -> tuple[float, str]:
-    """FLOP/s of a matrix product of this process, and how that number was made."""
+def _measure_peak_flops(dtype: torch.dtype, seconds: float = 0.05) -> tuple[float, str]:
+    """Return the measured matmul FLOP/s of this process and a description of the measurement."""
     size, best = 512, float("inf")
     a = torch.ones(size, size, dtype=dtype)
     end = time.perf_counter() + seconds

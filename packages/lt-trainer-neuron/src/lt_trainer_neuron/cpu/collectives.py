@@ -1,13 +1,13 @@
-"""What tensor-parallel ranks say to each other within a layer, each with the gradient that belongs to it.
+"""Tensor-parallel collectives within a layer, with their gradients.
 
-               without sequence parallelism      with it (ranks hold T/tp positions between layers)
-    enter      forward nothing, backward sum     forward gather positions, backward sum and keep own
-    leave      forward sum, backward nothing     forward sum and keep own positions, backward gather
+                      without sequence parallelism        with it (ranks hold T/tp positions between layers)
+    copy_to_tp        forward identity, backward sum      forward all-gather, backward sum and keep own positions
+    reduce_from_tp    forward sum, backward identity      forward sum and keep own positions, backward all-gather
 
-All sums are made in fp32 or wider and rounded once. (NxD 0.18 loses the sum of a bf16 input gradient at its default
-`reduce_dtype`; here there is no such choice.)
+All sums are computed in fp32 or wider and rounded once. (NxD 0.18 drops the sum of a bf16 input gradient with its
+default `reduce_dtype`; there is no such option here.)
 
-Cost: sums are all-reduces also where a reduce-scatter would do, for every gloo has those.
+Cost: sums are all-reduces even where a reduce-scatter would suffice, since every gloo build supports them.
 
 Shapes: B batch, T positions, D hidden_size.
 """
@@ -21,89 +21,89 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-SEQUENCE = 1  # the dimension of positions in [B, T, D]
+SEQ_DIM = 1  # the dimension of positions in [B, T, D]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Peers:
-    """Some ranks that share work, seen from one of them.
+class RankGroup:
+    """Process group and this rank's index in it.
 
     Attributes:
-        ranks: their numbers.
-        rank: which of them this is.
-        group: their process group; None for one rank alone.
+        ranks: global ranks of the group.
+        rank: this rank's index in `ranks`.
+        process_group: torch process group; None for a single rank.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
-    group: dist.ProcessGroup | None = None
+    process_group: dist.ProcessGroup | None = None
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """Number of ranks."""
         return len(self.ranks)
 
 
-def total(x: Tensor, peers: Peers) -> Tensor:
-    """The sum of the ranks' tensors, in a new tensor of the same dtype."""
-    if peers.size == 1:
+def all_reduce_sum(x: Tensor, group: RankGroup) -> Tensor:
+    """Return the sum over ranks in a new tensor of the same dtype."""
+    if group.size == 1:
         return x.clone()
-    wide = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
-    dist.all_reduce(wide, group=peers.group)
-    return wide.to(x.dtype)
+    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.process_group)
+    return total.to(x.dtype)
 
 
-def largest(x: Tensor, peers: Peers) -> Tensor:
-    """The largest of the ranks' numbers, element by element."""
-    found = x.clone(memory_format=torch.contiguous_format)
-    if peers.size > 1:
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=peers.group)
-    return found
+def all_reduce_max(x: Tensor, group: RankGroup) -> Tensor:
+    """Return the elementwise maximum over ranks in a new tensor."""
+    result = x.clone(memory_format=torch.contiguous_format)
+    if group.size > 1:
+        dist.all_reduce(result, dist.ReduceOp.MAX, group=group.process_group)
+    return result
 
 
-def gathered(x: Tensor, peers: Peers, dim: int) -> Tensor:
-    """The ranks' tensors, of one shape, behind each other along `dim`."""
-    if peers.size == 1:
+def all_gather(x: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Concatenate the ranks' tensors, of equal shape, along `dim`."""
+    if group.size == 1:
         return x
-    boxes = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in peers.ranks]
-    dist.all_gather(boxes, x.contiguous(), group=peers.group)
-    return torch.cat(boxes, dim)
+    chunks = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in group.ranks]
+    dist.all_gather(chunks, x.contiguous(), group=group.process_group)
+    return torch.cat(chunks, dim)
 
 
-def own(x: Tensor, peers: Peers, dim: int) -> Tensor:
-    """This rank's one of as many equal parts of `x` along `dim` as there are ranks."""
-    return x.chunk(peers.size, dim)[peers.rank].contiguous()
+def local_chunk(x: Tensor, group: RankGroup, dim: int) -> Tensor:
+    """Return this rank's equal chunk of `x` along `dim`."""
+    return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def enter(x_BTD: Tensor, peers: Peers, *, sequence: bool) -> Tensor:
-    """What every rank's part of a layer is given: all positions."""
-    return cast(Tensor, _Enter.apply(x_BTD, peers, sequence))
+def copy_to_tp(x_BTD: Tensor, tp_group: RankGroup, *, sequence_parallel: bool) -> Tensor:
+    """Identity forward, all-reduce backward (SP: all-gather / sum and keep own positions)."""
+    return cast(Tensor, _CopyToTp.apply(x_BTD, tp_group, sequence_parallel))
 
 
-def leave(x_BTD: Tensor, peers: Peers, *, sequence: bool) -> Tensor:
-    """The sum of every rank's part of a layer: all positions, or this rank's."""
-    return cast(Tensor, _Leave.apply(x_BTD, peers, sequence))
+def reduce_from_tp(x_BTD: Tensor, tp_group: RankGroup, *, sequence_parallel: bool) -> Tensor:
+    """All-reduce forward, identity backward (SP: sum and keep own positions / all-gather)."""
+    return cast(Tensor, _ReduceFromTp.apply(x_BTD, tp_group, sequence_parallel))
 
 
-class _Enter(torch.autograd.Function):
+class _CopyToTp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, sequence: bool) -> Tensor:
-        ctx.peers, ctx.sequence = peers, sequence
-        return gathered(x, peers, SEQUENCE) if sequence else x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        summed = total(upstream, ctx.peers)
-        return (own(summed, ctx.peers, SEQUENCE) if ctx.sequence else summed), None, None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, peers: Peers, sequence: bool) -> Tensor:
-        ctx.peers, ctx.sequence = peers, sequence
-        summed = total(x, peers)
-        return own(summed, peers, SEQUENCE) if sequence else summed
+    def forward(ctx: Any, x: Tensor, tp_group: RankGroup, sequence_parallel: bool) -> Tensor:
+        ctx.peers, ctx.sequence = tp_group, sequence_parallel
+        return all_gather(x, tp_group, SEQ_DIM) if sequence_parallel else x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (gathered(upstream, ctx.peers, SEQUENCE) if ctx.sequence else upstream), None, None
+        summed = all_reduce_sum(upstream, ctx.peers)
+        return (local_chunk(summed, ctx.peers, SEQ_DIM) if ctx.sequence else summed), None, None
+
+
+class _ReduceFromTp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp_group: RankGroup, sequence_parallel: bool) -> Tensor:
+        ctx.peers, ctx.sequence = tp_group, sequence_parallel
+        summed = all_reduce_sum(x, tp_group)
+        return local_chunk(summed, tp_group, SEQ_DIM) if sequence_parallel else summed
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return (all_gather(upstream, ctx.peers, SEQ_DIM) if ctx.sequence else upstream), None, None

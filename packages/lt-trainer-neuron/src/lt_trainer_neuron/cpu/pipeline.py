@@ -1,8 +1,9 @@
-"""A step's micro-batches over pipeline stages, in the order of `schedule`; with one stage that is a plain loop.
+"""Pipeline execution of a step's micro-batches in the order of `pipeline_schedule`.
 
-Sends block until they are received, as the collectives of the device do: what would hang there hangs here.
+With one stage this is a plain loop. Sends block until they are received, as the collectives on the device do: a
+schedule that would deadlock there deadlocks here.
 
-Cost: at most P micro-batches' activations on a stage.
+Cost: activations of at most P micro-batches per stage.
 """
 
 from __future__ import annotations
@@ -14,87 +15,99 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_trainer_neuron.cpu.collectives import Peers
-from lt_trainer_neuron.cpu.stage import Micro, Stage
-from lt_trainer_neuron.schedule import forward_only, one_forward_one_backward
+from lt_trainer_neuron.cpu.collectives import RankGroup
+from lt_trainer_neuron.cpu.stage import CpuPipelineStage, MicroBatch
+from lt_trainer_neuron.pipeline_schedule import forward_only, one_forward_one_backward
 
 
-class Pipeline:
-    """One stage among its peers.
+class PipelineSchedule:
+    """Pipeline schedule of one stage.
 
     Args:
         stage: this rank's layers.
-        peers: the ranks of all stages, of which this is one.
-        dtype: of what stages hand over.
+        pp_group: ranks of all stages, including this one.
+        dtype: dtype of activations sent between stages.
     """
 
-    def __init__(self, stage: Stage, peers: Peers, dtype: torch.dtype) -> None:
-        self._stage, self._peers, self._dtype = stage, peers, dtype
-        self._last = peers.rank == peers.size - 1
+    def __init__(self, stage: CpuPipelineStage, pp_group: RankGroup, dtype: torch.dtype) -> None:
+        self._stage, self._pp_group, self._dtype = stage, pp_group, dtype
+        self._is_last_stage = pp_group.rank == pp_group.size - 1
 
-    def train(self, micros: Sequence[Micro], scale: float, z_loss: float, after_backward: Any) -> Tensor:
-        """All passes of a step.
+    def forward_backward(
+        self, micro_batches: Sequence[MicroBatch], loss_scale: float, z_loss: float, on_backward_end: Any
+    ) -> Tensor:
+        """Run forward and backward of all micro-batches.
 
         Args:
-            micros: the micro-batches.
-            scale: what the loss is multiplied with before it is differentiated.
+            micro_batches: the micro-batches.
+            loss_scale: factor applied to the loss before the backward pass.
             z_loss: coefficient of logsumexp(logits)^2.
-            after_backward: called after each backward pass.
+            on_backward_end: called after each backward pass.
 
         Returns:
-            The summed cross-entropy, float64; 0 on every stage but the last.
+            Summed cross-entropy, float64; 0 on every stage but the last.
         """
         loss_sum = torch.zeros((), dtype=torch.float64)
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
-        for kind, index in one_forward_one_backward(self._peers.rank, self._peers.size, len(micros)):
+        for kind, index in one_forward_one_backward(self._pp_group.rank, self._pp_group.size, len(micro_batches)):
             match kind:
-                case "take input":
-                    inputs[index] = self._take(micros[index], -1, index).requires_grad_()
+                case "recv_forward":
+                    inputs[index] = self._recv(micro_batches[index], -1, index).requires_grad_()
                 case "forward":
-                    outputs[index] = self._stage.forward(micros[index], inputs.get(index))
-                    if self._last:
-                        loss, cross_entropy = self._stage.loss(outputs[index], micros[index], z_loss)
-                        loss_sum += cross_entropy
-                        outputs[index] = loss * scale
-                case "give output":
-                    self._give(outputs[index].detach(), 1, index)
-                case "take gradient":
-                    gradients[index] = self._take(micros[index], 1, index)
+                    outputs[index] = self._stage.forward(micro_batches[index], inputs.get(index))
+                    if self._is_last_stage:
+                        parts = self._stage.loss(outputs[index], micro_batches[index], z_loss)
+                        loss_sum += parts.cross_entropy
+                        outputs[index] = parts.total * loss_scale
+                case "send_forward":
+                    self._send(outputs[index].detach(), 1, index)
+                case "recv_backward":
+                    gradients[index] = self._recv(micro_batches[index], 1, index)
                 case "backward":
                     outputs.pop(index).backward(gradients.pop(index, None))
-                    after_backward()
-                case "give gradient":
+                    on_backward_end()
+                case "send_backward":
                     gradient = inputs.pop(index).grad
                     assert gradient is not None
-                    self._give(gradient, -1, index)
+                    self._send(gradient, -1, index)
         return loss_sum
 
     @torch.no_grad()
-    def evaluate(self, micros: Sequence[Micro]) -> Tensor:
-        """The summed cross-entropy, float64; 0 on every stage but the last."""
+    def validate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Return the summed cross-entropy, float64; 0 on every stage but the last."""
         loss_sum = torch.zeros((), dtype=torch.float64)
-        passing: Tensor | None = None
-        for kind, index in forward_only(self._peers.rank, self._peers.size, len(micros)):
+        activation: Tensor | None = None
+        for kind, index in forward_only(self._pp_group.rank, self._pp_group.size, len(micro_batches)):
             match kind:
-                case "take input":
-                    passing = self._take(micros[index], -1, index)
+                case "recv_forward":
+                    activation = self._recv(micro_batches[index], -1, index)
                 case "forward":
-                    passing = self._stage.forward(micros[index], passing)
-                    if self._last:
-                        loss_sum += self._stage.loss(passing, micros[index], 0.0)[1]
-                        passing = None
+                    activation = self._stage.forward(micro_batches[index], activation)
+                    if self._is_last_stage:
+                        loss_sum += self._stage.loss(activation, micro_batches[index], 0.0).cross_entropy
+                        activation = None
                 case _:
-                    assert passing is not None
-                    self._give(passing, 1, index)
-                    passing = None
+                    assert activation is not None
+                    self._send(activation, 1, index)
+                    activation = None
         return loss_sum
 
-    def _take(self, micro: Micro, step: int, tag: int) -> Tensor:
-        box = torch.empty(self._stage.shape_between(micro), dtype=self._dtype)
-        dist.recv(box, self._peers.ranks[self._peers.rank + step], group=self._peers.group, tag=tag)
-        return box
+    def _recv(self, micro: MicroBatch, stage_offset: int, tag: int) -> Tensor:
+        buffer = torch.empty(self._stage.activation_shape(micro), dtype=self._dtype)
+        dist.recv(
+            buffer,
+            self._pp_group.ranks[self._pp_group.rank + stage_offset],
+            group=self._pp_group.process_group,
+            tag=tag,
+        )
+        return buffer
 
-    def _give(self, x: Tensor, step: int, tag: int) -> None:
-        dist.send(x.contiguous(), self._peers.ranks[self._peers.rank + step], group=self._peers.group, tag=tag)
+    def _send(self, x: Tensor, stage_offset: int, tag: int) -> None:
+        dist.send(
+            x.contiguous(),
+            self._pp_group.ranks[self._pp_group.rank + stage_offset],
+            group=self._pp_group.process_group,
+            tag=tag,
+        )

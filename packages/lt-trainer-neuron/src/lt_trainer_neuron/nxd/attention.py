@@ -1,9 +1,9 @@
-"""Core attention on a rank's heads: by the formula, or NxD's flash attention kernel.
+"""Core attention on a rank's heads: eager, or NxD's flash attention kernel.
 
-Where a query may not look, the score becomes -10000 as in NxD's models and not -inf: what the device's exponential
-makes of infinities is not relied on.
+Masked scores are -10000 as in NxD's models, not -inf: the code does not rely on how the device's exponential handles
+infinities.
 
-Cost: the formula holds B * H * T * T scores in the wide dtype; the kernel a block of them.
+Cost: eager attention holds B * H * T * T scores in the upcast dtype; the kernel one block of them.
 
 Shapes: B batch, H query heads, T positions, K head_dim; keys and values have been repeated to H heads.
 """
@@ -16,28 +16,28 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["NOT_SEEN", "Attend", "by_formula", "flash"]
+__all__ = ["MASKED_SCORE", "CoreAttention", "eager_attention", "flash_attention"]
 
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(queries, keys, values, whether a query sees a key) → [B, H, T, K]."""
+CoreAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(queries, keys, values, attention mask) → [B, H, T, K]."""
 
-NOT_SEEN = -10000.0
-"""Score of a position that a query may not look at."""
+MASKED_SCORE = -10000.0
+"""Attention score of masked positions."""
 
 
-def by_formula(wide: torch.dtype) -> Attend:
-    """softmax(q k / sqrt(K)) v with the softmax in `wide`."""
+def eager_attention(upcast_dtype: torch.dtype) -> CoreAttention:
+    """Return attention as softmax(q k / sqrt(K)) v with the softmax in `upcast_dtype`."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:
-        scores = (q @ k.transpose(2, 3)).to(wide) * q.shape[-1] ** -0.5
-        scores = torch.where(seen, scores, torch.full((), NOT_SEEN, dtype=wide, device=scores.device))
+        scores = (q @ k.transpose(2, 3)).to(upcast_dtype) * q.shape[-1] ** -0.5
+        scores = torch.where(seen, scores, torch.full((), MASKED_SCORE, dtype=upcast_dtype, device=scores.device))
         return scores.softmax(dim=-1).to(v.dtype) @ v
 
     return attend
 
 
-def flash() -> Attend:
-    """NxD's kernel, which is causal and knows no documents."""
+def flash_attention() -> CoreAttention:
+    """Return NxD's flash attention kernel, which is causal and has no document mask."""
     from neuronx_distributed.kernels.flash_attn import nki_flash_attn_func
 
     def attend(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> Tensor:

@@ -1,16 +1,18 @@
-"""The backend of Trainium put together: groups, one stage, its passes, the step.
+"""Trainium compute backend: process groups, one pipeline stage, its schedule and the training step.
 
 With `engine.neuron.backend = "nxd"` groups and layers are NxD's; with "xla" one rank trains on plain torch-xla. Stages
-run by our own schedule over NxD's transfers (`pipeline`): NxD's model class for stages would trace the layers again. In
-NxD's own CPU mode (NXD_CPU_MODE=1) tensors lie on the host and collectives go over gloo, for tests.
+use our own schedule over NxD's transfers (`pipeline`): NxD's pipeline model class would trace the layers again. In
+NxD's CPU mode (NXD_CPU_MODE=1) tensors are on the host and collectives use gloo, for tests.
 
-| precision     | weights             | masters, moments, gradients | norms, softmax, loss | made so on the device by |
-|---------------|---------------------|-----------------------------|----------------------|--------------------------|
-| `bf16_sr`     | float32, there bf16 | float32, there bf16         | float32, there bf16  | XLA_USE_BF16             |
-| `downcast`    | float32, there bf16 | float64, there fp32         | float64, there fp32  | XLA_DOWNCAST_BF16        |
-| `fp32_master` | bfloat16            | float32                     | float32              | nothing                  |
+Dtypes in torch, with `→` followed by the dtype on the device if it differs:
 
-Cost: nothing beside that of its parts.
+| precision             | weights     | master weights, slots, gradients | norms, softmax, loss | variable          |
+|-----------------------|-------------|----------------------------------|----------------------|-------------------|
+| `bf16_sr`             | fp32 → bf16 | fp32 → bf16                      | fp32 → bf16          | XLA_USE_BF16      |
+| `downcast`            | fp32 → bf16 | fp64 → fp32                      | fp64 → fp32          | XLA_DOWNCAST_BF16 |
+| `fp32_master_weights` | bf16        | fp32                             | fp32                 | none              |
+
+Cost: nothing beyond that of its parts.
 """
 
 from __future__ import annotations
@@ -24,202 +26,222 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lt_ckpt.nxd.layout import nxd_layout, rank_rules
-from lt_ckpt.nxd.zero import shard_rows
-from lt_model import LlamaConfig
+from lt_ckpt.nxd.zero1 import shard_rows
+from lt_model import LlamaConfig, param_specs
+from lt_trainer.config import Recipe, engine_options
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.recipe import Recipe, engine_options
 from lt_trainer.timing import HostStopwatch
-from lt_trainer.torch import GlooControl, decayed
-from lt_trainer_neuron.backend import MASTERS, Rows
-from lt_trainer_neuron.grid import Grid, cut_of
-from lt_trainer_neuron.held import EMBED, HEAD, Held, held_by
-from lt_trainer_neuron.nxd.attention import by_formula, flash
+from lt_trainer.torch import GlooControl, weight_decay_names
+from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, RowSlice
+from lt_trainer_neuron.grid import Grid, build_nxd_options
+from lt_trainer_neuron.nxd.attention import eager_attention, flash_attention
+from lt_trainer_neuron.nxd.collectives import (
+    Collectives,
+    NxdCollectives,
+    NxdPipelineP2P,
+    PipelineP2P,
+    SingleRankCollectives,
+)
 from lt_trainer_neuron.nxd.device import HostDevice, TensorDevice, XlaDevice
-from lt_trainer_neuron.nxd.groups import check_grid, join
-from lt_trainer_neuron.nxd.layers import Layers, NxdLayers, TorchLayers
-from lt_trainer_neuron.nxd.llama import Stage
-from lt_trainer_neuron.nxd.passes import OneStage, StageLoss, micro_batches
-from lt_trainer_neuron.nxd.pipeline import Pipelined
-from lt_trainer_neuron.nxd.ranks import Alone, Neighbours, NxdNeighbours, NxdRanks, Ranks
-from lt_trainer_neuron.nxd.signatures import check_installed
-from lt_trainer_neuron.nxd.step import Passes, Precision, Step, Weight
+from lt_trainer_neuron.nxd.layers import LayerFactory, NxdLayerFactory, TorchLayerFactory
+from lt_trainer_neuron.nxd.llama import NxdPipelineStage
+from lt_trainer_neuron.nxd.pipeline import NxdPipelineSchedule
+from lt_trainer_neuron.nxd.process_groups import check_grid, init_process_groups
+from lt_trainer_neuron.nxd.signatures import check_nxd_signatures
+from lt_trainer_neuron.nxd.single_stage import SingleStageSchedule, StageWithLoss, load_micro_batches
+from lt_trainer_neuron.nxd.train_step import DtypePolicy, LocalWeight, MicroBatchSchedule, TrainStep
 from lt_trainer_neuron.options import SECTION, NeuronOptions
+from lt_trainer_neuron.tensor_slices import EMBED, HEAD, TensorSlice, build_tensor_slices
 
 if TYPE_CHECKING:
     from lt_ckpt.nxd.options import NxdOptions
 
-__all__ = ["PEAK_FLOPS", "PRECISIONS", "NxdBackend"]
+__all__ = ["DTYPE_POLICIES", "PEAK_FLOPS", "NxdBackend"]
 
-PRECISIONS: Mapping[str, Precision] = {
-    "bf16_sr": Precision(compute=torch.float32, master=torch.float32, wide=torch.float32),
-    "downcast": Precision(compute=torch.float32, master=torch.float64, wide=torch.float64),
-    "fp32_master": Precision(compute=torch.bfloat16, master=torch.float32, wide=torch.float32),
+DTYPE_POLICIES: Mapping[str, DtypePolicy] = {
+    "bf16_sr": DtypePolicy(compute_dtype=torch.float32, master_dtype=torch.float32, upcast_dtype=torch.float32),
+    "downcast": DtypePolicy(compute_dtype=torch.float32, master_dtype=torch.float64, upcast_dtype=torch.float64),
+    "fp32_master_weights": DtypePolicy(
+        compute_dtype=torch.bfloat16, master_dtype=torch.float32, upcast_dtype=torch.float32
+    ),
 }
-"""By `engine.neuron.precision`, as torch sees them; see the module's table."""
+"""Dtypes in torch by `engine.neuron.precision`; see the table in the module docstring."""
 
 PEAK_FLOPS = 95e12
-"""Dense bf16 FLOP/s of a NeuronCore-v2: AWS gives 190 TFLOP/s for a Trainium chip, which has two."""
+"""Dense bf16 FLOP/s of a NeuronCore-v2: 190 TFLOP/s per Trainium chip of two cores, as published by AWS."""
 
 
 class NxdBackend:
-    """See `lt_trainer_neuron.backend.Backend`.
+    """`ComputeBackend` over NxD or plain torch-xla.
 
     Args:
-        recipe: the run's, checked.
-        config: the model.
+        recipe: checked recipe of the run.
+        config: model configuration.
         world: the ranks.
-        precision: dtypes, where they are not to follow the recipe's `engine.neuron.precision`.
+        dtype_policy: dtypes that override the recipe's `engine.neuron.precision`.
 
     Raises:
-        RecipeError: something that this backend does not have.
+        RecipeError: the recipe uses a feature this backend does not support.
     """
 
     def __init__(
-        self, recipe: Recipe, config: LlamaConfig, world: World, *, precision: Precision | None = None
+        self, recipe: Recipe, config: LlamaConfig, world: World, *, dtype_policy: DtypePolicy | None = None
     ) -> None:
         options = engine_options(recipe, "neuron", NeuronOptions)
-        _check(recipe, config, options, world)
-        self._precision = precision = precision or PRECISIONS[options.precision]
-        self.grid = Grid.of(recipe.parallel, world.rank, world.size)
-        device, ranks, neighbours, layers = _places(recipe, options, self.grid, precision)
-        self._tensors, self._ranks, cut = device, ranks, cut_of(recipe)
-        self.control: Control = GlooControl(recipe.guard.collective_timeout_s) if world.size > 1 else SoloControl()
-        self._config, self._cut = config, cut
-        numbers = sorted({number for number in map(_layer_of, _keys(config, cut, self.grid)) if number is not None})
-        stage = Stage(
-            config,
-            cut,
-            layers,
-            flash() if options.flash_attention else by_formula(precision.wide),
-            numbers=numbers,
-            first=self.grid.first_stage,
-            last=self.grid.last_stage,
-            dtype=precision.compute,
-            wide=precision.wide,
-            recompute=device.recomputed if options.selective_checkpointing else None,
+        _check_world_size(recipe, config, options, world)
+        self._dtype_policy = dtype_policy = dtype_policy or DTYPE_POLICIES[options.precision]
+        self.grid = Grid.from_options(recipe.parallel, world.rank, world.size)
+        device, collectives, p2p, layers = _open_runtime(recipe, options, self.grid, dtype_policy)
+        self._tensor_device, self._collectives, nxd_options = device, collectives, build_nxd_options(recipe)
+        self.control: Control = (
+            GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else SoloControl()
         )
-        stage = on_device(stage, device.torch_device)
+        self._config, self._nxd_options = config, nxd_options
+        layer_indices = sorted(
+            {index for index in map(_layer_index, _nxd_keys(config, nxd_options, self.grid)) if index is not None}
+        )
+        stage = NxdPipelineStage(
+            config,
+            nxd_options,
+            layers,
+            flash_attention() if options.flash_attention else eager_attention(dtype_policy.upcast_dtype),
+            layer_indices=layer_indices,
+            is_first=self.grid.is_first_stage,
+            is_last=self.grid.is_last_stage,
+            dtype=dtype_policy.compute_dtype,
+            upcast_dtype=dtype_policy.upcast_dtype,
+            recompute=device.recompute_in_backward if options.selective_checkpointing else None,
+        )
+        stage = materialize_stage(stage, device.torch_device)
         if config.tie_word_embeddings and self.grid.pp == 1:
             stage.lm_head.weight = stage.model.embed_tokens.weight
         self.stage = stage
-        """The layers, under NxD's keys; NxD's own loader takes it for a model."""
+        """Layers with NxD's keys as parameter names; NxD's own loader accepts it as a model."""
         self._parameters = dict(stage.named_parameters(remove_duplicate=False))
-        self._step = Step(
-            self._weights_of(recipe, options, layers),
+        self._train_step = TrainStep(
+            self._local_weights(recipe, options, layers),
             recipe.optimizer,
-            precision=precision,
+            dtype_policy=dtype_policy,
             device=device,
-            ranks=ranks,
+            collectives=collectives,
             grid=self.grid,
             zero1=options.zero1,
-            whole=options.graph == "step",
-            tied=_tied_over_stages(config, self.grid),
+            single_graph=options.graph_scope == "step",
+            tied_embedding=_tied_embedding(config, self.grid),
         )
-        with_loss = StageLoss(
+        with_loss = StageWithLoss(
             stage,
-            ranks,
-            first_column=config.vocab_size // self.grid.tp * self.grid.tp_rank,
+            collectives,
+            vocab_start_index=config.vocab_size // self.grid.tp * self.grid.tp_rank,
             z_loss=recipe.optimizer.z_loss,
-            wide=precision.wide,
-            documents=recipe.data.document_mask,
+            upcast_dtype=dtype_policy.upcast_dtype,
+            document_mask=recipe.data.document_mask,
         )
-        self._passes: Passes = OneStage(with_loss)
-        if neighbours is not None:
-            self._passes = Pipelined(with_loss, neighbours, device=device, grid=self.grid, dtype=precision.compute)
-        self.device = _described(device, world)
-        self.stopwatch: Stopwatch = HostStopwatch()
-        again = options.selective_checkpointing and not options.flash_attention
-        attention = 4 * config.n_layers * config.n_heads * config.head_dim * recipe.data.seq_len
-        self.recomputed_flops_per_token = float(attention) if again else 0.0
-
-    def _weights_of(self, recipe: Recipe, options: NeuronOptions, layers: Layers) -> dict[str, Weight]:
-        """The rank's tensors, each memory once, and what the step must know of them."""
-        held = held_by(self._config, self._cut, self.grid)
-        decays = decayed(self._config, embeddings=recipe.optimizer.decay_embeddings)
-        return {
-            key: Weight(
-                parameter=self._parameters[key],
-                decays=boxes[0].name in decays,
-                counted=tuple(_counted(boxes, self.grid, every_copy=options.nxd_grad_norm)),
-                summed_over_tp=layers.sequence_parallel and self._parameters[key].ndim == 1,
+        self._schedule: MicroBatchSchedule = SingleStageSchedule(with_loss)
+        if p2p is not None:
+            self._schedule = NxdPipelineSchedule(
+                with_loss, p2p, device=device, grid=self.grid, dtype=dtype_policy.compute_dtype
             )
-            for key, boxes in held.items()
+        self.device = _describe_device(device, world)
+        self.stopwatch: Stopwatch = HostStopwatch()
+        recomputes_attention = options.selective_checkpointing and not options.flash_attention
+        attention = 4 * config.n_layers * config.n_heads * config.head_dim * recipe.data.seq_len
+        self.recomputed_flops_per_token = float(attention) if recomputes_attention else 0.0
+
+    def _local_weights(self, recipe: Recipe, options: NeuronOptions, layers: LayerFactory) -> dict[str, LocalWeight]:
+        """Return the rank's distinct weights with the metadata that `TrainStep` needs."""
+        slices_by_key = build_tensor_slices(self._config, self._nxd_options, self.grid)
+        decays = weight_decay_names(self._config, include_embeddings=recipe.optimizer.decay_embeddings)
+        specs = {spec.name: spec for spec in param_specs(self._config)}
+        return {
+            key: LocalWeight(
+                parameter=self._parameters[key],
+                specs=tuple(specs[tensor_slice.name] for tensor_slice in slices),
+                decay=slices[0].name in decays,
+                norm_row_ranges=tuple(_iter_norm_row_ranges(slices, self.grid, count_replicas=options.nxd_grad_norm)),
+                reduce_grad_over_tp=layers.sequence_parallel and self._parameters[key].ndim == 1,
+            )
+            for key, slices in slices_by_key.items()
             if not (key == HEAD and self._config.tie_word_embeddings and self.grid.pp == 1)
         }
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The layers' tensors by NxD's key, in the order of the rank's file."""
-        return {key: self._parameters[key] for key in _keys(self._config, self._cut, self.grid)}
+        """Layer tensors by NxD's key, in the order of the rank's file."""
+        return {key: self._parameters[key] for key in _nxd_keys(self._config, self._nxd_options, self.grid)}
 
     @property
-    def slots(self) -> Mapping[str, Mapping[str, Rows]]:
-        """Masters and moments; the views are made anew each time, as a step may put a device's tensors elsewhere."""
-        optimizer = self._step.optimizer
-        groups = {MASTERS: self._step.masters, "exp_avg": optimizer.exp_avg, "exp_avg_sq": optimizer.exp_avg_sq}
+    def optimizer_state(self) -> Mapping[str, Mapping[str, RowSlice]]:
+        """Master weights and slots, as new views on each call, since a step may move device tensors."""
+        groups = {MASTER_WEIGHTS: self._train_step.master_weights, **self._train_step.optimizer.slots}
         return {
-            group: {key: self._rows(key, tensor) for key, tensor in tensors.items()}
+            group: {key: self._row_slice(key, tensor) for key, tensor in tensors.items()}
             for group, tensors in groups.items()
         }
 
-    def _rows(self, key: str, tensor: Tensor) -> Rows:
-        if not self._step.cut:
-            return Rows(local=tensor.detach())
-        first, held, _ = shard_rows(self._parameters[key].shape[0], self.grid.dp, self.grid.dp_rank)
-        return Rows(local=tensor.detach()[:held], first=first)
+    def _row_slice(self, key: str, tensor: Tensor) -> RowSlice:
+        if not self._train_step.is_sharded:
+            return RowSlice(local=tensor.detach())
+        first, n_rows, _ = shard_rows(self._parameters[key].shape[0], self.grid.dp, self.grid.dp_rank)
+        return RowSlice(local=tensor.detach()[:n_rows], start_row=first)
 
     @property
-    def steps(self) -> int:
-        """Updates that had an effect; waits for the device."""
-        return int(self._tensors.read([self._step.optimizer.step])[0])
+    def step_count(self) -> int:
+        """Number of optimizer steps that were not skipped; waits for the device."""
+        return int(self._tensor_device.fetch_scalars([self._train_step.optimizer.step_count])[0])
 
-    @steps.setter
-    def steps(self, value: int) -> None:
-        step = self._step.optimizer.step
-        step.copy_(self._tensors.scalar(value, step.dtype))
+    @step_count.setter
+    def step_count(self, value: int) -> None:
+        step = self._train_step.optimizer.step_count
+        step.copy_(self._tensor_device.scalar_tensor(value, step.dtype))
 
-    def slots_changed(self) -> None:
-        """Give the layers their weights."""
-        self._step.masters_to_weights()
+    def sync_model_params(self) -> None:
+        """Copy the master weights, gathered and cast, into the layers' weights."""
+        self._train_step.sync_model_params()
 
-    def accumulate(self, batch: StepBatch) -> Tensor:
-        """All passes of the step; see `Backend.accumulate`."""
-        return self._step.accumulate(self._passes, micro_batches(batch, self._tensors), batch.valid_tokens)
+    def forward_backward(self, batch: StepBatch) -> Tensor:
+        """Run forward and backward of all micro-batches; see `ComputeBackend.forward_backward`."""
+        return self._train_step.forward_backward(
+            self._schedule, load_micro_batches(batch, self._tensor_device), batch.valid_tokens
+        )
 
-    def update(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
-        """Sum, clip and update; see `Backend.update`."""
-        return self._step.update(loss, lr)
+    def optimizer_step(self, loss: Tensor, lr: float) -> tuple[Tensor, Tensor]:
+        """Reduce gradients, clip and step; see `ComputeBackend.optimizer_step`."""
+        return self._train_step.optimizer_step(loss, lr)
 
-    def evaluate(self, batch: StepBatch) -> Tensor:
-        """The summed loss of the rows."""
-        return self._passes.evaluate(micro_batches(batch, self._tensors))
+    def validate(self, batch: StepBatch) -> Tensor:
+        """Return the summed loss of this rank's rows."""
+        return self._schedule.validate(load_micro_batches(batch, self._tensor_device))
 
-    def summed(self, values: Tensor) -> Tensor:
-        """Summed over data-parallel ranks and stages."""
-        return self._ranks.summed(self._ranks.summed(values, "dp"), "pp")
+    def all_reduce_sum(self, values: Tensor) -> Tensor:
+        """Sum over data-parallel ranks and stages."""
+        return self._collectives.all_reduce_sum(self._collectives.all_reduce_sum(values, "dp"), "pp")
 
-    def mark(self) -> None:
+    def mark_step(self) -> None:
         """End the graph."""
-        self._tensors.mark()
+        self._tensor_device.mark_step()
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Scalars as numbers."""
-        return self._tensors.read(values)
+    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
+        """Return scalars as floats."""
+        return self._tensor_device.fetch_scalars(values)
 
     def memory_bytes(self) -> int:
-        """Peak memory of the device, or of this process."""
-        return self._tensors.memory_bytes()
+        """Return the peak memory in bytes of the device, or of this process."""
+        return self._tensor_device.memory_bytes()
 
     def close(self) -> None:
-        """Leave the process groups."""
+        """Destroy the process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def on_device(stage: Stage, device: torch.device) -> Stage:
-    """The stage with memory on the device. NxD's marks on its parameters, which `to_empty` drops, are kept."""
+def materialize_stage(stage: NxdPipelineStage, device: torch.device) -> NxdPipelineStage:
+    """Return the stage with zeroed memory on the device.
+
+    Keeps NxD's parameter attributes, which `to_empty` would drop.
+    """
     for module in stage.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             fresh = nn.Parameter(torch.zeros_like(parameter, device=device))
@@ -228,39 +250,42 @@ def on_device(stage: Stage, device: torch.device) -> Stage:
     return stage
 
 
-def _check(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: World) -> None:
-    """What this backend does not have; what of stages it does not have is refused before (`checks`)."""
+def _check_world_size(recipe: Recipe, config: LlamaConfig, options: NeuronOptions, world: World) -> None:
+    """Raise if plain torch-xla is used with several ranks.
+
+    Unsupported pipeline options are rejected earlier (`checks`).
+    """
     if options.backend == "xla" and world.size > 1:
         raise RecipeError(
-            "plain torch-xla is for one rank",
+            "plain torch-xla supports one rank",
             values={f"{SECTION}.backend": options.backend, "ranks": world.size},
             remedy="set engine.neuron.backend to nxd, or start one rank",
         )
 
 
-def _places(
-    recipe: Recipe, options: NeuronOptions, grid: Grid, precision: Precision
-) -> tuple[TensorDevice, Ranks, Neighbours | None, Layers]:
-    """Where tensors lie, who else there is (neighbours where there are stages), and what layers are made of."""
+def _open_runtime(
+    recipe: Recipe, options: NeuronOptions, grid: Grid, dtype_policy: DtypePolicy
+) -> tuple[TensorDevice, Collectives, PipelineP2P | None, LayerFactory]:
+    """Return device, collectives, stage transfers (None with one stage) and layer factory."""
     if options.backend == "xla":
-        return XlaDevice(), Alone(), None, TorchLayers(precision.compute)
-    check_installed()
+        return XlaDevice(), SingleRankCollectives(), None, TorchLayerFactory(dtype_policy.compute_dtype)
+    check_nxd_signatures()
     on_host = int(os.environ.get("NXD_CPU_MODE", "0")) > 0
-    join(recipe, on_host=on_host)
+    init_process_groups(recipe, on_host=on_host)
     check_grid(grid)
-    layers = NxdLayers(precision.compute, sequence_parallel=recipe.parallel.sequence_parallel)
-    neighbours = NxdNeighbours() if grid.pp > 1 else None
-    return (HostDevice() if on_host else XlaDevice()), NxdRanks(), neighbours, layers
+    layers = NxdLayerFactory(dtype_policy.compute_dtype, sequence_parallel=recipe.parallel.sequence_parallel)
+    p2p = NxdPipelineP2P() if grid.pp > 1 else None
+    return (HostDevice() if on_host else XlaDevice()), NxdCollectives(), p2p, layers
 
 
-def _tied_over_stages(config: LlamaConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:
-    """Key and shape of an embedding that two stages have, as `Step` asks for it."""
+def _tied_embedding(config: LlamaConfig, grid: Grid) -> tuple[str, tuple[int, int]] | None:
+    """Return key and shape of an embedding tied across two stages, or None."""
     if not config.tie_word_embeddings or grid.pp == 1:
         return None
-    return HEAD if grid.last_stage else EMBED, (config.vocab_size // grid.tp, config.hidden_size)
+    return HEAD if grid.is_last_stage else EMBED, (config.vocab_size // grid.tp, config.hidden_size)
 
 
-def _described(device: TensorDevice, world: World) -> Device:
+def _describe_device(device: TensorDevice, world: World) -> Device:
     neuron = device.kind == "neuron"
     return Device(
         name="NeuronCore-v2" if neuron else device.name,
@@ -271,26 +296,30 @@ def _described(device: TensorDevice, world: World) -> Device:
     )
 
 
-def _keys(config: LlamaConfig, cut: NxdOptions, grid: Grid) -> list[str]:
-    """NxD's keys of this rank's file, in its order."""
-    nxd_layout(config, cut)  # refuses what cannot be cut so
-    return [prefix + rule.key for prefix, rule in rank_rules(config, cut, grid.pp_rank)]
+def _nxd_keys(config: LlamaConfig, nxd_options: NxdOptions, grid: Grid) -> list[str]:
+    """Return NxD's keys of this rank's file, in file order."""
+    nxd_layout(config, nxd_options)  # raises if the model cannot be sharded with these options
+    return [prefix + rule.key for prefix, rule in rank_rules(config, nxd_options, grid.pp_rank)]
 
 
-def _layer_of(key: str) -> int | None:
-    """The number of a key's layer; None where it is of none."""
+def _layer_index(key: str) -> int | None:
+    """Return the layer index of a key; None if it belongs to no layer."""
     parts = key.split(".")
     return int(parts[2]) if parts[:2] == ["model", "layers"] else None
 
 
-def _counted(boxes: Sequence[Held], grid: Grid, *, every_copy: bool) -> Iterator[tuple[int, int]]:
-    """Runs of a tensor's rows that this rank counts in the norm.
+def _iter_norm_row_ranges(
+    tensor_slices: Sequence[TensorSlice], grid: Grid, *, count_replicas: bool
+) -> Iterator[tuple[int, int]]:
+    """Yield the row ranges of a tensor that this rank counts in the norm.
 
     Args:
-        boxes: what the tensor is made of.
-        grid: this rank's place.
-        every_copy: count each copy of a replicated key/value head, as NxD does; norms are counted once all the same.
+        tensor_slices: slices of model tensors in the tensor.
+        grid: this rank's coordinates.
+        count_replicas: count each replica of a key/value head, as NxD does; norm weights are always counted once.
     """
-    for box in boxes:
-        if box.copy_of(grid) == 0 or (every_copy and len(box.shape) > 1 and box.name not in (EMBED, HEAD)):
-            yield box.row, box.row + box.shape[0]
+    for tensor_slice in tensor_slices:
+        if tensor_slice.replica_index(grid) == 0 or (
+            count_replicas and len(tensor_slice.shape) > 1 and tensor_slice.name not in (EMBED, HEAD)
+        ):
+            yield tensor_slice.start_row, tensor_slice.start_row + tensor_slice.shape[0]

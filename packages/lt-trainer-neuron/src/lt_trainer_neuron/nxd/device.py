@@ -1,12 +1,12 @@
-"""Where tensors lie: a torch-xla device, which runs ahead of the host, or the host itself.
+"""Tensor devices: a torch-xla device, which runs asynchronously, or the host.
 
-A lazy device writes operations down and runs them as one compiled graph when the graph is ended. A graph is compiled
-again whenever something in it is new: a shape, a constant, a tensor that is a constant here and data there. So numbers
-that change from step to step are put on the device as tensors (`scalar`): a plain 0 or 1 is a constant of the graph,
-and to torch-xla so is a 0 or 1 in a tensor without dimensions. Whatever asks for a value ends the graph and waits; here
-only `read` does.
+A lazy device records operations and runs them as one compiled graph when the graph ends. A graph is recompiled whenever
+anything in it is new: a shape, a constant, or a tensor that was a constant and is now data. So numbers that change from
+step to step are moved to the device as tensors (`scalar_tensor`): a Python 0 or 1 is a constant of the graph, and
+torch-xla also treats a 0 or 1 in a zero-dimensional tensor as one. Reading a value ends the graph and waits; here only
+`fetch_scalars` does.
 
-Cost: `put` copies without waiting; `read` is one transfer for all of its values.
+Cost: `to_device` copies without waiting; `fetch_scalars` is one transfer for all of its values.
 """
 
 # pyright: reportMissingImports=false
@@ -25,72 +25,77 @@ __all__ = ["HostDevice", "TensorDevice", "XlaDevice"]
 
 
 class TensorDevice(Protocol):
-    """See the module's text."""
+    """Interface of the device that holds a rank's tensors."""
 
     torch_device: torch.device
     kind: str
     name: str
 
-    def put(self, array: np.ndarray) -> Tensor:
-        """An array as a tensor on the device; not waited for."""
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Copy an array to the device without waiting."""
         ...
 
-    def scalar(self, value: float, dtype: torch.dtype) -> Tensor:
-        """A number as data of the graph, not as a constant in it."""
+    def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a number as data of the graph, not as a constant."""
         ...
 
-    def mark(self) -> None:
-        """End the graph and send it off; does not wait."""
+    def mark_step(self) -> None:
+        """End the graph and launch it without waiting."""
         ...
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        """Scalars as numbers; waits for the device."""
+    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
+        """Return scalars as floats; waits for the device."""
         ...
 
-    def recomputed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """What the function makes of the inputs; the backward pass computes again what it needs of what is inside."""
+    def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call the function with activation checkpointing.
+
+        The backward pass recomputes the function's intermediate tensors.
+        """
         ...
 
     def memory_bytes(self) -> int:
-        """Peak memory, in bytes: of the device where it tells, else of this process."""
+        """Return the peak memory in bytes of the device if it reports it, else of this process."""
         ...
 
 
 class HostDevice:
-    """The host: every operation runs when it is called."""
+    """Host device with eager execution."""
 
     torch_device = torch.device("cpu")
     kind = "cpu"
     name = "cpu"
 
-    def put(self, array: np.ndarray) -> Tensor:
-        """The array's memory as a tensor."""
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Return a tensor that shares the array's memory."""
         return torch.from_numpy(array)
 
-    def scalar(self, value: float, dtype: torch.dtype) -> Tensor:
-        """A tensor of no dimensions."""
+    def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a zero-dimensional tensor."""
         return torch.tensor(value, dtype=dtype)
 
-    def mark(self) -> None:
-        """Nothing: there is no graph."""
+    def mark_step(self) -> None:
+        """Do nothing: there is no graph."""
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        """The numbers."""
+    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
+        """Return scalars as floats."""
         return [float(value) for value in values]
 
-    def recomputed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """By torch's checkpointing."""
+    def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call the function with torch's activation checkpointing."""
         from torch.utils.checkpoint import checkpoint
 
         return cast(Tensor, checkpoint(function, *inputs, use_reentrant=False))
 
     def memory_bytes(self) -> int:
-        """Peak resident size of this process."""
+        """Return the peak resident memory of this process in bytes."""
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 class XlaDevice:
-    """The device that torch-xla has for this rank: a NeuronCore, or with PJRT_DEVICE=CPU the host behind such graphs.
+    """torch-xla device of this rank.
+
+    A NeuronCore, or with PJRT_DEVICE=CPU the host with lazy execution.
 
     Raises:
         ImportError: torch-xla is not installed.
@@ -106,30 +111,42 @@ class XlaDevice:
         self.kind = hardware.lower()
         self.name = f"torch-xla on {hardware}"
 
-    def put(self, array: np.ndarray) -> Tensor:
-        """A copy on the device; the array may be changed afterwards."""
+    def to_device(self, array: np.ndarray) -> Tensor:
+        """Return a copy on the device; the array may be modified afterwards."""
         return torch.from_numpy(array).to(self.torch_device)
 
-    def scalar(self, value: float, dtype: torch.dtype) -> Tensor:
-        """A tensor of one element, made on the host, sent, and freed of its dimension there."""
+    def scalar_tensor(self, value: float, dtype: torch.dtype) -> Tensor:
+        """Return a scalar tensor as data of the graph.
+
+        A one-element tensor is copied to the device and reshaped to zero dimensions there.
+        """
         return torch.tensor([value], dtype=dtype).to(self.torch_device).reshape(())
 
-    def mark(self) -> None:
-        """End the graph here."""
+    def mark_step(self) -> None:
+        """End the graph and launch it without waiting."""
         self._xla.sync()
 
-    def read(self, values: Sequence[Tensor]) -> list[float]:
-        """The numbers. What a marked graph has made is only copied; nothing is compiled for it."""
+    def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
+        """Return scalars as floats.
+
+        Results of a finished graph are only copied; nothing is compiled.
+        """
         return [float(value.detach().cpu()) for value in values]
 
-    def recomputed(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-        """By torch-xla's checkpointing, whose barriers keep the compiler from joining both computations into one."""
+    def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        """Call the function with torch-xla's activation checkpointing.
+
+        Its barriers prevent the compiler from merging the recomputation with the forward pass.
+        """
         from torch_xla.utils.checkpoint import checkpoint
 
         return cast(Tensor, checkpoint(function, *inputs))
 
     def memory_bytes(self) -> int:
-        """What the device says it has used at most; the Neuron runtime may not say, then this process's peak."""
+        """Return the device's peak memory in bytes.
+
+        Falls back to this process's peak if the Neuron runtime does not report it.
+        """
         from torch_xla.core import xla_model
 
         try:

@@ -1,11 +1,11 @@
-"""The layers that a model is made of: NxD's parallel layers, or torch's own for one rank alone.
+"""Layer factories of the model: NxD's parallel layers, or torch's own for a single rank.
 
 NxD 0.18 sums the input gradient of its column-parallel layers in `reduce_dtype`, float32 by default, by casting into a
-temporary and dropping it: with bf16 weights and no sequence parallelism the sum over tensor-parallel ranks is lost
-without a word. So `reduce_dtype` is always the dtype of the weights where sums are not scattered, and `NxdLayers`
-refuses a layer that does not take the option.
+temporary tensor and dropping it: with bf16 weights and no sequence parallelism the sum over tensor-parallel ranks is
+silently lost. So `reduce_dtype` is always the weights' dtype where sums are not reduce-scattered, and a release of NxD
+without the option is rejected (`signatures`).
 
-The layers are made on the meta device: whoever makes a model gives it memory and fills it.
+Layers are created on the meta device; the caller allocates and fills them.
 
 Cost: none.
 """
@@ -18,88 +18,102 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Layers", "NxdLayers", "Projections", "TorchLayers"]
+__all__ = ["LayerFactory", "NxdLayerFactory", "QkvProjections", "TorchLayerFactory"]
 
 META = torch.device("meta")
 
 
-class Layers(Protocol):
-    """See the module's text. Weights are `[out, in]`, without biases; `sequence` is the dimension of positions."""
+class LayerFactory(Protocol):
+    """Factory of parallel layers; weights are `[out, in]`, without biases."""
 
     tp: int
     tp_rank: int
     sequence_parallel: bool
-    """Whether positions are cut over the tensor-parallel ranks between layers; then tensors are [T, B, D]."""
+    """If set, positions are sharded over tensor-parallel ranks between layers, and tensors are [T, B, D]."""
 
-    def embedding(self, rows: int, width: int) -> nn.Module:
-        """Token ids [B, T] to [B, T, D], or to [T/tp, B, D] under sequence parallelism; rows are cut."""
+    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
+        """Return an embedding sharded along the vocabulary.
+
+        Maps token ids [B, T] to [B, T, D], or to [T/tp, B, D] under sequence parallelism.
+        """
         ...
 
-    def column(self, width: int, out: int, *, stacked: int = 1) -> nn.Module:
-        """A linear layer whose outputs are cut; `stacked` matrices one below the other, each cut by itself."""
+    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
+        """Return a linear layer sharded along its outputs.
+
+        With `n_stacked` matrices concatenated along the rows, each is sharded separately.
+        """
         ...
 
-    def row(self, width: int, out: int) -> nn.Module:
-        """A linear layer whose inputs are cut; its output is summed over ranks."""
+    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
+        """Return a linear layer sharded along its inputs; its output is summed over ranks."""
         ...
 
-    def qkv(self, width: int, q_out: int, kv_out: int, *, copies: int, fused: bool) -> nn.Module:
-        """Queries, keys and values of NxD's GQA layer: three tensors; each key/value head is on `copies` ranks."""
+    def qkv(
+        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
+    ) -> nn.Module:
+        """Return NxD's GQA layer for q, k and v; each key/value head is on `kv_size_multiplier` ranks."""
         ...
 
 
-class TorchLayers:
-    """One rank alone: torch's own layers."""
+class TorchLayerFactory:
+    """torch's own layers, for a single rank."""
 
     tp, tp_rank, sequence_parallel = 1, 0, False
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def embedding(self, rows: int, width: int) -> nn.Module:
-        """A whole embedding."""
-        return nn.Embedding(rows, width, device=META, dtype=self._dtype)
+    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
+        """Return an unsharded embedding."""
+        return nn.Embedding(num_embeddings, embedding_dim, device=META, dtype=self._dtype)
 
-    def column(self, width: int, out: int, *, stacked: int = 1) -> nn.Module:
-        """A whole linear layer."""
-        return nn.Linear(width, out, bias=False, device=META, dtype=self._dtype)
+    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
+        """Return an unsharded linear layer."""
+        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self._dtype)
 
-    def row(self, width: int, out: int) -> nn.Module:
-        """A whole linear layer."""
-        return nn.Linear(width, out, bias=False, device=META, dtype=self._dtype)
+    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
+        """Return an unsharded linear layer."""
+        return nn.Linear(in_features, out_features, bias=False, device=META, dtype=self._dtype)
 
-    def qkv(self, width: int, q_out: int, kv_out: int, *, copies: int, fused: bool) -> nn.Module:
-        """Three whole projections under the names of NxD's GQA layer."""
-        assert copies == 1, "one rank has one copy"
-        return Projections(width, q_out, kv_out, fused=fused, dtype=self._dtype)
+    def qkv(
+        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
+    ) -> nn.Module:
+        """Return unsharded projections under the names of NxD's GQA layer."""
+        assert kv_size_multiplier == 1, "one rank has one copy"
+        return QkvProjections(in_features, q_out_features, kv_out_features, fuse_qkv=fuse_qkv, dtype=self._dtype)
 
 
-class Projections(nn.Module):
-    """Queries, keys and values under the names that NxD's GQA layer gives its weights."""
+class QkvProjections(nn.Module):
+    """Query, key and value projections with the weight names of NxD's GQA layer."""
 
-    def __init__(self, width: int, q_out: int, kv_out: int, *, fused: bool, dtype: torch.dtype) -> None:
+    def __init__(
+        self, in_features: int, q_out_features: int, kv_out_features: int, *, fuse_qkv: bool, dtype: torch.dtype
+    ) -> None:
         super().__init__()
-        self._sizes = (q_out, kv_out, kv_out)
+        self._sizes = (q_out_features, kv_out_features, kv_out_features)
         outs = (
-            {"weight_qkv": q_out + 2 * kv_out} if fused else {"weight_q": q_out, "weight_k": kv_out, "weight_v": kv_out}
+            {"weight_qkv": q_out_features + 2 * kv_out_features}
+            if fuse_qkv
+            else {"weight_q": q_out_features, "weight_k": kv_out_features, "weight_v": kv_out_features}
         )
         for name, out in outs.items():
-            self.register_parameter(name, nn.Parameter(torch.empty(out, width, dtype=dtype, device=META)))
+            self.register_parameter(name, nn.Parameter(torch.empty(out, in_features, dtype=dtype, device=META)))
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys, values."""
+        """Return queries, keys and values."""
         weights = list(self.parameters())
         if len(weights) == 1:
             return nn.functional.linear(x, weights[0]).split(self._sizes, dim=-1)
         return tuple(nn.functional.linear(x, weight) for weight in weights)
 
 
-class NxdLayers:
-    """NxD's parallel layers over its tensor-parallel group, which must be initialised.
+class NxdLayerFactory:
+    """NxD's parallel layers over its tensor-parallel group, which must be initialized.
 
     Args:
-        dtype: of weights and of what is computed.
-        sequence_parallel: positions are cut over the ranks between layers.
+        dtype: dtype of weights and computation.
+        sequence_parallel: shard positions over the ranks between layers.
     """
 
     def __init__(self, dtype: torch.dtype, *, sequence_parallel: bool) -> None:
@@ -110,61 +124,66 @@ class NxdLayers:
         self.tp = parallel_state.get_tensor_model_parallel_size()
         self.tp_rank = parallel_state.get_tensor_model_parallel_rank()
         self.sequence_parallel = sequence_parallel and self.tp > 1
-        # Scattered sums come back from NxD in whatever dtype they were made in; only plain ones are lost.
+        # NxD returns reduce-scattered sums in the dtype they were computed in; only all-reduced sums are lost.
         self._reduce_dtype = torch.float32 if self.sequence_parallel and dtype == torch.bfloat16 else dtype
-        self._dim = 0 if self.sequence_parallel else None
+        self._sequence_dim = 0 if self.sequence_parallel else None
 
-    def embedding(self, rows: int, width: int) -> nn.Module:
-        """Rows of the vocabulary are cut."""
+    def embedding(self, num_embeddings: int, embedding_dim: int) -> nn.Module:
+        """Return an embedding sharded along the vocabulary."""
         return self._layers.ParallelEmbedding(
-            rows,
-            width,
+            num_embeddings,
+            embedding_dim,
             device=META,
             dtype=self._dtype,
             shard_across_embedding=False,
             sequence_parallel_enabled=self.sequence_parallel,
         )
 
-    def column(self, width: int, out: int, *, stacked: int = 1) -> nn.Module:
-        """Outputs are cut and stay where they are."""
+    def column_parallel(self, in_features: int, out_features: int, *, n_stacked: int = 1) -> nn.Module:
+        """Return a linear layer with sharded, ungathered outputs."""
         return self._layers.ColumnParallelLinear(
-            width,
-            out,
+            in_features,
+            out_features,
             bias=False,
             gather_output=False,
             dtype=self._dtype,
             device=META,
-            stride=stacked,
+            stride=n_stacked,
             sequence_parallel_enabled=self.sequence_parallel,
-            sequence_dimension=self._dim,
+            sequence_dimension=self._sequence_dim,
             reduce_dtype=self._reduce_dtype,
         )
 
-    def row(self, width: int, out: int) -> nn.Module:
-        """Inputs are cut already."""
+    def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
+        """Return a linear layer for inputs that are already sharded."""
         return self._layers.RowParallelLinear(
-            width,
-            out,
+            in_features,
+            out_features,
             bias=False,
             input_is_parallel=True,
             dtype=self._dtype,
             device=META,
             sequence_parallel_enabled=self.sequence_parallel,
-            sequence_dimension=self._dim,
+            sequence_dimension=self._sequence_dim,
             reduce_dtype=self._reduce_dtype,
         )
 
-    def qkv(self, width: int, q_out: int, kv_out: int, *, copies: int, fused: bool) -> nn.Module:
-        """NxD's GQA layer, which sums the gradients of a key/value head over the ranks that have it."""
+    def qkv(
+        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
+    ) -> nn.Module:
+        """Return NxD's GQA layer.
+
+        It sums the gradients of a key/value head over the ranks that hold it.
+        """
         return self._qkv_linear.GQAQKVColumnParallelLinear(
-            width,
-            [q_out, kv_out],
+            in_features,
+            [q_out_features, kv_out_features],
             bias=False,
             gather_output=False,
             dtype=self._dtype,
             device=META,
             sequence_parallel_enabled=self.sequence_parallel,
-            kv_size_multiplier=copies,
-            fuse_qkv=fused,
+            kv_size_multiplier=kv_size_multiplier,
+            fuse_qkv=fuse_qkv,
             reduce_dtype=self._reduce_dtype,
         )

@@ -1,13 +1,10 @@
-"""Cross-entropy of logits whose vocabulary is cut over tensor-parallel ranks, in operations that lazy devices can take.
+"""Cross-entropy with the vocabulary sharded over tensor-parallel ranks, for lazy devices.
 
-With m the largest logit of a row and s the sum of exp(logit - m), both over all ranks, the loss of a row is
-log(s) + m - logit[label]. A rank has the label's logit or adds nothing. The gradient is (softmax - one-hot) for each
-rank's own columns, so the backward pass needs no collective. The z-loss adds z * (log(s) + m)^2 per label.
+The formula is `lt_model.loss.vocab_parallel_softmax`. The chunked loss of lt-model, which saves memory, uses operations
+that torch-xla falls back to the host for; here the logits of a micro-batch are held once, and their exponentials. The
+backward pass is explicit: NxD's collectives are not differentiable, and the gradient needs none.
 
-lt-model's own loss goes over the vocabulary in chunks to save memory, in operations that torch-xla sends to the host;
-here the logits of a micro-batch are held once, and their softmax.
-
-Cost: three collectives of one number per position. Memory: twice this rank's logits in the wide dtype.
+Cost: three collectives of one number per position. Memory: twice this rank's logits in the upcast dtype.
 
 Shapes: N positions, V columns of this rank.
 """
@@ -19,62 +16,63 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from lt_model.loss import IGNORE, LossParts
-from lt_trainer_neuron.nxd.ranks import Ranks
+from lt_model.loss import LossParts, SoftmaxTerms, vocab_parallel_softmax
+from lt_trainer_neuron.nxd.collectives import Collectives
 
-__all__ = ["vocabulary_loss"]
+__all__ = ["vocab_parallel_loss"]
 
 
-def vocabulary_loss(
-    logits_NV: Tensor, labels_N: Tensor, *, ranks: Ranks, first_column: int, z_loss: float, wide: torch.dtype
+def vocab_parallel_loss(
+    logits_NV: Tensor,
+    labels_N: Tensor,
+    *,
+    collectives: Collectives,
+    vocab_start_index: int,
+    z_loss: float,
+    upcast_dtype: torch.dtype,
 ) -> LossParts:
-    """The summed loss in nats over labels that are not IGNORE, equal on all tensor-parallel ranks.
+    """Return the summed loss in nats, equal on all tensor-parallel ranks; skips IGNORE_INDEX labels.
 
     Args:
-        logits_NV: this rank's columns.
-        labels_N: integers in the whole vocabulary, or IGNORE.
-        ranks: the tensor-parallel ranks.
-        first_column: which token id this rank's first column is.
+        logits_NV: this rank's columns of the logits.
+        labels_N: token ids in the whole vocabulary, or IGNORE_INDEX.
+        collectives: collectives, used over "tp".
+        vocab_start_index: token id of this rank's first column.
         z_loss: coefficient of logsumexp(logits)^2.
-        wide: dtype in which it is computed.
+        upcast_dtype: compute dtype.
     """
-    found = _VocabularyLoss.apply(logits_NV, labels_N, ranks, first_column, z_loss, wide)
-    return LossParts(*cast(tuple[Tensor, Tensor, Tensor], found))
+    parts = _VocabParallelLoss.apply(logits_NV, labels_N, collectives, vocab_start_index, z_loss, upcast_dtype)
+    return LossParts(*cast(tuple[Tensor, Tensor, Tensor], parts))
 
 
-class _VocabularyLoss(torch.autograd.Function):
+class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
         logits_NV: Tensor,
         labels_N: Tensor,
-        ranks: Ranks,
-        first_column: int,
+        collectives: Collectives,
+        vocab_start_index: int,
         z_loss: float,
-        wide: torch.dtype,
+        upcast_dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        counted_N1 = (labels_N != IGNORE).to(wide)[:, None]
-        column_N1 = labels_N.long()[:, None] - first_column
-        mine_N1 = ((column_N1 >= 0) & (column_N1 < logits_NV.shape[1])).to(wide)
-        column_N1 = column_N1.clamp(0, logits_NV.shape[1] - 1)
-        wide_NV = logits_NV.to(wide)
-        top_N1 = ranks.largest(wide_NV.amax(dim=1, keepdim=True), "tp")
-        exp_NV = (wide_NV - top_N1).exp()
-        sum_N1 = ranks.summed(exp_NV.sum(dim=1, keepdim=True), "tp")
-        at_label_N1 = ranks.summed(wide_NV.gather(1, column_N1) * mine_N1, "tp")
-        log_sum_N1 = sum_N1.log() + top_N1
-        cross_entropy = ((log_sum_N1 - at_label_N1) * counted_N1).sum()
-        z_part = (log_sum_N1.square() * counted_N1).sum() * z_loss
-        ctx.save_for_backward(exp_NV / sum_N1, log_sum_N1, column_N1, mine_N1 * counted_N1, counted_N1)
+        terms = vocab_parallel_softmax(
+            logits_NV,
+            labels_N,
+            vocab_start_index=vocab_start_index,
+            upcast_dtype=upcast_dtype,
+            all_reduce_max=lambda x: collectives.all_reduce_max(x, "tp"),
+            all_reduce_sum=lambda x: collectives.all_reduce_sum(x, "tp"),
+        )
+        parts = terms.loss_parts(z_loss)
+        ctx.save_for_backward(*terms)
         ctx.z_loss, ctx.dtype = z_loss, logits_NV.dtype
-        ctx.mark_non_differentiable(cross_entropy, z_part)
-        return cross_entropy + z_part, cross_entropy, z_part
+        ctx.mark_non_differentiable(parts.cross_entropy, parts.z_loss)
+        return parts.total, parts.cross_entropy, parts.z_loss
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (torch's has no names)
         ctx: Any, upstream: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
-        softmax_NV, log_sum_N1, column_N1, at_label_N1, counted_N1 = ctx.saved_tensors
-        grad_NV = softmax_NV * (counted_N1 * (1 + 2 * ctx.z_loss * log_sum_N1))
-        grad_NV = grad_NV.scatter_add(1, column_N1, -at_label_N1)
+        grad_NV = SoftmaxTerms(*ctx.saved_tensors).logits_grad(ctx.z_loss)
         return (grad_NV * upstream).to(ctx.dtype), None, None, None, None, None

@@ -1,18 +1,18 @@
-"""Forward and backward of micro-batches where layers are on several stages, in the order of `schedule`.
+"""Pipeline-parallel forward and backward of micro-batches in the order of `pipeline_schedule`.
 
-A graph ends after each turn, so that a transfer is alone in its graph (`ranks` says why); but the last stage's forward
-pass and the backward pass that follows at once are one graph, and nothing of theirs is kept between. So a stage has at
-most six graphs beside that of the update, whatever the number of micro-batches:
+A graph ends after each action, so that a transfer is alone in its graph (see `collectives`); but the last stage's
+forward pass and the backward pass right after it are one graph, with no activations kept between graphs. So a stage has
+at most six graphs besides that of the optimizer step, whatever the number of micro-batches:
 
-    first                      between                                              last
-    forward, give output,      take input, forward, give output,                    take input, forward and backward,
-    take gradient, backward    take gradient, backward, give gradient               give gradient
+    first                           middle                                      last
+    forward, send output,           receive input, forward, send output,        receive input, forward and backward,
+    receive gradient, backward      receive gradient, backward, send gradient   send gradient
 
-What a forward pass keeps for its backward pass crosses from one graph to another: it lies in memory, for min(P - s, M)
-micro-batches on stage s of P. Shapes and dtypes are the same for all micro-batches and known to both sides.
+Activations that a forward pass keeps for its backward pass cross graphs: they stay in memory, for min(P - s, M)
+micro-batches on stage s of P. Shapes and dtypes are equal for all micro-batches and known to both sides.
 
-Cost: two transfers per micro-batch and pair of stages, of one hidden state per position each (with sequence parallelism
-of this rank's positions).
+Cost: two transfers per micro-batch and pair of adjacent stages, each of one hidden state per position (with sequence
+parallelism, of this rank's positions).
 """
 
 from __future__ import annotations
@@ -23,91 +23,95 @@ import torch
 from torch import Tensor
 
 from lt_trainer_neuron.grid import Grid
+from lt_trainer_neuron.nxd.collectives import Direction, PipelineP2P
 from lt_trainer_neuron.nxd.device import TensorDevice
-from lt_trainer_neuron.nxd.passes import StageLoss
-from lt_trainer_neuron.nxd.ranks import Neighbours, Way
-from lt_trainer_neuron.nxd.step import AfterMicro
-from lt_trainer_neuron.schedule import forward_only, one_forward_one_backward
+from lt_trainer_neuron.nxd.single_stage import StageWithLoss
+from lt_trainer_neuron.nxd.train_step import MicroBatchCallback
+from lt_trainer_neuron.pipeline_schedule import forward_only, one_forward_one_backward
 
-__all__ = ["Pipelined"]
+__all__ = ["NxdPipelineSchedule"]
 
 
-class Pipelined:
-    """See the module's text.
+class NxdPipelineSchedule:
+    """Pipeline-parallel schedule of one stage.
 
     Args:
-        stage: this rank's layers, with the loss on the last stage.
-        neighbours: the stages before and after.
-        device: where tensors lie.
-        grid: this rank's place.
-        dtype: of what stages hand over.
+        stage: this rank's layers, with the loss used on the last stage.
+        p2p: transfers with the adjacent stages.
+        device: tensor device.
+        grid: this rank's coordinates.
+        dtype: dtype of activations sent between stages.
     """
 
     def __init__(
-        self, stage: StageLoss, neighbours: Neighbours, *, device: TensorDevice, grid: Grid, dtype: torch.dtype
+        self, stage: StageWithLoss, p2p: PipelineP2P, *, device: TensorDevice, grid: Grid, dtype: torch.dtype
     ) -> None:
-        self._stage, self._neighbours, self._device = stage, neighbours, device
-        self._place, self._last, self._dtype = (grid.pp_rank, grid.pp), grid.last_stage, dtype
+        self._stage, self._p2p, self._device = stage, p2p, device
+        self._stage_and_count, self._is_last_stage, self._dtype = (grid.pp_rank, grid.pp), grid.is_last_stage, dtype
 
-    def train(self, micros: Sequence[Tensor], valid_tokens: Tensor, after: AfterMicro) -> None:
-        """Run the micro-batches forward and backward, in turn with the other stages."""
+    def forward_backward(
+        self, micro_batches: Sequence[Tensor], valid_tokens: Tensor, on_micro_batch_end: MicroBatchCallback
+    ) -> None:
+        """Run forward and backward of all micro-batches with the 1F1B schedule."""
         inputs: dict[int, Tensor] = {}
         outputs: dict[int, Tensor] = {}
         gradients: dict[int, Tensor] = {}
         cross_entropy: dict[int, Tensor] = {}
-        self._device.mark()  # what was written down before is in none of these graphs
-        for kind, index in one_forward_one_backward(*self._place, len(micros)):
-            micro = micros[index]
+        self._device.mark_step()  # operations recorded before must not join these graphs
+        for kind, index in one_forward_one_backward(*self._stage_and_count, len(micro_batches)):
+            micro = micro_batches[index]
             match kind:
-                case "take input":
-                    inputs[index] = self._taken(micro, "onward").requires_grad_()
+                case "recv_forward":
+                    inputs[index] = self._recv(micro, "forward").requires_grad_()
                 case "forward":
                     outputs[index] = self._stage.forward(inputs.get(index), micro)
-                    if self._last:
+                    if self._is_last_stage:
                         parts = self._stage.loss(outputs[index], micro, training=True)
                         outputs[index], cross_entropy[index] = parts.total / valid_tokens, parts.cross_entropy
                     else:
-                        self._device.mark()
-                case "give output":
-                    self._give(outputs[index], "onward")
-                case "take gradient":
-                    gradients[index] = self._taken(micro, "back")
+                        self._device.mark_step()
+                case "send_forward":
+                    self._send(outputs[index], "forward")
+                case "recv_backward":
+                    gradients[index] = self._recv(micro, "backward")
                 case "backward":
                     outputs.pop(index).backward(gradients.pop(index, None))
-                    after(cross_entropy.pop(index) if self._last else self._stage.no_loss(micro))  # ends the graph
-                case "give gradient":
+                    on_micro_batch_end(
+                        cross_entropy.pop(index) if self._is_last_stage else self._stage.zero_loss(micro)
+                    )  # ends the graph
+                case "send_backward":
                     gradient = inputs.pop(index).grad
                     assert gradient is not None
-                    self._give(gradient, "back")
+                    self._send(gradient, "backward")
 
     @torch.no_grad()
-    def evaluate(self, micros: Sequence[Tensor]) -> Tensor:
-        """The summed cross-entropy; zero on every stage but the last."""
+    def validate(self, micro_batches: Sequence[Tensor]) -> Tensor:
+        """Return the summed cross-entropy; zero on every stage but the last."""
         losses: list[Tensor] = []
-        passing: Tensor | None = None
-        self._device.mark()
-        for kind, index in forward_only(*self._place, len(micros)):
+        activation: Tensor | None = None
+        self._device.mark_step()
+        for kind, index in forward_only(*self._stage_and_count, len(micro_batches)):
             match kind:
-                case "take input":
-                    passing = self._taken(micros[index], "onward")
+                case "recv_forward":
+                    activation = self._recv(micro_batches[index], "forward")
                 case "forward":
-                    passing = self._stage.forward(passing, micros[index])
-                    if self._last:
-                        losses.append(self._stage.loss(passing, micros[index], training=False).cross_entropy)
-                        passing = None
-                    self._device.mark()
+                    activation = self._stage.forward(activation, micro_batches[index])
+                    if self._is_last_stage:
+                        losses.append(self._stage.loss(activation, micro_batches[index], training=False).cross_entropy)
+                        activation = None
+                    self._device.mark_step()
                 case _:
-                    assert passing is not None
-                    self._give(passing, "onward")
-                    passing = None
-        return torch.stack(losses).sum() if self._last else self._stage.no_loss(micros[0])
+                    assert activation is not None
+                    self._send(activation, "forward")
+                    activation = None
+        return torch.stack(losses).sum() if self._is_last_stage else self._stage.zero_loss(micro_batches[0])
 
-    def _taken(self, micro: Tensor, way: Way) -> Tensor:
-        taken = self._neighbours.take(self._stage.shape_between(micro), self._dtype, way)
-        self._device.mark()
-        return taken
+    def _recv(self, micro_batch: Tensor, direction: Direction) -> Tensor:
+        received = self._p2p.recv(self._stage.activation_shape(micro_batch), self._dtype, direction)
+        self._device.mark_step()
+        return received
 
-    def _give(self, tensor: Tensor, way: Way) -> None:
-        kept = self._neighbours.give(tensor.detach(), way)
-        self._device.mark()
-        del kept  # until here: a result that nobody has is in no graph
+    def _send(self, tensor: Tensor, direction: Direction) -> None:
+        sent = self._p2p.send(tensor.detach(), direction)
+        self._device.mark_step()
+        del sent  # kept until here: unreferenced results are dropped from the graph

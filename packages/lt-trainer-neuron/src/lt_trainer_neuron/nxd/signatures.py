@@ -1,8 +1,8 @@
-"""What of neuronx-distributed (NxD) is called, and how: signatures read from its source, kept as data.
+"""Signatures of the neuronx-distributed (NxD) callables in use, as data read from NxD's source.
 
-The tests hold our calls against `SIGNATURES`. At start the installed package is asked whether it takes the arguments
-that we give (`check_installed`): a release without `reduce_dtype`, say, would sum gradients in another way, and is
-refused before anything is loaded on a device.
+The tests compare our calls with `SIGNATURES`. At start `check_nxd_signatures` verifies that the installed package
+accepts the keyword arguments in use: a release without `reduce_dtype`, for example, would sum gradients differently,
+and is rejected before anything is loaded on a device.
 
 Cost: the modules are imported, which training needs anyway.
 """
@@ -15,10 +15,10 @@ from collections.abc import Mapping
 
 from lt_trainer_neuron.sdk import NotInstalledError
 
-__all__ = ["NEEDED", "SIGNATURES", "VERSION", "check_installed"]
+__all__ = ["NXD_VERSION", "REQUIRED_ARGUMENTS", "SIGNATURES", "check_nxd_signatures"]
 
-VERSION = "0.18.0"
-"""The release of NxD whose source the signatures are from."""
+NXD_VERSION = "0.18.0"
+"""NxD release whose source the signatures were read from."""
 
 SIGNATURES: Mapping[str, str] = {
     "parallel_layers.layers.ParallelEmbedding": (
@@ -72,7 +72,7 @@ SIGNATURES: Mapping[str, str] = {
 }
 """Below `neuronx_distributed`: callable → its parameters in order, `=` after those with a default (without `self`)."""
 
-NEEDED: Mapping[str, frozenset[str]] = {
+REQUIRED_ARGUMENTS: Mapping[str, frozenset[str]] = {
     "modules.qkv_linear.GQAQKVColumnParallelLinear": frozenset(
         (
             "bias",
@@ -148,22 +148,22 @@ NEEDED: Mapping[str, frozenset[str]] = {
     "pipeline.comm.recv_from": frozenset(("recv_prev",)),
     "pipeline.comm.send": frozenset(("send_next",)),
 }
-"""The keyword arguments that we give; flash attention is apart, for its module needs the kernels' packages."""
+"""Keyword arguments in use; without flash attention, whose module requires the kernel packages."""
 
 
-def check_installed() -> None:
-    """Ask the installed neuronx-distributed whether it takes what we give.
+def check_nxd_signatures() -> None:
+    """Raise unless the installed neuronx-distributed accepts the keyword arguments in use.
 
     Raises:
         NotInstalledError: it lacks a callable or a parameter.
     """
-    for name, needed in NEEDED.items():
+    for name, needed in REQUIRED_ARGUMENTS.items():
         module, _, attribute = f"neuronx_distributed.{name}".rpartition(".")
         found = getattr(importlib.import_module(module), attribute, None)
         has = frozenset(inspect.signature(found).parameters) if callable(found) else frozenset[str]()
         lacking = ", ".join(sorted(needed - has))
         if lacking:
             raise NotInstalledError(
-                f"the installed neuronx-distributed is another one than this engine was made for ({VERSION}): "
-                f"{module}.{attribute} has no {lacking}; install the versions of constraints/"
+                f"the installed neuronx-distributed does not match {NXD_VERSION}: {module}.{attribute} has no "
+                f"{lacking}; install the versions of constraints/"
             )

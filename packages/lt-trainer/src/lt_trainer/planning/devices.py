@@ -1,8 +1,8 @@
-"""The devices that plans know, with where each number comes from.
+"""Device table for plans, with the source of each number.
 
-Peaks are dense bfloat16 tensor-core FLOP/s (no sparsity) and power is the board's limit, both from NVIDIA's datasheets
-of the products (https://www.nvidia.com/en-us/data-center/, one PDF each). Memory is the total that `nvidia-smi` shows
-on such a board: a little less than the rounded number in the datasheet.
+Peaks are dense bfloat16 tensor-core FLOP/s (no sparsity) and power is the board's limit, both from NVIDIA's product
+datasheets (https://www.nvidia.com/en-us/data-center/, one PDF each). Memory is the total that `nvidia-smi` shows:
+slightly less than the rounded number in the datasheet.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from lt_trainer.config import suggest
 from lt_trainer.errors import RecipeError
-from lt_trainer.fields import suggest
 
 _MIB = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedDevice:
-    """One kind of device.
+    """Device model.
 
     Attributes:
-        name: as `--device` takes it.
-        title: as the datasheet calls it.
-        memory_bytes: all of it, as nvidia-smi shows.
+        name: value of `--device`.
+        title: product name in the datasheet.
+        memory_bytes: total memory, as shown by nvidia-smi.
         peak_flops: dense bfloat16 FLOP/s.
-        power_w: limit of the board.
+        power_w: board power limit.
     """
 
     name: str
@@ -57,16 +57,14 @@ _TABLE = (
 DEVICES: Mapping[str, PlannedDevice] = MappingProxyType({device.name: device for device in _TABLE})
 
 
-def planned_device(name: str) -> PlannedDevice:
-    """Return a device of the table.
+def find_device(name: str) -> PlannedDevice:
+    """Return the device called `name` (case-insensitive).
 
     Raises:
-        RecipeError: it is not in the table.
+        RecipeError: unknown device.
     """
     if name.lower() in DEVICES:
         return DEVICES[name.lower()]
-    near = suggest(name, DEVICES)
-    hint = f"did you mean {near}? " if near else ""
-    raise RecipeError(
-        "no such device in the table", values={"--device": name}, remedy=f"{hint}the devices are {', '.join(DEVICES)}"
-    )
+    suggestion = suggest(name, DEVICES)
+    hint = f"did you mean {suggestion}? " if suggestion else ""
+    raise RecipeError("unknown device", values={"--device": name}, remedy=f"{hint}choose one of {', '.join(DEVICES)}")

@@ -1,23 +1,23 @@
-"""Bytes that one device holds while it trains, by part, and the moment of a step at which they are most.
+"""Training memory of one device by part, and the phase of a step in which it peaks.
 
-This rank's weights and moments stay, in the master dtype. The rest comes and goes; the peak is at one of these moments:
+The rank's master weights and optimizer state are permanent. The rest varies; the peak is in one of these phases:
 
-- "loss": all activations, what the chunked loss holds, the gradients of the passes before;
-- "last block": backward begins; all activations, and what the backward pass of a block holds;
-- "first block": backward is nearly done; the gradients of the other blocks, the activations of one;
-- "block reduction": of the first block, whose gradients and those of the second are on their way to the other ranks;
-- "root reduction": of embedding and head, whose gradients are there whole in both dtypes, beside all others;
-- "update": all gradients, and what the optimizer needs to widen narrow moments.
+- "loss": all activations, the buffers of the chunked loss, the gradients of earlier micro-batches;
+- "last block": start of backward: all activations and the buffers of one block's backward;
+- "first block": end of backward: the gradients of the other blocks, the activations of one block;
+- "block reduction": the gradients of the first two blocks are being reduced;
+- "root reduction": unsharded gradients of embedding and head in both dtypes, besides all others;
+- "optimizer step": all gradients and the temporaries of the update.
 
-Activations shrink block by block while gradients grow, both evenly, so nothing between these can be more. The weights
-of embedding and head stay gathered through a pass; of the blocks two are whole at a time, one in use and one on its
-way, and what comes from other ranks is there twice while it is copied into place. On a device that shares its weights
-with no other and computes in a narrower dtype, the "gathered weights" are the model's, beside their masters.
+Activations shrink block by block while gradients grow, both linearly, so no phase in between can peak. The weights of
+embedding and head stay gathered during a micro-batch; two blocks are gathered at a time, one in use and one prefetched,
+and all-gather output exists twice while it is copied into place. On a device that does not shard its weights and
+computes in a narrower dtype, "gathered weights" are the model's weights beside the master weights.
 
-What torch's allocator cannot use, and what CUDA and NCCL take outside of it, is the reserve: a share of the peak and a
-fixed size, stated in `RESERVE_SHARE` and `RESERVE_BYTES`. They are assumptions, not measured by us.
+The reserve covers fragmentation in torch's allocator and the memory of CUDA and NCCL outside of it: a share of the peak
+(`RESERVE_SHARE`) plus a fixed size (`RESERVE_BYTES`). Both are assumptions, not measurements.
 
-Cost: the parameter table, once.
+Cost: one pass over the parameter table.
 """
 
 from __future__ import annotations
@@ -27,124 +27,137 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig
-from lt_model.activations import block_backward_per_token, kept_per_token, loss_bytes, outer_per_token
-from lt_model.params import Parameter, parameters
+from lt_model.activation_memory import (
+    activation_bytes_per_token,
+    block_backward_bytes_per_token,
+    loss_bytes,
+    non_block_bytes_per_token,
+)
+from lt_model.params import ParamSpec, param_specs
+from lt_trainer.optimizers import ADAMW, optimizer_spec
 from lt_trainer.planning.layout import PlannedLayout
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
 GATHERED_BLOCKS = 2
-"""Blocks whose weights are whole on a device at the same time during backward."""
-OPTIMIZER_NUMBERS = 1 << 25
-"""Numbers that the engine's optimizer widens at a time where moments are narrow."""
-WIDENED_NUMBERS = 1 << 20
-"""Likewise where only gradients are narrow."""
-OPTIMIZER_TEMPORARIES = 3
-"""Copies of narrow moments that it then holds in the master dtype."""
+"""Blocks whose weights are gathered at the same time during backward."""
+MOMENT_UPCAST_ELEMENTS = 1 << 25
+"""Elements that the optimizer upcasts at a time if moments are low-precision."""
+GRADIENT_UPCAST_ELEMENTS = 1 << 20
+"""Elements that the optimizer upcasts at a time if only gradients are low-precision."""
+MOMENT_UPCAST_TEMPORARIES = 3
+"""Temporaries in the master dtype per low-precision element."""
+UPDATE_TEMPORARIES = 4
+"""Temporaries of one parameter, in the master dtype, beside the new slots, of an update without a fused kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedMemory:
-    """Bytes of one device.
+    """Memory of one device in bytes.
 
     Attributes:
-        parts: by name, at the moment of the peak.
-        moment: when the peak is, as in the module's text.
-        peak: sum of the parts; to be compared with `torch.cuda.max_memory_allocated`.
-        reserve: beyond it.
-        state: bytes of weights and moments over all devices of one replica: a checkpoint.
+        parts: bytes by part in the peak phase.
+        peak_phase: one of the phases in the module docstring.
+        peak: sum of the parts; comparable with `torch.cuda.max_memory_allocated`.
+        reserve: bytes beyond the peak.
+        state_bytes: bytes of weights and optimizer state of one replica, i.e. of a checkpoint.
     """
 
     parts: Mapping[str, float]
-    moment: str
+    peak_phase: str
     peak: float
     reserve: float
-    state: float
+    state_bytes: float
 
     @property
     def needed(self) -> float:
-        """Peak and reserve."""
+        """Sum of peak and reserve."""
         return self.peak + self.reserve
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Counts:
-    """Numbers of this rank's part of the model before it is sharded (after tensor parallelism)."""
+    """Parameter counts of a rank after tensor parallelism and before sharding."""
 
     all: float
     block: float
-    """Of the largest block."""
+    """Parameters of the largest block."""
     root: float
-    """Of what stands outside the blocks: embedding, last norm, head."""
+    """Parameters outside the blocks: embedding, last norm, head."""
     head: float
 
 
-def planned_memory(
-    config: LlamaConfig, seq_len: int, layout: PlannedLayout, *, rows_of_loss: int | None = None
+def plan_memory(
+    config: LlamaConfig, seq_len: int, layout: PlannedLayout, *, loss_chunk_rows: int | None = None
 ) -> PlannedMemory:
-    """Return what one device holds.
+    """Return the memory of one device.
 
     Args:
-        config: the model.
-        seq_len: positions of a row.
-        layout: how the run lies on its devices.
-        rows_of_loss: tokens of which the loss holds logits at a time; what a GPU takes when absent.
+        config: model config.
+        seq_len: positions per row.
+        layout: parallel layout.
+        loss_chunk_rows: tokens per chunk of logits in the loss; the GPU default if None.
     """
-    counts, size, master = _counts(config, layout.tp), layout.element_bytes, layout.master_bytes
-    tokens = layout.micro_batch * seq_len
-    of_block = tokens * _kept(config, layout)
-    kept = config.n_layers * of_block + tokens * outer_per_token(config, element_bytes=size)
-    back = tokens * _backward(config, layout)
-    always = {
-        "weights": counts.all * master / layout.shard,
-        "moments": 2 * counts.all * layout.moment_bytes / layout.shard,
+    counts, size, master = _parameter_counts(config, layout.tp), layout.element_bytes, layout.master_bytes
+    tokens = layout.micro_batch_size * seq_len
+    block_activations = tokens * _activations_per_token(config, layout)
+    activations = config.n_layers * block_activations + tokens * non_block_bytes_per_token(config, element_bytes=size)
+    backward = tokens * _backward_per_token(config, layout)
+    permanent = {
+        "weights": counts.all * master / layout.dp_shard,
+        "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.dp_shard,
     }
     root, after_forward, in_backward, last = _gathered(config, counts, layout)
-    loss = loss_bytes(config, tokens, element_bytes=size, rows=rows_of_loss, tp=layout.tp)
-    earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.shard
-    head, narrow = counts.head * size, counts.block * size if layout.wrapped or layout.doubled else 0.0
-    of_others = (counts.all - counts.root - counts.block) * layout.gradient_bytes / layout.shard
-    reduced = counts.root * (size + master) if layout.wrapped else 0.0
-    leaving = counts.block * master if layout.shard > 1 else 0.0  # of one block, as it is sent to the other ranks
-    moments = {
-        "loss": _moment(gathered=root + after_forward, activations=kept, gradients=earlier, loss=sum(loss.values())),
-        "last block": _moment(
+    loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=loss_chunk_rows, tp=layout.tp)
+    earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.dp_shard
+    head = counts.head * size
+    block = counts.block * size if layout.uses_fsdp or layout.has_separate_master_weights else 0.0
+    other_blocks = (counts.all - counts.root - counts.block) * layout.gradient_bytes / layout.dp_shard
+    reduced = counts.root * (size + master) if layout.uses_fsdp else 0.0
+    sending = counts.block * master if layout.dp_shard > 1 else 0.0  # reduce-scatter input of one block
+    phases = {
+        "loss": _phase_parts(
+            gathered=root + after_forward, activations=activations, gradients=earlier, loss=sum(loss.values())
+        ),
+        "last block": _phase_parts(
             gathered=root + max(after_forward, in_backward),
-            activations=kept + back,
-            gradients=earlier + head + narrow,
+            activations=activations + backward,
+            gradients=earlier + head + block,
         ),
-        "first block": _moment(
+        "first block": _phase_parts(
             gathered=root + in_backward,
-            activations=of_block + back,
-            gradients=max(of_others, earlier) + head + narrow + leaving,
+            activations=block_activations + backward,
+            gradients=max(other_blocks, earlier) + head + block + sending,
         ),
-        "block reduction": _moment(
+        "block reduction": _phase_parts(
             gathered=root + last,
             activations=tokens * config.hidden_size * size,
-            gradients=max(shard, earlier) + head + narrow + 2 * leaving,
+            gradients=max(shard, earlier) + head + block + 2 * sending,
         ),
-        "root reduction": _moment(
+        "root reduction": _phase_parts(
             gathered=root + last,
             activations=tokens * config.hidden_size * size,
             gradients=shard + reduced + (counts.root * master if earlier > shard else 0.0),
         ),
-        "update": _moment(
-            gathered=root if layout.doubled else 0.0, gradients=shard, optimizer=_widened(config, counts, layout)
+        "optimizer step": _phase_parts(
+            gathered=root if layout.has_separate_master_weights else 0.0,
+            gradients=shard,
+            optimizer=_optimizer_temporaries(config, counts, layout),
         ),
     }
-    moment = max(moments, key=lambda name: sum(moments[name].values()))
-    parts = always | moments[moment]
+    peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
+    parts = permanent | phases[peak_phase]
     peak = sum(parts.values())
     return PlannedMemory(
         parts=parts,
-        moment=moment,
+        peak_phase=peak_phase,
         peak=peak,
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
-        state=(master + 2 * layout.moment_bytes) * sum(row.size for row in parameters(config)),
+        state_bytes=master * sum(row.numel for row in param_specs(config)) + _optimizer_state(config, layout, 1),
     )
 
 
-def _moment(
+def _phase_parts(
     *,
     gathered: float = 0.0,
     activations: float = 0.0,
@@ -162,73 +175,86 @@ def _moment(
 
 
 def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> tuple[float, float, float, float]:
-    """Bytes of gathered weights: the root's; the blocks' after forward, during backward, and at its end."""
-    if not layout.wrapped:
-        return counts.all * layout.element_bytes if layout.doubled else 0.0, 0.0, 0.0, 0.0
-    size, n_whole = layout.element_bytes, min(GATHERED_BLOCKS, config.n_layers)
-    block, arriving = counts.block * size, counts.block * size if layout.shard > 1 else 0.0
-    after_forward = block if layout.reshard else block * config.n_layers  # the last block is needed again at once
-    return counts.root * size, after_forward, n_whole * block + arriving, block
+    """Return bytes of gathered weights: root; blocks after forward, during backward and at its end."""
+    if not layout.uses_fsdp:
+        return counts.all * layout.element_bytes if layout.has_separate_master_weights else 0.0, 0.0, 0.0, 0.0
+    size, n_gathered = layout.element_bytes, min(GATHERED_BLOCKS, config.n_layers)
+    block, receiving = counts.block * size, counts.block * size if layout.dp_shard > 1 else 0.0
+    # The last block stays gathered: backward starts with it.
+    after_forward = block if layout.reshard_after_forward else block * config.n_layers
+    return counts.root * size, after_forward, n_gathered * block + receiving, block
 
 
-def _widened(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> float:
-    """What the optimizer holds while it widens gradients or moments that are narrower than the weights, by parts."""
-    largest = max(row.size for row in parameters(config)) / layout.tp / layout.shard
-    if layout.moment_bytes == layout.master_bytes:
-        at_a_time = min(counts.all, WIDENED_NUMBERS + largest)
-        return at_a_time * layout.master_bytes if layout.gradient_bytes < layout.master_bytes else 0.0
-    numbers = min(counts.all / layout.shard, OPTIMIZER_NUMBERS + largest)
-    copies = OPTIMIZER_TEMPORARIES + (layout.gradient_bytes < layout.master_bytes)
-    return copies * layout.master_bytes * numbers
+def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> float:
+    """Return bytes of the optimizer's slots after tensor parallelism and before sharding."""
+    spec = optimizer_spec(layout.optimizer.name)
+    return sum(
+        spec.state_bytes(layout.optimizer, [row.shape], layout.master_bytes) / (1 if row.tp_dim is None else tp)
+        for row in param_specs(config)
+    )
 
 
-def _backward(config: LlamaConfig, layout: PlannedLayout) -> float:
-    """Bytes per token that the backward pass of a block holds; a budget may bring back as much as full."""
-    mode = "full" if layout.checkpointing == "budget" else layout.checkpointing
-    return block_backward_per_token(
+def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> float:
+    """Return bytes of temporaries: AdamW upcasts gradients or moments by chunks, others work by parameter."""
+    largest = max(row.numel for row in param_specs(config)) / layout.tp / layout.dp_shard
+    spec = optimizer_spec(layout.optimizer.name)
+    if spec is not ADAMW:
+        return (UPDATE_TEMPORARIES + len(spec.slots)) * layout.master_bytes * largest
+    if all(slot.n_bytes(layout.optimizer, (1,), layout.master_bytes) == layout.master_bytes for slot in spec.slots):
+        chunk = min(counts.all, GRADIENT_UPCAST_ELEMENTS + largest)
+        return chunk * layout.master_bytes if layout.gradient_bytes < layout.master_bytes else 0.0
+    chunk = min(counts.all / layout.dp_shard, MOMENT_UPCAST_ELEMENTS + largest)
+    temporaries = MOMENT_UPCAST_TEMPORARIES + (layout.gradient_bytes < layout.master_bytes)
+    return temporaries * layout.master_bytes * chunk
+
+
+def _backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
+    mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
+    return block_backward_bytes_per_token(
         config,
-        mode,  # pyright: ignore[reportArgumentType] - the engine's options name the same
+        mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
         element_bytes=layout.element_bytes,
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
     )
 
 
-def _kept(config: LlamaConfig, layout: PlannedLayout) -> float:
-    """Bytes per token that a block keeps; of a budget, its share of what none and full differ by."""
+def _activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
     options = {
         "element_bytes": layout.element_bytes,
         "tp": layout.tp,
         "sequence_parallel": layout.sequence_parallel,
     }
-    if layout.checkpointing == "budget":
-        none, full = (sum(kept_per_token(config, mode, **options).values()) for mode in ("none", "full"))
-        return full + layout.budget * (none - full)
-    return sum(kept_per_token(config, layout.checkpointing, **options).values())  # pyright: ignore[reportArgumentType]
+    if layout.activation_checkpointing == "memory_budget":
+        none, full = (sum(activation_bytes_per_token(config, mode, **options).values()) for mode in ("none", "full"))
+        return full + layout.activation_memory_budget * (none - full)
+    return sum(activation_bytes_per_token(config, layout.activation_checkpointing, **options).values())  # pyright: ignore[reportArgumentType]
 
 
 def _earlier_gradients(counts: _Counts, layout: PlannedLayout) -> float:
-    """Gradients of the passes before the last one: whole in the master dtype unless each pass reduces them."""
-    if layout.accumulation == 1:
+    """Return gradient bytes of earlier micro-batches: unsharded master dtype unless each one reduces."""
+    if layout.accumulation_steps == 1:
         return 0.0
-    whole = counts.all * layout.master_bytes
-    return whole / layout.shard if layout.reduce_each or not layout.wrapped else whole
+    unsharded = counts.all * layout.master_bytes
+    return unsharded / layout.dp_shard if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
 
 
-def _counts(config: LlamaConfig, tp: int) -> _Counts:
-    table = parameters(config)
+def _parameter_counts(config: LlamaConfig, tp: int) -> _Counts:
+    table = param_specs(config)
     by_block: dict[int, float] = {}
     for row in table:
         if row.layer is not None:
-            by_block[row.layer] = by_block.get(row.layer, 0.0) + _local(row, tp)
-    everything = sum(_local(row, tp) for row in table)
+            by_block[row.layer] = by_block.get(row.layer, 0.0) + _local_size(row, tp)
+    total = sum(_local_size(row, tp) for row in table)
     return _Counts(
-        all=everything,
+        all=total,
         block=max(by_block.values()),
-        root=everything - sum(by_block.values()),
+        root=total - sum(by_block.values()),
         head=math.ceil(config.vocab_size / tp) * config.hidden_size,
     )
 
 
-def _local(row: Parameter, tp: int) -> float:
-    return row.size if row.tp_dim is None else row.size / tp
+def _local_size(row: ParamSpec, tp: int) -> float:
+    return row.numel if row.tp_dim is None else row.numel / tp

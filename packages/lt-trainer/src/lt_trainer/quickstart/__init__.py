@@ -1,5 +1,5 @@
-"""`lt quickstart`: real text in, a trained Llama out as a Hugging Face model, on any machine, with nothing downloaded.
+"""`lt quickstart`: from text to a trained Llama in Hugging Face format, without downloads.
 
-Everything goes through the public API of the packages; each stage's module does one thing and can be read alone:
-`corpus` (documents), `stages` (tokenizer, stores, packs, training, export), `baselines`, `compare`, `report`.
+Uses only the public API of the packages. One module per stage: `corpus` (documents), `stages` (tokenizer, stores,
+packs, recipe, export), `training`, `logits`, `baselines`, `report`.
 """

@@ -1,4 +1,4 @@
-"""`lt quickstart`: the options, the order of the stages, and what each of them says."""
+"""Command line of `lt quickstart`."""
 
 from __future__ import annotations
 
@@ -8,42 +8,41 @@ from typing import Annotated
 
 import typer
 
+from lt_trainer.constants import EXIT_USER
+
 app = typer.Typer(
     name="quickstart",
     pretty_exceptions_enable=False,
-    help="Real text in, a trained Llama out, on this machine, in a few minutes.",
+    help="Train a small Llama from text on this machine in a few minutes.",
 )
 
 
 @app.command()
 def quickstart(
-    out: Annotated[
-        Path, typer.Option(help="Folder for everything that is made; it must be new, empty or an earlier quickstart's.")
-    ] = Path("quickstart"),
+    out: Annotated[Path, typer.Option(help="Output folder: new, empty or from an earlier quickstart.")] = Path(
+        "quickstart"
+    ),
     source: Annotated[
-        str,
-        typer.Option(
-            help="A folder or file of text of your own; without it, the sources of Python's standard library."
-        ),
+        str, typer.Option(help="Folder or file with text; by default the sources of Python's standard library.")
     ] = "",
     preset: Annotated[
-        str, typer.Option(help="Model shape, see `lt model list`; its vocabulary is the data's.")
+        str, typer.Option(help="Model preset, see `lt model list`; the vocabulary size is that of the data.")
     ] = "tiny-2m",
     steps: Annotated[int, typer.Option(help="Training steps; 0 for the default.", min=0)] = 0,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Remove what an earlier quickstart made in the folder, and start over.")
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Delete the files of an earlier quickstart and start over.")
     ] = False,
 ) -> None:
-    """Prepare text, train a small Llama with a stop and a resume on the way, export it, check it, and compare it.
+    """Prepare text, train a small Llama with a stop and a resume, export it, and check the result.
 
-    Run again, it goes on where it ended. Fails when the resume is not exact, when transformers computes other logits,
-    or when the model does not beat a bigram that has seen the same tokens.
+    Rerunning continues an interrupted quickstart. Fails if the resume is not exact, if transformers computes different
+    logits, or if the model does not beat a bigram over the same tokens.
     """
     missing = [name for name in ("torch", "transformers", "lt_trainer_gpu") if find_spec(name) is None]
     if missing:
-        needs = ", ".join(missing)
-        typer.echo(f"lt quickstart needs {needs}: pip install 'lt-trainer[quickstart]' lt-trainer-gpu", err=True)
-        raise typer.Exit(64)
+        names = ", ".join(missing)
+        typer.echo(f"lt quickstart needs {names}: pip install 'lt-trainer[quickstart]' lt-trainer-gpu", err=True)
+        raise typer.Exit(EXIT_USER)
     from lt_trainer.quickstart.main import main
 
-    main(out=out, source=source, preset=preset, steps=steps, fresh=fresh)
+    main(out=out, source=source, preset=preset, steps=steps, overwrite=overwrite)

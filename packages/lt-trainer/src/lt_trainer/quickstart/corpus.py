@@ -1,8 +1,8 @@
-"""Documents for the quickstart: the standard library of the running interpreter, or the person's own folder or file.
+"""Documents for the quickstart: Python's standard library, or the user's folder or file.
 
-The standard library is in every Python, is real text with structure to learn, and its file list depends on the
-interpreter's version alone. One document in twenty, chosen by a hash of its name, is kept for validation; a document is
-never split between the two. Written as JSON lines, so that every later step can be repeated by hand.
+The standard library exists on every machine, is real text with structure to learn, and its file list depends only on
+the interpreter's version. One document in twenty, chosen by a hash of its name, is held out for validation. Written as
+JSON Lines, so that every later stage can be repeated by hand.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lt_data import Document, read_documents
-from lt_trainer.quickstart.settings import Folder, QuickstartError
+from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder
 
 VALIDATION_SHARE = 20
-"""One document in this many is for validation."""
-LEFT_OUT = frozenset(
+"""One document in this many is held out for validation."""
+EXCLUDED_FOLDERS = frozenset(
     {"__pycache__", "config", "dist-packages", "encodings", "idlelib", "lib2to3", "site-packages", "test", "tests"}
 )
-"""Folders that not every distribution ships, that are no part of the library, or that hold generated tables."""
+"""Folders that not every distribution ships, that are not part of the library, or that contain generated tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CorpusCounts:
-    """How much text there is."""
+    """Documents and bytes of the corpus."""
 
     train_documents: int
     train_bytes: int
@@ -37,27 +37,27 @@ class CorpusCounts:
 
 
 def standard_library() -> Iterator[Document]:
-    """The sources of the interpreter's standard library, sorted by name; files that are not UTF-8 are left out."""
+    """Yield the sources of the standard library by name, without files that are not UTF-8."""
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py"), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
-        if LEFT_OUT.isdisjoint(name.split("/")):
+        if EXCLUDED_FOLDERS.isdisjoint(name.split("/")):
             try:
                 yield Document(text=path.read_bytes().decode("utf-8"), source=name)
             except UnicodeDecodeError:
-                continue  # a source in another declared encoding
+                continue  # declares another encoding
 
 
 def documents(source: str) -> Iterator[Document]:
-    """The documents of the quickstart."""
+    """Return the documents of `source`, by default of the standard library."""
     return read_documents([source]) if source else standard_library()
 
 
-def write_corpus(folder: Folder, source: str) -> CorpusCounts:
-    """Split the documents and write both halves.
+def write_corpus(folder: QuickstartFolder, source: str) -> CorpusCounts:
+    """Split the documents and write the training and validation files.
 
     Raises:
-        QuickstartError: fewer than two documents with text, or the disk is full.
+        QuickstartError: fewer than two documents with text, or the files cannot be written.
         DataError: the source cannot be read.
     """
     ranked = sorted(
@@ -67,9 +67,8 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
     )
     if len(ranked) < 2:
         raise QuickstartError(
-            f"--source {source or 'standard library'}: {len(ranked)} document(s) with text; at least two are "
-            "needed, one to train on and one to validate on. "
-            "A text file is one document, a line of a .jsonl file is one"
+            f"--source {source or 'standard library'}: {len(ranked)} document(s) with text; at least two are needed, "
+            "one for training and one for validation (a text file or a line of a .jsonl file is one document)"
         )
     validation = {i for _, i in ranked[: max(1, len(ranked) // VALIDATION_SHARE)]}
     used = {i for _, i in ranked}
@@ -78,22 +77,22 @@ def write_corpus(folder: Folder, source: str) -> CorpusCounts:
     try:
         folder.corpus_train.parent.mkdir(exist_ok=True)
         with (
-            open(temporary[True], "w", encoding="utf-8") as kept,
-            open(temporary[False], "w", encoding="utf-8") as train,
+            open(temporary[True], "w", encoding="utf-8") as validation_file,
+            open(temporary[False], "w", encoding="utf-8") as train_file,
         ):
             for i, document in enumerate(documents(source)):
                 if i in used:
                     count = counts[i in validation]
                     count[0] += 1
                     count[1] += len(document.as_text().encode())
-                    (kept if i in validation else train).write(
+                    (validation_file if i in validation else train_file).write(
                         json.dumps({"text": document.as_text(), "source": document.source}) + "\n"
                     )
         os.replace(temporary[False], folder.corpus_train)
         os.replace(temporary[True], folder.corpus_validation)
     except OSError as exc:
         raise QuickstartError(
-            f"cannot write the corpus to {folder.out}: {exc.strerror}; free space or name another folder with --out"
+            f"cannot write the corpus to {folder.out}: {exc.strerror}; free space or choose another folder with --out"
         ) from exc
     return CorpusCounts(
         train_documents=counts[False][0],

@@ -1,4 +1,4 @@
-"""The quickstart from beginning to end, in the order of the stages."""
+"""Stages of the quickstart in order."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from lt_data import TokenStore
-from lt_data.showing.bars import progress_bar
+from lt_data.display.progress_bars import progress_bar
 from lt_model import PRESETS, ModelError, n_parameters, preset
+from lt_trainer.observability.report import write_report
 from lt_trainer.quickstart import report
-from lt_trainer.quickstart.baselines import Comparison, compare
+from lt_trainer.quickstart.baselines import BaselineComparison, compare_with_baselines
 from lt_trainer.quickstart.corpus import write_corpus
-from lt_trainer.quickstart.settings import Folder, QuickstartError, Settings
-from lt_trainer.quickstart.stages import Packed, export, make_pack, make_store, make_tokenizer, write_recipe
-from lt_trainer.quickstart.training import Resume, last_metrics, losses, peak_source, train, validation_loss
-from lt_trainer.report.writing import write_report
+from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
+from lt_trainer.quickstart.stages import PackedStore, export_model, make_pack, make_store, make_tokenizer, write_recipe
+from lt_trainer.quickstart.training import ResumeCheck, last_metrics, losses, peak_source, train, validation_loss
 
 if TYPE_CHECKING:
     from lt_trainer.quickstart.logits import LogitCheck
@@ -28,40 +28,38 @@ if TYPE_CHECKING:
 PROMPTS = ("def ", "class ", "import ", "    return ")
 
 
-class Clock:
-    """Seconds that each stage took in this start."""
+class StageTimer:
+    """Seconds per stage in this process."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time what happens inside."""
+        """Time the block as stage `name`."""
         start = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - start
 
 
-def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> None:
-    """Run or go on with a quickstart.
+def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) -> None:
+    """Run or continue a quickstart.
 
     Raises:
-        QuickstartError: what was asked for cannot be done, or the result is not what it must be.
+        QuickstartError: invalid settings, a stage failed, or a result check failed.
     """
-    console, clock = Console(), Clock()
+    console, timer = Console(), StageTimer()
     settings = _settings(source, preset, steps)
-    folder = Folder(out)
-    if folder.claim(settings, fresh=fresh):
-        console.print(
-            f"{out} holds a quickstart with these settings; going on with what is there (--fresh starts over)"
-        )
-    train_packed, validation_packed = _data(console, clock, folder, settings)
-    resume = _training(console, clock, folder, settings, train_packed)
-    comparison, logits = _checks(console, clock, folder, settings, train_packed, validation_packed)
-    with clock.stage("sample"):
+    folder = QuickstartFolder(out)
+    if folder.claim(settings, overwrite=overwrite):
+        console.print(f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)")
+    train_packed, validation_packed = _data(console, timer, folder, settings)
+    resume = _training(console, timer, folder, settings, train_packed)
+    comparison, logits = _checks(console, timer, folder, settings, train_packed, validation_packed)
+    with timer.stage("sample"):
         report.show_samples(console, _samples(folder))
     numbers = _numbers(settings, train_packed, comparison, folder)
-    report.summary(console, folder, numbers, clock.seconds)
+    report.show_summary(console, numbers, timer.seconds)
     report.write_summary(
         folder.summary,
         settings=settings,
@@ -69,103 +67,113 @@ def main(*, out: Path, source: str, preset: str, steps: int, fresh: bool) -> Non
         logits=logits,
         comparison=comparison,
         numbers=numbers,
-        seconds=clock.seconds,
+        seconds=timer.seconds,
     )
     write_report([folder.run], folder.report, overwrite=True)
-    console.print(f"the run as a page, to open in a browser: {folder.report}", soft_wrap=True)
+    console.print(f"report of the run, to open in a browser: {folder.report}", soft_wrap=True)
     report.show_commands(console, folder, settings)
-    require(resume, logits.equal, comparison)
+    check_results(resume, logits.is_equal, comparison)
 
 
-def _settings(source: str, name: str, steps: int) -> Settings:
+def _settings(source: str, name: str, steps: int) -> QuickstartSettings:
     if name not in PRESETS:
-        raise ModelError(f"--preset {name!r}: unknown; the presets are {', '.join(PRESETS)}")
+        raise ModelError(f"--preset = {name!r}: unknown preset; the presets are {', '.join(PRESETS)}")
     interpreter = "" if source else f"{platform.python_implementation()} {platform.python_version()}"
     source = str(Path(source).resolve()) if source and "://" not in source else source
-    settings = Settings(source=source, interpreter=interpreter, preset=name)
-    return Settings(source=source, interpreter=interpreter, preset=name, steps=steps or settings.steps)
+    settings = QuickstartSettings(source=source, interpreter=interpreter, preset=name)
+    return QuickstartSettings(source=source, interpreter=interpreter, preset=name, steps=steps or settings.steps)
 
 
-def _data(console: Console, clock: Clock, folder: Folder, settings: Settings) -> tuple[Packed, Packed]:
-    """Stages 1 to 3: corpus, tokenizer, token stores, packs."""
+def _data(
+    console: Console, timer: StageTimer, folder: QuickstartFolder, settings: QuickstartSettings
+) -> tuple[PackedStore, PackedStore]:
+    """Run stages 1 to 3: corpus, tokenizer, token stores, packs."""
     if not (folder.corpus_train.exists() and folder.corpus_validation.exists()):
-        with clock.stage("corpus"):
+        with timer.stage("corpus"):
             counts = write_corpus(folder, settings.source)
         console.print(
-            f"corpus: {counts.train_documents} documents, {counts.train_bytes:,} bytes to train on; "
-            f"{counts.validation_documents} documents, {counts.validation_bytes:,} bytes to validate on"
+            f"corpus: {counts.train_documents} documents, {counts.train_bytes:,} bytes for training; "
+            f"{counts.validation_documents} documents, {counts.validation_bytes:,} bytes for validation"
         )
-    with clock.stage("tokenizer"), progress_bar("tokenizer") as progress:
+    with timer.stage("tokenizer"), progress_bar("tokenizer") as progress:
         tokenizer = make_tokenizer(folder, settings, progress)
     stores: list[TokenStore] = []
-    with clock.stage("prepare"):
+    with timer.stage("prepare"):
         for corpus, store in ((folder.corpus_train, folder.train), (folder.corpus_validation, folder.validation)):
             with progress_bar(f"prepare {store.name}") as progress:
                 stores.append(make_store(corpus, tokenizer, store, progress))
-    with clock.stage("pack"):
+    with timer.stage("pack"):
         train_packed, validation_packed = (make_pack(store, settings) for store in stores)
     for name, packed in (("train", train_packed), ("validation", validation_packed)):
         store, rows = packed.store, packed.rows
         console.print(
-            f"{name}: {store.n_documents:,} documents, {store.n_tokens:,} tokens of {store.vocab_size:,} kinds, "
+            f"{name}: {store.n_documents:,} documents, {store.n_tokens:,} tokens, vocabulary {store.vocab_size:,}, "
             f"{rows.n_rows:,} rows of {rows.seq_len}"
         )
     return train_packed, validation_packed
 
 
-def _training(console: Console, clock: Clock, folder: Folder, settings: Settings, data: Packed) -> Resume:
-    """Stages 4 and 5: train, stop, resume."""
+def _training(
+    console: Console, timer: StageTimer, folder: QuickstartFolder, settings: QuickstartSettings, data: PackedStore
+) -> ResumeCheck:
+    """Run stages 4 and 5: train, stop, resume."""
     if not folder.recipe.exists():
         write_recipe(folder, settings, data.rows)
-    with clock.stage("training"), progress_bar("training") as progress:
+    with timer.stage("training"), progress_bar("training") as progress:
         resume = train(folder, settings, progress)
-    report.show_resume(console, resume, clock.seconds["training"])
+    report.show_resume(console, resume, timer.seconds["training"])
     return resume
 
 
 def _checks(
-    console: Console, clock: Clock, folder: Folder, settings: Settings, train_packed: Packed, validation_packed: Packed
-) -> tuple[Comparison, LogitCheck]:
-    """Stages 6 and 7: export and logits, baselines."""
+    console: Console,
+    timer: StageTimer,
+    folder: QuickstartFolder,
+    settings: QuickstartSettings,
+    train_packed: PackedStore,
+    validation_packed: PackedStore,
+) -> tuple[BaselineComparison, LogitCheck]:
+    """Run stages 6 and 7: export and logits, baselines."""
     from lt_trainer.quickstart.logits import check_logits
 
-    with clock.stage("export"):
-        export(folder)
-    with clock.stage("logits"):
+    with timer.stage("export"):
+        export_model(folder)
+    with timer.stage("logits"):
         logits = check_logits(folder, validation_packed)
     report.show_logits(console, logits)
     val_loss, val_tokens = validation_loss(folder)
-    with clock.stage("baselines"):
-        comparison = compare(
+    with timer.stage("baselines"):
+        comparison = compare_with_baselines(
             train_packed, validation_packed, settings, seed=0, val_loss=val_loss, val_tokens=val_tokens
         )
     report.show_comparison(console, comparison)
     return comparison, logits
 
 
-def _samples(folder: Folder) -> list[tuple[str, str]]:
-    from lt_trainer.sample import load, sample
+def _samples(folder: QuickstartFolder) -> list[tuple[str, str]]:
+    from lt_trainer.cli.sample import generate_text, load_model
 
-    loaded = load(folder.model)
+    model = load_model(folder.model)
     return [
-        (prompt, sample(loaded, prompt, max_new_tokens=60, temperature=0.7, top_k=40, top_p=1.0, seed=i))
+        (prompt, generate_text(model, prompt, max_new_tokens=60, temperature=0.7, top_k=40, top_p=1.0, seed=i))
         for i, prompt in enumerate(PROMPTS)
     ]
 
 
-def _numbers(settings: Settings, data: Packed, comparison: Comparison, folder: Folder) -> dict[str, str | int | float]:
+def _numbers(
+    settings: QuickstartSettings, data: PackedStore, comparison: BaselineComparison, folder: QuickstartFolder
+) -> dict[str, str | int | float]:
     config, last = preset(settings.preset, vocab_size=data.store.vocab_size), last_metrics(folder)
-    steps = losses(folder)
     return {
         "model": settings.preset,
         "parameters": n_parameters(config),
         "training tokens seen": comparison.seen_tokens,
         "steps": settings.steps,
-        "first training loss": steps[1],
+        "first training loss": losses(folder)[1],
         "last training loss": last["loss"],
         "validation loss, nats/token": comparison.model.nats_per_token,
         "validation bits/byte": comparison.model.bits_per_byte,
-        "seen-token bigram, nats/token": comparison.opponent.nats_per_token,
+        "seen-token bigram, nats/token": comparison.target_baseline.nats_per_token,
         "tokens/s": last["tokens_per_sec"],
         "MFU (attention counted in full)": last["mfu"],
         "MFU's peak": peak_source(folder),
@@ -174,22 +182,21 @@ def _numbers(settings: Settings, data: Packed, comparison: Comparison, folder: F
     }
 
 
-def require(resume: Resume, logits_equal: bool, comparison: Comparison) -> None:
-    """Refuse a result that is not what the quickstart promises.
+def check_results(resume: ResumeCheck, logits_equal: bool, comparison: BaselineComparison) -> None:
+    """Check the results that the quickstart guarantees.
 
     Raises:
-        QuickstartError: naming everything that failed.
+        QuickstartError: lists every failed check.
     """
     problems = []
-    if not resume.equal:
-        problems.append("the losses after the resume are not those of the shadow steps")
+    if not resume.is_equal:
+        problems.append("the losses after the resume differ from those of the resume check")
     if not logits_equal:
-        problems.append("transformers computes other logits from the exported model")
-    if not comparison.beaten:
+        problems.append("transformers computes different logits from the exported model")
+    if not comparison.beats_baseline:
         problems.append(
-            f"the model ({comparison.model.nats_per_token:.4f} nats/token) does not beat a bigram that has seen the "
-            "same tokens "
-            f"({comparison.opponent.nats_per_token:.4f}); more --steps help"
+            f"the model ({comparison.model.nats_per_token:.4f} nats/token) does not beat a bigram over the same tokens "
+            f"({comparison.target_baseline.nats_per_token:.4f}); use more --steps"
         )
     if problems:
         raise QuickstartError("; ".join(problems))

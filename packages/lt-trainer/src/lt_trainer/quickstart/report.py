@@ -1,4 +1,4 @@
-"""What a finished quickstart tells: tables for a person, summary.json for programs, and the same steps as commands."""
+"""Output of the quickstart: tables, summary.json, and the equivalent commands."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from lt_trainer.quickstart.baselines import Comparison
-from lt_trainer.quickstart.settings import Folder, Settings
-from lt_trainer.quickstart.training import Resume
+from lt_trainer.quickstart.baselines import BaselineComparison
+from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
+from lt_trainer.quickstart.training import ResumeCheck
 
 if TYPE_CHECKING:
     from lt_trainer.quickstart.logits import LogitCheck
 
 
-def show_resume(console: Console, resume: Resume, seconds: float) -> None:
-    """The shadow steps of the process that stopped beside the same steps of the one that went on."""
-    table = Table(title=f"Stop after step {resume.step}, resume in a new process: the same losses, bit for bit")
-    for heading in ("step", "before the stop (shadow)", "after the resume", ""):
+def show_resume(console: Console, resume: ResumeCheck, seconds: float) -> None:
+    """Print the losses of the resume check and of the same steps after the resume."""
+    table = Table(title=f"Losses after a stop at step {resume.step} and a resume in a new process, bit for bit")
+    for heading in ("step", "without the stop", "after the resume", ""):
         table.add_column(heading, justify="right")
-    for i, (shadow, resumed) in enumerate(zip(resume.shadow, resume.resumed, strict=True), start=resume.step + 1):
-        table.add_row(str(i), repr(shadow), repr(resumed), "equal" if shadow == resumed else "DIFFERENT")
+    pairs = zip(resume.expected, resume.resumed, strict=True)
+    for step, (expected, resumed) in enumerate(pairs, start=resume.step + 1):
+        table.add_row(str(step), repr(expected), repr(resumed), "equal" if expected == resumed else "DIFFERENT")
     console.print(table)
-    console.print(f"training took {seconds:.0f} s in this start")
+    console.print(f"training took {seconds:.0f} s in this process")
 
 
 def show_logits(console: Console, check: LogitCheck) -> None:
-    """The one line that the logit check comes to."""
+    """Print the result of the logit check."""
     console.print(
         f"exported model in transformers, float32, {check.tokens} tokens: largest logit difference "
-        f"{check.max_difference:.3g} "
-        f"= {check.max_difference / check.scale:.2g} of the largest logit {check.scale:.3g} "
-        f"(allowed: {check.tolerance:g})"
+        f"{check.max_difference:.3g} = {check.max_difference / check.scale:.2g} of the largest logit {check.scale:.3g} "
+        f"(tolerance {check.tolerance:g})"
     )
 
 
-def show_comparison(console: Console, comparison: Comparison) -> None:
-    """The model among the baselines, best first."""
+def show_comparison(console: Console, comparison: BaselineComparison) -> None:
+    """Print the losses of model and baselines, best first."""
     table = Table(
         title=f"Validation loss over {comparison.validation_tokens:,} tokens; "
-        f"the model was trained on {comparison.seen_tokens:,}"
+        f"the model was trained on {comparison.seen_tokens:,} tokens"
     )
     table.add_column("predictor")
     for heading in ("nats/token", "bits/byte", "add-k"):
@@ -63,7 +63,7 @@ def show_comparison(console: Console, comparison: Comparison) -> None:
 
 
 def show_samples(console: Console, samples: Sequence[tuple[str, str]]) -> None:
-    """Prompts and what the model makes of them."""
+    """Print prompts and their completions."""
     for prompt, text in samples:
         console.rule("sample", align="left")
         console.print(prompt, style="bold", end="", markup=False, highlight=False)
@@ -71,10 +71,10 @@ def show_samples(console: Console, samples: Sequence[tuple[str, str]]) -> None:
     console.rule()
 
 
-def summary(console: Console, folder: Folder, numbers: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
-    """The table at the end."""
+def show_summary(console: Console, numbers: Mapping[str, Any], seconds: Mapping[str, float]) -> None:
+    """Print the final numbers and stage times."""
     table = Table(title="Summary", show_header=False)
-    table.add_column("what")
+    table.add_column("name")
     table.add_column("value", justify="right")
     for name, value in numbers.items():
         table.add_row(
@@ -85,15 +85,15 @@ def summary(console: Console, folder: Folder, numbers: Mapping[str, Any], second
     console.print(table)
 
 
-def show_commands(console: Console, folder: Folder, settings: Settings) -> None:
-    """Each step by hand."""
-    console.print("The same by hand:")
+def show_commands(console: Console, folder: QuickstartFolder, settings: QuickstartSettings) -> None:
+    """Print the equivalent commands."""
+    console.print("The same as single commands:")
     for command in commands(folder, settings):
         console.print("  " + shlex.join(command), markup=False, highlight=False, soft_wrap=True)
 
 
-def commands(folder: Folder, settings: Settings) -> list[list[str]]:
-    """The commands that do what the quickstart did, one step each."""
+def commands(folder: QuickstartFolder, settings: QuickstartSettings) -> list[list[str]]:
+    """Return the equivalent commands, one per stage."""
     size = str(settings.seq_len)
     stores = ((folder.corpus_train, folder.train), (folder.corpus_validation, folder.validation))
     return [
@@ -126,19 +126,19 @@ def commands(folder: Folder, settings: Settings) -> list[list[str]]:
 def write_summary(
     path: Path,
     *,
-    settings: Settings,
-    resume: Resume,
+    settings: QuickstartSettings,
+    resume: ResumeCheck,
     logits: LogitCheck,
-    comparison: Comparison,
+    comparison: BaselineComparison,
     numbers: Mapping[str, Any],
     seconds: Mapping[str, float],
 ) -> None:
-    """All numbers as JSON."""
+    """Write all numbers as JSON."""
     content = {
         "settings": asdict(settings),
-        "resume": asdict(resume) | {"equal": resume.equal},
-        "logits": asdict(logits) | {"equal": logits.equal},
-        "comparison": asdict(comparison) | {"beaten": comparison.beaten},
+        "resume": asdict(resume) | {"is_equal": resume.is_equal},
+        "logits": asdict(logits) | {"is_equal": logits.is_equal},
+        "comparison": asdict(comparison) | {"beats_baseline": comparison.beats_baseline},
         "numbers": dict(numbers),
         "seconds": dict(seconds),
     }

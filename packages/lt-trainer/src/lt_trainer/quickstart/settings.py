@@ -1,7 +1,7 @@
-"""What a quickstart was asked to do, where its parts lie, and the folder that says so.
+"""Settings of a quickstart and its output folder.
 
-The folder carries a marker with the settings. A second start with the same settings goes on where the first one ended;
-with others it is refused, unless it is told to start over, and then only what the first start made is removed.
+A marker file in the folder holds the settings. A second start with the same settings continues the first; with others
+it is rejected, unless --overwrite is given, which deletes only the quickstart's own files.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from pathlib import Path
 
 from lt_trainer.errors import TrainerError
 
-MARKER = ".lt-quickstart"
+MARKER_FILE = ".lt-quickstart"
 VERSION = 1
-PARTS = (
+OWN_PATHS = (
     "corpus",
     "tokenizer",
     "train",
@@ -27,143 +27,143 @@ PARTS = (
     "summary.json",
     "report.html",
 )
-"""Everything that a quickstart makes in its folder."""
+"""Files and folders that a quickstart creates in its folder."""
 
 
 class QuickstartError(TrainerError):
-    """The quickstart cannot do what it was asked to, or the result is not what it should be."""
+    """Quickstart failed, or a result check failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """One quickstart; `source` empty means the standard library of the interpreter that runs it."""
+class QuickstartSettings:
+    """Settings of a quickstart; an empty `source` means Python's standard library."""
 
     source: str = ""
     interpreter: str = ""
-    """Version of the interpreter whose standard library is read; empty with a source of one's own."""
+    """Version of the interpreter whose standard library is read; empty with a custom source."""
     preset: str = "tiny-2m"
     steps: int = 1000
     vocab_size: int = 2048
     seq_len: int = 256
-    global_batch: int = 4
-    micro_batch: int = 4
+    global_batch_size: int = 4
+    micro_batch_size: int = 4
     lr: float = 2e-3
-    shadow_steps: int = 10
+    verify_resume_steps: int = 10
 
     def __post_init__(self) -> None:
         if self.steps < 4:
-            raise QuickstartError(f"--steps {self.steps}: at least 4 are needed, to stop halfway and go on")
+            raise QuickstartError(f"--steps = {self.steps}: must be at least 4, to stop halfway and resume")
 
     @property
-    def halfway(self) -> int:
-        """The step after which training stops and goes on in a new process."""
+    def stop_after_step(self) -> int:
+        """Step after which training stops and resumes in a new process."""
         return self.steps // 2
 
 
 @dataclass(frozen=True)
-class Folder:
-    """The quickstart's folder and the names in it."""
+class QuickstartFolder:
+    """Output folder and the paths in it."""
 
     out: Path
 
     @property
     def corpus_train(self) -> Path:
-        """Training documents, one JSON object a line."""
+        """Training documents as JSON Lines."""
         return self.out / "corpus" / "train.jsonl"
 
     @property
     def corpus_validation(self) -> Path:
-        """Validation documents."""
+        """Validation documents as JSON Lines."""
         return self.out / "corpus" / "validation.jsonl"
 
     @property
     def tokenizer(self) -> Path:
-        """Folder of the tokenizer."""
+        """Tokenizer folder."""
         return self.out / "tokenizer"
 
     @property
     def train(self) -> Path:
-        """Token store to train on."""
+        """Training token store."""
         return self.out / "train"
 
     @property
     def validation(self) -> Path:
-        """Token store to validate on."""
+        """Validation token store."""
         return self.out / "validation"
 
     @property
     def recipe(self) -> Path:
-        """The recipe of the run."""
+        """Recipe of the run."""
         return self.out / "run.toml"
 
     @property
     def run(self) -> Path:
-        """The run directory."""
+        """Run directory."""
         return self.out / "run"
 
     @property
     def log(self) -> Path:
-        """What the training processes print."""
+        """Output of the training processes."""
         return self.out / "training.log"
 
     @property
     def model(self) -> Path:
-        """The exported Hugging Face model."""
+        """Exported Hugging Face model."""
         return self.out / "model"
 
     @property
     def summary(self) -> Path:
-        """The numbers of the finished quickstart."""
+        """Numbers of the finished quickstart."""
         return self.out / "summary.json"
 
     @property
     def report(self) -> Path:
-        """The page about the run."""
+        """HTML report of the run."""
         return self.out / "report.html"
 
-    def claim(self, settings: Settings, *, fresh: bool) -> bool:
-        """Make the folder ours for these settings.
+    def claim(self, settings: QuickstartSettings, *, overwrite: bool) -> bool:
+        """Create or reuse the folder for these settings.
 
         Args:
-            settings: what is asked for now.
-            fresh: remove what an earlier quickstart made here and start over.
+            settings: the settings.
+            overwrite: delete the files of an earlier quickstart and start over.
 
         Returns:
-            Whether an earlier start with the same settings left something to go on from.
+            True if the folder has a quickstart with the same settings to continue.
 
         Raises:
-            QuickstartError: the folder is not ours, or was made with other settings.
+            QuickstartError: not a quickstart folder, or one with other settings.
         """
-        marker = self.out / MARKER
+        marker = self.out / MARKER_FILE
         try:
             if marker.is_file():
-                found = _read(marker)
-                if fresh:
+                previous = _read_settings(marker)
+                if overwrite:
                     self._remove_parts()
-                elif found != asdict(settings):
-                    differs = ", ".join(
-                        f"{name} was {found.get(name)!r}, is {value!r}"
+                elif previous != asdict(settings):
+                    differences = ", ".join(
+                        f"{name} was {previous.get(name)!r}, is {value!r}"
                         for name, value in asdict(settings).items()
-                        if found.get(name) != value
+                        if previous.get(name) != value
                     )
                     raise QuickstartError(
-                        f"{self.out} holds a quickstart with other settings ({differs}); add --fresh to start over "
-                        "here, or name another folder with --out"
+                        f"{self.out} has a quickstart with other settings ({differences}); pass --overwrite to start "
+                        "over, or choose another folder with --out"
                     )
                 else:
                     return True
             elif self.out.exists() and any(self.out.iterdir()):
                 raise QuickstartError(
-                    f"{self.out} is not empty and was not made by a quickstart; name a new folder with --out"
+                    f"{self.out} is not empty and not a quickstart folder; choose a new folder with --out"
                 )
             self.out.mkdir(parents=True, exist_ok=True)
             marker.write_text(json.dumps({"version": VERSION, "settings": asdict(settings)}, indent=1) + "\n")
         except OSError as exc:
-            raise QuickstartError(f"--out {self.out}: {exc.strerror}; name a folder that can be written") from exc
+            raise QuickstartError(f"--out = {self.out}: {exc.strerror}; choose a writable folder") from exc
         return False
 
     def _remove_parts(self) -> None:
-        for name in PARTS:
+        for name in OWN_PATHS:
             path = self.out / name
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -171,11 +171,11 @@ class Folder:
                 path.unlink(missing_ok=True)
 
 
-def _read(marker: Path) -> dict[str, object]:
+def _read_settings(marker: Path) -> dict[str, object]:
     try:
         content = json.loads(marker.read_text(encoding="utf-8"))
     except ValueError as exc:
-        raise QuickstartError(f"{marker} is damaged; remove the folder, or name another with --out") from exc
+        raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out") from exc
     if content.get("version") != VERSION:
-        raise QuickstartError(f"{marker} was written by another version of lt; name another folder with --out")
+        raise QuickstartError(f"{marker} was written by another version of lt; choose another folder with --out")
     return content["settings"]

@@ -1,7 +1,7 @@
-"""What tests of layouts share: batches that are unkind to them, what a rank saw, and the tensors that ranks make up.
+"""Helpers for tests of parallel layouts: adversarial batches, results of a rank, assembled tensors.
 
-A layout of ranks is compared with one process per parameter, so a rank gives back copies of its slices; `whole` joins
-those of all ranks and refuses an element that two of them give, or none. Everything here runs in any engine's rank.
+Layouts are compared with a single process tensor by tensor, so a rank returns copies of its slices; `assemble` joins
+those of all ranks and checks that every element comes from exactly one. Works in the ranks of any engine.
 
 Shapes: rows are [1, rows, T] in a global batch and [M, B, T] in a rank's part of it.
 """
@@ -15,49 +15,51 @@ from typing import Any
 
 import numpy as np
 
-from lt_ckpt import Checkpoint, Meta, Shard, begin, commit, write_part
+from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
+from lt_trainer.data import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 
 __all__ = [
-    "Piece",
-    "Tensors",
-    "Trained",
+    "NamedTensors",
+    "StateSlice",
+    "TrainResult",
+    "assemble",
     "assert_near",
+    "copy_slices",
     "global_batches",
-    "interrupted",
-    "lr_of",
-    "part_of",
-    "pieces",
-    "resumed",
-    "saved",
-    "train",
-    "whole",
-    "with_a_bad_step",
+    "learning_rate_at",
+    "rank_batch",
+    "restore_and_train",
+    "save_checkpoint",
+    "step_batch",
+    "train_save_train",
+    "train_steps",
+    "train_with_nonfinite_step",
 ]
 
-Boxes = Callable[[], Iterable[Shard]]
-"""What gives a rank's slices as they are now."""
+ShardsFn = Callable[[], Iterable[Shard]]
+"""Returns a rank's current slices."""
 
-Tensors = dict[tuple[str, str], np.ndarray]
-"""Group and name → the whole tensor."""
+NamedTensors = dict[tuple[str, str], np.ndarray]
+"""Full tensors by group and name."""
 
 
 def global_batches(n_steps: int, *, rows: int, seq_len: int, vocab: int, seed: int = 0) -> list[StepBatch]:
-    """Steps [1, rows, seq_len] in documents, with unlike numbers of labels."""
+    """Return batches of [1, rows, seq_len] with several documents per row and uneven label counts."""
     rng = np.random.default_rng(seed)
     batches = []
     for _ in range(n_steps):
         shape = (1, rows, seq_len)
         cuts = rng.integers(1, seq_len, (1, rows, 1))
-        counting = np.arange(seq_len, dtype=np.int32)
-        docs = (counting >= cuts).astype(np.int32)
+        positions = np.arange(seq_len, dtype=np.int32)
+        docs = (positions >= cuts).astype(np.int32)
         labels = rng.integers(0, vocab, shape, dtype=np.int32)
         labels[rng.random(shape) < rng.random((1, rows, 1))] = -100
         batches.append(
-            StepBatch(
+            step_batch(
                 input_ids=rng.integers(0, vocab, shape, dtype=np.int32),
                 labels=labels,
-                position_ids=(counting - docs * cuts).astype(np.int32),
+                position_ids=(positions - docs * cuts).astype(np.int32),
                 doc_ids=docs,
                 valid_tokens=int((labels != -100).sum()),
             )
@@ -65,140 +67,169 @@ def global_batches(n_steps: int, *, rows: int, seq_len: int, vocab: int, seed: i
     return batches
 
 
-def part_of(batch: StepBatch, engine: Engine, micro_batch: int) -> StepBatch:
-    """This rank's rows of a global batch, in micro-batches."""
-    place, (_, rows, seq_len) = engine.topology, batch.input_ids.shape
-    mine = slice(place.dp_rank * rows // place.dp_size, (place.dp_rank + 1) * rows // place.dp_size)
+def step_batch(*, doc_ids: np.ndarray, document_mask: bool = True, **fields: Any) -> StepBatch:
+    """Return a step batch with the cu_seqlens of `doc_ids` [M, B, T] and at least one padding entry.
+
+    Args:
+        doc_ids: document numbers.
+        document_mask: False: rows are one document each.
+        fields: the other fields of `StepBatch`.
+    """
+    n_micro, n_rows, seq_len = doc_ids.shape
+    starts = find_document_starts(doc_ids.reshape(-1, seq_len))
+    if not document_mask:
+        starts[:, 1:] = False
+    cu_seqlens = micro_batch_cu_seqlens(
+        np.flatnonzero(starts),
+        n_micro=n_micro,
+        n_tokens=n_rows * seq_len,
+        max_documents=n_rows * (int(starts.sum(axis=1).max()) + 1),
+    )
+    return StepBatch(doc_ids=doc_ids, cu_seqlens=cu_seqlens, **fields)
+
+
+def rank_batch(batch: StepBatch, engine: Engine, micro_batch_size: int) -> StepBatch:
+    """Return this rank's rows of a global batch, in micro-batches."""
+    topology, (_, rows, seq_len) = engine.topology, batch.input_ids.shape
+    own = slice(topology.dp_rank * rows // topology.dp_size, (topology.dp_rank + 1) * rows // topology.dp_size)
     names = ("input_ids", "labels", "position_ids", "doc_ids")
-    arrays = {n: getattr(batch, n)[0, mine].reshape(-1, micro_batch, seq_len) for n in names}
-    return StepBatch(**arrays, valid_tokens=batch.valid_tokens)
+    arrays = {n: getattr(batch, n)[0, own].reshape(-1, micro_batch_size, seq_len) for n in names}
+    return step_batch(**arrays, valid_tokens=batch.valid_tokens)
 
 
-def lr_of(step: int) -> float:
-    """The learning rate of a step, counted from 0: another one each time."""
+def learning_rate_at(step: int) -> float:
+    """Return the learning rate of a step, counted from 0; different for each step."""
     return 1e-2 / (step + 1)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One rank's slice of one tensor of its state."""
+class StateSlice:
+    """Slice of a state tensor on one rank."""
 
     group: str
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the full tensor."""
     offset: tuple[int, ...]
     values: np.ndarray
 
 
-def pieces(shards: Iterable[Shard]) -> list[Piece]:
-    """Copies of a rank's slices."""
-    found = []
+def copy_slices(shards: Iterable[Shard]) -> list[StateSlice]:
+    """Return copies of a rank's slices."""
+    slices = []
     for s in shards:
-        kind = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16}[s.dtype]
-        values = s.bytes().view(kind).reshape(s.shape).copy()
-        found.append(Piece(s.group, s.name, s.dtype, s.global_shape, s.offset, values))
-    return found
+        dtype = {"F64": np.float64, "F32": np.float32, "BF16": np.uint16}[s.dtype]
+        values = s.bytes().view(dtype).reshape(s.shape).copy()
+        slices.append(StateSlice(s.group, s.name, s.dtype, s.global_shape, s.offset, values))
+    return slices
 
 
-def whole(parts: Iterable[Iterable[Piece]]) -> Tensors:
-    """The tensors that the ranks' slices make up, each element from exactly one of them."""
-    tensors: Tensors = {}
-    seen: Tensors = {}
-    for piece in (piece for part in parts for piece in part):
+def assemble(ranks: Iterable[Iterable[StateSlice]]) -> NamedTensors:
+    """Return the full tensors from the slices of all ranks, each element from exactly one."""
+    tensors: NamedTensors = {}
+    masks: NamedTensors = {}
+    for piece in (piece for slices in ranks for piece in slices):
         key = (piece.group, piece.name)
         tensor = tensors.setdefault(key, np.zeros(piece.shape, piece.values.dtype))
-        mask = seen.setdefault(key, np.zeros(piece.shape, bool))
-        place = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
-        assert not mask[place].any(), f"{piece.name}: two ranks give the same elements"
-        tensor[place], mask[place] = piece.values, True
-    assert all(mask.all() for mask in seen.values()), "elements that no rank gives"
+        mask = masks.setdefault(key, np.zeros(piece.shape, bool))
+        index = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.values.shape, strict=True))
+        assert not mask[index].any(), f"{piece.name}: overlapping slices"
+        tensor[index], mask[index] = piece.values, True
+    assert all(mask.all() for mask in masks.values()), "missing elements"
     return tensors
 
 
-def assert_near(found: Tensors, wanted: Tensors, near: float) -> None:
-    """The same tensors, each with ||difference|| <= near * ||wanted||."""
-    assert found.keys() == wanted.keys()
-    for key, tensor in wanted.items():
+def assert_near(actual: NamedTensors, expected: NamedTensors, rtol: float) -> None:
+    """Assert ||actual - expected|| <= rtol * ||expected|| for every tensor."""
+    assert actual.keys() == expected.keys()
+    for key, tensor in expected.items():
         scale = np.linalg.norm(tensor)
-        assert scale > 0, f"{key} says nothing"
-        assert np.linalg.norm(found[key] - tensor) <= near * scale, key
+        assert scale > 0, f"{key} is all zeros"
+        assert np.linalg.norm(actual[key] - tensor) <= rtol * scale, key
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What one rank saw: numbers by step, and its state before the first, after the first and after the last step."""
+class TrainResult:
+    """Metrics by step of one rank, and its state before the first, after the first and last step."""
 
     losses: list[float]
-    norms: list[float]
+    grad_norms: list[float]
     validation: tuple[float, int]
     state_bytes: tuple[int, int]
-    """What the engine says that its part of a checkpoint takes, and what it takes."""
-    states: tuple[list[Piece], ...]
+    """Bytes of the rank's checkpoint shards as reported by the engine, and as counted."""
+    states: tuple[list[StateSlice], ...]
 
 
-def train(engine: Engine, batches: Sequence[StepBatch], rest: StepBatch, micro_batch: int, boxes: Boxes) -> Trained:
-    """In a rank: a step for each global batch, then validation on `rest`; closes the engine."""
-    numbers: list[StepMetrics] = []
-    states = [pieces(boxes())]
+def train_steps(
+    engine: Engine, batches: Sequence[StepBatch], validation_batch: StepBatch, micro_batch_size: int, shards: ShardsFn
+) -> TrainResult:
+    """Run a step for each global batch and validate, in a rank; closes the engine."""
+    metrics: list[StepMetrics] = []
+    states = [copy_slices(shards())]
     for step, batch in enumerate(batches):
-        numbers += engine.read([engine.step(part_of(batch, engine, micro_batch), lr_of(step))])
+        metrics += engine.fetch_metrics(
+            [engine.step(rank_batch(batch, engine, micro_batch_size), learning_rate_at(step))]
+        )
         if step in (0, len(batches) - 1):
-            states.append(pieces(boxes()))
-    own = part_of(rest, engine, micro_batch)
-    validation = engine.evaluate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
-    counted = engine.state_bytes(), sum(shard.bytes().nbytes for shard in engine.state().shards)
+            states.append(copy_slices(shards()))
+    own = rank_batch(validation_batch, engine, micro_batch_size)
+    validation = engine.validate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
+    state_bytes = engine.state_bytes(), sum(shard.bytes().nbytes for shard in engine.state().shards)
     engine.close()
-    return Trained([n.loss for n in numbers], [n.grad_norm for n in numbers], validation, counted, tuple(states))
+    losses, grad_norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
+    return TrainResult(losses, grad_norms, validation, state_bytes, tuple(states))
 
 
-def interrupted(
-    engine: Engine, batches: Sequence[StepBatch], folder: str, boxes: Boxes
-) -> tuple[str, list[Piece], list[Piece], list[float]]:
-    """In a rank: two steps, a checkpoint, and a third step; its path, the state at both times, the losses."""
-    first, second, third = (part_of(batch, engine, 1) for batch in batches)
-    numbers = engine.read([engine.step(first, 1e-2), engine.step(second, 1e-2)])
-    before = pieces(boxes())
-    path = saved(engine, folder, step=2)
-    numbers = [*numbers, *engine.read([engine.step(third, 1e-2)])]
-    after = pieces(boxes())
+def train_save_train(
+    engine: Engine, batches: Sequence[StepBatch], folder: str, shards: ShardsFn
+) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
+    """Run two steps, save and run a third step, in a rank; return path, both states and losses."""
+    first, second, third = (rank_batch(batch, engine, 1) for batch in batches)
+    metrics = engine.fetch_metrics([engine.step(first, 1e-2), engine.step(second, 1e-2)])
+    before = copy_slices(shards())
+    path = save_checkpoint(engine, folder, step=2)
+    metrics = [*metrics, *engine.fetch_metrics([engine.step(third, 1e-2)])]
+    after = copy_slices(shards())
     engine.close()
-    return path, before, after, [n.loss for n in numbers]
+    return path, before, after, [m.loss for m in metrics]
 
 
-def saved(engine: Engine, folder: str, *, step: int) -> str:
-    """In a rank: a checkpoint of all ranks; its path on rank 0, nothing on others."""
-    rank, world = engine.topology.rank, engine.topology.world
-    tmp = engine.control.broadcast(str(begin(Path(folder), step=step, world=world)) if rank == 0 else "")
+def save_checkpoint(engine: Engine, folder: str, *, step: int) -> str:
+    """Save a checkpoint of all ranks; return its path on rank 0, "" on others."""
+    rank, world = engine.topology.rank, engine.topology.world_size
+    tmp = engine.control.broadcast(str(begin_save(Path(folder), step=step, world_size=world)) if rank == 0 else "")
     snapshot = engine.state()
-    write_part(Path(tmp), rank=rank, shards=snapshot.shards, layout=snapshot.layout)
-    engine.control.all_max(0)
-    return str(commit(Path(tmp), world=world, meta=Meta(step=step, small=snapshot.small))) if rank == 0 else ""
+    write_rank_files(Path(tmp), rank=rank, shards=snapshot.shards, writer=snapshot.file_layout)
+    engine.control.all_reduce_max(0)
+    metadata = CheckpointMetadata(step=step, scalars=snapshot.scalars, optimizer=snapshot.optimizer)
+    return str(commit_save(Path(tmp), world_size=world, metadata=metadata)) if rank == 0 else ""
 
 
-def resumed(engine: Engine, third: StepBatch, path: str, boxes: Boxes) -> tuple[list[Piece], list[Piece], list[float]]:
-    """In a rank: a checkpoint taken over by an engine with other weights, and the third step."""
+def restore_and_train(
+    engine: Engine, third: StepBatch, path: str, shards: ShardsFn
+) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
+    """Restore a checkpoint into an engine with different weights and run the third step, in a rank."""
     engine.restore(Checkpoint.open(path))
-    taken = pieces(boxes())
-    numbers = engine.read([engine.step(part_of(third, engine, 1), 1e-2)])
-    after = pieces(boxes())
+    restored = copy_slices(shards())
+    metrics = engine.fetch_metrics([engine.step(rank_batch(third, engine, 1), 1e-2)])
+    after = copy_slices(shards())
     engine.close()
-    return taken, after, [n.loss for n in numbers]
+    return restored, after, [m.loss for m in metrics]
 
 
-def with_a_bad_step(
-    engine: Engine, batches: Sequence[StepBatch], boxes: Boxes, more: Callable[[], Any] = lambda: None
-) -> tuple[list[StepMetrics], list[list[Piece]], Any]:
-    """In a rank: a good step, one that is infinite on the last data-parallel rank alone, a good one; and `more`."""
-    first, bad, third = (part_of(batch, engine, 2) for batch in batches)
+def train_with_nonfinite_step(
+    engine: Engine, batches: Sequence[StepBatch], shards: ShardsFn, on_end: Callable[[], Any] = lambda: None
+) -> tuple[list[StepMetrics], list[list[StateSlice]], Any]:
+    """Run three steps, the second infinite on the last data-parallel rank only; return `on_end()` too."""
+    first, bad, third = (rank_batch(batch, engine, 2) for batch in batches)
     if engine.topology.dp_rank == engine.topology.dp_size - 1:
         bad = replace(bad, valid_tokens=0)
-    numbers: list[StepMetrics] = []
-    states: list[list[Piece]] = []
+    metrics: list[StepMetrics] = []
+    states: list[list[StateSlice]] = []
     for batch in (first, bad, third):
-        numbers += engine.read([engine.step(batch, 1e-2)])
-        states.append(pieces(boxes()))
-    told = more()
+        metrics += engine.fetch_metrics([engine.step(batch, 1e-2)])
+        states.append(copy_slices(shards()))
+    result = on_end()
     engine.close()
-    return numbers, states, told
+    return metrics, states, result

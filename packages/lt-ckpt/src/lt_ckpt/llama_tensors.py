@@ -1,0 +1,107 @@
+"""Llama tensors on the model side of every conversion: names, shapes, and the tied head.
+
+A head tied to the embedding is a tensor of its own here: formats that store it twice have both, and a source that lacks
+it finds it in the embedding's bytes.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+
+from lt_ckpt.conversion import check_castable, iter_blocks
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.shards import Ints
+from lt_ckpt.source import Source, TensorGroup, TensorReader
+from lt_ckpt.tensorfile import TensorSpec
+from lt_model import LlamaConfig
+from lt_model import param_specs as model_param_specs
+from lt_model.params import ParamSpec
+
+EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IGNORED_BUFFERS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Buffers in old files that every reader recomputes."""
+
+
+MAX_LAYERS = 100_000
+
+
+def param_specs(config: LlamaConfig) -> tuple[ParamSpec, ...]:
+    """Return the parameters of a model whose configuration is untrusted.
+
+    Raises:
+        CheckpointError: Too many layers to list in memory.
+    """
+    if config.n_layers > MAX_LAYERS:
+        raise CheckpointError(f"the configuration has {config.n_layers} layers, which no Llama has; is it damaged?")
+    return model_param_specs(config)
+
+
+def tensor_shapes(config: LlamaConfig) -> dict[str, Ints]:
+    """Return model tensor → shape in model order, always with the head."""
+    shapes: dict[str, Ints] = {parameter.name: parameter.shape for parameter in param_specs(config)}
+    shapes.setdefault(HEAD, shapes[EMBED])
+    return shapes
+
+
+def stored_shapes(config: LlamaConfig, head_is_stored: bool) -> dict[str, Ints]:
+    """Return `tensor_shapes`, without the head of a tied model whose files lack it."""
+    shapes = tensor_shapes(config)
+    if config.tie_word_embeddings and not head_is_stored:
+        del shapes[HEAD]
+    return shapes
+
+
+def add_tied_head(group: TensorGroup, config: LlamaConfig) -> TensorGroup:
+    """Map a tied head that is not stored to the embedding's location."""
+    if HEAD in group.specs or not config.tie_word_embeddings:
+        return group
+    return replace(
+        group,
+        specs={**group.specs, HEAD: group.specs[EMBED]},
+        locations={**group.locations, HEAD: group.locations[EMBED]},
+    )
+
+
+def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) -> dict[str, TensorSpec]:
+    """Return the specs of a target's tensors.
+
+    Args:
+        source: What will be converted.
+        shapes: The target's model tensors.
+        dtype: Safetensors code to cast to; None: as stored.
+
+    Raises:
+        CheckpointError: The source lacks a tensor, or one cannot be cast.
+    """
+    specs: dict[str, TensorSpec] = {}
+    for name, shape in shapes.items():
+        if name not in source.weights.specs:
+            raise CheckpointError(f"{source.path}: {name}: the source has no such tensor")
+        stored = source.weights.specs[name].dtype
+        check_castable(stored, dtype or stored)
+        specs[name] = TensorSpec(dtype or stored, shape)
+    return specs
+
+
+def check_tied_head(source: Source) -> None:
+    """Check that a tied model's head and embedding are equal before one of them is dropped.
+
+    Raises:
+        CheckpointError: They differ, or have different dtypes.
+    """
+    group = source.weights
+    if group.locations[HEAD] == group.locations[EMBED]:
+        return
+    if group.specs[HEAD] != group.specs[EMBED]:
+        raise CheckpointError(
+            f"{source.path}: tied, but {HEAD} is {group.specs[HEAD]} and {EMBED} {group.specs[EMBED]}"
+        )
+    with TensorReader(source.root) as reader:
+        dtype = group.specs[HEAD].dtype
+        pairs = zip(iter_blocks(group, HEAD, dtype, reader), iter_blocks(group, EMBED, dtype, reader), strict=True)
+        for (box, head), (_, embed) in pairs:
+            if (head != embed).any():
+                raise CheckpointError(
+                    f"{source.path}: tie_word_embeddings is true, but {HEAD} and {EMBED} differ (rows from {box[0][0]} "
+                    "on); set it to false in the configuration to keep both"
+                )

@@ -1,0 +1,198 @@
+"""Meta's Llama folders as a source: `consolidated.NN.pth` and params.json, of Llama 1 to 3.
+
+File i of n holds the i-th part of every matrix: rows of column-parallel matrices (into heads or the hidden layer), of
+the vocabulary (since Llama 3; columns of the embedding before) and of the head; columns of row-parallel ones; whole
+norms. Query and key rows are in Meta's order (`names.py`).
+
+params.json is incomplete: the hidden layer's width and the vocabulary size are taken from the tensors, and a model with
+scaled rotary frequencies needs its Hugging Face configuration, because the factor is not in the file.
+"""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lt_ckpt import files, strict_json
+from lt_ckpt.dtypes import torch_dtype_name
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.layout import FileLayout, Layout, shard_box
+from lt_ckpt.llama_tensors import param_specs
+from lt_ckpt.meta_llama.names import dialect_key, is_rope_permuted, meta_tensor_layout, view_as_row_pairs
+from lt_ckpt.shards import Box
+from lt_ckpt.source import Source, StoredArray, build_tensor_group
+from lt_ckpt.torchfile.file import read_state_dict
+from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf
+from lt_model.params import ParamSpec
+
+PARAMS = "params.json"
+FILE_TEMPLATE = "consolidated.{:02d}.pth"
+TOKENIZER = "tokenizer.model"
+_IGNORED_BUFFERS = re.compile(r"(^|\.)rope\.freqs$")
+_MAX_TOKENIZER_BYTES = 2**26
+LLAMA3_VOCAB, LLAMA3_CONTEXT, LLAMA2_CONTEXT = 128256, 8192, 4096
+
+
+def meta_layout(config: LlamaConfig, n_files: int, *, embedding_dim: int = 0) -> Layout:
+    """Return the layout of a model's files.
+
+    Args:
+        config: The model; its head is always stored.
+        n_files: Number of files.
+        embedding_dim: The dimension along which the embedding is sharded: 0 since Llama 3, 1 before.
+
+    Raises:
+        CheckpointError: The model cannot be sharded so.
+    """
+    table = param_specs(replace(config, tie_word_embeddings=False))
+    if config.n_kv_heads % n_files:
+        raise CheckpointError(f"{config.n_kv_heads} key/value heads cannot be split into {n_files} files")
+
+    def box(parameter: ParamSpec, index: int) -> Box:
+        dim = embedding_dim if parameter.kind == "embed_tokens" else parameter.tp_dim
+        if dim is None:
+            return (0,) * len(parameter.shape), parameter.shape
+        return shard_box(parameter.shape, dim, index, n_files, parameter.name)
+
+    return Layout(
+        files=tuple(
+            FileLayout(
+                path=FILE_TEMPLATE.format(i),
+                tensors=tuple(
+                    meta_tensor_layout(p, box(p, i), dialect_key(p.name, "meta"), config.head_dim) for p in table
+                ),
+            )
+            for i in range(n_files)
+        )
+    )
+
+
+def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = None) -> Source:
+    """Open a folder with `consolidated.*.pth` and params.json.
+
+    Args:
+        path: The folder.
+        config: The model's Hugging Face config.json; by default it is made from params.json.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the tensors are not those of the model.
+        lt_model.ModelError: The model is not a supported Llama.
+    """
+    folder = Path(path)
+    with translate_os_errors("reading", folder):
+        found = sorted(entry for entry in os.listdir(folder) if re.fullmatch(r"consolidated\.\d+\.pth", entry))
+    names = [FILE_TEMPLATE.format(i) for i in range(len(found))]
+    if not found or found != names:
+        raise CheckpointError(f"{folder}: must hold {FILE_TEMPLATE.format(0)} and so on without a gap, holds {found}")
+    arrays_by_file = {name: _read_arrays(folder / name) for name in names}
+    with translate_os_errors("reading", folder / PARAMS):
+        params = strict_json.loads(files.read_bounded(folder / PARAMS, 2**20), str(folder / PARAMS))
+    first = arrays_by_file[names[0]]
+    dim = strict_json.get_count(params, "dim", str(folder / PARAMS))
+    embedding = _tensor_shape(first, dialect_key("model.embed_tokens.weight", "meta"), names[0])
+    by_columns = len(embedding) == 2 and embedding[1] != dim
+    if config is None:
+        hf = _build_config(params, folder, first, len(names), by_columns)
+    else:
+        hf = dict(config)
+        _check_config(config_from_hf(hf, source=f"{folder}: config"), params, folder)
+    model = replace(config_from_hf(hf, source=f"{folder}: config"), tie_word_embeddings=False)
+    shapes = {parameter.name: parameter.shape for parameter in param_specs(model)}
+    permuted = {dialect_key(parameter.name, "meta") for parameter in param_specs(model) if is_rope_permuted(parameter)}
+    for name, arrays in arrays_by_file.items():
+        for key in permuted & set(arrays):
+            arrays[key] = view_as_row_pairs(arrays[key], f"{folder / name}: {key}")
+    layout = meta_layout(model, len(names), embedding_dim=1 if by_columns else 0)
+    aux_files = _read_tokenizer(folder)
+    return Source(
+        format="meta",
+        path=folder,
+        root=folder,
+        config=hf,
+        groups={"weights": build_tensor_group(layout, arrays_by_file, shapes, str(folder))},
+        aux_files=aux_files,
+        format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
+    )
+
+
+def _read_arrays(path: Path) -> dict[str, StoredArray]:
+    return {key: array for key, array in read_state_dict(path).items() if not _IGNORED_BUFFERS.search(key)}
+
+
+def _tensor_shape(arrays: Mapping[str, StoredArray], key: str, where: str) -> tuple[int, ...]:
+    if key not in arrays:
+        raise CheckpointError(f"{where}: {key!r} is missing; is it one of Meta's Llama files?")
+    return arrays[key].spec.shape
+
+
+def _build_config(
+    params: dict[str, Any], folder: Path, arrays: Mapping[str, StoredArray], n_files: int, by_columns: bool
+) -> dict[str, Any]:
+    """Build the Hugging Face configuration from params.json and the tensors of the first file."""
+    where = str(folder / PARAMS)
+    if params.get("use_scaled_rope"):
+        raise CheckpointError(
+            f"{where}: use_scaled_rope is set (Llama 3.1 and later), but the factor is not in the file; give the "
+            "model's Hugging Face configuration (--config config.json)"
+        )
+    n_heads = strict_json.get_count(params, "n_heads", where)
+    embedding = _tensor_shape(arrays, dialect_key("model.embed_tokens.weight", "meta"), FILE_TEMPLATE.format(0))
+    vocab_size = embedding[0] * (1 if by_columns else n_files)
+    hidden_width = _tensor_shape(
+        arrays, dialect_key("model.layers.0.mlp.gate_proj.weight", "meta"), FILE_TEMPLATE.format(0)
+    )[0]
+    known = params.get("vocab_size")
+    if known not in (None, -1, vocab_size):
+        raise CheckpointError(f"{where}: vocab_size is {known}, the embedding has {vocab_size} rows")
+    context = LLAMA3_CONTEXT if vocab_size == LLAMA3_VOCAB else LLAMA2_CONTEXT
+    try:
+        model = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=strict_json.get_count(params, "dim", where),
+            intermediate_size=hidden_width * n_files,
+            n_heads=n_heads,
+            n_kv_heads=n_heads
+            if params.get("n_kv_heads") is None
+            else strict_json.get_count(params, "n_kv_heads", where),
+            n_layers=strict_json.get_count(params, "n_layers", where),
+            max_position_embeddings=params.get("max_seq_len", context),
+            rope_theta=params.get("rope_theta", 10000.0),
+            norm_eps=params.get("norm_eps", 1e-5),
+        )
+    except ModelError as exc:
+        raise CheckpointError(f"{where}: {exc}") from exc
+    dtypes = Counter(array.spec.dtype for array in arrays.values())
+    return config_to_hf(model, dtype=torch_dtype_name(dtypes.most_common(1)[0][0]))
+
+
+def _check_config(model: LlamaConfig, params: dict[str, Any], folder: Path) -> None:
+    """Refuse a configuration that contradicts params.json, which neither tensors nor results would show."""
+    expected = {
+        "hidden_size": params.get("dim"),
+        "n_layers": params.get("n_layers"),
+        "n_heads": params.get("n_heads"),
+        "n_kv_heads": params.get("n_kv_heads"),
+        "norm_eps": params.get("norm_eps"),
+        "rope_theta": params.get("rope_theta"),
+    }
+    for field, value in expected.items():
+        if value is not None and value != getattr(model, field):
+            raise CheckpointError(
+                f"{folder / PARAMS}: {field} is {value}, the configuration says {getattr(model, field)}; "
+                "is it this model's?"
+            )
+    if bool(params.get("use_scaled_rope")) != (model.rope_scaling is not None):
+        raise CheckpointError(
+            f"{folder / PARAMS}: use_scaled_rope is {bool(params.get('use_scaled_rope'))}, the configuration says "
+            f"rope_scaling {model.rope_scaling}; is it this model's?"
+        )
+
+
+def _read_tokenizer(folder: Path) -> dict[str, bytes]:
+    if not (folder / TOKENIZER).is_file():
+        return {}
+    with translate_os_errors("reading", folder / TOKENIZER):
+        return {TOKENIZER: files.read_bounded(folder / TOKENIZER, _MAX_TOKENIZER_BYTES)}

@@ -1,0 +1,274 @@
+"""NxD checkpoint reader.
+
+It reads the rank files' headers, infers the options from them, and assembles the model. NxD writes no description
+beside the tensors. Degrees follow from the files' names; the attention layer, the kv size multiplier and the stages'
+layers from keys and shapes. The options must then fit the model, and every key of every rank must exist with the shape
+of the layout: nothing is left over and nothing is guessed. Only the assignment of heads to ranks is not visible; trn1's
+order is the default.
+
+Cost: the headers of all files.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.layout import FileLayout, Layout, TensorLayout
+from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes
+from lt_ckpt.nxd.discovery import NxdFiles, find_nxd_files
+from lt_ckpt.nxd.layout import layers_per_stage, nxd_layout
+from lt_ckpt.nxd.options import HeadOrder, NxdOptions, Qkv
+from lt_ckpt.nxd.xser import TensorLocation, XserFile
+from lt_ckpt.source import StoredArray, TensorGroup, build_tensor_group
+from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.torchfile.safe_globals import TensorReference, TorchTensor
+from lt_model import LlamaConfig
+
+_BIAS = re.compile(r"\.bias(_\w+)?$")
+_LAYER = re.compile(r"model\.layers\.([0-9]{1,9})\.")
+_ATTENTION: Mapping[str, Qkv] = {
+    "qkv_proj.weight_qkv": "gqa_fused",
+    "qkv_proj.weight_q": "gqa",
+    "qkv_proj.weight": "coalesced",
+    "q_proj.weight": "separate",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankFile:
+    """Tensors of a rank's model file.
+
+    Attributes:
+        file: The file, relative to the checkpoint.
+        specs: Key → dtype and shape.
+        tensors: Key → location of the tensor; empty if not located.
+        is_xser: Whether tensors have files of their own.
+        ignored_keys: Ignored keys, which every reader recomputes.
+        extra_keys: Other keys of the file besides the model.
+    """
+
+    file: str
+    specs: Mapping[str, TensorSpec]
+    tensors: Mapping[str, TensorLocation]
+    is_xser: bool
+    ignored_keys: tuple[str, ...] = ()
+    extra_keys: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers with tensors in this file."""
+        return tuple(sorted({int(match[1]) for key in self.specs if (match := _LAYER.match(key))}))
+
+
+def read_rank_file(root: Path, file: str, *, locate_tensors: bool) -> RankFile:
+    """Read the headers of a rank's model file.
+
+    Args:
+        root: The root of the checkpoint.
+        file: The file, relative to it.
+        locate_tensors: Read the files of single tensors, which a checkpoint with master weights may lack.
+
+    Raises:
+        CheckpointError: It is missing, damaged, not a state dict, or has biases.
+    """
+    saved = XserFile.open(root, file)
+    tree, extra_keys = saved.tree, ()
+    if isinstance(tree, dict) and isinstance(tree.get("model"), dict):
+        tree, extra_keys = tree["model"], tuple(str(key) for key in tree if key != "model")
+    if not isinstance(tree, dict):
+        raise CheckpointError(f"{root / file}: holds a {type(tree).__name__}, not a model's tensors by name")
+    is_xser = any(isinstance(leaf, TensorReference) for leaf in tree.values())
+    if locate_tensors and is_xser and saved.is_missing_tensors:
+        raise CheckpointError(
+            f"{root / file}: its tensors were not saved (NxD's avoid_saving_lower_precision_weights); take the weights "
+            "from the optimizer's master weights (--master-weights)"
+        )
+    specs: dict[str, TensorSpec] = {}
+    tensors: dict[str, TensorLocation] = {}
+    ignored_keys: list[str] = []
+    for key, leaf in tree.items():
+        if not isinstance(key, str) or not isinstance(leaf, TorchTensor | TensorReference):
+            raise CheckpointError(f"{root / file}: {key!r} is not a tensor but a {type(leaf).__name__}")
+        if _BIAS.search(key):
+            raise CheckpointError(f"{root / file}: {key}: models with biases are not supported by lt_model")
+        if IGNORED_BUFFERS.search(key):
+            ignored_keys.append(key)
+        elif locate_tensors:
+            tensors[key] = saved.locate(leaf, key)
+            specs[key] = tensors[key].stored_array.spec
+        else:
+            specs[key] = saved.tensor_spec(leaf, key)
+    return RankFile(
+        file=file,
+        specs=specs,
+        tensors=tensors,
+        is_xser=is_xser,
+        ignored_keys=tuple(ignored_keys),
+        extra_keys=extra_keys,
+    )
+
+
+def read_rank_files(nxd_files: NxdFiles, *, locate_tensors: bool = True) -> dict[tuple[int, int], RankFile]:
+    """Read the headers of all model files: (tp rank, pp rank) → file."""
+    ranks = product(range(nxd_files.tp), range(nxd_files.pp))
+    return {
+        rank: read_rank_file(nxd_files.root, nxd_files.model_file(*rank), locate_tensors=locate_tensors)
+        for rank in ranks
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class NxdCheckpoint:
+    """NxD checkpoint with its inferred options.
+
+    Attributes:
+        config: The model.
+        files: Its location on disk.
+        rank_files: (tp rank, pp rank) → the model file.
+        options: Inferred degrees and choices.
+        layout: The model files of these options, relative to the checkpoint.
+    """
+
+    config: LlamaConfig
+    files: NxdFiles
+    rank_files: Mapping[tuple[int, int], RankFile]
+    options: NxdOptions
+    layout: Layout
+
+
+def read_nxd_checkpoint(
+    path: str | os.PathLike[str],
+    config: LlamaConfig,
+    options: NxdOptions | None,
+    *,
+    locate_tensors: bool = True,
+    head_order: HeadOrder = "trn1",
+) -> NxdCheckpoint:
+    """Find a checkpoint and infer its options.
+
+    Args:
+        path: As for `lt_ckpt.nxd.discovery.find_nxd_files`.
+        config: The model.
+        options: Required options (see `lt_ckpt.nxd.format.open_nxd`); None: inferred from the files.
+        locate_tensors: Read the files of single tensors.
+        head_order: Without options: the head order, which the files do not show.
+
+    Raises:
+        CheckpointError: A file is missing or damaged, or the files do not match the model or the options.
+    """
+    nxd_files = find_nxd_files(path, tag=options.tag if options else "")
+    ranks = read_rank_files(nxd_files, locate_tensors=locate_tensors)
+    inferred = infer_options(config, nxd_files, ranks, options.head_order if options else head_order)
+    required = replace(options, tag=inferred.tag) if options else inferred
+    for name in ("layout", "tp", "pp", "virtual_pp", "qkv", "kv_size_multiplier", "xser", "stage_layers"):
+        if getattr(inferred, name) != getattr(required, name):
+            raise CheckpointError(
+                f"{nxd_files.root}: its files have {name} {getattr(inferred, name)!r}, not {getattr(required, name)!r}"
+            )
+    try:
+        layout = nxd_layout(config, replace(inferred, tag="", xser=nxd_files.file_per_rank))
+    except CheckpointError as exc:
+        raise CheckpointError(f"{nxd_files.root}: {exc}") from exc
+    return NxdCheckpoint(config=config, files=nxd_files, rank_files=ranks, options=inferred, layout=layout)
+
+
+def infer_options(
+    config: LlamaConfig, nxd_files: NxdFiles, ranks: Mapping[tuple[int, int], RankFile], head_order: HeadOrder
+) -> NxdOptions:
+    """Infer the options of a checkpoint from its files.
+
+    Raises:
+        CheckpointError: The files are not those of such a model, or of no valid options.
+    """
+    stage_files = [ranks[0, stage] for stage in range(nxd_files.pp)]
+    layers = tuple(file.layers for file in stage_files)
+    present = {layer for stage in layers for layer in stage}
+    missing = next((layer for layer in range(config.n_layers) if layer not in present), None)
+    if missing is not None or len(present) > config.n_layers:
+        what = f"no file has layer {missing}" if missing is not None else f"there is a layer {max(present)}"
+        raise CheckpointError(f"{nxd_files.root}: {what}, but the configuration has {config.n_layers} layers")
+    first = next(file for file in stage_files if file.layers)
+    prefix = f"model.layers.{first.layers[0]}.self_attn."
+    key = next((key for key in _ATTENTION if prefix + key in first.specs), None)
+    if key is None:
+        raise CheckpointError(
+            f"{nxd_files.root / first.file}: {prefix}* has none of {', '.join(_ATTENTION)}: its attention layer of NxD "
+            "is not supported"
+        )
+    chunks = next(
+        (n for n in range(1, len(layers[0]) + 1) if layers_per_stage(config.n_layers, nxd_files.pp, n) == layers), 0
+    )
+    return NxdOptions(
+        tp=nxd_files.tp,
+        pp=nxd_files.pp,
+        virtual_pp=chunks or 1,
+        kv_size_multiplier=_infer_kv_size_multiplier(config, nxd_files, first, prefix, _ATTENTION[key]),
+        qkv=_ATTENTION[key],
+        layout=nxd_files.layout,
+        xser=any(file.is_xser for file in ranks.values()),
+        tag=nxd_files.tag,
+        head_order=head_order,
+        stage_layers=() if chunks else layers,
+    )
+
+
+def _infer_kv_size_multiplier(config: LlamaConfig, nxd_files: NxdFiles, file: RankFile, prefix: str, qkv: Qkv) -> int:
+    """Return the repetitions of the kv heads, from the rows of them on a rank."""
+    if qkv not in ("gqa", "gqa_fused"):
+        return 1
+    key = prefix + ("qkv_proj.weight_k" if qkv == "gqa" else "qkv_proj.weight_qkv")
+    shape = file.specs[key].shape if key in file.specs else ()
+    rows = nxd_files.tp * shape[0] if shape else 0
+    if qkv == "gqa_fused":
+        rows = (rows - config.n_heads * config.head_dim) // 2
+    repeats, rest = divmod(rows, config.n_kv_heads * config.head_dim)
+    if repeats < 1 or rest:
+        raise CheckpointError(
+            f"{nxd_files.root / file.file}: {key} has shape {list(shape)}, which is not a whole number of repetitions "
+            f"of {config.n_kv_heads} kv heads of width {config.head_dim} on {nxd_files.tp} ranks; is the configuration "
+            "the right one?"
+        )
+    return repeats
+
+
+def build_model_group(checkpoint: NxdCheckpoint) -> TensorGroup:
+    """Assemble the model from the rank files.
+
+    Raises:
+        CheckpointError: A key is missing or unknown, or a tensor has another shape or dtype.
+    """
+    root, config = checkpoint.files.root, checkpoint.config
+    head_is_stored = any(HEAD in file.tensors for file in checkpoint.rank_files.values())
+    shapes = stored_shapes(config, head_is_stored)
+    by_path = {file.file: file for file in checkpoint.rank_files.values()}
+    files: list[FileLayout] = []
+    arrays_by_file: dict[str, dict[str, StoredArray]] = {}
+    for file in checkpoint.layout.files:
+        expected = [tensor for tensor in file.tensors if tensor.key != HEAD or HEAD in shapes]
+        located = by_path[file.path].tensors
+        _check_keys(root / file.path, expected, located)
+        for path, tensors in _group_by_file(expected, located):
+            files.append(FileLayout(path=path, tensors=tensors))
+            arrays_by_file[path] = {tensor.key: located[tensor.key].stored_array for tensor in tensors}
+    return add_tied_head(build_tensor_group(Layout(files=tuple(files)), arrays_by_file, shapes, str(root)), config)
+
+
+def _check_keys(path: Path, expected: Iterable[TensorLayout], located: Mapping[str, TensorLocation]) -> None:
+    differing = sorted({tensor.key for tensor in expected} ^ set(located))
+    if differing:
+        what = "is not expected here" if differing[0] in located else "is missing"
+        raise CheckpointError(f"{path}: {differing[0]} {what}; is the configuration the right one?")
+
+
+def _group_by_file(
+    expected: Iterable[TensorLayout], located: Mapping[str, TensorLocation]
+) -> Iterator[tuple[str, tuple[TensorLayout, ...]]]:
+    """Yield the files that hold the tensors, each with its tensors."""
+    groups: dict[str, list[TensorLayout]] = {}
+    for tensor in expected:
+        groups.setdefault(located[tensor.key].file, []).append(tensor)
+    return ((path, tuple(tensors)) for path, tensors in groups.items())

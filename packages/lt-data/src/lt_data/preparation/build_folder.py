@@ -1,0 +1,356 @@
+"""Resumable build folder: a kill, power failure or full disk leaves a state to resume from.
+
+While a job runs or is interrupted, T.building is beside the target T:
+
+    lock         locked (flock) by the running process; the system releases it when that process ends
+    journal      the job, then one record per finished shard (lt_data.preparation.journal)
+    store/       becomes T
+    old/         the former T, from its replacement until the job is done
+    *.side       files that grow in step with the journal
+
+Order of writes: a shard and its folder are synced, then the side files, then a record with the sizes of these is
+appended and synced. Resuming reads the finished shards from the records, truncates the side files to the sizes in the
+last record and removes unrecorded files. At the end everything is synced, the journal records it, and the store is
+renamed to T, after a former T was moved to `old`. Only then the rest is removed.
+"""
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from lt_data.errors import DataError
+from lt_data.preparation.journal import Journal
+from lt_data.storage import (
+    fsync,
+    fsync_folder,
+    fsync_tree,
+    make_folder_synced,
+    open_truncated,
+    remove_tree,
+    translate_os_errors,
+)
+from lt_data.store.manifest import MANIFEST_FILE, read_manifest
+
+SUFFIX = ".building"
+_LOCK, _JOURNAL, _STORE, _REPLACED, _SIDE = "lock", "journal", "store", "old", ".side"
+_LOCK_ATTEMPTS = 100  # to acquire a lock that another process is just releasing
+
+
+class BuildFolder:
+    """Build folder of a running job; opened by `open_build_folder`.
+
+    Attributes:
+        target: path of the result.
+        path: the build folder.
+        store_path: folder in it that becomes the result.
+        records: records of the finished shards, in order.
+        is_published: whether the result is in place.
+    """
+
+    def __init__(self, target: Path, lock: int, *, no_resume: bool) -> None:
+        self.target = target
+        self.path = target.with_name(target.name + SUFFIX)
+        self.store_path = self.path / _STORE
+        self.is_published = False
+        self._old = self.path / _REPLACED
+        self._lock = lock
+        self._side_files: dict[str, BinaryIO] = {}
+        self._journal = Journal(self.path / _JOURNAL, ignore_damage=no_resume)
+
+    @property
+    def has_started(self) -> bool:
+        """True if a job was started here, by this process or an earlier one."""
+        return bool(self._journal.records)
+
+    @property
+    def can_resume(self) -> bool:
+        """True if the same job can resume from finished shards."""
+        return self.has_started and self._journal.records[0]["resumable"] and bool(self.records)
+
+    @property
+    def records(self) -> list[dict[str, Any]]:
+        """Records of the finished shards."""
+        return [record for record in self._journal.records[1:] if "finished" not in record]
+
+    def open_side_file(self, name: str, folder: Path | None = None) -> BinaryIO:
+        """Open a file that grows with the records, truncated to its size at the last record.
+
+        Args:
+            name: its name.
+            folder: its folder if it belongs to the result.
+        """
+        size = self.records[-1]["sides"].get(name, 0) if self.records else 0
+        path = self.path / f"{name}{_SIDE}" if folder is None else folder / name
+        with translate_os_errors("open", path):
+            actual = path.stat().st_size if path.exists() else 0
+            if actual < size:
+                raise DataError(f"{path}: {actual} bytes, the journal says {size}: {self._damage_message}")
+            self._side_files[name] = open_truncated(path, size)
+        return self._side_files[name]
+
+    def add_record(self, record: Mapping[str, Any], folders: Sequence[Path]) -> None:
+        """Record a finished shard.
+
+        Args:
+            record: the state to resume from.
+            folders: folders of its files; the files are synced already.
+        """
+        sizes: dict[str, int] = {}
+        with translate_os_errors("write", self.path):
+            for name, file in self._side_files.items():
+                file.flush()
+                fsync(file.fileno())
+                sizes[name] = file.tell()
+            for folder in (*folders, self.path):
+                fsync_folder(folder)
+        self._journal.append({**record, "sides": sizes})
+
+    def publish(self, fingerprint: str, *, overwrite: bool) -> None:
+        """Move the result to its target and remove the build folder.
+
+        Args:
+            fingerprint: fingerprint of the result, by which an interrupted move is recognized.
+            overwrite: whether to replace a store at the target.
+
+        Raises:
+            DataError: a file system error; the target is unchanged.
+        """
+        with translate_os_errors("write", self.path):
+            for file in self._side_files.values():
+                file.flush()
+                fsync(file.fileno())
+                file.close()
+            self._side_files.clear()
+            fsync_tree(self.store_path)
+            fsync_folder(self.path)
+        self._journal.append({"finished": fingerprint})
+        with translate_os_errors("move the finished folder to", self.target):
+            replaced = overwrite and self.target.exists()
+            moved = False
+            try:
+                if replaced:
+                    self.target.rename(self._old)
+                self.store_path.rename(self.target)
+                moved = True
+                fsync_folder(self.target.parent)
+                fsync_folder(self.path)
+            except OSError:
+                if moved:
+                    self.target.rename(self.store_path)
+                if replaced and self._old.exists():
+                    self._old.rename(self.target)
+                raise
+        self.is_published = True
+        with translate_os_errors("remove the rest of the finished job in", self.path):
+            self._remove()
+
+    @property
+    def _damage_message(self) -> str:
+        return "it was changed by another program; start over (--no-resume)"
+
+    def _start_or_resume(self, job: Mapping[str, Any], *, resumable: bool, no_resume: bool) -> None:
+        """Resume the job that is in the folder, or start a new one."""
+        records = self._journal.records
+        finished = records[-1].get("finished") if len(records) > 1 else None
+        if finished and _fingerprint(self.target) == finished and not self._has_unpublished_store():
+            with translate_os_errors("remove the rest of the finished job in", self.path):
+                if self._old.exists():
+                    remove_tree(self._old)
+                if not no_resume:
+                    self.is_published = True
+                    self._remove()
+                    return
+        header: dict[str, Any] = records[0] if records else {"resumable": False}
+        if header["resumable"] and not no_resume:
+            if not resumable:
+                raise DataError(f"{self.path}: holds another interrupted job; finish it, or start over (--no-resume)")
+            if changed := _diff_jobs(header["job"], job):
+                raise DataError(
+                    f"{self.path}: holds an interrupted job with other settings: {'; '.join(changed)}; resume with the "
+                    "same settings, or start over (--no-resume)"
+                )
+            return
+        with translate_os_errors("write", self.path):
+            self._discard()
+        self._journal.append({"job": dict(job), "resumable": resumable})
+        with translate_os_errors("write", self.path):
+            fsync_folder(self.path)
+
+    def _has_unpublished_store(self) -> bool:
+        """Return True if the built store is still here and differs from the one at the target.
+
+        A file system without atomic renames may show a folder at both paths after a power failure.
+        """
+        if not self.store_path.exists():
+            return False
+        manifests = [folder / MANIFEST_FILE for folder in (self.store_path, self.target)]
+        return not all(path.is_file() for path in manifests) or manifests[0].read_bytes() != manifests[1].read_bytes()
+
+    def _discard(self) -> None:
+        """Remove everything but the lock and an empty journal, and restore a store that was moved aside."""
+        if self._old.exists():
+            if self.target.exists():
+                raise DataError(
+                    f"{self._old}: holds the former store of {self.target}, which exists again; move one of them away"
+                )
+            self._old.rename(self.target)
+            fsync_folder(self.target.parent)
+        self._journal.clear()
+        if self.store_path.exists():
+            remove_tree(self.store_path)
+        for side in self.path.glob(f"*{_SIDE}"):
+            side.unlink()
+
+    def _remove(self) -> None:
+        """Remove the build folder, after publishing or when nothing is kept."""
+        if self._old.exists():
+            assert self.is_published
+            remove_tree(self._old)
+        if self.store_path.exists():
+            remove_tree(self.store_path)
+        for side in self.path.glob(f"*{_SIDE}"):
+            side.unlink()
+        (self.path / _JOURNAL).unlink()
+        (self.path / _LOCK).unlink()
+        self.path.rmdir()
+
+    def _close(self, *, keep: bool) -> None:
+        for file in (*self._side_files.values(), self._journal):
+            with suppress(OSError):  # flushing may fail on a full disk; no record needs it
+                file.close()
+        if not keep and not self.is_published and not self._old.exists():
+            with suppress(OSError):  # report the first error; the next run removes the rest
+                self._remove()
+        os.close(self._lock)
+
+
+@contextmanager
+def open_build_folder(
+    target: Path, *, job: Mapping[str, Any], resumable: bool, no_resume: bool = False
+) -> Iterator[BuildFolder]:
+    """Open the folder in which `target` is built, to start or resume a job.
+
+    If the block raises, finished shards are kept if the job can resume from them; otherwise everything is removed.
+
+    Args:
+        target: path of the result.
+        job: the job's settings as JSON values, which must not change on resume.
+        resumable: whether the same job can be resumed later.
+        no_resume: discard an interrupted job.
+
+    Raises:
+        DataError: another process uses the folder, the interrupted job was a different one, or a file system error.
+    """
+    target = Path(os.path.abspath(target))
+    lock = _acquire_lock(target)
+    try:
+        opened = BuildFolder(target, lock, no_resume=no_resume)
+    except BaseException:
+        _release_lock(target, lock)
+        raise
+    keep = opened.has_started
+    try:
+        opened._start_or_resume(job, resumable=resumable, no_resume=no_resume)
+        keep = False
+        yield opened
+    except DataError as exc:
+        keep = keep or opened.can_resume
+        if opened.can_resume and not opened.is_published:
+            raise DataError(
+                f"{exc}. {len(opened.records)} finished shards are kept in {opened.path}: run the same command to "
+                "resume after them"
+            ) from exc
+        raise
+    except BaseException:
+        keep = keep or opened.can_resume
+        raise
+    finally:
+        opened._close(keep=keep)
+
+
+def _acquire_lock(target: Path) -> int:
+    """Lock the build folder, and create it if missing; raise if it holds foreign files."""
+    path = target.with_name(target.name + SUFFIX)
+    for _ in range(_LOCK_ATTEMPTS):
+        with translate_os_errors("create", path):
+            if path.exists():
+                _check_no_foreign_files(path)
+            make_folder_synced(path)
+            try:
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            except FileNotFoundError:  # its owner has just removed the folder
+                continue
+            except OSError:
+                with suppress(OSError):  # not empty: it existed before
+                    path.rmdir()
+                raise
+        try:
+            with translate_os_errors("lock (flock)", path / _LOCK):
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError as exc:
+                    owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "just started"
+                    raise DataError(
+                        f"{target}: another process is writing it ({owner}); wait for it, or choose another path"
+                    ) from exc
+        except BaseException:
+            os.close(lock)
+            raise
+        if _is_open_file(path / _LOCK, lock):
+            try:
+                with translate_os_errors("write", path / _LOCK):
+                    os.ftruncate(lock, 0)
+                    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            except BaseException:
+                _release_lock(target, lock)
+                raise
+            return lock
+        os.close(lock)
+    raise DataError(f"{path}: other processes keep locking it; choose another path")
+
+
+def _release_lock(target: Path, lock: int) -> None:
+    """Release the lock of a folder that cannot be used, and remove the folder if no job started in it."""
+    path = target.with_name(target.name + SUFFIX)
+    with suppress(OSError):  # report the first error
+        if {*os.listdir(path)} <= {_LOCK, _JOURNAL} and (
+            not (path / _JOURNAL).exists() or not (path / _JOURNAL).stat().st_size
+        ):
+            (path / _JOURNAL).unlink(missing_ok=True)
+            (path / _LOCK).unlink()
+            path.rmdir()
+    os.close(lock)
+
+
+def _is_open_file(path: Path, descriptor: int) -> bool:
+    """Return True if the path still names the open file."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _check_no_foreign_files(path: Path) -> None:
+    known = {_LOCK, _JOURNAL, _STORE, _REPLACED}
+    foreign = [path.name] if not path.is_dir() else os.listdir(path)
+    if foreign := sorted(name for name in foreign if name not in known and not name.endswith(_SIDE)):
+        raise DataError(f"{path}: holds other files ({', '.join(foreign[:3])}); move them away")
+
+
+def _fingerprint(store: Path) -> str | None:
+    return read_manifest(store).fingerprint if (store / MANIFEST_FILE).is_file() else None
+
+
+def _diff_jobs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    names = [*before, *(name for name in now if name not in before)]
+    changed = [name for name in names if before.get(name) != now.get(name)]
+    return [f"{name} was {_shorten(before.get(name))} and is {_shorten(now.get(name))}" for name in changed]
+
+
+def _shorten(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

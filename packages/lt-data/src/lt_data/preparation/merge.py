@@ -1,0 +1,324 @@
+"""Merge of the parts of a job to the store that one machine would have made.
+
+Parts are consecutive ranges of whole files, so their concatenated documents are those of the whole job. `merge` writes
+them into new shards, which are therefore split at the same documents: shards, indexes and tokenizer are byte-identical,
+and so is the manifest except `merged_from` and the checked bytes of `engine` (each part checked the faster engine on
+its own text). Each shard is compared with its hash while it is read.
+
+If duplicates are dropped, each part has dropped its own; documents that an earlier part has too are dropped here, by
+the hashes in the parts, and all counts become those of the whole job. Memory: 16 to 32 bytes per distinct document as
+in `prepare`, and 50 per document of one part; otherwise that of one shard's index. Cost: every byte is read, hashed,
+written and hashed once.
+"""
+
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lt_data.errors import DataError
+from lt_data.preparation.build_folder import SUFFIX, open_build_folder
+from lt_data.preparation.counts import DocumentCounts
+from lt_data.preparation.deduplication import DocumentHashSet
+from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, part_folder, publish_store
+from lt_data.preparation.store_writer import (
+    DOCUMENTS,
+    ENTRY_DTYPE,
+    PART_FOLDER,
+    SOURCES,
+    SPECIAL_STRINGS,
+    filter_by_tokens,
+    read_sources,
+    remove_unrecorded,
+)
+from lt_data.progress import Progress, no_progress
+from lt_data.sources.reader import summarize_sources
+from lt_data.storage import make_folder_synced, translate_os_errors
+from lt_data.store.manifest import (
+    DUPLICATE,
+    SHARD_FOLDER,
+    TOKENIZER_FOLDER,
+    DocumentTotals,
+    ShardFile,
+    StoreManifest,
+    read_manifest,
+)
+from lt_data.store.megatron import decode_index
+from lt_data.store.shards import ShardWriter
+
+_CHUNK_TOKENS = 1 << 22
+
+_CHECKED_BYTES = "checked_bytes"
+
+_SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "shard_tokens")
+"""Manifest fields that the parts of a job share, besides tokenizer and listing of the sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _LoadedPart:
+    path: Path
+    manifest: StoreManifest
+
+
+def merge(
+    out: str | Path,
+    *,
+    overwrite: bool = False,
+    no_resume: bool = False,
+    progress: Progress = no_progress,
+    notify: NoticeCallback = no_notice,
+) -> StoreManifest:
+    """Merge the parts that `prepare(..., part_index=i, num_parts=n)` made beside `out` into `out`.
+
+    The parts are kept. The same call resumes an interrupted merge after the last finished shard.
+
+    Args:
+        out: folder of the store; the parts are in `part_folder(out, part_index, num_parts)`.
+        overwrite: replace `out` if it is a token store.
+        no_resume: discard an interrupted merge.
+        progress: called with the bytes read.
+        notify: called with notices for the user.
+
+    Returns:
+        The manifest of the new store.
+
+    Raises:
+        DataError: a part is missing, damaged or of another job, there is no document, or `out` is in use or unwritable.
+    """
+    out = Path(out)
+    parts = _find_parts(out)
+    first = parts[0].manifest
+    if not any(part.manifest.documents for part in parts):
+        raise DataError(f"no text in any of the {len(parts)} parts beside {out}: check the sources and the suffixes")
+    if not out.with_name(out.name + SUFFIX).exists():
+        check_output(out, overwrite=overwrite)
+    job = {f"part {number}": part.manifest.fingerprint for number, part in enumerate(parts)}
+    with open_build_folder(out, job=job, resumable=True, no_resume=no_resume) as build_folder:
+        if build_folder.is_published:
+            notify(f"{out} is complete already")
+            return read_manifest(out)
+        overwrite = check_output(out, overwrite=overwrite)
+        folder = build_folder.store_path / SHARD_FOLDER
+        with translate_os_errors("write", folder):
+            make_folder_synced(folder)
+        finished = [ShardFile(**record["shard"]) for record in build_folder.records]
+        remove_unrecorded(build_folder.store_path, [folder], finished, first.dtype)
+        if finished:
+            notify(f"resuming after {len(finished)} finished shards in {build_folder.path}")
+
+        def on_shard_closed(shard: ShardFile, _: int) -> None:
+            build_folder.add_record({"shard": asdict(shard)}, [folder])
+
+        counts = DocumentCounts()
+        seen = DocumentHashSet()
+        skip = sum(shard.documents for shard in finished)
+        total = sum(part.manifest.tokens for part in parts) * np.dtype(first.dtype).itemsize
+        done = 0
+        with ShardWriter(
+            folder, first.shard_tokens, first.dtype, on_shard_closed=on_shard_closed, finished=finished
+        ) as writer:
+            for part in parts:
+                is_new = _add_part_counts(part, seen, counts)
+                for tokens, lengths in _read_documents(part, is_new):
+                    drop = min(skip, lengths.size)
+                    skip -= drop
+                    writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:])
+                    done += tokens.nbytes
+                    progress(done, total, "bytes")
+            shards = writer.finish()
+        assert skip == 0
+        listed = [file for part in parts for file in read_sources(part.path / PART_FOLDER / SOURCES)]
+        manifest = StoreManifest(
+            tokenizer=first.tokenizer,
+            bos=first.bos,
+            eos=first.eos,
+            dtype=first.dtype,
+            shards=shards,
+            text_bytes=counts.text_bytes,
+            read=counts.read,
+            left_out=dict(sorted(counts.left_out.items())),
+            skipped=dict(sorted(counts.skipped.items())),
+            special_strings=dict(sorted(counts.special_strings.items())),
+            special_tokens_as=first.special_tokens_as,
+            selection=first.selection,
+            engine=_merge_engines(parts),
+            shard_tokens=first.shard_tokens,
+            sources=summarize_sources(listed, skipped_links=first.sources.skipped_links),
+            merged_from=len(parts),
+        )
+        publish_store(build_folder, _read_tokenizer_files(parts[0]), manifest, overwrite=overwrite)
+    return manifest
+
+
+def _find_parts(out: Path) -> list[_LoadedPart]:
+    """Return all parts of a job in order, checked to belong together."""
+    pattern = re.compile(re.escape(out.name) + r"\.part-(\d{5})-of-(\d{5})")
+    with translate_os_errors("read", out.parent):
+        names = sorted(path.name for path in out.parent.iterdir() if pattern.fullmatch(path.name))
+    matches = [match for name in names if (match := pattern.fullmatch(name))]
+    totals = sorted({int(match[2]) for match in matches})
+    if not totals:
+        raise DataError(f"{out}: no parts (such as {part_folder(out, 0, 2)}); prepare them with --part")
+    if len(totals) > 1:
+        raise DataError(f"{out}: parts of jobs with {' and '.join(map(str, totals))} parts; move the old ones away")
+    num_parts = totals[0]
+    present = {int(match[1]) for match in matches}
+    if missing := [index for index in range(num_parts) if index not in present]:
+        unfinished = [index for index in missing if Path(f"{part_folder(out, index, num_parts)}{SUFFIX}").exists()]
+        note = f" ({', '.join(map(str, unfinished))} started, not finished)" if unfinished else ""
+        raise DataError(
+            f"{out}: {len(missing)} of {num_parts} parts are missing: {', '.join(map(str, missing[:20]))}{note}; "
+            "prepare them with --part, or copy them here"
+        )
+    parts = [
+        _LoadedPart(path=path, manifest=read_manifest(path))
+        for path in (part_folder(out, index, num_parts) for index in range(num_parts))
+    ]
+    for index, part in enumerate(parts):
+        _check_part(part, parts[0], index, num_parts)
+    return parts
+
+
+def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_parts: int) -> None:
+    entry = part.manifest.part
+    if entry is None or first.manifest.part is None or (entry.index, entry.num_parts) != (part_index, num_parts):
+        raise DataError(f"{part.path}: not part {part_index} of {num_parts} by its manifest; restore its name")
+    pairs = [
+        ("tokenizer", first.manifest.tokenizer.sha256, part.manifest.tokenizer.sha256),
+        ("listing of the sources", first.manifest.part.listing_fingerprint, entry.listing_fingerprint),
+        *((name, getattr(first.manifest, name), getattr(part.manifest, name)) for name in _SHARED_FIELDS),
+    ]
+    if differences := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
+        raise DataError(f"{part.path}: of another job than {first.path}: {'; '.join(differences)}; prepare it again")
+    for name, sha256 in entry.files.items():
+        path = part.path / PART_FOLDER / name
+        with translate_os_errors("read", path), path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+        if actual != sha256:
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
+
+
+def _add_part_counts(part: _LoadedPart, seen: DocumentHashSet, counts: DocumentCounts) -> np.ndarray | None:
+    """Add the counts of a part; return a mask of its new documents (bool [documents]), None: all."""
+    manifest = part.manifest
+    counts.read += manifest.read
+    counts.text_bytes += manifest.text_bytes
+    counts.skipped.update(manifest.skipped)
+    counts.special_strings.update(manifest.special_strings)
+    for reason, amount in manifest.left_out.items():
+        counts.left_out[reason] = counts.left_out.get(reason, DocumentTotals()) + amount
+    if not manifest.selection.drop_duplicates:
+        return None
+    path = part.path / PART_FOLDER / DOCUMENTS
+    with translate_os_errors("read", path):
+        entries = np.fromfile(path, ENTRY_DTYPE)
+    is_new = seen.add(entries["hash"])
+    tokens = entries["tokens"].astype(np.int64)
+    text_bytes = entries["text_bytes"].astype(np.int64)
+    stored = np.ones(entries.size, bool)
+    for reason, mask in filter_by_tokens(tokens, manifest.selection):
+        stored &= ~mask
+        _recount_as_duplicates(counts, reason, mask & ~is_new, text_bytes, tokens)
+    if int(stored.sum()) != manifest.documents or int(tokens[stored].sum()) != manifest.tokens:
+        raise DataError(f"{path}: does not match the manifest; prepare this part again")
+    repeated = stored & ~is_new
+    _recount_as_duplicates(counts, None, repeated, text_bytes, tokens)
+    _subtract_special_strings(counts, part.path / PART_FOLDER / SPECIAL_STRINGS, repeated)
+    return is_new[stored]
+
+
+def _recount_as_duplicates(
+    counts: DocumentCounts, reason: str | None, mask: np.ndarray, text_bytes: np.ndarray, tokens: np.ndarray
+) -> None:
+    """Recount documents that were left out for `reason`, or stored (None), as duplicates.
+
+    A single run would not have encoded them, so their ids no longer count as read.
+    """
+    if not mask.any():
+        return
+    amount = DocumentTotals(
+        documents=int(mask.sum()), text_bytes=int(text_bytes[mask].sum()), tokens=int(tokens[mask].sum())
+    )
+    if reason is None:
+        counts.text_bytes -= amount.text_bytes
+    else:
+        left = counts.left_out[reason]
+        rest = DocumentTotals(
+            documents=left.documents - amount.documents,
+            text_bytes=left.text_bytes - amount.text_bytes,
+            tokens=left.tokens - amount.tokens,
+        )
+        if rest == DocumentTotals():
+            del counts.left_out[reason]
+        else:
+            counts.left_out[reason] = rest
+    counts.read += DocumentTotals(tokens=-amount.tokens)
+    counts.add_left_out(DUPLICATE, documents=amount.documents, text_bytes=amount.text_bytes)
+
+
+def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.ndarray) -> None:
+    with translate_os_errors("read", path):
+        lines = path.read_bytes().splitlines()
+    for line in lines:
+        values = json.loads(line)
+        if repeated[values["document"]]:
+            counts.special_strings -= Counter(values["special"])
+
+
+def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield selected documents of a part in chunks: concatenated ids, and the length of each (int64)."""
+    dtype = np.dtype(part.manifest.dtype).newbyteorder("<")
+    before = 0
+    for shard in part.manifest.shards:
+        path = part.path / SHARD_FOLDER / f"{shard.name}.bin"
+        with translate_os_errors("read", path):
+            index = path.with_suffix(".idx").read_bytes()
+            ids = np.asarray(np.memmap(path, dtype, mode="r"))
+        lengths = decode_index(index, str(path.with_suffix(".idx")))[0].astype(np.int64)
+        if ids.size != shard.tokens or lengths.size != shard.documents or int(lengths.sum()) != shard.tokens:
+            raise DataError(f"{path}: size differs from the manifest: copy the part again or prepare it again")
+        digest = hashlib.sha256()
+        ends = np.cumsum(lengths)
+        first, begin = 0, 0
+        while first < lengths.size:
+            last = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
+            end = int(ends[last - 1])
+            chunk, sizes = ids[begin:end], lengths[first:last]
+            digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
+            if selected is not None:
+                keep = selected[before + first : before + last]
+                if not keep.all():
+                    chunk, sizes = chunk[np.repeat(keep, sizes)], sizes[keep]
+            yield chunk, sizes
+            first, begin = last, end
+        if digest.hexdigest() != shard.sha256 or hashlib.sha256(index).hexdigest() != shard.idx_sha256:
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again or prepare it again")
+        before += shard.documents
+
+
+def _read_tokenizer_files(part: _LoadedPart) -> dict[str, bytes]:
+    files: dict[str, bytes] = {}
+    for name, sha256 in part.manifest.tokenizer.files.items():
+        path = part.path / TOKENIZER_FOLDER / name
+        with translate_os_errors("read", path):
+            files[name] = path.read_bytes()
+        if hashlib.sha256(files[name]).hexdigest() != sha256:
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
+    return files
+
+
+def _merge_engines(parts: Sequence[_LoadedPart]) -> dict[str, Any]:
+    """Return the engine entry: that of the parts with summed checked bytes, or all if they differ."""
+    engines = [dict(part.manifest.engine) for part in parts if part.manifest.engine]
+    checked = sum(engine.get(_CHECKED_BYTES, 0) for engine in engines)
+    distinct: list[dict[str, Any]] = []
+    for engine in engines:
+        if all(engine | {_CHECKED_BYTES: 0} != other | {_CHECKED_BYTES: 0} for other in distinct):
+            distinct.append(engine)
+    return distinct[0] | {_CHECKED_BYTES: checked} if len(distinct) == 1 else {"parts": distinct}

@@ -1,0 +1,362 @@
+"""Preparation of a token store from documents, with the same bytes for any number of workers.
+
+Documents are read, filtered (lt_data.preparation.document_filter), encoded in batches of about one megabyte
+(lt_data.tokenizing.encode) and appended to shards in order (lt_data.preparation.store_writer). Inputs are checked
+before the first byte is written; the store is built beside its target and renamed into place
+(lt_data.preparation.build_folder). The same command resumes an interrupted job after its last finished shard, with a
+byte-identical result. Cost: the tokenizer's time plus a few percent; memory does not grow with the corpus, unless
+duplicates are dropped (16 to 32 bytes per distinct document).
+
+Several machines can share a job without communication: each prepares one part, and `merge` joins the parts
+(lt_data.preparation.merge).
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lt_data.errors import DataError
+from lt_data.preparation.build_folder import SUFFIX, BuildFolder, open_build_folder
+from lt_data.preparation.document_filter import DocumentFilter
+from lt_data.preparation.store_writer import PART_FOLDER, StoreWriter
+from lt_data.progress import Progress, no_progress
+from lt_data.sources.document import Document
+from lt_data.sources.options import OnBad
+from lt_data.sources.reader import DocumentReader, summarize_sources
+from lt_data.storage import make_folder_synced, translate_os_errors, write_file
+from lt_data.store.manifest import (
+    MANIFEST_FILE,
+    PACK_FOLDER,
+    SHARD_FOLDER,
+    TOKENIZER_FOLDER,
+    Selection,
+    ShardFile,
+    SourceFiles,
+    StoreManifest,
+    StorePart,
+    TokenizerInfo,
+    read_manifest,
+)
+from lt_data.tokenizing.encode import encode_documents
+from lt_data.tokenizing.encoder import Encoder
+from lt_data.tokenizing.engine_selection import EngineChoice, EngineRequest
+from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
+
+DEFAULT_SHARD_TOKENS = 2**27
+NoticeCallback = Callable[[str], None]
+
+
+def no_notice(message: str) -> None:
+    """Ignore notices."""
+
+
+def prepare(
+    sources: Sequence[str | Path],
+    *,
+    tokenizer: Tokenizer | str | Path,
+    out: str | Path,
+    bos: bool = True,
+    eos: bool = True,
+    engine: EngineRequest = "auto",
+    special_tokens_as: SpecialTokensAs = "text",
+    workers: int = 1,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    selection: Selection | None = None,
+    suffixes: Sequence[str] | None = None,
+    text_field: str = "text",
+    tokens_field: str | None = None,
+    on_bad: OnBad = "error",
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    streaming: bool = False,
+    part_index: int = 0,
+    num_parts: int = 1,
+    overwrite: bool = False,
+    no_resume: bool = False,
+    progress: Progress = no_progress,
+    notify: NoticeCallback = no_notice,
+) -> StoreManifest:
+    """Read text, encode it and write a token store.
+
+    An interrupted job is kept in `<out>.building`; the same call resumes it after the last finished shard. Sources,
+    tokenizer and options must be the same.
+
+    Args:
+        sources: files, folders, fsspec URLs and datasets (see `lt_data.read_documents`, also for the next options).
+        tokenizer: a tokenizer, or its folder.
+        out: folder of the store, created when the job is complete.
+        bos: begin each document with the tokenizer's BOS id.
+        eos: end each document with the tokenizer's EOS id.
+        engine: tokenizer engine: "hf" (tokenizers), "gigatoken", or "auto", which uses gigatoken if its ids are equal
+            for the beginning of the text.
+        special_tokens_as: encode special token strings in a text as "text" or as the special "ids".
+        workers: worker processes. With 1 this process encodes, with the threads of `tokenizers`; otherwise each worker
+            uses one thread. The store is the same.
+        shard_tokens: target number of ids of a shard; a longer document has its own shard.
+        selection: document filter: length limits, duplicates.
+        suffixes: suffixes of the files to read in a folder.
+        text_field: field or column of the text.
+        tokens_field: field or column of ids, instead of text.
+        on_bad: "error" raises at bad input, "skip" leaves it out and counts it.
+        config: configuration of a hub dataset.
+        split: split of a dataset.
+        revision: commit, branch or tag of a hub dataset.
+        streaming: read a hub dataset without storing it on disk.
+        part_index: part of the job to prepare, from 0. It is written to `part_folder(out, part_index, num_parts)`.
+        num_parts: number of parts, which several machines can prepare and `lt_data.merge` joins.
+        overwrite: replace `out` if it is a token store.
+        no_resume: discard an interrupted job.
+        progress: called with the source bytes encoded.
+        notify: called with notices for the user.
+
+    Returns:
+        The manifest of the new store.
+
+    Raises:
+        DataError: bad source, no document, tokenizer without the requested BOS or EOS, `out` in use or unwritable, or
+            an interrupted job that was a different one.
+    """
+    reader = DocumentReader(
+        sources,
+        suffixes=suffixes,
+        text_field=text_field,
+        tokens_field=tokens_field,
+        on_bad=on_bad,
+        config=config,
+        split=split,
+        revision=revision,
+        streaming=streaming,
+    )
+    return prepare_documents(
+        reader,
+        tokenizer=tokenizer,
+        out=out,
+        bos=bos,
+        eos=eos,
+        engine=engine,
+        special_tokens_as=special_tokens_as,
+        workers=workers,
+        shard_tokens=shard_tokens,
+        selection=selection,
+        part_index=part_index,
+        num_parts=num_parts,
+        overwrite=overwrite,
+        no_resume=no_resume,
+        progress=progress,
+        notify=notify,
+    )
+
+
+def prepare_documents(
+    documents: Iterable[Document],
+    *,
+    tokenizer: Tokenizer | str | Path,
+    out: str | Path,
+    bos: bool = True,
+    eos: bool = True,
+    engine: EngineRequest = "auto",
+    special_tokens_as: SpecialTokensAs = "text",
+    workers: int = 1,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+    selection: Selection | None = None,
+    part_index: int = 0,
+    num_parts: int = 1,
+    overwrite: bool = False,
+    no_resume: bool = False,
+    progress: Progress = no_progress,
+    notify: NoticeCallback = no_notice,
+) -> StoreManifest:
+    """Encode the caller's documents and write a token store; arguments and errors as for `prepare`.
+
+    Only a job over a `DocumentReader` can be resumed and have parts: other documents may differ between runs.
+    """
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
+    for name, value in (("workers", workers), ("shard_tokens", shard_tokens)):
+        if value < 1:
+            raise DataError(f"{name} = {value}: at least 1")
+    selection = selection or Selection()
+    encoder = Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as)
+    reader = documents if isinstance(documents, DocumentReader) else None
+    out = Path(out)
+    part: StorePart | None = None
+    if num_parts > 1 or part_index:
+        if reader is None:
+            raise DataError(
+                f"part_index = {part_index}, num_parts = {num_parts}: only a DocumentReader (or prepare) has parts"
+            )
+        part = StorePart(index=part_index, num_parts=num_parts, listing_fingerprint=reader.fingerprint)
+        reader = reader.part(part_index, num_parts)
+        out = part_folder(out, part_index, num_parts)
+    origin = reader.description if reader else "the documents given"
+    if reader is not None and not reader.n_files and not part:
+        raise DataError(f"no text in {origin}: check the sources and the suffixes")
+    if not out.with_name(out.name + SUFFIX).exists():
+        check_output(out, overwrite=overwrite)  # before anything is written
+
+    job = _describe_job(encoder, selection, shard_tokens, reader, part)
+    with open_build_folder(out, job=job, resumable=reader is not None, no_resume=no_resume) as build_folder:
+        if build_folder.is_published:
+            notify(f"{out} is complete already")
+            return read_manifest(out)
+        overwrite = check_output(out, overwrite=overwrite)
+        with StoreWriter(
+            build_folder,
+            shard_tokens=shard_tokens,
+            dtype=encoder.dtype,
+            selection=selection,
+            special_strings=tokenizer.special_strings,
+            keep_side_files=part is not None,
+        ) as writer:
+            if build_folder.records:
+                notify(f"resuming after {len(build_folder.records)} finished shards in {build_folder.path}")
+                encoder.engine_choice = EngineChoice.from_dict(writer.metadata["engine"])
+            shards = _encode_documents(documents, reader, encoder, writer, selection, workers, progress)
+            listed = writer.read_listed_sources()
+            part = replace(part, files=writer.side_file_hashes()) if part else None
+        counts = writer.counts
+        if not shards and not part:
+            reasons = ", ".join(f"{amount.documents} {reason}" for reason, amount in sorted(counts.left_out.items()))
+            left_out = f" ({reasons})" if reasons else ""
+            raise DataError(f"no text in {origin}{left_out}: check the sources and the suffixes")
+        manifest = StoreManifest(
+            tokenizer=tokenizer_info(tokenizer),
+            bos=bos,
+            eos=eos,
+            dtype=encoder.dtype,
+            shards=shards,
+            text_bytes=counts.text_bytes,
+            read=counts.read,
+            left_out=dict(sorted(counts.left_out.items())),
+            skipped=dict(sorted(counts.skipped.items())),
+            special_strings=dict(sorted(counts.special_strings.items())),
+            special_tokens_as=special_tokens_as,
+            selection=selection,
+            engine=encoder.engine_choice.to_dict() if encoder.engine_choice else {},
+            shard_tokens=shard_tokens,
+            sources=summarize_sources(listed, skipped_links=reader.source_files().skipped_links)
+            if reader
+            else SourceFiles(),
+            part=part,
+        )
+        publish_store(build_folder, tokenizer.files, manifest, overwrite=overwrite)
+    for reason, example in sorted(reader.skip_examples.items()) if reader else ():
+        notify(f"skipped as {reason}: for example {example}")
+    return manifest
+
+
+def _encode_documents(
+    documents: Iterable[Document],
+    reader: DocumentReader | None,
+    encoder: Encoder,
+    writer: StoreWriter,
+    selection: Selection,
+    workers: int,
+    progress: Progress,
+) -> tuple[ShardFile, ...]:
+    """Encode and write everything from the writer's source position on; return all shards."""
+    before = writer.counts.read.documents
+    start = documents if reader is None else reader.documents_from(*writer.source_position)
+    document_filter = DocumentFilter(start, selection, reader=reader, seen_hashes=writer.read_seen_hashes())
+    read_bytes = (lambda: reader.read_bytes) if reader else (lambda: 0)
+    with closing(encode_documents(document_filter, encoder, workers, read_bytes=read_bytes)) as batches:
+        for batch, encoded in batches:
+            writer.metadata = {"engine": encoder.select_engine([]).to_dict()}
+            writer.write(
+                encoded.tokens,
+                encoded.lengths,
+                texts=batch.texts,
+                text_bytes=batch.text_bytes,
+                special_strings=encoded.special_strings,
+                source_position=(batch.file_index, batch.next_record),
+                document_filter=document_filter,
+                sources=reader.finished_files if reader else (),
+            )
+            if reader:
+                progress(batch.read_bytes, reader.total_bytes, "bytes")
+            else:
+                progress(writer.counts.text_bytes, 0, "bytes")
+    shards = writer.finish(document_filter, reader.finished_files if reader else ())
+    assert before + document_filter.n_read == writer.counts.read.documents
+    return shards
+
+
+def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
+    """Return the manifest's entry of a tokenizer."""
+    return TokenizerInfo(
+        sha256=tokenizer.sha256,
+        vocab_size=tokenizer.vocab_size,
+        files={name: hashlib.sha256(content).hexdigest() for name, content in tokenizer.files.items()},
+        name=tokenizer.name,
+    )
+
+
+def publish_store(
+    build_folder: BuildFolder, tokenizer_files: Mapping[str, bytes], manifest: StoreManifest, *, overwrite: bool
+) -> None:
+    """Add tokenizer and manifest to the finished shards, and move the store to its target."""
+    assert manifest.is_consistent, "documents or tokens were lost"
+    with translate_os_errors("write", build_folder.store_path):
+        make_folder_synced(build_folder.store_path / TOKENIZER_FOLDER)
+    for name, content in tokenizer_files.items():
+        write_file(build_folder.store_path / TOKENIZER_FOLDER / name, content)
+    write_file(build_folder.store_path / MANIFEST_FILE, (json.dumps(manifest.to_dict(), indent=2) + "\n").encode())
+    build_folder.publish(manifest.fingerprint, overwrite=overwrite)
+
+
+def part_folder(out: str | Path, part_index: int, num_parts: int) -> Path:
+    """Return the folder of a part, beside the store that the parts are merged into."""
+    out = Path(out)
+    return out.with_name(f"{out.name}.part-{part_index:05d}-of-{num_parts:05d}")
+
+
+def check_output(out: Path, *, overwrite: bool) -> bool:
+    """Return True if `out` is a store to overwrite; raise DataError if anything else is there."""
+    with translate_os_errors("read", out):
+        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+            return False
+        if not (out / MANIFEST_FILE).is_file():
+            raise DataError(f"out = {out}: exists and is not a token store; choose another folder")
+    read_manifest(out)
+    if not overwrite:
+        raise DataError(
+            f"out = {out}: holds a token store already; choose another folder, or overwrite it (--overwrite)"
+        )
+    known = {MANIFEST_FILE, SHARD_FOLDER, TOKENIZER_FOLDER, PACK_FOLDER, PART_FOLDER}
+    with translate_os_errors("read", out):
+        foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
+    if foreign:
+        raise DataError(f"out = {out}: holds {', '.join(foreign)} beside the store; move them away before overwriting")
+    return True
+
+
+def _describe_job(
+    encoder: Encoder, selection: Selection, shard_tokens: int, reader: DocumentReader | None, part: StorePart | None
+) -> dict[str, Any]:
+    """Return the settings that must not change when a job is resumed."""
+    return {
+        "sources": reader.description if reader else "made by the caller",
+        "bytes of the sources": reader.total_bytes if reader else 0,
+        "listing of the sources": reader.fingerprint if reader else "",
+        "tokenizer": encoder.tokenizer.sha256,
+        "bos": encoder.bos,
+        "eos": encoder.eos,
+        "engine": encoder.requested_engine,
+        "special_tokens_as": encoder.special_tokens_as,
+        "shard_tokens": shard_tokens,
+        "part": f"{part.index} of {part.num_parts}" if part else "all",
+        **asdict(selection),
+        **{f"{package} (version)": _package_version(package) for package in ("tokenizers", "gigatoken")},
+    }
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

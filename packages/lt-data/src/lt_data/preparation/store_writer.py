@@ -1,0 +1,289 @@
+"""Writer of encoded batches to shards, with a journal record after each shard to resume from.
+
+A record holds the source position of the first batch that is not completely in finished shards (`source_position`), the
+number of documents after that position that are in them already (`skip`), and the counts up to that position. Resuming
+reads from that position, counts everything again from there, and writes all documents but the first `skip`. So batch
+sizes may differ between the runs.
+
+Side files: `sources`, one line per file that was read completely; if duplicates are dropped, `documents`, one record
+per encoded document, and `special`, the special strings of each document that has any. A part of a job keeps them for
+`merge`; a complete store does not.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import numpy as np
+
+from lt_data.errors import DataError
+from lt_data.preparation.build_folder import BuildFolder
+from lt_data.preparation.counts import DocumentCounts
+from lt_data.preparation.deduplication import HASH_DTYPE
+from lt_data.preparation.document_filter import DocumentFilter
+from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
+from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile
+from lt_data.store.megatron import index_size
+from lt_data.store.shards import ShardWriter
+
+PART_FOLDER = "part"  # files that merge needs, in the store of a part
+TOO_FEW_TOKENS = "too few tokens"
+TOO_MANY_TOKENS = "too many tokens"
+SOURCES, DOCUMENTS, SPECIAL_STRINGS = "sources", "documents", "special"
+ENTRY_DTYPE = np.dtype([("hash", HASH_DTYPE), ("text_bytes", "<u8"), ("tokens", "<u4")])
+"""Record of a document in `documents`: hash, UTF-8 bytes, and ids with BOS and EOS (0: empty)."""
+
+
+def filter_by_tokens(tokens: np.ndarray, selection: Selection) -> list[tuple[str, np.ndarray]]:
+    """Return disjoint masks of the documents left out by number of ids: (reason, bool [n]) from ids [n]."""
+    empty = tokens == 0
+    few = ~empty & (tokens < (selection.min_tokens or 0))
+    many = tokens > selection.max_tokens if selection.max_tokens is not None else np.zeros(tokens.size, bool)
+    return [(EMPTY, empty), (TOO_FEW_TOKENS, few), (TOO_MANY_TOKENS, many)]
+
+
+def read_sources(path: Path) -> list[SourceFile]:
+    """Read the files listed in a `sources` file."""
+    with translate_os_errors("read", path):
+        lines = path.read_bytes().splitlines()
+    return [SourceFile(**json.loads(line)) for line in lines]
+
+
+def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence[ShardFile], dtype: str) -> None:
+    """Remove unrecorded files, and check that all recorded shards are there.
+
+    Args:
+        content: the folder that becomes the store.
+        folders: folders in it to keep, that of the shards first.
+        finished: the recorded shards.
+        dtype: dtype of the ids.
+    """
+    known = {f"{shard.name}.{kind}" for shard in finished for kind in ("bin", "idx")}
+    with translate_os_errors("clear", content):
+        for path in content.iterdir():
+            if path not in folders:
+                remove_tree(path) if path.is_dir() else path.unlink()
+        for path in folders[0].iterdir():
+            if path.name not in known:
+                path.unlink()
+    for shard in finished:
+        path = folders[0] / f"{shard.name}.bin"
+        with translate_os_errors("resume after the shard", path):
+            sizes = (path.stat().st_size, path.with_suffix(".idx").stat().st_size)
+        if sizes != (shard.tokens * np.dtype(dtype).itemsize, index_size(shard.documents)):
+            raise DataError(f"{path}: size differs from the journal; start over (--no-resume)")
+
+
+class StoreWriter:
+    """Writer of the shards of a store in a build folder, with running totals.
+
+    Attributes:
+        counts: totals up to the end of the last written batch.
+        source_position: position in the sources (file, record) after that batch.
+    """
+
+    def __init__(
+        self,
+        build_folder: BuildFolder,
+        *,
+        shard_tokens: int,
+        dtype: Literal["uint16", "uint32"],
+        selection: Selection,
+        special_strings: Sequence[str],
+        keep_side_files: bool,
+    ) -> None:
+        """Start after the last record of the job.
+
+        Args:
+            build_folder: the build folder.
+            shard_tokens: target number of ids of a shard.
+            dtype: dtype of the ids.
+            selection: document filter.
+            special_strings: strings to count in the texts.
+            keep_side_files: whether the side files belong to the result.
+        """
+        self._build_folder = build_folder
+        self._selection = selection
+        self._special_strings = special_strings
+        last = (
+            build_folder.records[-1]
+            if build_folder.records
+            else {"source_position": (0, 0), "skip": 0, "counts": DocumentCounts().to_dict()}
+        )
+        finished = [ShardFile(**record["shard"]) for record in build_folder.records]
+        self.counts = DocumentCounts.from_dict(last["counts"])
+        self.source_position: tuple[int, int] = tuple(last["source_position"])
+        self.metadata: Mapping[str, Any] = last.get("metadata", {})
+        self._skip: int = last["skip"]
+        self._skipped_here = 0
+        self._shard_folder = build_folder.store_path / SHARD_FOLDER
+        side_folder = build_folder.store_path / PART_FOLDER if keep_side_files else None
+        self._folders = [self._shard_folder, *([side_folder] if side_folder else [])]
+        with translate_os_errors("write", build_folder.store_path):
+            for folder in self._folders:
+                make_folder_synced(folder)
+        remove_unrecorded(build_folder.store_path, self._folders, finished, dtype)
+        self._sources_file = build_folder.open_side_file(SOURCES, side_folder)
+        self._first_file = self._n_listed = self.source_position[0]
+        self._documents_file: BinaryIO | None = None
+        self._special_strings_file: BinaryIO | None = None
+        if selection.drop_duplicates:
+            self._documents_file = build_folder.open_side_file(DOCUMENTS, side_folder)
+            if keep_side_files:
+                self._special_strings_file = build_folder.open_side_file(SPECIAL_STRINGS, side_folder)
+        self._writer = ShardWriter(
+            self._shard_folder, shard_tokens, dtype, on_shard_closed=self._on_shard_closed, finished=finished
+        )
+
+    def __enter__(self) -> "StoreWriter":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._writer.__exit__(*error)
+
+    def read_seen_hashes(self) -> np.ndarray:
+        """Read the hashes of the documents up to the source position (S16)."""
+        if self._documents_file is None:
+            return np.zeros(0, HASH_DTYPE)
+        with translate_os_errors("read", self._documents_file.name):
+            return np.fromfile(self._documents_file.name, ENTRY_DTYPE)["hash"]
+
+    def write(
+        self,
+        tokens: np.ndarray,
+        lengths: np.ndarray,
+        *,
+        texts: Sequence[str],
+        text_bytes: int,
+        special_strings: Mapping[str, int],
+        source_position: tuple[int, int],
+        document_filter: DocumentFilter,
+        sources: Sequence[SourceFile],
+    ) -> None:
+        """Write a batch.
+
+        Args:
+            tokens: concatenated ids of its documents.
+            lengths: ids of each (int64).
+            texts: the documents; empty if they were given as ids.
+            text_bytes: UTF-8 bytes of all texts.
+            special_strings: counts of special strings in the texts.
+            source_position: position in the sources after the batch.
+            document_filter: filter that the documents passed.
+            sources: files read completely since the job started or resumed, in order.
+        """
+        dropped = np.zeros(lengths.size, bool)
+        left_out: list[tuple[str, np.ndarray]] = []
+        for reason, mask in filter_by_tokens(lengths, self._selection):
+            if mask.any():
+                left_out.append((reason, np.flatnonzero(mask)))
+                dropped |= mask
+        if dropped.any():
+            n_tokens = tokens.size
+            tokens = tokens[np.repeat(~dropped, lengths)]
+            assert tokens.size + int(lengths[dropped].sum()) == n_tokens
+        self._append(tokens, lengths[~dropped])
+        # Only now the counts include the batch: a shard that was closed above has recorded those before it.
+        self._count_batch(lengths, texts, text_bytes, special_strings, left_out, dropped, document_filter)
+        self._write_sources(sources, below=source_position[0])
+        self.source_position = source_position
+
+    def read_listed_sources(self) -> list[SourceFile]:
+        """Read the list of source files that were read completely."""
+        with translate_os_errors("write", self._sources_file.name):
+            self._sources_file.flush()
+        return read_sources(Path(self._sources_file.name))
+
+    def side_file_hashes(self) -> dict[str, str]:
+        """Return the SHA-256 (hex) of the side files, by name."""
+        hashes: dict[str, str] = {}
+        for side in (self._sources_file, self._documents_file, self._special_strings_file):
+            if side is not None:
+                with translate_os_errors("read", side.name):
+                    side.flush()
+                    with open(side.name, "rb") as file:
+                        hashes[Path(side.name).name] = hashlib.file_digest(file, "sha256").hexdigest()
+        return hashes
+
+    def finish(self, document_filter: DocumentFilter, sources: Sequence[SourceFile]) -> tuple[ShardFile, ...]:
+        """Close the last shard, count the exclusions after the last batch, and return all shards."""
+        assert self._skip == 0
+        shards = self._writer.finish()
+        document_filter.count_remaining(self.counts)
+        self._write_sources(sources, below=None)
+        assert sum(shard.documents for shard in shards) + _n_left_out(self.counts) == self.counts.read.documents
+        return shards
+
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        drop = min(self._skip, lengths.size)
+        self._skipped_here = drop
+        self._writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:])
+        self._skip -= drop
+        self._skipped_here = 0
+
+    def _on_shard_closed(self, shard: ShardFile, appended: int) -> None:
+        record = {
+            "shard": asdict(shard),
+            "source_position": self.source_position,
+            "skip": self._skipped_here + appended,
+            "counts": self.counts.to_dict(),
+            "metadata": self.metadata,
+        }
+        self._build_folder.add_record(record, self._folders)
+
+    def _count_batch(
+        self,
+        lengths: np.ndarray,
+        texts: Sequence[str],
+        text_bytes: int,
+        special_strings: Mapping[str, int],
+        left_out: list[tuple[str, np.ndarray]],
+        dropped: np.ndarray,
+        document_filter: DocumentFilter,
+    ) -> None:
+        counts = self.counts
+        hashes = document_filter.count_batch(lengths.size, counts)
+        counts.read += DocumentTotals(documents=lengths.size, text_bytes=text_bytes, tokens=int(lengths.sum()))
+        counts.text_bytes += text_bytes
+        for reason, indices in left_out:
+            n_bytes = sum(len(texts[int(i)].encode()) for i in indices) if texts else 0
+            counts.text_bytes -= n_bytes
+            counts.add_left_out(reason, documents=indices.size, text_bytes=n_bytes, tokens=int(lengths[indices].sum()))
+        if special_strings and (dropped.any() or self._special_strings_file is not None):
+            self._count_special_strings_by_document(texts, dropped)
+        else:
+            counts.special_strings.update(special_strings)
+        if self._documents_file is not None:
+            entries = np.zeros(lengths.size, ENTRY_DTYPE)
+            entries["hash"] = hashes
+            entries["text_bytes"] = [len(text.encode()) for text in texts] if texts else 0
+            entries["tokens"] = lengths
+            self._write(self._documents_file, entries.tobytes())
+
+    def _count_special_strings_by_document(self, texts: Sequence[str], dropped: np.ndarray) -> None:
+        first = self._documents_file.tell() // ENTRY_DTYPE.itemsize if self._documents_file is not None else 0
+        for i, text in enumerate(texts):
+            found = {string: n for string in self._special_strings if (n := text.count(string))}
+            if found and not dropped[i]:
+                self.counts.special_strings.update(found)
+                if self._special_strings_file is not None:
+                    line = json.dumps({"document": first + i, "special": found})
+                    self._write(self._special_strings_file, f"{line}\n".encode())
+
+    def _write_sources(self, files: Sequence[SourceFile], below: int | None) -> None:
+        """List the files that were read completely, up to that of the next document."""
+        end = len(files) if below is None else min(len(files), below - self._first_file)
+        for file in files[self._n_listed - self._first_file : end]:
+            self._write(self._sources_file, f"{json.dumps(asdict(file))}\n".encode())
+            self._n_listed += 1
+
+    def _write(self, side: BinaryIO, content: bytes) -> None:
+        with translate_os_errors("write", side.name):
+            write(side, content)
+
+
+def _n_left_out(counts: DocumentCounts) -> int:
+    return sum(amount.documents for amount in counts.left_out.values())

@@ -1,0 +1,85 @@
+"""JSON lines: one JSON value per line, without blank lines. Memory: one line.
+
+A `.json` file is read the same way, or as one array of records (parsed as a whole). A byte order mark is removed only
+at the start of the file; lines end with LF or CRLF.
+"""
+
+import io
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from lt_data.sources.fields import extract_value
+from lt_data.sources.hashing_reader import BUFFER_BYTES
+from lt_data.sources.options import ReadOptions
+from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, check_surrogates, decode_utf8
+
+BOM = b"\xef\xbb\xbf"
+
+
+def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+    """Yield the records of a JSON lines file; record n is line n + 1."""
+    number = 0
+    for line in _split_lines(stream):
+        number += 1
+        if number <= start:
+            continue
+        if number == 1 and line.startswith(BOM):
+            line = line[len(BOM) :]
+        if line.isspace() or not line:
+            continue
+        text = decode_utf8(line)
+        line = b""  # free it: a document may be large
+        value = text if isinstance(text, BadRecord) else _parse_json(text)
+        text = ""
+        yield (
+            SourceRecord(number, f":{number}", value)
+            if isinstance(value, BadRecord)
+            else _make_record(value, options, number)
+        )
+
+
+def _split_lines(stream: io.BufferedIOBase) -> Iterator[bytes | bytearray]:
+    """Yield the lines without line ends; a long line grows in place, while readline would copy it."""
+    partial = bytearray()
+    while piece := stream.read(BUFFER_BYTES):
+        first, *rest = piece.split(b"\n")
+        partial += first
+        if rest:
+            line, partial = partial, bytearray()
+            yield line
+            del line
+            yield from rest[:-1]
+            partial += rest[-1]
+    if partial:
+        yield partial
+
+
+def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+    """Yield the records of a `.json` file: JSON lines, or one array of records."""
+    head = stream.peek(64) if isinstance(stream, io.BufferedReader) else b""
+    if not head.removeprefix(BOM).lstrip().startswith(b"["):
+        yield from read_jsonl(stream, options, start)
+        return
+    content = stream.read()
+    text = decode_utf8(content.removeprefix(BOM))
+    if isinstance(text, BadRecord):
+        raise DamagedFileError(text.message)
+    values = _parse_json(text)
+    if isinstance(values, BadRecord):
+        raise DamagedFileError(values.message)
+    for number, value in enumerate(values, start=1):
+        if number > start:
+            yield _make_record(value, options, number)
+
+
+def _make_record(value: Any, options: ReadOptions, number: int) -> SourceRecord:
+    value, masked = extract_value(value, options)
+    return SourceRecord(number, f":{number}", check_surrogates(value) if isinstance(value, str) else value, masked)
+
+
+def _parse_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as exc:  # ValueError also for numbers with thousands of digits
+        return BadRecord("broken JSON line", f"not a JSON value: {exc}; correct or remove the line")

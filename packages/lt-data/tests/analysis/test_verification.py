@@ -1,0 +1,172 @@
+"""`lt data verify` finds every flipped bit, every lost byte, and packs that are not what they say."""
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents, verify
+from lt_data.__main__ import main
+from lt_data.packing.packs import PackIndex
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer, texts: list[str]) -> Path:
+    """A small store of two shards with a pack of each mode."""
+    folder = tmp_path_factory.mktemp("whole") / "store"
+    documents = [Document(text=text, source=f"text é {i}") for i, text in enumerate(texts[15:23])]
+    prepare_documents(documents, tokenizer=tokenizer, out=folder, shard_tokens=1500)
+    store = TokenStore.open(folder)
+    assert len(store.manifest.shards) >= 2
+    for mode in ("bfd", "concat", "buckets"):
+        pack(store, seq_len=512, mode=mode)
+    return folder
+
+
+def found(folder: Path) -> list[str]:
+    try:
+        return verify(TokenStore.open(folder))
+    except DataError as exc:
+        return [str(exc)]
+
+
+def test_a_whole_store_has_no_problems(whole: Path) -> None:
+    assert found(whole) == []
+
+
+@pytest.mark.guarantee("data-verify")
+@settings(max_examples=150)
+@given(st.data())
+def test_each_flipped_bit_is_found(whole: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in whole.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    content = path.read_bytes()
+    bit = data.draw(st.integers(0, 8 * len(content) - 1))
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    try:
+        path.write_bytes(changed)
+        assert found(whole), f"bit {bit} of {path.relative_to(whole)}"
+    finally:
+        path.write_bytes(content)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_each_cut_or_grown_file_is_found(whole: Path, data: st.DataObject) -> None:
+    files = sorted(path for path in whole.rglob("*") if path.is_file())
+    path = data.draw(st.sampled_from(files))
+    content = path.read_bytes()
+    size = data.draw(st.integers(0, len(content) + 8).filter(lambda size: size != len(content)))
+    try:
+        path.write_bytes((content + bytes(8))[:size])
+        assert found(whole), f"{size} bytes of {path.relative_to(whole)}"
+        path.unlink()
+        assert found(whole), f"{path.relative_to(whole)} is gone"
+    finally:
+        path.write_bytes(content)
+
+
+def test_all_problems_are_named(whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = shutil.copytree(whole, tmp_path / "store")
+    damaged = ["shards/00000.bin", "shards/00001.idx", "tokenizer/tokenizer.json", "packs/bfd-512/start.npy"]
+    for name in damaged:
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+    argv, sys.argv = sys.argv, ["lt-data", "verify", str(folder)]
+    try:
+        code = main()
+    finally:
+        sys.argv = argv
+    out, err = capsys.readouterr()
+    assert code == 64, err
+    for name in damaged[:3]:
+        assert name in out
+    assert "packs/bfd-512" in out
+    assert err.splitlines()[-1].startswith(f"error: {folder}: ")
+
+
+def test_ids_beyond_the_vocabulary(whole: Path, tmp_path: Path) -> None:
+    """Hashes that fit do not make ids good: who wrote them may have been wrong."""
+    store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
+    highest = max(int(store.read_shard(i).max()) for i in range(len(store.manifest.shards)))
+    smaller = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, vocab_size=highest))
+    told = [problem for problem in verify(TokenStore(store.path, smaller)) if "has id" in problem]
+    assert told
+    assert f"has id {highest}, the tokenizer's highest is {highest - 1}" in told[0]
+
+
+@pytest.mark.guarantee("data-verify")
+@pytest.mark.parametrize("mode", ["bfd", "concat", "buckets"])
+@pytest.mark.parametrize(
+    "change", ["lost slice", "twice", "labels", "counted labels", "moved", "document", "rows joined", "valid"]
+)
+def test_a_pack_whose_hashes_fit_but_not_its_rows(mode: str, change: str, whole: Path, tmp_path: Path) -> None:
+    """As a wrong program would write it: every fingerprint is right."""
+    store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
+    folder = next((store.path / "packs").glob(f"{mode}-512*"))
+    index = PackIndex.load(folder)
+    arrays = {
+        name: np.array(getattr(index, name))
+        for name in ("row_offsets", "document", "start", "length", "labels", "valid")
+    }
+    if change == "lost slice":
+        for name in ("document", "start", "length", "labels"):
+            arrays[name] = arrays[name][:-1]
+        arrays["row_offsets"][-1] -= 1
+        if arrays["row_offsets"][-1] == arrays["row_offsets"][-2]:
+            arrays["row_offsets"], arrays["valid"] = arrays["row_offsets"][:-1], arrays["valid"][:-1]
+    elif change == "twice":
+        for name in ("document", "start", "length", "labels"):
+            arrays[name][0] = arrays[name][1]
+    elif change == "labels":
+        arrays["labels"][0] -= 1
+    elif change == "counted labels":
+        arrays["labels"][0] -= 1
+        arrays["valid"][0] -= 1
+    elif change == "moved":
+        arrays["start"][1] += 1
+    elif change == "document":
+        arrays["document"][0] = arrays["document"][0] + 1 if arrays["document"][0] == 0 else 0
+    elif change == "rows joined":
+        arrays["row_offsets"] = np.delete(arrays["row_offsets"], 1)
+        arrays["valid"] = np.concatenate([[arrays["valid"][0] + arrays["valid"][1]], arrays["valid"][2:]]).astype("i4")
+    else:
+        arrays["valid"][-1] -= 1
+    made = replace(index, **arrays, folder=None)
+    made = replace(made, fingerprint=made._compute_fingerprint())
+    shutil.rmtree(folder)
+    made.save(folder)
+    told = verify(store)
+    assert told
+    assert all(str(folder) in problem for problem in told)
+
+
+def test_a_row_that_is_said_to_be_longer_than_it_is(whole: Path, tmp_path: Path) -> None:
+    """Which rows are of which bucket stands in the description alone; the fingerprint answers for that too."""
+    store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
+    folder = next((store.path / "packs").glob("buckets-512*"))
+    header = json.loads((folder / "pack.json").read_text(encoding="utf-8"))
+    header["buckets"][0][1] += 1
+    header["buckets"][1][1] -= 1
+    assert header["buckets"][1][1] >= 0
+    (folder / "pack.json").write_text(json.dumps(header, indent=2) + "\n", encoding="utf-8")
+    (told,) = verify(store)
+    assert "its arrays do not match its fingerprint" in told
+
+
+def test_a_pack_of_another_store(whole: Path, tmp_path: Path) -> None:
+    store = TokenStore.open(shutil.copytree(whole, tmp_path / "store"))
+    folder = store.path / "packs" / "bfd-512"
+    made = replace(PackIndex.load(folder), store_fingerprint="0" * 64, folder=None)
+    made = replace(made, fingerprint=made._compute_fingerprint())
+    shutil.rmtree(folder)
+    made.save(folder)
+    assert found(store.path) == [f"{folder}: belongs to another store; make it again"]

@@ -1,0 +1,350 @@
+"""Launch directory `<out>/launch/`: the complete record of a launch, its inputs and its events.
+
+    launch.json         format, name, target, job_ids, pipeline and profile values; when, where and by whom it was made
+    rendered/           exactly what was sent
+    agent/  stages/     code that runs on the nodes, and its records (see `agent`)
+    git.json diff.patch the commit of the working folder and its uncommitted changes
+    environment.json    versions of packages, the machine, variables by allow-list only, since others may hold secrets
+    events.jsonl        submissions, starts and ends of attempts, cancellations
+    launch.lock         held by the process that runs it, if the target has no queue
+
+Launching into the same folder resumes: completed stages are not repeated. Every launch is listed in
+`$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lt_launch.errors import LaunchError
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
+from lt_launch.profile import Profile
+from lt_launch.spec import launch_files
+from lt_launch.target import Launch, RenderedLaunch
+from lt_trainer.config import Assignment
+
+__all__ = [
+    "acquire_lock",
+    "create",
+    "find_launch_dir",
+    "list_launch_dirs",
+    "load_launch",
+    "lock_owner",
+    "log_event",
+    "read_events",
+    "save_job_ids",
+]
+
+FORMAT, VERSION = "lt-launch", 1
+SECRET_FILES = re.compile(
+    r"(^|/)(\.env(rc|\..*)?|\.(pg|ht)pass(wd)?|.*\.(pem|key|p12|pfx|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|.*credential.*|.*secret.*|\.netrc"
+    r"|\.npmrc|\.pypirc|.*token(\.txt)?)$",
+    re.IGNORECASE,
+)
+"""Files listed by name only, tracked or not."""
+GIT_DIFF_ARGS = ["--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"]
+"""Options that make a patch portable, independent of the user's git configuration."""
+MAX_UNTRACKED_BYTES = 1 << 20
+"""Largest untracked file in bytes that is saved; larger ones are listed by name."""
+
+
+def create(
+    pipeline: Pipeline,
+    profile: Profile,
+    target: str,
+    rendered: RenderedLaunch,
+    specs: Mapping[str, Mapping[str, Any]],
+    *,
+    out: Path | None = None,
+) -> Launch:
+    """Create the launch directory, or resume in an existing one.
+
+    Args:
+        pipeline: the pipeline to launch.
+        profile: facts about the machines.
+        target: name of the target.
+        rendered: the files and commands to be sent.
+        specs: the agents' specs by stage.
+        out: the folder to use in place of `pipeline.out`.
+
+    Raises:
+        LaunchError: the folder has other content, or a running launch uses it.
+    """
+    root = (out or Path(pipeline.out)).absolute()
+    directory = root / "launch"
+    file = directory / "launch.json"
+    if directory.exists() and not file.exists() and any(directory.iterdir()):
+        raise LaunchError(
+            f"{directory} is not a launch directory (it has no launch.json); choose another folder with --out"
+        )
+    if file.exists() and lock_owner(directory):
+        raise LaunchError(
+            f"{root} is being launched by {lock_owner(directory)}; wait for it, or lt launch cancel {root}"
+        )
+    _create_run_dir(root, pipeline)
+    launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, text in launch_files(pipeline, specs).items():
+            _write(directory / name, text)
+        for name, text in rendered.files.items():
+            _write(directory / "rendered" / name, text)
+        _write_environment(directory)
+        _write_launch_file(launch, rendered)
+    except OSError as exc:
+        raise LaunchError(
+            f"cannot write {exc.filename or directory}: {exc.strerror}; choose another folder with --out"
+        ) from exc
+    _register_launch(directory)
+    log_event(launch, "created", target=target)
+    return launch
+
+
+def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
+    """Save the target's job ids by stage."""
+    launch = replace(launch, job_ids={**launch.job_ids, **ids})
+    file = launch.directory / "launch.json"
+    values = json.loads(file.read_bytes()) | {"job_ids": dict(launch.job_ids)}
+    _write(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    log_event(launch, "submitted", job_ids=dict(ids))
+    return launch
+
+
+def load_launch(path: str | Path) -> Launch:
+    """Load the launch of a folder: its `out`, its `launch/`, or a name from `list_launch_dirs`.
+
+    Raises:
+        LaunchError: there is no such launch, or it is damaged.
+    """
+    directory = find_launch_dir(path)
+    file = directory / "launch.json"
+    try:
+        values = json.loads(file.read_bytes())
+        if values["format"] != FORMAT or values["version"] != VERSION:
+            raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
+        assignments = {name: Assignment(value, "launch.json") for name, value in values["profile"].items()}
+        return Launch(
+            directory=directory,
+            target=values["target"],
+            pipeline=pipeline_from_dict(values["pipeline"]),
+            profile=Profile(values=assignments),
+            job_ids=values["job_ids"],
+        )
+    except (OSError, KeyError, TypeError, json.JSONDecodeError) as exc:
+        raise LaunchError(f"{file} is damaged ({exc}); launch again with the same --out") from exc
+
+
+def find_launch_dir(path: str | Path) -> Path:
+    """Return the launch directory of a path or a launch name.
+
+    Raises:
+        LaunchError: there is no such launch.
+    """
+    given = Path(path)
+    for candidate in (given, given / "launch"):
+        if (candidate / "launch.json").is_file():
+            return candidate.absolute()
+    matches = [directory for directory in list_launch_dirs() if directory.parent.name == str(path)]
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        raise LaunchError(
+            f"{path}: {len(matches)} launches have this name; give the path: {', '.join(map(str, matches))}"
+        )
+    raise LaunchError(f"{path}: no launch here; see lt launch list")
+
+
+def list_launch_dirs() -> list[Path]:
+    """Return the existing launch directories of this user, oldest first."""
+    try:
+        lines = (state_dir() / "launches").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+    paths = [Path(line) for line in dict.fromkeys(lines)]
+    return [path for path in paths if (path / "launch.json").is_file()]
+
+
+def state_dir() -> Path:
+    """Return the folder that holds the list of launches."""
+    return Path(os.environ.get("LT_LAUNCH_HOME") or Path.home() / ".local" / "state" / "lt-launch")
+
+
+def log_event(launch: Launch, event: str, /, **values: Any) -> None:
+    """Append an event with the UTC time; write errors are ignored."""
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    row = json.dumps({"time": now, "event": event, **values}, ensure_ascii=False)
+    with suppress(OSError), open(launch.directory / "events.jsonl", "a", encoding="utf-8") as file:
+        file.write(row + "\n")
+
+
+def read_events(launch: Launch) -> list[dict[str, Any]]:
+    """Return all events of the launch."""
+    from lt_launch.agent.places import read_lines
+
+    return read_lines(launch.directory / "events.jsonl")
+
+
+@contextmanager
+def acquire_lock(launch: Launch) -> Iterator[None]:
+    """Hold the lock of the process that runs this launch.
+
+    Raises:
+        LaunchError: another process holds it.
+    """
+    descriptor = os.open(launch.directory / "launch.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = lock_owner(launch.directory) or "another process"
+            raise LaunchError(
+                f"{launch.directory.parent} is being launched by {owner}; wait for it, or cancel it"
+            ) from None
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def lock_owner(directory: Path) -> str:
+    """Return the process that runs a launch ("process 12 on host"), or "" if none does."""
+    try:
+        descriptor = os.open(directory / "launch.lock", os.O_RDONLY)
+    except OSError:
+        return ""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.read(descriptor, 4096).decode("utf-8", "replace").strip() or "another process"
+    finally:
+        os.close(descriptor)
+    return ""
+
+
+def pipeline_from_dict(table: Mapping[str, Any]) -> Pipeline:
+    """Return the pipeline of a table made by `to_dict`."""
+    stages = []
+    for stage in table["stages"]:
+        job = dict(stage["job"])
+        parts = {
+            "resources": Resources(**job.pop("resources")),
+            "container": ContainerImage(**job.pop("container")),
+            "restart": RestartPolicy(**job.pop("restart")),
+        }
+        stages.append(Stage(job=Job(**job, **parts), **{name: value for name, value in stage.items() if name != "job"}))
+    return Pipeline(name=table["name"], stages=tuple(stages), out=table["out"])
+
+
+def _write_launch_file(launch: Launch, rendered: RenderedLaunch) -> None:
+    values = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": launch.pipeline.name,
+        "target": launch.target,
+        "created_at": time.time(),
+        "host": socket.gethostname(),
+        "cwd": os.getcwd(),
+        "job_ids": {},
+        "commands": [list(command) for command in rendered.commands],
+        "profile": launch.profile.to_dict(),
+        "pipeline": to_dict(launch.pipeline),
+    }
+    _write(launch.directory / "launch.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+
+
+def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
+    """Initialize the folder of a training launch as a run directory, as lt-trainer requires."""
+    if any(stage.job.is_training and Path(stage.job.run_dir).absolute() == root for stage in pipeline.stages):
+        from lt_trainer.run_directory import RunDir
+
+        if not (root / "launch").exists():
+            RunDir.open(root).close()
+
+
+def _write_environment(directory: Path) -> None:
+    from lt_trainer.run_directory import describe_environment
+
+    _write(directory / "environment.json", json.dumps(describe_environment(), indent=1, ensure_ascii=False) + "\n")
+    state, patch = git_state(Path.cwd())
+    _write(directory / "git.json", json.dumps(state, indent=1) + "\n")
+    _write(directory / "diff.patch", patch)
+
+
+def git_state(folder: Path) -> tuple[dict[str, Any], str]:
+    """Return the commit of a working folder and a patch of its uncommitted changes.
+
+    Returns:
+        commit, branch, changed and untracked files, relative to the top of the repository; and the patch. Both are
+        empty without git or a repository.
+    """
+    root = ""
+
+    def git(*arguments: str, code: int = 0) -> str:
+        result = subprocess.run(
+            ["git", "-c", "core.quotepath=off", *arguments],
+            cwd=root or folder,
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            check=False,
+        )
+        return result.stdout if result.returncode == code else ""
+
+    try:
+        root = git("rev-parse", "--show-toplevel").strip()
+        if not root:
+            return {}, ""
+        untracked = [name for name in git("ls-files", "--others", "--exclude-standard", "-z").split("\0") if name]
+        changed = [name for name in git("diff", "--no-renames", "--name-only", "-z", "HEAD").split("\0") if name]
+        secret = [name for name in changed if SECRET_FILES.search(name)]
+        exclusions = [f":(top,exclude,literal){name}" for name in secret]
+        patch = git("diff", "--no-renames", *GIT_DIFF_ARGS, "HEAD", "--", ":(top)", *exclusions)
+        included = [name for name in untracked if not SECRET_FILES.search(name) and _is_small_file(Path(root) / name)]
+        for name in included[:200]:
+            patch += git("diff", *GIT_DIFF_ARGS, "--no-index", "--", "/dev/null", name, code=1)
+        state = {
+            "root": root,
+            "commit": git("rev-parse", "HEAD").strip(),
+            "branch": git("rev-parse", "--abbrev-ref", "HEAD").strip(),
+            "changed": changed,
+            "changed_excluded": secret,
+            "untracked": untracked,
+            "untracked_excluded": [name for name in untracked if name not in included[:200]],
+        }
+    except OSError:
+        return {}, ""
+    return state, patch
+
+
+def _is_small_file(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size <= MAX_UNTRACKED_BYTES
+
+
+def _register_launch(directory: Path) -> None:
+    with suppress(OSError):  # the list is a convenience; the launch itself is complete
+        state_dir().mkdir(parents=True, exist_ok=True)
+        with open(state_dir() / "launches", "a", encoding="utf-8") as file:
+            file.write(f"{directory}\n")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

@@ -1,0 +1,206 @@
+"""Status and logs of stages, from the launch directory alone.
+
+Local and ssh have no other source; Slurm falls back on it after the controller has purged a job. A stage with a stamp
+is complete; otherwise its newest attempt decides: by its exit.json, else by whether a process still runs the launch.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from lt_launch import launch_dir
+from lt_launch.agent.places import Place, Table, log_file, read_table
+from lt_launch.errors import LaunchError
+from lt_launch.target import Launch, StageState, StageStatus
+
+__all__ = ["element_status", "find_stage_dir", "read_logs", "read_stage_statuses"]
+
+POLL_S = 0.2
+RemoteCommand = Callable[[str, str, bool], list[str]]
+
+
+def read_stage_statuses(launch: Launch) -> tuple[StageStatus, ...]:
+    """Return the status of every stage and array element in pipeline order."""
+    is_running = bool(launch_dir.lock_owner(launch.directory))
+    events = launch_dir.read_events(launch)
+    cancelled = _is_cancelled(events)
+    statuses = []
+    for stage in launch.pipeline.stages:
+        for index in stage.array_indices:
+            place = Place(launch.directory / "stages" / stage.name / "spec.json", index)
+            statuses.append(element_status(launch, place, is_running=is_running, cancelled=cancelled, events=events))
+    return tuple(statuses)
+
+
+def _is_cancelled(events: list[Table]) -> bool:
+    """Return True if the user's newest request is a cancellation."""
+    requests = [event["event"] for event in events if event["event"] in ("created", "cancel_requested")]
+    return bool(requests) and requests[-1] == "cancel_requested"
+
+
+def element_status(
+    launch: Launch, place: Place, *, is_running: bool, cancelled: bool = False, events: list[Table] | None = None
+) -> StageStatus:
+    """Return the status of one stage or element from its folder."""
+    name, attempts = place.folder.name, place.attempts()
+    number = attempts[-1] if attempts else 0
+    result = read_table(place.attempt(number) / "exit.json") if attempts else None
+    rows = [row for row in events or [] if row["event"] == "attempt_started" and row.get("stage") == name]
+    hosts = tuple(rows[-1]["hosts"]) if rows else ()
+    job_id = launch.job_ids.get(name, launch.job_ids.get(name.rpartition(".")[0], ""))
+    state, reason, since = _element_state(place, attempts, result, alive=is_running, cancelled=cancelled)
+    return StageStatus(
+        stage=name,
+        state=state,
+        job_id=job_id,
+        attempt=number,
+        exit_code=int(result["code"]) if result else None,
+        reason=reason,
+        nodes=hosts,
+        since=since,
+    )
+
+
+def _element_state(
+    place: Place, attempts: list[int], result: Table | None, *, alive: bool, cancelled: bool
+) -> tuple[StageState, str, float]:
+    stamp = place.stamp
+    if stamp.exists() and ((result is None and not attempts) or (result or {}).get("kind") == "done"):
+        return "completed", "", stamp.stat().st_mtime
+    if not attempts:
+        if cancelled and not alive:
+            return "cancelled", "", 0.0
+        return "pending", "" if alive else "not started", 0.0
+    folder = place.attempt(attempts[-1])
+    if result is None:
+        started_at = folder.stat().st_mtime if not (folder / "key").exists() else (folder / "key").stat().st_mtime
+        if alive:
+            return "running", "", started_at
+        return "lost", "the process that ran it is gone", started_at
+    ended_at, kind = (folder / "exit.json").stat().st_mtime, result["kind"]
+    reason = str(result["reason"])
+    if kind == "failed":
+        return "failed", reason, ended_at
+    if kind == "done":  # its stamp is missing: the outputs were removed
+        return "completed", "", ended_at
+    if cancelled and kind == "stopped":
+        return "cancelled", reason, ended_at
+    if kind in ("stopped", "requeue"):
+        return "requeued", reason, ended_at
+    if alive:
+        return "requeued", reason, ended_at
+    return ("lost" if kind == "lost" else "failed"), reason, ended_at
+
+
+def find_stage_dir(launch: Launch, name: str) -> Place:
+    """Return the folder of a stage or element by name; for "" that of the most recently started one.
+
+    Raises:
+        LaunchError: there is no such stage, or no stage has started yet.
+    """
+    places = [
+        Place(launch.directory / "stages" / stage.name / "spec.json", index)
+        for stage in launch.pipeline.stages
+        for index in stage.array_indices
+    ]
+    if name:
+        matches = [place for place in places if place.folder.name == name]
+        if not matches:
+            known = ", ".join(place.folder.name for place in places[:20])
+            raise LaunchError(f"--stage {name}: no such stage; the stages are {known}")
+        return matches[0]
+    started = [(place.attempt(place.attempts()[-1]).stat().st_mtime, place) for place in places if place.attempts()]
+    if not started:
+        raise LaunchError(f"{launch.directory.parent}: no stage has started yet")
+    return max(started, key=lambda item: item[0])[1]
+
+
+def read_logs(
+    launch: Launch, *, stage: str, rank: int, follow: bool, remote_command: RemoteCommand | None = None
+) -> Iterator[str]:
+    """Yield the output lines of one process, over all its attempts in order.
+
+    Args:
+        launch: the launch.
+        stage: a stage or an element; "" for the newest.
+        rank: rank of the process.
+        follow: continue until the stage has ended.
+        remote_command: builds the command that reads a file on a host that does not share the folder.
+
+    Raises:
+        LaunchError: no such stage, or no such process.
+    """
+    place = find_stage_dir(launch, stage)
+    if remote_command is not None and place.attempts():
+        remote = _remote_logs(launch, place, rank, follow, remote_command)
+        if remote is not None:
+            yield from remote
+            return
+    spec = read_table(place.stage / "spec.json") or {}
+    world = int(spec.get("nodes", 1)) * int(spec.get("procs_per_node", 1))
+    if rank >= world:
+        raise LaunchError(f"--rank {rank}: stage {place.folder.name} has ranks 0 to {world - 1}")
+    yield from _local_logs(launch, place, rank, follow)
+
+
+def _remote_logs(
+    launch: Launch, place: Place, rank: int, follow: bool, remote_command: RemoteCommand
+) -> Iterator[str] | None:
+    number = place.attempts()[-1]
+    path = log_file(place.attempt(number), rank)
+    if path.exists():
+        return None
+    spec = read_table(place.stage / "spec.json") or {}
+    rows = [
+        row
+        for row in launch_dir.read_events(launch)
+        if row["event"] == "attempt_started" and row["stage"] == place.folder.name
+    ]
+    node = rank // int(spec.get("procs_per_node", 1))
+    if not rows or node >= len(rows[-1]["hosts"]):
+        return None
+    return _command_lines(remote_command(rows[-1]["hosts"][node], str(path), follow))
+
+
+def _command_lines(command: list[str]) -> Iterator[str]:
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, errors="replace"
+    ) as process:
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                yield line.rstrip("\n")
+        finally:
+            process.terminate()
+
+
+def _local_logs(launch: Launch, place: Place, rank: int, follow: bool) -> Iterator[str]:
+    offsets: dict[Path, int] = {}
+    partial: dict[Path, bytes] = {}
+    while True:
+        is_last = not follow or not launch_dir.lock_owner(launch.directory)  # before the final read
+        for number in place.attempts():
+            path = log_file(place.attempt(number), rank)
+            data = _read_from(path, offsets.get(path, 0))
+            offsets[path] = offsets.get(path, 0) + len(data)
+            *rows, partial[path] = (partial.get(path, b"") + data).split(b"\n")
+            if is_last and partial[path]:
+                rows.append(partial[path])
+            for row in rows:
+                yield row.decode("utf-8", "replace")
+        if is_last:
+            return
+        time.sleep(POLL_S)
+
+
+def _read_from(path: Path, offset: int) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            file.seek(offset, os.SEEK_SET)
+            return file.read()
+    except FileNotFoundError:
+        return b""

@@ -1,0 +1,87 @@
+"""Transport over ssh: options of the profile, hosts, and command lines."""
+
+from __future__ import annotations
+
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lt_launch.boot import BOOT
+from lt_launch.errors import LaunchError
+from lt_launch.hosts import Host, parse_hostfile, read_hostfile
+from lt_trainer.config import check_types, option
+from lt_trainer.errors import RecipeError
+
+__all__ = ["SshOptions", "SshTransport", "resolve_hosts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SshOptions:
+    """Options in the table [ssh] of a profile."""
+
+    hostfile: str = option("", "path of a hostfile")
+    hosts: tuple[str, ...] = option((), "lines of a hostfile, in place of a file")
+    ssh_args: tuple[str, ...] = option(
+        (), 'extra arguments of the ssh command, such as ["-i", "~/key"]', former_name="options"
+    )
+    connect_timeout_s: float = option(30.0, "time within which every host must answer", unit="s")
+    link_timeout_s: float = option(5.0, "silence after which a host or the launcher counts as lost", unit="s")
+    launcher_lost_grace_period_s: float = option(
+        3.0, "time from the loss of the launcher until processes are killed", unit="s", former_name="lost_grace_s"
+    )
+
+    def __post_init__(self) -> None:
+        check_types(self, "ssh")
+        if self.hostfile and self.hosts:
+            raise RecipeError(
+                "hosts are given twice",
+                values={"ssh.hostfile": self.hostfile, "ssh.hosts": list(self.hosts)},
+                remedy="keep one of them",
+            )
+        if self.connect_timeout_s < 1 or self.link_timeout_s < 2 or self.launcher_lost_grace_period_s < 0:
+            raise RecipeError(
+                "too short to tell a slow answer from a lost host",
+                values={"ssh.connect_timeout_s": self.connect_timeout_s, "ssh.link_timeout_s": self.link_timeout_s},
+                remedy="use at least 1 and 2 seconds",
+            )
+
+
+def resolve_hosts(options: SshOptions) -> tuple[Host, ...]:
+    """Return the hosts of a profile.
+
+    Raises:
+        LaunchError: there are none, or a line is invalid.
+    """
+    if options.hosts:
+        return parse_hostfile("\n".join(options.hosts), "ssh.hosts")
+    if not options.hostfile:
+        raise LaunchError("the target ssh needs hosts: give --hostfile FILE, or [ssh] hostfile in the profile")
+    return read_hostfile(options.hostfile)
+
+
+class SshTransport:
+    """Transport that starts agents over ssh connections."""
+
+    copies_files = True
+    memory_gib = math.inf
+
+    def __init__(self, options: SshOptions, python: str) -> None:
+        self.link_timeout_s, self.connect_timeout_s = options.link_timeout_s, options.connect_timeout_s
+        self._options, self.python = options, python
+
+    def argv(self, host: Host) -> list[str]:
+        """Return the ssh command that starts `boot`, without terminal, password or prompt."""
+        return self.ssh_argv(host, [self.python, "-c", BOOT])
+
+    def slots(self, host: Host) -> int:
+        """Return the host's slots in the hostfile; a host without slots runs one stage at a time."""
+        return host.slots or 1
+
+    def ssh_argv(self, host: Host, command: Sequence[str]) -> list[str]:
+        """Return the command line that runs a command on a host."""
+        words = ["ssh", "-T", "-o", "BatchMode=yes", "-o", f"ConnectTimeout={round(self.connect_timeout_s)}"]
+        words += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3", *self._options.ssh_args]
+        words += ["-p", str(host.port)] if host.port else []
+        words += ["-l", host.user] if host.user else []
+        return [*words, host.address, shlex.join(command)]

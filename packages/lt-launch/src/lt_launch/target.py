@@ -1,0 +1,162 @@
+"""Interface of launch targets: a pure `render`, and methods that communicate with the target.
+
+`render` turns a pipeline and a profile into text and command lines without side effects, so that `lt launch render`
+prints exactly what `run` sends, and golden files can test it. The other methods (`submit`, `status`, `logs`, `cancel`,
+`list`) act on a `Launch`: a launch directory with the values saved at its start. Targets are found by name and imported
+on first use; a new one is a line in `target_registry.TARGETS`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
+
+from lt_launch.errors import LaunchError
+from lt_launch.target_registry import TARGETS
+
+if TYPE_CHECKING:
+    from lt_launch.job import Pipeline
+    from lt_launch.profile import Profile
+
+__all__ = [
+    "Finding",
+    "Launch",
+    "LaunchTarget",
+    "RenderedLaunch",
+    "StageState",
+    "StageStatus",
+    "TargetNode",
+    "get_target",
+]
+
+StageState = Literal["pending", "running", "completed", "failed", "requeued", "cancelled", "skipped", "lost", "unknown"]
+"""pending: submitted, not started; requeued: ended early with exit code 75, resumes; lost: no process runs it and there
+is no record of its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedLaunch:
+    """Files and commands of a launch before submission."""
+
+    files: Mapping[str, str]
+    """Text by name; written below `<out>/launch/rendered/`, where the commands run."""
+    commands: tuple[tuple[str, ...], ...] = ()
+    """The command lines that submit them, in order. A word `{jobid:STAGE}` is replaced by the id printed when STAGE
+    was submitted."""
+    notes: tuple[str, ...] = ()
+    """Sentences for the user: omissions, points to check."""
+    comments: tuple[str, ...] = ()
+    """Sentences that explain the text itself; `render` shows them, `run` does not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """A submitted pipeline, as saved in its launch directory (see `launch_dir.py`)."""
+
+    directory: Path
+    """`<out>/launch`."""
+    target: str
+    pipeline: Pipeline
+    profile: Profile
+    job_ids: Mapping[str, str] = field(default_factory=dict)
+    """Id of each stage in the target, by stage name (a Slurm job id, a training job's name, a process id)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageStatus:
+    """Status of one stage, or of one element of an array stage ("prepare.3")."""
+
+    stage: str
+    state: StageState
+    job_id: str = ""
+    attempt: int = 0
+    exit_code: int | None = None
+    """Exit code of the last attempt that ended."""
+    reason: str = ""
+    """Reason of the state: from the queue, the first failure, or the target's message."""
+    nodes: tuple[str, ...] = ()
+    since: float = 0.0
+    """Time of the last state change, in seconds since 1970; 0 if unknown."""
+    log_tail: tuple[str, ...] = ()
+    """Last lines of rank 0, from targets whose run directory is not accessible."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetNode:
+    """A machine of a target."""
+
+    name: str
+    state: str
+    """idle, allocated, mixed, down, drained, unreachable, ..."""
+    partition: str = ""
+    devices: str = ""
+    reason: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """Result of one check of `doctor`."""
+
+    level: Literal["ok", "warning", "error"]
+    check: str
+    detail: str
+    remedy: str = ""
+    host: str = ""
+    """The machine; empty = here."""
+
+
+class LaunchTarget(Protocol):
+    """Launch target; construction is cheap and needs no network."""
+
+    name: str
+
+    def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
+        """Render the launch without side effects; reject what the target does not support."""
+        ...
+
+    def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
+        """Submit the launch; a target without a queue runs it to its end, unless `detach`.
+
+        Returns:
+            The ids by stage, and the exit code of `lt launch run` (0 if the target runs it independently).
+        """
+        ...
+
+    def status(self, launch: Launch) -> tuple[StageStatus, ...]:
+        """Return the status of each stage in pipeline order; the launch directory has precedence."""
+        ...
+
+    def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
+        """Yield lines of one rank's output; with `follow` until the stage has ended."""
+        ...
+
+    def cancel(self, launch: Launch) -> Iterable[str]:
+        """Stop every stage, training within its grace period; return sentences on the actions."""
+        ...
+
+    def list(self, profile: Profile) -> Iterable[StageStatus]:
+        """Return this user's jobs on the target, including those without a launch directory here."""
+        ...
+
+    def nodes(self, profile: Profile) -> Iterable[TargetNode]:
+        """Return the machines and their states."""
+        ...
+
+    def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
+        """Check the target, and the requirements of the pipeline if given."""
+        ...
+
+
+def get_target(name: str) -> LaunchTarget:
+    """Import and return the target with that name.
+
+    Raises:
+        LaunchError: there is no such target.
+    """
+    if name not in TARGETS:
+        raise LaunchError(f"--on {name}: no such target; the targets are {', '.join(TARGETS)}")
+    module, _, function = TARGETS[name].factory.partition(":")
+    return getattr(importlib.import_module(module), function)()

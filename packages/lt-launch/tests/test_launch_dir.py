@@ -1,0 +1,153 @@
+"""What is kept of a launch: the working folder's state as a patch that applies, and never a secret."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lt_launch.errors import LaunchError
+from lt_launch.job import Job, Pipeline
+from lt_launch.launch_dir import (
+    acquire_lock,
+    create,
+    find_launch_dir,
+    git_state,
+    list_launch_dirs,
+    load_launch,
+    lock_owner,
+    save_job_ids,
+)
+from lt_launch.profile import Profile
+from lt_launch.spec import stage_spec
+from lt_launch.target import RenderedLaunch
+
+
+def git(folder: Path, *arguments: str) -> str:
+    identity = ["-c", "user.name=t", "-c", "user.email=t@example.com", "-c", "init.defaultBranch=main"]
+    done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    folder.mkdir()
+    git(folder, "init", "-q")
+    (folder / "train.py").write_text("one\ntwo\n")
+    (folder / ".gitignore").write_text("ignored\n")
+    git(folder, "add", ".")
+    git(folder, "commit", "-q", "-m", "x")
+    return folder
+
+
+@pytest.mark.guarantee("no-secrets")
+def test_the_patch_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path) -> None:
+    (repository / "train.py").write_text("one\nchanged\n")
+    (repository / "new file.py").write_text("new\n")
+    (repository / "ä.bin").write_bytes(bytes(range(256)))
+    (repository / "ignored").write_text("x")
+    (repository / ".env").write_text("KEY=hush-hush")
+    (repository / "my_credentials.json").write_text("hush-hush")
+    (repository / "big").write_bytes(b"x" * (2 << 20))
+    state, patch = git_state(repository)
+    assert state["commit"] == git(repository, "rev-parse", "HEAD")
+    assert (state["branch"], state["changed"]) == ("main", ["train.py"])
+    assert sorted(state["untracked"]) == [".env", "big", "my_credentials.json", "new file.py", "ä.bin"]
+    assert sorted(state["untracked_excluded"]) == [".env", "big", "my_credentials.json"]
+    assert "hush" not in patch
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    (tmp_path / "patch").write_text(patch, encoding="utf-8", errors="surrogateescape")
+    git(clone, "apply", str(tmp_path / "patch"))
+    for name in ("train.py", "new file.py", "ä.bin"):
+        assert (clone / name).read_bytes() == (repository / name).read_bytes()
+
+
+@pytest.mark.guarantee("no-secrets")
+def test_changes_of_private_files_that_git_knows_are_not_kept_either(repository: Path) -> None:
+    """Committed once, or on the way to it: what a person puts into .env today is no less a secret."""
+    (repository / ".env").write_text("KEY=\n")
+    (repository / ".envrc").write_text("export KEY=\n")
+    (repository / "old.pem").write_text("hush-hush\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "x")
+    (repository / ".env").write_text("KEY=hush-hush\n")
+    (repository / ".envrc").write_text("export KEY=hush-hush\n")
+    (repository / "my_credentials.json").write_text("hush-hush\n")
+    git(repository, "add", "my_credentials.json")
+    (repository / "old.pem").unlink()
+    (repository / "train.py").write_text("one\nchanged\n")
+    state, patch = git_state(repository)
+    assert state["changed_excluded"] == [".env", ".envrc", "my_credentials.json", "old.pem"]
+    assert "-two\n+changed\n" in patch
+    assert "hush" not in patch
+    assert not state["untracked_excluded"]
+
+
+def test_the_patch_is_of_the_whole_repository_from_any_folder_of_it(repository: Path, tmp_path: Path) -> None:
+    """And it applies, whatever the person has set for looking at differences."""
+    (repository / "deep").mkdir()
+    (repository / "deep" / "old.py").write_text("old\n")
+    git(repository, "add", ".")
+    git(repository, "commit", "-q", "-m", "x")
+    clone = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", str(repository), str(clone))
+    for name, value in {"diff.noprefix": "true", "color.ui": "always", "diff.external": "/bin/false"}.items():
+        git(repository, "config", name, value)
+    wanted = {"train.py": "one\n", "deep/old.py": "changed\n", "deep/new.py": "new\n", "top.py": "top\n"}
+    for name, text in wanted.items():
+        (repository / name).write_text(text)
+    state, patch = git_state(repository / "deep")
+    assert (state["changed"], state["untracked"]) == (["deep/old.py", "train.py"], ["deep/new.py", "top.py"])
+    (tmp_path / "patch").write_text(patch)
+    git(clone, "apply", str(tmp_path / "patch"))
+    assert {name: (clone / name).read_text() for name in wanted} == wanted
+
+
+def test_without_a_repository_there_is_nothing_to_keep(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == ({}, "")
+
+
+@pytest.fixture
+def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    pipeline = Pipeline.from_job(Job(name="x", argv=("true",)))
+
+    def make(pipeline: Pipeline = pipeline):
+        specs = {stage.name: stage_spec(stage, pipeline, Profile()) for stage in pipeline.stages}
+        return create(pipeline, Profile(), "local", RenderedLaunch(files={"a/b.sh": "text"}), specs)
+
+    return make
+
+
+def test_a_launch_is_found_by_folder_and_by_name_and_reads_back(made, tmp_path: Path) -> None:
+    launch = made()
+    assert launch.directory == tmp_path / "runs" / "x" / "launch"
+    assert (launch.directory / "rendered" / "a" / "b.sh").read_text() == "text"
+    save_job_ids(launch, {"x": "42"})
+    for name in ("runs/x", "runs/x/launch", "x", tmp_path / "runs/x"):
+        found = load_launch(name)
+        assert (found.pipeline, found.job_ids, found.target) == (launch.pipeline, {"x": "42"}, "local")
+    made()
+    assert list_launch_dirs() == [launch.directory]
+    with pytest.raises(LaunchError, match="no launch here"):
+        find_launch_dir("y")
+
+
+def test_a_launch_is_held_by_one_process(made) -> None:
+    launch = made()
+    assert lock_owner(launch.directory) == ""
+    with acquire_lock(launch):
+        assert lock_owner(launch.directory).startswith("process ")
+        with pytest.raises(LaunchError, match="is being launched by process"), acquire_lock(launch):
+            pass
+        with pytest.raises(LaunchError, match="is being launched by process"):
+            made()
+    assert lock_owner(launch.directory) == ""
+
+
+def test_damage_is_named(made) -> None:
+    launch = made()
+    (launch.directory / "launch.json").write_text("{")
+    with pytest.raises(LaunchError, match=r"launch\.json is damaged"):
+        load_launch("runs/x")

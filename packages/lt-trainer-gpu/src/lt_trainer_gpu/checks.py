@@ -1,0 +1,136 @@
+"""Recipe checks before torch is loaded: layouts that do not fit the model, contradictory options.
+
+Torch-free; the caller that has loaded torch passes its version to `check_compile_version`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from lt_trainer.errors import RecipeError
+from lt_trainer_gpu.options import GpuOptions
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+    from lt_trainer.config import MetricsOptions, Recipe
+
+UNSUPPORTED_AXES = {
+    "pp": "pipeline parallelism is not supported: FSDP with tensor parallelism trains models of 70B parameters",
+    "cp": "context parallelism is not supported: a row's positions stay on one tensor-parallel group",
+}
+
+COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
+"""Torch versions (major, minor) whose compiled blocks passed the parity tests."""
+
+COMPILE_TP_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
+"""Torch versions (major, minor) whose compiled blocks passed the parity tests under tensor parallelism."""
+
+
+def check_parallelism(recipe: Recipe, world_size: int) -> None:
+    """Reject degrees of parallelism that are not implemented or do not divide the model's shape.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    parallel, model, options = recipe.parallel, recipe.model, recipe.engine["gpu"]
+    for axis, problem in UNSUPPORTED_AXES.items():
+        if getattr(parallel, axis) != 1:
+            raise RecipeError(
+                problem, values={f"parallel.{axis}": getattr(parallel, axis)}, remedy=f"set parallel.{axis} to 1"
+            )
+    for name, problem in (
+        ("n_kv_heads", "each rank needs whole key and value heads"),
+        ("n_heads", "each rank needs whole attention heads"),
+        ("intermediate_size", "each rank needs an equal part of the feed-forward layer"),
+    ):
+        if getattr(model, name) % parallel.tp:
+            fits = math.gcd(model.n_kv_heads, model.n_heads, model.intermediate_size)
+            raise RecipeError(
+                f"{problem}, and parallel.tp does not divide model.{name}",
+                values={"parallel.tp": parallel.tp, f"model.{name}": getattr(model, name)},
+                remedy=f"set parallel.tp to a divisor of {fits}, and use more data-parallel ranks instead",
+            )
+    min_seq_len = recipe.data.row_lengths[-1]
+    if parallel.sequence_parallel and min_seq_len % parallel.tp:
+        name, known = ("min_seq_len", "") if min_seq_len < recipe.data.seq_len else ("seq_len", " (SEQ_LEN)")
+        raise RecipeError(
+            "sequence parallelism splits the positions evenly over tensor-parallel ranks",
+            values={f"data.{name}": min_seq_len, "parallel.tp": parallel.tp},
+            remedy=f"set data.{name}{known} to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
+        )
+    if parallel.data_parallel_size(world_size) == 1:
+        _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
+        _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
+
+
+def _check_has_effect(options: GpuOptions, reason: str, name: str) -> None:
+    value = getattr(options, name)
+    if value != getattr(GpuOptions, name):
+        raise RecipeError(
+            f"has no effect: {reason}",
+            values={f"engine.gpu.{name}": value},
+            remedy=f"leave engine.gpu.{name} out, or start more ranks",
+        )
+
+
+def check_vocab_size(config: LlamaConfig, tp: int) -> None:
+    """Reject a vocabulary smaller than the tensor-parallel group.
+
+    Any other is split into shards that differ by at most one row; `pad_vocab_to_multiple_of` makes odd sizes fast.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if config.vocab_size < tp:
+        raise RecipeError(
+            f"each tensor-parallel rank needs a row of the vocabulary, which has {config.vocab_size}",
+            values={"parallel.tp": tp},
+            remedy=f"set parallel.tp to at most {config.vocab_size}",
+        )
+
+
+def check_compile_version(options: GpuOptions, tp: int, torch_version: str) -> None:
+    """Reject `compile` with a torch version that has not passed the parity tests at this `tp`.
+
+    Some versions silently train compiled models wrongly.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    passed = COMPILE_TORCH_VERSIONS if tp == 1 else COMPILE_TP_TORCH_VERSIONS
+    if options.compile and parse_torch_version(torch_version) not in passed:
+        raise RecipeError(
+            f"compiled blocks have not passed the parity tests with torch {torch_version}"
+            + (" under tensor parallelism" if tp > 1 else ""),
+            values={"engine.gpu.compile": True, "parallel.tp": tp},
+            remedy=f"set engine.gpu.compile to false, or install torch {' or '.join(f'{a}.{b}' for a, b in passed)}",
+        )
+
+
+def parse_torch_version(torch_version: str) -> tuple[int, int]:
+    """Return major and minor of a version such as "2.11.0+cu130"."""
+    major, minor = torch_version.split(".")[:2]
+    return int(major), int(minor)
+
+
+def check_memory_history(options: MetricsOptions, device: str) -> None:
+    """Reject memory snapshots on a device for which torch records no memory history.
+
+    Args:
+        options: the recipe's metrics options.
+        device: "cuda", "cpu", or "auto", which is resolved only when the device is selected.
+
+    Raises:
+        RecipeError: the device is a CPU.
+    """
+    if device != "cpu" or not (options.memory_snapshot_step or options.memory_snapshot_on_oom):
+        return
+    raise RecipeError(
+        "torch records a history of CUDA memory only, and this run computes on a CPU",
+        values={
+            "metrics.memory_snapshot_step": options.memory_snapshot_step,
+            "metrics.memory_snapshot_on_oom": options.memory_snapshot_on_oom,
+        },
+        remedy="leave them out; metrics.monitor_interval_s samples the memory of processes",
+    )

@@ -1,0 +1,112 @@
+"""Profiler traces and CUDA memory snapshots of selected steps of one rank.
+
+The loop calls `on_step_begin` before each step; windows open and close there. A trace is written to
+`<run>/profile/steps-00000011-00000013-rank00000.json.gz` and opens in https://ui.perfetto.dev or chrome://tracing; a
+memory snapshot is written to `<run>/memory/` and opens in https://docs.pytorch.org/memory_viz. Both are written to a
+temporary name and renamed. A window that a stop signal interrupts writes no file.
+
+Cost: none outside the windows. Inside one, the profiler records every operation (tens of percent on a CPU) and closing
+it synchronizes. The memory history is recorded from the start of the run to its step: a few percent of host time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from lt_trainer.config import MetricsOptions
+from lt_trainer_gpu.checks import check_memory_history
+
+MEMORY_HISTORY_ENTRIES = 200_000
+"""Allocations and frees that a memory history holds; older ones are dropped."""
+
+
+class StepProfiler:
+    """Profiler and memory history of one rank.
+
+    Args:
+        options: the recipe's metrics options.
+        run_dir: the run directory.
+        rank: this rank.
+        device: the compute device.
+
+    Raises:
+        RecipeError: a memory snapshot is requested without a CUDA device.
+    """
+
+    def __init__(self, options: MetricsOptions, *, run_dir: Path, rank: int, device: torch.device) -> None:
+        self._options, self._run_dir, self._rank = options, run_dir, rank
+        self._on_gpu = device.type == "cuda"
+        self._profiler: torch.profiler.profile | None = None
+        self._n_profiled_steps = 0
+        self._start_step = options.profile_start_step
+        self._profile_pending = bool(options.profile_steps) and rank in options.profile_ranks
+        self._snapshot_step, self._snapshot_on_oom = options.memory_snapshot_step, options.memory_snapshot_on_oom
+        check_memory_history(options, device.type)
+        if self._snapshot_step or self._snapshot_on_oom:
+            torch.cuda.memory._record_memory_history(max_entries=MEMORY_HISTORY_ENTRIES, stacks="python")
+
+    def on_step_begin(self, step: int) -> list[Path]:
+        """Open and close windows before step `step`, counted from 1.
+
+        Returns:
+            The files written.
+        """
+        done = []
+        if self._profiler is not None:
+            self._n_profiled_steps += 1
+            self._profiler.step()
+            if self._n_profiled_steps >= self._options.profile_steps:
+                done += self._stop()
+        if self._profile_pending and step == self._start_step:
+            self._start()
+        if self._snapshot_step and step == self._snapshot_step + 1:
+            done.append(self._dump_memory_snapshot(f"step-{self._snapshot_step:08}"))
+            self._snapshot_step = 0
+            if not self._snapshot_on_oom:
+                torch.cuda.memory._record_memory_history(enabled=None)
+        return done
+
+    @contextmanager
+    def memory_snapshot_on_oom(self) -> Iterator[None]:
+        """Write a memory snapshot if the device runs out of memory in the context; then re-raise."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            if self._snapshot_on_oom:
+                self._dump_memory_snapshot("out-of-memory")
+            raise
+
+    def _start(self) -> None:
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._on_gpu:
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._n_profiled_steps = 0
+        # There is one cycle and its events are kept anyway; acc_events silences torch 2.11's warning of losing them.
+        self._profiler = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+
+    def _stop(self) -> list[Path]:
+        profiler, self._profiler, self._profile_pending = self._profiler, None, False
+        assert profiler is not None
+        profiler.stop()
+        last_step = self._start_step + self._n_profiled_steps - 1
+        name = f"steps-{self._start_step:08}-{last_step:08}-rank{self._rank:05}.json.gz"
+        return [_write_atomic(self._run_dir / "profile" / name, profiler.export_chrome_trace)]
+
+    def _dump_memory_snapshot(self, when: str) -> Path:
+        path = self._run_dir / "memory" / f"{when}-rank{self._rank:05}.pickle"
+        return _write_atomic(path, torch.cuda.memory._dump_snapshot)
+
+
+def _write_atomic(path: Path, write: Callable[[str], object]) -> Path:
+    """Write a file under a hidden temporary name, then rename it to `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
+    write(str(temporary))
+    os.replace(temporary, path)
+    return path

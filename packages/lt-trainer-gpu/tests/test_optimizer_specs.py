@@ -1,0 +1,226 @@
+"""Other optimizers than AdamW: registered here, trained, saved, resumed and planned without a line elsewhere.
+
+Lion has one slot of its weights' shape; the other toy a second moment per row, which is not of its weight's shape.
+"""
+
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lt_ckpt import Checkpoint, OptimizerRecord
+from lt_model import LlamaConfig, n_parameters
+from lt_trainer.config import OptimizerOptions, load
+from lt_trainer.engine import StepBatch, World
+from lt_trainer.errors import RecipeError
+from lt_trainer.optimizers import OPTIMIZERS, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
+from lt_trainer.planning import layout_from_recipe, plan_memory
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import StateSlice, assemble, assert_near
+from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.spec import SPEC
+
+ROWS, SEQ_LEN, VOCAB = 8, 16, 61
+MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
+CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+
+
+def lion_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
+    """Return Lion's step (arXiv:2302.06675)."""
+
+    def update(
+        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        momentum = slots["momentum"].to(weight.dtype)
+        change = (momentum + (gradient - momentum) * (1 - options.beta1)).sign()
+        if param.decay:
+            change = change + options.weight_decay * weight
+        return weight - lr * change, {"momentum": momentum + (gradient - momentum) * (1 - options.beta2)}
+
+    return update
+
+
+def row_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
+    """Return a step by the mean square of each row of a matrix, and of each element of a vector."""
+
+    def update(
+        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        assert param.specs[0].shape[1:] == weight.shape[1:], "whole rows"
+        square = gradient.square()
+        square = square.mean(1, keepdim=True) if weight.ndim > 1 else square
+        second = slots["row_square"] + (square - slots["row_square"]) * (1 - options.beta2)
+        corrected = second / -(step.to(weight.dtype) * math.log(options.beta2)).expm1()
+        return weight - lr * gradient / (corrected.sqrt() + options.eps), {"row_square": second}
+
+    return update
+
+
+LION = OptimizerSpec(
+    name="lion",
+    slots=(StateSlot(name="momentum", dtype=lambda options: "bfloat16"),),
+    options=frozenset({"beta1", "beta2"}),
+    make_update=lion_update,
+)
+BY_ROW = OptimizerSpec(
+    name="by_row",
+    slots=(StateSlot(name="row_square", shape=lambda shape: (shape[0], *(1 for _ in shape[1:]))),),
+    options=frozenset({"beta2", "eps"}),
+    make_update=row_update,
+)
+
+
+def register() -> None:
+    OPTIMIZERS.update({spec.name: spec for spec in (LION, BY_ROW)})
+
+
+@pytest.fixture(autouse=True)
+def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for spec in (LION, BY_ROW):
+        monkeypatch.setitem(OPTIMIZERS, spec.name, spec)
+
+
+def open_engine(*sets: str, world: World | None = None) -> GpuEngine:
+    base = {
+        "model": MODEL,
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
+        "schedule": {"max_steps": 9, "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+    recipe = load(base=base, overrides=sets).recipe
+    world = world or World()
+    SPEC.check(recipe, world)
+    engine = SPEC.open(recipe, CONFIG, world)
+    assert isinstance(engine, GpuEngine)
+    return engine
+
+
+def global_batches(n_steps: int) -> list[StepBatch]:
+    return layouts.global_batches(n_steps, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+
+
+def bits(engine: GpuEngine) -> dict[tuple[str, str], bytes]:
+    return {(s.group, s.name): s.bytes().tobytes() for s in engine.state().shards}
+
+
+@pytest.mark.parametrize(("name", "slot"), [("lion", "momentum"), ("by_row", "row_square")])
+def test_another_optimizer_trains_and_resumes_bit_equal(name: str, slot: str, tmp_path: Path) -> None:
+    sets = (f"optimizer.name={name}", "optimizer.beta2=0.9")
+    engine = open_engine(*sets)
+    batch = layouts.rank_batch(global_batches(1)[0], engine, 1)
+    first, *_, last = engine.fetch_metrics([engine.step(batch, 2e-3) for _ in range(6)])
+    assert last.loss < first.loss - 0.1
+    path = layouts.save_checkpoint(engine, str(tmp_path), step=6)
+    checkpoint, saved = Checkpoint.open(path), bits(engine)
+    assert checkpoint.manifest.optimizer == OptimizerRecord(name=name, slots=(slot,))
+    assert checkpoint.groups == ("weights", slot)
+    assert engine.state_bytes() == sum(len(data) for data in saved.values())
+    wanted = engine.fetch_metrics([engine.step(batch, 1e-3) for _ in range(2)])
+    after = bits(engine)
+    engine.close()
+
+    resumed = open_engine("run.seed=7", *sets)
+    resumed.restore(checkpoint)
+    assert bits(resumed) == saved
+    assert resumed.fetch_metrics([resumed.step(batch, 1e-3) for _ in range(2)]) == wanted
+    assert bits(resumed) == after
+    bad = replace(batch, valid_tokens=0)
+    assert not resumed.fetch_metrics([resumed.step(bad, 1e-3)])[0].is_finite
+    assert bits(resumed) == after, "a step that is not finite changes no bit"
+    resumed.close()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused(tmp_path: Path) -> None:
+    engine = open_engine("optimizer.name=lion")
+    path = layouts.save_checkpoint(engine, str(tmp_path), step=0)
+    engine.close()
+    adamw = open_engine()
+    with pytest.raises(RecipeError) as caught:
+        adamw.restore(Checkpoint.open(path))
+    adamw.close()
+    assert str(caught.value) == (
+        f"optimizer.name = 'adamw': {path} holds the state of 'lion' (momentum), but 'adamw' needs its own "
+        "(exp_avg, exp_avg_sq); set optimizer.name to 'lion', or start a new run from its weights alone with "
+        f"model.init_from = '{path}'"
+    )
+
+
+def test_its_options_and_its_name_are_checked() -> None:
+    base = {"data": {"store": "unused"}}
+    with pytest.raises(RecipeError, match=r"optimizer\.eps = 1e-06 .*: has no effect with optimizer\.name = 'lion'"):
+        load(base=base, overrides=["optimizer.name=lion", "optimizer.eps=1e-6"])
+    with pytest.raises(RecipeError, match=r"use one of 'adamw', 'lion', 'by_row' \(did you mean 'lion'\?\)"):
+        load(base=base, overrides=["optimizer.name=lino"])
+
+
+def test_the_plan_counts_its_slots() -> None:
+    def optimizer_state(*sets: str) -> float:
+        base = {
+            "model": MODEL,
+            "data": {"store": "unused"},
+            "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
+        }
+        recipe = load(base=base, overrides=sets).recipe
+        planned = plan_memory(CONFIG, SEQ_LEN, layout_from_recipe(recipe, devices=1, nodes=1))
+        assert planned.state_bytes == planned.parts["weights"] + planned.parts["optimizer state"]
+        return planned.parts["optimizer state"]
+
+    n = n_parameters(CONFIG)
+    assert (optimizer_state(), optimizer_state("optimizer.name=lion")) == (8 * n, 2 * n)
+    matrices = 2 * (2 * 32 + 2 * 16 + 2 * 48 + 32) + 2 * VOCAB
+    assert optimizer_state("optimizer.name=by_row") == 4 * (matrices + 5 * 32)
+
+
+def saved_by(sets: tuple[str, ...], folder: str) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
+    """In a rank: two steps, a checkpoint, a third step."""
+    register()
+    engine = open_engine("optimizer.name=by_row", *sets, world=World.from_env(os.environ))
+    return layouts.train_save_train(engine, global_batches(3), folder, lambda: engine.state().shards)
+
+
+def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
+    """In a rank: the checkpoint, and the third step."""
+    register()
+    engine = open_engine("optimizer.name=by_row", "run.seed=7", *sets, world=World.from_env(os.environ))
+    return layouts.restore_and_train(engine, global_batches(3)[2], path, lambda: engine.state().shards)
+
+
+@pytest.mark.guarantee("reshard-checkpoints")
+@pytest.mark.parametrize(("n", "m"), [(2, 1), (1, 4), (2, 4)])
+def test_a_slot_of_another_shape_is_sharded_saved_and_resharded(
+    ranks: Callable[..., list[object]], tmp_path: Path, n: int, m: int
+) -> None:
+    left = ranks.run(saved_by, (), str(tmp_path), ranks=n)
+    taken = ranks.run(resumed_by, (), left[0][0], ranks=m)
+    saved, found = assemble([rank[1] for rank in left]), assemble([rank[0] for rank in taken])
+    assert saved["row_square", "lm_head.weight"].shape == (VOCAB, 1)
+    assert saved["row_square", "model.norm.weight"].shape == (32,)
+    assert saved.keys() == found.keys()
+    assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
+    assert all(np.any(tensor) for (group, _), tensor in saved.items() if group == "row_square")
+    assert_near(assemble([rank[1] for rank in taken]), assemble([rank[2] for rank in left]), 1e-9)
+    assert taken[0][2] == pytest.approx(left[0][3][2:], rel=1e-12)
+
+
+def refused_by(sets: tuple[str, ...]) -> str:
+    """In a rank: the error of a layout that shards what a slot reduces."""
+    register()
+    try:
+        open_engine("optimizer.name=by_row", *sets, world=World.from_env(os.environ)).close()
+    except RecipeError as exc:
+        torch.distributed.destroy_process_group()
+        return str(exc)
+    return ""
+
+
+def test_a_layout_that_shards_a_reduced_dimension_is_refused(ranks: Callable[..., list[object]]) -> None:
+    for text in ranks.run(refused_by, ("parallel.tp=2",), ranks=2):
+        assert "the optimizer's slot 'row_square' reduces dimension 1 of model.layers.0.self_attn.o_proj.weight" in text
+        assert "of which this layout gives a rank 16 of 32 elements; change the parallel degrees" in text

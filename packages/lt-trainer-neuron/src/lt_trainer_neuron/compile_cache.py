@@ -1,0 +1,175 @@
+"""Cache folder of the Neuron compiler: states of its entries, and removal of failed or blocked ones.
+
+    <cache>/neuronxcc-<version>/MODULE_<graph>+<flags>/
+        model.hlo_module.pb          the graph; compile_flags.json the flags
+        model.neff, model.done       compiled
+        model.log                    instead of them: compilation failed and is not retried automatically
+        model.hlo_module.pb.lock     locked (flock) by the compiling process; stale if that process was killed
+
+A run that needs a failed graph fails again from the cache, and a run that needs a graph under a stale lock waits
+forever; guides therefore advise deleting the whole cache. This module finds and removes only the blocking entries, one
+by one, and keeps the rest. An entry with a file that the compiler does not write is left alone.
+
+Compile keys (`compile_key.py`) are stored beside the entries. Cost: one directory listing per entry.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lt_trainer.errors import TrainerError
+
+__all__ = [
+    "DEFAULT_CACHE",
+    "CompileCacheEntry",
+    "CompileCacheError",
+    "cache_url",
+    "local_cache_folder",
+    "remove_entries",
+    "scan_cache",
+]
+
+DEFAULT_CACHE = "/var/tmp/neuron-compile-cache"
+"""The compiler's default, used when no flag or variable sets another."""
+
+EntryState = Literal["compiled", "failed", "compiling", "stale lock", "not compiled"]
+_MODULE = re.compile(r"MODULE_[0-9A-Za-z]+(\+[0-9A-Za-z]+)?")
+_COMPILER_FILES = re.compile(r"model\.(hlo(_module)?\.pb(\.gz)?|neff|done|log)(\.lock)?|compile_flags\.(json|txt)")
+_FAILED_NEFF_BYTES = 64
+"""Older compilers mark a failure by a few bytes of text instead of the compiled graph."""
+
+
+class CompileCacheError(TrainerError):
+    """A compile cache that is missing, not on a local disk, or contains files not written by the compiler."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileCacheEntry:
+    """Cache entry of one graph.
+
+    Attributes:
+        path: the entry's folder.
+        compiler: version of the compiler, from the parent folder.
+        state: see the module docstring.
+        n_bytes: total size of its files.
+        error_message: first line of the compiler's log if compilation failed.
+    """
+
+    path: Path
+    compiler: str
+    state: EntryState
+    n_bytes: int
+    error_message: str = ""
+
+
+def cache_url(environ: Mapping[str, str]) -> str:
+    """Return the cache's folder or URL from a rank's environment.
+
+    --cache_dir in the compiler flags takes precedence over NEURON_COMPILE_CACHE_URL.
+    """
+    flag = re.search(r"--cache_dir[= ](\S+)", environ.get("NEURON_CC_FLAGS", ""))
+    return flag[1] if flag else environ.get("NEURON_COMPILE_CACHE_URL") or DEFAULT_CACHE
+
+
+def local_cache_folder(url: str) -> Path:
+    """Return the local folder of a cache URL.
+
+    Raises:
+        CompileCacheError: the cache is in a bucket.
+    """
+    if "://" in url and not url.startswith("file://"):
+        raise CompileCacheError(
+            f"the compile cache {url} is not a local folder; inspect it with the bucket's own tools, or use "
+            "neuron_parallel_compile --command clear-locks"
+        )
+    return Path(url.removeprefix("file://"))
+
+
+def scan_cache(cache: Path) -> list[CompileCacheEntry]:
+    """Return all entries, sorted by path.
+
+    Raises:
+        CompileCacheError: the folder is missing or cannot be read.
+    """
+    try:
+        return list(_iter_entries(cache))
+    except OSError as exc:
+        raise CompileCacheError(
+            f"cannot read the compile cache {cache}: {exc.strerror}; set the folder with --cache"
+        ) from exc
+
+
+def _iter_entries(cache: Path) -> Iterator[CompileCacheEntry]:
+    for compiler in sorted(path for path in cache.iterdir() if path.name.startswith("neuronxcc-")):
+        for path in sorted(path for path in compiler.iterdir() if _MODULE.fullmatch(path.name)):
+            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+            state = _entry_state(path, sizes)
+            error_message = _first_line(path / "model.log") if state == "failed" and "model.log" in sizes else ""
+            yield CompileCacheEntry(
+                path=path,
+                compiler=compiler.name.removeprefix("neuronxcc-"),
+                state=state,
+                n_bytes=sum(sizes.values()),
+                error_message=error_message,
+            )
+
+
+def _entry_state(path: Path, sizes: Mapping[str, int]) -> EntryState:
+    if "model.done" in sizes or sizes.get("model.neff", 0) > _FAILED_NEFF_BYTES:
+        return "compiled"
+    locks = [name for name in sizes if name.endswith(".lock")]
+    if any(_is_locked(path / name) for name in locks):
+        return "compiling"
+    if "model.log" in sizes or "model.neff" in sizes:
+        return "failed"
+    return "stale lock" if locks else "not compiled"
+
+
+def _is_locked(lock: Path) -> bool:
+    """Return True if a process holds the lock file."""
+    descriptor = os.open(lock, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _first_line(log: Path) -> str:
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        return lines.readline().strip()[:400]
+
+
+def remove_entries(entries: Iterable[CompileCacheEntry]) -> list[CompileCacheEntry]:
+    """Remove entries from the cache; the compiler recompiles them when they are needed.
+
+    Returns:
+        The removed entries.
+
+    Raises:
+        CompileCacheError: an entry is being compiled or has a file that the compiler does not write; nothing is
+            removed.
+    """
+    entries = list(entries)
+    for entry in entries:
+        if _entry_state(entry.path, {file.name: file.stat().st_size for file in entry.path.iterdir()}) == "compiling":
+            raise CompileCacheError(f"{entry.path} is being compiled by another process; wait for it, or stop it")
+        unknown = [
+            file.name for file in entry.path.iterdir() if file.is_dir() or not _COMPILER_FILES.fullmatch(file.name)
+        ]
+        if unknown:
+            raise CompileCacheError(
+                f"{entry.path} has {', '.join(sorted(unknown))}, which the compiler did not write; remove it by hand"
+            )
+    for entry in entries:
+        shutil.rmtree(entry.path)
+    return entries

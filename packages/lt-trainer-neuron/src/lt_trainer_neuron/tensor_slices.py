@@ -1,0 +1,133 @@
+"""Slices of model tensors in a rank's tensors. Pure arithmetic over `lt_ckpt.nxd.layout`.
+
+A rank holds tensors under NxD's keys; each consists of slices of model tensors, concatenated along the rows. Some
+slices are replicated: norms on all tensor-parallel ranks, a replicated key/value head on the ranks that use it, a tied
+head on the last stage besides the embedding on the first. ZeRO-1 further splits a rank's tensor along its rows, so a
+rank's optimizer holds the part of each slice in its rows.
+
+Cost: one small object per tensor and rank of the whole run (256 ranks of a 70B model: about 20 thousand).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lt_ckpt.llama_tensors import EMBED, HEAD
+from lt_ckpt.nxd.layout import nxd_layout
+
+if TYPE_CHECKING:
+    from lt_ckpt.nxd.options import NxdOptions
+    from lt_model import LlamaConfig
+    from lt_trainer_neuron.grid import Grid
+
+__all__ = [
+    "EMBED",
+    "HEAD",
+    "RankCoordinates",
+    "TensorSlice",
+    "build_tensor_slices",
+    "intersect_rows",
+    "replicated_kv_heads",
+]
+
+RankCoordinates = tuple[int, int]
+"""(pp_rank, tp_rank)"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSlice:
+    """Slice of a model tensor placed in a rank's tensor.
+
+    Attributes:
+        name: model tensor (the embedding, for a tied head).
+        offset: start of the slice in the model tensor.
+        shape: shape of the slice.
+        start_row: first row of the slice in the rank's tensor.
+        replicas: coordinates of all ranks with the same slice, by stage and tensor-parallel rank.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start_row: int
+    replicas: tuple[RankCoordinates, ...]
+
+    def replica_index(self, grid: Grid) -> int:
+        """Return the index of the rank in `replicas`."""
+        return self.replicas.index((grid.pp_rank, grid.tp_rank))
+
+
+def build_tensor_slices(config: LlamaConfig, nxd_options: NxdOptions, grid: Grid) -> dict[str, tuple[TensorSlice, ...]]:
+    """Return the slices of a rank's tensors by NxD's key, in row order.
+
+    The keys are in the order of the rank's file. With one stage, a tied head is the same tensor as the embedding; its
+    key is included, with the same slice.
+
+    Raises:
+        CheckpointError: the model cannot be sharded with these options.
+    """
+    layout = nxd_layout(config, nxd_options)
+    tied = config.tie_word_embeddings
+    coordinates_by_file: list[RankCoordinates] = [
+        (stage, rank) for stage in range(nxd_options.pp) for rank in range(nxd_options.tp)
+    ]
+    replicas: dict[tuple[str, tuple[int, ...], tuple[int, ...]], list[RankCoordinates]] = {}
+    slices_by_key: dict[str, list[TensorSlice]] = {}
+    for coordinates, file in zip(coordinates_by_file, layout.files, strict=True):
+        for tensor in file.tensors:
+            for region in tensor.regions:
+                name = EMBED if tied and region.name == HEAD else region.name
+                holders = replicas.setdefault((name, region.offset, region.shape), [])
+                if coordinates not in holders:
+                    holders.append(coordinates)
+                if coordinates == (grid.pp_rank, grid.tp_rank):
+                    local_slice = TensorSlice(
+                        name=name,
+                        offset=region.offset,
+                        shape=region.shape,
+                        start_row=region.stored_offset[0],
+                        replicas=(),
+                    )
+                    slices_by_key.setdefault(tensor.key, []).append(local_slice)
+    return {
+        key: tuple(
+            replace(tensor_slice, replicas=tuple(replicas[tensor_slice.name, tensor_slice.offset, tensor_slice.shape]))
+            for tensor_slice in slices
+        )
+        for key, slices in slices_by_key.items()
+    }
+
+
+def intersect_rows(tensor_slice: TensorSlice, start_row: int, n_rows: int) -> TensorSlice | None:
+    """Return the part of a slice within a range of rows of the rank's tensor.
+
+    Args:
+        tensor_slice: slice to intersect.
+        start_row: first row of the range.
+        n_rows: number of rows of the range.
+
+    Returns:
+        The part of the slice, with `start_row` relative to the range; None if they do not overlap.
+    """
+    begin, end = (
+        max(start_row, tensor_slice.start_row),
+        min(start_row + n_rows, tensor_slice.start_row + tensor_slice.shape[0]),
+    )
+    if begin >= end:
+        return None
+    offset = (tensor_slice.offset[0] + begin - tensor_slice.start_row, *tensor_slice.offset[1:])
+    return replace(
+        tensor_slice, offset=offset, shape=(end - begin, *tensor_slice.shape[1:]), start_row=begin - start_row
+    )
+
+
+def replicated_kv_heads(nxd_options: NxdOptions, n_kv_heads: int) -> list[list[int]]:
+    """Return, by key/value head, the tensor-parallel ranks that hold it.
+
+    Empty if heads are not replicated.
+    """
+    if nxd_options.kv_size_multiplier == 1:
+        return []
+    assert nxd_options.head_order == "trn1"
+    return [list(range(head, nxd_options.tp, n_kv_heads)) for head in range(n_kv_heads)]

@@ -1,0 +1,392 @@
+"""Mirror of a run's checkpoints in S3, as seen by the ranks of the run.
+
+    download_latest  at the start, on all ranks: download the bucket's newest checkpoint if it is newer than the local
+    start            start the upload thread of rank 0 (`lt_ckpt.Mirror`)
+    log_progress     at each step boundary: log what the thread has done
+    finish           at the end, on all ranks: wait for pending uploads, report what is missing
+
+Training does not depend on the bucket: while it is unreachable the run continues with a warning, and uploads are
+retried with increasing delays. There are two exceptions. A run without a local checkpoint must know whether the bucket
+has one, or it would start again from nothing: it ends if the bucket is unreachable. And a completed run must have its
+last checkpoint in the bucket: otherwise it ends with 75, so that a rerun uploads it, or with 64 if that needs user
+action.
+
+Only rank 0 accesses the bucket. The other ranks wait in short collectives, so that neither collectives nor watchdogs
+time out; a stop signal to any rank ends the wait.
+
+On a stop, the mirror has three quarters of `fault_tolerance.grace_period_s`, counted from the signal. At the end it has
+unlimited time while bytes are uploaded, and `fault_tolerance.grace_period_s` while none are.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from lt_ckpt import CheckpointError, Mirror
+from lt_ckpt.folders import COMMIT, random_id
+from lt_ckpt.s3.client import S3Folder, UnreachableError
+from lt_ckpt.s3.download import download_latest, list_remote_steps
+from lt_ckpt.s3.mirror import MirrorProblem
+from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
+from lt_ckpt.s3.upload import UploadReport, check_upload_access
+from lt_ckpt.summary import format_bytes
+from lt_trainer.checkpointing.mirror_identity import resolve_mirror_name
+from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
+from lt_trainer.errors import MirrorError, RecipeError
+from lt_trainer.resilience import run_with_keepalive
+from lt_trainer.run_directory import read_mirror_name
+
+if TYPE_CHECKING:
+    from lt_ckpt import Checkpoint, CheckpointManifest
+    from lt_trainer.config import Recipe
+    from lt_trainer.engine import Engine
+    from lt_trainer.observability import NullLogger, Rank0Logger
+    from lt_trainer.resilience import StopSignals
+    from lt_trainer.run_directory import RunDir
+
+POLL_INTERVAL_S = 0.2
+"""Interval of synchronizations while rank 0 waits for bytes."""
+PROGRESS_LOG_INTERVAL_S = 30.0
+"""Interval of log messages during a long download."""
+ERROR_EXIT_TIMEOUT_S = 10.0
+"""Time for an upload after an error that ends the run."""
+
+
+class StopRequested(Exception):
+    """Stop signal `number` received while waiting for the bucket."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+class _DownloadCancelledError(Exception):
+    """Stop signal received, raised in the download thread."""
+
+
+class RunMirror:
+    """Mirror of one run on one rank; a context around training. No-op without `checkpoint.mirror_url`.
+
+    Args:
+        recipe: Recipe.
+        values: Recipe as nested tables.
+        run_dir: Run directory, on rank 0.
+        engine: Engine, for its control collectives.
+        logger: Logger.
+        stop: Stop signals of this process.
+        heartbeat: Watchdog heartbeat of the main thread.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        *,
+        values: Mapping[str, Any],
+        run_dir: RunDir | None,
+        engine: Engine,
+        logger: Rank0Logger | NullLogger,
+        stop: StopSignals,
+        heartbeat: Callable[[], None],
+    ) -> None:
+        self._options, self._fault_tolerance, self._values = recipe.checkpoint, recipe.fault_tolerance, values
+        self._run_dir, self._control, self._is_rank0 = run_dir, engine.control, engine.topology.rank == 0
+        self._logger, self._stop, self._heartbeat = logger, stop, heartbeat
+        self._url = recipe.checkpoint.mirror_url
+        self._root: S3Folder | None = None
+        self._mirror: Mirror | None = None
+        self._owner: Owner | None = None
+        self._is_owner = False
+        self._damaged: list[str] = []
+        self._reports: deque[MirrorProblem | UploadReport] = deque()
+        self._last_progress, self._progress_time, self._stopped_at = -1, 0.0, 0.0
+        self._stop_signal = 0
+        """Stop signal of any rank, synchronized while waiting."""
+        self._download_progress, self._last_progress_log = (0, 0), time.monotonic()
+
+    def download_latest(self, local: Checkpoint | None) -> Path | None:
+        """Download the bucket's newest valid checkpoint if it is newer than `local`; on all ranks.
+
+        Returns:
+            Its folder in the run directory; None if there is none, or no mirror.
+
+        Raises:
+            MirrorError: the bucket belongs to another run; or cannot be used, and there is no local checkpoint.
+            RecipeError: the bucket has a checkpoint, but checkpoint.resume is false.
+            StopRequested: a stop signal was received.
+        """
+        if not self._url:
+            return None
+        step = -1 if local is None else local.step
+        result = json.loads(
+            run_with_keepalive(
+                self._control, self._is_rank0, lambda: self._download_latest(step), self._on_poll, POLL_INTERVAL_S
+            )
+        )
+        if self._stop_signal and result.get("stopped"):
+            raise StopRequested(self._stop_signal)
+        self._log_download(result)
+        return Path(result["path"]) if result["path"] else None
+
+    def _download_latest(self, step: int) -> str:
+        """Download in a thread of rank 0; return the result as JSON."""
+        assert self._run_dir is not None
+        out = self._run_dir.path
+        self._root = S3Folder(self._url)
+        result: dict[str, Any] = {"path": "", "rejected": [], "problem": ""}
+        try:
+            check_upload_access(self._root)
+            name = resolve_mirror_name(self._root, out, self._values)
+            self._set_owner(name)
+            assert self._owner is not None
+            ensure_owner(self._root, self._owner, allow_takeover=True)
+            self._is_owner = True
+            report, rejected = download_latest(
+                self._root,
+                self._run_dir.checkpoints,
+                after_step=step,
+                validate_manifest=self._check_resume_allowed,
+                progress=self._progress,
+                check_stop=self._raise_if_stopped,
+            )
+            self._damaged = [item.url.rpartition("/")[2] for item in rejected if item.damaged]
+            result["rejected"] = [f"{item.url} is not used: {item.reason}" for item in rejected]
+            if report is not None:
+                result |= {
+                    "path": str(report.path),
+                    "url": report.url,
+                    "bytes": report.n_bytes,
+                    "seconds": report.seconds,
+                }
+        except _DownloadCancelledError:
+            result["stopped"] = True
+        except NotOwnerError as exc:
+            raise MirrorError(f"checkpoint.mirror_url = {self._url!r}: {exc}") from exc
+        except CheckpointError as exc:
+            if step < 0:
+                raise MirrorError(
+                    f"checkpoint.mirror_url = {self._url!r}: {exc}. There is no checkpoint in {out}, and the mirror "
+                    "may have one; rerun when it is available, or remove checkpoint.mirror_url to start from nothing",
+                    retryable=isinstance(exc, UnreachableError),
+                ) from exc
+            result["problem"] = str(exc)
+        return json.dumps(result)
+
+    def _set_owner(self, name: str) -> None:
+        assert self._run_dir is not None
+        if name != read_mirror_name(self._run_dir.path):
+            self._run_dir.write_mirror_name(name)
+        self._owner = Owner(run=name, holder=random_id())
+
+    def _check_resume_allowed(self, manifest: CheckpointManifest) -> None:
+        if not self._options.resume:
+            raise RecipeError(
+                f"{self._url} already has checkpoints (newest: step {manifest.step})",
+                values={"checkpoint.resume": False, "checkpoint.mirror_url": self._url},
+                remedy="set checkpoint.mirror_url to a new folder for a new run, or remove checkpoint.resume",
+            )
+
+    def _progress(self, done: int, total: int, unit: str) -> None:
+        self._download_progress = (done, total)
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop_signal:
+            raise _DownloadCancelledError
+
+    def _on_poll(self) -> None:
+        """Synchronize stop signals and log progress, on all ranks, while rank 0 downloads."""
+        self._stop_signal = self._stop_signal or self._control.all_reduce_max(self._stop.received)
+        done, total = self._download_progress
+        if total and time.monotonic() - self._last_progress_log > PROGRESS_LOG_INTERVAL_S:
+            self._last_progress_log = time.monotonic()
+            self._logger.log_message(
+                f"downloading a checkpoint from {self._url}: {format_bytes(done)} of {format_bytes(total)}"
+            )
+
+    def _log_download(self, result: Mapping[str, Any]) -> None:
+        for text in result.get("rejected", ()):
+            self._logger.log_event("mirror_problem", message=text)
+            self._logger.log_message(f"warning: {text}")
+        if result.get("problem"):
+            self._logger.log_event("mirror_problem", message=result["problem"])
+            self._logger.log_message(
+                f"warning: the mirror cannot be used: {result['problem']}; the run continues with local checkpoints, "
+                "and the mirror is retried"
+            )
+        if result["path"]:
+            n_bytes, seconds = result["bytes"], result["seconds"]
+            self._logger.log_event(
+                "mirror_downloaded", url=result["url"], path=result["path"], bytes=n_bytes, seconds=seconds
+            )
+            self._logger.log_message(
+                f"downloaded {result['url']} to {result['path']}: {_format_rate(n_bytes, seconds)}, verified"
+            )
+
+    def start(self) -> None:
+        """Start uploading committed checkpoints (rank 0)."""
+        if not self._url or not self._is_rank0:
+            return
+        assert self._run_dir is not None
+        if self._owner is None:  # the bucket was unreachable: the mirror checks it before uploading
+            self._set_owner(read_mirror_name(self._run_dir.path) or random_id())
+        assert self._root is not None
+        self._mirror = Mirror(
+            self._run_dir.checkpoints,
+            self._root,
+            owner=self._owner,
+            already_claimed=self._is_owner,
+            keep_last=self._options.mirror_keep_last,
+            keep_every=self._options.mirror_keep_every,
+            overwrite=True,  # a remote checkpoint of this run and the same step is older
+            force_upload=self._damaged,
+            on_event=self._reports.append,
+        )
+
+    def notify(self, path: Path) -> None:
+        """Queue a committed checkpoint."""
+        if self._mirror is not None:
+            self._mirror.notify(path)
+
+    def protected(self) -> AbstractContextManager[Collection[Path]]:
+        """Context with the checkpoints that retention must not delete while it is open."""
+        return nullcontext(()) if self._mirror is None else self._mirror.pause_uploads()
+
+    def log_progress(self) -> None:
+        """Log uploads and problems since the last call; called by the main thread."""
+        while self._reports:
+            item = self._reports.popleft()
+            if isinstance(item, UploadReport):
+                name = item.url.rpartition("/")[2]
+                self._logger.log_event(
+                    "mirror_uploaded",
+                    step=int(name.removeprefix("step-")),
+                    url=item.url,
+                    bytes=item.n_bytes,
+                    seconds=item.seconds,
+                    sent=len(item.uploaded),
+                    kept=len(item.skipped),
+                )
+                self._logger.log_message(f"uploaded {name} to the mirror: {_format_rate(item.n_bytes, item.seconds)}")
+            else:
+                self._logger.log_event("mirror_problem", path=str(item.path), message=item.message, final=item.final)
+                then = "it is not retried" if item.final else "it is retried while the run continues"
+                self._logger.log_message(f"warning: {item.path.name} is not in the mirror: {item.message}; {then}")
+
+    def finish(self) -> int:
+        """Wait until all checkpoints are uploaded, or the time is up; on all ranks.
+
+        Returns:
+            0 if the newest checkpoint is in the bucket; 75 if a rerun may upload it; 64 if that needs user action.
+
+        Raises:
+            PeerError: another rank exited.
+        """
+        if not self._url:
+            return 0
+        mirror, code = self._mirror, 0
+        if self._is_rank0 and mirror is not None:
+            self._last_progress, self._progress_time = -1, time.monotonic()
+        while True:
+            is_waiting = self._is_rank0 and mirror is not None and not mirror.finish(POLL_INTERVAL_S)
+            self.log_progress()
+            self._heartbeat()
+            signal = self._control.all_reduce_max(self._stop.received)
+            is_waiting = is_waiting and mirror is not None and not self._is_overdue(mirror, is_stopped=bool(signal))
+            if not self._control.broadcast(is_waiting):
+                break
+        if self._is_rank0 and mirror is not None:
+            code = self._close_and_report(mirror)
+        return self._control.broadcast(code)
+
+    def _is_overdue(self, mirror: Mirror, *, is_stopped: bool) -> bool:
+        now, grace_s = time.monotonic(), self._fault_tolerance.grace_period_s
+        if is_stopped:
+            self._stopped_at = self._stop.received_at or self._stopped_at or now  # another rank may have received it
+            return now - self._stopped_at > 0.75 * grace_s
+        if mirror.progress_count != self._last_progress:
+            self._last_progress, self._progress_time = mirror.progress_count, now
+        return now - self._progress_time > grace_s
+
+    def _close_and_report(self, mirror: Mirror) -> int:
+        missing = mirror.close(
+            0,
+            stop_timeout_s=min(
+                30.0, self._fault_tolerance.grace_period_s / 8, self._fault_tolerance.hang_timeout_s / 4
+            ),
+        )
+        self.log_progress()
+        self._mirror = None
+        if not missing:
+            self._logger.log_message(f"all checkpoints are in {self._url}")
+            return 0
+        # A checkpoint that has to be retried blocks all later ones.
+        problems = [
+            problem
+            for problem in mirror.problems
+            if problem.path in (missing[-1], mirror.root) or (problem.path in missing and not problem.final)
+        ]
+        reason = problems[-1].message if problems else "there was no time left to upload it"
+        needs_user = bool(problems) and not problems[-1].transient
+        is_newest = missing[-1] == self._latest_local(mirror.root)
+        names = ", ".join(path.name for path in missing)
+        self._logger.log_event(
+            "mirror_incomplete", names=[path.name for path in missing], newest=is_newest, message=reason
+        )
+        remedy = "fix this, then rerun" if needs_user else "rerun to upload it"
+        self._logger.log_message(
+            f"warning: not in the mirror {self._url}: {names} ({reason}); the files are in {mirror.root}; {remedy}"
+        )
+        if not is_newest:
+            return 0
+        return EXIT_USER if needs_user else EXIT_REQUEUE
+
+    @staticmethod
+    def _latest_local(root: Path) -> Path | None:
+        from lt_ckpt import list_steps
+
+        return next((path for _, path in list_steps(root) if (path / COMMIT).is_file()), None)
+
+    def __enter__(self) -> RunMirror:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        mirror, self._mirror = self._mirror, None
+        if mirror is None:
+            return
+        assert error is not None, "a run without an error has finished its mirror"
+        timeout_s = min(ERROR_EXIT_TIMEOUT_S, self._fault_tolerance.hang_timeout_s / 4)
+        try:
+            missing = mirror.close(timeout_s, stop_timeout_s=timeout_s)
+        except BaseException as exc:  # noqa: BLE001 - becomes a note of the error that ends the run
+            error.add_note(f"the mirror could not be finished: {type(exc).__name__}: {exc}")
+            return
+        self.log_progress()
+        if missing:
+            error.add_note(f"not in the mirror {self._url} yet: {', '.join(path.name for path in missing)}")
+
+
+def check_mirror(recipe: Recipe, values: Mapping[str, Any]) -> list[str]:
+    """Check the mirror as a run would at its start, and describe it; for `lt train check`, on rank 0.
+
+    Raises:
+        MirrorError: the mirror belongs to another run.
+        CheckpointError: no permission to write, list, read or delete.
+    """
+    root, out = S3Folder(recipe.checkpoint.mirror_url), Path(recipe.run.dir)
+    check_upload_access(root)
+    resolve_mirror_name(root, out, values)
+    steps = [folder for _, folder in list_remote_steps(root)]
+    newest = f"newest checkpoint {steps[0].url.rpartition('/')[2]}" if steps else "no checkpoint yet"
+    return [f"permissions to write, list, read and delete in {root.url}", newest]
+
+
+def _format_rate(n_bytes: int, seconds: float) -> str:
+    return f"{format_bytes(n_bytes)} in {seconds:.1f} s ({format_bytes(round(n_bytes / max(seconds, 1e-9)))}/s)"

@@ -1,0 +1,243 @@
+"""Pretrained model as the start of a run: `model.init_from`.
+
+Supports every format of lt-ckpt, and models on a Hugging Face hub. When the recipe is loaded, missing fields of
+`[model]` are read from the model's config (from a hub, only that file is downloaded), or from the newest checkpoint of
+the run directory if there is one: then the run resumes, and the model is not read. At a fresh start, each rank reads
+its own slices block by block and casts them to the master dtype; a hub's branch is resolved once, so that all ranks
+read the same commit.
+
+A vocabulary that grows (`model.resize_vocab`) gets rows that are the mean of the others, so that a new token is
+initially as likely as an average one (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models",
+2021); one that shrinks drops its last rows. Token ids are compared by the tokenizer files of the model.
+
+Memory: a block of rows and its cast, a few MiB. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lt_ckpt import Source, open_source
+from lt_ckpt.dtypes import cast
+from lt_ckpt.hub.model import Address
+from lt_ckpt.source import TensorReader
+from lt_model import LlamaConfig, config_from_hf
+from lt_trainer.config import as_recipe_error
+from lt_trainer.errors import RecipeError
+from lt_trainer.resilience import run_on_all_ranks, run_with_keepalive
+
+if TYPE_CHECKING:
+    from lt_trainer.config import ModelOptions
+    from lt_trainer.control import Control
+
+HUB_PREFIX = "hf://"
+BLOCK_BYTES = 2**24
+OVERRIDABLE_FIELDS = ("rope_theta", "rope_scaling", "max_position_embeddings")
+"""Fields that a recipe may change, for example to train a longer context."""
+VOCAB_PARAMETERS = ("model.embed_tokens.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PretrainedWeights:
+    """Weights of a pretrained model, read as those of this run's model; a context that closes the files.
+
+    Attributes:
+        source: Source of the weights.
+        source_model: Architecture of the source.
+        model: Architecture of the run.
+        heartbeat: Called for every block.
+    """
+
+    source: Source
+    source_model: LlamaConfig
+    model: LlamaConfig
+    heartbeat: Callable[[], None] = lambda: None
+    _reader: TensorReader = field(init=False)
+    _means: dict[str, np.ndarray] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_reader", TensorReader(self.source.root))
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """Format, and the commit on a hub, for the run's records."""
+        return {"format": self.source.format, **self.source.format_info}
+
+    def describe(self) -> str:
+        """Return a sentence for the log."""
+        revision = self.source.format_info.get("revision")
+        place = f"{self.source.format_info['hub']} at commit {revision}" if revision else str(self.source.path)
+        size, source_size = self.model.vocab_size, self.source_model.vocab_size
+        resized = f"; vocabulary resized from {source_size} to {size} ids" if size != source_size else ""
+        overridden = [
+            f"{name} {getattr(self.source_model, name)} -> {getattr(self.model, name)}"
+            for name in OVERRIDABLE_FIELDS
+            if _is_overridden(self, name)
+        ]
+        changed = f"; changed by the recipe: {', '.join(overridden)}" if overridden else ""
+        return f"starting from the weights of {place} ({self.source.format}){resized}{changed}"
+
+    def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
+        """Read a slice of a parameter, in blocks of rows.
+
+        Args:
+            name: Hugging Face name of the parameter.
+            offset: Offset of the slice.
+            shape: Shape of the slice.
+            dtype: Safetensors code of the dtype to cast to: F32 or F64.
+
+        Yields:
+            Elements of one block after another, as bytes (uint8) in C order.
+
+        Raises:
+            RecipeError: the source cannot be read.
+        """
+        if not prod(shape):
+            return
+        first, rows = (offset[0], shape[0]) if shape else (0, 1)
+        step = max(1, BLOCK_BYTES // (8 * max(1, prod(shape[1:]))))
+        n_old = self.source_model.vocab_size if name in VOCAB_PARAMETERS else first + rows
+        for start in range(first, first + rows, step):
+            end = min(start + step, first + rows)
+            if start < n_old:
+                box = ((start, *offset[1:]), (min(end, n_old) - start, *shape[1:])) if shape else ((), ())
+                yield self._cast(name, box, dtype)
+            if end > n_old:
+                mean = self._mean(name)[offset[1] : offset[1] + shape[1]]
+                n_new = end - max(start, n_old)
+                yield np.tile(mean, n_new).astype("<f8" if dtype == "F64" else "<f4").view(np.uint8)
+
+    def _cast(self, name: str, box: tuple[tuple[int, ...], tuple[int, ...]], dtype: str) -> np.ndarray:
+        self.heartbeat()
+        weights = self.source.weights
+        with as_recipe_error(str(self.source.path)):
+            return cast(self._reader.read(weights, name, box), weights.specs[name].dtype, dtype)
+
+    def _mean(self, name: str) -> np.ndarray:
+        """Return the mean row of a matrix, summed in float64."""
+        if name not in self._means:
+            n_rows, width = self.source.weights.specs[name].shape
+            step = max(1, BLOCK_BYTES // (8 * width))
+            total = np.zeros(width)
+            for start in range(0, n_rows, step):
+                box = ((start, 0), (min(step, n_rows - start), width))
+                total += self._cast(name, box, "F64").view("<f8").reshape(-1, width).sum(axis=0)
+            self._means[name] = total / n_rows
+        return self._means[name]
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    def __enter__(self) -> PretrainedWeights:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _is_overridden(pretrained: PretrainedWeights, name: str) -> bool:
+    return getattr(pretrained.source_model, name) != getattr(pretrained.model, name)
+
+
+def open_pretrained(
+    options: ModelOptions,
+    model: LlamaConfig,
+    tokenizer_files: Mapping[str, bytes],
+    control: Control,
+    rank: int,
+    heartbeat: Callable[[], None],
+) -> PretrainedWeights:
+    """Open `model.init_from` on every rank; a hub model is downloaded where it is not cached.
+
+    Args:
+        options: `[model]` of the recipe.
+        model: Architecture to train.
+        tokenizer_files: Tokenizer files of the data, by name.
+        control: Control collectives, to agree on a hub's commit.
+        rank: This rank.
+        heartbeat: Called while waiting.
+
+    Raises:
+        RecipeError: (on every rank) the model cannot be opened, has another architecture than the recipe, or its
+            tokenizer differs from the data's.
+    """
+    opened: list[Source] = []
+
+    def open_at(address: str) -> str:
+        with as_recipe_error(options.init_from):
+            opened[:] = [open_source(address, config=options.init_config or None)]
+        return address
+
+    def open_first() -> str:
+        open_at(options.init_from)
+        if not options.init_from.startswith(HUB_PREFIX):
+            return options.init_from
+        return str(replace(Address.parse(options.init_from), revision=str(opened[0].format_info["revision"])))
+
+    address = run_with_keepalive(control, rank == 0, open_first, heartbeat, 5.0)
+    run_on_all_ranks(control, lambda: open_at(address), heartbeat, 5.0)
+    (source,) = opened
+    assert source.config is not None, "open_source requires a config"
+    with as_recipe_error(options.init_from):
+        source_model = config_from_hf(dict(source.config))
+    _check_architecture(options, source_model, model)
+    if not options.allow_tokenizer_mismatch:
+        _check_tokenizer(options, source.aux_files, tokenizer_files)
+    return PretrainedWeights(source=source, source_model=source_model, model=model, heartbeat=heartbeat)
+
+
+def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model: LlamaConfig) -> None:
+    """Raise RecipeError if the recipe describes another architecture than the pretrained model's."""
+    expected, actual = source_model.to_dict(), model.to_dict()
+    skipped = {*OVERRIDABLE_FIELDS, "vocab_size"} if options.resize_vocab else {*OVERRIDABLE_FIELDS}
+    names = [name for name in actual if name not in skipped and actual[name] != expected[name]]
+    if names:
+        raise RecipeError(
+            f"the model of model.init_from = {options.init_from!r} has "
+            + ", ".join(f"{name} = {expected[name]!r}" for name in names),
+            values={f"model.{name}": actual[name] for name in names},
+            remedy="remove these fields to use the model's"
+            + ("; model.resize_vocab resizes the vocabulary" if "vocab_size" in names else ""),
+        )
+
+
+def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], data_files: Mapping[str, bytes]) -> None:
+    """Raise RecipeError if token ids of the data have another meaning than in the model."""
+    name = "tokenizer.json"
+    if name not in model_files or name not in data_files:
+        return
+    model_tokens, data_tokens = _tokens_by_id(model_files[name]), _tokens_by_id(data_files[name])
+    differing = [i for i in sorted(data_tokens.keys() & model_tokens.keys()) if data_tokens[i] != model_tokens[i]]
+    n_unknown = len(data_tokens.keys() - model_tokens.keys())
+    if differing or (n_unknown and not options.resize_vocab):
+        problems = []
+        if differing:
+            i = differing[0]
+            problems.append(f"id {i} is {data_tokens[i]!r} in the data and {model_tokens[i]!r} in the model")
+        if n_unknown:
+            problems.append(f"{n_unknown} ids of the data are not in the model's tokenizer")
+        raise RecipeError(
+            f"the data was prepared with another tokenizer than the model's: {', '.join(problems)}",
+            values={"model.init_from": options.init_from},
+            remedy="prepare the data with the model's tokenizer (lt data prepare --tokenizer), or, if intended, set "
+            "model.allow_tokenizer_mismatch (or model.resize_vocab for added tokens)",
+        )
+
+
+def _tokens_by_id(tokenizer: bytes) -> dict[int, str]:
+    """Return the tokens of a tokenizer.json by id: BPE and WordPiece have a map, Unigram a list."""
+    table = json.loads(tokenizer)
+    vocab = table.get("model", {}).get("vocab", {})
+    pairs = vocab.items() if isinstance(vocab, dict) else ((entry[0], i) for i, entry in enumerate(vocab))
+    tokens = {int(i): str(token) for token, i in pairs}
+    return tokens | {int(added["id"]): str(added["content"]) for added in table.get("added_tokens", [])}

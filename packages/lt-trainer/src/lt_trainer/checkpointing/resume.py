@@ -1,0 +1,132 @@
+"""Restores a run from its newest valid checkpoint, at the start and on rollbacks.
+
+Each time, an event `data` records which rows the following steps read: step S + k (k from 1) reads the positions
+R + (k - 1) * B to R + k * B - 1 of the global sequence; with a batch ramp or several stores, the event has these too.
+So `lt data inspect` can find the documents of any step later.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lt_ckpt import Checkpoint
+from lt_trainer.data import Batches, TrainingData, data_event_fields, open_batches
+from lt_trainer.errors import NoCheckpointError, RecipeError
+
+if TYPE_CHECKING:
+    from lt_model import LlamaConfig
+    from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
+    from lt_trainer.checkpointing.mirror import RunMirror
+    from lt_trainer.config import Recipe
+    from lt_trainer.engine import Engine
+    from lt_trainer.observability import NullLogger, Rank0Logger
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRestorer:
+    """Finds checkpoints, restores them into the engine and opens the data at their position."""
+
+    recipe: Recipe
+    data: TrainingData
+    engine: Engine
+    checkpoint_manager: CheckpointManager
+    logger: Rank0Logger | NullLogger
+    mirror: RunMirror
+    model: LlamaConfig
+    heartbeat: Callable[[], None]
+    """Watchdog heartbeat of the main thread."""
+
+    def restore_or_start(self) -> Batches:
+        """Restore the newest valid checkpoint, or start from initial weights; return the batches.
+
+        Downloads the newest checkpoint of the mirror if it is newer.
+
+        Raises:
+            RecipeError: there are checkpoints, but checkpoint.resume is false; or they have another model.
+            DataError: the checkpoint belongs to other data, or to another order of it.
+            MirrorError: the mirror is another run's, or is required but unavailable.
+            StopRequested: a stop signal was received during the download.
+        """
+        checkpoint = self._find_latest()
+        downloaded = self.mirror.download_latest(checkpoint)
+        if downloaded is not None:  # verified during the download
+            checkpoint = Checkpoint.open(downloaded)
+        if checkpoint is None:
+            return self._start_fresh()
+        if not self.recipe.checkpoint.resume:
+            raise RecipeError(
+                f"run.dir = {self.recipe.run.dir!r} already has checkpoints (newest: {checkpoint.path.name})",
+                values={"checkpoint.resume": self.recipe.checkpoint.resume},
+                remedy="set run.dir to a new folder for a new run, or remove checkpoint.resume to resume",
+            )
+        batches = self._restore(checkpoint)
+        self.logger.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
+        self.logger.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+        if self.recipe.model.init_from:
+            self.logger.log_message(f"model.init_from = {self.recipe.model.init_from!r} is not read when a run resumes")
+        return batches
+
+    def _start_fresh(self) -> Batches:
+        """Start with initial weights, or with those of `model.init_from`; return the batches."""
+        batches = self._open_batches(None)
+        options, engine = self.recipe.model, self.engine
+        if options.init_from:
+            from lt_trainer.checkpointing.pretrained import open_pretrained
+
+            with open_pretrained(
+                options, self.model, self.data.tokenizer_files, engine.control, engine.topology.rank, self.heartbeat
+            ) as pretrained:
+                engine.load_weights(pretrained)
+                self.logger.log_event("init_from", address=options.init_from, model=pretrained.metadata)
+                self.logger.log_message(pretrained.describe())
+        return batches
+
+    def rollback(self, batches: Batches) -> None:
+        """Restore the newest checkpoint; the batches return to its step, after the rows already read.
+
+        Raises:
+            NoCheckpointError: there is no checkpoint.
+        """
+        checkpoint = self._find_latest()
+        if checkpoint is None:
+            raise NoCheckpointError("there is no checkpoint yet")
+        from_step = batches.state.step
+        batches.rollback(self.checkpoint_manager.stream_state(checkpoint))
+        self.engine.restore(checkpoint)
+        self._log_data_event(batches)
+        first, last = batches.state.skipped[-1]
+        self.logger.log_event("rollback", step=checkpoint.step, from_step=from_step, rows=[first, last])
+        self.logger.log_message(
+            f"rollback from step {from_step} to {checkpoint.path.name}; skipping the rows at positions {first} to "
+            f"{last - 1}"
+        )
+
+    def _find_latest(self) -> Checkpoint | None:
+        messages: list[str] = []
+        control, rank = self.engine.control, self.engine.topology.rank
+        checkpoint = self.checkpoint_manager.find_latest(control, rank, messages.append)
+        for text in messages:
+            self.logger.log_message(text)
+        return checkpoint
+
+    def _restore(self, checkpoint: Checkpoint) -> Batches:
+        batches = self._open_batches(self.checkpoint_manager.data_state(checkpoint))  # raises before tensors are read
+        self.engine.restore(checkpoint)
+        return batches
+
+    def _open_batches(self, saved: Mapping[str, Any] | None) -> Batches:
+        batches = open_batches(self.recipe, self.data, self.engine.topology, self.engine.control, saved)
+        self._log_data_event(batches)
+        return batches
+
+    def _log_data_event(self, batches: Batches) -> None:
+        """Log the event that identifies the rows of the following steps."""
+        self.logger.log_event(
+            "data",
+            global_batch_size=self.recipe.batch.global_batch_size,
+            dp_size=self.engine.topology.dp_size,
+            **batches.state.to_dict(),
+            **data_event_fields(self.recipe),
+        )

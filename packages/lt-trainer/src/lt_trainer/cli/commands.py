@@ -1,0 +1,298 @@
+"""`lt train`: run, check, show, plan, watch, report, bench and sample.
+
+Heavy imports are in the commands.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from lt_trainer.constants import EXIT_USER
+
+if TYPE_CHECKING:
+    from lt_trainer.config import ResolvedRecipe
+
+COMMAND_ENTRY_POINTS = "lt.commands.train"
+"""Entry points that add commands to `lt train`; each names a typer app with one command."""
+
+
+class TrainGroup(TyperGroup):
+    """`lt train`: the commands below, and those of engines (entry points `lt.commands.train`)."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return our commands, then the added ones by name, without importing them."""
+        own = super().list_commands(ctx)
+        return own + sorted(entry.name for entry in entry_points(group=COMMAND_ENTRY_POINTS) if entry.name not in own)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return one of our commands, or import an added one."""
+        own = super().get_command(ctx, cmd_name)
+        if own is not None:
+            return own
+        for entry in entry_points(group=COMMAND_ENTRY_POINTS):
+            if entry.name == cmd_name:
+                added = get_command(entry.load())
+                added.name = cmd_name
+                return added
+        return None
+
+
+app = typer.Typer(
+    cls=TrainGroup,
+    name="train",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train a recipe, show it, or sample from a trained model.",
+)
+
+RecipeFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="A.B=C", help="Override a field of the recipe; repeatable."),
+]
+Hyperparameters = Annotated[
+    Path | None,
+    typer.Option(help="JSON object of upper-case hyperparameters (SageMaker's hyperparameters.json)."),
+]
+
+
+def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> ResolvedRecipe:
+    from lt_trainer.config import load, read_hyperparameters
+
+    return load(
+        recipe, hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None, overrides=sets or []
+    )
+
+
+@app.command()
+def run(
+    recipe: RecipeFile,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+    stop_after_step: Annotated[
+        int,
+        typer.Option(help="Stop after this step as on SIGTERM: save, exit with 75; 0 for never.", min=0),
+    ] = 0,
+    verify_resume_steps: Annotated[
+        int,
+        typer.Option(
+            help="Steps to run beyond the save of a stop, logged to resume_check.jsonl, to verify the resume.",
+            min=0,
+        ),
+    ] = 0,
+) -> None:
+    """Train, in one process or as one rank under torchrun; resume from the newest valid checkpoint.
+
+    Exit codes: 0 all steps done, 75 stopped and saved (rerun to resume), 64 user error, 70 internal error.
+    """
+    from lt_trainer.resilience import StopSignals
+
+    stop = StopSignals()
+    stop.install()  # never restored: no signal may interrupt the rest of this process
+    from lt_trainer.training import run as train
+
+    resolved = _load(recipe, sets, hyperparameters)
+    sys.exit(train(resolved, stop=stop, stop_after_step=stop_after_step, verify_resume_steps=verify_resume_steps))
+
+
+@app.command()
+def check(
+    recipe: RecipeFile,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+) -> None:
+    """Test a whole start without training: data, devices, one step, one save and restore.
+
+    Writes only into a scratch folder beside run.dir and deletes it. In one process or as one rank under torchrun. Exit
+    codes as for `run`.
+    """
+    from lt_trainer.training import run_preflight
+
+    run_preflight(_load(recipe, sets, hyperparameters))
+
+
+@app.command()
+def torchrun(
+    recipe: RecipeFile,
+    nproc_per_node: Annotated[int, typer.Option(help="Ranks on this machine.", min=1)],
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Run `lt train check` on all ranks instead of training.")
+    ] = False,
+    options: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- OPTION...]", help="Options of torchrun, such as --nnodes=2; default --standalone."),
+    ] = None,
+) -> None:
+    """Train on all ranks of this machine under torchrun, with the recipe's grace period."""
+    from lt_trainer.cli.torchrun import run_torchrun
+
+    arguments = ["check" if check else "run", str(recipe)]
+    arguments += [text for value in sets or [] for text in ("--set", value)]
+    arguments += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
+    resolved = _load(recipe, sets, hyperparameters)  # report an invalid recipe once, not on every rank
+    sys.exit(run_torchrun(resolved.recipe, nproc_per_node, options or [], arguments))
+
+
+@app.command()
+def show(
+    recipe: RecipeFile,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print values and origins as JSON.")] = False,
+) -> None:
+    """Print the resolved recipe, each value with its origin."""
+    from lt_trainer.config import to_dict, to_toml
+
+    resolved = _load(recipe, sets, hyperparameters)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "recipe": to_dict(resolved.recipe),
+                    "origins": dict(resolved.origins),
+                    "unchecked": list(resolved.unchecked),
+                },
+                indent=1,
+            )
+        )
+        return
+    typer.echo(to_toml(resolved.recipe, resolved.origins), nl=False)
+    for section in resolved.unchecked:
+        typer.echo(f"# [{section}] is not checked: its engine is not installed here; training checks it")
+
+
+@app.command()
+def plan(
+    recipe: RecipeFile,
+    devices: Annotated[int, typer.Option(help="Devices per node.", min=1)],
+    device: Annotated[str, typer.Option(help="Device: h100, h200, a100, l40s, trn1, ... (an unknown one lists all).")],
+    nodes: Annotated[int, typer.Option(help="Nodes; 0 for parallel.n_nodes of the recipe.", min=0)] = 0,
+    mfu: Annotated[float, typer.Option(help="Measured MFU, such as 0.42; 0 to assume one, which is printed.")] = 0.0,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print memory by part, time and energy of a run before it is started; needs no device and no torch.
+
+    If the run does not fit, suggests the nearest layout that does. Exit codes: 0 fits, 1 does not fit, 64 user error.
+    """
+    from lt_trainer.planning import plan_recipe
+
+    result = plan_recipe(
+        _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
+    )
+    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.to_text(), nl=as_json)
+    raise typer.Exit(0 if result.fits else 1)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory, of a running or finished run.")],
+    interval: Annotated[float, typer.Option(help="Seconds between updates.", min=0.1)] = 2.0,
+    once: Annotated[bool, typer.Option("--once", help="Show the current state and exit.")] = False,
+) -> None:
+    """Show a run live in the terminal, from its files; Ctrl-C ends the view, not the run."""
+    from contextlib import suppress
+
+    from lt_trainer.observability.watch import watch_run
+
+    with suppress(KeyboardInterrupt):
+        watch_run(run, interval_s=interval, once=once)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Run directories; several are compared in the same charts.")
+    ],
+    out: Annotated[Path, typer.Option(help="HTML file to write.")] = Path("report.html"),
+    png: Annotated[Path | None, typer.Option(help="Folder for PNG charts.", show_default=False)] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite existing files.")] = False,
+) -> None:
+    """Write a self-contained HTML report of runs: curves, events, data, model, recipe."""
+    from lt_trainer.observability.report import write_report
+
+    for path in write_report(runs, out, png=png, overwrite=overwrite):
+        typer.echo(path)
+
+
+@app.command()
+def bench(
+    recipe: Annotated[Path | None, typer.Argument(metavar="[RUN.toml]", help="Recipe; its data is not read.")] = None,
+    preset: Annotated[
+        str, typer.Option(help="Preset instead of a recipe: one row per device, at most 4096 positions.")
+    ] = "",
+    steps: Annotated[int, typer.Option(help="Timed steps.", min=1)] = 20,
+    warmup: Annotated[int, typer.Option(help="Steps before them, with the first one.", min=1)] = 3,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+) -> None:
+    """Benchmark training steps on random ids: speed, MFU, HFU and memory as one JSON.
+
+    In one process or as one rank under torchrun. Writes only the JSON.
+    """
+    from lt_trainer.config import read_hyperparameters
+    from lt_trainer.training import resolve_bench_recipe, run_benchmark
+
+    resolved = resolve_bench_recipe(
+        str(recipe) if recipe else None,
+        preset,
+        overrides=sets or [],
+        hyperparameters=read_hyperparameters(hyperparameters) if hyperparameters else None,
+    )
+    report = run_benchmark(resolved, steps=steps, warmup=warmup)
+    if report is not None:
+        typer.echo(json.dumps(report, indent=1))
+
+
+@app.command()
+def sample(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CKPT",
+            help="Checkpoint, run directory (its newest checkpoint) or exported Hugging Face folder.",
+        ),
+    ],
+    prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate.", min=1)] = 100,
+    temperature: Annotated[float, typer.Option(help="Temperature; 0 for the most likely token.", min=0.0)] = 0.8,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0 for all.", min=0)] = 50,
+    top_p: Annotated[
+        float,
+        typer.Option(help="Sample from the most likely tokens with this total probability.", min=0.0, max=1.0),
+    ] = 1.0,
+    seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
+    samples: Annotated[int, typer.Option(help="Number of continuations.", min=1)] = 1,
+) -> None:
+    """Generate text from a trained model."""
+    try:
+        from lt_trainer.cli.sample import generate_text, load_model
+    except ModuleNotFoundError as exc:
+        if exc.name != "torch":
+            raise
+        typer.echo("lt train sample needs torch: pip install 'lt-trainer[torch]'", err=True)
+        raise typer.Exit(EXIT_USER) from exc
+    loaded = load_model(checkpoint)
+    for i in range(samples):
+        text = generate_text(
+            loaded,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed + i,
+        )
+        typer.echo(prompt + text)

@@ -1,0 +1,102 @@
+"""torchrun with stop signals, a grace period and exit codes for all ranks of one machine.
+
+By itself, torchrun exits on SIGUSR1 and SIGUSR2 (Slurm's warnings before a time limit) and leaves its ranks running,
+kills ranks 30 s after a SIGTERM even during a save, and reports every exit code of a rank as 1, so that a scheduler
+cannot tell "rerun" from an error. Here it forwards all stop signals, waits `fault_tolerance.grace_period_s`, and every
+rank writes its exit code into a folder that is read when torchrun has exited.
+
+The settings are environment variables of torchrun; a torch that does not know one ignores it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lt_trainer.config import Recipe
+from lt_trainer.constants import EXIT_INTERNAL, EXIT_REQUEUE, EXIT_USER
+from lt_trainer.resilience import STOP_SIGNALS, install_handlers, restore_handlers
+
+EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
+"""Environment variable with the folder for exit codes of ranks (see `write_exit_code`)."""
+
+
+def torchrun_command(ranks: int, options: Sequence[str], arguments: Sequence[str]) -> list[str]:
+    """Return the command line of torchrun.
+
+    Args:
+        ranks: processes on this machine.
+        options: options of torchrun, such as --nnodes and --rdzv-endpoint; default --standalone.
+        arguments: arguments of `python -m lt_trainer`.
+    """
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    return [*launch, *(options or ["--standalone"]), "-m", "lt_trainer", *arguments]
+
+
+def torchrun_environment(recipe: Recipe) -> dict[str, str]:
+    """Return the environment variables of torchrun for a recipe."""
+    names = ",".join(number.name for number in (*STOP_SIGNALS, signal.SIGQUIT))
+    grace_s = str(math.ceil(recipe.fault_tolerance.grace_period_s))
+    return {
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": grace_s,
+        "PET_SHUTDOWN_TIMEOUT": grace_s,
+        "PET_SIGNALS_TO_HANDLE": names,
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": names,
+    }
+
+
+def write_exit_code(code: int, environ: Mapping[str, str]) -> None:
+    """Write a rank's exit code for `run_torchrun`, if the rank was started by it."""
+    if EXIT_CODES_VARIABLE in environ and "RANK" in environ:
+        with suppress(OSError):  # the folder may be deleted already; the code itself is still returned
+            (Path(environ[EXIT_CODES_VARIABLE]) / environ["RANK"]).write_text(str(code), encoding="ascii")
+
+
+def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int]) -> int:
+    """Return one exit code for all ranks: user errors take precedence over what a rerun would fix.
+
+    Example:
+        >>> [combine_exit_codes(int(any(codes)), codes) for codes in ([0, 0], [75, 75], [75, 64])]
+        [0, 75, 64]
+    """
+    codes = set(rank_codes)
+    if torchrun_code == 0:
+        return 0
+    return next((code for code in (EXIT_USER, EXIT_INTERNAL, EXIT_REQUEUE) if code in codes), torchrun_code)
+
+
+def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: Sequence[str]) -> int:
+    """Run all ranks to their end; return their exit code.
+
+    Only the first stop signal is forwarded: at a second, torchrun would stop waiting for the ranks.
+    """
+    with tempfile.TemporaryDirectory(prefix="lt-exit-codes-") as folder:
+        environ = os.environ | torchrun_environment(recipe) | {EXIT_CODES_VARIABLE: folder}
+        environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it with a warning
+        forwarded: list[int] = []
+        process: subprocess.Popen[bytes] | None = None
+
+        def forward(number: int, frame: object) -> None:
+            if not forwarded:
+                forwarded.append(number)
+                if process is not None:
+                    process.send_signal(number)
+
+        previous_handlers = install_handlers(forward)
+        try:
+            # In a new session, since Ctrl-C would otherwise reach torchrun twice, from the terminal and from here.
+            process = subprocess.Popen(torchrun_command(ranks, options, arguments), env=environ, start_new_session=True)
+            if forwarded:
+                process.send_signal(forwarded[0])
+            code = process.wait()
+        finally:
+            restore_handlers(previous_handlers)
+        rank_codes = [int(path.read_text(encoding="ascii")) for path in sorted(Path(folder).iterdir())]
+    return combine_exit_codes(code if code >= 0 else 128 - code, rank_codes)

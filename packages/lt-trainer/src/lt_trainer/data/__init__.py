@@ -1,0 +1,27 @@
+"""Training data: stores, mixtures, synthetic rows or a custom loader, as step batches."""
+
+from typing import TYPE_CHECKING
+
+from lt_trainer.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from lt_trainer.data.batches import Batches as Batches
+    from lt_trainer.data.batches import open_batches as open_batches
+    from lt_trainer.data.document_boundaries import find_document_starts as find_document_starts
+    from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens as micro_batch_cu_seqlens
+    from lt_trainer.data.synthetic import SyntheticRows as SyntheticRows
+    from lt_trainer.data.training_data import TrainingData as TrainingData
+    from lt_trainer.data.training_data import data_event_fields as data_event_fields
+    from lt_trainer.data.training_data import open_data as open_data
+    from lt_trainer.data.training_data import parse_stream_state as parse_stream_state
+    from lt_trainer.data.training_data import validation_batches as validation_batches
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "batches": "Batches open_batches",
+            "document_boundaries": "find_document_starts micro_batch_cu_seqlens",
+            "synthetic": "SyntheticRows",
+            "training_data": "TrainingData data_event_fields open_data parse_stream_state validation_batches",
+        },
+    )

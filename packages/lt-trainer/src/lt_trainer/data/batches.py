@@ -1,0 +1,120 @@
+"""Step batches of one rank, with a position that can be saved.
+
+`StreamBatches` serves stores, mixtures, buckets and synthetic rows: a thread prefetches rows, and the position is that
+of the last batch returned. Custom loaders are in `custom_loader`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from lt_data import Prefetcher, Stream, StreamState
+from lt_trainer.data.training_data import TrainingData, open_stream, parse_stream_state, to_step_batch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from lt_trainer.config import Recipe
+    from lt_trainer.control import Control
+    from lt_trainer.engine import StepBatch, Topology
+
+
+class Batches(Protocol):
+    """Step batches of this rank."""
+
+    @property
+    def state(self) -> StreamState:
+        """Position after the last batch."""
+        ...
+
+    def checkpoint_state(self) -> StreamState:
+        """Return position and loader state for a checkpoint; collective."""
+        ...
+
+    def next_batch(self) -> StepBatch:
+        """Return this rank's part of the next step."""
+        ...
+
+    def rollback(self, state: StreamState) -> None:
+        """Return to the step of an earlier state, but continue with the rows after those read since."""
+        ...
+
+    def close(self) -> None:
+        """Stop prefetching."""
+        ...
+
+
+class StreamBatches:
+    """Step batches of a stream, prefetched by a thread."""
+
+    def __init__(
+        self, recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None = None
+    ) -> None:
+        self._open = partial(open_stream, recipe, data, topology)
+        self._depth = recipe.data.prefetch
+        self._to_step_batch = partial(
+            to_step_batch, micro_batch_size=recipe.batch.micro_batch_size, seq_len=recipe.data.seq_len
+        )
+        self._start(self._open(state))
+
+    def _start(self, stream: Stream) -> None:
+        self._stream = stream
+        self._prefetcher: Prefetcher[StepBatch] | None = None
+
+    @property
+    def state(self) -> StreamState:
+        """Position after the last batch returned."""
+        return self._stream.state if self._prefetcher is None else self._prefetcher.state
+
+    def checkpoint_state(self) -> StreamState:
+        """Return the position; a stream has no other state."""
+        return self.state
+
+    def next_batch(self) -> StepBatch:
+        """Return this rank's rows of the next step."""
+        if not self._depth:
+            return self._to_step_batch(self._stream.next())
+        if self._prefetcher is None:  # started with the first batch, so that a failed start leaves no thread
+            self._prefetcher = Prefetcher(self._stream, depth=self._depth, transform=self._to_step_batch)
+        return self._prefetcher.next()
+
+    def rollback(self, state: StreamState) -> None:
+        """Return to the step of an earlier state; the rows read since are skipped."""
+        to_row = self.state.row
+        self.close()
+        stream = self._open(state)
+        stream.skip(to_row - state.row)
+        self._start(stream)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+
+
+def open_batches(
+    recipe: Recipe,
+    data: TrainingData,
+    topology: Topology,
+    control: Control,
+    saved: Mapping[str, Any] | None = None,
+) -> Batches:
+    """Open this rank's batches, at the start or at a checkpoint's data state; collective.
+
+    Args:
+        recipe: Recipe.
+        data: Opened data of the recipe.
+        topology: Place of this rank.
+        control: Control collectives.
+        saved: Data state of a checkpoint.
+
+    Raises:
+        DataError: the state belongs to other data, or to another order of it.
+        LoaderError: a custom loader cannot be created or resumed.
+    """
+    if recipe.data.source_kind == "loader":
+        from lt_trainer.data.custom_loader import LoaderBatches
+
+        return LoaderBatches(recipe, topology, control, saved)
+    return StreamBatches(recipe, data, topology, None if saved is None else parse_stream_state(saved))

@@ -1,0 +1,298 @@
+"""Training and validation data of a run: checked stores, streams over them, and step batches.
+
+Free at start: stores and packs are memory-mapped, no index is built. (A validation store that was prepared from ids is
+decoded once to count the bytes of its text.)
+
+Shapes: M micro-batches, B rows per micro-batch, T positions per row; a stream's rows are [M * B, T].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamState, TokenStore, open_pack
+from lt_trainer.config import DataOptions
+from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
+from lt_trainer.data.loader_factory import import_loader_factory
+from lt_trainer.data.synthetic import SyntheticRows
+from lt_trainer.engine import StepBatch, Topology
+from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from lt_data import StreamBatch
+    from lt_trainer.config import Recipe
+
+IGNORE_INDEX = -100
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """Validation rows; all of them are read each time."""
+
+    name: str
+    """Name of its section in the recipe; "" for data.validation."""
+    reader: RowReader
+    text_bytes: int
+    """UTF-8 bytes of the text of all rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingData:
+    """Opened data of a recipe: training rows (None with a custom loader), validation sets, vocabulary."""
+
+    train: RowReader | Mixture | Buckets | SyntheticRows | None
+    validation: tuple[ValidationSet, ...]
+    vocab_size: int
+    tokenizer_files: dict[str, bytes]
+    """Empty without a store."""
+
+
+def open_data(recipe: Recipe) -> TrainingData:
+    """Open and check the stores of a recipe.
+
+    Raises:
+        RecipeError: vocabulary, tokenizer or stores are inconsistent.
+        DataError: a store or pack is missing or damaged, or the weights of a mixture are invalid.
+    """
+    data = recipe.data
+    if data.loader:
+        import_loader_factory(data.loader)  # fail before anything is loaded
+    stores = _open_stores(data)
+    first = next(iter(stores.values()), None)
+    vocab_size = recipe.model.vocab_size if first is None else _vocab_size(recipe, first)
+    train = None
+    if data.source_kind == "synthetic":
+        train = SyntheticRows(vocab_size=vocab_size, seq_len=data.seq_len, seed=recipe.run.seed)
+    elif data.source_kind == "mixture":
+        readers = {name: _reader(data, stores[f"data.mixture.{name}.store"]) for name in data.mixture}
+        max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
+        train = Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=max_epochs)
+    elif data.source_kind == "store" and data.packing == "buckets":
+        store = stores["data.store"]
+        train = Buckets(
+            store,
+            open_pack(store, seq_len=data.seq_len, mode="buckets", min_seq_len=data.min_seq_len),
+            global_batch_size=recipe.batch.global_batch_size,
+            weights=[Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None,
+            document_mask=data.document_mask,
+        )
+    elif data.source_kind == "store":
+        train = _reader(data, stores["data.store"])
+    return TrainingData(
+        train=train,
+        validation=tuple(_validation_sets(data, stores)),
+        vocab_size=vocab_size,
+        tokenizer_files={} if first is None else dict(first.tokenizer().files),
+    )
+
+
+def _open_stores(data: DataOptions) -> dict[str, TokenStore]:
+    """Return all stores of the section by field name, checked to have the same tokenizer."""
+    paths = {"data.store": data.store}
+    paths |= {f"data.mixture.{name}.store": source.store for name, source in data.mixture.items()}
+    paths |= {"data.validation": data.validation}
+    paths |= {f"data.validation_sets.{name}.store": entry.store for name, entry in data.validation_sets.items()}
+    stores = {name: TokenStore.open(path) for name, path in paths.items() if path}
+    if not stores:
+        return {}
+    first = next(iter(stores))
+    for name, store in stores.items():
+        if store.manifest.tokenizer.sha256 != stores[first].manifest.tokenizer.sha256:
+            raise RecipeError(
+                f"prepared with another tokenizer than {first} = {paths[first]!r}",
+                values={name: paths[name]},
+                remedy="prepare both with the same tokenizer",
+            )
+    tokenizer = stores[first].manifest.tokenizer
+    # The default name matches every store, so that a recipe written out in full can be loaded again.
+    if data.tokenizer not in (DataOptions.tokenizer, tokenizer.name, tokenizer.sha256):
+        raise RecipeError(
+            f"{paths[first]} was prepared with the tokenizer {tokenizer.name!r} (sha256 {tokenizer.sha256})",
+            values={"data.tokenizer": data.tokenizer},
+            remedy="remove data.tokenizer (TOKENIZER) to use the store's, or prepare the data with this tokenizer",
+        )
+    return stores
+
+
+def _vocab_size(recipe: Recipe, store: TokenStore) -> int:
+    """Return a store's vocabulary size, checked against the recipe; a model may have more rows."""
+    given, actual = recipe.model.vocab_size, store.vocab_size
+    if given and given != actual and not (recipe.model.init_from and given > actual):
+        raise RecipeError(
+            f"the tokenizer of {store.path} has {actual} ids",
+            values={"model.vocab_size": given},
+            remedy="remove model.vocab_size (VOCAB_SIZE) to use the store's, or prepare the data again",
+        )
+    return actual
+
+
+def _reader(data: DataOptions, store: TokenStore) -> RowReader:
+    """Return the rows of one store, all of seq_len positions."""
+    mode = "bfd" if data.packing == "buckets" else data.packing
+    return RowReader(store, open_pack(store, seq_len=data.seq_len, mode=mode), document_mask=data.document_mask)
+
+
+def _validation_sets(data: DataOptions, stores: Mapping[str, TokenStore]) -> Iterator[ValidationSet]:
+    """Yield the validation sets, data.validation first."""
+    fields = {"": "data.validation", **{name: f"data.validation_sets.{name}.store" for name in data.validation_sets}}
+    for name, field in fields.items():
+        if field in stores:
+            store = stores[field]
+            yield ValidationSet(name=name, reader=_reader(data, store), text_bytes=text_bytes(store))
+
+
+def text_bytes(store: TokenStore) -> int:
+    """Return the UTF-8 bytes of a store's text, for bits per byte.
+
+    The manifest has them if the store was prepared from text. Otherwise the documents are decoded without special
+    tokens, about a second per million tokens.
+    """
+    if store.manifest.text_bytes or not store.n_documents:
+        return store.manifest.text_bytes
+    tokenizer = store.tokenizer()
+    return sum(
+        len(tokenizer.decode(store.document(i), skip_special_tokens=True).encode()) for i in range(store.n_documents)
+    )
+
+
+def _phases(recipe: Recipe) -> list[dict[str, Any]]:
+    """Return the weight phases as `lt_data.Phase` arguments; phases in steps are converted to rows."""
+    ramp, batch = recipe.batch.batch_ramp(recipe.data.seq_len), recipe.batch.global_batch_size
+    phases = recipe.data.weight_phases(lambda step: batch * step if ramp is None else ramp.rows_before(step))
+    return [{"from_row": row, "weights": weights} for row, weights in phases]
+
+
+def data_event_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the fields of the event `data` that, with the position, identify the rows of a step.
+
+    Read by lt_data.analysis.run_inspection.
+    """
+    data, ramp = recipe.data, recipe.batch.batch_ramp(recipe.data.seq_len)
+    fields: dict[str, Any] = {} if ramp is None else {"ramp": ramp.to_dict()}
+    if data.source_kind == "mixture":
+        sources = data.mixture.items()
+        fields["rows"] = {
+            "kind": "mixture",
+            "stores": {name: source.store for name, source in sources},
+            "phases": _phases(recipe),
+            "max_epochs": {name: source.max_epochs for name, source in sources if source.max_epochs},
+        }
+    elif data.packing == "buckets" and data.source_kind == "store":
+        phases = _phases(recipe) if data.bucket_weights else []
+        fields["rows"] = {"kind": "buckets", "store": data.store, "min_seq_len": data.min_seq_len, "phases": phases}
+    elif data.source_kind == "synthetic":
+        fields["rows"] = {"kind": "synthetic"}
+    elif data.source_kind == "loader":
+        fields["rows"] = {"kind": "loader", "loader": data.loader}
+    return fields
+
+
+def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
+    """Return the position in a checkpoint's data state.
+
+    Raises:
+        DataError: not the state of a stream.
+    """
+    return StreamState.from_dict({name: value for name, value in saved.items() if name != "loader"})
+
+
+def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
+    """Open the deterministic stream of this rank's rows, at the start or at a checkpoint's state."""
+    assert data.train is not None, "a custom loader has no stream"
+    return Stream(
+        data.train,
+        global_batch_size=recipe.batch.global_batch_size,
+        dp_rank=topology.dp_rank,
+        dp_size=topology.dp_size,
+        seed=recipe.run.seed,
+        shuffle=recipe.data.shuffle,
+        state=state,
+        ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
+    )
+
+
+def to_micro_batches(
+    rows: Rows, starts: np.ndarray, max_segments_per_row: int, *, micro_batch_size: int, valid_tokens: int
+) -> StepBatch:
+    """View rows [M * B, T] as a step batch [M, B, T].
+
+    Args:
+        rows: all rows of this rank.
+        starts: first positions of the documents in the flattened rows, ascending.
+        max_segments_per_row: bound on the documents of a row, over all batches of the run.
+        micro_batch_size: B.
+        valid_tokens: positions with a label in the global batch.
+    """
+    n, seq_len = rows.input_ids.shape
+    assert n % micro_batch_size == 0, (n, micro_batch_size)
+    shape = (n // micro_batch_size, micro_batch_size, seq_len)
+    return StepBatch(
+        input_ids=rows.input_ids.reshape(shape),
+        labels=rows.labels.reshape(shape),
+        position_ids=rows.position_ids.reshape(shape),
+        doc_ids=rows.doc_ids.reshape(shape),
+        cu_seqlens=micro_batch_cu_seqlens(
+            starts,
+            n_micro=shape[0],
+            n_tokens=micro_batch_size * seq_len,
+            max_documents=micro_batch_size * max_segments_per_row,
+        ),
+        valid_tokens=valid_tokens,
+    )
+
+
+def to_step_batch(batch: StreamBatch, micro_batch_size: int, seq_len: int = 0) -> StepBatch:
+    """Return this rank's rows of one step as a step batch.
+
+    Args:
+        batch: batch of a stream.
+        micro_batch_size: rows per micro-batch.
+        seq_len: positions of such a row; a micro-batch of shorter rows has proportionally more of them.
+    """
+    tokens = batch.tokens
+    return to_micro_batches(
+        batch.rows,
+        tokens.segments()[0],
+        tokens.max_segments_per_row,
+        micro_batch_size=micro_batch_size * max(1, seq_len // tokens.input_ids.shape[1]),
+        valid_tokens=batch.valid_tokens,
+    )
+
+
+def validation_batches(reader: RowReader, topology: Topology, micro_batch_size: int) -> Iterator[StepBatch]:
+    """Yield all rows of `reader` once over all ranks, as equally many batches [1, B, T] on every rank.
+
+    Row r belongs to rank r % dp_size. When rows run out, batches are padded with rows without labels: they cost time
+    but do not change the sum, and no rank waits in a collective for one that has finished.
+    """
+    per_round = micro_batch_size * topology.dp_size
+    for start in range(0, reader.n_rows, per_round):
+        row_numbers = np.arange(
+            start + topology.dp_rank, min(start + per_round, reader.n_rows), topology.dp_size, dtype=np.int64
+        )
+        tokens = reader.read_token_rows(row_numbers)
+        rows, starts = tokens.to_int32(), tokens.segments()[0]
+        n_padding = micro_batch_size - len(row_numbers)
+        if n_padding:
+            starts = np.append(starts, np.arange(len(row_numbers), micro_batch_size) * reader.seq_len)
+            rows = Rows(
+                input_ids=_pad(rows.input_ids, n_padding, 0),
+                labels=_pad(rows.labels, n_padding, IGNORE_INDEX),
+                position_ids=_pad(rows.position_ids, n_padding, 0),
+                doc_ids=_pad(rows.doc_ids, n_padding, -1),
+            )
+        yield to_micro_batches(
+            rows,
+            starts,
+            tokens.max_segments_per_row,
+            micro_batch_size=micro_batch_size,
+            valid_tokens=int((rows.labels != IGNORE_INDEX).sum()),
+        )
+
+
+def _pad(array: np.ndarray, rows: int, value: int) -> np.ndarray:
+    return np.concatenate([array, np.full((rows, array.shape[1]), value, array.dtype)])

@@ -1,0 +1,149 @@
+"""Optimizer specification: state slots per parameter, hyperparameters, a pure update; torch-free.
+
+An optimizer is one file of this folder with its `OptimizerSpec`, and a line in the registry (`OPTIMIZERS`).
+Checkpoints, the memory plan and both engines take everything from the spec; no other file names a slot.
+
+A rank updates a slice of each parameter: rows under FSDP and ZeRO-1, rows or columns under tensor parallelism. Along
+each dimension a slot has the size of its parameter or 1 (as with `keepdim=True`). It is sharded with its parameter on
+the dimensions it keeps. Along a reduced one the rank must hold the whole parameter, because an update sees no other
+rank's elements: a layout that shards a reduced dimension is refused, so a slot never needs a collective.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from lt_trainer.errors import RecipeError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lt_model import ParamSpec
+    from lt_trainer.config import OptimizerOptions
+
+__all__ = ["OptimizerSpec", "ParamSlice", "StateSlot", "UpdateFn"]
+
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParamSlice:
+    """One tensor that a rank updates, and the parameters of the model that it is a slice of.
+
+    Attributes:
+        specs: the parameters; several where an engine stacks them along the rows (fused projections of NxD).
+        offset: start of the slice in the parameter, or in the engine's stack.
+        decay: weight decay applies.
+    """
+
+    specs: tuple[ParamSpec, ...]
+    offset: Shape
+    decay: bool
+
+
+class UpdateFn(Protocol):
+    """Update of one tensor in one step: a pure function that a lazy device can trace into one graph."""
+
+    def __call__(
+        self, param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the new weight and the new slots; the arguments stay as they are.
+
+        Args:
+            param: the tensor's place in the model.
+            weight: in the master dtype.
+            gradient: clipped, of the weight's shape and dtype.
+            slots: by name; `StateSlot.dtype` may be narrower than the weight's, then the caller rounds the results.
+        """
+        ...
+
+
+def _master_dtype(options: OptimizerOptions) -> str:
+    return ""
+
+
+def _same_shape(shape: Shape) -> Shape:
+    return shape
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSlot:
+    """One state tensor per parameter.
+
+    Attributes:
+        name: name of the slot, and of its group of tensors in a checkpoint.
+        dtype: dtype by the options: a key of `DTYPE_BYTES`, or "" for the dtype of the master weights.
+        shape: shape by the parameter's shape: along each dimension the same size or 1.
+    """
+
+    name: str
+    dtype: Callable[[OptimizerOptions], str] = _master_dtype
+    shape: Callable[[Shape], Shape] = _same_shape
+
+    def n_bytes(self, options: OptimizerOptions, shape: Shape, master_bytes: int) -> int:
+        """Return the bytes of a parameter's slot; its master weight has `master_bytes` per element."""
+        return math.prod(self.shape(shape)) * DTYPE_BYTES.get(self.dtype(options), master_bytes)
+
+    def local_slice(self, name: str, shape: Shape, offset: Shape, local_shape: Shape) -> tuple[Shape, Shape]:
+        """Return offset and shape of a rank's slice of the slot.
+
+        Args:
+            name: the parameter, for the error.
+            shape: shape of the whole parameter.
+            offset: start of the rank's slice of the parameter.
+            local_shape: shape of that slice.
+
+        Raises:
+            RecipeError: the slot is reduced along a dimension of which the rank has a part only.
+        """
+        kept = [slot == full for slot, full in zip(self.shape(shape), shape, strict=True)]
+        for dim, (keeps, local, full) in enumerate(zip(kept, local_shape, shape, strict=True)):
+            if not keeps and local != full:
+                raise RecipeError(
+                    f"the optimizer's slot {self.name!r} reduces dimension {dim} of {name}, of which this layout gives "
+                    f"a rank {local} of {full} elements",
+                    remedy="change the parallel degrees (parallel.tp, parallel.dp_shard) so that each rank has all of "
+                    "them, or set another optimizer.name",
+                )
+        return (
+            tuple(at if keeps else 0 for keeps, at in zip(kept, offset, strict=True)),
+            tuple(size if keeps else 1 for keeps, size in zip(kept, local_shape, strict=True)),
+        )
+
+
+def _accept(options: OptimizerOptions) -> None:
+    """Accept every value."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSpec:
+    """One optimizer.
+
+    Attributes:
+        name: value of `optimizer.name`, also in manifests of checkpoints.
+        slots: state per parameter.
+        options: fields of `[optimizer]` that this optimizer reads and others may not.
+        make_update: (options, lr, step) → the update of a step. `lr` is a number or a scalar tensor; `step` is the
+            number of this step from 1, an integer tensor on the device (0 only where the result is discarded).
+        check: refuse options that do not work together (RecipeError).
+    """
+
+    name: str
+    slots: tuple[StateSlot, ...]
+    options: frozenset[str]
+    make_update: Callable[[OptimizerOptions, Tensor | float, Tensor], UpdateFn]
+    check: Callable[[OptimizerOptions], None] = _accept
+
+    @property
+    def slot_names(self) -> tuple[str, ...]:
+        """Names of the slots."""
+        return tuple(slot.name for slot in self.slots)
+
+    def state_bytes(self, options: OptimizerOptions, shapes: Iterable[Shape], master_bytes: int) -> int:
+        """Return the bytes of all slots of parameters of these shapes."""
+        return sum(slot.n_bytes(options, shape, master_bytes) for shape in shapes for slot in self.slots)

@@ -1,0 +1,106 @@
+"""Run time and energy from one number: MFU, assumed or measured.
+
+MFU is the model's FLOPs ("full" convention, `lt_model.costs`) per second over the device's dense bfloat16 peak. If not
+given, all FLOPs including recomputation are assumed to run at `ASSUMED_HFU` of the peak, so recomputation lowers MFU.
+Neither communication nor matrix sizes are modeled: measure (`lt train bench`) and pass `--mfu`.
+
+Energy is the boards' power limit times the run time, without hosts, network and cooling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lt_model import LlamaConfig, flops_per_token
+from lt_model.activation_memory import SELECTIVE_SAVED_PRODUCTS
+from lt_model.params import param_specs
+from lt_trainer.config import Recipe
+from lt_trainer.planning.devices import PlannedDevice
+from lt_trainer.planning.layout import PlannedLayout
+
+ASSUMED_HFU = 0.45
+"""Published bfloat16 runs of dense Llamas on H100 reach 0.36 to 0.48 of the peak, on A100 up to 0.68."""
+
+# Matrix products of a block that are not recomputed. With "full", torch stops before the last one, whose result is not
+# needed.
+_NOT_RECOMPUTED = {"selective": SELECTIVE_SAVED_PRODUCTS, "full": ("down_proj",)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedTime:
+    """Time and energy of a whole run.
+
+    Attributes:
+        mfu: model FLOPs over the peak.
+        mfu_source: "given" or the assumption.
+        hfu: MFU including recomputed FLOPs.
+        step_s: seconds per step, at the final batch size if there is a ramp.
+        tokens_per_s: tokens per second of all devices.
+        tokens: tokens of the whole run.
+        seconds: seconds of the whole run, without checkpoints and validation.
+        energy_kwh: energy of the boards at their power limit.
+    """
+
+    mfu: float
+    mfu_source: str
+    hfu: float
+    step_s: float
+    tokens_per_s: float
+    tokens: int
+    seconds: float
+    energy_kwh: float
+
+
+def plan_time(
+    recipe: Recipe, config: LlamaConfig, layout: PlannedLayout, device: PlannedDevice, mfu: float | None
+) -> PlannedTime:
+    """Return time and energy of the whole run.
+
+    Args:
+        recipe: defines the batch and the number of steps.
+        config: model config.
+        layout: parallel layout.
+        device: device model.
+        mfu: measured MFU in the "full" convention; assumed if None.
+    """
+    seq_len = recipe.data.seq_len
+    flops = flops_per_token(config, seq_len)
+    hfu_per_mfu = 1 + recomputed_flops_per_token(config, seq_len, layout) / flops
+    source = "given"
+    if mfu is None:
+        mfu, source = ASSUMED_HFU / hfu_per_mfu, f"assumed: {ASSUMED_HFU:.0%} of the peak, recomputation included"
+    tokens_per_s = layout.world_size * device.peak_flops * mfu / flops
+    steps, ramp = recipe.schedule.max_steps, recipe.batch.batch_ramp(seq_len)
+    tokens_per_step = recipe.batch.global_batch_size * seq_len
+    tokens = steps * tokens_per_step if ramp is None else ramp.rows_before(steps) * seq_len
+    seconds = tokens / tokens_per_s
+    return PlannedTime(
+        mfu=mfu,
+        mfu_source=source,
+        hfu=mfu * hfu_per_mfu,
+        step_s=tokens_per_step / tokens_per_s,
+        tokens_per_s=tokens_per_s,
+        tokens=tokens,
+        seconds=seconds,
+        energy_kwh=layout.world_size * device.power_w * seconds / 3.6e6,
+    )
+
+
+def recomputed_flops_per_token(config: LlamaConfig, seq_len: int, layout: PlannedLayout) -> float:
+    """Return the recomputed FLOPs per token: the difference between HFU and MFU.
+
+    "selective" keeps attention and every other matrix product. "memory_budget" is assumed to recompute in proportion to
+    the fraction that it does not keep.
+    """
+    mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
+    if mode == "none":
+        return 0.0
+    products = 2 * sum(
+        row.numel
+        for row in param_specs(config)
+        if row.role == "block" and row.kind not in (*_NOT_RECOMPUTED[mode], "norm")
+    )
+    attention = 4 * config.n_layers * config.n_heads * config.head_dim * seq_len if mode == "full" else 0
+    return (products + attention) * (
+        1 - layout.activation_memory_budget if layout.activation_checkpointing == "memory_budget" else 1.0
+    )

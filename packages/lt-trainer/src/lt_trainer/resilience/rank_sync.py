@@ -1,0 +1,112 @@
+"""Actions of one or all ranks whose errors are raised on all ranks.
+
+Cost: one broadcast; for long actions also one small exchange every few seconds, so that no collective times out while
+other ranks wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from lt_ckpt import CheckpointError
+from lt_trainer.errors import TrainerError
+
+if TYPE_CHECKING:
+    from lt_trainer.control import Control
+
+__all__ = ["run_on_all_ranks", "run_on_rank0", "run_with_keepalive"]
+
+
+def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) -> str:
+    """Run `action` on rank 0 and return its result on all ranks.
+
+    Raises:
+        TrainerError: on all ranks, with the message of the error on rank 0; or CheckpointError.
+    """
+    result: dict[str, str | int] = {}
+    failure: CheckpointError | TrainerError | None = None
+    if is_rank0:
+        try:
+            result = {"value": action()}
+        except (CheckpointError, TrainerError) as exc:
+            failure, result = exc, {"error": str(exc), "exit_code": exc.exit_code}
+    result = control.broadcast(result)
+    if failure is not None:
+        raise failure
+    if "error" in result:
+        error = CheckpointError(str(result["error"]))
+        error.exit_code = int(result["exit_code"])
+        raise error
+    return str(result["value"])
+
+
+def run_with_keepalive(
+    control: Control, is_rank0: bool, action: Callable[[], str], on_poll: Callable[[], None], poll_interval_s: float
+) -> str:
+    """Run a long `action` on rank 0 like `run_on_rank0`, while all ranks synchronize regularly.
+
+    Args:
+        control: Control collectives.
+        is_rank0: This rank runs the action.
+        action: Runs in a separate thread.
+        on_poll: Called on all ranks after each synchronization, in the same order.
+        poll_interval_s: Seconds between synchronizations.
+    """
+    outcome = _run_in_thread(control, is_rank0, action, on_poll, poll_interval_s)
+
+    def get_result() -> str:
+        (value,) = outcome
+        if isinstance(value, BaseException):
+            raise value
+        return value
+
+    return run_on_rank0(control, is_rank0, get_result)
+
+
+def run_on_all_ranks(
+    control: Control, action: Callable[[], object], on_poll: Callable[[], None], poll_interval_s: float
+) -> None:
+    """Run `action` on every rank, while all ranks synchronize regularly; if one fails, all raise.
+
+    Raises:
+        TrainerError: raised by the action here; or CheckpointError, also if the action failed on another rank.
+    """
+
+    def act() -> str:
+        action()
+        return ""
+
+    (value,) = _run_in_thread(control, True, act, on_poll, poll_interval_s)
+    has_failed = control.all_reduce_max(int(isinstance(value, BaseException)))
+    if isinstance(value, BaseException):
+        raise value
+    if has_failed:
+        raise CheckpointError("the operation failed on another rank; see the log of that rank")
+
+
+def _run_in_thread(
+    control: Control, is_active: bool, action: Callable[[], str], on_poll: Callable[[], None], poll_interval_s: float
+) -> list[str | BaseException]:
+    """Run `action` in a thread; return its result or exception, or nothing without `is_active`.
+
+    Returns when the action is done on all ranks.
+    """
+    outcome: list[str | BaseException] = []
+
+    def act() -> None:
+        try:
+            outcome.append(action())
+        except BaseException as exc:  # noqa: BLE001 - raised by the callers on all ranks
+            outcome.append(exc)
+
+    thread = threading.Thread(target=act, name="lt-trainer-action", daemon=True)
+    if is_active:
+        thread.start()
+        thread.join(poll_interval_s)
+    while control.all_reduce_max(int(thread.is_alive())):
+        on_poll()
+        if is_active:
+            thread.join(poll_interval_s)
+    return outcome

@@ -1,0 +1,67 @@
+"""Stop signals: recorded by the handler, evaluated by the loop between steps.
+
+SIGTERM (schedulers, torchrun), SIGINT (Ctrl-C), SIGHUP (closing terminal), SIGUSR1 and SIGUSR2 (Slurm's warning before
+a time limit) all mean: finish this step, save, and exit with 75 to be restarted. The maximum number over all ranks
+decides, so a signal to one rank stops all ranks at the same step.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def install_handlers(handler: Callable[[int, FrameType | None], None]) -> dict[signal.Signals, Any]:
+    """Handle every stop signal with `handler`; return the previous handlers. Respects nohup."""
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in STOP_SIGNALS if not (ignored and number == signal.SIGHUP)]
+    return {number: signal.signal(number, handler) for number in numbers}
+
+
+def restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
+    """Restore the handlers that `install_handlers` returned."""
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+class StopSignals:
+    """Stop signals, recorded in `received` instead of ending the process.
+
+    A context restores the handlers on exit. A process with nothing else to do installs them permanently (`install`): a
+    second signal, or torchrun's to a rank that is already exiting, must not kill it.
+    """
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.received_at = 0.0
+        """Time of the first signal (`time.monotonic`)."""
+        self.announce = False
+        """Acknowledge the first signal on standard error, since a step may take long."""
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.announce and not self.received:
+            name = signal.Signals(number).name
+            os.write(2, f"# {name}: stopping after this step and a checkpoint\n".encode())
+        if not self.received:
+            self.received_at = time.monotonic()
+        self.received = number
+
+    def install(self) -> None:
+        """Record stop signals from now on."""
+        self._previous_handlers = install_handlers(self._on_signal)
+
+    def __enter__(self) -> StopSignals:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        restore_handlers(self._previous_handlers)

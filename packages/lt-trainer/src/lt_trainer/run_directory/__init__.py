@@ -1,0 +1,39 @@
+"""Run directory: files, records, environment of a run."""
+
+from typing import TYPE_CHECKING
+
+from lt_trainer.lazy import lazy_exports
+
+if TYPE_CHECKING:
+    from lt_trainer.run_directory.environment import describe_environment as describe_environment
+    from lt_trainer.run_directory.jsonl import NON_FINITE as NON_FINITE
+    from lt_trainer.run_directory.jsonl import JsonlWriter as JsonlWriter
+    from lt_trainer.run_directory.jsonl import LogFile as LogFile
+    from lt_trainer.run_directory.jsonl import read_jsonl as read_jsonl
+    from lt_trainer.run_directory.jsonl import read_last_object as read_last_object
+    from lt_trainer.run_directory.rank_log import RankLog as RankLog
+    from lt_trainer.run_directory.records import METRIC_DEFINITIONS as METRIC_DEFINITIONS
+    from lt_trainer.run_directory.records import MetricsRecord as MetricsRecord
+    from lt_trainer.run_directory.records import StepRecord as StepRecord
+    from lt_trainer.run_directory.records import ValidationRecord as ValidationRecord
+    from lt_trainer.run_directory.records import drop_superseded_records as drop_superseded_records
+    from lt_trainer.run_directory.records import format_record as format_record
+    from lt_trainer.run_directory.records import is_first_of_start as is_first_of_start
+    from lt_trainer.run_directory.records import record_to_dict as record_to_dict
+    from lt_trainer.run_directory.run_dir import RunDir as RunDir
+    from lt_trainer.run_directory.run_dir import read_mirror_name as read_mirror_name
+    from lt_trainer.run_directory.run_dir import write_atomic as write_atomic
+else:
+    __all__, __getattr__, __dir__ = lazy_exports(
+        __name__,
+        {
+            "environment": "describe_environment",
+            "jsonl": "NON_FINITE JsonlWriter LogFile read_jsonl read_last_object",
+            "rank_log": "RankLog",
+            "records": (
+                "METRIC_DEFINITIONS MetricsRecord StepRecord ValidationRecord drop_superseded_records "
+                "format_record is_first_of_start record_to_dict"
+            ),
+            "run_dir": "RunDir read_mirror_name write_atomic",
+        },
+    )

@@ -1,0 +1,93 @@
+"""Environment of a run: interpreter, machine, package versions, and selected environment variables.
+
+Only the variables in `RECORDED_VARIABLES` are recorded, because environments contain secrets. Nothing heavy is
+imported: versions are read from package metadata.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from lt_trainer.constants import GIB
+
+__all__ = ["PACKAGES", "RECORDED_VARIABLES", "describe_environment"]
+
+PACKAGES = (
+    "lt-ckpt",
+    "lt-data",
+    "lt-launch",
+    "lt-model",
+    "lt-trainer",
+    "lt-trainer-gpu",
+    "lt-trainer-neuron",
+    "flash-attn",
+    "fsspec",
+    "neuronx-cc",
+    "neuronx-distributed",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "torch-neuronx",
+    "torch-xla",
+    "transformers",
+    "xxhash",
+)
+
+RECORDED_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NEURON_CC_FLAGS",
+    "NEURON_RT_NUM_CORES",
+    "OMP_NUM_THREADS",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "SLURM_JOB_ID",
+    "SLURM_JOB_NUM_NODES",
+    "TRAINING_JOB_NAME",
+    "WORLD_SIZE",
+)
+
+
+def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """Return the environment of this process as plain values for JSON."""
+    environ = os.environ if environ is None else environ
+    return {
+        "python": sys.version.split()[0],
+        "implementation": platform.python_implementation(),
+        "platform": platform.platform(),
+        "machine": platform.machine(),
+        "hostname": platform.node(),
+        "cpu": _cpu_model(),
+        "cpus": os.cpu_count(),
+        "memory_gib": _memory_gib(),
+        "packages": {name: text for name in PACKAGES if (text := _version(name))},
+        "variables": {name: environ[name] for name in RECORDED_VARIABLES if name in environ},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the processor name if the system reports it, otherwise the architecture."""
+    if cpuinfo.exists():
+        for row in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = row.partition(":")
+            if name.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> float:
+    """Return the memory of the machine in GiB."""
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB, 2)

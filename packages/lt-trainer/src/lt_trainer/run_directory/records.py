@@ -1,0 +1,161 @@
+"""Records of a run, with a fixed order of fields, as `key=value` lines and as plain values.
+
+Lines are for people and log scrapers: `step=10 loss=3.21 learning_rate=0.0016 ...`, six significant digits.
+`METRIC_DEFINITIONS` has the regular expressions with which SageMaker finds the six metrics of the Litespark algorithm
+in such lines. A field that is None is not available (no energy counter, say) and is omitted; nan is a value that could
+not be computed. All fields are described in docs/reference/metrics.md.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lt_trainer.timing import STEP_PARTS
+
+__all__ = [
+    "METRIC_DEFINITIONS",
+    "MetricsRecord",
+    "StepRecord",
+    "ValidationRecord",
+    "drop_superseded_records",
+    "format_record",
+    "is_first_of_start",
+    "record_to_dict",
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """One completed step, counted from 1; values are equal on all ranks."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    valid_tokens: int
+    rows: int
+    """Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions."""
+    row_length: int = 0
+    """Positions per row, if not data.seq_len."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetricsRecord:
+    """Metrics of one logging step, in display order."""
+
+    step: int
+    """Completed steps."""
+    loss: float
+    """Nats per token with a label, over the global batch."""
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    batches_per_sec: float
+    samples_per_sec: float
+    tokens_per_sec: float
+    flops_per_sec: float
+    mfu: float
+    """flops_per_sec over the peak of one device; nan if the peak is unknown."""
+    memory_gib: float
+    """Peak memory of one device since the last record, in GiB."""
+    valid_tokens: int
+    """Positions with a label in the global batch."""
+    elapsed_s: float
+    """Seconds since this process started training."""
+    hfu: float | None = None
+    """mfu plus FLOPs recomputed by activation checkpointing; nan if unknown."""
+    data_s: float | None = None
+    """Seconds waiting for batches since the last record; likewise for the other `timing.STEP_PARTS`."""
+    forward_backward_s: float | None = None
+    optimizer_s: float | None = None
+    checkpoint_s: float | None = None
+    validation_s: float | None = None
+    rest_s: float | None = None
+    joules_per_token: float | None = None
+    """Energy of all GPUs of the run since the last record, per token of the run (padding included)."""
+    energy_kwh: float | None = None
+    """Energy of all GPUs of the run since its first start."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """Loss over a validation set after `step` steps."""
+
+    step: int
+    val_loss: float
+    """Nats per token with a label."""
+    val_tokens: int
+    """Positions with a label."""
+    elapsed_s: float
+    val_perplexity: float | None = None
+    """exp(val_loss)."""
+    val_bits_per_byte: float | None = None
+    """Loss of the whole set in bits, over its bytes of text; None if these are unknown."""
+    val_set: str | None = None
+    """Name of the set in the recipe; None for the only one."""
+
+
+NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"
+
+METRIC_DEFINITIONS: tuple[dict[str, str], ...] = tuple(
+    {"Name": name, "Regex": rf"(?:^|\s){name}={NUMBER_REGEX}"}
+    for name in ("batches_per_sec", "flops_per_sec", "loss", "samples_per_sec", "mfu", "tokens_per_sec")
+)
+"""Names and regular expressions for SageMaker's CreateTrainingJob and CreateAlgorithm."""
+
+
+def record_to_dict(record: Any) -> dict[str, Any]:
+    """Return a record (dataclass or mapping) as plain values, without fields of a dataclass that are None."""
+    if isinstance(record, Mapping):
+        return dict(record)
+    return {name: value for name, value in dataclasses.asdict(record).items() if value is not None}
+
+
+def format_record(record: Any) -> str:
+    """Format a record as one `key=value` line.
+
+    Example:
+        >>> format_record(ValidationRecord(step=20, val_loss=3.25, val_tokens=4096, elapsed_s=12.3456789))
+        'step=20 val_loss=3.25 val_tokens=4096 elapsed_s=12.3457'
+    """
+    return " ".join(f"{name}={_format_value(value)}" for name, value in record_to_dict(record).items())
+
+
+def _format_value(value: Any) -> str:
+    return format(value, ".6g") if isinstance(value, float) else str(value)
+
+
+def drop_superseded_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the records of metrics.jsonl without those that a later start or a rollback repeated.
+
+    A run that was killed after step 27 and resumes from a checkpoint of step 20 reports steps 21 to 27 again; after a
+    rollback they may differ. So a training record of step s replaces all earlier records of step s and later steps.
+
+    Args:
+        records: in writing order.
+    """
+    kept: list[Mapping[str, Any]] = []
+    last = -math.inf
+    for record in records:
+        if "loss" in record:
+            if record["step"] <= last:
+                kept = [earlier for earlier in kept if earlier["step"] < record["step"]]
+            last = record["step"]
+        kept.append(record)
+    return kept
+
+
+def is_first_of_start(before: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
+    """Return True if a start of the run begins with `record`; `before` is the previous training record.
+
+    Each start counts `elapsed_s` from 0, so a decrease means a new start. An increase may be one too, if the previous
+    start was short. Then the step parts decide: they sum to the time since the previous record, which for the first
+    record of a start is all of its `elapsed_s`.
+    """
+    elapsed, previous = record["elapsed_s"], before["elapsed_s"]
+    if elapsed < previous:
+        return True
+    parts = [record[f"{part}_s"] for part in STEP_PARTS if f"{part}_s" in record]
+    return bool(parts) and math.fsum(parts) > elapsed - previous / 2

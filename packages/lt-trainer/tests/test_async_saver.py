@@ -1,0 +1,357 @@
+"""Saves in the background of training: the same checkpoints, no failure lost, and no exit before the save in flight."""
+
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lt_ckpt import Checkpoint, CheckpointError, direct_io
+from lt_trainer.checkpointing import async_saver as saver_module
+from lt_trainer.config.recipe import load
+from lt_trainer.errors import RecipeError
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
+
+SOON_S = 60
+BACKGROUND = "checkpoint.async_save=true"
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("lt-ckpt")] == []
+
+
+def start(base, *overrides: str, **options) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", BACKGROUND, *overrides]), environ={}, **options)
+
+
+def out(base) -> Path:
+    return Path(base["run"]["dir"])
+
+
+def steps_saved(base) -> list[int]:
+    return sorted(int(path.name[5:]) for path in (out(base) / "checkpoints").iterdir() if path.name[0] != ".")
+
+
+def unfinished(base) -> list[str]:
+    return [path.name for path in (out(base) / "checkpoints").iterdir() if path.name[0] == "."]
+
+
+def events(base, *kinds: str) -> list[tuple[str, int]]:
+    return [(e["event"], e["step"]) for e in read_jsonl(out(base) / "events.jsonl") if e["event"] in kinds]
+
+
+def losses(base) -> dict[int, float]:
+    return {r["step"]: r["loss"] for r in read_jsonl(out(base) / "metrics.jsonl") if "loss" in r}
+
+
+@contextmanager
+def disk_that_waits(monkeypatch) -> Iterator[SimpleNamespace]:
+    """What background threads write does not reach the disk before `go_on`; `error` is what the disk says then."""
+    disk, real = SimpleNamespace(go_on=threading.Event(), error=0), os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            assert disk.go_on.wait(SOON_S)
+            if disk.error:
+                raise OSError(disk.error, os.strerror(disk.error))
+        real(descriptor)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fsync)
+        try:
+            yield disk
+        finally:
+            disk.go_on.set()
+
+
+def threads_end() -> None:
+    """Wait until no save is being written."""
+    deadline = time.monotonic() + SOON_S
+    while any(thread.name == "lt-ckpt-save" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def at_call(number: int, action: Callable[[], object]) -> Callable[[int], None]:
+    def on_step(call: int) -> None:
+        if call == number:
+            action()
+
+    return on_step
+
+
+def soon(disk: SimpleNamespace) -> None:
+    """The disk goes on a moment later, when the main thread waits for it."""
+    timer = threading.Timer(0.2, disk.go_on.set)
+    timer.daemon = True
+    timer.start()
+
+
+def test_the_same_losses_and_the_same_checkpoints(recipe_base, fake_engine, tmp_path) -> None:
+    assert start(recipe_base, "checkpoint.async_save=false", "checkpoint.keep_last=9") == 0
+    wanted, foreground = losses(recipe_base), out(recipe_base) / "checkpoints"
+    recipe_base["run"]["dir"] = str(tmp_path / "background")
+    assert start(recipe_base, "checkpoint.keep_last=9") == 0
+    assert losses(recipe_base) == wanted
+    assert steps_saved(recipe_base) == [6, 12, 18, 20]
+    assert unfinished(recipe_base) == []
+    for step in (6, 12, 18, 20):
+        ours, theirs = (
+            Checkpoint.open(folder / f"step-{step:08}") for folder in (out(recipe_base) / "checkpoints", foreground)
+        )
+        assert ours.read("weights", "w").tobytes() == theirs.read("weights", "w").tobytes()
+        assert ours.manifest.tensors == theirs.manifest.tensors
+        assert ours.manifest.scalars == theirs.manifest.scalars
+        assert ours.manifest.data == theirs.manifest.data
+        assert ours.tokenizer_files() == theirs.tokenizer_files()
+
+
+def test_training_goes_on_meanwhile_and_what_is_committed_is_told(recipe_base, fake_engine, monkeypatch) -> None:
+    """The save after step 6 takes until step 9; the weights of step 6 are what it holds."""
+    seen = []
+
+    def look() -> None:
+        seen.append((steps_saved(recipe_base), len(unfinished(recipe_base)), events(recipe_base, "checkpoint")))
+        disk.go_on.set()
+        threads_end()
+
+    fake_engine.on_step = at_call(9, look)
+    with disk_that_waits(monkeypatch) as disk:
+        assert start(recipe_base, "checkpoint.keep_last=9") == 0
+    assert seen == [([], 1, [])]
+    assert events(recipe_base, "checkpoint") == [("checkpoint", step) for step in (6, 12, 18, 20)]
+    saved = Checkpoint.open(out(recipe_base) / "checkpoints" / "step-00000006")
+    assert saved.manifest.scalars == {"optimizer_step": 6}
+    assert float(np.abs(saved.read("weights", "w").view(np.float64)).sum()) == losses(recipe_base)[6]
+
+
+def test_stop_and_resume_equal_the_uninterrupted_run(recipe_base, fake_engine, tmp_path) -> None:
+    assert start(recipe_base, "checkpoint.async_save=false") == 0
+    whole = losses(recipe_base)
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    assert start(recipe_base, stop_after_step=9, verify_resume_steps=3) == 75
+    assert start(recipe_base) == 0
+    assert losses(recipe_base) == whole
+    assert [s for _, s in events(recipe_base, "checkpoint")] == [6, 9, 12, 18, 20]
+
+
+def test_one_save_is_in_flight(recipe_base, fake_engine) -> None:
+    seen = set()
+    fake_engine.on_step = lambda call: seen.add(len(unfinished(recipe_base)))
+    assert start(recipe_base, "checkpoint.interval=1", "checkpoint.keep_last=30") == 0
+    assert seen <= {0, 1}
+    assert steps_saved(recipe_base) == list(range(1, 21))
+    assert [s for _, s in events(recipe_base, "checkpoint")] == list(range(1, 21))
+
+
+def test_retention_after_each_save(recipe_base, fake_engine) -> None:
+    held = []
+    fake_engine.on_step = lambda call: (threads_end(), held.append(steps_saved(recipe_base)))
+    assert start(recipe_base, "checkpoint.interval=2", "checkpoint.keep_last=2", "checkpoint.keep_every=8") == 0
+    assert held[::2] == [[], [2], [2, 4], [4, 6], [6, 8], [8, 10], [8, 10, 12], [8, 12, 14], [8, 14, 16], [8, 16, 18]]
+    assert steps_saved(recipe_base) == [8, 16, 18, 20]
+
+
+@pytest.mark.guarantee("background-save-failure")
+def test_a_failure_ends_the_run_at_the_next_step(recipe_base, fake_engine, monkeypatch) -> None:
+    def fill() -> None:
+        disk.error = errno.ENOSPC
+        disk.go_on.set()
+        threads_end()
+
+    fake_engine.on_step = at_call(8, fill)
+    message = r"step-00000006-\w+: writing the files of rank 0 failed: No space left on device; free some space"
+    with disk_that_waits(monkeypatch) as disk, pytest.raises(CheckpointError, match=message):
+        start(recipe_base)
+    assert max(losses(recipe_base)) == 7  # the step that was under way is not read any more
+    assert fake_engine.opened[-1].calls == 8
+    assert steps_saved(recipe_base) == unfinished(recipe_base) == []
+    assert start(recipe_base) == 0
+
+
+def test_a_commit_that_fails_ends_the_run_too(recipe_base, fake_engine, monkeypatch) -> None:
+    """Somebody has put a folder with that step's name there, and it is a valid checkpoint."""
+    assert start(recipe_base, "schedule.max_steps=6", "schedule.warmup_steps=2") == 0
+    there = out(recipe_base) / "checkpoints" / "step-00000006"
+    there.rename(out(recipe_base) / "checkpoints" / "kept")
+    fake_engine.on_step = at_call(5, lambda: there.with_name("kept").rename(there))
+    with pytest.raises(CheckpointError, match="a valid checkpoint of this step already exists"):
+        start(recipe_base, "checkpoint.interval=6")
+    assert unfinished(recipe_base) == []
+    fake_engine.on_step = lambda call: None
+    assert start(recipe_base) == 0
+
+
+@pytest.mark.guarantee("background-save-failure")
+def test_a_stop_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        soon(disk)
+
+    fake_engine.on_step = at_call(8, stop)
+    with disk_that_waits(monkeypatch) as disk:
+        assert start(recipe_base) == 75
+    assert steps_saved(recipe_base) == [6, 8]
+    assert events(recipe_base, "checkpoint", "stop") == [("checkpoint", 6), ("checkpoint", 8), ("stop", 8)]
+
+
+def test_a_stop_hears_of_a_failure(recipe_base, fake_engine, monkeypatch) -> None:
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        disk.error = errno.EIO
+        soon(disk)
+
+    fake_engine.on_step = at_call(8, stop)
+    with (
+        disk_that_waits(monkeypatch) as disk,
+        pytest.raises(CheckpointError, match=r"step-00000006.*Input/output error"),
+    ):
+        start(recipe_base)
+    assert steps_saved(recipe_base) == unfinished(recipe_base) == []
+
+
+def test_the_end_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
+    fake_engine.on_step = at_call(20, lambda: soon(disk))
+    with disk_that_waits(monkeypatch) as disk:
+        assert start(recipe_base, "checkpoint.interval=19") == 0
+    assert events(recipe_base, "checkpoint", "completed") == [("checkpoint", 19), ("checkpoint", 20), ("completed", 20)]
+
+
+@pytest.mark.guarantee("background-save-failure")
+def test_a_way_back_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
+    """Else there would be nothing to go back to."""
+    fake_engine.poison = lambda call, batch: call in (8, 9, 10)
+    fake_engine.on_step = at_call(10, lambda: soon(disk))
+    with disk_that_waits(monkeypatch) as disk:
+        assert start(recipe_base, "fault_tolerance.max_skipped_steps=2") == 0
+    assert events(recipe_base, "rollback") == [("rollback", 6)]
+    assert events(recipe_base, "checkpoint")[0] == ("checkpoint", 6)
+
+
+class Broken(Exception):
+    """An error of the engine."""
+
+
+def fail() -> None:
+    raise Broken("lost the device")
+
+
+def test_an_error_waits_for_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
+    def break_down() -> None:
+        soon(disk)
+        fail()
+
+    fake_engine.on_step = at_call(8, break_down)
+    with disk_that_waits(monkeypatch) as disk, pytest.raises(Broken):
+        start(recipe_base)
+    assert steps_saved(recipe_base) == [6]
+    assert events(recipe_base, "checkpoint") == [("checkpoint", 6)]
+    fake_engine.on_step = lambda call: None
+    assert start(recipe_base) == 0
+    assert events(recipe_base, "resume") == [("resume", 6)]
+
+
+def test_an_error_is_told_before_the_failure_of_the_save_in_flight(recipe_base, fake_engine, monkeypatch) -> None:
+    def break_down() -> None:
+        disk.error = errno.ENOSPC
+        soon(disk)
+        fail()
+
+    fake_engine.on_step = at_call(8, break_down)
+    with disk_that_waits(monkeypatch) as disk, pytest.raises(Broken) as caught:
+        start(recipe_base)
+    (note,) = caught.value.__notes__
+    assert note.startswith("the save in flight, of step 6, failed: ")
+    assert "No space left on device" in note
+    assert "No space left on device" in (out(recipe_base) / "logs" / "rank00000.log").read_text()
+
+
+def change_engines(monkeypatch, fake_engine, change) -> None:
+    """Every engine that is opened goes through `change` first."""
+    real = fake_engine.open
+
+    def opened(*args):
+        engine = real(*args)
+        change(engine)
+        return engine
+
+    monkeypatch.setattr(fake_engine, "open", opened)
+
+
+def test_a_machine_with_too_little_memory_is_refused_before_the_first_step(
+    recipe_base, fake_engine, monkeypatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 2**30 + 2**29)
+    change_engines(monkeypatch, fake_engine, lambda engine: setattr(engine, "state_bytes", lambda: 2**31))
+    message = r"checkpoint.async_save = True.*: a copy of this rank's state needs 2\.00 GiB .* 1\.50 GiB are available"
+    with pytest.raises(RecipeError, match=message):
+        start(recipe_base)
+    assert fake_engine.opened[-1].calls == 0
+    assert start(recipe_base, "checkpoint.async_save=false") == 0
+
+
+def test_memory_that_cannot_be_taken_is_said(recipe_base, fake_engine, monkeypatch) -> None:
+    def no_memory(n_bytes: int):
+        raise MemoryError("CUDA cannot lock 128 bytes of host memory (error 2)")
+
+    change_engines(monkeypatch, fake_engine, lambda engine: setattr(engine, "allocate_host_memory", no_memory))
+    with pytest.raises(
+        RecipeError, match=r"are available: CUDA cannot lock 128 bytes.*set checkpoint.async_save to false"
+    ):
+        start(recipe_base)
+
+
+def test_memory_is_taken_once_and_before_the_first_step(recipe_base, fake_engine, monkeypatch) -> None:
+    log = []
+
+    def noting(engine) -> None:
+        real = engine.allocate_host_memory
+        engine.allocate_host_memory = lambda n_bytes: log.append(n_bytes) or real(n_bytes)
+
+    change_engines(monkeypatch, fake_engine, noting)
+    fake_engine.on_step = log.append
+    assert start(recipe_base) == 0
+    assert log == [128, *range(1, 21)]
+
+
+def test_the_available_memory_is_a_number_of_this_machine() -> None:
+    assert 2**20 < saver_module._available_bytes() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_the_watchdog_hears_of_bytes_that_are_written_and_of_nothing_else(monkeypatch) -> None:
+    """A disk that hangs must not look like one that writes."""
+    beats, progress = [], [0, 1, 1, 1, 2, 2, 2, 2]
+
+    class Writer:
+        @property
+        def progress_count(self) -> int:
+            return progress[0]
+
+        def wait_until_written(self, timeout_s: float) -> bool:
+            progress.pop(0)
+            return not progress
+
+    made = object.__new__(saver_module.CheckpointSaver)
+    made._heartbeat = lambda: beats.append(len(progress))
+    made._wait_part(Writer())  # pyright: ignore[reportArgumentType]
+    assert beats == [7, 4]
+
+
+def test_saves_that_go_through_the_page_cache_are_told_at_the_start(
+    recipe_base, fake_engine, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(
+        direct_io, "_unsupported_devices", {os.stat(out(recipe_base).parent).st_dev: "its file system refuses O_DIRECT"}
+    )
+    assert start(recipe_base) == 0
+    assert "# checkpoints are written through the page cache" in capsys.readouterr().out

@@ -1,0 +1,48 @@
+"""docs/guides/data.md: each recipe in it loads, and its loader trains."""
+
+import re
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from lt_trainer.config.recipe import from_dict, load, to_dict
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
+
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "data.md"
+
+
+def recipes() -> list[str]:
+    blocks = re.findall(r"\n\n((?:(?: {4}.*)?\n)+)", GUIDE.read_text(encoding="utf-8"))
+    return [block for block in blocks if re.match(r" {4}\[", block)]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_the_recipes_load(number: int) -> None:
+    table = tomllib.loads(recipes()[number])
+    recipe = load(base=table).recipe
+    assert from_dict(to_dict(recipe)) == recipe
+
+
+def test_there_are_no_others() -> None:
+    assert len(recipes()) == 7
+
+
+def test_the_loader_trains_and_goes_on(recipe_base, fake_engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    module = ModuleType("my_rows")
+    exec(source, module.__dict__)
+    monkeypatch.setitem(sys.modules, "my_rows", module)
+    recipe_base["model"]["vocab_size"] = 300
+    recipe_base["data"] = {"loader": "my_rows:make", "seq_len": 32}
+    resolved = load(base=recipe_base, overrides=["run.engine=fake"])
+    assert run(resolved, environ={}, stop_after_step=7) == 75
+    assert run(resolved, environ={}) == 0
+    first, second = fake_engine.opened
+    rows = first.rows + second.rows
+    assert len(rows) == len(set(rows)) == 160
+    found = read_jsonl(Path(recipe_base["run"]["dir"]) / "metrics.jsonl")
+    assert {record["valid_tokens"] for record in found} == {8 * 32}

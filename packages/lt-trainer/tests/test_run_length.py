@@ -1,0 +1,106 @@
+"""Run lengths in words: epochs and percentages, as steps with their origin."""
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_data import TokenStore, open_pack
+from lt_trainer.config.recipe import from_dict, load, to_dict, to_toml
+from lt_trainer.config.run_length import parse_run_length, steps_from_fraction
+from lt_trainer.errors import RecipeError
+
+BASE = {"data": {"store": "elsewhere"}, "schedule": {"kind": "constant"}}
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10000))
+def test_a_share_is_the_nearest_number_of_updates(max_steps: int, basis_points: int) -> None:
+    share = Fraction(basis_points, 10000)
+    found = steps_from_fraction(share, max_steps)
+    exact = share * max_steps
+    assert abs(found - exact) <= Fraction(1, 2) or (found == 1 and 0 < exact < 1)
+    assert (found == 0) == (basis_points == 0)
+    assert found <= max_steps
+
+
+def test_a_share_of_the_run() -> None:
+    resolved = load(base=BASE, overrides=["schedule.max_steps=31800", "schedule.warmup_steps=1%"])
+    assert resolved.recipe.schedule.warmup_steps == 318
+    assert resolved.origins["schedule.warmup_steps"] == "--set: 1 % of 31,800"
+    assert resolved.is_given("schedule.warmup_steps")
+    half = load(base=BASE, hyperparameters={"WARMUP_STEPS": '"0.5 %"'}).recipe
+    assert half.schedule.warmup_steps == 50  # of 10,000
+    assert from_dict(to_dict(half)) == half
+    with pytest.raises(RecipeError, match="warmup is longer"):
+        load(base=BASE, overrides=["schedule.warmup_steps=101%"])
+
+
+def test_epochs_are_counted_in_the_pack(little_data: Path, tmp_path: Path) -> None:
+    recipe = tmp_path / "run.toml"
+    store = little_data / "train"
+    rows = open_pack(TokenStore.open(store), seq_len=32).n_rows
+    batch = 4 if 3 * rows % 4 else 5
+    assert 3 * rows % batch  # else nothing is left over, and the test shows less
+    recipe.write_text(
+        f'[data]\nstore = "{store}"\nseq_len = 32\n[schedule]\nmax_steps = "3 epochs"\nwarmup_steps = "10%"\n'
+        f"[batch]\nglobal_batch_size = {batch}\nmicro_batch_size = 1\n"
+    )
+    resolved = load(recipe)
+    steps, left = divmod(3 * rows, batch)
+    assert resolved.recipe.schedule.max_steps == steps
+    assert resolved.recipe.schedule.warmup_steps == steps_from_fraction(Fraction(1, 10), steps)
+    assert resolved.origins["schedule.max_steps"] == (
+        f"{recipe}:5: 3 epochs of {rows} rows, {batch} per step; {left} rows left over"
+    )
+    written = tmp_path / "again.toml"
+    written.write_text(to_toml(resolved.recipe, resolved.origins))
+    assert load(written).recipe == resolved.recipe
+    half = load(recipe, overrides=["schedule.max_steps=0.5 epochs"])
+    assert half.recipe.schedule.max_steps == rows // 2 // batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (
+            ["data.store=gone"],
+            "data.store = 'gone' (--set): epochs are counted in the store, which does not exist here",
+        ),
+        (["data.packing=buckets"], "rows of one length"),
+        (["batch.ramp.start=1", "batch.ramp.steps=2"], "a constant batch size"),
+        (["data.store=", "data.synthetic=true", "model.vocab_size=64"], "a single data.store"),
+        (["batch.global_batch_size=100000000"], "are less than one step"),
+    ],
+)
+def test_epochs_that_cannot_be_counted_are_refused(little_data: Path, overrides: list[str], told: str) -> None:
+    base = {
+        "data": {"store": str(little_data / "train"), "seq_len": 32},
+        "batch": {"global_batch_size": 4, "micro_batch_size": 1},
+    }
+    with pytest.raises(RecipeError) as caught:
+        load(base=base, overrides=["schedule.max_steps=2 epochs", *overrides])
+    assert told in str(caught.value)
+    assert "schedule.max_steps" in str(caught.value) or "global_batch_size" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("schedule.max_steps", "3"),
+        ("schedule.max_steps", "1%"),
+        ("schedule.warmup_steps", "-1%"),
+        ("schedule.warmup_steps", "2 epochs"),
+        ("schedule.max_steps", "2 epochs more"),
+        ("metrics.log_interval", "1%"),
+        ("schedule.max_steps", 3),
+    ],
+)
+def test_other_words_are_not_lengths(name: str, value: object) -> None:
+    assert parse_run_length(name, value) is None
+
+
+def test_a_word_that_is_no_length_is_refused_with_the_field() -> None:
+    with pytest.raises(RecipeError, match=r"schedule\.warmup_steps = 'a bit' \(--set\): expected an integer"):
+        load(base=BASE, overrides=["schedule.warmup_steps=a bit"])

@@ -1,0 +1,363 @@
+"""Run logger: fields of records, time by part, recomputation, energy, superseded records."""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_model import flops_per_token, preset
+from lt_trainer.checkpointing.resume import RunRestorer
+from lt_trainer.config.recipe import load
+from lt_trainer.data.batches import StreamBatches
+from lt_trainer.engine import Device, World
+from lt_trainer.errors import RecipeError
+from lt_trainer.observability.run_logger import ComputeCost, Rank0Logger
+from lt_trainer.run_directory import RankLog, StepRecord
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.run_directory.records import METRIC_DEFINITIONS, MetricsRecord, drop_superseded_records, format_record
+from lt_trainer.run_directory.run_dir import RunDir
+from lt_trainer.timing import STEP_PARTS, HostStopwatch
+from lt_trainer.training import run
+from lt_trainer.training.run_setup import compute_cost
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeMonitor:
+    def __init__(self, joules: float | None) -> None:
+        self.value = joules
+        self.found: list[str] = []
+
+    def energy_joules(self) -> float | None:
+        return self.value
+
+    def scalars(self) -> dict[str, float]:
+        return {}
+
+    def pop_problems(self) -> list[str]:
+        found, self.found = self.found, []
+        return found
+
+
+def step(number: int, rows: int) -> StepRecord:
+    return StepRecord(step=number, loss=2.0, grad_norm=1.0, learning_rate=0.1, valid_tokens=9, rows=rows)
+
+
+@contextmanager
+def journal(
+    folder: Path, clock: Clock, *, devices: int = 2, again: float = 0.0, monitor: Any = None
+) -> Iterator[Rank0Logger]:
+    device = Device(name="d", kind="cpu", count=devices, peak_flops=1000.0, peak_source="made up")
+    work = ComputeCost(micro_batch_size=4, seq_len=10, flops_per_token=3.0, recomputed_flops_per_token=again)
+    with (
+        RunDir.open(folder) as run_dir,
+        RankLog(folder, 0) as log,
+        Rank0Logger(run_dir, log, device, work, monitor=monitor, clock=clock) as made,
+    ):
+        yield made
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+# ---- rows, rates, recomputation ----
+
+
+@pytest.mark.guarantee("rates")
+def test_the_rows_that_each_step_really_has_are_counted(tmp_path: Path) -> None:
+    clock = Clock()
+    with journal(tmp_path, clock) as one:
+        clock.now += 5.0
+        one.log_steps([step(1, 8), step(2, 8), step(3, 16)], 0, {})
+        clock.now += 5.0
+        one.log_steps([step(4, 32)], 0, {})
+    first, second = records(tmp_path)
+    assert first["samples_per_sec"] == 32 / 5 / 2
+    assert first["batches_per_sec"] == 32 / 4 / 5 / 2
+    assert first["tokens_per_sec"] == 320 / 5 / 2
+    assert first["flops_per_sec"] == 3 * 320 / 5 / 2
+    assert first["mfu"] == first["hfu"] == 3 * 320 / 5 / 2 / 1000
+    assert second["samples_per_sec"] == 64 / 10 / 2
+
+
+@pytest.mark.parametrize(("again", "hfu"), [(1.0, 4 * 320 / 5 / 2 / 1000), (math.nan, math.nan)])
+def test_what_is_computed_again_counts_for_hfu_alone(tmp_path: Path, again: float, hfu: float) -> None:
+    clock = Clock()
+    with journal(tmp_path, clock, again=again) as one:
+        clock.now += 5.0
+        one.log_steps([step(1, 32)], 0, {})
+    (record,) = records(tmp_path)
+    assert record["mfu"] == 3 * 320 / 5 / 2 / 1000
+    assert record["hfu"] == pytest.approx(hfu, nan_ok=True)
+
+
+def test_new_fields_stand_behind_the_old_ones_and_the_line_is_still_scraped(tmp_path: Path) -> None:
+    clock = Clock()
+    with journal(tmp_path, clock, monitor=FakeMonitor(0.0)) as one:
+        clock.now += 5.0
+        one.log_steps([step(1, 32)], 3 * 2**30, dict.fromkeys(STEP_PARTS, 0.5))
+    (record,) = records(tmp_path)
+    names = [field.name for field in fields(MetricsRecord)]
+    assert [name for name in names if name in record] == list(record)
+    assert list(record)[:12] == [
+        "step",
+        "loss",
+        "learning_rate",
+        "grad_norm",
+        "batches_per_sec",
+        "samples_per_sec",
+        "tokens_per_sec",
+        "flops_per_sec",
+        "mfu",
+        "memory_gib",
+        "valid_tokens",
+        "elapsed_s",
+    ]
+    for definition in METRIC_DEFINITIONS:
+        (found,) = re.findall(definition["Regex"], format_record(record))
+        assert float(found) == pytest.approx(record[definition["Name"]], rel=1e-5)
+
+
+# ---- energy ----
+
+
+def test_energy_is_per_token_since_the_last_record_and_in_kwh_since_the_first_start(tmp_path: Path) -> None:
+    clock, monitor = Clock(), FakeMonitor(1000.0)
+    with journal(tmp_path, clock, monitor=monitor) as one:
+        clock.now += 5.0
+        monitor.value = 1640.0
+        one.log_steps([step(1, 32)], 0, {})
+        monitor.value = 1720.0
+        one.log_steps([step(2, 8)], 0, {})
+        monitor.value = 1740.0  # the last save
+    first, second = records(tmp_path)
+    assert first["joules_per_token"] == 2.0
+    assert first["energy_kwh"] == 1640.0 / 3.6e6
+    assert second["joules_per_token"] == 1.0
+    (event,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "energy"]
+    assert (event["joules"], event["joules_per_token"], event["run_kwh"]) == (740.0, 740 / 400, 1740.0 / 3.6e6)
+
+
+def test_energy_that_is_counted_late_begins_with_the_first_look(tmp_path: Path) -> None:
+    clock, monitor = Clock(), FakeMonitor(None)
+    with journal(tmp_path, clock, monitor=monitor) as one:
+        one.log_steps([step(1, 32)], 0, {})
+        monitor.value = 500.0
+        one.log_steps([step(2, 32)], 0, {})
+        monitor.value = 820.0
+        one.log_steps([step(3, 32)], 0, {})
+    first, second, third = records(tmp_path)
+    assert "energy_kwh" not in first
+    assert "joules_per_token" not in second
+    assert third["joules_per_token"] == 1.0
+    (event,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "energy"]
+    assert event["joules_per_token"] == 1.0
+
+
+def test_without_a_counter_nothing_is_said_of_energy(tmp_path: Path) -> None:
+    with journal(tmp_path, Clock(), monitor=FakeMonitor(None)) as one:
+        one.log_steps([step(1, 32)], 0, {})
+    assert not [name for name in records(tmp_path)[0] if "joules" in name or "kwh" in name]
+    assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == []
+
+
+def test_what_the_monitor_has_to_tell_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    monitor = FakeMonitor(None)
+    monitor.found = ["GPU 3: it is lost"]
+    with journal(tmp_path, Clock(), monitor=monitor) as one:
+        one.log_steps([step(1, 32)], 0, {})
+        one.log_steps([step(2, 32)], 0, {})
+    assert capsys.readouterr().out.count("# monitor: GPU 3: it is lost\n") == 1
+
+
+def test_rows_of_each_length_cost_what_their_attention_sees(fake_engine) -> None:
+    base = {
+        "data": {"store": "unused", "packing": "buckets", "seq_len": 64, "min_seq_len": 16},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+    }
+    recipe, model = load(base=base).recipe, preset("tiny-2m")
+    costs = compute_cost(recipe, model, fake_engine.open(recipe, model, World()))
+    assert (costs.micro_batch_size, costs.seq_len, costs.flops_per_token) == (2, 64, flops_per_token(model, 64, "full"))
+    assert costs.flops_by_length == {n: flops_per_token(model, n, "full") for n in (32, 16)}
+
+
+# ---- where the time goes ----
+
+
+@pytest.mark.guarantee("time-parts")
+@given(st.lists(st.tuples(st.sampled_from(STEP_PARTS), st.floats(0, 100)), max_size=30))
+def test_laps_add_up_to_the_time_between(laps: list[tuple[str, float]]) -> None:
+    clock = Clock()
+    stopwatch = HostStopwatch(clock)
+    wanted = dict.fromkeys(STEP_PARTS, 0.0)
+    for part, seconds in laps:
+        stopwatch.begin(part)
+        clock.now += seconds
+        wanted[part] += seconds
+    assert stopwatch.pop_times() == pytest.approx(wanted)
+    clock.now += 1.0
+    assert sum(stopwatch.pop_times().values()) == pytest.approx(1.0)
+    assert sum(stopwatch.pop_times().values()) == 0
+
+
+@pytest.mark.guarantee("time-parts")
+def test_the_parts_of_a_run_are_told_apart(recipe_base, fake_engine, monkeypatch) -> None:
+    """Batches take 2 s, steps 3 s, validations 5 s and saves 7 s of a clock that nothing else moves."""
+    clock = Clock()
+
+    def taking(seconds: float, function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            clock.now += seconds
+            return function(*args, **kwargs)
+
+        return call
+
+    def on_step(call: int) -> None:
+        (engine,) = fake_engine.opened
+        if call == 1:
+            engine.stopwatch = HostStopwatch(clock)
+            engine.stopwatch.begin("forward_backward")
+            engine.validate = taking(5.0, engine.validate)
+            engine.state = taking(7.0, engine.state)
+        clock.now += 3.0
+
+    fake_engine.on_step = on_step
+    monkeypatch.setattr(StreamBatches, "next_batch", taking(2.0, StreamBatches.next_batch))
+    monkeypatch.setattr(Rank0Logger, "unpause", taking(1.0, Rank0Logger.unpause))  # once validation or save are over
+    recipe_base["schedule"] |= {"max_steps": 8}
+    recipe_base["metrics"] |= {"log_interval": 2, "validation_interval": 4}
+    recipe_base["checkpoint"] |= {"interval": 6}
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    found = [r for r in records(Path(recipe_base["run"]["dir"])) if "loss" in r]
+    columns = ("step", "data_s", "forward_backward_s", "optimizer_s", "checkpoint_s", "validation_s", "rest_s")
+    assert [tuple(record[name] for name in columns) for record in found] == [
+        (2, 2.0, 6.0, 0.0, 0.0, 0.0, 0.0),
+        (4, 4.0, 6.0, 0.0, 0.0, 0.0, 0.0),
+        (6, 4.0, 6.0, 0.0, 0.0, 5.0, 1.0),
+        (8, 4.0, 6.0, 0.0, 7.0, 0.0, 1.0),
+    ]
+
+
+def test_what_a_start_takes_is_no_training(recipe_base, fake_engine, monkeypatch) -> None:
+    """A restore of 1000 s before steps of 2 s: rates are those of the steps from the first record on."""
+    clock = Clock()
+    restore = RunRestorer._restore
+
+    def slowly(self: RunRestorer, checkpoint: Any) -> Any:
+        clock.now += 1000.0
+        return restore(self, checkpoint)
+
+    def on_step(call: int) -> None:
+        clock.now += 2.0
+
+    monkeypatch.setattr(RunRestorer, "_restore", slowly)
+    monkeypatch.setattr("lt_trainer.training.run_context.Rank0Logger", partial(Rank0Logger, clock=clock))
+    monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
+    fake_engine.on_step = on_step
+    recipe_base["schedule"] |= {"max_steps": 6}
+    start = partial(run, load(base=recipe_base, overrides=["run.engine=fake"]), environ={})
+    assert start(stop_after_step=3) == 75
+    assert start() == 0
+    found = [r for r in records(Path(recipe_base["run"]["dir"])) if "loss" in r]
+    assert [r["step"] for r in found] == [1, 2, 3, 4, 5, 6]
+    assert [r["tokens_per_sec"] for r in found] == [8 * 32 / 2.0] * 6
+    assert [r["checkpoint_s"] for r in found] == [0.0, 0.0, 0.0, 1000.0, 0.0, 0.0]
+    assert sum(r["rest_s"] for r in found) == 0.0
+
+
+# ---- what supersedes what ----
+
+
+def test_steps_that_are_done_again_take_the_place_of_the_first() -> None:
+    rows = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2, "loss": 2.0},
+        {"step": 2, "val_loss": 0.2},
+        {"step": 3, "loss": 3.0},
+        {"step": 2, "loss": 2.5},
+        {"step": 2, "val_loss": 0.25},
+        {"step": 2, "val_loss": 0.75, "val_set": "code"},
+        {"step": 3, "loss": 3.5},
+    ]
+    assert drop_superseded_records(rows) == [rows[0], *rows[4:]]
+
+
+@given(st.lists(st.integers(1, 9), max_size=40))
+def test_the_newest_way_only_goes_forward_and_has_the_last_word_on_each_step(steps: list[int]) -> None:
+    rows = [{"step": number, "loss": float(index)} for index, number in enumerate(steps)]
+    found = drop_superseded_records(rows)
+    numbers = [row["step"] for row in found]
+    assert numbers == sorted(set(numbers))
+    if rows:
+        assert found[-1] is rows[-1]
+    for row in found:
+        later = [other for other in rows[rows.index(row) + 1 :] if other["step"] <= row["step"]]
+        assert later == []
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["metrics.profile_steps=2"], r"metrics.profile_steps = 2 \(--set\): the fake engine does not support this"),
+        (["metrics.memory_snapshot_on_oom=true"], r"metrics.memory_snapshot_on_oom = True .*does not support this"),
+        (
+            ["metrics.profile_start_step=3"],
+            r"profile_start_step = 3.*has no effect without metrics.profile_steps; set metrics.profile_steps",
+        ),
+        (["metrics.profile_ranks=1,1"], r"metrics.profile_ranks = \(1, 1\).*must be distinct ranks"),
+        (["metrics.profile_ranks="], r"metrics.profile_ranks = \(\).*must be distinct ranks"),
+        (["metrics.sinks=wandb,wandb"], r"duplicate sink"),
+        (["metrics.sinks=neptune"], r"metrics.sinks = .*not one of the choices; use one of .*'wandb', 'trackio'"),
+        (["metrics.monitor_interval_s=-1"], r"metrics.monitor_interval_s = -1.0.*must be at least 0"),
+    ],
+)
+def test_views_that_cannot_be_had_are_refused(recipe_base, fake_engine, overrides, message) -> None:
+    with pytest.raises(RecipeError, match=message):
+        run(load(base=recipe_base, overrides=["run.engine=fake", *overrides]), environ={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["metrics.profile_steps=10"], r"the run ends before step 20; .*"),
+        (["metrics.profile_steps=1", "metrics.profile_ranks=0,1"], r"ranks must be between 0 and 0"),
+        (["metrics.memory_snapshot_step=20"], r"the run ends before step 20; choose earlier steps, or 0 for none"),
+    ],
+)
+def test_windows_that_never_come_are_refused(recipe_base, fake_engine, overrides, message) -> None:
+    fake_engine.capabilities |= {"profile", "memory_snapshot"}
+    overrides = ["run.engine=fake", "schedule.max_steps=19", *overrides]
+    with pytest.raises(RecipeError, match=message):
+        run(load(base=recipe_base, overrides=overrides), environ={})
+
+
+def test_no_monitor_where_none_is_wanted(recipe_base, fake_engine) -> None:
+    recipe_base["metrics"]["monitor_interval_s"] = 0
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    assert not (Path(recipe_base["run"]["dir"]) / "monitor").exists()
+
+
+def test_a_run_on_a_cpu_has_samples_of_its_own_process(recipe_base, fake_engine) -> None:
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), environ={}) == 0
+    samples = read_jsonl(Path(recipe_base["run"]["dir"]) / "monitor" / "node00000.jsonl")
+    assert len(samples) >= 2
+    assert samples[-1]["ranks"]["0"]["rss_gib"] > 0.01
+    assert "gpus" not in samples[-1]

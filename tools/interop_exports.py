@@ -1,0 +1,410 @@
+"""Interoperability of exports: other programs read ours and we import theirs, bit for bit.
+
+Run as `uv run python tools/interop_exports.py`. Two stores of random documents (16-bit and 32-bit ids) are exported.
+Each reader runs in an environment of its own made by uv, because its pins conflict with ours, and compares every
+sample. Its writer writes the same documents; they are imported, and its files are compared with ours byte for byte
+where the format determines them.
+
+    mds        mosaicml-streaming: StreamingDataset with its hash check, MDSWriter
+    megatron   megatron-core: IndexedDataset, IndexedDatasetBuilder
+    hf         datasets 2.19, an old version with other names of column types (the package's tests read the newest)
+    litpkds    PackedDataset and its builder, from lit_gpt/packed_dataset.py of TinyLlama
+    litespark  the functions that cut and write in prepare_data.py of Litespark's repository (its reader is not public)
+    smp        GPTPretrainingDataset, from the data_pipeline.py of the SageMaker model parallel examples
+
+The last three are in no package: give the file of a checkout, as --source litpkds=PATH, else they are skipped.
+
+The first run downloads what uv's cache lacks (with torch several GB). Everything else is in a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SEQ_LEN = 128
+MAX_FILE_BYTES = 40_000  # several files each
+STORES = {"narrow": 5_000, "wide": 70_000}  # vocabularies
+REQUIREMENTS = {
+    "mds": ("mosaicml-streaming==0.13.0", "torch"),
+    "megatron": ("megatron-core==0.16.1", "torch"),
+    "hf": ("datasets==2.19.2",),
+    "litpkds": ("torch", "numpy"),
+    "litespark": ("numpy", "pandas", "pyarrow", "tqdm"),
+    "smp": ("torch", "numpy"),
+}
+EXIT_NOT_INSTALLED = 3
+"""Exit code if a reader could not be installed and the others found no difference."""
+EXPORTS: dict[str, dict[str, dict[str, Any]]] = {
+    "mds": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
+    "megatron": {"documents": {}},
+    "hf": {"documents": {}, "rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
+    "litpkds": {"blocks": {"seq_len": SEQ_LEN}},
+    "litespark": {"blocks": {"seq_len": SEQ_LEN}},
+    "smp": {"rows": {"seq_len": SEQ_LEN, "packing": "bfd"}},
+}
+UNPACKAGED = ("litpkds", "litespark", "smp")
+
+
+# --- In our environment ---------------------------------------------------------------------------------------------
+
+
+def export_stores(folder: Path, peer: str) -> None:
+    """Export both stores in the format of a peer, and save the expected contents."""
+    from lt_data import Document, RowReader, TokenStore, pack, prepare_documents
+    from lt_data.exports.export import export
+    from lt_data.exports.options import ExportOptions
+
+    for name, vocabulary in STORES.items():
+        rng = np.random.default_rng(vocabulary)
+        lengths = np.minimum(1 + rng.lognormal(4.5, 1.2, 400).astype(int), 3000)
+        documents = [
+            Document(ids=rng.integers(0, vocabulary - 2, size=n), source=str(i)) for i, n in enumerate(lengths.tolist())
+        ]
+        store_folder = folder / name / "store"
+        prepare_documents(documents, tokenizer=make_tokenizer(vocabulary), out=store_folder, shard_tokens=20_000)
+        store = TokenStore.open(store_folder)
+        for shape, options in EXPORTS[peer].items():
+            export_options = ExportOptions(to=peer, file_bytes=MAX_FILE_BYTES, **options)  # pyright: ignore[reportArgumentType]
+            export(store, out=folder / name / shape, options=export_options)
+        reader = RowReader(store, pack(store, seq_len=SEQ_LEN, mode="bfd"))
+        rows = reader.read_rows(np.arange(reader.n_rows))
+        np.savez(
+            folder / name / "expected.npz",
+            tokens=store.tokens(0, store.n_tokens),
+            lengths=store.lengths,
+            input_ids=rows.input_ids,
+            mask=rows.doc_ids >= 0,
+            labels=rows.labels,
+            pad=np.int64(vocabulary - 1),
+        )
+
+
+def make_tokenizer(vocabulary: int) -> Any:
+    """Return a tokenizer with that many ids, the last two of which are BOS and EOS."""
+    import tokenizers
+    from tokenizers import models
+
+    from lt_data import Tokenizer
+
+    words = {f"w{i}": i for i in range(vocabulary - 2)} | {"<s>": vocabulary - 2, "</s>": vocabulary - 1}
+    config = json.dumps({"bos_token": "<s>", "eos_token": "</s>"}).encode()
+    model = tokenizers.Tokenizer(models.WordLevel(words, unk_token="w0")).to_str().encode()
+    return Tokenizer({"tokenizer.json": model, "tokenizer_config.json": config}, name=str(vocabulary))
+
+
+def compare_imports(folder: Path, peer: str) -> list[str]:
+    """Import the peer's files and compare stores and files with ours; return a line for each comparison."""
+    from lt_data import TokenStore
+    from lt_data.exports.import_tokens import ImportOptions, import_tokens
+
+    same: list[str] = []
+    for name, vocabulary in STORES.items():
+        store = TokenStore.open(folder / name / "store")
+        options: dict[str, Any] = {"format": peer}
+        if peer.startswith("lit"):
+            options |= {"boundaries": "bos", "pad_id": vocabulary - 1}
+        if peer == "litespark":
+            options |= {"token_bytes": store.dtype.itemsize}
+        import_tokens(
+            folder / name / "theirs",
+            options=ImportOptions(**options),
+            tokenizer=make_tokenizer(vocabulary),
+            out=folder / name / "back",
+        )
+        back = TokenStore.open(folder / name / "back")
+        lost = store.n_tokens - back.n_tokens
+        assert 0 <= lost <= (SEQ_LEN if peer == "litespark" else 0), f"{name}: {lost} tokens are missing"
+        if lost:  # its preparation drops a last row that is not 80 % full
+            same.append(f"{name}: its writer dropped the last {lost} tokens")
+        else:
+            assert np.array_equal(back.lengths, store.lengths), f"{name}: documents differ"
+        assert np.array_equal(back.lengths[:-1], store.lengths[: back.n_documents - 1]), f"{name}: documents differ"
+        assert np.array_equal(back.tokens(0, back.n_tokens), store.tokens(0, back.n_tokens)), f"{name}: ids differ"
+        same.append(f"{name}: {back.n_documents} documents, {back.n_tokens} tokens of its writer imported")
+        if peer in ("hf", "smp", "litespark"):
+            continue  # its files are split differently or have another version
+        ours = folder / name / ("blocks" if peer == "litpkds" else "documents")
+        theirs = sorted(path for path in (folder / name / "theirs").iterdir() if path.name != "index.json")
+        files = [path for path in sorted(ours.iterdir()) if path.suffix in (".mds", ".bin", ".idx")]
+        assert [path.name for path in files] == [path.name for path in theirs], f"{name}: file names differ"
+        for ours_file, theirs_file in zip(files, theirs, strict=True):
+            assert ours_file.read_bytes() == theirs_file.read_bytes(), f"{name}: {ours_file.name} differs"
+        same.append(f"{name}: {len(files)} files are byte-identical to those of its writer")
+    return same
+
+
+def is_installable(peer: str) -> bool:
+    """Return whether uv can create the peer's environment; print the reason if not."""
+    try:
+        done = run_isolated(peer, ["-c", ""], Path.cwd())
+    except FileNotFoundError:
+        print(f"{peer}: not tried: uv is not installed", flush=True)
+        return False
+    if done.returncode:
+        print(f"{peer}: not tried: uv cannot install it:\n{done.stderr[-2000:]}", flush=True)
+    return done.returncode == 0
+
+
+def run_peer(peer: str, source: Path | None) -> bool:
+    """Run one peer from export to comparison; return True if everything is equal."""
+    with tempfile.TemporaryDirectory(prefix="lt-peers-") as name:
+        folder = Path(name)
+        export_stores(folder, peer)
+        arguments = [str(Path(__file__).resolve()), "--child", peer, str(folder)]
+        if source is not None:
+            arguments += ["--source", f"{peer}={source.resolve()}"]
+        done = run_isolated(peer, arguments, folder)
+        if done.returncode:
+            print(f"{peer}: FAILED\n{done.stderr[-3000:]}", flush=True)
+            return False
+        found = json.loads(done.stdout.splitlines()[-1])
+        for line in [*found["checks"], *compare_imports(folder, peer)]:
+            print(f"{peer} ({found['version']}): {line}", flush=True)
+    return True
+
+
+def run_isolated(peer: str, arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run python with these arguments in an environment with only the requirements of the peer."""
+    command = ["uv", "run", "--isolated", "--no-project", "--no-config", "--python", sys.executable]
+    for requirement in REQUIREMENTS[peer]:
+        command += ["--with", pin_installed_version(requirement)]
+    environment = {key: value for key, value in os.environ.items() if key not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    return subprocess.run(
+        [*command, "python", *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def pin_installed_version(requirement: str) -> str:
+    """Pin torch to the installed version, so that uv need not download another."""
+    if requirement != "torch":
+        return requirement
+    return f"torch=={importlib.metadata.version('torch').partition('+')[0]}"
+
+
+# --- In the environment of the peer, without lt_data ----------------------------------------------------------------
+
+
+def load_expected(folder: Path) -> tuple[dict[str, np.ndarray], list[np.ndarray]]:
+    """Load the expected arrays and documents."""
+    with np.load(folder / "expected.npz") as file:
+        expected = dict(file)
+    return expected, np.split(expected["tokens"], np.cumsum(expected["lengths"])[:-1])
+
+
+def child_mds(folder: Path) -> tuple[str, list[str]]:
+    streaming = importlib.import_module("streaming")
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load_expected(folder / name)
+
+        def opened(shape: str, name: str = name) -> Any:
+            remote, local = str(folder / name / shape), str(folder / name / f"{shape}-local")
+            return streaming.StreamingDataset(
+                remote=remote, local=local, shuffle=False, batch_size=1, validate_hash="sha256"
+            )
+
+        read = opened("documents")
+        assert len(read) == len(documents)
+        for i, ids in enumerate(documents):
+            found = read[i]["tokens"]
+            assert found.dtype == ids.dtype
+            assert np.array_equal(found, ids), f"document {i}"
+        checks.append(f"{name}: {len(read)} documents read")
+        rows = opened("rows")
+        assert len(rows) == len(expected["input_ids"])
+        for i, (ids, mask) in enumerate(zip(expected["input_ids"], expected["mask"], strict=True)):
+            found = rows[i]
+            assert np.array_equal(found["attention_mask"], mask), f"row {i}"
+            assert np.array_equal(found["tokens"], np.where(mask, ids, expected["pad"])), f"row {i}"
+        checks.append(f"{name}: {len(rows)} rows read")
+        columns = {"tokens": f"ndarray:{expected['tokens'].dtype.name}"}
+        out = str(folder / name / "theirs")
+        with streaming.MDSWriter(columns=columns, out=out, hashes=["sha256"], size_limit=MAX_FILE_BYTES) as writer:
+            for ids in documents:
+                writer.write({"tokens": ids})
+    return f"mosaicml-streaming {streaming.__version__}", checks
+
+
+def child_megatron(folder: Path) -> tuple[str, list[str]]:
+    torch: Any = importlib.import_module("torch")
+    module = importlib.import_module("megatron.core.datasets.indexed_dataset")
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load_expected(folder / name)
+        for mmap in (True, False):
+            read = module.IndexedDataset(str(folder / name / "documents" / "tokens"), mmap=mmap)
+            assert len(read) == len(documents)
+            assert np.array_equal(read.document_indices, np.arange(len(documents) + 1))
+            assert np.array_equal(read.sequence_lengths, expected["lengths"])
+            for i, ids in enumerate(documents):
+                assert np.array_equal(read[i], ids), f"document {i}"
+                assert np.array_equal(read.get(i, offset=ids.size // 2), ids[ids.size // 2 :]), f"document {i}"
+        checks.append(f"{name}: {len(documents)} documents read, mapped and by file")
+        (folder / name / "theirs").mkdir()
+        prefix = folder / name / "theirs" / "tokens"
+        dtype = module.DType.optimal_dtype(STORES[name])
+        builder = module.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+        for ids in documents:
+            builder.add_document(torch.tensor(ids.astype(np.int64)), [ids.size])
+        builder.finalize(f"{prefix}.idx")
+    return f"megatron-core {importlib.metadata.version('megatron-core')}", checks
+
+
+def child_hf(folder: Path) -> tuple[str, list[str]]:
+    datasets: Any = importlib.import_module("datasets")
+    datasets.disable_progress_bars()
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load_expected(folder / name)
+        read = datasets.load_from_disk(str(folder / name / "documents"))
+        assert [row["input_ids"] for row in read] == [ids.tolist() for ids in documents]
+        rows = datasets.load_from_disk(str(folder / name / "rows"))
+        mask = expected["mask"]
+        assert np.array_equal(rows["attention_mask"], mask)
+        assert np.array_equal(rows["input_ids"], np.where(mask, expected["input_ids"], expected["pad"]))
+        assert np.array_equal(np.array(rows["labels"])[:, 1:], expected["labels"][:, :-1])
+        checks.append(f"{name}: {len(read)} documents and {len(rows)} rows read")
+        made = datasets.Dataset.from_dict({"input_ids": [ids.tolist() for ids in documents]})
+        made.save_to_disk(str(folder / name / "theirs"), num_shards=3)
+    return f"datasets {datasets.__version__}", checks
+
+
+def import_file(file: Path) -> Any:
+    """Import a file of a checkout as a module."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def child_litpkds(folder: Path, source: Path) -> tuple[str, list[str]]:
+    module = import_file(source)
+    checks: list[str] = []
+    for name, vocabulary in STORES.items():
+        expected, documents = load_expected(folder / name)
+        files = sorted(map(str, (folder / name / "blocks").glob("*.bin")))
+        block = SEQ_LEN + 1
+        read = module.PackedDataset(files, n_chunks=len(files), block_size=block, shuffle=False)
+        blocks = iter(read)
+        tokens, padding = expected["tokens"].astype(np.int64), int(expected["pad"])
+        itemsize = expected["tokens"].dtype.itemsize
+        chunk = (Path(files[0]).stat().st_size - 24) // itemsize
+        whole = np.append(tokens, np.full(chunk * len(files) - tokens.size, padding))
+        for i, ids in enumerate(whole.reshape(-1, block)):
+            assert np.array_equal(next(blocks).numpy(), ids), f"block {i}"
+        checks.append(f"{name}: {whole.size // block} blocks of {len(files)} chunks read")
+        (folder / name / "theirs").mkdir()
+        builder = module.PackedDatasetBuilder(
+            str(folder / name / "theirs"), "train", chunk, padding, "auto", vocab_size=vocabulary
+        )
+        for ids in documents:
+            builder.add_array(ids)
+        builder.write_reminder()
+    return f"PackedDataset of {source.name}", checks
+
+
+def child_litespark(folder: Path, source: Path) -> tuple[str, list[str]]:
+    stub: Any = types.ModuleType("transformers")  # its tokenizer is not used
+    stub.LlamaTokenizer = None
+    sys.modules["transformers"] = stub
+    module = import_file(source)
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load_expected(folder / name)
+        module.global_tokenizer = types.SimpleNamespace(eos_token_id=int(expected["pad"]))
+        rows = module.create_token_sequences([ids.tolist() for ids in documents], SEQ_LEN)
+        dtype = expected["tokens"].dtype
+        files = sorted((folder / name / "blocks" / "train").iterdir())
+        ours = np.concatenate([np.fromfile(file, dtype) for file in files]).reshape(-1, SEQ_LEN + 1)
+        assert len(ours) - len(rows) in (0, 1)
+        assert np.array_equal(ours[: len(rows)], rows)
+        theirs = folder / name / "theirs" / "tokens_shard_000000.ds"
+        assert module.save_tokens_to_file([id_ for row in rows for id_ in row], str(theirs), dtype.itemsize)
+        assert theirs.read_bytes() == ours[: len(rows)].tobytes()
+        checks.append(f"{name}: {len(rows)} of {len(ours)} rows are byte-identical to those of its writer")
+    return f"Litespark's {source.name}", checks
+
+
+def child_smp(folder: Path, source: Path) -> tuple[str, list[str]]:
+    torch: Any = importlib.import_module("torch")
+    stub: Any = types.ModuleType("logging_utils")
+    stub.get_logger = logging.getLogger
+    sys.modules["logging_utils"] = stub
+    module = import_file(source)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/group", rank=0, world_size=1)
+    checks: list[str] = []
+    for name in STORES:
+        expected, documents = load_expected(folder / name)
+        found = []
+        for file in sorted((folder / name / "rows").iterdir()):  # its trainer reads one at a time, in this order
+            read = module.GPTPretrainingDataset([str(file)], max_sequence_length=SEQ_LEN, zipped=True)
+            found += [read[i] for i in range(len(read))]
+        mask = expected["mask"]
+        assert np.array_equal(torch.stack([attention_mask for _, attention_mask in found]), mask)
+        ids = torch.stack([input_ids for input_ids, _ in found])
+        assert np.array_equal(ids, np.where(mask, expected["input_ids"], expected["pad"]))
+        checks.append(f"{name}: {len(found)} rows read")
+        (folder / name / "theirs").mkdir()
+        with gzip.open(folder / name / "theirs" / "train.json.gz", "wt") as lines:
+            for document in documents:
+                record = {"input_ids": document.tolist(), "attention_mask": [1] * document.size}
+                lines.write(json.dumps(record) + "\n")
+    torch.distributed.destroy_process_group()
+    return f"GPTPretrainingDataset of {source.name}", checks
+
+
+def run_child(peer: str, folder: Path, source: Path | None) -> None:
+    """Compare in the environment of the peer; print the result as JSON on the last line."""
+    if peer in UNPACKAGED:
+        assert source is not None
+        children = {"litpkds": child_litpkds, "litespark": child_litespark, "smp": child_smp}
+        version, checks = children[peer](folder, source)
+    else:
+        version, checks = {"mds": child_mds, "megatron": child_megatron, "hf": child_hf}[peer](folder)
+    print(json.dumps({"version": version, "checks": checks}), flush=True)
+
+
+def main() -> int:
+    """Run the given peers, or all; return 0 if everything is equal."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("peers", nargs="*", metavar="PEER", help=", ".join(REQUIREMENTS))
+    parser.add_argument("--source", action="append", default=[], metavar="PEER=FILE", help="a file of a checkout")
+    parser.add_argument("--child", nargs=2, metavar=("PEER", "FOLDER"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    sources = {peer: Path(file) for peer, _, file in (source.partition("=") for source in arguments.source)}
+    if arguments.child:
+        run_child(arguments.child[0], Path(arguments.child[1]), sources.get(arguments.child[0]))
+        return 0
+    if unknown := [peer for peer in [*arguments.peers, *sources] if peer not in REQUIREMENTS]:
+        parser.error(f"{', '.join(unknown)}: one of {', '.join(REQUIREMENTS)}")
+    failed = absent = False
+    for peer in arguments.peers or REQUIREMENTS:
+        if peer in UNPACKAGED and peer not in sources:
+            print(f"{peer}: skipped; give its file with --source {peer}=PATH", flush=True)
+            continue
+        if not is_installable(peer):
+            absent = True
+            continue
+        failed |= not run_peer(peer, sources.get(peer))
+    return 1 if failed else EXIT_NOT_INSTALLED if absent else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
