@@ -86,8 +86,7 @@ class GpuEngine:
         attention = select_attention(options, self._torch_device, self._dtype, document_mask=recipe.data.document_mask)
         with torch.device("meta"):
             # An unsharded model needs no FSDP for its casts: it is built in the compute dtype.
-            is_sharded = self._mesh_layout.dp_replicate * self._mesh_layout.dp_shard > 1
-            model_dtype = master if is_sharded else self._dtype
+            model_dtype = master if self._mesh_layout.uses_fsdp else self._dtype
             model = Llama(
                 config, attention=attention, pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of)
             ).to(model_dtype)

@@ -1,8 +1,11 @@
 """Rank coordinates in the device mesh and shard ranges of tensors. Torch-free.
 
-The mesh is dp_replicate x dp_shard x tp, tensor-parallel ranks adjacent (they communicate most, so they should share a
-node), then the ranks that share one replica of the weights. Tensor parallelism shards a tensor first, along its
-`tp_dim` in `lt_model.params`; data-parallel sharding splits the result along dimension 0.
+The mesh is pp x dp_replicate x dp_shard x cp x tp, the last axis adjacent: tensor-parallel ranks communicate most, in
+every layer, so they should share a node; then context parallelism, in every attention; then the ranks that share one
+replica of the weights; pipeline stages, which exchange only activations, are farthest apart.
+
+Pipeline parallelism divides the layers. Of a stage's tensors, tensor parallelism shards each one first, along its
+`tp_dim` in `lt_model.params`; sharding over dp_shard x cp (`fsdp_size` ranks) splits the result along dimension 0.
 """
 
 from __future__ import annotations
@@ -19,20 +22,28 @@ class MeshLayout:
     """Degrees of parallelism and this rank's coordinate in each.
 
     Attributes:
+        pp: pipeline-parallel ranks, each with its stages of the model.
         dp_replicate: replicas of the weights.
-        dp_shard: ranks over which each replica is sharded.
+        dp_shard: data-parallel ranks over which each replica is sharded.
+        cp: context-parallel ranks, each with its positions of the same rows; weights are sharded over them too.
         tp: tensor-parallel ranks, which compute each layer together.
+        pp_rank: this rank's index in its pipeline.
         dp_replicate_rank: this rank's replica.
         dp_shard_rank: this rank's index within the replica.
+        cp_rank: this rank's index within its context-parallel group.
         tp_rank: this rank's index within its tensor-parallel group.
         sequence_parallel: whether positions are sharded over tensor-parallel ranks between layers.
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
+    pp_rank: int = 0
     dp_replicate_rank: int = 0
     dp_shard_rank: int = 0
+    cp_rank: int = 0
     tp_rank: int = 0
     sequence_parallel: bool = False
 
@@ -44,29 +55,55 @@ class MeshLayout:
             RecipeError: the product of the degrees is not `world_size`.
         """
         shards = parallel.data_parallel_size(world_size) // parallel.dp_replicate
+        coordinates = []
+        for size in (parallel.tp, parallel.cp, shards, parallel.dp_replicate, parallel.pp):
+            coordinates.append(rank % size)
+            rank //= size
+        tp_rank, cp_rank, dp_shard_rank, dp_replicate_rank, pp_rank = coordinates
         return MeshLayout(
+            pp=parallel.pp,
             dp_replicate=parallel.dp_replicate,
             dp_shard=shards,
+            cp=parallel.cp,
             tp=parallel.tp,
-            dp_replicate_rank=rank // (shards * parallel.tp),
-            dp_shard_rank=rank // parallel.tp % shards,
-            tp_rank=rank % parallel.tp,
+            pp_rank=pp_rank,
+            dp_replicate_rank=dp_replicate_rank,
+            dp_shard_rank=dp_shard_rank,
+            cp_rank=cp_rank,
+            tp_rank=tp_rank,
             sequence_parallel=parallel.sequence_parallel,
         )
 
     @property
     def world_size(self) -> int:
         """Number of ranks."""
-        return self.dp_replicate * self.dp_shard * self.tp
+        return self.pp * self.dp_replicate * self.fsdp_size * self.tp
+
+    @property
+    def rank(self) -> int:
+        """This rank's number: the mesh is row-major, tensor-parallel ranks adjacent."""
+        dp_rank = self.dp_replicate_rank * self.dp_shard + self.dp_shard_rank
+        return ((self.pp_rank * self.dp_replicate * self.dp_shard + dp_rank) * self.cp + self.cp_rank) * self.tp + (
+            self.tp_rank
+        )
+
+    @property
+    def fsdp_size(self) -> int:
+        """Ranks over which each replica of a weight is sharded: dp_shard x cp."""
+        return self.dp_shard * self.cp
+
+    @property
+    def uses_fsdp(self) -> bool:
+        """True if weights are sharded or replicated; else there is nothing to gather or to reduce."""
+        return self.dp_replicate * self.fsdp_size > 1
 
     @property
     def topology(self) -> Topology:
-        """Data-parallel topology for the data loader; tensor-parallel ranks read the same rows."""
-        dp_rank = self.dp_replicate_rank * self.dp_shard + self.dp_shard_rank
+        """Data-parallel topology for the data loader; pp, cp and tp ranks read the same rows."""
         return Topology(
-            rank=dp_rank * self.tp + self.tp_rank,
+            rank=self.rank,
             world_size=self.world_size,
-            dp_rank=dp_rank,
+            dp_rank=self.dp_replicate_rank * self.dp_shard + self.dp_shard_rank,
             dp_size=self.dp_replicate * self.dp_shard,
         )
 

@@ -26,7 +26,7 @@ from lt_trainer_gpu.options import GpuOptions
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-MESH_DIM_NAMES = ("dp_replicate", "dp_shard", "tp")
+MESH_DIM_NAMES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 def parallelize(
@@ -53,9 +53,9 @@ def parallelize(
     Returns:
         The model, whose forward pass is the training loss.
     """
-    sharded = mesh_layout.dp_replicate * mesh_layout.dp_shard > 1  # else there is nothing to gather or to reduce
+    sharded = mesh_layout.uses_fsdp
     # Imported here: DTensor's import takes seconds, and an unsharded model does not need it.
-    mesh = _init_mesh(mesh_layout, device_type, timeout_s) if sharded or mesh_layout.tp > 1 else None
+    mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.world_size > 1 else None
     tp_group, vocab_start_index = None, 0
     if mesh_layout.tp > 1:
         from lt_trainer_gpu.collectives import TensorParallelGroup
@@ -93,7 +93,9 @@ def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> D
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(
-        device_type, (mesh_layout.dp_replicate, mesh_layout.dp_shard, mesh_layout.tp), mesh_dim_names=MESH_DIM_NAMES
+        device_type,
+        (mesh_layout.pp, mesh_layout.dp_replicate, mesh_layout.fsdp_size, mesh_layout.tp),
+        mesh_dim_names=MESH_DIM_NAMES,
     )
     # Mesh groups have torch's default timeout, not the world group's. Torch has renamed the setter.
     set_timeout = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
@@ -112,7 +114,7 @@ def _apply_fsdp(
 ) -> None:
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-    fsdp_mesh = mesh["dp_replicate", "dp_shard"] if mesh_layout.dp_replicate > 1 else mesh["dp_shard"]
+    fsdp_mesh = mesh["dp_replicate", "fsdp"] if mesh_layout.dp_replicate > 1 else mesh["fsdp"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
     *others, last = model.model.layers
     for block in others:
