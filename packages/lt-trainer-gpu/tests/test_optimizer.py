@@ -3,20 +3,25 @@
 The spec's pure update, which other devices run, is held against the same formula and against both fast forms.
 """
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from lt_trainer.config import OptimizerOptions
+from lt_model import LlamaConfig, param_specs
+from lt_trainer.config import OptimizerOptions, load
+from lt_trainer.engine import World
 from lt_trainer.optimizers import ADAMW, ParamSlice
-from lt_trainer.optimizers.adamw import SECOND_MOMENT
+from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer_gpu import gradients as gradients_module
 from lt_trainer_gpu import optimizer
+from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.gradients import squared_norm
 from lt_trainer_gpu.optimizer import GpuOptimizer
 
-OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
+OPTIONS = {"beta1": 0.8, "beta2": 0.9, "eps": 3e-8, "weight_decay": 0.1}  # none is a default
 SHAPES = {"a.weight": (7, 5), "norm.weight": (5,), "b.weight": (3, 11)}
 LR = 1e-2
 
@@ -60,10 +65,10 @@ def by_the_formula(steps: list[dict[str, torch.Tensor]], *, narrow: bool) -> tup
     return weights, first, second
 
 
-@pytest.mark.parametrize("bucket", [1, 40, 1 << 25])
+@pytest.mark.parametrize("most", [1, 400, 1 << 22])
 @pytest.mark.parametrize("moments", ["float32", "bfloat16"])
-def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments: str, bucket: int) -> None:
-    monkeypatch.setattr(optimizer, "BUCKET_NUMEL", bucket)
+def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments: str, most: int) -> None:
+    monkeypatch.setattr(optimizer, "CPU_TEMPORARY_BYTES", most)
     weights = given(0, torch.float32)
     adamw = make(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS, moments_dtype=moments))
     steps = [given(seed, torch.float32) for seed in range(1, 6)]
@@ -83,10 +88,10 @@ def test_steps_are_those_of_the_formula(monkeypatch: pytest.MonkeyPatch, moments
                 np.testing.assert_allclose(found.double().numpy(), exact, rtol=2**-7)
 
 
-@pytest.mark.parametrize("widened", [1, 8, 1 << 20])
-def test_narrow_gradients_are_widened_in_slabs_that_do_not_show(monkeypatch: pytest.MonkeyPatch, widened: int) -> None:
-    """A CPU updates a large weight some numbers at a time; its step is one step all the same."""
-    monkeypatch.setattr(optimizer, "CHUNK_NUMEL", widened)
+@pytest.mark.parametrize("most", [1, 64, 1 << 22])
+def test_narrow_gradients_are_upcast_in_buckets_that_do_not_show(monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    """A large weight is updated some rows at a time; its step is one step all the same."""
+    monkeypatch.setattr(optimizer, "CPU_TEMPORARY_BYTES", most)
     weights = given(0, torch.float32)
     adamw = make(weights, {"a.weight", "b.weight"}, OptimizerOptions(**OPTIONS))
     steps = [given(seed, torch.bfloat16) for seed in range(1, 4)]
@@ -183,3 +188,68 @@ def test_eps_decides_where_gradients_are_small(kind: type[OptimizerDriver], mome
     for name, g in gradients.items():
         wanted = -LR * g.double() / (g.double().abs() + OPTIONS["eps"])
         np.testing.assert_allclose(weights[name].numpy(), wanted.numpy(), rtol=1e-4)
+
+
+LLAMA_1B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    n_heads=32,
+    n_kv_heads=8,
+    n_layers=16,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("gradient", "moments", "n_calls"),
+    [
+        (torch.float32, "float32", 2),
+        (torch.bfloat16, "float32", 19),
+        (torch.float32, "bfloat16", 37),
+        (torch.bfloat16, "bfloat16", 56),
+    ],
+)
+def test_the_fused_kernel_is_called_a_few_times_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gradient: torch.dtype, moments: str, n_calls: int
+) -> None:
+    """Llama 3.2 1B on the meta device, as on cuda: at most 256 MiB of temporaries a call, and no call too many."""
+    weights = {spec.name: torch.empty(spec.shape, device="meta") for spec in param_specs(LLAMA_1B)}
+    decayed = {spec.name for spec in param_specs(LLAMA_1B) if spec.decay}
+    adamw = make(weights, decayed, OptimizerOptions(**OPTIONS, moments_dtype=moments))
+    adamw.device_type = "cuda"
+    calls: list[tuple[list[torch.Tensor], ...]] = []
+
+    def record(*lists: list[torch.Tensor], **options: Any) -> None:
+        assert options["grad_scale"].dtype == options["found_inf"].dtype == torch.float32
+        calls.append(lists[:4])
+
+    monkeypatch.setattr(torch, "_fused_adamw_", record)
+    gradients = {name: torch.empty_like(weight, dtype=gradient) for name, weight in weights.items()}
+    finite, scale = torch.empty((), dtype=torch.bool, device="meta"), torch.empty((), device="meta")
+    adamw.step(weights, gradients, LR, finite, scale)
+    assert len(calls) == n_calls
+    assert sum(w.numel() for call in calls for w in call[0]) == sum(w.numel() for w in weights.values())
+    n_upcast = (gradient != torch.float32) + 2 * (moments != "float32")
+    assert max(n_upcast * 4 * sum(w.numel() for w in call[0]) for call in calls) <= 256 * 2**20
+    assert {tensor.dtype for call in calls for tensors in call for tensor in tensors} == {torch.float32}
+
+
+@pytest.mark.parametrize("eps", [1e-8, 1e-3, 1.0])
+def test_eps_of_the_recipe_is_that_of_the_step(config, batches, eps: float) -> None:
+    """From a run's recipe to the weights of its first step, which is lr g / (|g| + eps)."""
+    sets = ["engine.gpu.device=cpu", "engine.gpu.dtype=float64", "optimizer.weight_decay=0", f"optimizer.eps={eps}"]
+    recipe = load(base={"data": {"store": "unused"}}, overrides=sets).recipe
+    engine = GpuEngine(recipe, config, World())
+
+    def state(group: str) -> dict[str, np.ndarray]:
+        return {s.name: s.bytes().view(np.float64).copy() for s in engine.state().shards if s.group == group}
+
+    before = state("weights")
+    engine.step(batches(1, n_micro=1, micro_batch_size=2)[0], LR)
+    after, first = state("weights"), state(FIRST_MOMENT)
+    engine.close()
+    for name, moment in first.items():
+        g = moment / (1 - recipe.optimizer.beta1)
+        np.testing.assert_allclose(before[name] - after[name], LR * g / (np.abs(g) + eps), rtol=1e-9, atol=1e-15)

@@ -19,6 +19,7 @@ from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.optimizer import CPU_TEMPORARY_BYTES
 from lt_trainer_gpu.spec import SPEC
 from lt_trainer_gpu.weights import MixedPrecisionWeights
 
@@ -97,7 +98,13 @@ def test_one_process_holds_what_the_plan_says(case: str) -> None:
     model, seq_len, micro_batch_size, passes, sets, moment = CASES[case]
     recipe = recipe_of(model, seq_len, micro_batch_size, passes, 1, sets)
     config = llama_config(recipe, recipe.model.vocab_size)
-    said = plan_memory(config, seq_len, layout_from_recipe(recipe, devices=1, nodes=1), loss_chunk_rows=ROWS_OF_LOSS)
+    said = plan_memory(
+        config,
+        seq_len,
+        layout_from_recipe(recipe, devices=1, nodes=1),
+        loss_chunk_rows=ROWS_OF_LOSS,
+        upcast_bytes=CPU_TEMPORARY_BYTES,
+    )
     assert said.peak_phase == moment
     assert measured_bytes(recipe, passes) == pytest.approx(said.peak, rel=NEAR)
 
@@ -117,6 +124,6 @@ def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ..
     recipe = recipe_of(model, seq_len, micro_batch_size, 1, data_parallel, sets)
     config = llama_config(recipe, recipe.model.vocab_size)
     layout = layout_from_recipe(recipe, devices=2, nodes=1)
-    said = plan_memory(config, seq_len, layout, loss_chunk_rows=ROWS_OF_LOSS)
+    said = plan_memory(config, seq_len, layout, loss_chunk_rows=ROWS_OF_LOSS, upcast_bytes=CPU_TEMPORARY_BYTES)
     for found in ranks.run(measured_bytes, recipe, 1, ranks=2):
         assert found == pytest.approx(said.peak, rel=NEAR_RANKS)

@@ -1,21 +1,21 @@
-"""Optimizer of one rank of the GPU engine: any `OptimizerSpec`, and AdamW by fused kernels.
+"""Optimizer of one rank of the GPU engine: any `OptimizerSpec`, and AdamW by torch's fused kernel.
 
-Other optimizers run their spec's pure update per tensor. AdamW has two fast paths, tested against the pure one:
+Other optimizers run their spec's pure update per tensor. The kernel needs weights, gradients and moments of one dtype.
+Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay. Where
+gradients or moments are in bfloat16, they are upcast to the weights' dtype in buckets of at most `temporary_bytes`
+(large parameters are split along their rows), and moments are rounded to nearest when they are stored. Tested against
+the pure update.
 
-- moments in the dtype of the weights: torch's fused kernel;
-- moments in bfloat16 (8 instead of 12 bytes of state and weights per parameter): foreach operations that upcast them,
-  update and use them in the weights' dtype, and round them to nearest when they are stored.
+The host never reads whether a step takes effect: the kernel takes that as `found_inf`, and the clipping factor as
+`grad_scale`, by which it divides. Its `grad_scale` is float32, so float64 gradients are scaled in a pass of their own.
 
-The host never reads whether a step takes effect: torch's kernel takes it as `found_inf`; on the other path the factors
-become 1 and 0.
-
-Cost: with bfloat16 moments temporaries of about `BUCKET_NUMEL` elements.
+Cost: one pass over weights, gradients and moments; temporaries of at most `temporary_bytes`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,10 +26,15 @@ from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
 
 _torch: Any = torch  # its functions on lists of tensors have no types
-BUCKET_NUMEL = 1 << 25
-"""Elements updated at a time if moments are narrower than the weights."""
-CHUNK_NUMEL = 1 << 20
-"""Elements updated at a time if only gradients are narrower: few enough for a CPU's cache."""
+DEVICE_TEMPORARY_BYTES = 256 * 2**20
+"""Temporaries of an update on a GPU: few calls; 2**26 elements a call if only gradients are upcast, to float32."""
+CPU_TEMPORARY_BYTES = 4 * 2**20
+"""Temporaries of an update on a CPU: few enough for its cache."""
+
+
+def temporary_bytes(device_type: str) -> int:
+    """Return the most bytes that AdamW upcasts at a time on a device of this type."""
+    return CPU_TEMPORARY_BYTES if device_type == "cpu" else DEVICE_TEMPORARY_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +45,20 @@ class ParamUpdate:
     gradient: Tensor
     first: Tensor
     second: Tensor
+
+    def upcast_bytes(self) -> int:
+        """Return the bytes per element of the temporaries in the weight's dtype."""
+        narrower = sum(one.dtype != self.weight.dtype for one in (self.gradient, self.first, self.second))
+        return narrower * self.weight.element_size()
+
+    def rows(self, start: int, end: int) -> ParamUpdate:
+        """Return the update of these rows."""
+        return ParamUpdate(
+            weight=self.weight[start:end],
+            gradient=self.gradient[start:end],
+            first=self.first[start:end],
+            second=self.second[start:end],
+        )
 
 
 class GpuOptimizer(OptimizerDriver):
@@ -63,40 +82,35 @@ class GpuOptimizer(OptimizerDriver):
             return
         first, second = self.slots[FIRST_MOMENT], self.slots[SECOND_MOMENT]
         assert weights.keys() == gradients.keys() == first.keys()
-        has_bf16_moments = self.options.moments_dtype == "bfloat16"
-        update = self._step_bf16_moments if has_bf16_moments else self._step_fused
-        step = (self.step_count + 1).to(torch.float32)
         for decay in (True, False):
             rows = [
                 ParamUpdate(weight=weight, gradient=gradients[name], first=first[name], second=second[name])
                 for name, weight in weights.items()
                 if self.params[name].decay is decay
             ]
-            if not rows:
-                continue
             weight_decay = self.options.weight_decay if decay else 0.0
-            upcast = rows[0].gradient.dtype != rows[0].weight.dtype
-            if upcast and not has_bf16_moments and rows[0].weight.device.type == "cpu":
-                rows = [chunk for row in rows for chunk in _split_chunks(row)]
-            buckets = (
-                _split_buckets(rows, BUCKET_NUMEL if has_bf16_moments else CHUNK_NUMEL)
-                if has_bf16_moments or upcast
-                else [rows]
-            )
-            for bucket in buckets:
-                update(_scale_gradients(bucket, scale), lr, weight_decay, finite, step)
+            for bucket in split_buckets(rows, temporary_bytes(self.device_type)):
+                self._step_fused(bucket, lr, weight_decay, finite, scale)
         self.step_count.add_(finite.to(self.step_count.dtype))
 
     def _step_fused(
-        self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, step: Tensor
+        self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
     ) -> None:
+        wide = rows[0].weight.dtype
+        gradients = [row.gradient.to(wide) for row in rows]
+        first, second = [row.first.to(wide) for row in rows], [row.second.to(wide) for row in rows]
+        grad_scale = None
+        if scale is not None and wide == torch.float32:
+            grad_scale = scale.reciprocal().to(torch.float32)
+        elif scale is not None:
+            _torch._foreach_mul_(gradients, scale.to(wide))
         _torch._fused_adamw_(
             [row.weight for row in rows],
-            [row.gradient for row in rows],
-            [row.first for row in rows],
-            [row.second for row in rows],
+            gradients,
+            first,
+            second,
             [],
-            [step] * len(rows),
+            [(self.step_count + 1).to(torch.float32)] * len(rows),
             lr=lr,
             beta1=self.options.beta1,
             beta2=self.options.beta2,
@@ -104,61 +118,35 @@ class GpuOptimizer(OptimizerDriver):
             eps=self.options.eps,
             amsgrad=False,
             maximize=False,
+            grad_scale=grad_scale,
             found_inf=(~finite).to(torch.float32),
         )
-
-    def _step_bf16_moments(
-        self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, step: Tensor
-    ) -> None:
-        beta1, beta2, wide = self.options.beta1, self.options.beta2, rows[0].weight.dtype
-        on, step = finite.to(wide), step.to(wide)
-        weights, gradients = [row.weight for row in rows], [row.gradient for row in rows]
-        for gradient in gradients:
-            gradient.masked_fill_(~finite, 0)  # nan times 0 is nan
-        first = [row.first.to(wide) for row in rows]
-        second = [row.second.to(wide) for row in rows]
-        _torch._foreach_mul_(first, 1 - on * (1 - beta1))
-        _torch._foreach_add_(first, _torch._foreach_mul(gradients, on * (1 - beta1)))
-        squares = _torch._foreach_mul(gradients, gradients)
-        _torch._foreach_mul_(squares, on * (1 - beta2))
-        _torch._foreach_mul_(second, 1 - on * (1 - beta2))
-        _torch._foreach_add_(second, squares)
         for row, m, v in zip(rows, first, second, strict=True):
-            row.first.copy_(m)
-            row.second.copy_(v)
-        _torch._foreach_mul_(second, 1 / (1 - beta2**step))
-        _torch._foreach_sqrt_(second)
-        _torch._foreach_add_(second, self.options.eps)
-        _torch._foreach_div_(first, second)
-        _torch._foreach_mul_(first, on * (-lr / (1 - beta1**step)))
-        _torch._foreach_mul_(weights, 1 - on * (lr * weight_decay))
-        _torch._foreach_add_(weights, first)
+            if m is not row.first:
+                row.first.copy_(m)
+                row.second.copy_(v)
 
 
-def _scale_gradients(rows: list[ParamUpdate], scale: Tensor | None) -> list[ParamUpdate]:
-    """Return the rows with their gradients in the weights' dtype, times `scale`."""
-    wide = rows[0].weight.dtype
-    rows = [replace(row, gradient=row.gradient.to(wide)) for row in rows]
-    if scale is not None:
-        _torch._foreach_mul_([row.gradient for row in rows], scale.to(wide))
-    return rows
+def split_buckets(rows: Iterable[ParamUpdate], max_bytes: int) -> Iterator[list[ParamUpdate]]:
+    """Yield the updates in buckets with temporaries of at most `max_bytes`, but at least one row.
 
-
-def _split_chunks(row: ParamUpdate) -> Iterator[ParamUpdate]:
-    """Yield a large row in chunks of `CHUNK_NUMEL` elements."""
-    tensors = (row.weight, row.gradient, row.first, row.second)
-    for chunks in zip(*(tensor.view(-1).split(CHUNK_NUMEL) for tensor in tensors), strict=True):
-        weight, gradient, first, second = chunks
-        yield ParamUpdate(weight=weight, gradient=gradient, first=first, second=second)
-
-
-def _split_buckets(rows: list[ParamUpdate], size: int) -> Iterator[list[ParamUpdate]]:
-    """Yield the rows in groups of about `size` elements."""
+    What needs no temporaries is one bucket.
+    """
     bucket: list[ParamUpdate] = []
-    for row in rows:
-        bucket.append(row)
-        if sum(one.weight.numel() for one in bucket) >= size:
-            yield bucket
-            bucket = []
+    room = max_bytes
+    for update in rows:
+        n_rows = update.weight.shape[0]
+        row_bytes = update.upcast_bytes() * update.weight.numel() // max(1, n_rows)
+        start = 0
+        while start < n_rows:
+            n_taken = min(n_rows - start, room // row_bytes) if row_bytes else n_rows
+            if not n_taken and bucket:
+                yield bucket
+                bucket, room = [], max_bytes
+                continue
+            n_taken = max(1, n_taken)
+            bucket.append(update.rows(start, start + n_taken))
+            start += n_taken
+            room -= n_taken * row_bytes
     if bucket:
         yield bucket

@@ -38,6 +38,7 @@ class OptimizerDriver:
 
     Attributes:
         slots: slot → name → state tensor.
+        device_type: type of the weights' device.
         step_count: steps that took effect, an integer scalar on the device.
     """
 
@@ -59,6 +60,7 @@ class OptimizerDriver:
                 for key, weight in weights.items()
             }
         device = next(iter(weights.values())).device
+        self.device_type = device.type
         self.step_count = torch.zeros((), dtype=torch.int32, device=device)
 
     @torch.no_grad()

@@ -41,12 +41,8 @@ RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
 GATHERED_BLOCKS = 2
 """Blocks whose weights are gathered at the same time during backward."""
-MOMENT_UPCAST_ELEMENTS = 1 << 25
-"""Elements that the optimizer upcasts at a time if moments are low-precision."""
-GRADIENT_UPCAST_ELEMENTS = 1 << 20
-"""Elements that the optimizer upcasts at a time if only gradients are low-precision."""
-MOMENT_UPCAST_TEMPORARIES = 3
-"""Temporaries in the master dtype per low-precision element."""
+UPCAST_BYTES = 256 * 2**20
+"""Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""
 UPDATE_TEMPORARIES = 4
 """Temporaries of one parameter, in the master dtype, beside the new slots, of an update without a fused kernel."""
 
@@ -88,7 +84,12 @@ class _Counts:
 
 
 def plan_memory(
-    config: LlamaConfig, seq_len: int, layout: PlannedLayout, *, loss_chunk_rows: int | None = None
+    config: LlamaConfig,
+    seq_len: int,
+    layout: PlannedLayout,
+    *,
+    loss_chunk_rows: int | None = None,
+    upcast_bytes: int = UPCAST_BYTES,
 ) -> PlannedMemory:
     """Return the memory of one device.
 
@@ -97,6 +98,7 @@ def plan_memory(
         seq_len: positions per row.
         layout: parallel layout.
         loss_chunk_rows: tokens per chunk of logits in the loss; the GPU default if None.
+        upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
     """
     counts, size, master = _parameter_counts(config, layout.tp), layout.element_bytes, layout.master_bytes
     tokens = layout.micro_batch_size * seq_len
@@ -142,7 +144,7 @@ def plan_memory(
         "optimizer step": _phase_parts(
             gathered=root if layout.has_separate_master_weights else 0.0,
             gradients=shard,
-            optimizer=_optimizer_temporaries(config, counts, layout),
+            optimizer=_optimizer_temporaries(config, counts, layout, upcast_bytes),
         ),
     }
     peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
@@ -194,18 +196,15 @@ def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> flo
     )
 
 
-def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> float:
-    """Return bytes of temporaries: AdamW upcasts gradients or moments by chunks, others work by parameter."""
-    largest = max(row.numel for row in param_specs(config)) / layout.tp / layout.dp_shard
+def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout, upcast_bytes: int) -> float:
+    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter."""
     spec = optimizer_spec(layout.optimizer.name)
     if spec is not ADAMW:
+        largest = max(row.numel for row in param_specs(config)) / layout.tp / layout.dp_shard
         return (UPDATE_TEMPORARIES + len(spec.slots)) * layout.master_bytes * largest
-    if all(slot.n_bytes(layout.optimizer, (1,), layout.master_bytes) == layout.master_bytes for slot in spec.slots):
-        chunk = min(counts.all, GRADIENT_UPCAST_ELEMENTS + largest)
-        return chunk * layout.master_bytes if layout.gradient_bytes < layout.master_bytes else 0.0
-    chunk = min(counts.all / layout.dp_shard, MOMENT_UPCAST_ELEMENTS + largest)
-    temporaries = MOMENT_UPCAST_TEMPORARIES + (layout.gradient_bytes < layout.master_bytes)
-    return temporaries * layout.master_bytes * chunk
+    slot_bytes = [slot.n_bytes(layout.optimizer, (1,), layout.master_bytes) for slot in spec.slots]
+    narrower = sum(size < layout.master_bytes for size in (layout.gradient_bytes, *slot_bytes))
+    return min(upcast_bytes, narrower * layout.master_bytes * counts.all / layout.dp_shard)
 
 
 def _backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
