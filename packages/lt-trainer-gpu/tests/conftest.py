@@ -22,6 +22,7 @@ from lt_trainer.testing import RankPool
 from lt_trainer.testing.layouts import step_batch
 
 VOCAB, SEQ_LEN = 64, 24
+FIXED = ("engine.gpu.device=cpu", "engine.gpu.dtype=float64", "engine.gpu.compile=false")
 
 
 def make_batches(n_steps: int, *, n_micro: int, micro_batch_size: int, seed: int = 0) -> list[StepBatch]:
@@ -72,11 +73,11 @@ def config(request: pytest.FixtureRequest) -> LlamaConfig:
 
 @pytest.fixture
 def recipe() -> Callable[..., Recipe]:
-    """Recipes of the little model's engine, in float64 on the CPU unless told otherwise."""
+    """Recipes of the little model's engine, in float64 on the CPU and eager unless told otherwise."""
 
     def make(*sets: str) -> Recipe:
         base = {"data": {"store": "unused"}, "schedule": {"max_steps": 10, "warmup_steps": 1}}
-        return load(base=base, overrides=["engine.gpu.device=cpu", "engine.gpu.dtype=float64", *sets]).recipe
+        return load(base=base, overrides=[*FIXED, *sets]).recipe
 
     return make
 

@@ -23,6 +23,9 @@ rows of the head and a partial sum of the hidden states' gradient. `vocab_parall
 unchunked logits, in operations that lazy devices support: `linear_loss_parts` is tested against it, and engines whose
 devices cannot run the chunked form use it.
 
+`compile=True` compiles what lies between a chunk's matrix products (`compiled_loss`), which are library calls either
+way.
+
 Shapes: N = B * T tokens, C tokens of a chunk, D hidden_size, V vocabulary (a rank's rows of it), W = V and its padding.
 """
 
@@ -36,6 +39,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lt_model.compiled_loss import compiled, softmax_terms, write_logits_grad
 from lt_model.errors import ModelError
 
 IGNORE_INDEX = -100  # a label of this value is not counted (as in torch and transformers)
@@ -210,6 +214,7 @@ def linear_loss_parts(
     pad_to_multiple_of: int = 1,
     vocab_start_index: int = 0,
     all_reduce_softmax: AllReduceSoftmax | None = None,
+    compile: bool = False,
 ) -> LossParts:
     """Return the loss of `linear_cross_entropy_sum` with its parts, at the same cost.
 
@@ -223,6 +228,7 @@ def linear_loss_parts(
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
+        compile: compile what lies between the matrix products (`compiled_loss`).
 
     Raises:
         ModelError: see there.
@@ -241,6 +247,7 @@ def linear_loss_parts(
         vocab_start_index,
         all_reduce_softmax,
         needs_grad,
+        compile,
     )
     return LossParts(*parts)
 
@@ -258,6 +265,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_start_index: int,
         all_reduce_softmax: AllReduceSoftmax | None,
         needs_grad: bool,
+        compile: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _upcast_dtype(hidden_ND.dtype)
         counted_N = own_N = labels_N != IGNORE_INDEX
@@ -276,19 +284,24 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_rows = min(_chunk_tokens(hidden_ND, weight_VD), hidden_ND.shape[0])
         # Overwritten by every chunk: fresh memory would cost a CPU more than the arithmetic on it.
         buffer_CW = hidden_ND.new_empty(chunk_rows, width)
-        wide_buffer_CW = buffer_CW if buffer_CW.dtype == wide else torch.empty_like(buffer_CW, dtype=wide)
+        wide_buffer_CW = buffer_CW if buffer_CW.dtype == wide or compile else torch.empty_like(buffer_CW, dtype=wide)
         for chunk in (slice(first, first + chunk_rows) for first in range(0, hidden_ND.shape[0], max(1, chunk_rows))):
             hidden_CD, targets_C1 = hidden_ND[chunk], targets_N1[chunk]
             counted_C1, own_C1 = counted_N1[chunk], own_N1[chunk]
             product_CW, padded_CW = (buffer[: hidden_CD.shape[0]] for buffer in (buffer_CW, wide_buffer_CW))
             torch.mm(hidden_CD, weight_WD.T, out=product_CW)
-            if product_CW.dtype != wide:
-                padded_CW.copy_(product_CW)
-            logits_CV = padded_CW[:, :vocab_size]
-            at_target_C1 = logits_CV.gather(1, targets_C1) * own_C1
-            top_C1 = own_top_C1 = logits_CV.amax(dim=1, keepdim=True)
-            exp_CV = logits_CV.sub_(top_C1).exp_()
-            sum_C1 = exp_CV.sum(dim=1, keepdim=True)
+            exp_CV = None
+            if compile:
+                top_C1, sum_C1, at_target_C1 = compiled(softmax_terms)(product_CW, targets_C1, own_C1, vocab_size)
+            else:
+                if product_CW.dtype != wide:
+                    padded_CW.copy_(product_CW)
+                logits_CV = padded_CW[:, :vocab_size]
+                at_target_C1 = logits_CV.gather(1, targets_C1) * own_C1
+                top_C1 = logits_CV.amax(dim=1, keepdim=True)
+                exp_CV = logits_CV.sub_(top_C1).exp_()
+                sum_C1 = exp_CV.sum(dim=1, keepdim=True)
+            own_top_C1 = top_C1
             if all_reduce_softmax is not None:
                 top_C1, sum_C1, at_target_C1 = all_reduce_softmax(top_C1, sum_C1, at_target_C1)
             log_sum_C1 = sum_C1.log() + top_C1
@@ -298,10 +311,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 z_part += (log_sum_C1.square() * counted_C1).sum() * z_loss
                 factor_C1 = factor_C1 * (1 + 2 * z_loss * log_sum_C1)
             if grad_hidden_ND is not None and grad_weight_WD is not None:
-                exp_CV.mul_(factor_C1).scatter_add_(1, targets_C1, -own_C1)
-                padded_CW[:, vocab_size:] = 0
-                if product_CW.dtype != wide:
-                    product_CW.copy_(padded_CW)
+                if exp_CV is None:
+                    compiled(write_logits_grad)(product_CW, own_top_C1, factor_C1, targets_C1, own_C1, vocab_size)
+                else:
+                    exp_CV.mul_(factor_C1).scatter_add_(1, targets_C1, -own_C1)
+                    padded_CW[:, vocab_size:] = 0
+                    if product_CW.dtype != wide:
+                        product_CW.copy_(padded_CW)
                 torch.mm(product_CW, weight_WD, out=grad_hidden_ND[chunk])
                 _add_product(grad_weight_WD, product_CW.T, hidden_CD, first=chunk.start == 0)
         del buffer_CW, wide_buffer_CW  # before the head's gradient exists twice
@@ -316,7 +332,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, upstream: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 7
+        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 8
 
 
 def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int | None, n_columns: int) -> None:

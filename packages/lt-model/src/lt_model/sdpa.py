@@ -42,12 +42,14 @@ def sdpa_attention(q_BTHK: Tensor, k_BSGK: Tensor, v_BSGK: Tensor, bias: Tensor 
     n_tokens, n_keys = q_BTHK.shape[1], k_BSGK.shape[1]
     if bias is None and 1 < n_tokens < n_keys:  # is_causal would align the triangle with the first key, not the last
         bias = _causal_bias(q_BTHK, k_BSGK)
+    # A compiled comparison of lengths that vary is a SymBool, which torch's function refuses.
+    is_causal = True if bias is None and n_tokens > 1 else False  # noqa: SIM210
     out_BHTK = F.scaled_dot_product_attention(
         q_BTHK.transpose(1, 2),
         k_BSGK.transpose(1, 2),
         v_BSGK.transpose(1, 2),
         attn_mask=bias,
-        is_causal=bias is None and n_tokens > 1,
+        is_causal=is_causal,
         enable_gqa=q_BTHK.shape[2] != k_BSGK.shape[2],
     )
     return out_BHTK.transpose(1, 2)

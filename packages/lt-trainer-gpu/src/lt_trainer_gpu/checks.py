@@ -98,14 +98,19 @@ def check_compile_version(options: GpuOptions, tp: int, torch_version: str) -> N
     Raises:
         RecipeError: naming field, value and remedy.
     """
-    passed = COMPILE_TORCH_VERSIONS if tp == 1 else COMPILE_TP_TORCH_VERSIONS
-    if options.compile and parse_torch_version(torch_version) not in passed:
+    passed = compile_torch_versions(tp)
+    if options.compile is True and parse_torch_version(torch_version) not in passed:
         raise RecipeError(
             f"compiled blocks have not passed the parity tests with torch {torch_version}"
             + (" under tensor parallelism" if tp > 1 else ""),
             values={"engine.gpu.compile": True, "parallel.tp": tp},
             remedy=f"set engine.gpu.compile to false, or install torch {' or '.join(f'{a}.{b}' for a, b in passed)}",
         )
+
+
+def compile_torch_versions(tp: int) -> tuple[tuple[int, int], ...]:
+    """Return the torch versions (major, minor) whose compiled blocks passed the parity tests at this `tp`."""
+    return COMPILE_TORCH_VERSIONS if tp == 1 else COMPILE_TP_TORCH_VERSIONS
 
 
 def parse_torch_version(torch_version: str) -> tuple[int, int]:

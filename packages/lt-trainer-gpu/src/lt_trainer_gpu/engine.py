@@ -49,7 +49,7 @@ from lt_trainer.torch import (
     weight_decay_names,
 )
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.compilation import select_attention
+from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile, select_attention
 from lt_trainer_gpu.devices import compute_dtype, init_process_group, select_device
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
@@ -70,8 +70,17 @@ class GpuEngine:
 
     def __init__(self, recipe: Recipe, config: LlamaConfig, world: World) -> None:
         options: GpuOptions = recipe.engine["gpu"]
-        self._options, self._optimizer_options = options, recipe.optimizer
         self._torch_device = select_device(options, world)
+        options, compile_note = resolve_compile(
+            options,
+            CompileConditions(
+                device_type=self._torch_device.type,
+                tp=recipe.parallel.tp,
+                torch_version=torch.__version__,
+                missing_compiler=find_missing_compiler(),
+            ),
+        )
+        self._options, self._optimizer_options = options, recipe.optimizer
         self._dtype = compute_dtype(options, self._torch_device)
         master = torch.float64 if self._dtype == torch.float64 else torch.float32
         if options.deterministic:
@@ -129,7 +138,13 @@ class GpuEngine:
         peak, source = peak_flops(self._torch_device, self._dtype)
         name = torch.cuda.get_device_name(self._torch_device) if self._torch_device.type == "cuda" else "cpu"
         self.device = Device(
-            name=name, kind=self._torch_device.type, count=world.size, peak_flops=peak, peak_source=source
+            name=name,
+            kind=self._torch_device.type,
+            count=world.size,
+            peak_flops=peak,
+            peak_source=source,
+            resolved={"engine.gpu.compile": options.compile is True, "engine.gpu.attention": attention},
+            notes=[compile_note] if compile_note else [],
         )
         self._profiler = StepProfiler(
             recipe.metrics, run_dir=Path(recipe.run.dir), rank=world.rank, device=self._torch_device

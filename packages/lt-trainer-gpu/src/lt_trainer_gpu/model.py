@@ -20,6 +20,7 @@ class LlamaWithLoss(Llama):
 
     tp_group: TensorParallelGroup | None
     vocab_start_index: int
+    compile_loss: bool
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -51,12 +52,15 @@ class LlamaWithLoss(Llama):
             pad_to_multiple_of=self.pad_vocab_to_multiple_of,
             vocab_start_index=self.vocab_start_index,
             all_reduce_softmax=all_reduce_softmax,
+            compile=self.compile_loss,
         )
 
 
-def attach_loss(model: Llama, tp_group: TensorParallelGroup | None, vocab_start_index: int) -> LlamaWithLoss:
+def attach_loss(
+    model: Llama, tp_group: TensorParallelGroup | None, vocab_start_index: int, *, compile: bool = False
+) -> LlamaWithLoss:
     """Convert `model` in place; `vocab_start_index` is the token id of the head's first row."""
     model.__class__ = LlamaWithLoss
     assert isinstance(model, LlamaWithLoss)
-    model.tp_group, model.vocab_start_index = tp_group, vocab_start_index
+    model.tp_group, model.vocab_start_index, model.compile_loss = tp_group, vocab_start_index, compile
     return model

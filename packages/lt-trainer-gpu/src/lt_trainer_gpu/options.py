@@ -21,7 +21,11 @@ class GpuOptions:
     attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "split", "varlen", "flex", "flash-attn"] = option(
         "auto", "attention backend of lt-model; auto takes the fastest that can run"
     )
-    compile: bool = option(False, "compile each block with torch.compile")
+    compile: Literal["auto", True, False] = option(
+        "auto",
+        "compile each block and the loss with torch.compile; auto does on cuda, with a torch version that passed the "
+        "parity tests and a working compiler, else says in the log why not",
+    )
     activation_checkpointing: Literal["none", "full", "selective", "memory_budget"] = option(
         "none",
         "what of a block's activations is recomputed in the backward pass: nothing, all, all but attention and "
@@ -61,11 +65,11 @@ class GpuOptions:
             problem = "requires activation_checkpointing = 'memory_budget'"
             remedy = "leave activation_memory_budget out, or set activation_checkpointing to memory_budget"
             raise field_error(self, "engine.gpu", "activation_memory_budget activation_checkpointing", problem, remedy)
-        if self.activation_checkpointing == "memory_budget" and not self.compile:
+        if self.activation_checkpointing == "memory_budget" and self.compile is False:
             problem = "memory_budget requires torch.compile"
-            remedy = "set engine.gpu.compile to true, or engine.gpu.activation_checkpointing to selective"
+            remedy = "set engine.gpu.compile to auto or true, or engine.gpu.activation_checkpointing to selective"
             raise field_error(self, "engine.gpu", "activation_checkpointing compile", problem, remedy)
-        if self.compile and self.attention == "split":
+        if self.compile is True and self.attention == "split":
             problem = "this attention would be recompiled for every batch"
             remedy = "set engine.gpu.attention to auto, sdpa, varlen or flex"
             raise field_error(self, "engine.gpu", "attention compile", problem, remedy)

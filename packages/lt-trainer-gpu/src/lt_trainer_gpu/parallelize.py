@@ -76,12 +76,12 @@ def parallelize(
         from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 
         apply_activation_checkpointing(blocks, options.activation_checkpointing)  # pyright: ignore[reportArgumentType]
-    if options.compile:
+    if options.compile is True:
         from lt_trainer_gpu.compilation import compile_blocks
 
         budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
         compile_blocks(blocks, budget)  # pyright: ignore[reportArgumentType]
-    with_loss = attach_loss(model, tp_group, vocab_start_index)
+    with_loss = attach_loss(model, tp_group, vocab_start_index, compile=options.compile is True)
     if sharded:
         assert mesh is not None
         _apply_fsdp(with_loss, mesh, mesh_layout, options, compute_dtype, master_dtype)

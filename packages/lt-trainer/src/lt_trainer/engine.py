@@ -120,6 +120,10 @@ class Device:
     peak_flops: float
     """Peak FLOP/s of one device at the compute dtype."""
     peak_source: str
+    resolved: Mapping[str, str | bool] = field(default_factory=dict)
+    """Values that the engine chose for options that leave it the choice ("auto"), by dotted name."""
+    notes: Sequence[str] = ()
+    """Sentences for the log: why it chose so."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -279,9 +279,9 @@ def _choice(value: Any, choices: list[Any], *, text: bool) -> Any:
     for choice in choices:
         if value == choice and type(value) is type(choice):
             return choice
-        if text and str(choice) == value:
+        if text and value in (TRUE_WORDS if choice is True else FALSE_WORDS if choice is False else (str(choice),)):
             return choice
-    listed = ", ".join(repr(choice) for choice in choices)
+    listed = ", ".join(str(choice).lower() if isinstance(choice, bool) else repr(choice) for choice in choices)
     similar = suggest(value, [str(choice) for choice in choices]) if isinstance(value, str) else ""
     hint = f" (did you mean {similar!r}?)" if similar else ""
     raise _MismatchError("not one of the choices", f"use one of {listed}{hint}")

@@ -138,8 +138,14 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         optimizer=recipe.optimizer,
         reshard_after_forward=options.get("reshard_after_forward", True),
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
-        is_compiled=options.get("compile", False),
+        is_compiled=_is_compiled(options),
     )
+
+
+def _is_compiled(options: Mapping[str, Any]) -> bool:
+    """Return True if the blocks are compiled; "auto" compiles unless the recipe is for a CPU."""
+    compile = options.get("compile", "auto")
+    return options.get("device", "auto") != "cpu" if compile == "auto" else compile
 
 
 def engine_table(recipe: Recipe) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ def write_recipe(folder: QuickstartFolder, settings: QuickstartSettings, rows: R
         "schedule": {"max_steps": settings.steps, "warmup_steps": warmup, "min_lr": settings.lr / 10},
         "checkpoint": {"interval": max(50, settings.steps // 4), "keep_last": 2},
         "metrics": {"log_interval": 1},
-        "engine": {"gpu": {"deterministic": True}},
+        "engine": {"gpu": {"deterministic": True, "compile": False}},
     }
     load(base=base, base_name="quickstart")  # validate before writing
     try:

@@ -116,6 +116,7 @@ def _log_start(logger: Rank0Logger, setup: RunSetup, engine: Engine, run_dir: Ru
         device=device.name,
         peak_flops=device.peak_flops,
         peak_source=device.peak_source,
+        resolved=dict(device.resolved),
     )
     logger.log_message(
         f"{setup.recipe.run.engine} engine on {device.count} x {device.name}, {topology.dp_size} data-parallel "
@@ -125,6 +126,8 @@ def _log_start(logger: Rank0Logger, setup: RunSetup, engine: Engine, run_dir: Ru
         "mfu: 6 FLOPs per parameter and token without the input embedding, plus 12 x layers x width x seq_len for "
         f"attention; peak {device.peak_flops:.4g} FLOP/s per device ({device.peak_source})"
     )
+    for note in device.notes:
+        logger.log_message(note)
     recomputed = engine.recomputed_flops_per_token
     extra = "unknown recomputed FLOPs" if math.isnan(recomputed) else f"{recomputed:.4g} recomputed FLOPs per token"
     logger.log_message(f"hfu: mfu plus {extra} (activation checkpointing)")

@@ -1,0 +1,84 @@
+"""The compiled loss equals the eager one, and attention compiles with rows of several lengths."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import lt_model.loss  # noqa: E402
+from lt_model.loss import linear_loss_parts  # noqa: E402
+from lt_model.sdpa import sdpa_attention  # noqa: E402
+
+VOCAB, WIDTH, TOKENS = 61, 16, 23
+SHARDED = 40
+"""Rows of the head on the first of two ranks."""
+
+
+def head_of(dtype):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, WIDTH, generator=generator).to(dtype)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+    labels[::4] = -100
+    return hidden, weight, labels
+
+
+def loss_and_gradients(dtype, z_loss, multiple, *, compile, sharded=False):
+    """Loss with z-loss, and the gradients; sharded: of the rank with the first rows of the head."""
+    hidden, weight, labels = head_of(dtype)
+    reduce = None
+    if sharded:
+        wide = (hidden @ weight[SHARDED:].T).to(torch.promote_types(dtype, torch.float32))
+
+        def reduce(top, exp_sum, at_label):
+            rows = next(slice(i, i + len(top)) for i in chunks)
+            theirs = wide[rows]
+            other = (labels[rows] - SHARDED).clamp(0)[:, None]
+            at_label = at_label + theirs.gather(1, other) * (labels[rows] >= SHARDED)[:, None]
+            both = torch.maximum(top, theirs.amax(dim=1, keepdim=True))
+            return both, exp_sum * (top - both).exp() + (theirs - both).exp().sum(dim=1, keepdim=True), at_label
+
+        chunks = iter(range(0, TOKENS, lt_model.loss._CPU_CHUNK_TOKENS))
+        weight = weight[:SHARDED]
+    hidden, weight = hidden.requires_grad_(), weight.clone().requires_grad_()
+    parts = linear_loss_parts(
+        hidden,
+        weight,
+        labels,
+        z_loss=z_loss,
+        pad_to_multiple_of=multiple,
+        all_reduce_softmax=reduce,
+        compile=compile,
+    )
+    return [*(part.detach() for part in parts), *torch.autograd.grad(parts.total, (hidden, weight))]
+
+
+CASES = [(0.0, 1, False), (1e-2, 16, False), (1e-2, 16, True)]
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 8)  # 8, 8 and 7 tokens
+
+
+@pytest.mark.parametrize(("z_loss", "multiple", "sharded"), CASES)
+def test_the_functions_to_compile_are_the_loss(monkeypatch, z_loss, multiple, sharded):
+    monkeypatch.setattr("lt_model.loss.compiled", lambda function: function)
+    expected = loss_and_gradients(torch.float64, z_loss, multiple, compile=False, sharded=sharded)
+    found = loss_and_gradients(torch.float64, z_loss, multiple, compile=True, sharded=sharded)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize(("z_loss", "multiple", "sharded"), CASES)
+def test_the_compiled_loss_is_the_eager_one(dtype, near, z_loss, multiple, sharded):
+    expected = loss_and_gradients(dtype, z_loss, multiple, compile=False, sharded=sharded)
+    found = loss_and_gradients(dtype, z_loss, multiple, compile=True, sharded=sharded)
+    torch.testing.assert_close(found, expected, rtol=near, atol=near)
+
+
+def test_attention_compiles_with_rows_of_several_lengths():
+    attend = torch.compile(sdpa_attention, fullgraph=True, backend="eager")
+    for n_tokens in (16, 24, 8, 40):
+        q, k = torch.randn(2, n_tokens, 4, 8), torch.randn(2, n_tokens, 2, 8)
+        torch.testing.assert_close(attend(q, k, k, None), sdpa_attention(q, k, k, None))

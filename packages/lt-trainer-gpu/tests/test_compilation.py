@@ -1,0 +1,120 @@
+"""What `compile = "auto"` decides from what a machine has, and compiled rows of several lengths."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from lt_trainer.errors import RecipeError
+from lt_trainer.testing.layouts import step_batch
+from lt_trainer_gpu import checks
+from lt_trainer_gpu.checks import parse_torch_version
+from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile
+from lt_trainer_gpu.options import GpuOptions
+
+PROVED = CompileConditions(device_type="cuda", tp=1, torch_version="2.15.0+cu132", missing_compiler="")
+
+
+def test_auto_compiles_on_cuda_with_a_proved_torch_and_a_compiler() -> None:
+    options, note = resolve_compile(GpuOptions(), PROVED)
+    assert options.compile is True
+    assert note == "engine.gpu.compile = auto: compiled"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "sets", "reason"),
+    [
+        ({"device_type": "cpu"}, {}, "auto compiles on cuda only, not on cpu"),
+        ({"device_type": "mps"}, {}, "auto compiles on cuda only, not on mps"),
+        ({"torch_version": "2.13.1"}, {}, "not passed the parity tests with torch 2.13.1; they have with 2.11 or 2.15"),
+        ({"torch_version": "2.13.1", "tp": 2}, {}, "with torch 2.13.1 under tensor parallelism; they have with 2.11"),
+        ({"missing_compiler": "Triton is not installed"}, {}, "eager, as Triton is not installed"),
+        ({}, {"attention": "split"}, "attention = 'split' would be recompiled for every batch"),
+    ],
+)
+def test_auto_is_eager_elsewhere_and_says_why(conditions: dict, sets: dict, reason: str) -> None:
+    options, note = resolve_compile(GpuOptions(**sets), replace(PROVED, **conditions))
+    assert options.compile is False
+    assert note.startswith("engine.gpu.compile = auto: eager, as ")
+    assert reason in note
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_what_is_given_is_kept_without_a_note(given: bool) -> None:
+    conditions = replace(PROVED, device_type="cpu")
+    assert resolve_compile(GpuOptions(compile=given), conditions) == (GpuOptions(compile=given), "")
+
+
+def test_a_memory_budget_is_refused_where_auto_is_eager() -> None:
+    options = GpuOptions(activation_checkpointing="memory_budget")
+    assert resolve_compile(options, PROVED)[0].compile is True
+    with pytest.raises(RecipeError, match=r"'memory_budget'.* = 'auto': .* not on cpu; set .*selective"):
+        resolve_compile(options, replace(PROVED, device_type="cpu"))
+
+
+def test_a_machine_without_triton_or_a_c_compiler_is_told(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr("lt_trainer_gpu.compilation.find_spec", lambda name: None)
+    assert find_missing_compiler() == "Triton is not installed"
+    monkeypatch.setattr("lt_trainer_gpu.compilation.find_spec", lambda name: name)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert find_missing_compiler() == "Triton finds no C compiler (gcc or clang) for its launchers"
+    compiler = tmp_path / "clang"
+    compiler.touch(mode=0o755)
+    assert find_missing_compiler() == ""
+    monkeypatch.setenv("CC", "absent-cc")
+    assert find_missing_compiler() == "Triton finds no C compiler (absent-cc) for its launchers"
+
+
+def test_the_run_records_what_was_chosen(open_on, config) -> None:
+    device = open_on("cpu", config, "engine.gpu.compile=auto").device
+    assert device.resolved["engine.gpu.compile"] is False
+    assert device.resolved["engine.gpu.attention"] == "auto"
+    assert device.notes == ["engine.gpu.compile = auto: eager, as auto compiles on cuda only, not on cpu"]
+
+
+@pytest.mark.parametrize("text", ["true", "True", "1", "false", "auto"])
+def test_the_option_is_a_word_or_a_bool(recipe, text: str) -> None:
+    wanted = {"auto": "auto", "false": False}.get(text, True)
+    assert recipe(f"engine.gpu.compile={text}").engine["gpu"].compile == wanted
+
+
+def test_another_word_is_refused_with_the_choices(recipe) -> None:
+    with pytest.raises(RecipeError, match=r"engine.gpu.compile = 'on'.*; use one of 'auto', true, false"):
+        recipe("engine.gpu.compile=on")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # torch's own, while it traces
+def test_compiled_blocks_take_rows_of_several_lengths(open_on, config, monkeypatch) -> None:
+    """With and without documents, in training and validation: the losses are the eager ones, graphs are reused."""
+    from torch._dynamo.utils import counters
+
+    passed = (parse_torch_version(torch.__version__),)
+    monkeypatch.setattr(checks, "COMPILE_TORCH_VERSIONS", passed)
+    rng = np.random.default_rng(0)
+
+    def batch_of(length: int, documents: bool):
+        shape = (1, 48 // length, length)
+        ids = rng.integers(0, config.vocab_size, shape, dtype=np.int32)
+        positions = np.broadcast_to(np.arange(length, dtype=np.int32), shape).copy()
+        doc_ids = (positions >= length // 2).astype(np.int32) if documents else np.zeros(shape, np.int32)
+        return step_batch(
+            input_ids=ids, labels=ids, position_ids=positions, doc_ids=doc_ids, valid_tokens=int(ids.size)
+        )
+
+    batches = [batch_of(length, documents) for length in (24, 16, 12, 8) for documents in (True, False)]
+
+    def losses(compile: str):
+        engine = open_on("cpu", config, f"engine.gpu.compile={compile}", "engine.gpu.dtype=float32")
+        steps = [engine.fetch_metrics([engine.step(batch, 1e-3)])[0].loss for batch in batches]
+        return [*steps, *(engine.validate([batch])[0] for batch in batches)], engine
+
+    wanted, _ = losses("false")
+    found, engine = losses("true")
+    assert found == pytest.approx(wanted, rel=1e-5)
+    graphs = counters["stats"]["unique_graphs"]
+    engine.step(batches[-1], 1e-3)
+    engine.step(batch_of(6, True), 1e-3)
+    assert counters["stats"]["unique_graphs"] == graphs
