@@ -70,6 +70,13 @@ def test_errors_are_one_line_and_64(tmp_path, main):
     code, out, err = main("inspect", tmp_path / "none")
     assert (code, out) == (64, "")
     assert err == f"error: {tmp_path / 'none'}: no such file or folder\n"
+    for name in ("meta-llama/Llama-3.2-1B", "https://huggingface.co/meta-llama/Llama-3.2-1B/"):
+        _, _, err = main("convert", name, tmp_path / "x", "--to", "hf")
+        assert "no such file or folder; a model of the Hugging Face hub is written hf://meta-llama/Llama-3.2-1B" in err
+    for name in ("model.safetensors", "config.json", "model.safetensors.index.json"):
+        (tmp_path / name).touch()
+        _, _, err = main("convert", tmp_path / name, tmp_path / "x", "--to", "hf")
+        assert f"one file of a Hugging Face model; give its folder, {tmp_path}, with config.json and " in err
     assert main("export", tmp_path, "--out", tmp_path / "x")[0] == 64
     assert main("nonsense")[0] == 64
 

@@ -147,7 +147,7 @@ def test_every_checkpoint_gets_there_and_an_empty_machine_goes_on_bit_equal(
     (restored,) = events(recipe_base, "mirror_downloaded")
     assert restored["url"] == f"{url}/step-00000009"
     assert steps_told(recipe_base, "resume") == [9]
-    assert f"brought {url}/step-00000009 to " in capsys.readouterr().out
+    assert f"downloaded {url}/step-00000009 to " in capsys.readouterr().out
     assert bucket.steps(url) == [6, 9, 12, 18, 20]
     for _, path in list_steps(out(recipe_base) / "checkpoints"):
         assert verify(path).is_loadable

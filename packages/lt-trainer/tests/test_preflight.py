@@ -21,7 +21,8 @@ def checked(base, *overrides: str) -> list[str]:
 
 
 def everything(folder: Path) -> dict[str, int]:
-    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*")}
+    """Files with the time of their last change, and folders."""
+    return {str(path): path.stat().st_mtime_ns if path.is_file() else 0 for path in folder.rglob("*")}
 
 
 @pytest.mark.guarantee("preflight")
@@ -65,6 +66,19 @@ def test_a_run_that_exists_is_left_as_it_is(recipe_base, fake_engine) -> None:
     assert "has a run; newest checkpoint step-00000009" in text
     assert everything(out) == before
     assert [step for step, _ in list_steps(out / "checkpoints")] == [9, 6]
+
+
+def test_steps_as_the_run_would_from_its_newest_checkpoint(recipe_base, fake_engine) -> None:
+    resolved = load(base=recipe_base, overrides=["run.engine=fake"])
+    assert run(resolved, environ={}, stop_after_step=9) == 75
+    text = "\n".join(checked(recipe_base))
+    assert f"resuming after step 9 from {recipe_base['run']['dir']}/checkpoints/step-00000009" in text
+    tried = fake_engine.opened[-1]
+    assert run(resolved, environ={}) == 0
+    resumed = fake_engine.opened[-1]
+    assert tried.rows[:8] == resumed.rows[:8]
+    assert tried.lrs[:2] == resumed.lrs[:2]
+    assert "none: all 20 steps are done" in "\n".join(checked(recipe_base))
 
 
 def test_a_run_in_progress_is_refused(recipe_base, fake_engine) -> None:

@@ -19,6 +19,10 @@ from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
 HUB = "hf://"
+HUB_NAME = re.compile(
+    r"(?:https?:/+(?:www\.)?(?:huggingface\.co|hf\.co)/+)?(?P<name>[A-Za-z0-9_][\w.-]*/[A-Za-z0-9_][\w.-]*)/?"
+)
+"""`org/name`, or the address of its page, without the prefix of a hub."""
 RANK_FILE = re.compile(r"(^|_)tp_rank_\d+_pp_rank_\d+")
 MAX_SEARCH_DEPTH = 3
 
@@ -55,9 +59,14 @@ def detect_format(path: Path) -> str:
     from lt_ckpt.folders import COMMIT
 
     if path.is_file():
+        if path.suffix == ".safetensors" or path.name in (CONFIG, INDEX_FILE):
+            raise CheckpointError(
+                f"{path}: one file of a Hugging Face model; give its folder, {path.parent}, with {CONFIG} and "
+                f"{SINGLE_FILE} or {INDEX_FILE}"
+            )
         return "pt"
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such file or folder")
+        raise CheckpointError(f"{path}: no such file or folder{_address_hint(path)}")
     if (path / COMMIT).is_file() or list_steps(checkpoint_root(path)):
         return "lt"
     if (path / ".metadata").is_file():
@@ -72,6 +81,12 @@ def detect_format(path: Path) -> str:
         f"{path}: unknown checkpoint format: no COMMIT (lt), .metadata (torch.distributed.checkpoint), "
         f"{SINGLE_FILE} or {INDEX_FILE} (Hugging Face), tp_rank_XX_pp_rank_XX (NxD) or consolidated.*.pth (Meta) in it"
     )
+
+
+def _address_hint(path: Path) -> str:
+    """Return what else the name of a path that does not exist may mean; "" if nothing."""
+    match = HUB_NAME.fullmatch(path.as_posix())
+    return f"; a model of the Hugging Face hub is written {HUB}{match['name']}" if match else ""
 
 
 def has_optimizer_state(path: str) -> bool:

@@ -36,6 +36,7 @@ from lt_trainer.errors import RecipeError
 from lt_trainer.resilience import run_on_rank0
 
 if TYPE_CHECKING:
+    from lt_ckpt import CheckpointManifest
     from lt_model import LlamaConfig
     from lt_trainer.config import Recipe
     from lt_trainer.control import Control
@@ -193,7 +194,13 @@ class CheckpointManager:
         Raises:
             RecipeError: the checkpoint has another model.
         """
-        saved, model = dict(checkpoint.manifest.model), self.model.to_dict()
+        self.check_model(checkpoint.manifest, str(checkpoint.path))
+        assert checkpoint.manifest.data is not None, "a training checkpoint has a data position"
+        return checkpoint.manifest.data
+
+    def check_model(self, manifest: CheckpointManifest, place: str) -> None:
+        """Raise RecipeError if a checkpoint's manifest has another model than this run."""
+        saved, model = dict(manifest.model), self.model.to_dict()
         differences = [
             f"{key}: {saved.get(key)!r} there, {model.get(key)!r} here"
             for key in sorted(saved | model)
@@ -201,11 +208,9 @@ class CheckpointManager:
         ]
         if differences:
             raise RecipeError(
-                f"{checkpoint.path} is a checkpoint of another model ({'; '.join(differences)}); set run.dir to a new "
+                f"{place} is a checkpoint of another model ({'; '.join(differences)}); set run.dir to a new "
                 "folder, or restore the [model] section that this run was started with"
             )
-        assert checkpoint.manifest.data is not None, "a training checkpoint has a data position"
-        return checkpoint.manifest.data
 
 
 def max_checkpoints_on_disk(recipe: Recipe) -> int:

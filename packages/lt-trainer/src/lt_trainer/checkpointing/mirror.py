@@ -25,14 +25,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lt_ckpt import CheckpointError, Mirror
+from lt_ckpt import CheckpointError, Mirror, find_latest_valid
 from lt_ckpt.folders import COMMIT, random_id
 from lt_ckpt.s3.client import S3Folder, UnreachableError
-from lt_ckpt.s3.download import download_latest, list_remote_steps
+from lt_ckpt.s3.download import download_latest, read_latest_manifest
 from lt_ckpt.s3.mirror import MirrorProblem
 from lt_ckpt.s3.owner import NotOwnerError, Owner, ensure_owner
 from lt_ckpt.s3.upload import UploadReport, check_upload_access
@@ -95,7 +96,8 @@ class RunMirror:
         stop: StopSignals,
         heartbeat: Callable[[], None],
     ) -> None:
-        self._options, self._fault_tolerance, self._values = recipe.checkpoint, recipe.fault_tolerance, values
+        self._recipe, self._options, self._values = recipe, recipe.checkpoint, values
+        self._fault_tolerance = recipe.fault_tolerance
         self._run_dir, self._control, self._is_rank0 = run_dir, engine.control, engine.topology.rank == 0
         self._logger, self._stop, self._heartbeat = logger, stop, heartbeat
         self._url = recipe.checkpoint.mirror_url
@@ -151,7 +153,7 @@ class RunMirror:
                 self._root,
                 self._run_dir.checkpoints,
                 after_step=step,
-                validate_manifest=self._check_resume_allowed,
+                validate_manifest=partial(_check_resume_allowed, self._recipe),
                 progress=self._progress,
                 check_stop=self._raise_if_stopped,
             )
@@ -183,14 +185,6 @@ class RunMirror:
         if name != read_mirror_name(self._run_dir.path):
             self._run_dir.write_mirror_name(name)
         self._owner = Owner(run=name, holder=random_id())
-
-    def _check_resume_allowed(self, manifest: CheckpointManifest) -> None:
-        if not self._options.resume:
-            raise RecipeError(
-                f"{self._url} already has checkpoints (newest: step {manifest.step})",
-                values={"checkpoint.resume": False, "checkpoint.mirror_url": self._url},
-                remedy="set checkpoint.mirror_url to a new folder for a new run, or remove checkpoint.resume",
-            )
 
     def _progress(self, done: int, total: int, unit: str) -> None:
         self._download_progress = (done, total)
@@ -373,19 +367,44 @@ class RunMirror:
             error.add_note(f"not in the mirror {self._url} yet: {', '.join(path.name for path in missing)}")
 
 
-def check_mirror(recipe: Recipe, values: Mapping[str, Any]) -> list[str]:
+def check_mirror(
+    recipe: Recipe, values: Mapping[str, Any], check_manifest: Callable[[CheckpointManifest, str], None]
+) -> list[str]:
     """Check the mirror as a run would at its start, and describe it; for `lt train check`, on rank 0.
+
+    Args:
+        recipe: Recipe.
+        values: Recipe as nested tables.
+        check_manifest: Raises if the run cannot resume from a checkpoint with this manifest, at this address; called
+            for the newest one if the run would download it.
 
     Raises:
         MirrorError: the mirror belongs to another run.
+        RecipeError: the bucket has a checkpoint from which the run may not or cannot resume.
         CheckpointError: no permission to write, list, read or delete.
     """
     root, out = S3Folder(recipe.checkpoint.mirror_url), Path(recipe.run.dir)
     check_upload_access(root)
     resolve_mirror_name(root, out, values)
-    steps = [folder for _, folder in list_remote_steps(root)]
-    newest = f"newest checkpoint {steps[0].url.rpartition('/')[2]}" if steps else "no checkpoint yet"
-    return [f"permissions to write, list, read and delete in {root.url}", newest]
+    newest = read_latest_manifest(root)
+    if newest is not None:
+        url, manifest = newest
+        local = find_latest_valid(out / "checkpoints")[0]
+        if manifest.step > (-1 if local is None else local.step):
+            _check_resume_allowed(recipe, manifest)
+            check_manifest(manifest, url)
+    described = f"newest checkpoint {newest[0].rpartition('/')[2]}" if newest else "no checkpoint yet"
+    return [f"permissions to write, list, read and delete in {root.url}", described]
+
+
+def _check_resume_allowed(recipe: Recipe, manifest: CheckpointManifest) -> None:
+    url = recipe.checkpoint.mirror_url
+    if not recipe.checkpoint.resume:
+        raise RecipeError(
+            f"{url} already has checkpoints (newest: step {manifest.step})",
+            values={"checkpoint.resume": False, "checkpoint.mirror_url": url},
+            remedy="set checkpoint.mirror_url to a new folder for a new run, or remove checkpoint.resume",
+        )
 
 
 def _format_rate(n_bytes: int, seconds: float) -> str:

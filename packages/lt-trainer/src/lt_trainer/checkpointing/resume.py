@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from lt_ckpt import Checkpoint
 from lt_trainer.data import Batches, TrainingData, data_event_fields, open_batches
@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from lt_trainer.checkpointing.mirror import RunMirror
     from lt_trainer.config import Recipe
     from lt_trainer.engine import Engine
-    from lt_trainer.observability import NullLogger, Rank0Logger
+
+
+class RestoreLogger(Protocol):
+    """Logger of what a run starts from."""
+
+    def log_message(self, text: str) -> None:
+        """Log a sentence for the user."""
+        ...
+
+    def log_event(self, kind: str, **values: Any) -> None:
+        """Log an event."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +43,9 @@ class RunRestorer:
     data: TrainingData
     engine: Engine
     checkpoint_manager: CheckpointManager
-    logger: Rank0Logger | NullLogger
-    mirror: RunMirror
+    logger: RestoreLogger
+    mirror: RunMirror | None
+    """None to start from what is on this machine (`lt train check`)."""
     model: LlamaConfig
     heartbeat: Callable[[], None]
     """Watchdog heartbeat of the main thread."""
@@ -50,7 +62,7 @@ class RunRestorer:
             StopRequested: a stop signal was received during the download.
         """
         checkpoint = self._find_latest()
-        downloaded = self.mirror.download_latest(checkpoint)
+        downloaded = None if self.mirror is None else self.mirror.download_latest(checkpoint)
         if downloaded is not None:  # verified during the download
             checkpoint = Checkpoint.open(downloaded)
         if checkpoint is None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lt_trainer.data.training_data import TrainingData as TrainingData
     from lt_trainer.data.training_data import data_event_fields as data_event_fields
     from lt_trainer.data.training_data import open_data as open_data
+    from lt_trainer.data.training_data import open_stream as open_stream
     from lt_trainer.data.training_data import parse_stream_state as parse_stream_state
     from lt_trainer.data.training_data import validation_batches as validation_batches
 else:
@@ -22,6 +23,8 @@ else:
             "batches": "Batches open_batches",
             "document_boundaries": "find_document_starts micro_batch_cu_seqlens",
             "synthetic": "SyntheticRows",
-            "training_data": "TrainingData data_event_fields open_data parse_stream_state validation_batches",
+            "training_data": (
+                "TrainingData data_event_fields open_data open_stream parse_stream_state validation_batches"
+            ),
         },
     )

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from lt_trainer.observability.run_logger import NullLogger as NullLogger
     from lt_trainer.observability.run_logger import Rank0Logger as Rank0Logger
     from lt_trainer.observability.setup import check_metrics_options as check_metrics_options
+    from lt_trainer.observability.setup import check_run_sinks as check_run_sinks
     from lt_trainer.observability.setup import create_node_monitor as create_node_monitor
     from lt_trainer.observability.setup import open_run_sinks as open_run_sinks
 else:
@@ -17,6 +18,6 @@ else:
         __name__,
         {
             "run_logger": "RESUME_CHECK_FILE ComputeCost NullLogger Rank0Logger",
-            "setup": "check_metrics_options create_node_monitor open_run_sinks",
+            "setup": "check_metrics_options check_run_sinks create_node_monitor open_run_sinks",
         },
     )

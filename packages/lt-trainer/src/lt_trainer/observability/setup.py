@@ -11,7 +11,7 @@ from lt_trainer.config import Recipe, to_dict
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability.monitor import NodeMonitor
-from lt_trainer.observability.sinks import SinkGroup, check_sinks_installed, open_sinks
+from lt_trainer.observability.sinks import SinkGroup, check_sinks, check_sinks_installed, open_sinks
 from lt_trainer.observability.sinks.sink import RunInfo
 from lt_trainer.run_directory import read_jsonl
 
@@ -92,8 +92,25 @@ def open_run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[SinkGroup, dict[str
         run=run_dir.path,
         recipe=to_dict(recipe),
         toml=(run_dir.path / "recipe.toml").read_text(encoding="utf-8"),
-        step=max((record["step"] for record in read_jsonl(run_dir.metrics) if "loss" in record), default=0)
-        if run_dir.metrics.exists()
-        else 0,
+        step=_highest_step(run_dir.metrics),
     )
     return open_sinks(recipe.metrics.sinks, info)
+
+
+def check_run_sinks(recipe: Recipe) -> None:
+    """Check that the recipe's sinks can be opened, writing nothing; for `lt train check`.
+
+    Raises:
+        TrainerError: a sink needs user action.
+    """
+    if recipe.metrics.sinks:
+        folder = Path(recipe.run.dir)
+        _highest_step(folder / "metrics.jsonl")
+        check_sinks(recipe.metrics.sinks, folder)
+
+
+def _highest_step(metrics: Path) -> int:
+    """Return the highest step in a metrics file; 0 if there is none."""
+    if not metrics.exists():
+        return 0
+    return max((record["step"] for record in read_jsonl(metrics) if "loss" in record), default=0)

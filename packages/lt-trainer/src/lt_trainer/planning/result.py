@@ -7,11 +7,11 @@ the arguments of `plan_recipe`, which returns a `PlanResult`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lt_trainer.config import ResolvedRecipe
-from lt_trainer.engine import engine_spec
+from lt_trainer.engine import World, engine_names, engine_spec
 from lt_trainer.errors import RecipeError
 
 
@@ -51,7 +51,10 @@ def plan_recipe(
         from lt_trainer.planning.plan import make_plan, plan_to_dict
         from lt_trainer.planning.plan_text import format_plan
 
-        plan = make_plan(resolved, device=find_device(device), devices=devices, nodes=nodes, mfu=mfu)
+        planned = find_device(device)
+        if engine in engine_names():
+            _check_engine(resolved, devices=devices, nodes=nodes)
+        plan = make_plan(resolved, device=planned, devices=devices, nodes=nodes, mfu=mfu)
         return PlanResult(fits=plan.fits, to_text=lambda: format_plan(plan), to_dict=lambda: plan_to_dict(plan))
     engine_plan = getattr(engine_spec(engine), "plan", None)
     if engine_plan is None:
@@ -62,3 +65,13 @@ def plan_recipe(
             remedy="plan with --set run.engine=gpu",
         )
     return engine_plan(resolved, device=device, devices=devices, nodes=nodes, mfu=mfu)
+
+
+def _check_engine(resolved: ResolvedRecipe, *, devices: int, nodes: int | None) -> None:
+    """Raise the RecipeError with which the engine would refuse these ranks."""
+    nodes = nodes or resolved.recipe.parallel.n_nodes
+    recipe = replace(resolved.recipe, parallel=replace(resolved.recipe.parallel, n_nodes=nodes))
+    try:
+        engine_spec(recipe.run.engine).check(recipe, World(size=devices * nodes, local_size=devices))
+    except RecipeError as exc:
+        raise exc.with_origins(resolved.origins) from exc

@@ -90,15 +90,18 @@ class RunDir:
         path = Path(out)
         try:
             if not path.exists():
+                _check_parents(path)
                 return f"{path} will be created"
             if not _is_run_dir(path):
                 return f"{path} is empty"
+            _check_entries(path)
             if (path / LOCK_FILE).exists():
                 descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
-                _lock(path, descriptor)
+                _lock(path, descriptor, fcntl.LOCK_SH)  # shared, since every rank of a preflight describes the run
                 os.close(descriptor)
         except OSError as exc:
             raise _io_error(path, exc) from exc
+        _recipe_changes(path / "recipe.json", {})
         return f"{path} has a run"
 
     def _write_descriptions(self, resolved: ResolvedRecipe | None, extra: Mapping[str, Any]) -> None:
@@ -202,6 +205,29 @@ def _is_run_dir(path: Path) -> bool:
     return False
 
 
+def _check_parents(path: Path) -> None:
+    """Raise OSError if a folder that does not exist cannot be created."""
+    existing = next(folder for folder in path.absolute().parents if folder.exists())
+    if not existing.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(existing))
+
+
+def _check_entries(path: Path) -> None:
+    """Raise OSError if a run could not go on writing into what is there."""
+    folders = [path, path / "checkpoints", path / "logs"]
+    files = [path / LOCK_FILE, path / "events.jsonl", path / "metrics.jsonl", *path.glob("logs/rank*.log")]
+    for entry in (*folders, *files):
+        if not entry.exists():
+            continue
+        if entry.is_dir() != (entry in folders):
+            number = errno.ENOTDIR if entry in folders else errno.EISDIR
+        elif not os.access(entry, os.W_OK):
+            number = errno.EACCES
+        else:
+            continue
+        raise OSError(number, os.strerror(number), str(entry))
+
+
 def _acquire_lock(path: Path) -> int:
     """Lock the run directory for this process, and write the holder into the file."""
     descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
@@ -211,10 +237,10 @@ def _acquire_lock(path: Path) -> int:
     return descriptor
 
 
-def _lock(path: Path, descriptor: int) -> None:
+def _lock(path: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
     """Lock the open lock file; otherwise close it, and raise an error that names the holder."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "another process"
         os.close(descriptor)

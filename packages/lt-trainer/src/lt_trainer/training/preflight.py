@@ -1,9 +1,10 @@
 """`lt train check`: preflight of a run, a whole start that leaves nothing behind.
 
-It does what a run does, in the same order and with the same code: recipe, ranks, data, run directory, devices,
-checkpoint folder, one step, one save. The save goes into a scratch folder on the file system of run.dir, is verified
-and restored, and the next step must have the same loss twice. Then the scratch folder is deleted. An error that would
-end a run ends the preflight, with the same message and exit code.
+It does what a run does, in the same order and with the same code: recipe, ranks, data, run directory, devices, sinks,
+checkpoint folder, the start (the newest checkpoint, model.init_from or initial weights), one step, one save. The save
+goes into a scratch folder on the file system of the checkpoints, is verified and restored, and the next step must have
+the same loss twice. Then the scratch folder is deleted. An error that would end a run ends the preflight, with the same
+message and exit code. Only a checkpoint that is newer in the mirror is not downloaded: its manifest is checked.
 
 Cost: the start of the run, two more steps, and one checkpoint written and read.
 """
@@ -19,19 +20,30 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_data import Mixture
 from lt_model import param_specs
-from lt_trainer.checkpointing import CheckpointManager, CheckpointSaver, check_mirror, max_checkpoints_on_disk
+from lt_trainer.checkpointing import (
+    CheckpointManager,
+    CheckpointSaver,
+    RunRestorer,
+    check_mirror,
+    max_checkpoints_on_disk,
+)
 from lt_trainer.config import ResolvedRecipe, learning_rate, to_dict
 from lt_trainer.constants import GIB, MIB
-from lt_trainer.data import Batches, SyntheticRows, open_batches
+from lt_trainer.data import Batches, SyntheticRows, open_batches, open_stream, parse_stream_state
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
+from lt_trainer.observability import check_run_sinks
 from lt_trainer.resilience import run_on_rank0
 from lt_trainer.run_directory import RunDir
 from lt_trainer.training.run_setup import RunSetup
+
+if TYPE_CHECKING:
+    from lt_ckpt import CheckpointManifest
 
 SCRATCH_PREFIX = ".lt-run.preflight-"
 
@@ -98,13 +110,8 @@ def run_preflight(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None
             engine = setup.open_engine()
             stack.callback(engine.close)
             words += [f"{engine.device.count} x {engine.device.name}", f"open in {time.monotonic() - start:.1f} s"]
-        if recipe.checkpoint.mirror_url:
-            with table.row("mirror") as words:
-                text = run_on_rank0(
-                    engine.control, world.rank == 0, lambda: "; ".join(check_mirror(recipe, to_dict(recipe)))
-                )
-                words.append(text)
-        folder = Path(engine.control.broadcast(str(_make_scratch(out)) if world.rank == 0 else ""))
+        _check_services(setup, engine, table)
+        folder = Path(run_on_rank0(engine.control, world.rank == 0, lambda: str(_make_scratch(out / "checkpoints"))))
         if world.rank == 0:
             stack.callback(shutil.rmtree, folder)
         checkpoints = setup.checkpoint_manager(folder)
@@ -123,6 +130,46 @@ def run_preflight(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None
     with table.row("left behind") as words:
         words.append("nothing")
     return table.lines
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RowLogger:
+    """Logger that adds messages to a row of the table."""
+
+    words: list[str]
+
+    def log_message(self, text: str) -> None:
+        self.words.append(text)
+
+    def log_event(self, kind: str, **values: object) -> None:
+        """Do nothing: a preflight has no events."""
+
+
+def _check_services(setup: RunSetup, engine: Engine, table: PreflightTable) -> None:
+    """Check sinks and mirror on rank 0."""
+    recipe, is_rank0 = setup.recipe, setup.world.rank == 0
+
+    def check_sinks() -> str:
+        check_run_sinks(recipe)
+        return ", ".join(recipe.metrics.sinks)
+
+    def check_bucket() -> str:
+        return "; ".join(check_mirror(recipe, to_dict(recipe), lambda *newest: _check_remote(setup, engine, *newest)))
+
+    for name, enabled, check in (
+        ("sinks", recipe.metrics.sinks, check_sinks),
+        ("mirror", recipe.checkpoint.mirror_url, check_bucket),
+    ):
+        if enabled:
+            with table.row(name) as words:
+                words.append(run_on_rank0(engine.control, is_rank0, check))
+
+
+def _check_remote(setup: RunSetup, engine: Engine, manifest: CheckpointManifest, place: str) -> None:
+    """Raise if the run cannot resume from a checkpoint in the mirror, by its manifest."""
+    setup.checkpoint_manager(setup.folder / "checkpoints").check_model(manifest, place)
+    if setup.data.train is not None and manifest.data is not None:
+        open_stream(setup.recipe, setup.data, engine.topology, parse_stream_state(manifest.data))
 
 
 def _describe_data(setup: RunSetup, table: PreflightTable) -> None:
@@ -160,7 +207,25 @@ def _reserve(setup: RunSetup, engine: Engine, checkpoints: CheckpointManager, ta
 
 
 def _step_and_save(setup: RunSetup, engine: Engine, checkpoints: CheckpointManager, table: PreflightTable) -> None:
-    with closing(open_batches(setup.recipe, setup.data, engine.topology, engine.control)) as batches:
+    with table.row("start") as words:
+        restorer = RunRestorer(
+            recipe=setup.recipe,
+            data=setup.data,
+            engine=engine,
+            checkpoint_manager=setup.checkpoint_manager(setup.folder / "checkpoints"),
+            logger=_RowLogger(words=words),
+            mirror=None,
+            model=setup.model,
+            heartbeat=lambda: None,
+        )
+        batches = restorer.restore_or_start()
+        if not words:
+            words.append(f"initial weights of run.seed = {setup.recipe.run.seed}")
+    with closing(batches):
+        if batches.state.step >= setup.recipe.schedule.max_steps:
+            with table.row("one step") as words:
+                words.append(f"none: all {setup.recipe.schedule.max_steps} steps are done, a run would end at once")
+            return
         _step_save_restore(setup, engine, checkpoints, table, batches)
 
 
@@ -176,7 +241,8 @@ def _step_save_restore(
         return metrics, time.monotonic() - start
 
     with table.row("one step") as words:
-        metrics, seconds = step(batches.next_batch(), 0)
+        first = batches.state.step
+        metrics, seconds = step(batches.next_batch(), first)
         uniform = math.log(setup.data.vocab_size)
         words += [
             f"loss {metrics.loss:.4f} (uniform prediction: {uniform:.4f})",
@@ -202,7 +268,7 @@ def _step_save_restore(
             )
     with table.row("read back") as words:
         following = batches.next_batch()
-        expected, seconds = step(following, 1)
+        expected, seconds = step(following, first + 1)
         words.append(f"a step takes {seconds:.2f} s")
         if setup.world.rank == 0:
             report = verify(path)
@@ -216,7 +282,7 @@ def _step_save_restore(
             state = checkpoints.data_state(checkpoint)
             with closing(open_batches(recipe, setup.data, engine.topology, engine.control, state)) as opened:
                 following = opened.next_batch()
-        restored, _ = step(following, 1)
+        restored, _ = step(following, first + 1)
         words.append(f"loss of the next step {expected.loss!r}, after a restore {restored.loss!r}")
         if not math.isclose(restored.loss, expected.loss, rel_tol=1e-3):
             raise PreflightError(f"the step after a restore has loss {restored.loss}, without it {expected.loss}")

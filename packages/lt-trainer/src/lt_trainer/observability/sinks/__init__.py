@@ -15,6 +15,7 @@ from lt_trainer.lazy import lazy_exports
 if TYPE_CHECKING:
     from lt_trainer.observability.sinks.group import SinkGroup as SinkGroup
     from lt_trainer.observability.sinks.registry import SINKS as SINKS
+    from lt_trainer.observability.sinks.registry import check_sinks as check_sinks
     from lt_trainer.observability.sinks.registry import check_sinks_installed as check_sinks_installed
     from lt_trainer.observability.sinks.registry import open_sinks as open_sinks
     from lt_trainer.observability.sinks.sink import RunInfo as RunInfo
@@ -25,7 +26,7 @@ else:
         __name__,
         {
             "group": "SinkGroup",
-            "registry": "SINKS check_sinks_installed open_sinks",
+            "registry": "SINKS check_sinks check_sinks_installed open_sinks",
             "sink": "RunInfo Sink SinkConfigError",
         },
     )

@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError, TrainerError
 from lt_trainer.observability.sinks.group import SinkGroup
 from lt_trainer.observability.sinks.sink import RunInfo, Sink
+
+if TYPE_CHECKING:
+    from lt_trainer.observability.sinks.tensorboard import TensorBoardSink
+    from lt_trainer.observability.sinks.trackio import TrackioSink
+    from lt_trainer.observability.sinks.wandb import WandbSink
 
 SINKS = {"tensorboard": "tensorboard", "wandb": "wandb", "trackio": "trackio"}
 """Required module by recipe name, which is also the name of the extra."""
@@ -57,16 +64,35 @@ def open_sinks(names: Sequence[str], info: RunInfo) -> tuple[SinkGroup, dict[str
     return SinkGroup(opened), errors
 
 
+def check_sinks(names: Sequence[str], run: Path) -> None:
+    """Check what the sinks need to open, writing nothing; for `lt train check`.
+
+    Args:
+        names: sinks of a recipe.
+        run: run directory; may not exist yet.
+
+    Raises:
+        SinkConfigError: a sink needs user action, such as a missing key.
+        RunDirError: the run directory cannot be read or written.
+    """
+    for name in names:
+        _sink_class(name).check(run)
+
+
 def _sink_factory(name: str) -> Callable[[RunInfo], Sink]:
+    return _sink_class(name).open
+
+
+def _sink_class(name: str) -> type[TensorBoardSink | TrackioSink | WandbSink]:
     if name == "tensorboard":
         from lt_trainer.observability.sinks.tensorboard import TensorBoardSink
 
-        return TensorBoardSink.open
+        return TensorBoardSink
     if name == "trackio":
         from lt_trainer.observability.sinks.trackio import TrackioSink
 
-        return TrackioSink.open
+        return TrackioSink
     assert name == "wandb", name
     from lt_trainer.observability.sinks.wandb import WandbSink
 
-    return WandbSink.open
+    return WandbSink

@@ -9,6 +9,7 @@ Cost: one write per record in the main thread; no thread.
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
@@ -28,6 +29,10 @@ from lt_trainer.observability.sinks.sink import RunInfo
 
 FOLDER = "tensorboard"
 FORMAT = "brain.Event:2"
+
+
+def _folder_error(folder: Path, exc: OSError) -> RunDirError:
+    return RunDirError(f"cannot write {folder}: {exc.strerror}; free space or fix its permissions, then rerun")
 
 
 class TensorBoardSink:
@@ -54,10 +59,20 @@ class TensorBoardSink:
             sink = cls(folder / f"{name}.{number}")
             sink._write_text("recipe", f"```toml\n{info.toml}\n```")
         except OSError as exc:
-            raise RunDirError(
-                f"cannot write {folder}: {exc.strerror}; free space or fix its permissions, then rerun"
-            ) from exc
+            raise _folder_error(folder, exc) from exc
         return sink
+
+    @classmethod
+    def check(cls, run: Path) -> None:
+        """Check that `open` can write its folder, without writing.
+
+        Raises:
+            RunDirError: it cannot.
+        """
+        folder = run / FOLDER
+        if folder.exists() and not (folder.is_dir() and os.access(folder, os.W_OK)):
+            number = errno.EACCES if folder.is_dir() else errno.ENOTDIR
+            raise _folder_error(folder, OSError(number, os.strerror(number)))
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Write one event with all numbers."""

@@ -67,6 +67,15 @@ class TrackioSink:
             ) from exc
         return cls(run, step=info.step)
 
+    @classmethod
+    def check(cls, run: Path) -> None:
+        """Check the saved name; whether Trackio accepts its settings is known only to `open`.
+
+        Raises:
+            RunDirError: the run's name cannot be read.
+        """
+        _saved_name(run / FILE)
+
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Log one row, unless the step was sent before."""
         if step <= self._sent_up_to:
@@ -95,11 +104,23 @@ class TrackioSink:
 def _run_name(run: Path) -> str:
     """Return the name of the Trackio run; create and save it if there is none."""
     path = run / FILE
-    try:
-        if path.exists():
-            return str(json.loads(path.read_text(encoding="utf-8"))["name"])
+    name = _saved_name(path)
+    if not name:
         name = f"{run.resolve().name}-{secrets.token_hex(3)}"
-        write_atomic(path, json.dumps({"name": name}) + "\n")
-    except (OSError, ValueError, KeyError) as exc:
-        raise RunDirError(f"cannot read or write {path}: {exc}; remove it to start a new Trackio run") from exc
+        try:
+            write_atomic(path, json.dumps({"name": name}) + "\n")
+        except OSError as exc:
+            raise _file_error(path, exc) from exc
     return name
+
+
+def _saved_name(path: Path) -> str:
+    """Return the saved name of the Trackio run; "" if there is none."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["name"]) if path.exists() else ""
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise _file_error(path, exc) from exc
+
+
+def _file_error(path: Path, exc: Exception) -> RunDirError:
+    return RunDirError(f"cannot read or write {path}: {exc}; remove it to start a new Trackio run")

@@ -68,12 +68,21 @@ class WandbSink:
                 settings=settings,
             )
         except UsageError as exc:
-            raise SinkConfigError(
-                f"cannot start W&B: {exc}; set WANDB_API_KEY or WANDB_MODE=offline, or remove wandb from metrics.sinks"
-            ) from exc
+            raise _config_error(exc) from exc
         run.define_metric("step", hidden=True)
         run.define_metric("*", step_metric="step")
         return cls(run, step=info.step)
+
+    @classmethod
+    def check(cls, run: Path) -> None:
+        """Check what `open` needs, without creating a W&B run; raises the same errors."""
+        _saved_id(run / FILE)
+        if wandb.Settings().mode != "online":
+            return
+        try:
+            wandb.login()
+        except UsageError as exc:
+            raise _config_error(exc) from exc
 
     def write(self, step: int, time_s: float, values: Mapping[str, float]) -> None:
         """Log one row of the history, unless the step was sent before."""
@@ -99,13 +108,31 @@ class WandbSink:
             raise TimeoutError(f"uploads still pending after {FINISH_S:g} s; `wandb sync` uploads the rest")
 
 
+def _config_error(exc: UsageError) -> SinkConfigError:
+    return SinkConfigError(
+        f"cannot start W&B: {exc}; set WANDB_API_KEY or WANDB_MODE=offline, or remove wandb from metrics.sinks"
+    )
+
+
 def _run_id(path: Path) -> str:
     """Return the id of the W&B run; create and save it if there is none."""
-    try:
-        if path.exists():
-            return str(json.loads(path.read_text(encoding="utf-8"))["id"])
+    run_id = _saved_id(path)
+    if not run_id:
         run_id = secrets.token_hex(8)
-        write_atomic(path, json.dumps({"id": run_id}) + "\n")
-    except (OSError, ValueError, KeyError) as exc:
-        raise RunDirError(f"cannot read or write {path}: {exc}; remove it to start a new W&B run") from exc
+        try:
+            write_atomic(path, json.dumps({"id": run_id}) + "\n")
+        except OSError as exc:
+            raise _file_error(path, exc) from exc
     return run_id
+
+
+def _saved_id(path: Path) -> str:
+    """Return the saved id of the W&B run; "" if there is none."""
+    try:
+        return str(json.loads(path.read_text(encoding="utf-8"))["id"]) if path.exists() else ""
+    except (OSError, ValueError, KeyError, TypeError) as exc:
+        raise _file_error(path, exc) from exc
+
+
+def _file_error(path: Path, exc: Exception) -> RunDirError:
+    return RunDirError(f"cannot read or write {path}: {exc}; remove it to start a new W&B run")
