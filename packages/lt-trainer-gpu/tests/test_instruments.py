@@ -156,6 +156,21 @@ def test_the_engine_sets_them_and_the_dump_goes_to_the_run_directory(recipe, tmp
     assert "profile" in SPEC.capabilities
 
 
+@pytest.mark.parametrize(("device", "told"), [("auto", True), ("cuda", True), ("cpu", False)])
+def test_segments_of_gpu_memory_expand(recipe, monkeypatch, device: str, told: bool) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    asked = SPEC.env(recipe(f"engine.gpu.device={device}"))
+    assert asked.get("PYTORCH_ALLOC_CONF") == ("expandable_segments:True" if told else None)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_own_allocator_settings_are_kept(recipe, monkeypatch, name: str) -> None:
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:512")
+    assert "PYTORCH_ALLOC_CONF" not in SPEC.env(recipe("engine.gpu.device=cuda"))
+
+
 def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
     engine = open_on("cpu", LITTLE)
     torch.distributed.all_reduce(torch.ones(17))

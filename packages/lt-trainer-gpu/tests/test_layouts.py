@@ -350,17 +350,17 @@ def traffic(sets: tuple[str, ...]) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("n", "sets", "wanted"),
     [
-        (2, (), {"gather": 4 * 4, "scatter": 3, "sum": 1}),
-        (2, (KEEP,), {"gather": 3, "scatter": 3, "sum": 1}),
-        (2, (EACH,), {"gather": 4 * 4, "scatter": 4 * 3, "sum": 1}),
-        (4, (HSDP,), {"gather": 4 * 4, "scatter": 3, "sum": 1 + 3}),
-        (4, (HSDP, EACH), {"gather": 4 * 4, "scatter": 4 * 3, "sum": 1 + 3}),
+        (2, (), {"gather": 4 * 5, "scatter": 4, "sum": 1}),
+        (2, (KEEP,), {"gather": 4, "scatter": 4, "sum": 1}),
+        (2, (EACH,), {"gather": 4 * 5, "scatter": 4 * 4, "sum": 1}),
+        (4, (HSDP,), {"gather": 4 * 5, "scatter": 4, "sum": 1 + 4}),
+        (4, (HSDP, EACH), {"gather": 4 * 5, "scatter": 4 * 4, "sum": 1 + 4}),
     ],
     ids=["fsdp", "fsdp-keep-weights", "fsdp-reduce-each", "hsdp", "hsdp-reduce-each"],
 )
 def test_accumulation_reduces_no_more_than_it_must(ranks, n: int, sets: tuple[str, ...], wanted: dict) -> None:
-    """Two blocks and the root are gathered, the first block a second time for its backward pass; the loss and the norm
-    are summed once a step; a replica's shards once a step too."""
+    """Embedding, two blocks and head are gathered, the first block a second time for its backward pass; the loss and
+    the norm are summed once a step; a replica's shards once a step too."""
     assert ranks.run(traffic, sets, ranks=n) == [wanted] * n
 
 

@@ -45,6 +45,14 @@ def test_trains_every_row_in_the_streams_order(recipe_base, fake_engine, little_
     assert engine.closed
 
 
+def test_the_environment_of_the_run_has_what_the_engine_sets(recipe_base, fake_engine, monkeypatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # restored afterwards
+    fake_engine.env = lambda recipe: {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert start(recipe_base) == 0
+    written = json.loads((Path(recipe_base["run"]["dir"]) / "environment.json").read_text())
+    assert written["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
 @pytest.mark.guarantee("stop-resume")
 def test_stop_and_resume_equal_the_uninterrupted_run(recipe_base, fake_engine, tmp_path) -> None:
     assert start(recipe_base) == 0

@@ -213,9 +213,9 @@ class GpuEngine:
         if not pendings:
             return []
         with translate_dist_errors():
-            losses = torch.stack([pending.loss for pending in pendings]).tolist()
-            norms = torch.stack([pending.grad_norm for pending in pendings]).tolist()
-        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses, norms, strict=True)]
+            # One copy: each would wait for the device.
+            pairs = torch.stack([x for pending in pendings for x in (pending.loss, pending.grad_norm)]).tolist()
+        return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(pairs[::2], pairs[1::2], strict=True)]
 
     @torch.no_grad()
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:

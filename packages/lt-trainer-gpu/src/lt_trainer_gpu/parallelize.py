@@ -4,16 +4,20 @@ The order matters. Tensor parallelism first: it decides what a block computes. A
 compiled region, so that the compiler sees the recomputation. Then each block is compiled, as one graph. FSDP last,
 around everything: its hooks gather a block's weights before and free them after, in eager mode.
 
-FSDP2 (`fully_shard`) on every block and on the root: each rank keeps its slice of the parameters in the master dtype,
-gathers a block's weights in the compute dtype just before use and reduces its gradients in the master dtype after, over
-the shards and then over the replicas. Gradients are summed, never averaged: the loss is already divided by the valid
-tokens of the whole global batch.
+FSDP2 (`fully_shard`) on every block, on embedding and head where they are not tied, and on the root: each rank keeps
+its slice of the parameters in the master dtype, gathers a module's weights in the compute dtype just before use and
+reduces its gradients in the master dtype after, over the shards and then over the replicas. Gradients are summed, never
+averaged: the loss is already divided by the valid tokens of the whole global batch.
+
+Gathers run ahead of their use: in the forward pass a module asks for the next one's weights before it computes (the
+host would ask in time only while it is ahead of the device), in the backward pass FSDP2 does the same by itself.
 """
 
 from __future__ import annotations
 
 import datetime
-from typing import TYPE_CHECKING
+import itertools
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -119,7 +123,18 @@ def _apply_fsdp(
     *others, last = model.model.layers
     for block in others:
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-    fully_shard(last, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)  # backward starts with it
+    # Backward starts with the last block; the norm after it is too small for a collective of its own.
+    fully_shard([last, model.model.norm], mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    in_order: list[Any] = [*others, last]
+    if not model.config.tie_word_embeddings:  # a weight with two uses stays in the root's group
+        ends: list[Any] = [model.model.embed_tokens, model.lm_head]
+        for module in ends:
+            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+            # Neither's backward reads the weight: the loss has computed its gradients in the forward pass.
+            module.set_unshard_in_backward(False)
+        in_order = [ends[0], *in_order, ends[1]]
+    for module, following in itertools.pairwise(in_order):
+        module.set_modules_to_forward_prefetch([following])
     fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, FSDPModule):

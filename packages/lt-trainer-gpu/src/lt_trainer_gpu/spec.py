@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from lt_trainer.config import Recipe
     from lt_trainer.engine import Engine, World
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables with the settings of torch's CUDA allocator, the newer name first."""
+
 
 class GpuSpec:
     """Torch-native engine spec: FSDP2 and tensor parallelism, on CUDA and with the same code on CPU."""
@@ -44,10 +47,13 @@ class GpuSpec:
     def env(self, recipe: Recipe) -> dict[str, str]:
         """Return the environment variables to set before torch loads.
 
-        Deterministic cuBLAS needs a fixed workspace; the flight recorder needs its dump path.
+        Deterministic cuBLAS needs a fixed workspace; the flight recorder needs its dump path. Expandable segments keep
+        GPU memory from fragmenting where tensors vary in size; the user's own allocator settings are kept as they are.
         """
         options = recipe.engine["gpu"]
         fixed = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if options.deterministic else {}
+        if options.device != "cpu" and not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+            fixed[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
         return fixed | flight_recorder.env_variables(Path(recipe.run.dir) / "logs", os.environ)
 
     def open(self, recipe: Recipe, model: LlamaConfig, world: World) -> Engine:

@@ -56,6 +56,7 @@ class RunContext:
         if stop is None:
             stop = stack.enter_context(StopSignals())
         stop.announce = is_rank0
+        setup.set_environment()  # before the run directory records it
         run_dir = stack.enter_context(RunDir.open(setup.folder, resolved=resolved)) if is_rank0 else None
         engine = stack.enter_context(closing(setup.open_engine()))
         log = stack.enter_context(RankLog(setup.folder, setup.world.rank))

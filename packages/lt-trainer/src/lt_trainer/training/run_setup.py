@@ -60,9 +60,13 @@ class RunSetup:
         """Path of the run directory."""
         return Path(self.recipe.run.dir)
 
+    def set_environment(self) -> None:
+        """Set the environment variables that the engine's libraries read; those that are set are kept."""
+        os.environ.update(self.spec.env(self.recipe))
+
     def open_engine(self) -> Engine:
         """Open the devices, after setting the environment variables that the engine's libraries read."""
-        os.environ.update(self.spec.env(self.recipe))
+        self.set_environment()
         return self.spec.open(self.recipe, self.model, self.world)
 
     def checkpoint_manager(
