@@ -26,10 +26,8 @@ from lt_model.init import init_model
 from lt_model.llama import Llama
 from lt_trainer.engine import StepBatch, World
 from lt_trainer.errors import RecipeError
-from lt_trainer.planning.devices import DEVICES
 from lt_trainer_gpu.checks import check_compile_version, check_vocab_size
 from lt_trainer_gpu.engine import GpuEngine
-from lt_trainer_gpu.peak_flops import peak_flops
 from lt_trainer_gpu.spec import SPEC
 
 
@@ -242,38 +240,6 @@ def test_bfloat16_compute_keeps_float32_masters(open_engine, config, batches) ->
     numbers = engine.fetch_metrics([engine.step(batch, 1e-3) for batch in steps])
     assert [n.loss for n in numbers] == pytest.approx(losses, rel=2e-2)
     assert {shard.dtype for shard in engine.state().shards} == {"F32"}
-
-
-PEAKS = {
-    "NVIDIA A100-SXM4-80GB": 312,
-    "NVIDIA L4": 121,
-    "NVIDIA L40": 181,
-    "NVIDIA L40S": 362,
-    "NVIDIA H100 80GB HBM3": 989,
-    "NVIDIA H100 PCIe": 756,
-    "NVIDIA H100 NVL": 835,
-    "NVIDIA H200": 989,
-    "NVIDIA H200 NVL": 835,
-    "NVIDIA GH200 480GB": 989,
-    "NVIDIA B200": 2250,
-    "NVIDIA GB200": 2500,
-}
-"""Names as torch tells them, and dense bfloat16 TFLOP/s of the datasheets (half of what they say with sparsity)."""
-
-
-@pytest.mark.parametrize("name", PEAKS)
-def test_the_peak_is_that_of_the_longest_name_that_fits(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16)
-    assert (found, source.startswith("datasheet of ")) == (PEAKS[name] * 1e12, True)
-
-
-def test_a_plan_and_a_run_know_the_same_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for device in DEVICES.values():
-        if device.name == "a10g":  # its peak is measured
-            continue
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, device=device: device.title)
-        assert peak_flops(torch.device("cuda", 0), torch.bfloat16)[0] == device.peak_flops, device.name
 
 
 def test_memory_of_a_cpu_is_the_most_that_was_resident_in_bytes(open_on, config) -> None:

@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -93,6 +93,27 @@ def test_the_rows_that_each_step_really_has_are_counted(tmp_path: Path) -> None:
     assert first["flops_per_sec"] == 3 * 320 / 5 / 2
     assert first["mfu"] == first["hfu"] == 3 * 320 / 5 / 2 / 1000
     assert second["samples_per_sec"] == 64 / 10 / 2
+
+
+@pytest.mark.guarantee("rates")
+def test_attention_within_documents_is_a_second_mfu(tmp_path: Path) -> None:
+    """Of 3 FLOPs per token, 2 are attention over 10 positions; positions see 4 and 8 of them on average."""
+    clock = Clock()
+    device = Device(name="d", kind="cpu", count=2, peak_flops=1000.0, peak_source="made up")
+    work = ComputeCost(micro_batch_size=4, seq_len=10, flops_per_token=3.0, attention_flops=0.2)
+    with (
+        RunDir.open(tmp_path) as run_dir,
+        RankLog(tmp_path, 0) as log,
+        Rank0Logger(run_dir, log, device, work, clock=clock) as made,
+    ):
+        clock.now += 5.0
+        made.log_steps([replace(step(1, 8), document_length=4.0), replace(step(2, 24), document_length=8.0)], 0, {})
+        clock.now += 5.0
+        made.log_steps([step(3, 8)], 0, {})
+    known, unknown = records(tmp_path)
+    assert known["mfu"] == 3 * 320 / 5 / 2 / 1000
+    assert known["mfu_documents"] == pytest.approx((80 * (1 + 0.8) + 240 * (1 + 1.6)) / 5 / 2 / 1000)
+    assert "mfu_documents" not in unknown
 
 
 @pytest.mark.parametrize(("again", "hfu"), [(1.0, 4 * 320 / 5 / 2 / 1000), (math.nan, math.nan)])

@@ -46,8 +46,19 @@ def flops_per_token(config: LlamaConfig, seq_len: int, convention: FlopsConventi
         raise ModelError(f"seq_len = {seq_len}: must be at least 1")
     if convention not in FLOPS_CONVENTIONS:
         raise ModelError(f"convention = {convention!r}: not one of {', '.join(FLOPS_CONVENTIONS)}")
-    attention = 12 * config.n_layers * config.n_heads * config.head_dim * seq_len
-    return 6 * n_compute_parameters(config) + (attention if convention == "full" else attention // 2)
+    return 6 * n_compute_parameters(config) + attention_flops_per_token(config, seq_len, convention)
+
+
+def attention_flops_per_token(config: LlamaConfig, length: int, convention: FlopsConvention = "full") -> int:
+    """Return the training FLOPs of attention per token that attends to `length` positions.
+
+    Args:
+        config: the model.
+        length: tokens of the row, or of the document where a mask keeps documents apart.
+        convention: see `flops_per_token`.
+    """
+    attention = 12 * config.n_layers * config.n_heads * config.head_dim * length
+    return attention if convention == "full" else attention // 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,15 +124,16 @@ def check_memory_history(options: MetricsOptions, device: str) -> None:
 
     Args:
         options: the recipe's metrics options.
-        device: "cuda", "cpu", or "auto", which is resolved only when the device is selected.
+        device: device type, or "auto", which is resolved only when the device is selected.
 
     Raises:
-        RecipeError: the device is a CPU.
+        RecipeError: the device is not CUDA.
     """
-    if device != "cpu" or not (options.memory_snapshot_step or options.memory_snapshot_on_oom):
+    if device in ("auto", "cuda") or not (options.memory_snapshot_step or options.memory_snapshot_on_oom):
         return
+    where = "a CPU" if device == "cpu" else device
     raise RecipeError(
-        "torch records a history of CUDA memory only, and this run computes on a CPU",
+        f"torch records a history of CUDA memory only, and this run computes on {where}",
         values={
             "metrics.memory_snapshot_step": options.memory_snapshot_step,
             "metrics.memory_snapshot_on_oom": options.memory_snapshot_on_oom,

@@ -1,14 +1,35 @@
-"""Device, compute dtype and process group of a rank."""
+"""Device, compute dtype and process group of a rank.
+
+Devices are found through `torch.accelerator`: "cuda" is a GPU of NVIDIA or AMD (ROCm has the same name in torch), "mps"
+one of Apple, "neuron" a NeuronCore of Trainium 2 or 3 in AWS's native TorchNeuron. The decisions are functions of what
+torch reports, so they are tested without the devices; none has been run yet (docs/known-limits.md).
+
+TorchNeuron and the older XLA line share the package name torch-neuronx: 2.9 and older are the XLA line, which only
+lt-trainer-neuron runs.
+"""
 
 from __future__ import annotations
 
 import datetime
+import resource
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
 
 from lt_trainer.engine import World
+from lt_trainer_gpu.checks import parse_torch_version
 from lt_trainer_gpu.options import GpuOptions
+
+BACKENDS = {"cuda": "nccl", "neuron": "cpu:gloo,neuron:neuron", "mps": "gloo", "cpu": "gloo"}
+"""Process-group backend by device type."""
+FIRST_NATIVE_NEURON = (2, 13)
+"""First torch-neuronx that is a torch device; older ones are the XLA line."""
+WITHOUT_FLOAT64 = ("mps", "neuron")
+"""Device types that cannot compute in float64."""
 
 
 class DeviceError(ValueError):
@@ -17,40 +38,156 @@ class DeviceError(ValueError):
     exit_code = 64
 
 
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """Accelerator that torch reports.
+
+    Attributes:
+        type: device type.
+        count: number of such devices on this node.
+    """
+
+    type: str
+    count: int
+
+
+def find_accelerator() -> Accelerator | None:
+    """Return the accelerator of this machine; None if there is none that works."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    return None if found is None else Accelerator(type=found.type, count=torch.accelerator.device_count())
+
+
+def choose_device_type(wanted: str, accelerator: Accelerator | None, world: World) -> str:
+    """Return the device type of a run; "auto" is CUDA or Neuron if there is one, else the CPU.
+
+    An Apple GPU is only taken when asked for: it has no float64, and its results are compared with nothing here.
+
+    Args:
+        wanted: engine.gpu.device.
+        accelerator: what torch reports.
+        world: the ranks.
+
+    Raises:
+        DeviceError: the device is not there, or has fewer units than ranks.
+    """
+    found = "" if accelerator is None else accelerator.type
+    if wanted == "auto":
+        wanted = found if found in ("cuda", "neuron") else "cpu"
+    if wanted == "cpu":
+        return "cpu"
+    if accelerator is None or wanted != found:
+        title = "Neuron" if wanted == "neuron" else wanted.upper()
+        raise DeviceError(
+            f"engine.gpu.device = '{wanted}': torch finds no {title} device"
+            + (f", but {found}" if found else "")
+            + "; set it to 'cpu' or 'auto', or fix the driver"
+        )
+    if wanted == "mps" and world.size > 1:
+        raise DeviceError(
+            f"engine.gpu.device = 'mps': an Apple GPU trains in one process, and {world.size} ranks were started; "
+            "start one, or set it to 'cpu'"
+        )
+    if world.local_rank >= accelerator.count:
+        raise DeviceError(
+            f"LOCAL_RANK = {world.local_rank}: torch finds {accelerator.count} devices of type {wanted}; start at most "
+            "that many ranks on this node"
+        )
+    return wanted
+
+
+def check_neuron_version(torch_neuronx: str) -> None:
+    """Reject a torch-neuronx that is not a torch device.
+
+    Args:
+        torch_neuronx: its installed version; "" if it is not installed.
+
+    Raises:
+        DeviceError: it is missing, or of the XLA line.
+    """
+    if not torch_neuronx:
+        raise DeviceError(
+            "engine.gpu.device = 'neuron': torch-neuronx is not installed; install AWS's TorchNeuron (torch-neuronx "
+            "2.13 or newer, from the AWS Neuron pip repository), or set it to 'cpu'"
+        )
+    if parse_torch_version(torch_neuronx) < FIRST_NATIVE_NEURON:
+        raise DeviceError(
+            f"engine.gpu.device = 'neuron': torch-neuronx {torch_neuronx} is the XLA line, not a torch device; use "
+            "run.engine = 'neuron' (package lt-trainer-neuron), or install torch-neuronx 2.13 or newer"
+        )
+
+
 def select_device(options: GpuOptions, world: World) -> torch.device:
     """Return this rank's device and make it the current one.
 
     Raises:
         DeviceError: there is no such device.
     """
-    kind = options.device
-    if kind == "auto":
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-    if kind == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            "engine.gpu.device = 'cuda': torch finds no CUDA device; set it to 'cpu' or 'auto', or fix the driver"
-        )
-    if world.local_rank >= torch.cuda.device_count():
-        raise DeviceError(
-            f"LOCAL_RANK = {world.local_rank}: torch finds {torch.cuda.device_count()} GPUs; start at most that "
-            "many ranks on this node"
-        )
-    torch.cuda.set_device(world.local_rank)
-    return torch.device("cuda", world.local_rank)
+    if options.device == "neuron":
+        check_neuron_version(_installed_version("torch-neuronx"))
+        if "torch_neuronx" not in sys.modules:  # torch loads it by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
+            import_module("torch_neuronx")
+    kind = choose_device_type(options.device, None if options.device == "cpu" else find_accelerator(), world)
+    if kind in ("cpu", "mps"):
+        return torch.device(kind)
+    torch.accelerator.set_device_index(world.local_rank)
+    return torch.device(kind, world.local_rank)
+
+
+def _installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def device_name(device: torch.device) -> str:
+    """Return the model name of a GPU, or the type of another device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
-    """Return the dtype of forward and backward."""
+    """Return the dtype of forward and backward.
+
+    Raises:
+        DeviceError: the device cannot compute in it.
+    """
     if options.dtype == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
+        return torch.bfloat16 if device.type in ("cuda", "neuron") else torch.float32
+    if options.dtype == "float64" and device.type in WITHOUT_FLOAT64:
+        raise DeviceError(
+            f"engine.gpu.dtype = 'float64': {device.type} has no float64; set it to 'float32', or engine.gpu.device to "
+            "'cpu'"
+        )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[options.dtype]
 
 
+def accumulation_dtype(device: torch.device) -> torch.dtype:
+    """Return the dtype of sums over micro-batches and parameters: float64 if the device has it.
+
+    In float32 the sums of a step have a relative error of about 1e-7 for each of its micro-batches.
+    """
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
+
+
+def total_device(device: torch.device) -> torch.device:
+    """Return the device of float64 sums over a validation set: the host if the device has no float64."""
+    return torch.device("cpu") if device.type in WITHOUT_FLOAT64 else device
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return and reset the peak of allocated memory; on mps what is allocated, on a CPU the peak RSS."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    peak = torch.accelerator.max_memory_allocated(device)
+    torch.accelerator.reset_peak_memory_stats(device)
+    return peak
+
+
 def init_process_group(device: torch.device, world: World, timeout_s: float) -> None:
-    """Initialize the process group: NCCL on CUDA, gloo on a CPU."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    """Initialize the process group: NCCL on CUDA (RCCL on ROCm), neuron on Neuron, gloo elsewhere."""
+    backend = BACKENDS[device.type]
     timeout = datetime.timedelta(seconds=timeout_s)
     if world.size == 1:
         # One process needs no rendezvous, hence no port and no network; FSDP2 still needs a group for its casts.

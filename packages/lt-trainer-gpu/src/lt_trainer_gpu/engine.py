@@ -13,8 +13,6 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -50,7 +48,15 @@ from lt_trainer.torch import (
 )
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile, select_attention
-from lt_trainer_gpu.devices import compute_dtype, init_process_group, select_device
+from lt_trainer_gpu.devices import (
+    accumulation_dtype,
+    compute_dtype,
+    device_name,
+    init_process_group,
+    peak_memory_bytes,
+    select_device,
+    total_device,
+)
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -83,6 +89,7 @@ class GpuEngine:
         self._options, self._optimizer_options = options, recipe.optimizer
         self._dtype = compute_dtype(options, self._torch_device)
         master = torch.float64 if self._dtype == torch.float64 else torch.float32
+        torch.set_float32_matmul_precision(options.float32_matmul_precision)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
         self._mesh_layout = MeshLayout.from_options(recipe.parallel, world.rank, world.size)
@@ -135,8 +142,8 @@ class GpuEngine:
             {name: part.local for name, part in parts.items()},
         )
         self._state_groups()  # raises if the optimizer's slots cannot be sharded by this layout
-        peak, source = peak_flops(self._torch_device, self._dtype)
-        name = torch.cuda.get_device_name(self._torch_device) if self._torch_device.type == "cuda" else "cpu"
+        name = device_name(self._torch_device)
+        peak, source = peak_flops(self._torch_device, self._dtype, name)
         self.device = Device(
             name=name,
             kind=self._torch_device.type,
@@ -167,7 +174,7 @@ class GpuEngine:
         self.stopwatch.begin("forward_backward")
         self._model.train()
         n_micro = batch.input_ids.shape[0]
-        loss_sum = torch.zeros((), dtype=torch.float64, device=self._torch_device)
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._torch_device), device=self._torch_device)
         for i, parts in enumerate(self._iter_losses(batch, self._optimizer_options.z_loss)):
             self._fsdp_sync.on_backward_begin(is_last=i == n_micro - 1)
             self._weights.on_backward_begin(n_micro_batches=n_micro)
@@ -221,11 +228,11 @@ class GpuEngine:
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
         """Return the summed loss (nats) and the number of valid tokens over all ranks' batches."""
         self._model.eval()
-        totals = torch.zeros(2, dtype=torch.float64, device=self._torch_device)
+        totals = torch.zeros(2, dtype=torch.float64, device=total_device(self._torch_device))
         with translate_dist_errors():
             for batch in batches:
                 for parts in self._iter_losses(batch, z_loss=0.0):
-                    totals[0] += parts.cross_entropy
+                    totals[0] += parts.cross_entropy.to(totals.device)
                 totals[1] += batch.valid_tokens
             totals *= self._is_loss_reporter
             if self.topology.world_size > 1:
@@ -243,12 +250,8 @@ class GpuEngine:
         return flight_recorder.dump(folder, rank=self.topology.rank, on_gpu=self._torch_device.type == "cuda")
 
     def peak_memory_bytes(self) -> int:
-        """Return peak allocated GPU bytes since the last call; on a CPU, the process's peak RSS."""
-        if self._torch_device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._torch_device)
-            torch.cuda.reset_peak_memory_stats(self._torch_device)
-            return peak
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        """Return peak allocated device bytes since the last call; on a CPU, the process's peak RSS."""
+        return peak_memory_bytes(self._torch_device)
 
     def state_bytes(self) -> int:
         """Return the bytes of this rank's share of weights and optimizer state."""

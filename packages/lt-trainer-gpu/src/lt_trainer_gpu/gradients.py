@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lt_trainer_gpu.devices import accumulation_dtype
+
 _torch: Any = torch  # its functions on lists of tensors have no types
 
 
@@ -23,10 +25,10 @@ CHUNK_NUMEL = 1 << 18
 
 
 def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of squares of the gradients, float64; norms per tensor in fp32 or wider."""
+    """Return the sum of squares of the gradients in `accumulation_dtype`; norms in fp32 or wider."""
     tensors = list(gradients)
     if not tensors:
-        return torch.zeros((), dtype=torch.float64, device=device)
+        return torch.zeros((), dtype=accumulation_dtype(device), device=device)
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].dtype == wide:
         norms = list(torch._foreach_norm(tensors))  # pyright: ignore[reportPrivateImportUsage]
@@ -34,7 +36,7 @@ def squared_norm(gradients: Iterable[Tensor], device: torch.device) -> Tensor:
         norms = [_chunked_norm(tensor, wide) for tensor in tensors]
     else:
         norms = [torch.linalg.vector_norm(tensor, dtype=wide) for tensor in tensors]
-    return torch.stack(norms).to(torch.float64).square().sum()
+    return torch.stack(norms).to(accumulation_dtype(device)).square().sum()
 
 
 def _chunked_norm(tensor: Tensor, wide: torch.dtype) -> Tensor:
@@ -50,7 +52,7 @@ def _chunked_norm(tensor: Tensor, wide: torch.dtype) -> Tensor:
 
 
 def all_reduce_loss_and_norm(loss: Tensor, sum_of_squares: Tensor, *, world_size: int) -> tuple[Tensor, Tensor]:
-    """Sum both float64 scalars over all ranks; equal on every rank."""
+    """Sum both scalars over all ranks; equal on every rank."""
     both = torch.stack((loss, sum_of_squares))
     if world_size > 1:
         dist.all_reduce(both)

@@ -28,6 +28,8 @@ from lt_trainer.optimizers.driver import OptimizerDriver
 _torch: Any = torch  # its functions on lists of tensors have no types
 DEVICE_TEMPORARY_BYTES = 256 * 2**20
 """Temporaries of an update on a GPU: few calls; 2**26 elements a call if only gradients are upcast, to float32."""
+FUSED_DEVICE_TYPES = ("cuda", "cpu")
+"""Device types with torch's fused kernel, as tested; others take the pure update."""
 CPU_TEMPORARY_BYTES = 4 * 2**20
 """Temporaries of an update on a CPU: few enough for its cache."""
 
@@ -77,7 +79,7 @@ class GpuOptimizer(OptimizerDriver):
 
         Arguments are those of `OptimizerDriver.step`.
         """
-        if self.spec is not ADAMW:
+        if self.spec is not ADAMW or self.device_type not in FUSED_DEVICE_TYPES:
             super().step(weights, gradients, lr, finite, scale)
             return
         first, second = self.slots[FIRST_MOMENT], self.slots[SECOND_MOMENT]

@@ -10,13 +10,18 @@ from lt_trainer.config import check_types, field_error, option, require_at_least
 class GpuOptions:
     """Options of the torch-native engine."""
 
-    device: Literal["auto", "cuda", "cpu"] = option(
-        "auto", "device type; auto takes cuda where there is one, else the CPU"
+    device: Literal["auto", "cuda", "mps", "neuron", "cpu"] = option(
+        "auto",
+        "device type; auto takes cuda (NVIDIA, ROCm) or neuron (AWS TorchNeuron, Trainium 2 and 3) where there is one, "
+        "else the CPU; mps (an Apple GPU, one process) only where it is named",
     )
     dtype: Literal["auto", "bfloat16", "float32", "float64"] = option(
         "auto",
-        "dtype of forward and backward; auto is bfloat16 on cuda and float32 on a CPU; weights and moments are "
+        "dtype of forward and backward; auto is bfloat16 on cuda and neuron, else float32; weights and moments are "
         "float32 (float64 with float64)",
+    )
+    float32_matmul_precision: Literal["highest", "high"] = option(
+        "highest", "matrix products of float32 tensors on cuda: highest is exact, high uses TF32, as in torch"
     )
     attention: Literal["auto", "reference", "sdpa", "cudnn", "flash", "split", "varlen", "flex", "flash-attn"] = option(
         "auto", "attention backend of lt-model; auto takes the fastest that can run"

@@ -51,10 +51,17 @@ class ComputeCost:
     """Recomputed FLOPs per token; nan if unknown."""
     flops_by_length: Mapping[int, float] = field(default_factory=dict)
     """`flops_per_token` by row length, for rows shorter than seq_len."""
+    attention_flops: float = math.nan
+    """FLOPs per token and position of its document; those of `flops_per_token` are seq_len times as many."""
 
     def relative_cost(self, record: StepRecord) -> float:
         """Return FLOPs per token of a step relative to rows of seq_len."""
         return self.flops_by_length.get(record.row_length, self.flops_per_token) / self.flops_per_token
+
+    def document_flops(self, record: StepRecord) -> float:
+        """Return the FLOPs of a step with attention counted within documents only; nan if unknown."""
+        length = math.nan if record.document_length is None else record.document_length
+        return record.rows * self.seq_len * (self.flops_per_token - self.attention_flops * (self.seq_len - length))
 
 
 class Monitor(Protocol):
@@ -153,6 +160,7 @@ class Rank0Logger:
             tokens=tokens,
             flops=weighted_tokens * cost.flops_per_token,
             recomputed_flops=weighted_tokens * cost.recomputed_flops_per_token,
+            document_flops=sum(map(cost.document_flops, records)),
         )
         rates, last = self._throughput.rates(), records[-1]
         self._write(
@@ -170,6 +178,7 @@ class Rank0Logger:
                 valid_tokens=last.valid_tokens,
                 elapsed_s=self._clock() - self._start,
                 hfu=rates.hfu,
+                mfu_documents=None if last.document_length is None else rates.mfu_documents,
                 **{f"{part}_s": seconds for part, seconds in times.items()},
                 **self._energy_fields(tokens),
             )

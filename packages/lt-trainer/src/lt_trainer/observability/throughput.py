@@ -2,7 +2,7 @@
 
 A *batch* is a micro-batch, a *sample* a row of the batch, a *token* a position of a row (padding included). MFU is
 flops_per_sec over the peak of one device; the caller chooses and reports the FLOP convention and the peak. HFU also
-counts recomputed FLOPs.
+counts recomputed FLOPs; document MFU counts attention within documents only.
 """
 
 import math
@@ -24,6 +24,7 @@ class Rates:
     flops_per_sec: float
     mfu: float
     hfu: float
+    mfu_documents: float
 
 
 class Throughput:
@@ -47,7 +48,7 @@ class Throughput:
         assert devices >= 1, devices
         assert window >= 1, window
         self._devices, self._peak, self._clock = devices, peak_flops or math.nan, clock
-        self._counts = (0.0, 0.0, 0.0, 0.0, 0.0)
+        self._counts = (0.0,) * 6
         self._paused_at: float | None = None
         self._paused_s = 0.0
         self._points: deque[tuple[float, tuple[float, ...]]] = deque(maxlen=window + 1)
@@ -70,7 +71,14 @@ class Throughput:
             self._paused_at = None
 
     def update(
-        self, *, batches: float, samples: float, tokens: float, flops: float, recomputed_flops: float = 0.0
+        self,
+        *,
+        batches: float,
+        samples: float,
+        tokens: float,
+        flops: float,
+        recomputed_flops: float = 0.0,
+        document_flops: float = math.nan,
     ) -> None:
         """Add the counts of all devices since the last call.
 
@@ -80,8 +88,9 @@ class Throughput:
             tokens: positions.
             flops: model FLOPs without recomputation.
             recomputed_flops: recomputed FLOPs.
+            document_flops: model FLOPs with attention counted within documents only; nan if unknown.
         """
-        new = (batches, samples, tokens, flops, flops + recomputed_flops)
+        new = (batches, samples, tokens, flops, flops + recomputed_flops, document_flops)
         self._counts = tuple(old + more for old, more in zip(self._counts, new, strict=True))
         self._points.append((self._now(), self._counts))
 
@@ -89,7 +98,7 @@ class Throughput:
         """Return the rates over the window that ends with the last `update`."""
         (start, before), (end, after) = self._points[0], self._points[-1]
         seconds = (end - start) * self._devices
-        batches, samples, tokens, flops, hardware_flops = (
+        batches, samples, tokens, flops, hardware_flops, document_flops = (
             (now - then) / seconds if seconds > 0 else math.nan for then, now in zip(before, after, strict=True)
         )
         return Rates(
@@ -99,4 +108,5 @@ class Throughput:
             flops_per_sec=flops,
             mfu=flops / self._peak,
             hfu=hardware_flops / self._peak,
+            mfu_documents=document_flops / self._peak,
         )

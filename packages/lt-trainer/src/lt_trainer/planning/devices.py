@@ -3,6 +3,9 @@
 Peaks are dense bfloat16 tensor-core FLOP/s (no sparsity) and power is the board's limit, both from NVIDIA's product
 datasheets (https://www.nvidia.com/en-us/data-center/, one PDF each). Memory is the total that `nvidia-smi` shows:
 slightly less than the rounded number in the datasheet.
+
+A rank of Trainium 2 under TorchNeuron is a logical core: a quarter of a chip's 96 GiB and 667 dense bfloat16 TFLOP/s
+(AWS's page of Trn2 instances, 64 ranks on a trn2.48xlarge). Its power is an assumption: AWS publishes none.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ _TABLE = (
     _device("h100-nvl", "NVIDIA H100 NVL", 95830, 835, 400),
     _device("h200", "NVIDIA H200 SXM", 143771, 989, 700),
     _device("b200", "NVIDIA B200", 183359, 2250, 1000),
+    _device("trn2", "AWS Trainium2 rank (a quarter of a chip)", 24576, 166.75, 125),
 )
 DEVICES: Mapping[str, PlannedDevice] = MappingProxyType({device.name: device for device in _TABLE})
 

@@ -143,9 +143,9 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
 
 
 def _is_compiled(options: Mapping[str, Any]) -> bool:
-    """Return True if the blocks are compiled; "auto" compiles unless the recipe is for a CPU."""
+    """Return True if the blocks are compiled; "auto" compiles on cuda."""
     compile = options.get("compile", "auto")
-    return options.get("device", "auto") != "cpu" if compile == "auto" else compile
+    return options.get("device", "auto") in ("auto", "cuda") if compile == "auto" else compile
 
 
 def engine_table(recipe: Recipe) -> Mapping[str, Any]:

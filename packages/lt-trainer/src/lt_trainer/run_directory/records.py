@@ -39,6 +39,8 @@ class StepRecord:
     """Rows of the whole run; shorter ones count as the number of data.seq_len rows with as many positions."""
     row_length: int = 0
     """Positions per row, if not data.seq_len."""
+    document_length: float | None = None
+    """Length of a position's document, averaged over the positions of rank 0; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,8 @@ class MetricsRecord:
     """Seconds since this process started training."""
     hfu: float | None = None
     """mfu plus FLOPs recomputed by activation checkpointing; nan if unknown."""
+    mfu_documents: float | None = None
+    """mfu with attention counted within documents only; None if their lengths are unknown."""
     data_s: float | None = None
     """Seconds waiting for batches since the last record; likewise for the other `timing.STEP_PARTS`."""
     forward_backward_s: float | None = None

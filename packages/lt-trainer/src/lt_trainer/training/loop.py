@@ -19,6 +19,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from lt_data import StreamState
 from lt_trainer.config import Recipe, learning_rate
 from lt_trainer.data import Batches
@@ -26,6 +28,7 @@ from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import NoCheckpointError, TrainerError
 from lt_trainer.resilience import StopSignals
 from lt_trainer.run_directory import StepRecord
+from lt_trainer.training.garbage_collection import GarbageCollection
 
 SAVE_FAILED_FLAG = 1 << 8
 """Added to the number of the received signal; signals have smaller numbers."""
@@ -164,12 +167,20 @@ class TrainingLoop:
         stop_signal = self.engine.control.all_reduce_max(self.stop.received)  # received during the start
         if stop_signal:
             return LoopResult(step=step, stop_signal=stop_signal)
+        with GarbageCollection(recipe.run.gc_interval) as garbage:
+            return self._run(step, max_steps, garbage, stop_after_step, verify_resume_steps)
+
+    def _run(
+        self, step: int, max_steps: int, garbage: GarbageCollection, stop_after_step: int, verify_resume_steps: int
+    ) -> LoopResult:
+        recipe = self.recipe
         pending: list[tuple[StepRecord, object]] = []
         while step < max_steps:
             pending.append(self._step(step))
             step += 1
             if step == stop_after_step:
                 signal.raise_signal(signal.SIGTERM)
+            garbage.on_step_end(step)
             stop_signal = self._sync_stop(step)
             is_last = step == max_steps
             save = bool(stop_signal) or is_last or _is_due(step, recipe.checkpoint.interval)
@@ -194,6 +205,7 @@ class TrainingLoop:
                     self.checkpointer.save(self.batches.checkpoint_state(), wait=bool(stop_signal) or is_last)
                     self._reset_skipped()
                 self.engine.stopwatch.begin("rest")
+                garbage.on_pause()
                 self.logger.unpause()
             if stop_signal and not is_last:
                 if step == stop_after_step:
@@ -233,6 +245,7 @@ class TrainingLoop:
             valid_tokens=batch.valid_tokens,
             rows=batch.input_ids.size // seq_len * self.engine.topology.dp_size,
             row_length=length,
+            document_length=_mean_document_length(batch),
         ), pending
 
     def _begin_step(self, step: int) -> None:
@@ -296,6 +309,12 @@ class TrainingLoop:
         for task in self.validation:
             loss_sum, tokens = self.engine.validate(mark_each(task.batches()))
             self.logger.log_validation(step, task.name, loss_sum, tokens, task.text_bytes)
+
+
+def _mean_document_length(batch: StepBatch) -> float:
+    """Return the length of a position's document, averaged over the positions of this rank."""
+    lengths = np.diff(batch.cu_seqlens.astype(np.int64))
+    return float(np.square(lengths).sum() / lengths.sum())
 
 
 def _is_due(step: int, interval: int) -> bool:

@@ -91,6 +91,7 @@ class RunSetup:
 def compute_cost(recipe: Recipe, model: LlamaConfig, engine: Engine) -> ComputeCost:
     """Return tokens and FLOPs per row."""
     from lt_model import flops_per_token
+    from lt_model.costs import attention_flops_per_token
 
     seq_len = recipe.data.seq_len
     return ComputeCost(
@@ -98,6 +99,7 @@ def compute_cost(recipe: Recipe, model: LlamaConfig, engine: Engine) -> ComputeC
         seq_len=seq_len,
         flops_per_token=flops_per_token(model, seq_len, FLOPS_CONVENTION),
         flops_by_length={n: flops_per_token(model, n, FLOPS_CONVENTION) for n in recipe.data.row_lengths[1:]},
+        attention_flops=attention_flops_per_token(model, 1, FLOPS_CONVENTION),
         recomputed_flops_per_token=engine.recomputed_flops_per_token,
     )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 TAG_GROUPS = {
     "train": ("loss", "learning_rate", "grad_norm", "valid_tokens"),
-    "speed": ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec", "mfu", "hfu"),
+    "speed": ("batches_per_sec", "samples_per_sec", "tokens_per_sec", "flops_per_sec", "mfu", "hfu", "mfu_documents"),
     "memory": ("memory_gib",),
     "time": (
         "elapsed_s",

@@ -1,0 +1,212 @@
+"""What an engine decides from the device that torch reports, for devices that are not here."""
+
+import datetime
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
+from lt_trainer.planning.devices import DEVICES
+from lt_trainer_gpu import devices
+from lt_trainer_gpu.devices import (
+    Accelerator,
+    DeviceError,
+    accumulation_dtype,
+    check_neuron_version,
+    choose_device_type,
+    compute_dtype,
+    total_device,
+)
+from lt_trainer_gpu.gradients import squared_norm
+from lt_trainer_gpu.options import GpuOptions
+from lt_trainer_gpu.peak_flops import find_datasheet_peak, peak_flops
+
+CUDA, NEURON, MPS = (Accelerator(type=kind, count=count) for kind, count in (("cuda", 8), ("neuron", 64), ("mps", 1)))
+
+
+def fake_device(kind: str) -> Any:
+    """What stands for a device whose backend is not installed here."""
+    return SimpleNamespace(type=kind)
+
+
+ALONE, PAIR = World(), World(rank=1, size=2, local_rank=1, local_size=2)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerator", "chosen"),
+    [
+        ("auto", CUDA, "cuda"),
+        ("auto", NEURON, "neuron"),
+        ("auto", MPS, "cpu"),
+        ("auto", None, "cpu"),
+        ("cpu", CUDA, "cpu"),
+        ("cuda", CUDA, "cuda"),
+        ("mps", MPS, "mps"),
+        ("neuron", NEURON, "neuron"),
+    ],
+)
+def test_auto_takes_what_several_ranks_can_use(wanted: str, accelerator: Accelerator | None, chosen: str) -> None:
+    assert choose_device_type(wanted, accelerator, ALONE) == chosen
+
+
+@pytest.mark.parametrize(
+    ("wanted", "accelerator", "world", "message"),
+    [
+        ("cuda", None, ALONE, "torch finds no CUDA device; set it to 'cpu' or 'auto'"),
+        ("cuda", MPS, ALONE, "torch finds no CUDA device, but mps; set it"),
+        ("neuron", None, ALONE, "torch finds no Neuron device; set it"),
+        ("mps", MPS, PAIR, "trains in one process, and 2 ranks were started"),
+        (
+            "cuda",
+            Accelerator(type="cuda", count=1),
+            PAIR,
+            "LOCAL_RANK = 1: torch finds 1 devices of type cuda; start at",
+        ),
+    ],
+)
+def test_a_device_that_is_not_there_is_refused(
+    wanted: str, accelerator: Accelerator | None, world: World, message: str
+) -> None:
+    with pytest.raises(DeviceError, match=message):
+        choose_device_type(wanted, accelerator, world)
+
+
+def test_the_xla_line_of_torch_neuronx_is_refused_and_the_other_engine_named() -> None:
+    check_neuron_version("2.13.3.0.1")
+    check_neuron_version("2.14.3.0.1+abc")
+    with pytest.raises(DeviceError, match=r"torch-neuronx 2.9.0.2.11 is the XLA line.*lt-trainer-neuron"):
+        check_neuron_version("2.9.0.2.11")
+    with pytest.raises(DeviceError, match="torch-neuronx is not installed; install AWS's TorchNeuron"):
+        check_neuron_version("")
+
+
+def test_the_device_neuron_is_checked_before_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_installed_version", {"torch-neuronx": "2.9.0.1.2"}.__getitem__)
+    with pytest.raises(DeviceError, match="XLA line"):
+        devices.select_device(GpuOptions(device="neuron"), ALONE)
+
+
+def test_each_rank_takes_the_device_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    made_current = []
+    monkeypatch.setattr(devices, "find_accelerator", lambda: CUDA)
+    monkeypatch.setattr(torch.accelerator, "set_device_index", made_current.append)
+    assert devices.select_device(GpuOptions(), PAIR) == torch.device("cuda", 1)
+    assert made_current == [1]
+    assert devices.select_device(GpuOptions(device="cpu"), PAIR) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "backend"),
+    [("cuda", PAIR, "nccl"), ("neuron", PAIR, "cpu:gloo,neuron:neuron"), ("cpu", PAIR, "gloo"), ("mps", ALONE, "gloo")],
+)
+def test_the_process_group_is_the_devices(
+    monkeypatch: pytest.MonkeyPatch, kind: str, world: World, backend: str
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr(devices.dist, "init_process_group", lambda *args, **kwargs: calls.append((args, kwargs)))
+    devices.init_process_group(torch.device("cuda", 0) if kind == "cuda" else fake_device(kind), world, 7.0)
+    ((args, kwargs),) = calls
+    assert args == (backend,)
+    assert kwargs["timeout"] == datetime.timedelta(seconds=7)
+    assert kwargs.get("device_id") == (torch.device("cuda", 0) if kind == "cuda" else None)
+
+
+def test_devices_without_float64_sum_in_float32_and_validate_on_the_host() -> None:
+    apple, host = torch.device("mps"), torch.device("cpu")
+    assert (accumulation_dtype(apple), accumulation_dtype(host)) == (torch.float32, torch.float64)
+    assert (total_device(apple), total_device(host)) == (host, host)
+    assert total_device(torch.device("cuda", 0)) == torch.device("cuda", 0)
+    with pytest.raises(DeviceError, match="mps has no float64"):
+        compute_dtype(GpuOptions(dtype="float64"), apple)
+    assert [compute_dtype(GpuOptions(), fake_device(kind)) for kind in ("cuda", "neuron", "mps", "cpu")] == [
+        torch.bfloat16,
+        torch.bfloat16,
+        torch.float32,
+        torch.float32,
+    ]
+    assert squared_norm([torch.ones(3)], apple).dtype == torch.float32
+    assert squared_norm([torch.ones(3)], host).dtype == torch.float64
+
+
+def test_memory_histories_are_cudas_only(recipe) -> None:
+    from lt_trainer_gpu.checks import check_memory_history
+
+    options = recipe("metrics.memory_snapshot_step=3", "engine.gpu.device=auto").metrics
+    check_memory_history(options, "cuda")
+    with pytest.raises(RecipeError, match="CUDA memory only, and this run computes on mps"):
+        check_memory_history(options, "mps")
+
+
+PEAKS = {
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "NVIDIA L4": 121,
+    "NVIDIA L40": 181,
+    "NVIDIA L40S": 362,
+    "NVIDIA H20": 148,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 835,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA B200": 2250,
+    "NVIDIA B300 SXM6 AC": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA GB300": 2500,
+    "NVIDIA RTX A6000": 154.8,
+    "NVIDIA RTX 6000 Ada Generation": 364,
+    "NVIDIA GeForce RTX 4090": 165.2,
+    "AMD Instinct MI300X": 1307,
+}
+"""Names as torch tells them, and dense bfloat16 TFLOP/s of the datasheets (half of what they say with sparsity)."""
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_the_peak_is_that_of_the_exact_model(name: str) -> None:
+    found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, name)
+    assert (found, source.startswith("datasheet of ")) == (pytest.approx(PEAKS[name] * 1e12), True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA RTX A1000",
+        "NVIDIA RTX A1000 Laptop GPU",
+        "NVIDIA A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+        "NVIDIA H2000",
+        "NVIDIA B2000",
+        "Quadro RTX 6000",
+        "AMD Instinct MI100",
+    ],
+)
+def test_a_model_outside_of_the_table_has_no_peak(name: str) -> None:
+    assert find_datasheet_peak(name) is None
+    found, source = peak_flops(torch.device("cuda", 0), torch.bfloat16, name)
+    assert math.isnan(found)
+    assert source == f"unknown: {name!r} is not in the table of lt_trainer_gpu.peak_flops"
+
+
+def test_a_plan_and_a_run_know_the_same_peaks() -> None:
+    for device in DEVICES.values():
+        if not device.title.startswith("AWS"):
+            found = find_datasheet_peak(device.title.replace(" GB", "GB"))
+            assert found is not None, device.title
+            assert found[1] == device.peak_flops, device.name
+
+
+def test_float32_products_are_exact_unless_told_otherwise(open_on, config) -> None:
+    open_on("cpu", config, "engine.gpu.float32_matmul_precision=high")
+    assert torch.get_float32_matmul_precision() == "high"
+    open_on("cpu", config)
+    assert torch.get_float32_matmul_precision() == "highest"
