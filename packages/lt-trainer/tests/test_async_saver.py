@@ -16,6 +16,7 @@ import pytest
 from lt_ckpt import Checkpoint, CheckpointError, direct_io
 from lt_trainer.checkpointing import async_saver as saver_module
 from lt_trainer.config.recipe import load
+from lt_trainer.control import SoloControl
 from lt_trainer.errors import RecipeError
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.runner import run
@@ -95,6 +96,26 @@ def soon(disk: SimpleNamespace) -> None:
     timer = threading.Timer(0.2, disk.go_on.set)
     timer.daemon = True
     timer.start()
+
+
+def test_the_copies_of_all_ranks_of_a_node_must_fit() -> None:
+    """Eight ranks of a node share its memory: each alone would fit."""
+    gib = 2**30
+    node, other = [("a", 9 * gib, 70 * gib)] * 7 + [("a", 3 * gib, 66 * gib)], [("b", 9 * gib, 72 * gib)] * 8
+    assert saver_module.memory_shortage(node + other) == ""
+    tight = [("b", 9 * gib, 71 * gib)] * 8
+    assert saver_module.memory_shortage(node + tight) == (
+        "a copy of the state of 8 rank(s) needs 72.00 GiB of host memory on b, 71.00 GiB are available"
+    )
+
+
+def test_ranks_of_a_node_are_counted_before_a_run_starts(recipe_base, fake_engine, monkeypatch) -> None:
+    monkeypatch.setattr(SoloControl, "all_gather", lambda self, value: [value] * 8)
+    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 8 * 128 - 1)
+    with pytest.raises(RecipeError, match=r"state of 8 rank\(s\)"):
+        start(recipe_base)
+    monkeypatch.setattr(saver_module, "_available_bytes", lambda: 8 * 128)
+    assert start(recipe_base) == 0
 
 
 def test_the_same_losses_and_the_same_checkpoints(recipe_base, fake_engine, tmp_path) -> None:
@@ -293,7 +314,9 @@ def test_a_machine_with_too_little_memory_is_refused_before_the_first_step(
 ) -> None:
     monkeypatch.setattr(saver_module, "_available_bytes", lambda: 2**30 + 2**29)
     change_engines(monkeypatch, fake_engine, lambda engine: setattr(engine, "state_bytes", lambda: 2**31))
-    message = r"checkpoint.async_save = True.*: a copy of this rank's state needs 2\.00 GiB .* 1\.50 GiB are available"
+    message = (
+        r"checkpoint.async_save = True.*: a copy of the state of 1 rank\(s\) needs 2\.00 GiB .* 1\.50 GiB are available"
+    )
     with pytest.raises(RecipeError, match=message):
         start(recipe_base)
     assert fake_engine.opened[-1].calls == 0
@@ -306,7 +329,7 @@ def test_memory_that_cannot_be_taken_is_said(recipe_base, fake_engine, monkeypat
 
     change_engines(monkeypatch, fake_engine, lambda engine: setattr(engine, "allocate_host_memory", no_memory))
     with pytest.raises(
-        RecipeError, match=r"are available: CUDA cannot lock 128 bytes.*set checkpoint.async_save to false"
+        RecipeError, match=r"cannot be allocated: CUDA cannot lock 128 bytes.*set checkpoint.async_save to false"
     ):
         start(recipe_base)
 

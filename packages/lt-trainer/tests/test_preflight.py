@@ -2,6 +2,7 @@
 
 import math
 import os
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from lt_ckpt import CheckpointError, files, list_steps
 from lt_trainer.checkpointing import async_saver
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
+from lt_trainer.resilience import STOP_SIGNALS
 from lt_trainer.run_directory.run_dir import RunDir
 from lt_trainer.training.preflight import PreflightError, run_preflight
 from lt_trainer.training.runner import run
@@ -56,6 +58,16 @@ def test_memory_for_background_saves_is_tried(recipe_base, fake_engine, monkeypa
     monkeypatch.setattr(async_saver, "_available_bytes", lambda: 0)
     with pytest.raises(RecipeError, match=r"checkpoint.async_save = True"):
         checked(recipe_base, "checkpoint.async_save=true")
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_stop_signal_leaves_nothing_behind(recipe_base, fake_engine, tmp_path, number) -> None:
+    before, handler = everything(tmp_path), signal.getsignal(number)
+    fake_engine.on_step = lambda call: os.kill(os.getpid(), number) if call == 2 else None
+    with pytest.raises(KeyboardInterrupt):
+        checked(recipe_base)
+    assert everything(tmp_path) == before
+    assert signal.getsignal(number) is handler
 
 
 def test_a_run_that_exists_is_left_as_it_is(recipe_base, fake_engine) -> None:

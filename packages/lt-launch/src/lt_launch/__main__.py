@@ -24,6 +24,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:2] in (["train", "run"], ["train", "torchrun"]):
+        return _with_stop_signals(given)
+    return _run(given)
+
+
+def _with_stop_signals(given: list[str]) -> int:
+    """Run a command that stop signals must not end; they are recorded before anything slow is imported."""
+    try:
+        from lt_trainer.resilience import ignore_stop_signals, process_stop_signals
+    except ModuleNotFoundError:
+        return _run(given)  # names the package to install
+    process_stop_signals()
+    code = _run(given)
+    ignore_stop_signals()
+    return code
+
+
+def _run(given: list[str]) -> int:
     try:
         from lt_launch.command import run_command
 

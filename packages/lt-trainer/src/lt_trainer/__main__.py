@@ -1,28 +1,39 @@
 """`lt-train` and `python -m lt_trainer`: entry point of a rank.
 
 Exit codes for schedulers: 0 done, 75 stopped and saved (rerun to resume), 64 user error, 70 internal error.
+
+Handlers of stop signals are installed before anything else is imported: loading torch takes seconds.
 """
 
 from __future__ import annotations
 
-import io
-import os
 import sys
-import traceback
 
-from lt_trainer.cli.torchrun import write_exit_code
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_USER
+from lt_trainer.resilience import ignore_stop_signals, process_stop_signals
 
+TRAINING_COMMANDS = ("run", "torchrun")
+"""Commands that stop signals must not end before they can save or stop their ranks."""
 TYPER_USAGE_ERROR = 2
 
 
 def main() -> int:
     """Run the command line; return the exit code, and write it where torchrun's launcher reads it."""
+    is_training = sys.argv[1:2] and sys.argv[1] in TRAINING_COMMANDS
+    if is_training:
+        process_stop_signals()
+    import io
+    import os
+
+    from lt_trainer.cli.torchrun import write_exit_code
+
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot encode must not end a run
             stream.reconfigure(errors="backslashreplace")
     code = _main()
     write_exit_code(code, os.environ)
+    if is_training:
+        ignore_stop_signals()
     return code
 
 
@@ -44,6 +55,8 @@ def _main() -> int:
     except Exception as exc:  # noqa: BLE001 - user errors become a message, internal ones a traceback
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
+            import traceback
+
             traceback.print_exc()
             return EXIT_INTERNAL
         print(f"error: {exc}", file=sys.stderr)  # noqa: T201

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -76,26 +76,30 @@ class CheckpointSaver:
         """Committed by the thread of rank 0, not reported yet."""
 
     def reserve_memory(self) -> None:
-        """Reserve the host memory for asynchronous saves, before the first step.
+        """Reserve the host memory for asynchronous saves, before the first step; collective.
+
+        Every rank reads the available memory before any reserves, and the copies of all ranks of a node must fit.
 
         Raises:
-            RecipeError: not enough memory.
+            RecipeError: not enough memory on a node; all ranks raise.
         """
         if self._writer is None:
             return
-        required, available, reason = self._engine.state_bytes(), _available_bytes(), ""
-        try:
-            if required <= available:
+        control = self._engine.control
+        needs = control.all_gather([os.uname().nodename, self._engine.state_bytes(), _available_bytes()])
+        problem = memory_shortage([(node, required, available) for node, required, available in needs])
+        if not problem:
+            try:
                 self._writer.reserve(self._engine.state().shards)
-                return
-        except MemoryError as exc:
-            reason = f": {exc}"
-        raise RecipeError(
-            f"a copy of this rank's state needs {required / GIB:.2f} GiB of host memory, {available / GIB:.2f} GiB are "
-            f"available{reason}",
-            values={"checkpoint.async_save": True},
-            remedy="set checkpoint.async_save to false, or use a machine with more memory",
-        )
+            except MemoryError as exc:
+                problem = f"a copy of this rank's state cannot be allocated: {exc}"
+        problem = next((text for text in control.all_gather(problem) if text), "")
+        if problem:
+            raise RecipeError(
+                problem,
+                values={"checkpoint.async_save": True},
+                remedy="set checkpoint.async_save to false, or use a machine with more memory",
+            )
 
     def save(self, position: StreamState, *, wait: bool) -> None:
         """Save the engine state; with `wait`, block until the checkpoint is committed.
@@ -205,6 +209,23 @@ class CheckpointSaver:
             assert self._in_flight is not None
             error.add_note(f"the save in flight, of step {self._in_flight.step}, failed: {exc}")
             return True
+
+
+def memory_shortage(needs: Sequence[tuple[str, int, int]]) -> str:
+    """Return what is missing on the first node whose memory cannot hold the copies of all its ranks; "" if nothing.
+
+    Args:
+        needs: by rank: name of its node, bytes of its copy, bytes available on the node.
+    """
+    for node in dict.fromkeys(name for name, _, _ in needs):
+        copies = [required for name, required, _ in needs if name == node]
+        available = min(free for name, _, free in needs if name == node)
+        if sum(copies) > available:
+            return (
+                f"a copy of the state of {len(copies)} rank(s) needs {sum(copies) / GIB:.2f} GiB of host memory on "
+                f"{node}, {available / GIB:.2f} GiB are available"
+            )
+    return ""
 
 
 def _available_bytes() -> int:

@@ -94,10 +94,9 @@ def run(
 
     Exit codes: 0 all steps done, 75 stopped and saved (rerun to resume), 64 user error, 70 internal error.
     """
-    from lt_trainer.resilience import StopSignals
+    from lt_trainer.resilience import process_stop_signals
 
-    stop = StopSignals()
-    stop.install()  # never restored: no signal may interrupt the rest of this process
+    stop = process_stop_signals()
     from lt_trainer.training import run as train
 
     resolved = _load(recipe, sets, hyperparameters)

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from lt_trainer.config import Recipe
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_REQUEUE, EXIT_USER
-from lt_trainer.resilience import STOP_SIGNALS, install_handlers, restore_handlers
+from lt_trainer.resilience import STOP_SIGNALS, install_handlers, process_stop_signals, restore_handlers
 
 EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
 """Environment variable with the folder for exit codes of ranks (see `write_exit_code`)."""
@@ -59,8 +59,13 @@ def write_exit_code(code: int, environ: Mapping[str, str]) -> None:
             (Path(environ[EXIT_CODES_VARIABLE]) / environ["RANK"]).write_text(str(code), encoding="ascii")
 
 
-def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int]) -> int:
+def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int], *, was_stopped: bool = False) -> int:
     """Return one exit code for all ranks: user errors take precedence over what a rerun would fix.
+
+    Args:
+        torchrun_code: exit code of torchrun.
+        rank_codes: exit codes that ranks have written.
+        was_stopped: a stop signal was forwarded; torchrun dies of one that comes before its handlers are set.
 
     Example:
         >>> [combine_exit_codes(int(any(codes)), codes) for codes in ([0, 0], [75, 75], [75, 64])]
@@ -69,7 +74,8 @@ def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int]) -> int:
     codes = set(rank_codes)
     if torchrun_code == 0:
         return 0
-    return next((code for code in (EXIT_USER, EXIT_INTERNAL, EXIT_REQUEUE) if code in codes), torchrun_code)
+    default = EXIT_REQUEUE if was_stopped and not codes else torchrun_code
+    return next((code for code in (EXIT_USER, EXIT_INTERNAL, EXIT_REQUEUE) if code in codes), default)
 
 
 def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: Sequence[str]) -> int:
@@ -89,8 +95,11 @@ def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: 
                 if process is not None:
                     process.send_signal(number)
 
+        early = process_stop_signals()
         previous_handlers = install_handlers(forward)
         try:
+            if early.received:
+                return EXIT_REQUEUE
             # In a new session, since Ctrl-C would otherwise reach torchrun twice, from the terminal and from here.
             process = subprocess.Popen(torchrun_command(ranks, options, arguments), env=environ, start_new_session=True)
             if forwarded:
@@ -99,4 +108,4 @@ def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: 
         finally:
             restore_handlers(previous_handlers)
         rank_codes = [int(path.read_text(encoding="ascii")) for path in sorted(Path(folder).iterdir())]
-    return combine_exit_codes(code if code >= 0 else 128 - code, rank_codes)
+    return combine_exit_codes(code if code >= 0 else 128 - code, rank_codes, was_stopped=bool(forwarded))

@@ -11,7 +11,9 @@ if TYPE_CHECKING:
     from lt_trainer.resilience.rank_sync import run_with_keepalive as run_with_keepalive
     from lt_trainer.resilience.stop_signals import STOP_SIGNALS as STOP_SIGNALS
     from lt_trainer.resilience.stop_signals import StopSignals as StopSignals
+    from lt_trainer.resilience.stop_signals import ignore_stop_signals as ignore_stop_signals
     from lt_trainer.resilience.stop_signals import install_handlers as install_handlers
+    from lt_trainer.resilience.stop_signals import process_stop_signals as process_stop_signals
     from lt_trainer.resilience.stop_signals import restore_handlers as restore_handlers
     from lt_trainer.resilience.watchdog import Watchdog as Watchdog
     from lt_trainer.resilience.watchdog import heartbeat_path as heartbeat_path
@@ -21,7 +23,9 @@ else:
         {
             "heartbeat": "decode_heartbeat",
             "rank_sync": "run_on_all_ranks run_on_rank0 run_with_keepalive",
-            "stop_signals": "STOP_SIGNALS StopSignals install_handlers restore_handlers",
+            "stop_signals": (
+                "STOP_SIGNALS StopSignals ignore_stop_signals install_handlers process_stop_signals restore_handlers"
+            ),
             "watchdog": "Watchdog heartbeat_path",
         },
     )

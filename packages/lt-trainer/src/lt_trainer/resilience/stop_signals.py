@@ -3,6 +3,9 @@
 SIGTERM (schedulers, torchrun), SIGINT (Ctrl-C), SIGHUP (closing terminal), SIGUSR1 and SIGUSR2 (Slurm's warning before
 a time limit) all mean: finish this step, save, and exit with 75 to be restarted. The maximum number over all ranks
 decides, so a signal to one rank stops all ranks at the same step.
+
+Entry points call `process_stop_signals` before they import anything slow. This module loads a few milliseconds after
+the interpreter; who starts a rank may block the stop signals until then.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from functools import cache
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -65,3 +69,26 @@ class StopSignals:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         restore_handlers(self._previous_handlers)
+
+
+@cache
+def process_stop_signals() -> StopSignals:
+    """Record the stop signals of this process from the first call on; return the same object on every call.
+
+    Handlers are never restored: no signal may interrupt the end of the process. Receives signals that the parent
+    process had blocked.
+    """
+    stop = StopSignals()
+    stop.install()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    return stop
+
+
+def ignore_stop_signals() -> None:
+    """Ignore stop signals from now on; for the end of a process.
+
+    The interpreter restores default handlers before it unloads modules, so that a late signal would replace the exit
+    code.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -38,7 +39,7 @@ from lt_trainer.data import Batches, SyntheticRows, open_batches, open_stream, p
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.observability import check_run_sinks
-from lt_trainer.resilience import run_on_rank0
+from lt_trainer.resilience import install_handlers, restore_handlers, run_on_rank0
 from lt_trainer.run_directory import RunDir
 from lt_trainer.training.run_setup import RunSetup
 
@@ -114,6 +115,8 @@ def run_preflight(resolved: ResolvedRecipe, *, environ: Mapping[str, str] | None
         folder = Path(run_on_rank0(engine.control, world.rank == 0, lambda: str(_make_scratch(out / "checkpoints"))))
         if world.rank == 0:
             stack.callback(shutil.rmtree, folder)
+            # Ctrl-C deletes the folder; so do the other stop signals.
+            stack.callback(restore_handlers, install_handlers(signal.default_int_handler))
         checkpoints = setup.checkpoint_manager(folder)
         with table.row("folder") as words:
             report = checkpoints.preflight(engine)
