@@ -84,7 +84,7 @@ def test_kill_9_while_something_is_sent_and_an_empty_machine(
     shutil.rmtree(tmp_path / "first")
     said = run_to_end(prepared, tmp_path / "second", bucket, url, codes=[0, 0])
     run = tmp_path / "second" / "run"
-    assert f"brought {url}/step-00000004 to " in said[0]
+    assert f"downloaded {url}/step-00000004 to " in said[0]
     assert "resuming after step 4" in said[0]
     assert read_losses(run) == {step: loss for step, loss in read_losses(uninterrupted_run).items() if step > 4}
     assert [event["step"] for event in read_events(run, "mirror_uploaded")] == [8, 12, 16, 20]
