@@ -283,13 +283,39 @@ def test_device_says_what_its_peak_is(open_on, config) -> None:
     assert "float64" in device.peak_source
 
 
+INTERLEAVED = ["engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4"]
+
+
 @pytest.mark.parametrize(
     ("sets", "world", "message"),
     [
         (
-            ["parallel.pp=2"],
+            ["parallel.pp=4", "model.n_layers=3"],
+            World(size=4, local_size=4),
+            r"parallel.pp = 4, .*model.n_layers = 3: each pipeline stage needs a layer; .* is at most 3",
+        ),
+        (
+            ["engine.gpu.pipeline_stages_per_rank=2"],
+            World(),
+            r"pipeline_stages_per_rank = 2: has no effect: there is one pipeline rank",
+        ),
+        (
+            ["parallel.pp=2", *INTERLEAVED, "batch.global_batch_size=6", "batch.micro_batch_size=2"],
             World(size=2, local_size=2),
-            r"parallel.pp = 2: pipeline .* set parallel.pp to 1",
+            r"batch.global_batch_size = 6, .*in groups of parallel.pp, so every step needs a multiple of 4 rows",
+        ),
+        (
+            [
+                "parallel.pp=2",
+                *INTERLEAVED,
+                "batch.micro_batch_size=1",
+                "batch.global_batch_size=8",
+                "batch.ramp.start=3",
+                "batch.ramp.increment=1",
+                "batch.ramp.steps=3",
+            ],
+            World(size=2, local_size=2),
+            r"batch.ramp.start = 3, batch.ramp.increment = 1: .*every step needs a multiple of 2 rows",
         ),
         (
             ["parallel.cp=2"],

@@ -31,14 +31,14 @@ BETA1, CLIP = 0.8, 0.3
 NEAR, NEAR_WEIGHTS = 1e-10, 1e-9
 
 
-def model_of(tied: bool) -> LlamaConfig:
+def model_of(tied: bool, n_layers: int) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
         n_heads=8,
         n_kv_heads=4,
-        n_layers=2,
+        n_layers=n_layers,
         max_position_embeddings=SEQ_LEN,
         tie_word_embeddings=tied,
     )
@@ -66,7 +66,7 @@ def open_engine(sets: tuple[str, ...], tied: bool) -> GpuEngine:
     }
     recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
     SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, model_of(tied), world)
+    engine = SPEC.open(recipe, model_of(tied, recipe.model.n_layers), world)
     assert isinstance(engine, GpuEngine)
     return engine
 
@@ -126,6 +126,31 @@ LAYOUTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "fsdp-tp-reduce-each": (4, 1, False, (TP2, EACH, FULL)),
     "hsdp-tp-as-ddp": (4, 1, False, (TP2, SP, HSDP, KEEP)),
 }
+
+FIVE_LAYERS = "model.n_layers=5"
+PP2, PP4 = "parallel.pp=2", "parallel.pp=4"
+INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
+PIPELINES: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
+    "pp": (2, 1, False, (PP2,)),
+    "pp-tied": (2, 2, True, (PP2, FULL)),
+    "pp4-fewer-micro-batches-than-stages": (4, 4, True, (PP4,)),
+    "pp-interleaved": (2, 2, False, (PP2, INTERLEAVED, SELECTIVE)),
+    "pp-interleaved-tied": (2, 1, True, (PP2, INTERLEAVED, PADDED)),
+    "pp-fsdp-tied": (4, 1, True, (PP2,)),
+    "pp-fsdp-reduce-each": (4, 1, False, (PP2, EACH, FULL)),
+    "pp-ddp-keep": (4, 2, True, (PP2, HSDP, KEEP)),
+    "pp-interleaved-fsdp": (4, 1, True, (PP2, INTERLEAVED, KEEP)),
+    "pp-tp-sp-tied": (4, 2, True, (PP2, TP2, SP)),
+    "pp-interleaved-tp": (4, 1, False, (PP2, INTERLEAVED, TP2)),
+    "pp-fsdp-tp-sp": (8, 1, True, (PP2, TP2, SP)),
+}
+
+
+@pytest.mark.guarantee("layout-parity")
+@pytest.mark.parametrize("name", PIPELINES)
+def test_a_pipeline_trains_as_one_process(ranks, alone, name: str) -> None:
+    n, micro_batch_size, tied, sets = PIPELINES[name]
+    compare(alone(tied, FIVE_LAYERS), ranks.run(train, (FIVE_LAYERS, *sets), tied, micro_batch_size, ranks=n))
 
 
 @pytest.mark.guarantee("layout-parity")
@@ -228,7 +253,7 @@ def restored_after_a_validation(sets: tuple[str, ...], path: str) -> list[tuple[
     return told
 
 
-@pytest.mark.parametrize("sets", [(), (KEEP,), (TP2,)], ids=["fsdp", "fsdp-keep-weights", "tp"])
+@pytest.mark.parametrize("sets", [(), (KEEP,), (TP2,), (PP2,)], ids=["fsdp", "fsdp-keep-weights", "tp", "pp"])
 def test_gathered_weights_of_a_validation_are_used_no_more_after_a_way_back(ranks, tmp_path: Path, sets) -> None:
     left = ranks.run(validated_and_saved, sets, str(tmp_path), ranks=2)
     taken = ranks.run(restored_after_a_validation, sets, left[0][0], ranks=2)
@@ -258,8 +283,17 @@ BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
         (True, (4, (TP2, SP)), (2, (HSDP,))),
         (True, (1, BF16), (4, (TP2, SP, *BF16))),
         (False, (4, (HSDP, *BF16)), (4, (TP4, *BF16))),
+        (True, (2, (PP2,)), (2, (TP2, SP))),
+        (True, (2, ()), (4, (PP2, TP2))),
     ],
-    ids=["hsdp-tp-to-one", "fsdp-tp-sp-to-ddp", "one-to-fsdp-tp-sp-bf16", "hsdp-to-tp4-bf16"],
+    ids=[
+        "hsdp-tp-to-one",
+        "fsdp-tp-sp-to-ddp",
+        "one-to-fsdp-tp-sp-bf16",
+        "hsdp-to-tp4-bf16",
+        "pp-to-tp",
+        "fsdp-to-pp-tp",
+    ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, tied, first, second) -> None:
     """The state has the same bits; the step after it the same loss and weights as the layout that was left."""
@@ -287,7 +321,9 @@ def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list
 
 @pytest.mark.guarantee("skip-on-all-ranks")
 @pytest.mark.parametrize(
-    ("n", "sets"), [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,))], ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp"]
+    ("n", "sets"),
+    [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,)), (4, (PP2,))],
+    ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp", "pp-fsdp"],
 )
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks, n: int, sets: tuple[str, ...]) -> None:
     answers = ranks.run(with_a_bad_step, sets, ranks=n)

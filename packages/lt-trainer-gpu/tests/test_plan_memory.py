@@ -70,7 +70,7 @@ def measured_bytes(recipe: Recipe, passes: int) -> int:
         engine.step(batch, 1e-4)
     state = engine.state_bytes()
     if isinstance(engine, GpuEngine) and isinstance(engine._weights, MixedPrecisionWeights):
-        state += sum(parameter.nbytes for parameter in engine._model.parameters())
+        state += sum(parameter.nbytes for parameter in engine._stages[0].parameters())
     engine.close()
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]

@@ -64,7 +64,7 @@ def test_an_infinite_gradient_norm_alone_is_reason_enough(config, batches, open_
     (batch,) = batches(1, n_micro=1, micro_batch_size=2)
     engine = open_engine(config, "engine.gpu.dtype=float32")
     before = state(engine.state())
-    for parameter in engine._model.parameters():
+    for parameter in engine._stages[0].parameters():
         parameter.register_hook(lambda grad: grad * 1e25)
     (numbers,) = engine.fetch_metrics([engine.step(batch, 1e-2)])
     assert np.isfinite(numbers.loss)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from lt_trainer.config import MetricsOptions, Recipe
 
 UNSUPPORTED_AXES = {
-    "pp": "pipeline parallelism is not supported: FSDP with tensor parallelism trains models of 70B parameters",
     "cp": "context parallelism is not supported: a row's positions stay on one tensor-parallel group",
 }
 
@@ -59,9 +58,40 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
             values={f"data.{name}": min_seq_len, "parallel.tp": parallel.tp},
             remedy=f"set data.{name}{known} to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
         )
+    _check_pipeline(recipe, world_size)
     if parallel.data_parallel_size(world_size) == 1:
         _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
         _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
+
+
+def _check_pipeline(recipe: Recipe, world_size: int) -> None:
+    """Reject pipelines with fewer layers than stages, and micro-batches that an interleaved one cannot group."""
+    pp, per_rank = recipe.parallel.pp, recipe.engine["gpu"].pipeline_stages_per_rank
+    if pp == 1:
+        _check_has_effect(recipe.engine["gpu"], "there is one pipeline rank", "pipeline_stages_per_rank")
+        return
+    values = {"parallel.pp": pp, "engine.gpu.pipeline_stages_per_rank": per_rank}
+    if recipe.model.n_layers < pp * per_rank:
+        raise RecipeError(
+            "each pipeline stage needs a layer",
+            values=values | {"model.n_layers": recipe.model.n_layers},
+            remedy=f"set parallel.pp or engine.gpu.pipeline_stages_per_rank so that their product is at most "
+            f"{recipe.model.n_layers}",
+        )
+    if per_rank == 1:
+        return
+    batch = recipe.batch
+    rows = batch.micro_batch_size * recipe.parallel.data_parallel_size(world_size) * pp
+    if batch.step_size_divisor % rows:
+        sizes = {"batch.global_batch_size": batch.global_batch_size, "batch.micro_batch_size": batch.micro_batch_size}
+        if batch.ramp.start:
+            sizes |= {"batch.ramp.start": batch.ramp.start, "batch.ramp.increment": batch.ramp_increment}
+        raise RecipeError(
+            "an interleaved pipeline runs the micro-batches of each data-parallel rank in groups of parallel.pp, so "
+            f"every step needs a multiple of {rows} rows",
+            values=values | sizes,
+            remedy=f"set the batch (and its ramp) to multiples of {rows}, or engine.gpu.pipeline_stages_per_rank to 1",
+        )
 
 
 def _check_has_effect(options: GpuOptions, reason: str, name: str) -> None:

@@ -13,19 +13,17 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lt_ckpt import Checkpoint, Shard
+from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
-from lt_model.documents import DocumentBoundaries
-from lt_model.llama import Llama
-from lt_model.loss import LossParts
 from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe
 from lt_trainer.control import Control, SoloControl
@@ -33,6 +31,7 @@ from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.optimizers import ParamSlice, optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
 from lt_trainer.torch import (
+    DTYPE_CODES,
     GlooControl,
     LocalShard,
     PendingStep,
@@ -40,8 +39,6 @@ from lt_trainer.torch import (
     init_parameters,
     load_pretrained_tensors,
     load_tensors,
-    micro_batches_to_device,
-    tensor_spec,
     to_checkpoint_shard,
     translate_dist_errors,
     weight_decay_names,
@@ -49,7 +46,6 @@ from lt_trainer.torch import (
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile, select_attention
 from lt_trainer_gpu.devices import (
-    accumulation_dtype,
     compute_dtype,
     device_name,
     init_process_group,
@@ -60,15 +56,23 @@ from lt_trainer_gpu.devices import (
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.micro_batches import MicroBatch, ModelRunner, PassRunner, micro_batches
+from lt_trainer_gpu.model import build_stage, stage_params
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.parallelize import parallelize
 from lt_trainer_gpu.parameter_shards import parameter_shard
 from lt_trainer_gpu.peak_flops import peak_flops
+from lt_trainer_gpu.pipeline_schedule import stage_layers
 from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch
 from lt_trainer_gpu.weights import MixedPrecisionWeights, ModelWeights, Weights
+
+if TYPE_CHECKING:
+    from lt_trainer_gpu.pipeline import TiedGradient
+
+EMBEDDING = "model.embed_tokens.weight"
 
 
 class GpuEngine:
@@ -92,7 +96,9 @@ class GpuEngine:
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
-        self._mesh_layout = MeshLayout.from_options(recipe.parallel, world.rank, world.size)
+        self._mesh_layout = MeshLayout.from_options(
+            recipe.parallel, world.rank, world.size, tie_word_embeddings=config.tie_word_embeddings
+        )
         self.topology = self._mesh_layout.topology
         with translate_dist_errors():  # a rank that never joins counts as lost
             init_process_group(self._torch_device, world, recipe.fault_tolerance.collective_timeout_s)
@@ -100,15 +106,22 @@ class GpuEngine:
             GlooControl(recipe.fault_tolerance.collective_timeout_s) if world.size > 1 else SoloControl()
         )
         attention = select_attention(options, self._torch_device, self._dtype, document_mask=recipe.data.document_mask)
-        with torch.device("meta"):
-            # An unsharded model needs no FSDP for its casts: it is built in the compute dtype.
-            model_dtype = master if self._mesh_layout.uses_fsdp else self._dtype
-            model = Llama(
-                config, attention=attention, pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of)
-            ).to(model_dtype)
+        # An unsharded model needs no FSDP for its casts: it is built in the compute dtype.
+        model_dtype = master if self._mesh_layout.uses_fsdp else self._dtype
+        n_stages = self._mesh_layout.pp * options.pipeline_stages_per_rank
+        self._stages = [
+            build_stage(
+                config,
+                layers,
+                attention=attention,
+                pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of),
+                dtype=model_dtype,
+            )
+            for layers in stage_layers(config, n_stages)[self._mesh_layout.pp_rank :: self._mesh_layout.pp]
+        ]
         with translate_dist_errors():
-            model = parallelize(
-                model,
+            parallelize(
+                self._stages,
                 mesh_layout=self._mesh_layout,
                 options=options,
                 device_type=self._torch_device.type,
@@ -116,14 +129,17 @@ class GpuEngine:
                 master_dtype=master,
                 timeout_s=recipe.fault_tolerance.collective_timeout_s,
             )
-        self._model = model.to_empty(device=self._torch_device)
-        if config.tie_word_embeddings:  # to_empty allocates memory for each module separately
-            self._model.lm_head.weight = self._model.model.embed_tokens.weight
-        self._fsdp_sync = FsdpSync(self._model, options)
+        for stage in self._stages:
+            stage.to_empty(device=self._torch_device)
+            stage.tie_weights()  # to_empty allocates memory for each module separately
+        self._fsdp_syncs = [FsdpSync(stage, options) for stage in self._stages]
+        self._open_runner(recipe.fault_tolerance.collective_timeout_s)
+        params = {name: parameter for stage in self._stages for name, parameter in stage_params(stage).items()}
         self._weights: Weights = (
-            ModelWeights(self._model) if model_dtype == master else MixedPrecisionWeights(self._model, master)
+            ModelWeights(params) if model_dtype == master else MixedPrecisionWeights(params, master)
         )
-        self._param_specs = {parameter.name: parameter for parameter in param_specs(config)}
+        self._config = config
+        self._param_specs = {spec.name: spec for spec in param_specs(config) if spec.name in params}
         # The norm counts each replicated slice once.
         self._norm_param_names = [
             name for name, spec in self._param_specs.items() if self._mesh_layout.replica_count_and_index(spec)[1] == 0
@@ -172,16 +188,17 @@ class GpuEngine:
 
     def _step(self, batch: StepBatch, lr: float) -> PendingStep:
         self.stopwatch.begin("forward_backward")
-        self._model.train()
-        n_micro = batch.input_ids.shape[0]
-        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._torch_device), device=self._torch_device)
-        for i, parts in enumerate(self._iter_losses(batch, self._optimizer_options.z_loss)):
-            self._fsdp_sync.on_backward_begin(is_last=i == n_micro - 1)
-            self._weights.on_backward_begin(n_micro_batches=n_micro)
-            (parts.total / batch.valid_tokens).backward()
-            loss_sum += parts.cross_entropy
+        for stage in self._stages:
+            stage.train()
+        micros = self._micro_batches(batch)
+        self._weights.on_step_begin(n_micro_batches=len(micros))
+        loss_sum = self._runner.forward_backward(
+            micros, valid_tokens=batch.valid_tokens, z_loss=self._optimizer_options.z_loss
+        )
         self.stopwatch.begin("optimizer")
         gradients = self._weights.gradients()
+        if self._tied_gradient is not None:
+            self._tied_gradient.all_reduce(gradients)
         loss, grad_norm = self._all_reduce_loss_and_norm(loss_sum / batch.valid_tokens, gradients)
         max_norm = self._optimizer_options.grad_clip
         scale = clip_coefficient(grad_norm, max_norm) if max_norm > 0 else None
@@ -192,15 +209,30 @@ class GpuEngine:
         self._weights.sync_model_params()
         return PendingStep(loss, grad_norm)
 
-    def _iter_losses(self, batch: StepBatch, z_loss: float) -> Iterable[LossParts]:
-        """Yield the summed loss of each micro-batch; the same on all tensor-parallel ranks."""
-        arrays = (batch.input_ids, batch.position_ids, batch.labels)
-        tensors = zip(*(micro_batches_to_device(array, self._torch_device) for array in arrays), strict=True)
-        for cu_seqlens, (ids, positions, labels) in zip(batch.cu_seqlens, tensors, strict=True):
-            if not self._options.compile:  # compiled blocks need a fixed length; else drop empty documents
-                cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, ids.numel()) + 1]
-            boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), *ids.shape)
-            yield self._model(ids, positions, boundaries, labels, z_loss)
+    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+        return micro_batches(batch, self._torch_device, fixed_boundaries=self._options.compile is True)
+
+    def _open_runner(self, timeout_s: float) -> None:
+        """Set the runner of passes, and what adds up a tied weight's gradients over two stages."""
+        layout = self._mesh_layout
+        self._runner: PassRunner
+        self._tied_gradient: TiedGradient | None = None
+        if layout.pp == 1:
+            self._runner = ModelRunner(self._stages[0], self._fsdp_syncs[0], self._torch_device)
+            return
+        from lt_trainer_gpu.pipeline import PipelineRunner, TiedGradient
+
+        with translate_dist_errors():
+            self._runner = PipelineRunner(
+                self._stages,
+                self._fsdp_syncs,
+                mesh_layout=layout,
+                device=self._torch_device,
+                compute_dtype=self._dtype,
+                timeout_s=timeout_s,
+            )
+            if layout.has_embedding_twice:
+                self._tied_gradient = TiedGradient(EMBEDDING, layout, timeout_s)
 
     def _all_reduce_loss_and_norm(self, loss: Tensor, gradients: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Return the loss and the global gradient norm, reduced over all ranks and equal on each."""
@@ -212,8 +244,8 @@ class GpuEngine:
 
     @property
     def _is_loss_reporter(self) -> float:
-        """Factor of this rank's loss: 1 on the first of the TP ranks, which read the same rows, else 0."""
-        return float(self._mesh_layout.tp_rank == 0)
+        """Factor of this rank's loss: 1 on the first of the TP ranks of the last stage, else 0."""
+        return float(self._mesh_layout.tp_rank == 0 and self._mesh_layout.pp_rank == self._mesh_layout.pp - 1)
 
     def fetch_metrics(self, pendings: Sequence[PendingStep]) -> list[StepMetrics]:
         """Return the metrics of `pendings`; the only place where the host synchronizes."""
@@ -227,18 +259,19 @@ class GpuEngine:
     @torch.no_grad()
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
         """Return the summed loss (nats) and the number of valid tokens over all ranks' batches."""
-        self._model.eval()
+        for stage in self._stages:
+            stage.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=total_device(self._torch_device))
         with translate_dist_errors():
             for batch in batches:
-                for parts in self._iter_losses(batch, z_loss=0.0):
-                    totals[0] += parts.cross_entropy.to(totals.device)
+                totals[0] += self._runner.forward(self._micro_batches(batch)).to(totals.device)
                 totals[1] += batch.valid_tokens
             totals *= self._is_loss_reporter
             if self.topology.world_size > 1:
                 dist.all_reduce(totals)
             loss_sum, tokens = totals.tolist()
-        self._fsdp_sync.reshard_params()
+        for fsdp_sync in self._fsdp_syncs:
+            fsdp_sync.reshard_params()
         return loss_sum, int(tokens)
 
     def on_step_begin(self, step: int) -> list[Path]:
@@ -287,12 +320,25 @@ class GpuEngine:
         """
         check_optimizer(checkpoint, self._optimizer.spec)
         groups = self._state_groups()
-        checkpoint.check_specs(
-            {g: {name: tensor_spec(part) for name, part in parts.items()} for g, parts in groups.items()}
-        )
+        checkpoint.check_specs(self._state_specs())
         load_tensors(checkpoint, groups)
         self._weights.sync_model_params()
         self._optimizer.step_count.fill_(int(checkpoint.manifest.scalars["optimizer_step"]))
+
+    def _state_specs(self) -> dict[str, dict[str, TensorSpec]]:
+        """Return dtypes and shapes of the state of all ranks; this one may hold no part of a tensor."""
+
+        def specs(dtype: torch.dtype, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> dict[str, TensorSpec]:
+            return {s.name: TensorSpec(DTYPE_CODES[dtype], shape_of(s.shape)) for s in param_specs(self._config)}
+
+        slots = self._optimizer.slots
+        return {
+            "weights": specs(next(iter(self._weights.master_weights.values())).dtype, lambda shape: shape),
+            **{
+                slot.name: specs(next(iter(slots[slot.name].values())).dtype, slot.shape)
+                for slot in self._optimizer.spec.slots
+            },
+        }
 
     def load_weights(self, pretrained: PretrainedWeights) -> None:
         """Load a model's weights, cast to the master dtype; optimizer state is not touched."""

@@ -33,6 +33,7 @@ class MeshLayout:
         cp_rank: this rank's index within its context-parallel group.
         tp_rank: this rank's index within its tensor-parallel group.
         sequence_parallel: whether positions are sharded over tensor-parallel ranks between layers.
+        tie_word_embeddings: the head is the embedding; with several stages the first and the last one hold it.
     """
 
     pp: int = 1
@@ -46,9 +47,12 @@ class MeshLayout:
     cp_rank: int = 0
     tp_rank: int = 0
     sequence_parallel: bool = False
+    tie_word_embeddings: bool = False
 
     @staticmethod
-    def from_options(parallel: ParallelOptions, rank: int, world_size: int) -> MeshLayout:
+    def from_options(
+        parallel: ParallelOptions, rank: int, world_size: int, *, tie_word_embeddings: bool = False
+    ) -> MeshLayout:
         """Return the layout of rank `rank` of `world_size`.
 
         Raises:
@@ -72,6 +76,7 @@ class MeshLayout:
             cp_rank=cp_rank,
             tp_rank=tp_rank,
             sequence_parallel=parallel.sequence_parallel,
+            tie_word_embeddings=tie_word_embeddings,
         )
 
     @property
@@ -107,6 +112,19 @@ class MeshLayout:
             dp_size=self.dp_replicate * self.dp_shard,
         )
 
+    @property
+    def has_embedding_twice(self) -> bool:
+        """True if the first and the last stage are on two ranks and both hold the tied embedding."""
+        return self.tie_word_embeddings and self.pp > 1
+
+    def positions_per_rank(self, seq_len: int) -> int:
+        """Return the positions of a row that this rank holds between layers."""
+        return seq_len // self.cp // (self.tp if self.sequence_parallel else 1)
+
+    def pipeline_rank(self, pp_rank: int) -> int:
+        """Return the number of the rank with these coordinates in another stage of the pipeline."""
+        return self.rank + (pp_rank - self.pp_rank) * (self.world_size // self.pp)
+
     def tp_shard_range(self, parameter: ParamSpec) -> tuple[int, int]:
         """Return start and length of this rank's tensor-parallel shard along `parameter.tp_dim`."""
         assert parameter.tp_dim is not None
@@ -114,9 +132,12 @@ class MeshLayout:
 
     def replica_count_and_index(self, parameter: ParamSpec) -> tuple[int, int]:
         """Return the number of ranks that hold this rank's elements, and its index among them."""
+        count, index = self.dp_replicate, self.dp_replicate_rank
         if parameter.tp_dim is None:
-            return self.dp_replicate * self.tp, self.dp_replicate_rank * self.tp + self.tp_rank
-        return self.dp_replicate, self.dp_replicate_rank
+            count, index = count * self.tp, index * self.tp + self.tp_rank
+        if parameter.role == "embed" and self.has_embedding_twice:
+            count, index = count * 2, index * 2 + (self.pp_rank > 0)
+        return count, index
 
 
 def shard_range(size: int, n_shards: int, index: int) -> tuple[int, int]:

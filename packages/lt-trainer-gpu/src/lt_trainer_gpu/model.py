@@ -1,6 +1,9 @@
-"""Llama with its training loss, computed on a vocabulary-parallel head if it is one.
+"""Consecutive layers of a Llama with the training loss: a pipeline stage, or the whole model.
 
-The head computes the loss itself (`LossHead`): FSDP can then gather its weight just before and free it just after.
+The first stage has the embedding, the last one the norm and the head, which computes the loss itself (`LossHead`): FSDP
+can then gather its weight just before and free it just after. Modules keep their names, so a parameter is called the
+same in every stage and checkpoint. Only a tied head away from the embedding is a parameter of its own: `stage_params`
+returns it under the embedding's name.
 
 Shapes: B batch, T positions, D hidden_size.
 """
@@ -9,16 +12,19 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from lt_model import LlamaConfig, ParamSpec, param_specs
 from lt_model.documents import DocumentBoundaries
-from lt_model.llama import Llama
+from lt_model.llama import Llama, LlamaBlock
 from lt_model.loss import LossParts, linear_loss_parts
+from lt_model.rope import rope_tables
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
 
 
 class LossHead(nn.Linear):
-    """Output head whose forward pass is the training loss; made from a Llama's head by `attach_loss`."""
+    """Output head whose forward pass is the training loss; made from a Llama's head by `build_stage`."""
 
     tp_group: TensorParallelGroup | None
     vocab_start_index: int
@@ -45,38 +51,87 @@ class LossHead(nn.Linear):
         )
 
 
-class LlamaWithLoss(Llama):
-    """Llama whose forward pass is the training loss; made from a Llama by `attach_loss`."""
+class LlamaStage(Llama):
+    """Consecutive layers of a Llama; made by `build_stage`.
+
+    Attributes:
+        layers: the range of its layers.
+        is_first: it has the embedding.
+        is_last: it has the norm, the head and the loss.
+        blocks: its decoder blocks, in order.
+    """
+
+    layers: range
+    blocks: list[LlamaBlock]
+    is_first: bool
+    is_last: bool
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
-        input_ids_BT: Tensor,
+        inputs: Tensor,
         position_ids_BT: Tensor,
         boundaries: DocumentBoundaries,
         labels_BT: Tensor,
         z_loss: float,
-    ) -> LossParts:
-        """Return the summed loss and its parts, the same on all tensor-parallel ranks.
+    ) -> Tensor | LossParts:
+        """Return the summed loss and its parts on the last stage, the same on all tensor-parallel ranks; else x_BTD.
 
         Args:
-            input_ids_BT: token ids.
+            inputs: token ids [B, T] on the first stage, else the x_BTD of the previous stage.
             position_ids_BT: rotary positions.
             boundaries: document boundaries; on the host, where FSDP leaves them.
-            labels_BT: the token after each position, -100 where none is to be learned.
+            labels_BT: the token after each position, -100 where none is to be learned; for the last stage.
             z_loss: coefficient of logsumexp(logits)^2.
         """
-        hidden_BTD = self.hidden_states(input_ids_BT, position_ids_BT=position_ids_BT, boundaries=boundaries)
-        return self.lm_head(hidden_BTD, labels_BT, z_loss)
+        x_BTD = self.model.embed_tokens(inputs) if self.is_first else inputs
+        rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)
+        mask = self._attention_backend.make_mask(boundaries, x_BTD.device, x_BTD.dtype)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, rope, mask)
+        return self.lm_head(self.model.norm(x_BTD), labels_BT, z_loss) if self.is_last else x_BTD
+
+    def tie_weights(self) -> None:
+        """Make the head's weight the embedding's where both are in this stage and the model is tied."""
+        if self.is_first and self.is_last and self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
 
 
-def attach_loss(
-    model: Llama, tp_group: TensorParallelGroup | None, vocab_start_index: int, *, compile: bool = False
-) -> LlamaWithLoss:
-    """Convert `model` in place; `vocab_start_index` is the token id of the head's first row."""
-    model.__class__, head = LlamaWithLoss, model.lm_head
+def build_stage(
+    config: LlamaConfig, layers: range, *, attention: str, pad_vocab_to_multiple_of: int, dtype: torch.dtype
+) -> LlamaStage:
+    """Return a stage with `layers` of the model, on the meta device."""
+    with torch.device("meta"):
+        stage = Llama(config, attention=attention, pad_vocab_to_multiple_of=pad_vocab_to_multiple_of).to(dtype)
+    stage.__class__ = LlamaStage
+    assert isinstance(stage, LlamaStage)
+    stage.layers, stage.is_first, stage.is_last = layers, layers.start == 0, layers.stop == config.n_layers
+    head = stage.lm_head
     head.__class__ = LossHead
-    assert isinstance(model, LlamaWithLoss)
     assert isinstance(head, LossHead)
-    head.tp_group, head.vocab_start_index, head.compile_loss = tp_group, vocab_start_index, compile
-    head.pad_vocab_to_multiple_of = model.pad_vocab_to_multiple_of
-    return model
+    head.tp_group, head.vocab_start_index, head.compile_loss = None, 0, False
+    head.pad_vocab_to_multiple_of = pad_vocab_to_multiple_of
+    blocks = {index: stage.model.layers[index] for index in layers}
+    stage.blocks = list(blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
+    stage.model.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})  # pyright: ignore[reportAttributeAccessIssue]
+    if not stage.is_first:
+        stage.model.embed_tokens = None  # pyright: ignore[reportAttributeAccessIssue]
+    if not stage.is_last:
+        stage.model.norm = stage.lm_head = None  # pyright: ignore[reportAttributeAccessIssue]
+    elif not stage.is_first:
+        # Untied from the embedding, which is in another stage: a copy, whose gradient is added to the embedding's.
+        stage.lm_head.weight = nn.Parameter(torch.empty_like(stage.lm_head.weight))
+    return stage
+
+
+def stage_param_specs(stage: LlamaStage) -> dict[str, ParamSpec]:
+    """Return the parameters of a stage: name within the stage → row of the parameter table."""
+    specs = {spec.name: spec for spec in param_specs(stage.config)}
+    if stage.config.tie_word_embeddings:
+        specs["lm_head.weight"] = specs["model.embed_tokens.weight"]
+    return {name: specs[name] for name, _ in stage.named_parameters()}
+
+
+def stage_params(stage: LlamaStage) -> dict[str, nn.Parameter]:
+    """Return the parameters of a stage by their names in checkpoints."""
+    specs = stage_param_specs(stage)
+    return {specs[name].name: parameter for name, parameter in stage.named_parameters()}

@@ -46,6 +46,9 @@ class GpuOptions:
         "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",
         former_name="pad_vocab_to",
     )
+    pipeline_stages_per_rank: int = option(
+        1, "pipeline stages of each rank: 1 = 1F1B; more = interleaved 1F1B, less idle time and more messages"
+    )
     reshard_after_forward: bool = option(
         True, "free a block's gathered weights between forward and backward: less memory, one more all-gather"
     )
@@ -59,6 +62,7 @@ class GpuOptions:
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
         require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of")
+        require_at_least(self, "engine.gpu", 1, "pipeline_stages_per_rank")
         if not 0 <= self.activation_memory_budget <= 1:
             raise field_error(
                 self, "engine.gpu", "activation_memory_budget", "must be between 0 and 1", "the default is 0.5"

@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import datetime
 import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lt_model import param_specs
-from lt_model.llama import Llama
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaWithLoss, attach_loss
+from lt_trainer_gpu.model import LlamaStage
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ MESH_DIM_NAMES = ("pp", "dp_replicate", "fsdp", "tp")
 
 
 def parallelize(
-    model: Llama,
+    stages: Sequence[LlamaStage],
     *,
     mesh_layout: MeshLayout,
     options: GpuOptions,
@@ -42,54 +41,47 @@ def parallelize(
     compute_dtype: torch.dtype,
     master_dtype: torch.dtype,
     timeout_s: float,
-) -> LlamaWithLoss:
-    """Shard, checkpoint, compile and wrap `model` for this rank, in place.
+) -> None:
+    """Shard, checkpoint, compile and wrap this rank's stages, in place.
 
     Args:
-        model: on the meta device, in the master dtype; in the compute dtype if it is not sharded.
+        stages: on the meta device, in the master dtype; in the compute dtype if they are not sharded.
         mesh_layout: degrees of parallelism and this rank's coordinates.
         options: the engine's options.
         device_type: "cuda" or "cpu".
         compute_dtype: dtype of forward and backward.
         master_dtype: dtype of the sharded weights, of the gradients' reduction and of the optimizer.
         timeout_s: timeout of a collective.
-
-    Returns:
-        The model, whose forward pass is the training loss.
     """
-    sharded = mesh_layout.uses_fsdp
-    # Imported here: DTensor's import takes seconds, and an unsharded model does not need it.
-    mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.world_size > 1 else None
-    tp_group, vocab_start_index = None, 0
-    if mesh_layout.tp > 1:
-        from lt_trainer_gpu.collectives import TensorParallelGroup
-        from lt_trainer_gpu.tensor_parallel import apply_tensor_parallel
+    # Imported on use: DTensor's import takes seconds, and an unsharded model does not need it.
+    mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.uses_fsdp or mesh_layout.tp > 1 else None
+    for stage in stages:
+        if mesh_layout.tp > 1:
+            from lt_trainer_gpu.collectives import TensorParallelGroup
+            from lt_trainer_gpu.tensor_parallel import apply_tensor_parallel
 
-        assert mesh is not None
-        group = mesh["tp"].get_group()
-        tp_group = TensorParallelGroup(
-            size=mesh_layout.tp,
-            rank=mesh_layout.tp_rank,
-            group_name=group.group_name,
-            sequence_parallel=mesh_layout.sequence_parallel,
-        )
-        apply_tensor_parallel(model, mesh_layout, tp_group)
-        vocab_start_index, _ = mesh_layout.tp_shard_range(param_specs(model.config)[0])
-    blocks = list(model.model.layers)
-    if options.activation_checkpointing in ("full", "selective"):
-        from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
+            assert mesh is not None
+            tp_group = TensorParallelGroup(
+                size=mesh_layout.tp,
+                rank=mesh_layout.tp_rank,
+                group_name=mesh["tp"].get_group().group_name,
+                sequence_parallel=mesh_layout.sequence_parallel,
+            )
+            apply_tensor_parallel(stage, mesh_layout, tp_group)
+        if options.activation_checkpointing in ("full", "selective"):
+            from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 
-        apply_activation_checkpointing(blocks, options.activation_checkpointing)  # pyright: ignore[reportArgumentType]
-    if options.compile is True:
-        from lt_trainer_gpu.compilation import compile_blocks
+            apply_activation_checkpointing(stage.blocks, options.activation_checkpointing)
+        if options.compile is True:
+            from lt_trainer_gpu.compilation import compile_blocks
 
-        budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
-        compile_blocks(blocks, budget)  # pyright: ignore[reportArgumentType]
-    with_loss = attach_loss(model, tp_group, vocab_start_index, compile=options.compile is True)
-    if sharded:
-        assert mesh is not None
-        _apply_fsdp(with_loss, mesh, mesh_layout, options, compute_dtype, master_dtype)
-    return with_loss
+            budget = options.activation_memory_budget if options.activation_checkpointing == "memory_budget" else 1.0
+            compile_blocks(stage.blocks, budget)
+            if stage.is_last:
+                stage.lm_head.compile_loss = True  # pyright: ignore[reportArgumentType]
+        if mesh_layout.uses_fsdp:
+            assert mesh is not None
+            _apply_fsdp(stage, mesh, mesh_layout, options, compute_dtype, master_dtype)
 
 
 def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> DeviceMesh:
@@ -109,7 +101,7 @@ def _init_mesh(mesh_layout: MeshLayout, device_type: str, timeout_s: float) -> D
 
 
 def _apply_fsdp(
-    model: LlamaWithLoss,
+    model: LlamaStage,
     mesh: DeviceMesh,
     mesh_layout: MeshLayout,
     options: GpuOptions,
@@ -120,19 +112,20 @@ def _apply_fsdp(
 
     fsdp_mesh = mesh["dp_replicate", "fsdp"] if mesh_layout.dp_replicate > 1 else mesh["fsdp"]
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=master_dtype)
-    *others, last = model.model.layers
+    *others, last = model.blocks
     for block in others:
         fully_shard(block, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
     # Backward starts with the last block; the norm after it is too small for a collective of its own.
-    fully_shard([last, model.model.norm], mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
-    in_order: list[Any] = [*others, last]
-    if not model.config.tie_word_embeddings:  # a weight with two uses stays in the root's group
-        ends: list[Any] = [model.model.embed_tokens, model.lm_head]
-        for module in ends:
-            fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
-            # Neither's backward reads the weight: the loss has computed its gradients in the forward pass.
-            module.set_unshard_in_backward(False)
-        in_order = [ends[0], *in_order, ends[1]]
+    group: list[Any] = [last, model.model.norm] if model.is_last else [last]
+    fully_shard(group, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=False)
+    has_two_uses = model.config.tie_word_embeddings and model.is_first and model.is_last
+    first: list[Any] = [model.model.embed_tokens] if model.is_first and not has_two_uses else []
+    head: list[Any] = [model.lm_head] if model.is_last and not has_two_uses else []
+    for module in (*first, *head):  # a weight with two uses stays in the root's group
+        fully_shard(module, mesh=fsdp_mesh, mp_policy=policy, reshard_after_forward=options.reshard_after_forward)
+        # Neither's backward reads the weight: the loss has computed its gradients in the forward pass.
+        module.set_unshard_in_backward(False)
+    in_order = [*first, *others, last, *head]
     for module, following in itertools.pairwise(in_order):
         module.set_modules_to_forward_prefetch([following])
     fully_shard(model, mesh=fsdp_mesh, mp_policy=policy)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from lt_model import param_specs
-from lt_model.llama import KVCache, Llama, LlamaAttention, LlamaMLP, vocab_parallel_embedding
+from lt_model.llama import KVCache, LlamaAttention, LlamaMLP, vocab_parallel_embedding
 from lt_model.norm import RMSNorm, rms_norm
 from lt_trainer_gpu.collectives import TensorParallelGroup, copy_to_tp, reduce_from_tp, reduce_grad_in_backward
 from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.model import LlamaStage, LossHead, stage_param_specs
 
 
 class TensorParallelAttention(LlamaAttention):
@@ -75,23 +76,27 @@ _TENSOR_PARALLEL_CLASSES: dict[type, type] = {
 }
 
 
-def apply_tensor_parallel(model: Llama, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
+def apply_tensor_parallel(model: LlamaStage, mesh_layout: MeshLayout, tp_group: TensorParallelGroup) -> None:
     """Replace the parameters of `model` (on the meta device) by this rank's shards, in place."""
-    for parameter in param_specs(model.config):
+    for name, parameter in stage_param_specs(model).items():
         if parameter.tp_dim is None:
             continue
         first, length = mesh_layout.tp_shard_range(parameter)
         shape = list(parameter.shape)
         shape[parameter.tp_dim] = length
-        owner, _, attribute = parameter.name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         module = model.get_submodule(owner)
         full = getattr(module, attribute)
         assert full.is_meta, "values are set after sharding"
         setattr(module, attribute, nn.Parameter(torch.empty(shape, dtype=full.dtype, device="meta")))
-        if parameter.role == "embed":
+        if parameter.kind == "embed_tokens":
             module.vocab_start_index = first  # pyright: ignore[reportArgumentType]
-    if model.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
+    if model.is_last:  # a tied head has no row of its own in the table
+        head = model.lm_head
+        assert isinstance(head, LossHead)
+        head.vocab_start_index, _ = mesh_layout.tp_shard_range(param_specs(model.config)[0])
+        head.tp_group = tp_group
+    model.tie_weights()
     for module in model.modules():
         kind = _TENSOR_PARALLEL_CLASSES.get(type(module))
         if kind is not None:

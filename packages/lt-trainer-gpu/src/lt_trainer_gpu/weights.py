@@ -30,8 +30,8 @@ class Weights(Protocol):
         """Weights by parameter name; they are updated, saved and restored."""
         ...
 
-    def on_backward_begin(self, *, n_micro_batches: int) -> None:
-        """Prepare for the next of a step's `n_micro_batches` backward passes."""
+    def on_step_begin(self, *, n_micro_batches: int) -> None:
+        """Prepare for the backward passes of a step."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
@@ -50,10 +50,10 @@ class Weights(Protocol):
 class ModelWeights:
     """Weights that are the model's own parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.master_weights = dict(model.named_parameters())
+    def __init__(self, model_params: Mapping[str, nn.Parameter]) -> None:
+        self.master_weights = dict(model_params)
 
-    def on_backward_begin(self, *, n_micro_batches: int) -> None:
+    def on_step_begin(self, *, n_micro_batches: int) -> None:
         """Do nothing: autograd accumulates."""
 
     @torch.no_grad()
@@ -78,12 +78,12 @@ class MixedPrecisionWeights:
     """Master weights separate from a model's parameters in a narrower dtype.
 
     Args:
-        model: allocated, in its compute dtype; its values are not read.
+        model_params: allocated, in the compute dtype; their values are not read.
         master_dtype: dtype of the master weights, which start uninitialized.
     """
 
-    def __init__(self, model: nn.Module, master_dtype: torch.dtype) -> None:
-        self._model_params = dict(model.named_parameters())
+    def __init__(self, model_params: Mapping[str, nn.Parameter], master_dtype: torch.dtype) -> None:
+        self._model_params = dict(model_params)
         self.master_weights = {
             name: torch.empty_like(param, dtype=master_dtype).detach() for name, param in self._model_params.items()
         }
@@ -92,7 +92,7 @@ class MixedPrecisionWeights:
         for name, parameter in self._model_params.items():
             parameter.register_post_accumulate_grad_hook(partial(self._accumulate_grad, name))
 
-    def on_backward_begin(self, *, n_micro_batches: int) -> None:
+    def on_step_begin(self, *, n_micro_batches: int) -> None:
         """Accumulate in the master dtype if the step has several backward passes."""
         self._accumulating = n_micro_batches > 1
 

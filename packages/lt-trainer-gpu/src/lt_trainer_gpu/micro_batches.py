@@ -1,0 +1,108 @@
+"""Micro-batches on the device, and forward and backward passes through the whole model without a pipeline.
+
+Shapes: M micro-batches, B rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lt_model.documents import DocumentBoundaries
+from lt_model.loss import LossParts
+from lt_trainer.engine import StepBatch
+from lt_trainer.torch import micro_batches_to_device
+from lt_trainer_gpu.devices import accumulation_dtype
+from lt_trainer_gpu.fsdp_sync import FsdpSync
+from lt_trainer_gpu.model import LlamaStage
+
+
+class MicroBatch(NamedTuple):
+    """Rows of one forward and backward pass.
+
+    Attributes:
+        input_ids: int64 [B, T].
+        position_ids: int64 [B, T].
+        labels: int64 [B, T].
+        boundaries: document boundaries, on the host.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    boundaries: DocumentBoundaries
+
+
+def micro_batches(batch: StepBatch, device: torch.device, *, fixed_boundaries: bool) -> list[MicroBatch]:
+    """Return the micro-batches of a step on the device; does not synchronize.
+
+    Args:
+        batch: arrays [M, B, T].
+        device: the rank's device.
+        fixed_boundaries: keep the empty documents that pad the boundaries to one length, as compiled blocks need.
+    """
+    arrays = (batch.input_ids, batch.position_ids, batch.labels)
+    tensors = zip(*(micro_batches_to_device(array, device) for array in arrays), strict=True)
+    found = []
+    for cu_seqlens, (ids, positions, labels) in zip(batch.cu_seqlens, tensors, strict=True):
+        if not fixed_boundaries:
+            cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, ids.numel()) + 1]
+        boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), *ids.shape)
+        found.append(MicroBatch(ids, positions, labels, boundaries))
+    return found
+
+
+class PassRunner(Protocol):
+    """Forward and backward passes of a rank's stages over the micro-batches of a step."""
+
+    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+        """Accumulate the gradients of the summed loss / `valid_tokens`.
+
+        Returns:
+            The summed cross-entropy in nats, float64 on the device; 0 where this rank has no head.
+
+        Raises:
+            PeerError: another rank is gone.
+        """
+        ...
+
+    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+        """Return the summed cross-entropy, as above; call under `torch.no_grad`."""
+        ...
+
+
+class ModelRunner:
+    """Passes through a model that is not pipelined, one micro-batch after the other.
+
+    Args:
+        model: all layers.
+        fsdp_sync: its communication schedule.
+        device: the rank's device.
+    """
+
+    def __init__(self, model: LlamaStage, fsdp_sync: FsdpSync, device: torch.device) -> None:
+        self._model, self._fsdp_sync, self._device = model, fsdp_sync, device
+
+    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+        """Accumulate the gradients, as `PassRunner` says."""
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        for index, parts in enumerate(self._losses(micros, z_loss)):
+            self._fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
+            (parts.total / valid_tokens).backward()
+            loss_sum += parts.cross_entropy
+        return loss_sum
+
+    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+        """Return the summed cross-entropy."""
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        for parts in self._losses(micros, z_loss=0.0):
+            loss_sum += parts.cross_entropy
+        return loss_sum
+
+    def _losses(self, micros: Sequence[MicroBatch], z_loss: float) -> Iterable[LossParts]:
+        for micro in micros:
+            yield self._model(micro.input_ids, micro.position_ids, micro.boundaries, micro.labels, z_loss)

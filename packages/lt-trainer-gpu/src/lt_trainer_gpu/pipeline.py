@@ -1,0 +1,240 @@
+"""Pipeline parallelism: a rank's passes, with activations and their gradients sent between neighbors.
+
+The runner follows `pipeline_schedule`: a forward pass receives its input from the previous stage and sends its output
+on; a backward pass receives the gradient of the output from the next stage and sends that of the input back. Receives
+are posted one pass ahead, so that messages travel while the device computes; sends are never waited for, except at the
+end of a step. Both sides know the shape of each message from their own copy of the batch, so rows of any length and any
+number of micro-batches work in each step.
+
+Each directed edge between two ranks has its own communicator: with one for both directions, two ranks that both send
+first would wait for each other (see `pipeline_schedule`).
+
+Tied weights: the head of the last stage is a copy of the embedding in the first one. `TiedGradient` adds the gradients
+of both before the norm, so both copies take the same update.
+
+Cost: B * T * D elements of the compute dtype per micro-batch, edge and direction. Each rank keeps the activations of
+`pipeline_schedule.max_in_flight` passes.
+
+Shapes: B rows, T positions, D hidden_size.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_model.loss import LossParts
+from lt_trainer_gpu.devices import accumulation_dtype
+from lt_trainer_gpu.fsdp_sync import FsdpSync
+from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.micro_batches import MicroBatch
+from lt_trainer_gpu.model import LlamaStage
+from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
+
+Edge = tuple[int, int]
+"""Pipeline ranks of sender and receiver."""
+
+
+class PipelineEdges:
+    """Point-to-point messages of one pipeline rank, one communicator per directed edge.
+
+    Creating it is collective over all ranks.
+
+    Args:
+        mesh_layout: this rank's coordinates.
+        stages_per_rank: with several, the last rank also sends forward to the first.
+        timeout_s: timeout of a message.
+    """
+
+    def __init__(self, mesh_layout: MeshLayout, *, stages_per_rank: int, timeout_s: float) -> None:
+        self._pp, self._pp_rank = mesh_layout.pp, mesh_layout.pp_rank
+        self._sends: list[tuple[dist.Work, Tensor]] = []
+        self._groups: dict[Edge, dist.ProcessGroup] = {}
+        ends = range(self._pp if stages_per_rank > 1 else self._pp - 1)
+        for edge in sorted({edge for a in ends for edge in ((a, (a + 1) % self._pp), ((a + 1) % self._pp, a))}):
+            group = new_pipeline_groups(mesh_layout, edge, timeout_s)
+            if group is not None:
+                self._groups[edge] = group
+        self._global_ranks = [mesh_layout.pipeline_rank(pp_rank) for pp_rank in range(self._pp)]
+
+    def send(self, tensor: Tensor, stage: int) -> None:
+        """Send a tensor to the rank of `stage`; returns at once, the tensor must not change until `finish_sends`."""
+        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        tensor = tensor.contiguous()
+        peer = stage % self._pp
+        work = dist.isend(tensor, self._global_ranks[peer], group=self._groups[self._pp_rank, peer])
+        assert work is not None
+        self._sends.append((work, tensor))
+
+    def receive(self, buffer: Tensor, stage: int) -> Callable[[], Tensor]:
+        """Start to receive from the rank of `stage`; return a function that waits for the tensor."""
+        peer = stage % self._pp
+        work = dist.irecv(buffer, self._global_ranks[peer], group=self._groups[peer, self._pp_rank])
+        assert work is not None
+
+        def wait() -> Tensor:
+            work.wait()
+            return buffer
+
+        return wait
+
+    def finish_sends(self) -> None:
+        """Wait for all sends: on a GPU, its stream waits."""
+        for work, _ in self._sends:
+            work.wait()
+        self._sends.clear()
+
+
+def new_pipeline_groups(mesh_layout: MeshLayout, pp_ranks: Sequence[int], timeout_s: float) -> dist.ProcessGroup | None:
+    """Create a process group of these pipeline ranks in every pipeline, collectively over all ranks.
+
+    Returns:
+        The group of this rank, or None if it is in none.
+    """
+    own, per_stage = None, mesh_layout.world_size // mesh_layout.pp
+    for pipeline in range(per_stage):  # all ranks create all groups, in one order: torch numbers them
+        ranks = [pipeline + pp_rank * per_stage for pp_rank in pp_ranks]
+        group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s))
+        if mesh_layout.rank in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            own = group
+    return own
+
+
+class PipelineRunner:
+    """Passes of one rank's stages.
+
+    Args:
+        stages: this rank's stages, in the model's order.
+        fsdp_syncs: their communication schedules.
+        mesh_layout: this rank's coordinates.
+        device: the rank's device.
+        compute_dtype: dtype of the activations.
+        timeout_s: timeout of a message.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[LlamaStage],
+        fsdp_syncs: Sequence[FsdpSync],
+        *,
+        mesh_layout: MeshLayout,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        timeout_s: float,
+    ) -> None:
+        self._stages, self._fsdp_syncs, self._layout = stages, fsdp_syncs, mesh_layout
+        self._device, self._dtype = device, compute_dtype
+        self._edges = PipelineEdges(mesh_layout, stages_per_rank=len(stages), timeout_s=timeout_s)
+
+    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+        """Accumulate the gradients, as `PassRunner` says."""
+        passes = training_passes(
+            pp=self._layout.pp,
+            pp_rank=self._layout.pp_rank,
+            stages_per_rank=len(self._stages),
+            n_micro_batches=len(micros),
+        )
+        n_left = [len(micros)] * len(self._stages)
+        in_flight: dict[tuple[int, int], tuple[Tensor, Tensor | LossParts]] = {}
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        for one, received in self._with_messages(passes, micros):
+            key = (one.chunk, one.micro_batch)
+            if one.is_forward:
+                inputs = micros[one.micro_batch].input_ids if received is None else received.requires_grad_()
+                outputs = self._forward(one, inputs, micros, z_loss)
+                if isinstance(outputs, LossParts):
+                    loss_sum += outputs.cross_entropy
+                else:
+                    self._send(outputs.detach(), one)
+                in_flight[key] = (inputs, outputs)
+                continue
+            inputs, outputs = in_flight.pop(key)
+            n_left[one.chunk] -= 1
+            self._fsdp_syncs[one.chunk].on_backward_begin(is_last=n_left[one.chunk] == 0)
+            if isinstance(outputs, LossParts):
+                (outputs.total / valid_tokens).backward()
+            else:
+                outputs.backward(received)
+            if inputs.requires_grad:
+                assert inputs.grad is not None
+                self._send(inputs.grad, one)
+        self._edges.finish_sends()
+        return loss_sum
+
+    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+        """Return the summed cross-entropy, 0 on ranks without the head."""
+        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        passes = list(
+            forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
+        )
+        for one, received in self._with_messages(passes, micros):
+            inputs = micros[one.micro_batch].input_ids if received is None else received
+            outputs = self._forward(one, inputs, micros, z_loss=0.0)
+            if isinstance(outputs, LossParts):
+                loss_sum += outputs.cross_entropy
+            else:
+                self._send(outputs, one)
+        self._edges.finish_sends()
+        return loss_sum
+
+    def _with_messages(self, passes: Sequence[StagePass], micros: Sequence[MicroBatch]):
+        """Yield each pass with the tensor that it receives, or None; receives are posted one pass ahead."""
+        waits: dict[int, Callable[[], Tensor] | None] = {}
+        for index, one in enumerate(passes):
+            for ahead in range(index, min(index + 2, len(passes))):
+                if ahead not in waits:
+                    waits[ahead] = self._post_receive(passes[ahead], micros)
+            wait = waits.pop(index)
+            yield one, None if wait is None else wait()
+
+    def _post_receive(self, one: StagePass, micros: Sequence[MicroBatch]) -> Callable[[], Tensor] | None:
+        stage = self._stage_index(one)
+        if stage == (0 if one.is_forward else self._n_stages - 1):
+            return None
+        n_rows, seq_len = micros[one.micro_batch].input_ids.shape
+        hidden_size = self._stages[0].config.hidden_size
+        shape = (n_rows, self._layout.positions_per_rank(seq_len), hidden_size)
+        buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
+        return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
+
+    def _forward(
+        self, one: StagePass, inputs: Tensor, micros: Sequence[MicroBatch], z_loss: float
+    ) -> Tensor | LossParts:
+        micro = micros[one.micro_batch]
+        return self._stages[one.chunk](inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)
+
+    def _send(self, tensor: Tensor, one: StagePass) -> None:
+        stage = self._stage_index(one)
+        self._edges.send(tensor, stage + 1 if one.is_forward else stage - 1)
+
+    def _stage_index(self, one: StagePass) -> int:
+        return self._layout.pp_rank + one.chunk * self._layout.pp
+
+    @property
+    def _n_stages(self) -> int:
+        return self._layout.pp * len(self._stages)
+
+
+class TiedGradient:
+    """Sum of the gradients of a tied weight over the first and the last stage.
+
+    Creating it is collective over all ranks; no effect on those of other stages.
+
+    Args:
+        name: the weight.
+        mesh_layout: this rank's coordinates.
+        timeout_s: timeout of the collective.
+    """
+
+    def __init__(self, name: str, mesh_layout: MeshLayout, timeout_s: float) -> None:
+        self._name, self._group = name, new_pipeline_groups(mesh_layout, (0, mesh_layout.pp - 1), timeout_s)
+
+    def all_reduce(self, gradients: Mapping[str, Tensor]) -> None:
+        """Sum the gradient over both ranks, in place; the result is equal bit for bit."""
+        if self._group is not None:
+            dist.all_reduce(gradients[self._name], group=self._group)
