@@ -277,7 +277,7 @@ def test_two_data_parallel_ranks_give_what_one_process_of_the_cpu_backend_gives(
         for key, tensor in one["weights"].items():
             assert rank["weights"][key] == pytest.approx(tensor, rel=1e-9, abs=1e-12), key
     assert not np.isfinite(one["numbers"][BAD][0])
-    assert found[0]["evaluated"][0] == pytest.approx(one["evaluated"][0], rel=1e-11)
+    assert_evaluated(found, one, dp=2, rel=1e-11)
 
 
 PP2, PP3 = "parallel.pp=2", "parallel.pp=3"
@@ -311,14 +311,22 @@ def test_stages_give_what_one_process_of_the_cpu_backend_gives(ranks, name: str)
         assert rank["numbers"] == [pytest.approx(pair, rel=near, nan_ok=True) for pair in one["numbers"]]
         assert rank["steps"] == len(RATES) - 1
         assert rank["evaluated"] == found[0]["evaluated"]
-    assert found[0]["evaluated"][0] == pytest.approx(one["evaluated"][0], rel=near)
     n_stages = 2 if PP2 in sets else 3
+    assert_evaluated(found, one, dp=n // n_stages // (2 if "parallel.tp=2" in sets else 1), rel=near)
     for rank in found:
         assert_graphs(rank, n_stages=n_stages)
     if shape.tied:  # both copies went the same way, to the last bit
         of_stage = n // n_stages
         for first, last in zip(found[:of_stage], found[-of_stage:], strict=True):
             assert np.array_equal(first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"])
+
+
+def assert_evaluated(found: list[dict[str, Any]], one: dict[str, Any], *, dp: int, rel: float) -> None:
+    """Every rank has the loss of all rows, and the tokens that the batches of the data-parallel ranks count."""
+    loss, tokens = one["evaluated"]
+    assert tokens > 0
+    for rank in found:
+        assert rank["evaluated"] == (pytest.approx(loss, rel=rel), dp * tokens)
 
 
 def assert_graphs(rank: dict[str, Any], *, n_stages: int) -> None:

@@ -123,13 +123,6 @@ class ComputeBackend(Protocol):
         """
         ...
 
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum a small tensor over data-parallel ranks and stages.
-
-        Each tensor-parallel group counts once.
-        """
-        ...
-
     def mark_step(self) -> None:
         """End the graph of a lazy device; no-op on other devices."""
         ...

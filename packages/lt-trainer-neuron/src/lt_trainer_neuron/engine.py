@@ -10,6 +10,7 @@ Cost: nothing beyond the backend's; the slices are computed once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -94,21 +95,23 @@ class NeuronEngine:
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in zip(losses, norms, strict=True)]
 
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
-        """Return the summed loss in nats and the number of valid tokens over all ranks' batches."""
+        """Return the summed loss in nats and the number of valid tokens over all ranks' batches.
+
+        Sums are made on the host: with `bf16_sr` a device has 8 bits for a number.
+        """
+        losses: list[Tensor] = []
+        tokens = 0
         with translate_dist_errors():
-            losses: list[Tensor] = []
-            tokens = 0
             for batch in batches:
                 losses.append(self.backend.validate(batch))
                 tokens += batch.valid_tokens
                 self.backend.mark_step()
-            loss = torch.stack(losses).sum() if losses else torch.zeros((), dtype=torch.float64)
-            # Every stage reads the same rows: only the last one counts their tokens.
-            counted = torch.tensor(float(tokens if self.backend.grid.is_last_stage else 0), dtype=torch.float64)
-            totals = self.backend.all_reduce_sum(torch.stack((loss, counted.to(loss))))
-            self.backend.mark_step()
-            loss_sum, tokens = self.backend.fetch_scalars(list(totals.unbind()))
-        return loss_sum, int(tokens)
+            loss_sum = math.fsum(self.backend.fetch_scalars(losses))
+        # Tensor-parallel ranks and stages read the same rows; the last stage has their loss.
+        grid = self.backend.grid
+        is_counted = grid.tp_rank == 0 and grid.is_last_stage
+        totals = self.control.all_gather([loss_sum, tokens] if is_counted else [0.0, 0])
+        return math.fsum(loss for loss, _ in totals), sum(count for _, count in totals)
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Return no files: this engine has no per-step profiling."""

@@ -23,7 +23,6 @@ from lt_trainer.engine import Device, StepBatch, Stopwatch, World
 from lt_trainer.timing import HostStopwatch
 from lt_trainer.torch import GlooControl, micro_batches_to_device, translate_dist_errors, weight_decay_names
 from lt_trainer_neuron.compute_backend import RowSlice
-from lt_trainer_neuron.cpu.collectives import all_reduce_sum
 from lt_trainer_neuron.cpu.pipeline import PipelineSchedule
 from lt_trainer_neuron.cpu.process_groups import ProcessGroups, init_process_group
 from lt_trainer_neuron.cpu.stage import CpuPipelineStage, MicroBatch
@@ -117,10 +116,6 @@ class CpuBackend:
     def validate(self, batch: StepBatch) -> Tensor:
         """Return the summed loss of this rank's rows."""
         return self._pipeline.validate(self._micro_batches(batch))
-
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks and stages."""
-        return all_reduce_sum(values * float(self.grid.tp_rank == 0), self._groups.world)
 
     def mark_step(self) -> None:
         """Do nothing: execution is eager."""

@@ -215,10 +215,6 @@ class NxdBackend:
         """Return the summed loss of this rank's rows."""
         return self._schedule.validate(load_micro_batches(batch, self._tensor_device))
 
-    def all_reduce_sum(self, values: Tensor) -> Tensor:
-        """Sum over data-parallel ranks and stages."""
-        return self._collectives.all_reduce_sum(self._collectives.all_reduce_sum(values, "dp"), "pp")
-
     def mark_step(self) -> None:
         """End the graph."""
         self._tensor_device.mark_step()
