@@ -318,11 +318,6 @@ INTERLEAVED = ["engine.gpu.pipeline_stages_per_rank=2", "model.n_layers=4"]
             r"batch.ramp.start = 3, batch.ramp.increment = 1: .*every step needs a multiple of 2 rows",
         ),
         (
-            ["parallel.cp=2"],
-            World(size=2, local_size=2),
-            r"parallel.cp = 2: context .* set parallel.cp to 1",
-        ),
-        (
             ["parallel.tp=4", "model.n_kv_heads=2", "model.intermediate_size=2048"],
             World(size=4, local_size=4),
             r"parallel.tp = 4, model.n_kv_heads = 2: each rank needs whole key and value heads.* to a divisor of 2,",

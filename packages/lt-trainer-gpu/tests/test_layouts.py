@@ -106,6 +106,7 @@ TP2, TP4 = "parallel.tp=2", "parallel.tp=4"
 SP, HSDP = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
 FULL, SELECTIVE = "engine.gpu.activation_checkpointing=full", "engine.gpu.activation_checkpointing=selective"
 PADDED, KEEP = "engine.gpu.pad_vocab_to_multiple_of=16", "engine.gpu.reshard_after_forward=false"
+CP2, CP4 = "parallel.cp=2", "parallel.cp=4"
 EACH, DECAY = "engine.gpu.reduce_each_micro_batch=true", "optimizer.decay_embeddings=true"
 
 LAYOUTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
@@ -125,6 +126,13 @@ LAYOUTS: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "fsdp-tp-sp": (4, 1, True, (TP2, SP, SELECTIVE)),
     "fsdp-tp-reduce-each": (4, 1, False, (TP2, EACH, FULL)),
     "hsdp-tp-as-ddp": (4, 1, False, (TP2, SP, HSDP, KEEP)),
+    "cp": (2, 4, False, (CP2,)),
+    "cp-keep-weights": (2, 2, True, (CP2, KEEP, FULL, PADDED)),
+    "cp4-dense": (4, 8, False, (CP4, "engine.gpu.attention=reference", SELECTIVE)),
+    "fsdp-cp": (4, 2, True, (CP2, SELECTIVE, EACH)),
+    "cp-tp": (4, 4, False, (CP2, TP2, PADDED)),
+    "cp-tp-sp": (4, 1, True, (CP2, TP2, SP, FULL)),
+    "hsdp-cp": (4, 2, False, (CP2, HSDP)),
 }
 
 FIVE_LAYERS = "model.n_layers=5"
@@ -143,6 +151,7 @@ PIPELINES: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
     "pp-tp-sp-tied": (4, 2, True, (PP2, TP2, SP)),
     "pp-interleaved-tp": (4, 1, False, (PP2, INTERLEAVED, TP2)),
     "pp-fsdp-tp-sp": (8, 1, True, (PP2, TP2, SP)),
+    "pp-cp-tied": (4, 2, True, (PP2, CP2)),
 }
 
 
@@ -285,6 +294,8 @@ BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
         (False, (4, (HSDP, *BF16)), (4, (TP4, *BF16))),
         (True, (2, (PP2,)), (2, (TP2, SP))),
         (True, (2, ()), (4, (PP2, TP2))),
+        (True, (4, (CP2, HSDP)), (2, (TP2, SP))),
+        (False, (2, (HSDP,)), (4, (CP2, TP2))),
     ],
     ids=[
         "hsdp-tp-to-one",
@@ -293,6 +304,8 @@ BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
         "hsdp-to-tp4-bf16",
         "pp-to-tp",
         "fsdp-to-pp-tp",
+        "hsdp-cp-to-tp-sp",
+        "ddp-to-cp-tp",
     ],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, tied, first, second) -> None:
@@ -322,8 +335,8 @@ def with_a_bad_step(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list
 @pytest.mark.guarantee("skip-on-all-ranks")
 @pytest.mark.parametrize(
     ("n", "sets"),
-    [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,)), (4, (PP2,))],
-    ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp", "pp-fsdp"],
+    [(4, (TP2, HSDP)), (4, (TP2, SP, *BF16)), (2, (HSDP,)), (4, (PP2,)), (4, (CP2,))],
+    ids=["ddp-tp", "fsdp-tp-sp-bf16", "ddp", "pp-fsdp", "fsdp-cp"],
 )
 def test_a_step_that_one_rank_finds_infinite_is_skipped_by_all(ranks, n: int, sets: tuple[str, ...]) -> None:
     answers = ranks.run(with_a_bad_step, sets, ranks=n)
@@ -342,14 +355,14 @@ def timeouts(sets: tuple[str, ...]) -> set[float]:
     engine = open_engine(sets, tied=False)
     groups = [group for group in c10d._world.pg_map if group.size() > 1]
     found = {group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups}
-    assert len(groups) == 4, "all ranks, those that talk to the loop, and two axes"
+    assert len(groups) == 5, "all ranks, those that talk to the loop, and three axes"
     engine.close()
     return found
 
 
 def test_every_group_of_ranks_waits_longer_than_the_watchdog(ranks) -> None:
     """Torch gives groups of a mesh its own timeout; NCCL's is shorter than the watchdog's."""
-    assert ranks.run(timeouts, (TP2, "fault_tolerance.hang_timeout_s=1000"), ranks=4) == [{1530.0}] * 4
+    assert ranks.run(timeouts, (TP2, CP2, "fault_tolerance.hang_timeout_s=1000"), ranks=4) == [{1530.0}] * 4
 
 
 def traffic(sets: tuple[str, ...]) -> dict[str, int]:
@@ -402,9 +415,38 @@ def test_accumulation_reduces_no_more_than_it_must(ranks, n: int, sets: tuple[st
 
 @pytest.mark.guarantee("layout-parity")
 @pytest.mark.slow
-@pytest.mark.parametrize("sequence", [(), (SP,)], ids=["tp", "tp-sp"])
-def test_eight_ranks_in_three_axes_train_as_one_process(ranks, alone, sequence: tuple[str, ...]) -> None:
-    compare(alone(True), ranks.run(train, (TP2, HSDP, *sequence), True, 1, ranks=8, timeout_s=300))
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (TP2, HSDP),
+        (TP2, HSDP, SP),
+        (TP2, HSDP, CP2),
+        (TP2, CP2, SP, EACH),
+        (CP4, HSDP, KEEP),
+        (PP2, CP2, TP2, SP, SELECTIVE),
+        (PP2, CP2, EACH),
+    ],
+    ids=["hsdp-tp", "hsdp-tp-sp", "hsdp-cp-tp", "fsdp-cp-tp-sp", "hsdp-cp4", "pp-cp-tp-sp", "pp-fsdp-cp"],
+)
+def test_eight_ranks_in_several_axes_train_as_one_process(ranks, alone, sets: tuple[str, ...]) -> None:
+    compare(alone(True), ranks.run(train, sets, True, 1, ranks=8, timeout_s=300))
+
+
+@pytest.mark.guarantee("layout-parity")
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", [(), (FULL,), (SELECTIVE,)], ids=["keep", "full", "selective"])
+@pytest.mark.parametrize("reduce", [(), (KEEP,), (EACH,)], ids=["once", "keep-weights", "reduce-each"])
+@pytest.mark.parametrize(
+    ("n", "axes"),
+    [(2, (CP2,)), (4, (CP4,)), (4, (CP2,)), (4, (CP2, HSDP)), (4, (CP2, TP2)), (4, (CP2, TP2, SP))],
+    ids=["cp", "cp4", "fsdp-cp", "hsdp-cp", "cp-tp", "cp-tp-sp"],
+)
+def test_context_parallel_layouts_train_as_one_process(ranks, alone, n: int, axes, reduce, recompute) -> None:
+    """Tied and untied, padded or not, one row or several, with a z-loss or without, each with some of the options."""
+    more = ("optimizer.z_loss=0.02",) if recompute else ()
+    tied, padded = bool(reduce), (PADDED,) if recompute != reduce else ()
+    found = ranks.run(train, (*axes, *reduce, *recompute, *padded, *more), tied, 2 if reduce else 1, ranks=n)
+    compare(alone(tied, *more), found)
 
 
 COMPILE, FLOAT32 = "engine.gpu.compile=true", "engine.gpu.dtype=float32"
@@ -419,6 +461,10 @@ COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
     "tp-sp": (2, (TP2, SP)),
     "fsdp-tp-sp": (4, (TP2, SP)),
     "fsdp-tp-sp-selective": (4, (TP2, SP, SELECTIVE)),
+    "cp": (2, (CP2,)),
+    "cp-full": (2, (CP2, FULL)),
+    "fsdp-cp-selective": (4, (CP2, SELECTIVE)),
+    "cp-tp-sp": (4, (CP2, TP2, SP)),
 }
 
 

@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.config import MetricsOptions, Recipe
 
-UNSUPPORTED_AXES = {
-    "cp": "context parallelism is not supported: a row's positions stay on one tensor-parallel group",
-}
+CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
+"""Attention backends that take the keys of all context-parallel ranks."""
 
 COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests."""
@@ -33,11 +32,6 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
         RecipeError: naming field, value and remedy.
     """
     parallel, model, options = recipe.parallel, recipe.model, recipe.engine["gpu"]
-    for axis, problem in UNSUPPORTED_AXES.items():
-        if getattr(parallel, axis) != 1:
-            raise RecipeError(
-                problem, values={f"parallel.{axis}": getattr(parallel, axis)}, remedy=f"set parallel.{axis} to 1"
-            )
     for name, problem in (
         ("n_kv_heads", "each rank needs whole key and value heads"),
         ("n_heads", "each rank needs whole attention heads"),
@@ -50,6 +44,8 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
                 values={"parallel.tp": parallel.tp, f"model.{name}": getattr(model, name)},
                 remedy=f"set parallel.tp to a divisor of {fits}, and use more data-parallel ranks instead",
             )
+    if parallel.cp > 1:
+        _check_context_parallel(recipe)
     min_seq_len = recipe.data.row_lengths[-1]
     if parallel.sequence_parallel and min_seq_len % parallel.tp:
         name, known = ("min_seq_len", "") if min_seq_len < recipe.data.seq_len else ("seq_len", " (SEQ_LEN)")
@@ -59,7 +55,7 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
             remedy=f"set data.{name}{known} to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
         )
     _check_pipeline(recipe, world_size)
-    if parallel.data_parallel_size(world_size) == 1:
+    if parallel.data_parallel_size(world_size) * parallel.cp == 1:
         _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
         _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
 
@@ -91,6 +87,28 @@ def _check_pipeline(recipe: Recipe, world_size: int) -> None:
             f"every step needs a multiple of {rows} rows",
             values=values | sizes,
             remedy=f"set the batch (and its ramp) to multiples of {rows}, or engine.gpu.pipeline_stages_per_rank to 1",
+        )
+
+
+def _check_context_parallel(recipe: Recipe) -> None:
+    """Reject rows that do not divide into equal chunks, and attention with as many keys as queries only."""
+    parallel, attention = recipe.parallel, recipe.engine["gpu"].attention
+    divisor = math.lcm(2, parallel.tp if parallel.sequence_parallel else 1) * parallel.cp
+    for length in recipe.data.row_lengths:
+        if length % divisor:
+            name = "min_seq_len" if length < recipe.data.seq_len else "seq_len"
+            also = ", each of them over its tensor-parallel ranks" if divisor > 2 * parallel.cp else ""
+            raise RecipeError(
+                f"each context-parallel rank has two equal chunks of every row{also}",
+                values={f"data.{name}": length, "parallel.cp": parallel.cp},
+                remedy=f"set data.{name}{' (SEQ_LEN)' * (name == 'seq_len')} to a multiple of {divisor}, or lower "
+                "parallel.cp",
+            )
+    if attention not in CONTEXT_PARALLEL_ATTENTION:
+        raise RecipeError(
+            "this attention backend takes as many keys as queries; context-parallel ranks have keys of other ranks too",
+            values={"engine.gpu.attention": attention, "parallel.cp": parallel.cp},
+            remedy=f"set engine.gpu.attention to one of {', '.join(CONTEXT_PARALLEL_ATTENTION)}, or parallel.cp to 1",
         )
 
 

@@ -210,7 +210,14 @@ class GpuEngine:
         return PendingStep(loss, grad_norm)
 
     def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
-        return micro_batches(batch, self._torch_device, fixed_boundaries=self._options.compile is True)
+        layout = self._mesh_layout
+        return micro_batches(
+            batch,
+            self._torch_device,
+            fixed_boundaries=self._options.compile is True,
+            cp=layout.cp,
+            cp_rank=layout.cp_rank,
+        )
 
     def _open_runner(self, timeout_s: float) -> None:
         """Set the runner of passes, and what adds up a tied weight's gradients over two stages."""
@@ -265,7 +272,8 @@ class GpuEngine:
         with translate_dist_errors():
             for batch in batches:
                 totals[0] += self._runner.forward(self._micro_batches(batch)).to(totals.device)
-                totals[1] += batch.valid_tokens
+                # Context-parallel ranks compute their own part of a row's loss, and all know its number of tokens.
+                totals[1] += batch.valid_tokens * (self._mesh_layout.cp_rank == 0)
             totals *= self._is_loss_reporter
             if self.topology.world_size > 1:
                 dist.all_reduce(totals)

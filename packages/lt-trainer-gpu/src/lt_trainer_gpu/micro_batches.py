@@ -16,6 +16,7 @@ from lt_model.documents import DocumentBoundaries
 from lt_model.loss import LossParts
 from lt_trainer.engine import StepBatch
 from lt_trainer.torch import micro_batches_to_device
+from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
 from lt_trainer_gpu.devices import accumulation_dtype
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.model import LlamaStage
@@ -25,10 +26,10 @@ class MicroBatch(NamedTuple):
     """Rows of one forward and backward pass.
 
     Attributes:
-        input_ids: int64 [B, T].
+        input_ids: int64 [B, T], under context parallelism this rank's positions of the rows.
         position_ids: int64 [B, T].
         labels: int64 [B, T].
-        boundaries: document boundaries, on the host.
+        boundaries: document boundaries, on the host; under context parallelism `QuerySegments`.
     """
 
     input_ids: Tensor
@@ -37,21 +38,27 @@ class MicroBatch(NamedTuple):
     boundaries: DocumentBoundaries
 
 
-def micro_batches(batch: StepBatch, device: torch.device, *, fixed_boundaries: bool) -> list[MicroBatch]:
-    """Return the micro-batches of a step on the device; does not synchronize.
+def micro_batches(
+    batch: StepBatch, device: torch.device, *, fixed_boundaries: bool, cp: int = 1, cp_rank: int = 0
+) -> list[MicroBatch]:
+    """Return this rank's positions of a step's micro-batches on the device; does not synchronize.
 
     Args:
         batch: arrays [M, B, T].
         device: the rank's device.
         fixed_boundaries: keep the empty documents that pad the boundaries to one length, as compiled blocks need.
+        cp: context-parallel ranks, of which each has its positions of every row.
+        cp_rank: this rank's index among them.
     """
-    arrays = (batch.input_ids, batch.position_ids, batch.labels)
+    (_, n_rows, seq_len), found = batch.input_ids.shape, []
+    arrays = (rank_positions(array, cp, cp_rank) for array in (batch.input_ids, batch.position_ids, batch.labels))
     tensors = zip(*(micro_batches_to_device(array, device) for array in arrays), strict=True)
-    found = []
     for cu_seqlens, (ids, positions, labels) in zip(batch.cu_seqlens, tensors, strict=True):
         if not fixed_boundaries:
-            cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, ids.numel()) + 1]
-        boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), *ids.shape)
+            cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, n_rows * seq_len) + 1]
+        boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), n_rows, seq_len)
+        if cp > 1:
+            boundaries = split_boundaries(boundaries, cp, cp_rank, fixed_length=fixed_boundaries)
         found.append(MicroBatch(ids, positions, labels, boundaries))
     return found
 

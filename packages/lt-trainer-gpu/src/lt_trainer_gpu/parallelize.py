@@ -1,8 +1,8 @@
-"""Parallelism applied to a model from outside: TP, activation checkpointing, compile, FSDP2.
+"""Parallelism applied to a model from outside: TP, CP, activation checkpointing, compile, FSDP2.
 
-The order matters. Tensor parallelism first: it decides what a block computes. Activation checkpointing next, inside the
-compiled region, so that the compiler sees the recomputation. Then each block is compiled, as one graph. FSDP last,
-around everything: its hooks gather a block's weights before and free them after, in eager mode.
+The order matters. Tensor and context parallelism first: they decide what a block computes. Activation checkpointing
+next, inside the compiled region, so that the compiler sees the recomputation. Then each block is compiled, as one
+graph. FSDP last, around everything: its hooks gather a block's weights before and free them after, in eager mode.
 
 FSDP2 (`fully_shard`) on every block, on embedding and head where they are not tied, and on the root: each rank keeps
 its slice of the parameters in the master dtype, gathers a module's weights in the compute dtype just before use and
@@ -55,6 +55,12 @@ def parallelize(
     """
     # Imported on use: DTensor's import takes seconds, and an unsharded model does not need it.
     mesh = _init_mesh(mesh_layout, device_type, timeout_s) if mesh_layout.uses_fsdp or mesh_layout.tp > 1 else None
+    if mesh_layout.cp > 1:
+        from lt_trainer_gpu.context_parallel import apply_context_parallel, init_context_parallel_group
+
+        cp_group = init_context_parallel_group(mesh_layout, timeout_s)
+        for stage in stages:
+            apply_context_parallel(stage, cp_group)
     for stage in stages:
         if mesh_layout.tp > 1:
             from lt_trainer_gpu.collectives import TensorParallelGroup

@@ -198,7 +198,7 @@ class PipelineRunner:
             return None
         n_rows, seq_len = micros[one.micro_batch].input_ids.shape
         hidden_size = self._stages[0].config.hidden_size
-        shape = (n_rows, self._layout.positions_per_rank(seq_len), hidden_size)
+        shape = (n_rows, self._layout.positions_per_rank(seq_len * self._layout.cp), hidden_size)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
 

@@ -21,7 +21,7 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 class GpuSpec:
-    """Torch-native engine spec: FSDP2 and tensor parallelism, on CUDA and with the same code on CPU."""
+    """Torch-native engine spec: FSDP2, TP and CP, on CUDA and with the same code on CPU."""
 
     name = "gpu"
     options = GpuOptions

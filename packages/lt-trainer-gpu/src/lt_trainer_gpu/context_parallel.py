@@ -1,0 +1,246 @@
+"""Context parallelism applied from outside: attention of a rank's positions over the keys of all.
+
+Only attention looks beyond a position, so it alone communicates. Its keys and values are gathered over the ranks, the
+runs that this rank's queries see are selected (`context_parallel_rows`), and attention runs as over documents, with
+other lengths of keys than of queries. In the backward pass the gradients of the selected keys are added up where they
+belong, and summed over the ranks by a reduce-scatter. Everything else (projections, norms, feed-forward, loss) works on
+B * T/n positions and never knows; weights are sharded by FSDP over the ranks too, which also sums their gradients.
+
+Attention backends: "varlen" (torch's kernel, on CUDA), "split" (one call per segment, on a CPU), and "sdpa" and
+"reference" with a dense mask of [B, 1, T/n, T]. "auto" takes the first of these that can run.
+
+Cost per layer: an all-gather each of 2 * B * T * G * K numbers forward and a reduce-scatter of as many backward; one
+copy of the selected keys and values. Memory: gathered keys and values live only until they are selected. The selected
+ones are kept for the backward pass as attention's input, (n + 1/2)/n of the gathered ones at most and as little as the
+rank's own with short documents; with activation checkpointing "full" or "selective" they are not kept, but gathered
+again in the backward pass.
+
+Shapes: B rows, T positions of a row, H query heads, G key/value heads, K head_dim, n ranks, N = n * B * T/n gathered
+keys, P selected keys, L = B * T/n queries of this rank, S = T key positions of a dense mask.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lt_model.attention import AttentionBackend, unavailable_reason
+from lt_model.documents import DocumentBoundaries, torch_varlen_metadata
+from lt_model.sdpa import reference_attention, sdpa_attention
+from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
+from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.model import LlamaStage
+
+_ops = torch.ops._c10d_functional  # as in collectives.py
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextParallelGroup:
+    """Context-parallel process group.
+
+    Attributes:
+        size: number of ranks.
+        group_name: name of the process group.
+    """
+
+    size: int
+    group_name: str
+
+
+class DenseMask(NamedTuple):
+    """Mask of "sdpa" and "reference": all keys in the rows' order, and a bias."""
+
+    key_index: Tensor
+    bias: Tensor
+
+
+class SplitMask(NamedTuple):
+    """Mask of "split": numbers of queries and of keys by segment."""
+
+    key_index: Tensor
+    query_lengths: list[int]
+    key_lengths: list[int]
+
+
+class VarlenMask(NamedTuple):
+    """Mask of "varlen": bounds of queries and of keys by segment, and the kernel's options."""
+
+    key_index: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_q: int
+    max_k: int
+    kernel_options: dict[str, Any]
+
+
+def init_context_parallel_group(mesh_layout: MeshLayout, timeout_s: float) -> ContextParallelGroup:
+    """Return this rank's group; every rank of the run must call it."""
+    mesh = torch.arange(mesh_layout.world_size).view(-1, mesh_layout.cp, mesh_layout.tp)
+    ranks = mesh.transpose(1, 2).reshape(-1, mesh_layout.cp).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=datetime.timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup), "each rank is in one group"
+    return ContextParallelGroup(size=mesh_layout.cp, group_name=group.group_name)
+
+
+def apply_context_parallel(stage: LlamaStage, cp_group: ContextParallelGroup) -> None:
+    """Replace the attention of `stage`, in place.
+
+    Its inputs are then this rank's positions, and `QuerySegments` as boundaries.
+    """
+    backend = context_parallel_backend(stage._attention_backend, cp_group)
+    stage._attention_backend = backend
+    for block in stage.blocks:
+        block.self_attn.attend = backend.attend
+
+
+def context_parallel_backend(backend: AttentionBackend, cp_group: ContextParallelGroup) -> AttentionBackend:
+    """Return `backend` over the keys of all ranks."""
+    make_mask, attend_dense = _MASK_FACTORIES[backend.name], _DENSE_ATTENTION.get(backend.name, sdpa_attention)
+
+    def attend(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, mask: DenseMask | SplitMask | VarlenMask) -> Tensor:
+        k_PGK, v_PGK = gather_keys(k_BTGK, v_BTGK, mask.key_index, cp_group)
+        if isinstance(mask, DenseMask):
+            rows = (q_BTHK.shape[0], -1, *k_PGK.shape[1:])
+            return attend_dense(q_BTHK, k_PGK.view(rows), v_PGK.view(rows), mask.bias)
+        q_LHK = q_BTHK.flatten(0, 1)
+        if isinstance(mask, SplitMask):
+            out_LHK = _attend_split(q_LHK, k_PGK, v_PGK, mask)
+        else:
+            out_LHK = _attend_varlen(q_LHK, k_PGK, v_PGK, mask)
+        return out_LHK.view(q_BTHK.shape)
+
+    return replace(backend, attend=attend, mask_factory=make_mask)
+
+
+def gather_keys(
+    k_BTGK: Tensor, v_BTGK: Tensor, key_index_P: Tensor, cp_group: ContextParallelGroup
+) -> tuple[Tensor, Tensor]:
+    """Return the keys and values of all ranks at `key_index_P`, [P, G, K] each.
+
+    Args:
+        k_BTGK: this rank's keys.
+        v_BTGK: this rank's values.
+        key_index_P: places among the N gathered ones; those equal to N are padding and take no gradient.
+        cp_group: the ranks.
+    """
+    return _GatherKeys.apply(k_BTGK, v_BTGK, key_index_P, cp_group)
+
+
+class _GatherKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k_BTGK: Tensor, v_BTGK: Tensor, key_index_P: Tensor, cp_group: ContextParallelGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.cp_group, ctx.shape = cp_group, k_BTGK.shape
+        ctx.save_for_backward(key_index_P)
+        gathering = [
+            _ops.all_gather_into_tensor(x.flatten(0, 1).contiguous(), cp_group.size, cp_group.group_name)
+            for x in (k_BTGK, v_BTGK)
+        ]
+        present_P = key_index_P.clamp(max=k_BTGK.shape[0] * k_BTGK.shape[1] * cp_group.size - 1)
+        k_PGK, v_PGK = (_ops.wait_tensor(x).index_select(0, present_P) for x in gathering)
+        return k_PGK, v_PGK
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dk_PGK: Tensor, dv_PGK: Tensor
+    ) -> tuple[Tensor, Tensor, None, None]:
+        (key_index_P,) = ctx.saved_tensors
+        size, group_name = ctx.cp_group.size, ctx.cp_group.group_name
+        n_gathered = ctx.shape[0] * ctx.shape[1] * size
+        scattering = []
+        for upstream in (dk_PGK, dv_PGK):
+            # A last row for padding: kernels leave gradients of keys that no segment has unwritten.
+            summed = upstream.new_zeros(n_gathered + 1, *upstream.shape[1:]).index_add_(0, key_index_P, upstream)
+            scattering.append(_ops.reduce_scatter_tensor(summed[:-1], "sum", size, group_name))
+        dk_BTGK, dv_BTGK = (_ops.wait_tensor(x).view(ctx.shape) for x in scattering)
+        return dk_BTGK, dv_BTGK, None, None
+
+
+def _attend_split(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: SplitMask) -> Tensor:
+    parts = zip(
+        q_LHK.split(mask.query_lengths),
+        k_PGK.split(mask.key_lengths),
+        v_PGK.split(mask.key_lengths),
+        strict=True,
+    )
+    return torch.cat([sdpa_attention(q[None], k[None], v[None], None)[0] for q, k, v in parts])
+
+
+def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeats = q_LHK.shape[1] // k_PGK.shape[1]
+    if repeats > 1 and "enable_gqa" not in mask.kernel_options:
+        k_PGK, v_PGK = (x.repeat_interleave(repeats, dim=1) for x in (k_PGK, v_PGK))
+    # Other bounds of keys than of queries: torch takes its flash kernel, whose causal triangle ends at the last key.
+    _, cu_seqlens_q, cu_seqlens_k, max_q, max_k, options = mask
+    out = varlen_attn(q_LHK, k_PGK, v_PGK, cu_seqlens_q, cu_seqlens_k, max_q, max_k, **options)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> DenseMask:
+    segments = _as_segments(boundaries)
+    first_BT, last_BT = (_to_device(x, device)[:, :, None] for x in segments.visible_keys())
+    key_S = torch.arange(segments.seq_len * segments.cp, device=device)
+    hidden_BTS = (key_S < first_BT) | (key_S > last_BT)
+    bias = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device).masked_fill_(hidden_BTS, float("-inf"))[:, None]
+    order = torch.from_numpy(gathered_order(segments.n_rows, segments.seq_len, segments.cp).copy())
+    return DenseMask(_to_device(order, device), bias)
+
+
+def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> SplitMask:
+    segments = _as_segments(boundaries)
+    lengths = segments.cu_seqlens.diff().tolist(), segments.cu_seqlens_k.diff().tolist()
+    return SplitMask(_to_device(segments.key_index(), device), *lengths)
+
+
+def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> VarlenMask:
+    segments = _as_segments(boundaries)
+    queries = torch_varlen_metadata(segments, device)
+    return VarlenMask(
+        _to_device(segments.key_index(), device),
+        queries.cu_seqlens,
+        _to_device(segments.cu_seqlens_k, device),
+        queries.max_seqlen,
+        segments.seq_len * segments.cp,
+        queries.kernel_options,
+    )
+
+
+def _auto_mask(
+    boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype
+) -> DenseMask | SplitMask | VarlenMask:
+    if device.type == "cpu":
+        return _split_mask(boundaries, device, dtype)
+    if device.type == "cuda" and unavailable_reason("varlen", "cuda", dtype) is None:
+        return _varlen_mask(boundaries, device, dtype)
+    return _dense_mask(boundaries, device, dtype)
+
+
+def _as_segments(boundaries: DocumentBoundaries) -> QuerySegments:
+    assert isinstance(boundaries, QuerySegments), "boundaries of whole rows; take split_boundaries"
+    return boundaries
+
+
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without synchronizing with the device."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+_MaskFactory = Callable[[DocumentBoundaries, torch.device, torch.dtype], Any]
+_MASK_FACTORIES: dict[str, _MaskFactory] = {
+    "auto": _auto_mask,
+    "reference": _dense_mask,
+    "sdpa": _dense_mask,
+    "split": _split_mask,
+    "varlen": _varlen_mask,
+}
+_DENSE_ATTENTION = {"reference": reference_attention}
