@@ -1,0 +1,183 @@
+"""Every mesh against one process in float64: the product of all axes is made here, and each cell is proved or refused.
+
+A cell is a mesh (pipeline schedule, context, tensor and sequence parallelism, data parallelism), an optimizer and tied
+or untied weights; size of a micro-batch, recomputation and FSDP's options are drawn for each cell. It has three steps
+on rows of several documents with clipping at work, and a validation; losses, norms, every gradient and every weight
+must equal those of one process. What `check` refuses must name a field and a remedy.
+
+A seeded sample runs in CI (LT_SEED chooses another one), all of it by `tools/slow.py`.
+"""
+
+import itertools
+import os
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from lt_model import LlamaConfig
+from lt_trainer.config.recipe import load
+from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import NamedTensors, TrainResult, assemble, assert_near
+from lt_trainer_gpu.spec import SPEC
+
+STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS, MAX_RANKS = 3, 8, 16, 61, 5, 8
+BETA1, CLIP = 0.8, 0.3
+N_SAMPLED = 10
+MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": N_LAYERS}
+
+PIPELINES = {
+    "": (),
+    "1f1b": ("parallel.pp=2",),
+    "interleaved": ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2"),
+}
+CONTEXTS = {"": (), "cp": ("parallel.cp=2",)}
+TENSORS = {"": (), "tp": ("parallel.tp=2",), "sp": ("parallel.tp=2", "parallel.sequence_parallel=true")}
+DATA = {"": (), "fsdp": ("parallel.dp_shard=2",), "ddp": ("parallel.dp_replicate=2",)}
+RECOMPUTED = {"": (), "full": ("engine.gpu.activation_checkpointing=full",)} | {
+    "selective": ("engine.gpu.activation_checkpointing=selective",)
+}
+FSDP_OPTIONS = {"": (), "each": ("engine.gpu.reduce_each_micro_batch=true",)} | {
+    "keep": ("engine.gpu.reshard_after_forward=false",)
+}
+OPTIMIZERS = {"adamw": ()}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell: its name, ranks and recipe."""
+
+    name: str
+    ranks: int
+    optimizer: str
+    tied: bool
+    micro_batch_size: int
+    sets: tuple[str, ...]
+
+
+def cells() -> list[Cell]:
+    """Every mesh x optimizer x tied; what is left turns with them."""
+    found = []
+    meshes = itertools.product(PIPELINES, CONTEXTS, TENSORS, DATA, OPTIMIZERS, (False, True))
+    for index, (pp, cp, tp, dp, optimizer, tied) in enumerate(meshes):
+        ranks = 2 ** sum(map(bool, (pp, cp, tp, dp)))
+        if ranks > MAX_RANKS:
+            continue
+        draw = random.Random(index)
+        recompute, fsdp = draw.choice(list(RECOMPUTED)), draw.choice(list(FSDP_OPTIONS))
+        micro_batch_size = draw.choice((1, 2))
+        sharded = FSDP_OPTIONS[fsdp] if cp or dp else ()
+        sets = PIPELINES[pp] + CONTEXTS[cp] + TENSORS[tp] + DATA[dp] + RECOMPUTED[recompute] + sharded
+        names = [pp, cp, tp, dp, optimizer, "tied" if tied else "untied", recompute, fsdp if sharded else ""]
+        name = "-".join([one for one in names if one] + [f"micro{micro_batch_size}"])
+        found.append(Cell(name, ranks, optimizer, tied, micro_batch_size, sets + OPTIMIZERS[optimizer]))
+    return found
+
+
+CELLS = {cell.name: cell for cell in cells()}
+SAMPLE = random.Random(int(os.environ.get("LT_SEED", "20"))).sample(sorted(CELLS), N_SAMPLED)
+
+
+def recipe_of(cell: Cell):
+    base = {
+        "model": {**MODEL, "tie_word_embeddings": cell.tied},
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": cell.micro_batch_size},
+        "optimizer": {"beta1": BETA1, "grad_clip": CLIP, "weight_decay": 0.1, "z_loss": 0.01},
+        "schedule": {"max_steps": STEPS, "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+    return load(base=base, overrides=cell.sets).recipe
+
+
+def train(cell: Cell) -> TrainResult:
+    """One rank's training, in that rank."""
+    recipe, world = recipe_of(cell), World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    shape = {"vocab_size": VOCAB, "max_position_embeddings": SEQ_LEN}
+    config = LlamaConfig(**MODEL, **shape, tie_word_embeddings=cell.tied)
+    engine = SPEC.open(recipe, config, world)
+    batches = layouts.global_batches(STEPS, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    (rest,) = layouts.global_batches(1, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB, seed=9)
+    return layouts.train_steps(engine, batches, rest, cell.micro_batch_size, lambda: engine.state().shards)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks):
+    """One process with attention by the formula and one micro-batch, per optimizer and tied or not."""
+    done: dict[tuple[str, bool], TrainResult] = {}
+
+    def trained(cell: Cell) -> TrainResult:
+        key = (cell.optimizer, cell.tied)
+        if key not in done:
+            sets = ("engine.gpu.attention=reference", *OPTIMIZERS[cell.optimizer])
+            (done[key],) = ranks.run(train, Cell("one", 1, cell.optimizer, cell.tied, ROWS, sets), ranks=1)
+        return done[key]
+
+    return trained
+
+
+def first_gradients(tensors: NamedTensors, norm: float) -> NamedTensors:
+    """The gradients of the first step: a first moment after it is the clipped gradient times 1 - beta1."""
+    scale = min(1.0, CLIP / (norm + 1e-6)) * (1 - BETA1)
+    return {key: tensor / scale for key, tensor in tensors.items() if key[0] == "exp_avg"}
+
+
+def largest_error(found: NamedTensors, wanted: NamedTensors) -> float:
+    assert found.keys() == wanted.keys()
+    return max(float(np.abs(found[key] - wanted[key]).max() / np.abs(wanted[key]).max()) for key in wanted)
+
+
+def find_refusal(cell: Cell) -> RecipeError | None:
+    try:
+        SPEC.check(recipe_of(cell), World(size=cell.ranks, local_size=cell.ranks))
+    except RecipeError as exc:
+        return exc
+    return None
+
+
+def is_refused(cell: Cell) -> bool:
+    """What cannot run, on purpose."""
+    return False
+
+
+def prove(ranks, alone, cell: Cell) -> None:
+    """Train the cell and one process and compare; or show that it is refused with field and remedy."""
+    refusal = find_refusal(cell)
+    assert (refusal is not None) == is_refused(cell), refusal
+    if refusal is not None:
+        assert refusal.values, f"{refusal}: names no field"
+        assert refusal.remedy, f"{refusal}: names no remedy"
+        return
+    one, found = alone(cell), ranks.run(train, cell, ranks=cell.ranks, timeout_s=300)
+    for rank in found:
+        assert rank.losses == found[0].losses
+        assert rank.grad_norms == found[0].grad_norms
+        assert rank.validation == found[0].validation
+    before, after_1, after_all = (
+        (assemble([rank.states[i] for rank in found]), assemble([one.states[i]])) for i in range(3)
+    )
+    assert [key for key in before[1] if before[0][key].tobytes() != before[1][key].tobytes()] == []
+    assert found[0].losses == pytest.approx(one.losses, rel=1e-12)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-10)
+    assert min(one.grad_norms) > CLIP, "clipping must be at work"
+    assert found[0].validation == pytest.approx(one.validation, rel=1e-12)
+    moments = (first_gradients(after_1[0], found[0].grad_norms[0]), first_gradients(after_1[1], one.grad_norms[0]))
+    if moments[1]:
+        assert largest_error(*moments) <= 1e-10
+    assert_near(*after_all, 1e-9)
+
+
+@pytest.mark.guarantee("layout-parity")
+@pytest.mark.parametrize("name", SAMPLE)
+def test_a_sampled_mesh_trains_as_one_process(ranks, alone, name: str) -> None:
+    prove(ranks, alone, CELLS[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CELLS)
+def test_a_mesh_trains_as_one_process(ranks, alone, name: str) -> None:
+    prove(ranks, alone, CELLS[name])
