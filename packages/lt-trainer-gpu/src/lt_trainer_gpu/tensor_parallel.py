@@ -65,7 +65,9 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embeddings of all ids, each from the rank that holds its row."""
-        return reduce_from_tp(vocab_parallel_embedding(input, self.weight, self.vocab_start_index), self.tp_group)
+        x_BTD = reduce_from_tp(vocab_parallel_embedding(input, self.weight, self.vocab_start_index), self.tp_group)
+        # With one row, sequence parallelism returns a view, for which FSDP warns: the hooks on it could be lost.
+        return x_BTD.clone() if x_BTD._is_view() else x_BTD
 
 
 _TENSOR_PARALLEL_CLASSES: dict[type, type] = {

@@ -3,19 +3,28 @@
 The rank's master weights and optimizer state are permanent. The rest varies; the peak is in one of these phases:
 
 - "loss": all activations, the buffers of the chunked loss, the gradients of earlier micro-batches;
+- "head reduction": all activations, and the head's gradient in both dtypes, which is sent first;
 - "last block": start of backward: all activations and the buffers of one block's backward;
 - "first block": end of backward: the gradients of the other blocks, the activations of one block;
 - "block reduction": the gradients of the first two blocks are being reduced;
-- "root reduction": unsharded gradients of embedding and head in both dtypes, besides all others;
+- "embedding reduction": the unsharded gradient of the embedding in both dtypes, besides all others;
 - "optimizer step": all gradients and the temporaries of the update.
 
-Activations shrink block by block while gradients grow, both linearly, so no phase in between can peak. The weights of
-embedding and head stay gathered during a micro-batch; two blocks are gathered at a time, one in use and one prefetched,
-and all-gather output exists twice while it is copied into place. On a device that does not shard its weights and
-computes in a narrower dtype, "gathered weights" are the model's weights beside the master weights.
+Activations shrink block by block while gradients grow, both linearly, so no phase in between can peak.
+
+With FSDP a module's weights are gathered while it computes, and in backward the next block's are being gathered
+beside. What an all-gather returns exists twice while it is copied into place, and the forward pass keeps the last such
+buffer until it ends. The head is gathered for the loss only, and its gradient stays in flight until the next reduction;
+tied to the embedding, it stays gathered, and the gradient stays unsharded, for the whole micro-batch. On a device that
+does not shard its weights and computes in a narrower dtype, "gathered weights" are the model's weights beside the
+master weights.
+
+A block's backward has two peaks: in the feed-forward layer, with all that the block has saved but few gradients, and at
+its end, with all its gradients.
 
 The reserve covers fragmentation in torch's allocator and the memory of CUDA and NCCL outside of it: a share of the peak
-(`RESERVE_SHARE`) plus a fixed size (`RESERVE_BYTES`). Both are assumptions, not measurements.
+(`RESERVE_SHARE`) plus a fixed size (`RESERVE_BYTES`). Both are assumptions, not measurements. The peak without it is
+compared with torch's CUDA allocator, on a device that computes nothing, in lt-trainer-gpu's tests.
 
 Cost: one pass over the parameter table.
 """
@@ -23,7 +32,7 @@ Cost: one pass over the parameter table.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig
@@ -39,8 +48,10 @@ from lt_trainer.planning.layout import PlannedLayout
 
 RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
-GATHERED_BLOCKS = 2
-"""Blocks whose weights are gathered at the same time during backward."""
+ATTENTION_TENSORS = 6
+"""Tensors of the stream's size at the end of a block's backward: gradients of queries, keys, values, output, stream."""
+WORKSPACE_BYTES = 32 * 2**20
+"""cuBLAS's workspace on Hopper and newer, which torch's allocator holds; 8 MiB on older GPUs."""
 UPCAST_BYTES = 256 * 2**20
 """Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""
 UPDATE_TEMPORARIES = 4
@@ -81,6 +92,30 @@ class _Counts:
     root: float
     """Parameters outside the blocks: embedding, last norm, head."""
     head: float
+    """Parameters of the head, as many as of the embedding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """Bytes of gathered weights in the phases of a micro-batch."""
+
+    loss: float
+    start_of_backward: float
+    outside_blocks: float
+    """While no block is gathered."""
+    block: float
+    keeps_blocks: bool
+    prefetched: float
+    """Of the next block, while the one before it computes."""
+    last_buffer: float
+    """Beside the last block, in the first backward after a forward that keeps buffers."""
+    afterwards: float
+
+    def in_block(self, index: int, last: int) -> float:
+        """Return the bytes while block `index` of 0 to `last` runs backward."""
+        n_gathered = index + 1 if self.keeps_blocks else 1
+        prefetched = self.prefetched if index > 0 else 0.0
+        return self.outside_blocks + n_gathered * self.block + prefetched + self.last_buffer * (index == last)
 
 
 def plan_memory(
@@ -90,6 +125,7 @@ def plan_memory(
     *,
     loss_chunk_rows: int | None = None,
     upcast_bytes: int = UPCAST_BYTES,
+    workspace_bytes: int = WORKSPACE_BYTES,
 ) -> PlannedMemory:
     """Return the memory of one device.
 
@@ -99,54 +135,70 @@ def plan_memory(
         layout: parallel layout.
         loss_chunk_rows: tokens per chunk of logits in the loss; the GPU default if None.
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
+        workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
     counts, size, master = _parameter_counts(config, layout.tp), layout.element_bytes, layout.master_bytes
     tokens = layout.micro_batch_size * seq_len
     block_activations = tokens * _activations_per_token(config, layout)
-    activations = config.n_layers * block_activations + tokens * non_block_bytes_per_token(config, element_bytes=size)
+    outside = tokens * non_block_bytes_per_token(config, element_bytes=size)
+    activations = config.n_layers * block_activations + outside
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
         "weights": counts.all * master / layout.dp_shard,
         "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.dp_shard,
+        "workspace": float(workspace_bytes),
     }
-    root, after_forward, in_backward, last = _gathered(config, counts, layout)
+    gathered = _gathered(config, counts, layout)
     loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=loss_chunk_rows, tp=layout.tp)
     earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.dp_shard
-    head = counts.head * size
-    block = counts.block * size if layout.uses_fsdp or layout.has_separate_master_weights else 0.0
-    other_blocks = (counts.all - counts.root - counts.block) * layout.gradient_bytes / layout.dp_shard
-    reduced = counts.root * (size + master) if layout.uses_fsdp else 0.0
+    head = _head_gradients(config, counts, layout)
     sending = counts.block * master if layout.dp_shard > 1 else 0.0  # reduce-scatter input of one block
+    last = config.n_layers - 1
+
+    def block_backward(index: int) -> dict[str, float]:
+        """Return the parts while block `index` runs backward, at the larger of its two peaks."""
+        done = (last - index) * counts.block
+        others = done * layout.gradient_bytes / layout.dp_shard
+        if earlier > shard:  # unsharded until they are sent
+            others += earlier - done * master
+        gradients = max(others, earlier if earlier <= shard else 0.0) + (
+            head.last_block if index == last else head.first_block + sending
+        )
+        in_mlp = (index + 1) * block_activations + backward, config.intermediate_size * config.hidden_size / layout.tp
+        at_end = index * block_activations + ATTENTION_TENSORS * tokens * config.hidden_size * size, counts.block
+        held, own = max(in_mlp, at_end, key=lambda peak: peak[0] + peak[1] * size)
+        held += outside if index == last else 0.0
+        return _phase_parts(gathered=gathered.in_block(index, last), activations=held, gradients=gradients + own * size)
+
     phases = {
         "loss": _phase_parts(
-            gathered=root + after_forward, activations=activations, gradients=earlier, loss=sum(loss.values())
+            gathered=gathered.loss, activations=activations, gradients=earlier, loss=sum(loss.values())
         ),
-        "last block": _phase_parts(
-            gathered=root + max(after_forward, in_backward),
-            activations=activations + backward,
-            gradients=earlier + head + block,
-        ),
-        "first block": _phase_parts(
-            gathered=root + in_backward,
-            activations=block_activations + backward,
-            gradients=max(other_blocks, earlier) + head + block + sending,
-        ),
-        "block reduction": _phase_parts(
-            gathered=root + last,
-            activations=tokens * config.hidden_size * size,
-            gradients=max(shard, earlier) + head + block + 2 * sending,
-        ),
-        "root reduction": _phase_parts(
-            gathered=root + last,
-            activations=tokens * config.hidden_size * size,
-            gradients=shard + reduced + (counts.root * master if earlier > shard else 0.0),
-        ),
+        "last block": _largest(block_backward(index) for index in (last, max(0, last - 1))),
+        "first block": _largest(block_backward(index) for index in (min(1, last), 0)),
         "optimizer step": _phase_parts(
-            gathered=root if layout.has_separate_master_weights else 0.0,
+            gathered=gathered.afterwards,
             gradients=shard,
             optimizer=_optimizer_temporaries(config, counts, layout, upcast_bytes),
         ),
     }
+    if layout.uses_fsdp:
+        stream = tokens * config.hidden_size * size
+        phases |= {
+            "head reduction": _phase_parts(
+                gathered=gathered.start_of_backward, activations=activations, gradients=earlier + head.reduction
+            ),
+            "block reduction": _phase_parts(
+                gathered=gathered.outside_blocks,
+                activations=stream,
+                gradients=max(shard, earlier) + head.unsharded + counts.block * size + sending,
+            ),
+            "embedding reduction": _phase_parts(
+                gathered=gathered.outside_blocks,
+                activations=stream,
+                gradients=shard + _embedding_reduction(counts, layout),
+            ),
+        }
     peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
     parts = permanent | phases[peak_phase]
     peak = sum(parts.values())
@@ -157,6 +209,10 @@ def plan_memory(
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
         state_bytes=master * sum(row.numel for row in param_specs(config)) + _optimizer_state(config, layout, 1),
     )
+
+
+def _largest(phases: Iterable[dict[str, float]]) -> dict[str, float]:
+    return max(phases, key=lambda parts: sum(parts.values()))
 
 
 def _phase_parts(
@@ -176,15 +232,73 @@ def _phase_parts(
     }
 
 
-def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> tuple[float, float, float, float]:
-    """Return bytes of gathered weights: root; blocks after forward, during backward and at its end."""
+def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _Gathered:
+    size, block = layout.element_bytes, counts.block * layout.element_bytes
     if not layout.uses_fsdp:
-        return counts.all * layout.element_bytes if layout.has_separate_master_weights else 0.0, 0.0, 0.0, 0.0
-    size, n_gathered = layout.element_bytes, min(GATHERED_BLOCKS, config.n_layers)
-    block, receiving = counts.block * size, counts.block * size if layout.dp_shard > 1 else 0.0
+        model = counts.all * size if layout.has_separate_master_weights else 0.0
+        return _Gathered(
+            loss=model,
+            start_of_backward=model,
+            outside_blocks=model,
+            block=0.0,
+            keeps_blocks=False,
+            prefetched=0.0,
+            last_buffer=0.0,
+            afterwards=model,
+        )
+    head, is_sharded, tied = counts.head * size, layout.dp_shard > 1, config.tie_word_embeddings
+    # All-gather output that the forward pass keeps: of the last group in it.
+    buffer = (block if tied else head) * is_sharded
+    # Embedding and head outside their own computation.
+    ends = head if tied else 0.0 if layout.reshard_after_forward else 2 * head
     # The last block stays gathered: backward starts with it.
-    after_forward = block if layout.reshard_after_forward else block * config.n_layers
-    return counts.root * size, after_forward, n_gathered * block + receiving, block
+    blocks = block if layout.reshard_after_forward else block * config.n_layers
+    gathers_in_backward = is_sharded and layout.reshard_after_forward
+    return _Gathered(
+        loss=max(ends, head) + buffer + blocks,
+        start_of_backward=ends + blocks,
+        outside_blocks=ends,
+        block=block,
+        keeps_blocks=not layout.reshard_after_forward,
+        prefetched=block * gathers_in_backward,
+        last_buffer=block * (gathers_in_backward and layout.accumulation_steps > 1),
+        afterwards=0.0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _HeadGradients:
+    """Bytes of the head's gradient beside those of earlier micro-batches and the shards of the blocks."""
+
+    reduction: float = 0.0
+    last_block: float
+    first_block: float
+    unsharded: float
+    """Of the embedding too if they are tied."""
+
+
+def _head_gradients(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _HeadGradients:
+    """Return the head's gradients: kept unsharded if it is tied or nothing is sharded, else sent at once."""
+    narrow, wide = counts.head * layout.element_bytes, counts.head * layout.master_bytes
+    if not layout.uses_fsdp or config.tie_word_embeddings:
+        return _HeadGradients(last_block=narrow, first_block=narrow, unsharded=narrow)
+    shard = wide / layout.dp_shard
+    if layout.accumulation_steps > 1:  # the gradients of earlier micro-batches have it: sharded, or wide and unsharded
+        added = narrow if layout.reduce_each_micro_batch else 0.0
+        return _HeadGradients(reduction=added + wide, last_block=wide, first_block=0.0, unsharded=0.0)
+    return _HeadGradients(reduction=narrow + wide, last_block=wide + shard, first_block=shard, unsharded=0.0)
+
+
+def _embedding_reduction(counts: _Counts, layout: PlannedLayout) -> float:
+    """Return the bytes beyond all sharded gradients while the embedding's are cast and reduced."""
+    if not layout.uses_fsdp:
+        return 0.0
+    wide = counts.head * layout.master_bytes
+    accumulates = layout.accumulation_steps > 1 and not layout.reduce_each_micro_batch
+    unsharded = wide if accumulates else counts.head * layout.element_bytes
+    shard = wide / layout.dp_shard
+    # First the unsharded gradient and its copy to send, then that copy and the shard.
+    return max(unsharded + wide - shard, wide)
 
 
 def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> float:

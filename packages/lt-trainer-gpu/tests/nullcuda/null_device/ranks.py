@@ -1,0 +1,167 @@
+"""One rank on the null device: an engine, some steps, marks in the device's log around each."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What the ranks are to do.
+
+    Attributes:
+        folder: folder of the logs, one per rank, and of the run.
+        ranks: number of ranks.
+        model: fields of `LlamaConfig`, without the vocabulary.
+        vocab_size: rows of embedding and head.
+        row_lengths: row length of each step; the longest is the recipe's.
+        rows: rows of a step, of all ranks.
+        micro_batch_size: rows of a micro-batch of the longest rows; shorter rows have more, the same tokens.
+        overrides: recipe fields.
+        one_document: steps (by number) whose rows are one document each.
+        fault: fault of the engine to plant, one of `FAULTS`; none when empty.
+        initialize: whether weights get their initial values; on the host that takes long for a large model.
+    """
+
+    folder: str = ""
+    ranks: int = 1
+    model: tuple[tuple[str, Any], ...]
+    vocab_size: int = 512
+    row_lengths: tuple[int, ...] = (128, 128, 128)
+    rows: int = 4
+    micro_batch_size: int = 1
+    overrides: tuple[str, ...] = ()
+    one_document: tuple[int, ...] = ()
+    fault: str = ""
+    initialize: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankResult:
+    """What a rank returns beside its log.
+
+    Attributes:
+        peak_bytes: most bytes that torch's allocator held for tensors, of each step.
+        graphs: graphs that torch.compile has made, after each step.
+        expandable: whether torch's allocator has expandable segments.
+    """
+
+    peak_bytes: list[int] = field(default_factory=list)
+    graphs: list[int] = field(default_factory=list)
+    expandable: bool = False
+
+
+def train(job: Job) -> RankResult:
+    """Run the steps of `job` in this rank."""
+    import torch
+
+    import lt_trainer_gpu.engine as engine_module
+    from lt_model import LlamaConfig
+    from lt_trainer.config.recipe import load
+    from lt_trainer.engine import World
+    from lt_trainer.testing import layouts
+    from lt_trainer_gpu.spec import SPEC
+
+    os.environ["NULLCUDA_LOG"] = str(Path(job.folder) / f"{os.environ['RANK']}.log")
+    mark = ctypes.CDLL(None).nullcuda_mark
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN cannot be replaced: it computes on what it finds in memory
+    if not job.initialize:
+        engine_module.init_parameters = lambda *_: None
+    longest = max(job.row_lengths)
+    base = {
+        "run": {"dir": job.folder},
+        "model": dict(job.model),
+        "data": {"store": "unused", "seq_len": longest},
+        "batch": {"global_batch_size": job.rows, "micro_batch_size": job.micro_batch_size},
+        "optimizer": {"grad_clip": 1.0, "weight_decay": 0.1},
+        "schedule": {"max_steps": len(job.row_lengths), "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cuda", "compile": False}},
+    }
+    recipe, world = load(base=base, overrides=job.overrides).recipe, World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    config = LlamaConfig(vocab_size=job.vocab_size, max_position_embeddings=longest, **dict(job.model))
+    engine: Any = SPEC.open(recipe, config, world)
+    FAULTS[job.fault](engine)
+    result = RankResult(expandable=_expandable_segments())
+    for step, seq_len in enumerate(job.row_lengths):
+        rows = job.rows * longest // seq_len
+        (batch,) = layouts.global_batches(1, rows=rows, seq_len=seq_len, vocab=job.vocab_size, seed=step)
+        part = layouts.rank_batch(batch, engine, job.micro_batch_size * longest // seq_len)
+        if step in job.one_document:
+            shape = part.input_ids.shape
+            names = {name: getattr(part, name) for name in ("input_ids", "labels", "position_ids", "valid_tokens")}
+            part = layouts.step_batch(doc_ids=part.doc_ids, document_mask=False, **names)
+            assert part.input_ids.shape == shape
+        torch.cuda.reset_peak_memory_stats()
+        mark(f"step {step}".encode())
+        pending = engine.step(part, 1e-3)
+        mark(f"fetch {step}".encode())
+        engine.fetch_metrics([pending])
+        mark(b"between")
+        result.peak_bytes.append(torch.cuda.max_memory_allocated())
+        result.graphs.append(_compiled_graphs())
+    engine.close()
+    mark(b"closed")
+    return result
+
+
+def _compiled_graphs() -> int:
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["stats"]["unique_graphs"]
+
+
+def _expandable_segments() -> bool:
+    import torch
+
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+# ---- faults that the gate must notice
+def _none(engine: Any) -> None:
+    pass
+
+
+def _wrap(engine: Any, name: str, before: Callable[..., None]) -> None:
+    original = getattr(engine, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        before(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(engine, name, wrapped)
+
+
+def _read_loss(engine: Any) -> None:
+    _wrap(engine, "_all_reduce_loss_and_norm", lambda loss, _: loss.item())
+
+
+def _wide_product(engine: Any) -> None:
+    import torch
+
+    def product(*_: Any) -> None:
+        ones = torch.empty(64, 64, device="cuda", dtype=torch.float32)
+        ones @ ones
+
+    _wrap(engine, "_all_reduce_loss_and_norm", product)
+
+
+def _extra_collective(engine: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "1":
+        _wrap(engine, "_all_reduce_loss_and_norm", lambda *_: dist.all_reduce(torch.zeros(1, device="cuda")))
+
+
+FAULTS: dict[str, Callable[[Any], None]] = {
+    "": _none,
+    "read the loss": _read_loss,
+    "product in float32": _wide_product,
+    "collective on one rank": _extra_collective,
+}
