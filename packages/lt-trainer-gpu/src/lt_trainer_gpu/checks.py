@@ -61,7 +61,7 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
 
 
 def _check_pipeline(recipe: Recipe, world_size: int) -> None:
-    """Reject pipelines with fewer layers than stages, and micro-batches that an interleaved one cannot group."""
+    """Reject pipelines with fewer layers than stages, or micro-batches that cannot be interleaved."""
     pp, per_rank = recipe.parallel.pp, recipe.engine["gpu"].pipeline_stages_per_rank
     if pp == 1:
         _check_has_effect(recipe.engine["gpu"], "there is one pipeline rank", "pipeline_stages_per_rank")

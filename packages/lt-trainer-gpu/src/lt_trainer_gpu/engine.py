@@ -56,7 +56,7 @@ from lt_trainer_gpu.devices import (
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import MicroBatch, ModelRunner, PassRunner, micro_batches
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner, micro_batches
 from lt_trainer_gpu.model import build_stage, stage_params
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.options import GpuOptions
@@ -209,7 +209,7 @@ class GpuEngine:
         self._weights.sync_model_params()
         return PendingStep(loss, grad_norm)
 
-    def _micro_batches(self, batch: StepBatch) -> list[MicroBatch]:
+    def _micro_batches(self, batch: StepBatch) -> list[DeviceMicroBatch]:
         layout = self._mesh_layout
         return micro_batches(
             batch,

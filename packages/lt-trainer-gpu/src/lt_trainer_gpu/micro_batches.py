@@ -1,4 +1,4 @@
-"""Micro-batches on the device, and forward and backward passes through the whole model without a pipeline.
+"""Micro-batches on the device, and passes through a model without a pipeline.
 
 Shapes: M micro-batches, B rows, T positions.
 """
@@ -22,7 +22,7 @@ from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.model import LlamaStage
 
 
-class MicroBatch(NamedTuple):
+class DeviceMicroBatch(NamedTuple):
     """Rows of one forward and backward pass.
 
     Attributes:
@@ -40,7 +40,7 @@ class MicroBatch(NamedTuple):
 
 def micro_batches(
     batch: StepBatch, device: torch.device, *, fixed_boundaries: bool, cp: int = 1, cp_rank: int = 0
-) -> list[MicroBatch]:
+) -> list[DeviceMicroBatch]:
     """Return this rank's positions of a step's micro-batches on the device; does not synchronize.
 
     Args:
@@ -59,14 +59,14 @@ def micro_batches(
         boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), n_rows, seq_len)
         if cp > 1:
             boundaries = split_boundaries(boundaries, cp, cp_rank, fixed_length=fixed_boundaries)
-        found.append(MicroBatch(ids, positions, labels, boundaries))
+        found.append(DeviceMicroBatch(ids, positions, labels, boundaries))
     return found
 
 
 class PassRunner(Protocol):
     """Forward and backward passes of a rank's stages over the micro-batches of a step."""
 
-    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
         """Accumulate the gradients of the summed loss / `valid_tokens`.
 
         Returns:
@@ -77,7 +77,7 @@ class PassRunner(Protocol):
         """
         ...
 
-    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy, as above; call under `torch.no_grad`."""
         ...
 
@@ -94,7 +94,7 @@ class ModelRunner:
     def __init__(self, model: LlamaStage, fsdp_sync: FsdpSync, device: torch.device) -> None:
         self._model, self._fsdp_sync, self._device = model, fsdp_sync, device
 
-    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
         """Accumulate the gradients, as `PassRunner` says."""
         loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
         for index, parts in enumerate(self._losses(micros, z_loss)):
@@ -103,13 +103,13 @@ class ModelRunner:
             loss_sum += parts.cross_entropy
         return loss_sum
 
-    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy."""
         loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
         for parts in self._losses(micros, z_loss=0.0):
             loss_sum += parts.cross_entropy
         return loss_sum
 
-    def _losses(self, micros: Sequence[MicroBatch], z_loss: float) -> Iterable[LossParts]:
+    def _losses(self, micros: Sequence[DeviceMicroBatch], z_loss: float) -> Iterable[LossParts]:
         for micro in micros:
             yield self._model(micro.input_ids, micro.position_ids, micro.boundaries, micro.labels, z_loss)

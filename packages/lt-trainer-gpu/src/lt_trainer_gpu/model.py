@@ -74,7 +74,7 @@ class LlamaStage(Llama):
         labels_BT: Tensor,
         z_loss: float,
     ) -> Tensor | LossParts:
-        """Return the summed loss and its parts on the last stage, the same on all tensor-parallel ranks; else x_BTD.
+        """Return the loss on the last stage, equal on all tensor-parallel ranks; else x_BTD.
 
         Args:
             inputs: token ids [B, T] on the first stage, else the x_BTD of the previous stage.

@@ -31,7 +31,7 @@ from lt_model.loss import LossParts
 from lt_trainer_gpu.devices import accumulation_dtype
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import MicroBatch
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch
 from lt_trainer_gpu.model import LlamaStage
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
@@ -62,7 +62,7 @@ class PipelineEdges:
         self._global_ranks = [mesh_layout.pipeline_rank(pp_rank) for pp_rank in range(self._pp)]
 
     def send(self, tensor: Tensor, stage: int) -> None:
-        """Send a tensor to the rank of `stage`; returns at once, the tensor must not change until `finish_sends`."""
+        """Send a tensor to the rank of `stage`; returns at once, the tensor must not change."""
         self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
         tensor = tensor.contiguous()
         peer = stage % self._pp
@@ -131,7 +131,7 @@ class PipelineRunner:
         self._device, self._dtype = device, compute_dtype
         self._edges = PipelineEdges(mesh_layout, stages_per_rank=len(stages), timeout_s=timeout_s)
 
-    def forward_backward(self, micros: Sequence[MicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
+    def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
         """Accumulate the gradients, as `PassRunner` says."""
         passes = training_passes(
             pp=self._layout.pp,
@@ -166,7 +166,7 @@ class PipelineRunner:
         self._edges.finish_sends()
         return loss_sum
 
-    def forward(self, micros: Sequence[MicroBatch]) -> Tensor:
+    def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy, 0 on ranks without the head."""
         loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
         passes = list(
@@ -182,7 +182,7 @@ class PipelineRunner:
         self._edges.finish_sends()
         return loss_sum
 
-    def _with_messages(self, passes: Sequence[StagePass], micros: Sequence[MicroBatch]):
+    def _with_messages(self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]):
         """Yield each pass with the tensor that it receives, or None; receives are posted one pass ahead."""
         waits: dict[int, Callable[[], Tensor] | None] = {}
         for index, one in enumerate(passes):
@@ -192,7 +192,7 @@ class PipelineRunner:
             wait = waits.pop(index)
             yield one, None if wait is None else wait()
 
-    def _post_receive(self, one: StagePass, micros: Sequence[MicroBatch]) -> Callable[[], Tensor] | None:
+    def _post_receive(self, one: StagePass, micros: Sequence[DeviceMicroBatch]) -> Callable[[], Tensor] | None:
         stage = self._stage_index(one)
         if stage == (0 if one.is_forward else self._n_stages - 1):
             return None
@@ -203,7 +203,7 @@ class PipelineRunner:
         return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
 
     def _forward(
-        self, one: StagePass, inputs: Tensor, micros: Sequence[MicroBatch], z_loss: float
+        self, one: StagePass, inputs: Tensor, micros: Sequence[DeviceMicroBatch], z_loss: float
     ) -> Tensor | LossParts:
         micro = micros[one.micro_batch]
         return self._stages[one.chunk](inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)

@@ -1,4 +1,4 @@
-"""Pipeline schedules: the layers of each stage, and the order of a rank's forward and backward passes. Torch-free.
+"""Pipeline schedules: the layers of each stage, the order of a rank's passes. Torch-free.
 
 The model's layers are cut into consecutive stages; stage s is on pipeline rank s % pp. With one stage per rank the
 schedule is 1F1B (PipeDream-Flush, arXiv:2006.09503): rank p runs pp - p - 1 forward passes ahead, then alternates one

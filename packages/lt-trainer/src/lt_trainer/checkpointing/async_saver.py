@@ -212,7 +212,7 @@ class CheckpointSaver:
 
 
 def memory_shortage(needs: Sequence[tuple[str, int, int]]) -> str:
-    """Return what is missing on the first node whose memory cannot hold the copies of all its ranks; "" if nothing.
+    """Return the first node's lack of memory for the copies of all its ranks; "" if there is none.
 
     Args:
         needs: by rank: name of its node, bytes of its copy, bytes available on the node.

@@ -73,7 +73,7 @@ class StopSignals:
 
 @cache
 def process_stop_signals() -> StopSignals:
-    """Record the stop signals of this process from the first call on; return the same object on every call.
+    """Record this process's stop signals from the first call on; return one object on every call.
 
     Handlers are never restored: no signal may interrupt the end of the process. Receives signals that the parent
     process had blocked.
