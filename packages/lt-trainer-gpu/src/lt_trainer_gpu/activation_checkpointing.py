@@ -33,7 +33,7 @@ _SAVED_OPS = (
     "_c10d_functional::all_reduce",
     "_c10d_functional::reduce_scatter_tensor",
 )
-_MATMUL_OPS = ("aten::mm", "aten::addmm")
+_MATMUL_OPS = ("aten::mm", "aten::addmm", "aten::_scaled_mm")
 
 
 def apply_activation_checkpointing(blocks: list[LlamaBlock], mode: str) -> None:

@@ -55,6 +55,7 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
             remedy=f"set data.{name}{known} to a multiple of {parallel.tp}, or parallel.sequence_parallel to false",
         )
     _check_pipeline(recipe, world_size)
+    check_fp8_sizes(recipe)
     if parallel.data_parallel_size(world_size) * parallel.cp == 1:
         _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
         _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
@@ -120,6 +121,82 @@ def _check_has_effect(options: GpuOptions, reason: str, name: str) -> None:
             values={f"engine.gpu.{name}": value},
             remedy=f"leave engine.gpu.{name} out, or start more ranks",
         )
+
+
+FP8_MULTIPLE = 16
+"""Size of which float8 products on a GPU need multiples."""
+FP8_CAPABILITY = (8, 9)
+"""First compute capability with float8 products."""
+
+
+def check_fp8_sizes(recipe: Recipe) -> None:
+    """Reject fp8 for a model without inner blocks, or with sizes that float8 products do not take.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    options, model, tp = recipe.engine["gpu"], recipe.model, recipe.parallel.tp
+    if options.fp8 == "off":
+        return
+    values = {"engine.gpu.fp8": options.fp8}
+    if 2 * options.fp8_skipped_blocks >= model.n_layers:
+        raise RecipeError(
+            f"none of the {model.n_layers} blocks would compute in float8",
+            values=values | {"engine.gpu.fp8_skipped_blocks": options.fp8_skipped_blocks},
+            remedy="lower engine.gpu.fp8_skipped_blocks, or set engine.gpu.fp8 to off",
+        )
+    head_dim = model.hidden_size // model.n_heads
+    sizes = {
+        "model.hidden_size": model.hidden_size // tp,
+        "model.n_kv_heads": model.n_kv_heads * head_dim // tp,
+        "model.intermediate_size": model.intermediate_size // tp,
+    }
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            raise RecipeError(
+                f"float8 products need multiples of {FP8_MULTIPLE}, and a rank's part of a layer has {size} features",
+                values=values | {name: recipe_value(recipe, name), "parallel.tp": tp},
+                remedy="change the model or parallel.tp, or set engine.gpu.fp8 to off",
+            )
+    cp = recipe.parallel.cp
+    for length in recipe.data.row_lengths:
+        if length // cp % FP8_MULTIPLE:
+            raise RecipeError(
+                f"float8 products need multiples of {FP8_MULTIPLE} tokens, and a rank has {length // cp} of a row",
+                values=values | {"data.seq_len": recipe.data.seq_len},
+                remedy=f"use row lengths that are multiples of {FP8_MULTIPLE * cp}, or set engine.gpu.fp8 to off",
+            )
+
+
+def recipe_value(recipe: Recipe, name: str) -> object:
+    """Return a value of the recipe by its dotted name of two parts."""
+    section, _, field = name.partition(".")
+    return getattr(getattr(recipe, section), field)
+
+
+def check_fp8_device(fp8: str, device_type: str, capability: tuple[int, int], *, is_rocm: bool) -> None:
+    """Reject fp8 on a device without float8 products; a CPU computes them slowly, for tests.
+
+    Args:
+        fp8: engine.gpu.fp8.
+        device_type: type of the compute device.
+        capability: its compute capability; unused unless it is CUDA.
+        is_rocm: whether torch was built for ROCm, whose float8 formats differ.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if fp8 == "off" or device_type == "cpu":
+        return
+    if device_type == "cuda" and not is_rocm and capability >= FP8_CAPABILITY:
+        return
+    if device_type != "cuda" or is_rocm:
+        problem = f"float8 products are not available on {'ROCm' if is_rocm else device_type}"
+    else:
+        problem = "float8 products need compute capability {}.{}, and this GPU has {}.{}".format(
+            *FP8_CAPABILITY, *capability
+        )
+    raise RecipeError(problem, values={"engine.gpu.fp8": fp8}, remedy="set engine.gpu.fp8 to off")
 
 
 def check_vocab_size(config: LlamaConfig, tp: int) -> None:

@@ -91,6 +91,14 @@ def find_missing_compiler() -> str:
     return ""
 
 
+def fp8_note(options: GpuOptions) -> str:
+    """Return a note for the log on fp8; "" without it."""
+    if options.fp8 == "off":
+        return ""
+    eager = "" if options.compile is True else "; without compile its casts cost more than it gains"
+    return f"fp8 {options.fp8} in the blocks' linear layers; mfu is relative to the bfloat16 peak{eager}"
+
+
 def select_attention(options: GpuOptions, device: torch.device, dtype: torch.dtype, *, document_mask: bool) -> str:
     """Return the attention backend; "auto" in compiled blocks is the fastest that compiles once.
 

@@ -145,6 +145,11 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a CUDA device; (0, 0) of another."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
 def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
     """Return the dtype of forward and backward.
 

@@ -44,8 +44,16 @@ from lt_trainer.torch import (
     weight_decay_names,
 )
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.compilation import CompileConditions, find_missing_compiler, resolve_compile, select_attention
+from lt_trainer_gpu.checks import check_fp8_device
+from lt_trainer_gpu.compilation import (
+    CompileConditions,
+    find_missing_compiler,
+    fp8_note,
+    resolve_compile,
+    select_attention,
+)
 from lt_trainer_gpu.devices import (
+    compute_capability,
     compute_dtype,
     device_name,
     init_process_group,
@@ -93,6 +101,12 @@ class GpuEngine:
         self._options, self._optimizer_options = options, recipe.optimizer
         self._dtype = compute_dtype(options, self._torch_device)
         master = torch.float64 if self._dtype == torch.float64 else torch.float32
+        check_fp8_device(
+            options.fp8,
+            self._torch_device.type,
+            compute_capability(self._torch_device),
+            is_rocm=torch.version.hip is not None,
+        )
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -166,8 +180,12 @@ class GpuEngine:
             count=world.size,
             peak_flops=peak,
             peak_source=source,
-            resolved={"engine.gpu.compile": options.compile is True, "engine.gpu.attention": attention},
-            notes=[compile_note] if compile_note else [],
+            resolved={
+                "engine.gpu.compile": options.compile is True,
+                "engine.gpu.attention": attention,
+                "engine.gpu.fp8": options.fp8,
+            },
+            notes=[note for note in (compile_note, fp8_note(options)) if note],
         )
         self._profiler = StepProfiler(
             recipe.metrics, run_dir=Path(recipe.run.dir), rank=world.rank, device=self._torch_device

@@ -31,6 +31,12 @@ class GpuOptions:
         "compile each block and the loss with torch.compile; auto does on cuda, with a torch version that passed the "
         "parity tests and a working compiler, else says in the log why not",
     )
+    fp8: Literal["off", "tensorwise", "rowwise"] = option(
+        "off",
+        "matrix products of the blocks' linear layers in float8, with one scale per operand (faster) or per row (more "
+        "accurate, weight gradients in dtype); cuda of compute capability 8.9 or newer",
+    )
+    fp8_skipped_blocks: int = option(1, "blocks at either end of the model that keep dtype; for fp8")
     activation_checkpointing: Literal["none", "full", "selective", "memory_budget"] = option(
         "none",
         "what of a block's activations is recomputed in the backward pass: nothing, all, all but attention and "
@@ -61,8 +67,12 @@ class GpuOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
-        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of")
+        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of", "fp8_skipped_blocks")
         require_at_least(self, "engine.gpu", 1, "pipeline_stages_per_rank")
+        if self.fp8 == "off" and self.fp8_skipped_blocks != GpuOptions.fp8_skipped_blocks:
+            problem = "has no effect without fp8"
+            remedy = "leave fp8_skipped_blocks out, or set engine.gpu.fp8 to tensorwise or rowwise"
+            raise field_error(self, "engine.gpu", "fp8_skipped_blocks fp8", problem, remedy)
         if not 0 <= self.activation_memory_budget <= 1:
             raise field_error(
                 self, "engine.gpu", "activation_memory_budget", "must be between 0 and 1", "the default is 0.5"

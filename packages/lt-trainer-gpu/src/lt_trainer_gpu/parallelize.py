@@ -1,8 +1,9 @@
 """Parallelism applied to a model from outside: TP, CP, activation checkpointing, compile, FSDP2.
 
-The order matters. Tensor and context parallelism first: they decide what a block computes. Activation checkpointing
-next, inside the compiled region, so that the compiler sees the recomputation. Then each block is compiled, as one
-graph. FSDP last, around everything: its hooks gather a block's weights before and free them after, in eager mode.
+The order matters. Tensor and context parallelism first: they decide what a block computes; then
+float8, in which its products are. Activation checkpointing next, inside the compiled region, so that the compiler sees
+the recomputation. Then each block is compiled, as one graph. FSDP last, around everything: its hooks gather a block's
+weights before and free them after, in eager mode.
 
 FSDP2 (`fully_shard`) on every block, on embedding and head where they are not tied, and on the root: each rank keeps
 its slice of the parameters in the master dtype, gathers a module's weights in the compute dtype just before use and
@@ -74,6 +75,10 @@ def parallelize(
                 sequence_parallel=mesh_layout.sequence_parallel,
             )
             apply_tensor_parallel(stage, mesh_layout, tp_group)
+        if options.fp8 != "off":
+            from lt_trainer_gpu.fp8 import apply_fp8
+
+            apply_fp8(stage, options.fp8, options.fp8_skipped_blocks)
         if options.activation_checkpointing in ("full", "selective"):
             from lt_trainer_gpu.activation_checkpointing import apply_activation_checkpointing
 

@@ -1,0 +1,158 @@
+"""Linear layers in float8: matrix products of operands that are scaled and rounded to 8 bits just before.
+
+Of a layer y = x W^T with the upstream gradient g:
+
+    product     "tensorwise"                   "rowwise"
+    y  = x W^T  e4m3 x e4m3                    e4m3 x e4m3
+    dx = g W    e5m2 x e4m3                    e4m3 x e4m3
+    dW = g^T x  e5m2 x e4m3                    compute dtype
+
+An operand is multiplied by a power of two that brings its largest magnitude to at most the format's largest number: one
+for the whole operand, or one for each of its rows, as the product sees them. A power of two adds no rounding, so only
+the 8-bit rounding (relative error at most 2^-4 in e4m3, 2^-3 in e5m2, of numbers in range) remains. Values are clamped
+before the cast, which does not saturate; inf and nan become nan and reach the loss, so that the step is skipped.
+Products accumulate in float32. Rowwise is the more accurate and slower choice: a row with an outlier costs only itself,
+and weight gradients are those of the compute dtype. Scales follow from the operands themselves: there is no state.
+
+Modules change their class to one that differs only in `forward`, as under tensor parallelism: parameters stay plain
+tensors of the same names and dtypes, so FSDP gathers, optimizers and checkpoints notice nothing. This is why it is not
+torchao's `convert_to_float8_training`, which replaces modules and wraps their weights: under a tensor parallelism on
+plain tensors there would be two kinds of model. What is here is torchao's dynamic scaling, and is compared with its
+emulation in a slow test where torchao is installed.
+
+Embedding, head and the blocks at both ends keep the compute dtype; so do norms and attention. Under tensor parallelism
+each rank scales its own shard of a weight, and ranks with different rows scale their own activations, so layouts agree
+to the rounding error of float8 rather than to that of the compute dtype.
+
+Cost: activations are saved in the compute dtype, as without fp8 (three layers share one input). Casting reads an
+operand twice, which a compiler fuses with what makes it; in eager mode the casts cost more than the products gain.
+
+Shapes: M tokens, K inputs and N outputs of a layer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lt_model.llama import Llama
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SMALLEST_AMAX = 1e-12
+"""Magnitude below which an operand counts as zero; its scale stays finite."""
+EXPONENT_BITS = 0x7F800000
+"""Exponent of a float32; the number with these bits alone is the next lower power of two."""
+BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.")
+
+Scaling = Literal["tensorwise", "rowwise"]
+
+
+class Scaled(NamedTuple):
+    """Operand [rows, contracted] in float8, row-major.
+
+    Attributes:
+        values: the operand times its scale.
+        inverse_scale: fp32 scalar, or [rows, 1].
+    """
+
+    values: Tensor
+    inverse_scale: Tensor
+
+    def transposed(self) -> Scaled:
+        """Return the transposed operand, row-major; of one scale only."""
+        return Scaled(self.values.T.contiguous(), self.inverse_scale)
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Scaled:
+    """Return a matrix in `dtype`, scaled as a whole or by row."""
+    largest = torch.finfo(dtype).max
+    amax = (x.abs().amax() if scaling == "tensorwise" else x.abs().amax(dim=1, keepdim=True)).to(torch.float32)
+    scale = largest / amax.clamp(min=SMALLEST_AMAX)
+    scale = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return Scaled((x.to(torch.float32) * scale).clamp(-largest, largest).to(dtype), scale.reciprocal())
+
+
+def scaled_product(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """Return a @ b^T.
+
+    Args:
+        a: [m, k].
+        b: [n, k].
+        out_dtype: dtype of the result.
+        fast: let the tensor cores accumulate in less than fp32, as is usual in forward passes.
+    """
+    scale_b = b.inverse_scale if b.inverse_scale.ndim == 0 else b.inverse_scale.T
+    return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] - as in torchao
+        a.values,
+        b.values.T,
+        scale_a=a.inverse_scale,
+        scale_b=scale_b.contiguous(),
+        out_dtype=out_dtype,
+        use_fast_accum=fast,
+    )
+
+
+class _Fp8Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor, scaling: Scaling) -> Tensor:
+        ctx.save_for_backward(x_MK, weight_NK)
+        ctx.scaling = scaling
+        return scaled_product(quantize(x_MK, E4M3, scaling), quantize(weight_NK, E4M3, scaling), x_MK.dtype, fast=True)
+
+    @staticmethod
+    def backward(ctx: Any, upstream_MN: Tensor) -> tuple[Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_MK, weight_NK = ctx.saved_tensors
+        upstream_MN = upstream_MN.contiguous()
+        if ctx.scaling == "rowwise":
+            grad_x = scaled_product(
+                quantize(upstream_MN, E4M3, "rowwise"),
+                quantize(weight_NK.T.contiguous(), E4M3, "rowwise"),
+                x_MK.dtype,
+                fast=False,
+            )
+            return grad_x, upstream_MN.T @ x_MK, None
+        upstream, weight = quantize(upstream_MN, E5M2, "tensorwise"), quantize(weight_NK, E4M3, "tensorwise")
+        x = quantize(x_MK, E4M3, "tensorwise")
+        grad_x = scaled_product(upstream, weight.transposed(), x_MK.dtype, fast=False)
+        grad_weight = scaled_product(upstream.transposed(), x.transposed(), weight_NK.dtype, fast=False)
+        return grad_x, grad_weight, None
+
+
+class TensorwiseLinear(nn.Linear):
+    """Linear layer without bias whose operands have one scale each."""
+
+    scaling: Scaling = "tensorwise"
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return input @ weight^T."""
+        return _Fp8Linear.apply(input.flatten(0, -2), self.weight, self.scaling).unflatten(0, input.shape[:-1])
+
+
+class RowwiseLinear(TensorwiseLinear):
+    """Linear layer without bias whose operands have a scale by row."""
+
+    scaling: Scaling = "rowwise"
+
+
+LINEAR_CLASSES: dict[str, type[TensorwiseLinear]] = {"tensorwise": TensorwiseLinear, "rowwise": RowwiseLinear}
+
+
+def apply_fp8(model: Llama, scaling: Scaling, skipped_blocks: int) -> int:
+    """Change the linear layers of blocks to float8, in place; return their number.
+
+    Args:
+        model: the model, or a stage of it with the blocks' numbers in their names.
+        scaling: "tensorwise" or "rowwise".
+        skipped_blocks: blocks that keep the compute dtype, at either end of the whole model.
+    """
+    inner = range(skipped_blocks, model.config.n_layers - skipped_blocks)
+    count = 0
+    for name, module in model.named_modules():
+        match = BLOCK_NAME.match(name)
+        if match is not None and int(match[1]) in inner and type(module) is nn.Linear:
+            module.__class__ = LINEAR_CLASSES[scaling]
+            count += 1
+    return count
