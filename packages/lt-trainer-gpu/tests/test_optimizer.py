@@ -253,3 +253,35 @@ def test_eps_of_the_recipe_is_that_of_the_step(config, batches, eps: float) -> N
     for name, moment in first.items():
         g = moment / (1 - recipe.optimizer.beta1)
         np.testing.assert_allclose(before[name] - after[name], LR * g / (np.abs(g) + eps), rtol=1e-9, atol=1e-15)
+
+
+def test_learning_rates_by_role(config, batches) -> None:
+    """Without decay the first step of each parameter is its factor times the one without factors."""
+    factors = {"embedding": 4.0, "head": 0.5, "norm": 0.0, "matrices": 2.0}
+
+    def moved(*sets: str) -> dict[str, np.ndarray]:
+        fixed = ["engine.gpu.device=cpu", "engine.gpu.dtype=float64", "optimizer.weight_decay=0"]
+        recipe = load(base={"data": {"store": "unused"}}, overrides=[*fixed, *sets]).recipe
+        engine = GpuEngine(recipe, config, World())
+
+        def weights() -> dict[str, np.ndarray]:
+            return {s.name: s.bytes().view(np.float64).copy() for s in engine.state().shards if s.group == "weights"}
+
+        before = weights()
+        engine.step(batches(1, n_micro=1, micro_batch_size=2)[0], LR)
+        after = weights()
+        engine.close()
+        return {name: after[name] - before[name] for name in before}
+
+    plain = moved()
+    scaled = moved(*(f"optimizer.lr_scale.{role}={factor}" for role, factor in factors.items()))
+    roles = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}
+    for spec in param_specs(config):
+        wanted = factors[roles.get(spec.kind, "matrices")] * plain[spec.name]
+        np.testing.assert_allclose(scaled[spec.name], wanted, rtol=1e-9, atol=1e-15)
+
+
+def test_a_tied_head_has_no_learning_rate_of_its_own() -> None:
+    sets = ["optimizer.lr_scale.head=2", "model.tie_word_embeddings=true"]
+    with pytest.raises(ValueError, match=r"optimizer\.lr_scale\.head = 2\.0.*: a tied head is the embedding"):
+        load(base={"data": {"store": "unused"}}, overrides=sets)

@@ -156,7 +156,7 @@ def test_its_options_and_its_name_are_checked() -> None:
     base = {"data": {"store": "unused"}}
     with pytest.raises(RecipeError, match=r"optimizer\.eps = 1e-06 .*: has no effect with optimizer\.name = 'lion'"):
         load(base=base, overrides=["optimizer.name=lion", "optimizer.eps=1e-6"])
-    with pytest.raises(RecipeError, match=r"use one of 'adamw', 'lion', 'by_row' \(did you mean 'lion'\?\)"):
+    with pytest.raises(RecipeError, match=r"use one of 'adamw', 'muon', 'lion', 'by_row' \(did you mean 'lion'\?\)"):
         load(base=base, overrides=["optimizer.name=lino"])
 
 

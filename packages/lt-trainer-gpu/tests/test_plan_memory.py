@@ -88,6 +88,7 @@ CASES = {
     "state": (HEAVY, 64, 1, 1, (), "optimizer step"),
     "several passes": (HEAVY, 64, 1, 2, (), "last block"),
     "head": (WORDY, 512, 1, 1, (), "loss"),
+    "muon": (HEAVY, 64, 1, 1, ("optimizer.name=muon",), "optimizer step"),
     "narrow moments": (HEAVY, 64, 1, 1, ("optimizer.moments_dtype=bfloat16",), "optimizer step"),
 }
 
@@ -115,6 +116,7 @@ def test_one_process_holds_what_the_plan_says(case: str) -> None:
     [
         ("activations", ("engine.gpu.activation_checkpointing=full",)),
         ("state", ()),
+        ("state", ("optimizer.name=muon",)),
         ("activations", ("parallel.tp=2", "parallel.sequence_parallel=true")),
         ("activations", ("parallel.tp=2",)),
     ],

@@ -190,6 +190,16 @@ REFUSED = [
         "set optimizer.moments_dtype to float32",
     ),
     (
+        ("optimizer.name=muon",),
+        "optimizer.name = 'muon': this engine updates slices, and this optimizer needs whole matrices; set "
+        "optimizer.name to adamw, or run.engine to gpu",
+    ),
+    (
+        ("optimizer.lr_scale.norm=0.5",),
+        "optimizer.lr_scale.norm = 0.5: the optimizer files of NxD have one learning rate; leave "
+        "optimizer.lr_scale out, or set run.engine to gpu",
+    ),
+    (
         ("optimizer.moments_dtype=bfloat16", "engine.neuron.backend=cpu"),
         "optimizer.moments_dtype = 'bfloat16': this engine keeps moments in the dtype of the master weights; "
         "set optimizer.moments_dtype to float32",

@@ -28,7 +28,7 @@ from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
-from lt_trainer.optimizers import ParamSlice, optimizer_spec
+from lt_trainer.optimizers import ParamSlice, lr_scale, optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
 from lt_trainer.torch import (
     DTYPE_CODES,
@@ -63,6 +63,7 @@ from lt_trainer_gpu.devices import (
 )
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
+from lt_trainer_gpu.matrix_exchange import matrix_exchange
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner, micro_batches
 from lt_trainer_gpu.model import build_stage, stage_params
@@ -166,10 +167,22 @@ class GpuEngine:
             optimizer_spec(recipe.optimizer.name),
             recipe.optimizer,
             {
-                name: ParamSlice(specs=(self._param_specs[name],), offset=part.offset, decay=name in decays)
+                name: ParamSlice(
+                    specs=(self._param_specs[name],),
+                    offset=part.offset,
+                    decay=name in decays,
+                    lr_scale=lr_scale(self._param_specs[name], recipe.optimizer),
+                )
                 for name, part in parts.items()
             },
             {name: part.local for name, part in parts.items()},
+            exchange=matrix_exchange(
+                optimizer_spec(recipe.optimizer.name),
+                parts,
+                self._param_specs,
+                self._mesh_layout,
+                recipe.fault_tolerance.collective_timeout_s,
+            ),
         )
         self._state_groups()  # raises if the optimizer's slots cannot be sharded by this layout
         name = device_name(self._torch_device)
@@ -384,9 +397,9 @@ class GpuEngine:
             "weights": weights,
             **{
                 slot.name: {
-                    name: slot_shard(slot, name, part, slots[slot.name][name]) for name, part in weights.items()
+                    name: slot_shard(slot, name, weights[name], tensor) for name, tensor in slots[slot.name].items()
                 }
-                for slot in self._optimizer.spec.slots
+                for slot in self._optimizer.spec.all_slots
             },
         }
 

@@ -10,6 +10,7 @@ Pipeline parallelism divides the layers. Of a stage's tensors, tensor parallelis
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lt_model import ParamSpec
@@ -98,6 +99,11 @@ class MeshLayout:
         return self.dp_shard * self.cp
 
     @property
+    def fsdp_rank(self) -> int:
+        """This rank's index among the ranks that share a replica's weights, before tensor parallelism."""
+        return self.dp_shard_rank * self.cp + self.cp_rank
+
+    @property
     def uses_fsdp(self) -> bool:
         """True if weights are sharded or replicated; else there is nothing to gather or to reduce."""
         return self.dp_replicate * self.fsdp_size > 1
@@ -129,6 +135,20 @@ class MeshLayout:
         """Return start and length of this rank's tensor-parallel shard along `parameter.tp_dim`."""
         assert parameter.tp_dim is not None
         return shard_range(parameter.shape[parameter.tp_dim], self.tp, self.tp_rank)
+
+    def slice_of(self, parameter: ParamSpec, fsdp_rank: int, tp_rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return offset and shape of the slice that a rank of this pipeline stage has of `parameter`.
+
+        FSDP gives each rank ceil(rows / ranks) rows as long as there are any (`torch.chunk`).
+        """
+        offset, shape = [0] * len(parameter.shape), list(parameter.shape)
+        if parameter.tp_dim is not None:
+            offset[parameter.tp_dim], shape[parameter.tp_dim] = shard_range(
+                parameter.shape[parameter.tp_dim], self.tp, tp_rank
+            )
+        first = min(shape[0], fsdp_rank * math.ceil(shape[0] / self.fsdp_size))
+        end = min(shape[0], (fsdp_rank + 1) * math.ceil(shape[0] / self.fsdp_size))
+        return (offset[0] + first, *offset[1:]), (end - first, *shape[1:])
 
     def replica_count_and_index(self, parameter: ParamSpec) -> tuple[int, int]:
         """Return the number of ranks that hold this rank's elements, and its index among them."""

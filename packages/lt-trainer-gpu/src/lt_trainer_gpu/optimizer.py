@@ -1,7 +1,8 @@
 """Optimizer of one rank of the GPU engine: any `OptimizerSpec`, and AdamW by torch's fused kernel.
 
 Other optimizers run their spec's pure update per tensor. The kernel needs weights, gradients and moments of one dtype.
-Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay. Where
+Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay and
+learning rate. Where
 gradients or moments are in bfloat16, they are upcast to the weights' dtype in buckets of at most `temporary_bytes`
 (large parameters are split along their rows), and moments are rounded to nearest when they are stored. Tested against
 the pure update.
@@ -14,6 +15,7 @@ Cost: one pass over weights, gradients and moments; temporaries of at most `temp
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -79,21 +81,22 @@ class GpuOptimizer(OptimizerDriver):
 
         Arguments are those of `OptimizerDriver.step`.
         """
-        if self.spec is not ADAMW or self.device_type not in FUSED_DEVICE_TYPES:
-            super().step(weights, gradients, lr, finite, scale)
-            return
-        first, second = self.slots[FIRST_MOMENT], self.slots[SECOND_MOMENT]
-        assert weights.keys() == gradients.keys() == first.keys()
-        for decay in (True, False):
-            rows = [
-                ParamUpdate(weight=weight, gradient=gradients[name], first=first[name], second=second[name])
-                for name, weight in weights.items()
-                if self.params[name].decay is decay
-            ]
-            weight_decay = self.options.weight_decay if decay else 0.0
-            for bucket in split_buckets(rows, temporary_bytes(self.device_type)):
-                self._step_fused(bucket, lr, weight_decay, finite, scale)
+        assert weights.keys() == gradients.keys()
         self.step_count.add_(finite.to(self.step_count.dtype))
+        has_kernel = self.device_type in FUSED_DEVICE_TYPES
+        fused = {name for name, spec in self.specs.items() if spec is ADAMW and has_kernel}
+        others = {name: weight for name, weight in weights.items() if name not in fused}
+        self.step_by_spec(others, gradients, lr, finite, scale)
+        groups: dict[tuple[bool, float], list[ParamUpdate]] = defaultdict(list)
+        for name, weight in weights.items():
+            if name in fused:
+                first, second = (self.slots[slot][name] for slot in (FIRST_MOMENT, SECOND_MOMENT))
+                update = ParamUpdate(weight=weight, gradient=gradients[name], first=first, second=second)
+                groups[self.params[name].decay, self.params[name].lr_scale].append(update)
+        for (decay, lr_scale), updates in groups.items():
+            weight_decay = self.options.weight_decay if decay else 0.0
+            for bucket in split_buckets(updates, temporary_bytes(self.device_type)):
+                self._step_fused(bucket, lr * lr_scale, weight_decay, finite, scale)
 
     def _step_fused(
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
@@ -112,7 +115,7 @@ class GpuOptimizer(OptimizerDriver):
             first,
             second,
             [],
-            [(self.step_count + 1).to(torch.float32)] * len(rows),
+            [self.step_count.to(torch.float32)] * len(rows),
             lr=lr,
             beta1=self.options.beta1,
             beta2=self.options.beta2,

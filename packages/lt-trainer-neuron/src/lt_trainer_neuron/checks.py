@@ -96,7 +96,28 @@ def _check_unsupported(recipe: Recipe, options: NeuronOptions) -> None:
             values={"optimizer.moments_dtype": recipe.optimizer.moments_dtype},
             remedy="set optimizer.moments_dtype to float32",
         )
-    for slot in optimizer_spec(recipe.optimizer.name).slots:
+    _check_optimizer(recipe)
+    _check_flash(recipe, options)
+
+
+def _check_optimizer(recipe: Recipe) -> None:
+    """Raise if the optimizer needs more than an update per slice with one learning rate."""
+    spec = optimizer_spec(recipe.optimizer.name)
+    if spec.transform is not None:
+        raise RecipeError(
+            "this engine updates slices, and this optimizer needs whole matrices",
+            values={"optimizer.name": spec.name},
+            remedy="set optimizer.name to adamw, or run.engine to gpu",
+        )
+    lr_scale = recipe.optimizer.lr_scale
+    for name in vars(lr_scale):
+        if getattr(lr_scale, name) != 1:
+            raise RecipeError(
+                "the optimizer files of NxD have one learning rate",
+                values={f"optimizer.lr_scale.{name}": getattr(lr_scale, name)},
+                remedy="leave optimizer.lr_scale out, or set run.engine to gpu",
+            )
+    for slot in spec.slots:
         if slot.dtype(recipe.optimizer) or slot.shape((2, 3)) != (2, 3):
             raise RecipeError(
                 "this engine keeps optimizer state in the shape and dtype of the master weights, which the slot "
@@ -104,7 +125,6 @@ def _check_unsupported(recipe: Recipe, options: NeuronOptions) -> None:
                 values={"optimizer.name": recipe.optimizer.name},
                 remedy="set another optimizer.name",
             )
-    _check_flash(recipe, options)
 
 
 def _check_flash(recipe: Recipe, options: NeuronOptions) -> None:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from lt_trainer.config import OptimizerOptions
 
-__all__ = ["ADAMW", "FIRST_MOMENT", "SECOND_MOMENT"]
+__all__ = ["ADAMW", "FIRST_MOMENT", "SECOND_MOMENT", "check_bf16_decay", "moments_dtype"]
 
 FIRST_MOMENT, SECOND_MOMENT = "exp_avg", "exp_avg_sq"
 
@@ -59,13 +59,18 @@ def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) ->
     return update
 
 
-def _moments_dtype(options: OptimizerOptions) -> str:
+def moments_dtype(options: OptimizerOptions) -> str:
+    """Return the dtype of slots that follow `optimizer.moments_dtype`."""
     return "bfloat16" if options.moments_dtype == "bfloat16" else ""
 
 
-def _check(options: OptimizerOptions) -> None:
-    """Refuse betas so near 1 that a moment in bfloat16 would never decrease."""
-    for name in ("beta1", "beta2"):
+def check_bf16_decay(options: OptimizerOptions, *names: str) -> None:
+    """Refuse decay factors so near 1 that a moment in bfloat16 would never decrease.
+
+    Raises:
+        RecipeError: naming the field.
+    """
+    for name in names:
         if options.moments_dtype == "bfloat16" and getattr(options, name) > MAX_BETA_BF16:
             raise RecipeError(
                 "a moment in bfloat16 that decays so slowly is rounded back to what it was",
@@ -74,9 +79,13 @@ def _check(options: OptimizerOptions) -> None:
             )
 
 
+def _check(options: OptimizerOptions) -> None:
+    check_bf16_decay(options, "beta1", "beta2")
+
+
 ADAMW = OptimizerSpec(
     name="adamw",
-    slots=(StateSlot(name=FIRST_MOMENT, dtype=_moments_dtype), StateSlot(name=SECOND_MOMENT, dtype=_moments_dtype)),
+    slots=(StateSlot(name=FIRST_MOMENT, dtype=moments_dtype), StateSlot(name=SECOND_MOMENT, dtype=moments_dtype)),
     options=frozenset({"beta1", "beta2", "eps", "moments_dtype"}),
     make_update=_make_update,
     check=_check,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,11 +18,13 @@ from torch import Tensor
 
 from lt_ckpt import OptimizerRecord
 from lt_trainer.errors import RecipeError
+from lt_trainer.optimizers.matrices import WholeMatrices
 
 if TYPE_CHECKING:
     from lt_ckpt import Checkpoint
     from lt_trainer.config import OptimizerOptions
-    from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot
+    from lt_trainer.optimizers.matrices import MatrixExchange
+    from lt_trainer.optimizers.spec import OptimizerSpec, ParamSlice, StateSlot, UpdateFn
     from lt_trainer.torch import LocalShard
 
 __all__ = ["OptimizerDriver", "check_optimizer", "optimizer_record", "slot_shard"]
@@ -35,8 +38,10 @@ class OptimizerDriver:
         options: the recipe's `[optimizer]`.
         params: the tensors by name: their place in the model.
         weights: the tensors, in the master dtype; only shapes, dtypes and the device are read.
+        exchange: how slices become whole matrices, for a spec with a `MatrixTransform`.
 
     Attributes:
+        specs: name → the optimizer that updates it: `spec` or one of its `others`.
         slots: slot → name → state tensor.
         device_type: type of the weights' device.
         step_count: steps that took effect, an integer scalar on the device.
@@ -48,17 +53,19 @@ class OptimizerDriver:
         options: OptimizerOptions,
         params: Mapping[str, ParamSlice],
         weights: Mapping[str, Tensor],
+        *,
+        exchange: MatrixExchange | None = None,
     ) -> None:
         self.spec, self.options, self.params = spec, options, params
-        self.slots: dict[str, dict[str, Tensor]] = {}
-        for slot in spec.slots:
-            name = slot.dtype(options)
-            self.slots[slot.name] = {
-                key: weight.new_zeros(
-                    slot.shape(tuple(weight.shape)), dtype=getattr(torch, name) if name else weight.dtype
+        self.specs = {name: spec.for_params(params[name].specs) for name in weights}
+        self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
+        for name, weight in weights.items():
+            for slot in self.specs[name].slots:
+                dtype = slot.dtype(options)
+                self.slots[slot.name][name] = weight.new_zeros(
+                    slot.shape(tuple(weight.shape)), dtype=getattr(torch, dtype) if dtype else weight.dtype
                 )
-                for key, weight in weights.items()
-            }
+        self._exchange = exchange or WholeMatrices()
         device = next(iter(weights.values())).device
         self.device_type = device.type
         self.step_count = torch.zeros((), dtype=torch.int32, device=device)
@@ -82,16 +89,57 @@ class OptimizerDriver:
             scale: factor of the gradients (clipping), a scalar on the device; None: 1.
         """
         self.step_count.add_(finite.to(self.step_count.dtype))
-        update = self.spec.make_update(self.options, lr, self.step_count)
-        for name, weight in weights.items():
-            gradient = gradients[name].to(weight.dtype)
-            if scale is not None:
-                gradient = gradient * scale.to(weight.dtype)
-            slots = {slot: tensors[name] for slot, tensors in self.slots.items()}
-            new_weight, new_slots = update(self.params[name], weight, gradient, slots)
-            for slot, old in slots.items():
-                old.copy_(torch.where(finite, new_slots[slot].to(old.dtype), old))
+        self.step_by_spec(weights, gradients, lr, finite, scale)
+
+    def step_by_spec(
+        self,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        lr: Tensor | float,
+        finite: Tensor,
+        scale: Tensor | None,
+    ) -> None:
+        """Run the pure update of some tensors, as `step` does for all; the step is counted already."""
+
+        @cache
+        def update_of(spec: OptimizerSpec, lr_scale: float) -> UpdateFn:
+            return spec.make_update(self.options, lr if lr_scale == 1.0 else lr * lr_scale, self.step_count)
+
+        def clipped(name: str) -> Tensor:
+            gradient = gradients[name].to(weights[name].dtype)
+            return gradient if scale is None else gradient * scale.to(gradient.dtype)
+
+        def update(name: str, gradient: Tensor) -> dict[str, Tensor]:
+            param, weight = self.params[name], weights[name]
+            update_fn = update_of(self.specs[name], param.lr_scale)
+            new_weight, new_slots = update_fn(param, weight, gradient, self._slots_of(name))
             weight.copy_(torch.where(finite, new_weight, weight))
+            return new_slots
+
+        for name in weights:
+            if self.specs[name].transform is None:
+                self._store_slots(name, update(name, clipped(name)), finite)
+        matrices = [name for name in weights if self.specs[name].transform is not None]
+        if not matrices:
+            return
+        (transform,) = {self.specs[name].transform for name in matrices}
+        assert transform is not None
+        make_direction = transform.make_direction(self.options)
+
+        def direction(name: str) -> Tensor:
+            value, new_slots = make_direction(clipped(name), self._slots_of(name))
+            self._store_slots(name, new_slots, finite)
+            return value
+
+        for name, value in self._exchange.transform(matrices, direction, transform.make_transform(self.options)):
+            update(name, value)
+
+    def _slots_of(self, name: str) -> dict[str, Tensor]:
+        return {slot.name: self.slots[slot.name][name] for slot in self.specs[name].slots}
+
+    def _store_slots(self, name: str, new_slots: Mapping[str, Tensor], finite: Tensor) -> None:
+        for slot, old in self._slots_of(name).items():
+            old.copy_(torch.where(finite, new_slots[slot].to(old.dtype), old))
 
 
 def optimizer_record(spec: OptimizerSpec) -> OptimizerRecord:

@@ -7,6 +7,9 @@ A rank updates a slice of each parameter: rows under FSDP and ZeRO-1, rows or co
 each dimension a slot has the size of its parameter or 1 (as with `keepdim=True`). It is sharded with its parameter on
 the dimensions it keeps. Along a reduced one the rank must hold the whole parameter, because an update sees no other
 rank's elements: a layout that shards a reduced dimension is refused, so a slot never needs a collective.
+
+An update that needs whole matrices declares a `MatrixTransform`: what comes before it and after it is per slice, and
+the engine brings slices together in between. An optimizer may leave some parameters to another one (`others`).
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ if TYPE_CHECKING:
     from lt_model import ParamSpec
     from lt_trainer.config import OptimizerOptions
 
-__all__ = ["OptimizerSpec", "ParamSlice", "StateSlot", "UpdateFn"]
+__all__ = ["DirectionFn", "MatrixTransform", "OptimizerSpec", "ParamSlice", "StateSlot", "UpdateFn"]
 
 DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
@@ -39,11 +42,13 @@ class ParamSlice:
         specs: the parameters; several where an engine stacks them along the rows (fused projections of NxD).
         offset: start of the slice in the parameter, or in the engine's stack.
         decay: weight decay applies.
+        lr_scale: factor of the learning rate.
     """
 
     specs: tuple[ParamSpec, ...]
     offset: Shape
     decay: bool
+    lr_scale: float = 1.0
 
 
 class UpdateFn(Protocol):
@@ -57,10 +62,41 @@ class UpdateFn(Protocol):
         Args:
             param: the tensor's place in the model.
             weight: in the master dtype.
-            gradient: clipped, of the weight's shape and dtype.
+            gradient: clipped, of the weight's shape and dtype; with a `MatrixTransform` the slice of its result.
             slots: by name; `StateSlot.dtype` may be narrower than the weight's, then the caller rounds the results.
         """
         ...
+
+
+class DirectionFn(Protocol):
+    """Part of an update before its `MatrixTransform`: a pure function of one slice."""
+
+    def __call__(self, gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the slice of the matrix to transform, in the transformation's dtype, and the new slots.
+
+        Args:
+            gradient: clipped, of the weight's shape and dtype.
+            slots: by name.
+        """
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class MatrixTransform:
+    """Function of a whole matrix within an update, such as an orthogonalization.
+
+    A step of such a parameter is `direction` on each slice, `transform` on the whole matrix, for which the engine
+    exchanges slices, and the update on each slice of the result.
+
+    Attributes:
+        make_direction: (options) → the part before.
+        make_transform: (options) → the function of a matrix; its result has the matrix's shape and dtype.
+        dtype: dtype of the transformation by the options: a key of `DTYPE_BYTES`, or "" for that of the master weights.
+    """
+
+    make_direction: Callable[[OptimizerOptions], DirectionFn]
+    make_transform: Callable[[OptimizerOptions], Callable[[Tensor], Tensor]]
+    dtype: Callable[[OptimizerOptions], str]
 
 
 def _master_dtype(options: OptimizerOptions) -> str:
@@ -120,6 +156,10 @@ def _accept(options: OptimizerOptions) -> None:
     """Accept every value."""
 
 
+def _every_param(spec: ParamSpec) -> bool:
+    return True
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSpec:
     """One optimizer.
@@ -131,6 +171,9 @@ class OptimizerSpec:
         make_update: (options, lr, step) → the update of a step. `lr` is a number or a scalar tensor; `step` is the
             number of this step from 1, an integer tensor on the device (0 only where the result is discarded).
         check: refuse options that do not work together (RecipeError).
+        transform: what the update needs of whole matrices.
+        applies_to: whether it updates a parameter.
+        others: the optimizer of the parameters that it does not update.
     """
 
     name: str
@@ -138,12 +181,26 @@ class OptimizerSpec:
     options: frozenset[str]
     make_update: Callable[[OptimizerOptions, Tensor | float, Tensor], UpdateFn]
     check: Callable[[OptimizerOptions], None] = _accept
+    transform: MatrixTransform | None = None
+    applies_to: Callable[[ParamSpec], bool] = _every_param
+    others: OptimizerSpec | None = None
+
+    @property
+    def all_slots(self) -> tuple[StateSlot, ...]:
+        """Slots of this optimizer and of `others`; a parameter has those of the one that updates it."""
+        return self.slots + (self.others.all_slots if self.others else ())
 
     @property
     def slot_names(self) -> tuple[str, ...]:
-        """Names of the slots."""
-        return tuple(slot.name for slot in self.slots)
+        """Names of all slots."""
+        return tuple(slot.name for slot in self.all_slots)
+
+    def for_params(self, specs: Iterable[ParamSpec]) -> OptimizerSpec:
+        """Return the optimizer that updates a tensor of these parameters: this one or one of `others`."""
+        if self.others is None or all(self.applies_to(spec) for spec in specs):
+            return self
+        return self.others.for_params(specs)
 
     def state_bytes(self, options: OptimizerOptions, shapes: Iterable[Shape], master_bytes: int) -> int:
-        """Return the bytes of all slots of parameters of these shapes."""
+        """Return the bytes of its slots, for parameters of these shapes that it updates."""
         return sum(slot.n_bytes(options, shape, master_bytes) for shape in shapes for slot in self.slots)

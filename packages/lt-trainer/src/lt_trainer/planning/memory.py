@@ -44,6 +44,7 @@ from lt_model.activation_memory import (
 )
 from lt_model.params import ParamSpec, param_specs
 from lt_trainer.optimizers import ADAMW, optimizer_spec
+from lt_trainer.optimizers.spec import DTYPE_BYTES
 from lt_trainer.planning.layout import PlannedLayout
 
 RESERVE_SHARE = 0.05
@@ -56,6 +57,11 @@ UPCAST_BYTES = 256 * 2**20
 """Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""
 UPDATE_TEMPORARIES = 4
 """Temporaries of one parameter, in the master dtype, beside the new slots, of an update without a fused kernel."""
+
+EXCHANGED_MATRICES = 2
+"""Matrices in slices beside the whole ones, where ranks exchange slices."""
+TRANSFORM_MATRICES, TRANSFORM_SQUARES = 3, 2
+"""Whole matrices, and squares of their smaller side, that the Newton-Schulz iteration of Muon holds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,20 +311,32 @@ def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> flo
     """Return bytes of the optimizer's slots after tensor parallelism and before sharding."""
     spec = optimizer_spec(layout.optimizer.name)
     return sum(
-        spec.state_bytes(layout.optimizer, [row.shape], layout.master_bytes) / (1 if row.tp_dim is None else tp)
+        spec.for_params([row]).state_bytes(layout.optimizer, [row.shape], layout.master_bytes)
+        / (1 if row.tp_dim is None else tp)
         for row in param_specs(config)
     )
 
 
 def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout, upcast_bytes: int) -> float:
-    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter."""
-    spec = optimizer_spec(layout.optimizer.name)
-    if spec is not ADAMW:
-        largest = max(row.numel for row in param_specs(config)) / layout.tp / layout.dp_shard
-        return (UPDATE_TEMPORARIES + len(spec.slots)) * layout.master_bytes * largest
-    slot_bytes = [slot.n_bytes(layout.optimizer, (1,), layout.master_bytes) for slot in spec.slots]
-    narrower = sum(size < layout.master_bytes for size in (layout.gradient_bytes, *slot_bytes))
-    return min(upcast_bytes, narrower * layout.master_bytes * counts.all / layout.dp_shard)
+    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix."""
+    shards, master, found = layout.tp * layout.dp_shard, layout.master_bytes, []
+    optimizer, table = optimizer_spec(layout.optimizer.name), param_specs(config)
+    for spec in {optimizer.for_params([row]).name: optimizer.for_params([row]) for row in table}.values():
+        rows = [row for row in table if optimizer.for_params([row]) is spec]
+        slot_bytes = [slot.n_bytes(layout.optimizer, (1,), master) for slot in spec.slots]
+        largest = max(row.numel for row in rows)
+        if spec is ADAMW:
+            narrower = sum(size < master for size in (layout.gradient_bytes, *slot_bytes))
+            numel = sum(_local_size(row, layout.tp) for row in rows) / layout.dp_shard
+            found.append(min(upcast_bytes, narrower * master * numel))
+            continue
+        found.append((UPDATE_TEMPORARIES + len(spec.slots)) * master * largest / shards)
+        if spec.transform is not None:
+            element = DTYPE_BYTES.get(spec.transform.dtype(layout.optimizer), master)
+            side = min(min(row.shape) for row in rows if row.numel == largest)
+            exchanged = EXCHANGED_MATRICES if shards > 1 else 0
+            found.append(element * ((exchanged + TRANSFORM_MATRICES) * largest + TRANSFORM_SQUARES * side**2))
+    return max(found)
 
 
 def _backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:

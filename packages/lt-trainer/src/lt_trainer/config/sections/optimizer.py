@@ -1,11 +1,25 @@
 """`[optimizer]`: the optimizer, its hyperparameters, gradient clipping and z-loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from lt_trainer.config.fields import check_types, coerce, option
 from lt_trainer.config.sections.validators import field_error, require_at_least, require_positive
 from lt_trainer.optimizers import OPTIMIZERS, optimizer_spec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LrScaleOptions:
+    """`[optimizer.lr_scale]`: factors of the learning rate by the role of a parameter."""
+
+    embedding: float = option(1.0, "factor of the learning rate for the input embedding (and a tied head)")
+    head: float = option(1.0, "factor of the learning rate for the head")
+    norm: float = option(1.0, "factor of the learning rate for norms")
+    matrices: float = option(1.0, "factor of the learning rate for the matrices of the blocks")
+
+    def __post_init__(self) -> None:
+        check_types(self, "optimizer.lr_scale")
+        require_at_least(self, "optimizer.lr_scale", 0, "embedding", "head", "norm", "matrices")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,15 +35,28 @@ class OptimizerOptions:
     grad_clip: float = option(1.0, "maximum gradient norm; 0 = no clipping", hyperparameter="GRAD_CLIP")
     decay_embeddings: bool = option(False, "apply weight decay to the input embedding too")
     moments_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "dtype of both moments; float32 means that of the master weights", former_name="moments"
+        "float32", "dtype of all moments; float32 means that of the master weights", former_name="moments"
     )
+    momentum: float = option(0.95, "muon: decay of the momentum")
+    nesterov: bool = option(True, "muon: Nesterov momentum")
+    adjust_lr: Literal["match_rms_adamw", "original"] = option(
+        "match_rms_adamw",
+        "muon: factor of the learning rate of a matrix of R rows and C columns: 0.2 sqrt(max(R, C)), which makes "
+        "updates as large as AdamW's, or sqrt(max(1, R / C))",
+    )
+    newton_schulz_steps: int = option(5, "muon: steps of the Newton-Schulz iteration")
+    newton_schulz_dtype: Literal["float32", "bfloat16"] = option(
+        "bfloat16", "muon: dtype of the Newton-Schulz iteration; float32 means that of the master weights"
+    )
+    lr_scale: LrScaleOptions = field(default_factory=LrScaleOptions)
     z_loss: float = option(0.0, "weight of logsumexp(logits)^2, which keeps logits small; 1e-4 is typical, 0 = off")
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer")
         require_at_least(self, "optimizer", 0, "weight_decay", "grad_clip", "z_loss")
         require_positive(self, "optimizer", "lr", "eps")
-        for name in ("beta1", "beta2"):
+        require_at_least(self, "optimizer", 1, "newton_schulz_steps")
+        for name in ("beta1", "beta2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 default = getattr(OptimizerOptions, name)
                 raise field_error(self, "optimizer", name, "must be in [0, 1)", f"the default is {default!r}")

@@ -42,6 +42,12 @@ class Recipe:
                 values={"schedule.min_lr": self.schedule.min_lr, "optimizer.lr": self.optimizer.lr},
                 remedy=f"set schedule.min_lr (MIN_LR) to at most {self.optimizer.lr!r}; a tenth of it is typical",
             )
+        if self.model.tie_word_embeddings and self.optimizer.lr_scale.head != 1:
+            raise RecipeError(
+                "a tied head is the embedding, whose learning rate has its own factor",
+                values={"optimizer.lr_scale.head": self.optimizer.lr_scale.head, "model.tie_word_embeddings": True},
+                remedy="set optimizer.lr_scale.embedding instead",
+            )
         if self.metrics.validation_interval and not (self.data.validation or self.data.validation_sets):
             raise RecipeError(
                 "there is no validation data",

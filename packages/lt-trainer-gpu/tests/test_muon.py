@@ -1,0 +1,310 @@
+"""Muon: the formula, and every layout against one process in float64.
+
+The formula is written out with numpy: Newton-Schulz of the whole matrix, AdamW for embedding, head and norms. Layouts
+split matrices along rows (FSDP), features (tensor parallelism) and both, evenly and not.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lt_ckpt import Checkpoint, OptimizerRecord
+from lt_model import LlamaConfig, n_parameters, param_specs
+from lt_trainer.config import OptimizerOptions, load
+from lt_trainer.engine import StepBatch, StepMetrics, World
+from lt_trainer.optimizers import MUON, ParamSlice, lr_scale
+from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.planning import layout_from_recipe, plan_memory
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import StateSlice, TrainResult, assemble, assert_near
+from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.matrix_exchange import ShardedMatrices
+from lt_trainer_gpu.mesh_layout import MeshLayout
+from lt_trainer_gpu.optimizer import GpuOptimizer
+from lt_trainer_gpu.spec import SPEC
+
+ROWS, SEQ_LEN, VOCAB = 12, 16, 61
+MODEL = {"hidden_size": 32, "intermediate_size": 44, "n_heads": 8, "n_kv_heads": 4, "n_layers": 2}
+CONFIG = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=False, **MODEL)
+SPECS = {spec.name: spec for spec in param_specs(CONFIG)}
+MATRICES = {spec.name for spec in SPECS.values() if spec.role == "block" and spec.kind != "norm"}
+SETS = ("optimizer.name=muon", "optimizer.newton_schulz_dtype=float32", "optimizer.momentum=0.8")
+
+
+def newton_schulz(u: np.ndarray, steps: int) -> np.ndarray:
+    """Return the whole matrix after the quintic iteration."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = u.T if u.shape[0] > u.shape[1] else u
+    x = x / np.linalg.norm(x)
+    for _ in range(steps):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if u.shape[0] > u.shape[1] else x
+
+
+def by_the_formula(
+    weights: dict[str, np.ndarray], gradients: list[dict[str, np.ndarray]], options: OptimizerOptions, lr: float
+) -> dict[str, np.ndarray]:
+    done = {}
+    for name, weight in weights.items():
+        w, m, v = weight.copy(), np.zeros_like(weight), np.zeros_like(weight)
+        spec = SPECS[name]
+        role = {"embed_tokens": "embedding", "lm_head": "head", "norm": "norm"}.get(spec.kind, "matrices")
+        rate = lr * getattr(options.lr_scale, role)
+        for t, step in enumerate(gradients, start=1):
+            g = step[name]
+            decay = rate * options.weight_decay * w if spec.decay else 0.0
+            if name in MATRICES:
+                m = options.momentum * m + (1 - options.momentum) * g
+                u = options.momentum * m + (1 - options.momentum) * g if options.nesterov else m
+                rows, columns = w.shape
+                scale = 0.2 * max(rows, columns) ** 0.5
+                if options.adjust_lr == "original":
+                    scale = max(1, rows / columns) ** 0.5
+                change = rate * scale * newton_schulz(u, options.newton_schulz_steps)
+            else:
+                m = options.beta1 * m + (1 - options.beta1) * g
+                v = options.beta2 * v + (1 - options.beta2) * g * g
+                root = np.sqrt(v / (1 - options.beta2**t)) + options.eps
+                change = rate * m / (1 - options.beta1**t) / root
+            w = w - change - decay
+        done[name] = w
+    return done
+
+
+def given(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(spec.shape) for name, spec in SPECS.items()}
+
+
+def make(kind: type[OptimizerDriver], options: OptimizerOptions, weights: dict[str, torch.Tensor]) -> OptimizerDriver:
+    params = {
+        name: ParamSlice(
+            specs=(spec,), offset=(0,) * len(spec.shape), decay=spec.decay, lr_scale=lr_scale(spec, options)
+        )
+        for name, spec in SPECS.items()
+    }
+    return kind(MUON, options, params, weights)
+
+
+@pytest.mark.parametrize("kind", [GpuOptimizer, OptimizerDriver])
+@pytest.mark.parametrize(
+    "sets",
+    [
+        (),
+        ("adjust_lr=original", "nesterov=false", "momentum=0.7"),
+        ("newton_schulz_steps=3", "weight_decay=0.3", "eps=1e-3", "beta1=0.5", "beta2=0.7"),
+        ("lr_scale.matrices=3", "lr_scale.embedding=10", "lr_scale.head=0.1", "lr_scale.norm=0"),
+    ],
+)
+def test_steps_are_those_of_the_formula(kind: type[OptimizerDriver], sets: tuple[str, ...]) -> None:
+    overrides = [f"optimizer.{one}" for one in ("name=muon", "newton_schulz_dtype=float32", *sets)]
+    options = load(base={"data": {"store": "unused"}}, overrides=overrides).recipe.optimizer
+    start, gradients = given(0), [given(seed) for seed in (1, 2, 3)]
+    weights = {name: torch.from_numpy(w.copy()) for name, w in start.items()}
+    muon = make(kind, options, weights)
+    assert set(muon.slots["momentum"]) == MATRICES
+    assert set(muon.slots["exp_avg"]) == set(muon.slots["exp_avg_sq"]) == set(SPECS) - MATRICES
+    for step in gradients:
+        muon.step(
+            weights,
+            {name: torch.from_numpy(2 * g) for name, g in step.items()},
+            1e-2,
+            torch.tensor(True),
+            torch.tensor(0.5, dtype=torch.float64),
+        )
+    wanted = by_the_formula(start, gradients, options, 1e-2)
+    for name, weight in weights.items():
+        moved = np.linalg.norm(wanted[name] - start[name])
+        assert moved > 0 or (options.lr_scale.norm == 0 and SPECS[name].kind == "norm"), name
+        assert np.linalg.norm(weight.numpy() - wanted[name]) <= 1e-12 * moved, name
+
+
+@pytest.mark.parametrize("shape", [(48, 32), (32, 48), (32, 32)])
+@pytest.mark.parametrize("size", [1e6, 1e-6])
+def test_the_iteration_makes_singular_values_near_one(shape: tuple[int, int], size: float) -> None:
+    assert MUON.transform is not None
+    u = size * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    for dtype, spread in (("float32", 1e-5), ("bfloat16", 0.1)):
+        options = OptimizerOptions(name="muon", newton_schulz_dtype=dtype)
+        orthogonal = MUON.transform.make_transform(options)(u.to(getattr(torch, dtype)))
+        assert orthogonal.dtype == getattr(torch, dtype)
+        values = torch.linalg.svdvals(orthogonal.double())
+        assert 0.5 < values.min() < values.max() < 1.3
+        wanted = newton_schulz(u.double().numpy(), 5)
+        assert np.linalg.norm(orthogonal.double().numpy() - wanted) <= spread * np.linalg.norm(wanted)
+
+
+def test_a_matrix_without_gradient_stays() -> None:
+    assert MUON.transform is not None
+    assert MUON.transform.make_transform(OptimizerOptions(name="muon"))(torch.zeros(3, 4)).tolist() == [[0.0] * 4] * 3
+
+
+def open_engine(*sets: str) -> GpuEngine:
+    base = {
+        "model": {**MODEL, "tie_word_embeddings": False},
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
+        "optimizer": {"weight_decay": 0.1, "grad_clip": 0.3},
+        "schedule": {"max_steps": 9, "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+    recipe, world = load(base=base, overrides=(*SETS, *sets)).recipe, World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    engine = SPEC.open(recipe, CONFIG, world)
+    assert isinstance(engine, GpuEngine)
+    return engine
+
+
+def global_batches(n_steps: int) -> list[StepBatch]:
+    return layouts.global_batches(n_steps, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+
+
+def train(sets: tuple[str, ...]) -> TrainResult:
+    engine = open_engine(*sets)
+    return layouts.train_steps(engine, global_batches(3), global_batches(4)[3], 1, lambda: engine.state().shards)
+
+
+@pytest.fixture(scope="module")
+def alone(ranks: Callable[..., list[TrainResult]]) -> TrainResult:
+    return ranks.run(train, (), ranks=1)[0]
+
+
+TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
+LAYOUTS = {
+    "fsdp2": (2, ()),
+    "fsdp3-uneven": (3, ()),
+    "fsdp4": (4, ("engine.gpu.reduce_each_micro_batch=true",)),
+    "ddp": (2, (HSDP,)),
+    "hsdp": (4, (HSDP,)),
+    "tp": (2, (TP,)),
+    "tp-sp": (2, (TP, SP)),
+    "tp4": (4, ("parallel.tp=4",)),
+    "fsdp-tp": (4, (TP,)),
+    "fsdp3-tp-sp": (6, (TP, SP)),
+}
+
+SLOW = {"fsdp2", "fsdp4", "ddp", "tp", "tp4", "fsdp-tp"}
+"""Left out of the test command: other layouts cover what is special about them."""
+
+
+@pytest.mark.guarantee("layout-parity")
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in LAYOUTS])
+def test_a_layout_trains_as_one_process(ranks: Callable[..., list[TrainResult]], alone: TrainResult, name: str) -> None:
+    n, sets = LAYOUTS[name]
+    found = ranks.run(train, sets, ranks=n)
+    for rank in found:
+        assert rank.losses == pytest.approx(alone.losses, rel=1e-10)
+        assert rank.grad_norms == pytest.approx(alone.grad_norms, rel=1e-10)
+        assert rank.state_bytes[0] == rank.state_bytes[1]
+    wanted, states = assemble([alone.states[-1]]), assemble([rank.states[-1] for rank in found])
+    assert {name for group, name in wanted if group == "momentum"} == MATRICES
+    assert_near(states, wanted, 1e-9)
+
+
+def train_badly(sets: tuple[str, ...]) -> tuple[list[StepMetrics], list[list[StateSlice]], None]:
+    engine = open_engine(*sets)
+    return layouts.train_with_nonfinite_step(engine, global_batches(3), lambda: engine.state().shards)
+
+
+@pytest.mark.guarantee("non-finite-steps")
+def test_a_step_that_is_not_finite_changes_nothing(ranks: Callable[..., list[tuple]]) -> None:
+    found = ranks.run(train_badly, ("batch.micro_batch_size=2",), ranks=2)
+    assert [[one.is_finite for one in metrics] for metrics, _, _ in found] == [[True, False, True]] * 2
+    first, bad, last = (assemble([states[i] for _, states, _ in found]) for i in range(3))
+    assert all(first[key].tobytes() == bad[key].tobytes() for key in first)
+    assert all(first[key].tobytes() != last[key].tobytes() for key in first)
+
+
+def saved_by(sets: tuple[str, ...], folder: str) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
+    engine = open_engine(*sets)
+    return layouts.train_save_train(engine, global_batches(3), folder, lambda: engine.state().shards)
+
+
+def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
+    engine = open_engine("run.seed=7", *sets)
+    return layouts.restore_and_train(engine, global_batches(3)[2], path, lambda: engine.state().shards)
+
+
+@pytest.mark.guarantee("reshard-checkpoints")
+@pytest.mark.parametrize(
+    ("left", "taken"),
+    [
+        ("fsdp3-uneven", "tp"),
+        pytest.param("fsdp-tp", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("tp", "hsdp", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_goes_from_mesh_to_mesh(
+    ranks: Callable[..., list[tuple]], tmp_path: Path, left: str, taken: str
+) -> None:
+    one = ranks.run(saved_by, LAYOUTS[left][1], str(tmp_path), ranks=LAYOUTS[left][0])
+    other = ranks.run(resumed_by, LAYOUTS[taken][1], one[0][0], ranks=LAYOUTS[taken][0])
+    assert Checkpoint.open(one[0][0]).manifest.optimizer == OptimizerRecord(
+        name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")
+    )
+    saved, found = assemble([rank[1] for rank in one]), assemble([rank[0] for rank in other])
+    assert saved.keys() == found.keys()
+    assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
+    assert_near(assemble([rank[1] for rank in other]), assemble([rank[2] for rank in one]), 1e-9)
+
+
+def exchange_bits(dtype: torch.dtype) -> tuple[dict[str, bytes], list[str]]:
+    """In a rank: its slices of matrices, each transformed by its owner; and the matrices that it transformed."""
+    torch.distributed.init_process_group("gloo")
+    rank, tp = torch.distributed.get_rank(), 2
+    size = torch.distributed.get_world_size()
+    layout = MeshLayout(dp_shard=size // tp, tp=tp, dp_shard_rank=rank // tp, tp_rank=rank % tp)
+    exchange = ShardedMatrices(SPECS, layout, 60.0)
+    shapes: list[str] = []
+
+    def own(name: str, matrix: torch.Tensor) -> torch.Tensor:
+        offset, shape = layout.slice_of(SPECS[name], rank // tp, rank % tp)
+        return matrix[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))].contiguous()
+
+    def transform(matrix: torch.Tensor) -> torch.Tensor:
+        shapes.append(str(tuple(matrix.shape)))
+        return matrix.flip(0).flip(1)
+
+    whole = {name: torch.from_numpy(g).to(dtype) for name, g in given(3).items()}
+    found = dict(exchange.transform(sorted(MATRICES), lambda name: own(name, whole[name]), transform))
+    assert set(found) == MATRICES
+    for name, values in found.items():
+        assert torch.equal(values, own(name, whole[name].flip(0).flip(1))), name
+    torch.distributed.destroy_process_group()
+    return {}, shapes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_are_whole_at_balanced_owners(ranks: Callable[..., list[tuple]], dtype: torch.dtype) -> None:
+    owned = [shapes for _, shapes in ranks.run(exchange_bits, dtype, ranks=6)]
+    assert sorted(shape for shapes in owned for shape in shapes) == sorted(str(SPECS[name].shape) for name in MATRICES)
+    assert sorted(map(len, owned)) == [2, 2, 2, 2, 3, 3]
+
+
+def test_its_options_are_checked() -> None:
+    base = {"data": {"store": "unused"}}
+    with pytest.raises(
+        ValueError, match=r"optimizer\.momentum = 0\.5 .*: has no effect with optimizer\.name = 'adamw'"
+    ):
+        load(base=base, overrides=["optimizer.momentum=0.5"])
+    with pytest.raises(ValueError, match=r"optimizer\.momentum = 0\.999 .*a moment in bfloat16"):
+        load(
+            base=base, overrides=["optimizer.name=muon", "optimizer.momentum=0.999", "optimizer.moments_dtype=bfloat16"]
+        )
+
+
+def test_the_plan_counts_one_slot_for_matrices_and_two_for_the_rest() -> None:
+    base = {"model": MODEL, "data": {"store": "unused"}, "batch": {"global_batch_size": ROWS, "micro_batch_size": 1}}
+    recipe = load(base=base, overrides=["optimizer.name=muon"]).recipe
+    layout = layout_from_recipe(recipe, devices=1, nodes=1)
+    planned = plan_memory(CONFIG, SEQ_LEN, layout)
+    n_matrix = sum(SPECS[name].numel for name in MATRICES)
+    assert planned.parts["optimizer state"] == 4 * n_matrix + 8 * (n_parameters(CONFIG) - n_matrix)
+    sharded = plan_memory(CONFIG, SEQ_LEN, replace(layout, devices=2, dp_shard=2))
+    assert sharded.parts["optimizer state"] == planned.parts["optimizer state"] / 2

@@ -1,0 +1,123 @@
+"""Muon for the matrices of the blocks, AdamW for embedding, head and norms.
+
+    m = mu m + (1 - mu) g,    u = mu m + (1 - mu) g (Nesterov; else u = m),    w = w - lr s O(u) - lr d w
+
+O(u) is u with singular values near 1 (the semi-orthogonal matrix closest to it), by `newton_schulz_steps` steps of a
+quintic Newton-Schulz iteration: X = u / |u|, then X = a X + (b A + c A^2) X with A = X X^T and a, b, c = 3.4445,
+-4.7750, 2.0315 (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/). These coefficients leave singular
+values between about 0.7 and 1.2 after 5 steps.
+
+The scale s, for a matrix of R rows and C columns, is `optimizer.adjust_lr`:
+
+- "match_rms_adamw": 0.2 sqrt(max(R, C)), so that an update has the root mean square 0.2 of AdamW's, and learning rate
+  and weight decay of AdamW can be used as they are (Moonlight, arXiv:2502.16982);
+- "original": sqrt(max(1, R / C)) (Jordan et al.), with a learning rate of its own, as 0.02.
+
+Query, key and value projections are parameters of their own and need no splitting. O needs whole matrices: the rest is
+per slice. The results do not depend on the mesh, as O is computed by one rank that has all of u.
+
+Cost: 1 state element per element of a matrix; 2 R C R + R^3 multiplications and as many additions per step of the
+iteration, R <= C, and temporaries of 2 R C + 3 R^2 elements.
+
+Shapes: R rows and C columns, R <= C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from lt_trainer.optimizers.adamw import ADAMW, check_bf16_decay, moments_dtype
+from lt_trainer.optimizers.spec import DirectionFn, MatrixTransform, OptimizerSpec, ParamSlice, StateSlot, UpdateFn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from lt_model import ParamSpec
+    from lt_trainer.config import OptimizerOptions
+
+__all__ = ["MOMENTUM", "MUON", "lr_factor"]
+
+MOMENTUM = "momentum"
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+MIN_NORM = 1e-7
+"""Smaller norms are not divided by: the update of a zero gradient is zero."""
+ADAMW_RMS = 0.2
+"""Root mean square of AdamW's update, by measurements of Moonlight."""
+
+
+def lr_factor(options: OptimizerOptions, shape: tuple[int, ...]) -> float:
+    """Return the factor s of a matrix of this shape."""
+    rows, columns = shape
+    if options.adjust_lr == "original":
+        return max(1.0, rows / columns) ** 0.5
+    return ADAMW_RMS * max(rows, columns) ** 0.5
+
+
+def _is_block_matrix(spec: ParamSpec) -> bool:
+    return spec.role == "block" and len(spec.shape) == 2
+
+
+def _make_direction(options: OptimizerOptions) -> DirectionFn:
+    import torch
+
+    name = _transform_dtype(options)
+
+    def direction(gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        momentum = slots[MOMENTUM].to(gradient.dtype)
+        momentum = momentum + (gradient - momentum) * (1 - options.momentum)
+        value = gradient + (momentum - gradient) * options.momentum if options.nesterov else momentum
+        return value.to(getattr(torch, name) if name else value.dtype), {MOMENTUM: momentum}
+
+    return direction
+
+
+def _make_transform(options: OptimizerOptions) -> Callable[[Tensor], Tensor]:
+    import torch
+
+    a, b, c = COEFFICIENTS
+
+    def orthogonalize(matrix: Tensor) -> Tensor:
+        x_RC = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+        norm = torch.linalg.vector_norm(x_RC, dtype=torch.promote_types(x_RC.dtype, torch.float32))
+        x_RC = (x_RC / norm.clamp(min=MIN_NORM)).to(matrix.dtype)
+        for _ in range(options.newton_schulz_steps):
+            gram_RR = x_RC @ x_RC.T
+            factor_RR = torch.addmm(gram_RR, gram_RR, gram_RR, beta=b, alpha=c)
+            x_RC = torch.addmm(x_RC, factor_RR, x_RC, beta=a)
+        return x_RC.T if matrix.shape[0] > matrix.shape[1] else x_RC
+
+    return orthogonalize
+
+
+def _make_update(options: OptimizerOptions, lr: Tensor | float, step: Tensor) -> UpdateFn:
+    def update(
+        param: ParamSlice, weight: Tensor, gradient: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        (spec,) = param.specs
+        change = lr * lr_factor(options, spec.shape) * gradient.to(weight.dtype)
+        if param.decay and options.weight_decay > 0:
+            change = change + lr * options.weight_decay * weight
+        return weight - change, {MOMENTUM: slots[MOMENTUM]}
+
+    return update
+
+
+def _transform_dtype(options: OptimizerOptions) -> str:
+    return "bfloat16" if options.newton_schulz_dtype == "bfloat16" else ""
+
+
+def _check(options: OptimizerOptions) -> None:
+    check_bf16_decay(options, "beta1", "beta2", "momentum")
+
+
+MUON = OptimizerSpec(
+    name="muon",
+    slots=(StateSlot(name=MOMENTUM, dtype=moments_dtype),),
+    options=ADAMW.options | {"momentum", "nesterov", "adjust_lr", "newton_schulz_steps", "newton_schulz_dtype"},
+    make_update=_make_update,
+    check=_check,
+    transform=MatrixTransform(make_direction=_make_direction, make_transform=_make_transform, dtype=_transform_dtype),
+    applies_to=_is_block_matrix,
+    others=ADAMW,
+)
