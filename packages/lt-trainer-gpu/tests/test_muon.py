@@ -175,6 +175,7 @@ def alone(ranks: Callable[..., list[TrainResult]]) -> TrainResult:
     return ranks.run(train, (), ranks=1)[0]
 
 
+PP = "parallel.pp=2"
 TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
 LAYOUTS = {
     "fsdp2": (2, ()),
@@ -187,9 +188,12 @@ LAYOUTS = {
     "tp4": (4, ("parallel.tp=4",)),
     "fsdp-tp": (4, (TP,)),
     "fsdp3-tp-sp": (6, (TP, SP)),
+    "pp": (2, (PP,)),
+    "pp-fsdp": (4, (PP,)),
+    "cp-tp": (4, ("parallel.cp=2", TP)),
 }
 
-SLOW = {"fsdp2", "fsdp4", "ddp", "tp", "tp4", "fsdp-tp"}
+SLOW = {"pp", "cp-tp", "fsdp2", "fsdp4", "ddp", "tp", "tp4", "fsdp-tp"}
 """Left out of the test command: other layouts cover what is special about them."""
 
 
@@ -235,8 +239,8 @@ def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list
 @pytest.mark.parametrize(
     ("left", "taken"),
     [
-        ("fsdp3-uneven", "tp"),
-        pytest.param("fsdp-tp", "fsdp2", marks=pytest.mark.slow),
+        ("fsdp3-uneven", "pp"),
+        pytest.param("pp-fsdp", "fsdp-tp", marks=pytest.mark.slow),
         pytest.param("tp", "hsdp", marks=pytest.mark.slow),
     ],
 )

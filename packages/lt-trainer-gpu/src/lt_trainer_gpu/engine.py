@@ -13,7 +13,7 @@ Shapes: M micro-batches, B rows, T positions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -366,16 +366,17 @@ class GpuEngine:
 
     def _state_specs(self) -> dict[str, dict[str, TensorSpec]]:
         """Return dtypes and shapes of the state of all ranks; this one may hold no part of a tensor."""
-
-        def specs(dtype: torch.dtype, shape_of: Callable[[tuple[int, ...]], tuple[int, ...]]) -> dict[str, TensorSpec]:
-            return {s.name: TensorSpec(DTYPE_CODES[dtype], shape_of(s.shape)) for s in param_specs(self._config)}
-
-        slots = self._optimizer.slots
+        optimizer, table = self._optimizer, param_specs(self._config)
+        weight_dtype = next(iter(self._weights.master_weights.values())).dtype
         return {
-            "weights": specs(next(iter(self._weights.master_weights.values())).dtype, lambda shape: shape),
+            "weights": {spec.name: TensorSpec(DTYPE_CODES[weight_dtype], spec.shape) for spec in table},
             **{
-                slot.name: specs(next(iter(slots[slot.name].values())).dtype, slot.shape)
-                for slot in self._optimizer.spec.slots
+                slot.name: {
+                    spec.name: TensorSpec(DTYPE_CODES[optimizer.slot_dtype(slot, weight_dtype)], slot.shape(spec.shape))
+                    for spec in table
+                    if slot in optimizer.spec.for_params([spec]).slots
+                }
+                for slot in optimizer.spec.all_slots
             },
         }
 

@@ -2,10 +2,9 @@
 
 Other optimizers run their spec's pure update per tensor. The kernel needs weights, gradients and moments of one dtype.
 Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay and
-learning rate. Where
-gradients or moments are in bfloat16, they are upcast to the weights' dtype in buckets of at most `temporary_bytes`
-(large parameters are split along their rows), and moments are rounded to nearest when they are stored. Tested against
-the pure update.
+learning rate. Where gradients or moments are in bfloat16, they are upcast to the weights' dtype in buckets of at most
+`temporary_bytes` (large parameters are split along their rows), and moments are rounded to nearest when they are
+stored. Tested against the pure update.
 
 The host never reads whether a step takes effect: the kernel takes that as `found_inf`, and the clipping factor as
 `grad_scale`, by which it divides. Its `grad_scale` is float32, so float64 gradients are scaled in a pass of their own.

@@ -61,14 +61,18 @@ class OptimizerDriver:
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
         for name, weight in weights.items():
             for slot in self.specs[name].slots:
-                dtype = slot.dtype(options)
                 self.slots[slot.name][name] = weight.new_zeros(
-                    slot.shape(tuple(weight.shape)), dtype=getattr(torch, dtype) if dtype else weight.dtype
+                    slot.shape(tuple(weight.shape)), dtype=self.slot_dtype(slot, weight.dtype)
                 )
         self._exchange = exchange or WholeMatrices()
         device = next(iter(weights.values())).device
         self.device_type = device.type
         self.step_count = torch.zeros((), dtype=torch.int32, device=device)
+
+    def slot_dtype(self, slot: StateSlot, weight_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of a slot of weights in `weight_dtype`."""
+        name = slot.dtype(self.options)
+        return getattr(torch, name) if name else weight_dtype
 
     @torch.no_grad()
     def step(
