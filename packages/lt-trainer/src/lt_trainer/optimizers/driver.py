@@ -129,11 +129,12 @@ class OptimizerDriver:
         (transform,) = {self.specs[name].transform for name in matrices}
         assert transform is not None
         make_direction = transform.make_direction(self.options)
+        dtype = transform.dtype(self.options)
 
         def direction(name: str) -> Tensor:
             value, new_slots = make_direction(clipped(name), self._slots_of(name))
             self._store_slots(name, new_slots, finite)
-            return value
+            return value.to(getattr(torch, dtype)) if dtype else value
 
         for name, value in self._exchange.transform(matrices, direction, transform.make_transform(self.options)):
             update(name, value)

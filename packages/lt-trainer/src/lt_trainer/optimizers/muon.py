@@ -59,32 +59,25 @@ def _is_block_matrix(spec: ParamSpec) -> bool:
 
 
 def _make_direction(options: OptimizerOptions) -> DirectionFn:
-    import torch
-
-    name = _transform_dtype(options)
-
     def direction(gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         momentum = slots[MOMENTUM].to(gradient.dtype)
         momentum = momentum + (gradient - momentum) * (1 - options.momentum)
         value = gradient + (momentum - gradient) * options.momentum if options.nesterov else momentum
-        return value.to(getattr(torch, name) if name else value.dtype), {MOMENTUM: momentum}
+        return value, {MOMENTUM: momentum}
 
     return direction
 
 
 def _make_transform(options: OptimizerOptions) -> Callable[[Tensor], Tensor]:
-    import torch
-
     a, b, c = COEFFICIENTS
 
     def orthogonalize(matrix: Tensor) -> Tensor:
         x_RC = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-        norm = torch.linalg.vector_norm(x_RC, dtype=torch.promote_types(x_RC.dtype, torch.float32))
-        x_RC = (x_RC / norm.clamp(min=MIN_NORM)).to(matrix.dtype)
+        x_RC = x_RC / x_RC.norm().clamp(min=MIN_NORM)
         for _ in range(options.newton_schulz_steps):
             gram_RR = x_RC @ x_RC.T
-            factor_RR = torch.addmm(gram_RR, gram_RR, gram_RR, beta=b, alpha=c)
-            x_RC = torch.addmm(x_RC, factor_RR, x_RC, beta=a)
+            factor_RR = gram_RR.addmm(gram_RR, gram_RR, beta=b, alpha=c)
+            x_RC = x_RC.addmm(factor_RR, x_RC, beta=a)
         return x_RC.T if matrix.shape[0] > matrix.shape[1] else x_RC
 
     return orthogonalize

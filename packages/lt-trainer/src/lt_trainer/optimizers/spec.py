@@ -72,7 +72,7 @@ class DirectionFn(Protocol):
     """Part of an update before its `MatrixTransform`: a pure function of one slice."""
 
     def __call__(self, gradient: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the slice of the matrix to transform, in the transformation's dtype, and the new slots.
+        """Return the slice of the matrix to transform, and the new slots.
 
         Args:
             gradient: clipped, of the weight's shape and dtype.
