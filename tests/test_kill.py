@@ -41,6 +41,9 @@ SAVE_FILE_PATTERNS = (
     ".trash-*",
 )
 """What appears in the checkpoint folder, or in that of a save under way, in the course of a save."""
+PIPELINE, CONTEXT = ("parallel.pp=2",), ("parallel.cp=2",)
+MESHES = ((2, ()), (1, ()), (2, PIPELINE), (4, ()), (2, CONTEXT), (4, PIPELINE + CONTEXT))
+"""Ranks and options of the full count's runs."""
 EXIT_LOST_PEER = 75
 DEADLINE_S = 180.0
 
@@ -56,8 +59,8 @@ def run_arguments(prepared: Path, *sets: str) -> list[str]:
     return ["run", str(prepared / "run.toml"), *(a for s in (*fixed, *sets) for a in ("--set", s))]
 
 
-def start_ranks(prepared: Path, cwd: Path, ranks: int, **more: Any) -> RankProcesses:
-    return start_run(run_arguments(prepared), ranks=ranks, cwd=cwd, preload=("lt_trainer_gpu.engine",), **more)
+def start_ranks(prepared: Path, cwd: Path, ranks: int, sets: tuple[str, ...] = (), **more: Any) -> RankProcesses:
+    return start_run(run_arguments(prepared, *sets), ranks=ranks, cwd=cwd, preload=("lt_trainer_gpu.engine",), **more)
 
 
 def read_step_metrics(run: Path) -> dict[int, list[tuple[float, float, int]]]:
@@ -96,19 +99,19 @@ def list_names(folder: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The run directory of a run with so many ranks that nothing interrupts."""
-    done: dict[int, Path] = {}
+def reference(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The run directory of a run with so many ranks on this mesh that nothing interrupts."""
+    done: dict[tuple[int, tuple[str, ...]], Path] = {}
 
-    def of(ranks: int) -> Path:
-        if ranks not in done:
+    def of(ranks: int, sets: tuple[str, ...] = ()) -> Path:
+        if (ranks, sets) not in done:
             cwd = tmp_path_factory.mktemp(f"reference-{ranks}")
-            with start_ranks(prepared, cwd, ranks) as run:
+            with start_ranks(prepared, cwd, ranks, sets) as run:
                 assert run.wait(DEADLINE_S) == [0] * ranks, run.output()
             assert sorted(read_step_metrics(cwd / "run")) == list(range(1, STEPS + 1))
             assert latest_checkpoint(cwd / "run").step == STEPS
-            done[ranks] = cwd / "run"
-        return done[ranks]
+            done[ranks, sets] = cwd / "run"
+        return done[ranks, sets]
 
     return of
 
@@ -131,7 +134,7 @@ class KillTrials:
     torn_saves: set[str] = field(default_factory=set)
     damaged_steps: set[int] = field(default_factory=set)
 
-    def run_with_kills(self, ranks: int, kills: int) -> Path:
+    def run_with_kills(self, ranks: int, kills: int, sets: tuple[str, ...] = ()) -> Path:
         """A new run, killed until it has ended or `kills` are reached, and then left alone; returns its directory."""
         self.runs += 1
         cwd = self.root / f"{self.runs}"
@@ -140,7 +143,7 @@ class KillTrials:
         self.torn_saves, self.damaged_steps, expected, finished = set(), set(), 0, False
         while not finished:
             resumes = len(read_events(run, "resume"))
-            with start_ranks(self.prepared, cwd, ranks) as processes:
+            with start_ranks(self.prepared, cwd, ranks, sets) as processes:
                 struck = self._kill(processes, run) if self.kills < kills else []
                 there = [step for step in self._checkpoint_steps(run) if step not in self.damaged_steps]
                 codes = processes.wait(DEADLINE_S)
@@ -274,12 +277,17 @@ def trials(prepared: Path, tmp_path: Path) -> Callable[..., KillTrials]:
 
 
 @pytest.mark.guarantee("kill-resume")
-@pytest.mark.parametrize(("ranks", "kills", "seed"), [(1, 14, 1), (2, 6, 2)])
-def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, kills: int, seed: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "sets", "kills", "seed"),
+    [(1, (), 10, 1), (2, (), 4, 2), (2, PIPELINE, 3, 3), (2, CONTEXT, 3, 4)],
+    ids=["one", "fsdp", "pp", "cp"],
+)
+def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, sets, kills: int, seed: int) -> None:
     sample: KillTrials = trials(seed)
     while sample.kills < kills or not sample.kills_during_save:
         assert sample.kills < 10 * kills, "the kills must hit saves"
-        sample.check_final_state(sample.run_with_kills(ranks, max(kills, sample.kills + 2)), reference(ranks))
+        run = sample.run_with_kills(ranks, max(kills, sample.kills + 2), sets)
+        sample.check_final_state(run, reference(ranks, sets))
 
 
 @pytest.mark.guarantee("kill-resume")
@@ -292,8 +300,8 @@ def test_a_hundred_kills(trials, reference, capfd: pytest.CaptureFixture[str]) -
     many: KillTrials = trials(int(os.environ.get("LT_SEED", "0")), say=say)
     start_s = time.monotonic()
     while many.kills < KILLS:
-        ranks = (2, 1, 2, 4)[many.runs % 4]
-        many.check_final_state(many.run_with_kills(ranks, KILLS), reference(ranks))
+        ranks, sets = MESHES[many.runs % len(MESHES)]
+        many.check_final_state(many.run_with_kills(ranks, KILLS, sets), reference(ranks, sets))
     say(f"{many.summary()}; {time.monotonic() - start_s:.0f} s")
     assert many.kills_during_save >= KILLS // 10, "the kills must hit saves"
 
