@@ -22,12 +22,20 @@ STAGED_BYTES = 64 << 10
 """CUDA copies this much from pageable memory without waiting."""
 
 
+@dataclass(frozen=True, order=True)
+class Communicator:
+    """Communicator of NCCL; several of the same ranks are told apart by the order in which they were made."""
+
+    ranks: tuple[int, ...]
+    index: int
+
+
 @dataclass(frozen=True)
 class Part:
-    """Events of one part of the run, as (kind, text), and the groups of the rank's communicators."""
+    """Events of one part of the run, as (kind, text), and the rank's communicators by their numbers in it."""
 
     events: list[tuple[str, str]]
-    groups: dict[str, tuple[int, ...]]
+    communicators: dict[str, Communicator]
 
     def of(self, kind: str) -> list[str]:
         """Return the texts of all events of a kind."""
@@ -59,18 +67,14 @@ class Part:
         return Counter(" ".join(text.split()[:3]) for text in self.of("product"))
 
     @property
-    def collectives(self) -> list[str]:
-        """The collectives in order, the same text on every rank that takes part alike."""
-        return [self._describe(text) for text in self.of("nccl")]
-
-    @property
     def schedule(self) -> list[str]:
         """Collectives with the matrix products between them."""
         return list(self._schedule())
 
-    def in_group(self, group: tuple[int, ...]) -> list[str]:
-        """Return the collectives of one group."""
-        return [self._describe(text) for text in self.of("nccl") if self.groups[text.split()[3]] == group]
+    def on(self, communicator: Communicator) -> list[str]:
+        """Return the collectives, sends and receives of one communicator."""
+        texts = self.of("nccl")
+        return [self._describe(text) for text in texts if self.communicators[text.split()[3]] == communicator]
 
     def _schedule(self) -> Iterator[str]:
         products = 0
@@ -85,7 +89,7 @@ class Part:
 
     def _describe(self, text: str) -> str:
         operation, dtype, count, communicator = text.split()
-        ranks = self.groups[communicator]
+        ranks = self.communicators[communicator].ranks
         distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
         apart = f" apart {distance}" if distance > 1 else ""
         return f"{operation} {dtype} {count} of {len(ranks)}{apart}"
@@ -98,15 +102,16 @@ def _waits(copy: str) -> bool:
 def read_log(path: Path) -> dict[str, Part]:
     """Return the parts of a rank's run, by name."""
     parts: dict[str, Part] = {}
-    groups: dict[str, tuple[int, ...]] = {}
-    now = parts.setdefault("start", Part([], groups))
+    communicators: dict[str, Communicator] = {}
+    now = parts.setdefault("start", Part([], communicators))
     for line in path.read_text().splitlines():
         kind, _, text = line.partition(" ")
         if kind == "mark":
-            now = parts.setdefault(text, Part([], groups))
+            now = parts.setdefault(text, Part([], communicators))
         elif kind == "communicator":
-            number, _, ranks = text.partition(" ")
-            groups[number] = tuple(int(rank) for rank in ranks.split(",") if rank)
+            number, _, members = text.partition(" ")
+            ranks = tuple(int(rank) for rank in members.split(",") if rank)
+            communicators[number] = Communicator(ranks, sum(one.ranks == ranks for one in communicators.values()))
         else:
             now.events.append((kind, text))
     return parts

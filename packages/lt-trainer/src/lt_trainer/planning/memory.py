@@ -180,8 +180,8 @@ def plan_memory(
         "loss": _phase_parts(
             gathered=gathered.loss, activations=activations, gradients=earlier, loss=sum(loss.values())
         ),
-        "last block": _largest(block_backward(index) for index in (last, max(0, last - 1))),
-        "first block": _largest(block_backward(index) for index in (min(1, last), 0)),
+        "last block": _peak_of(block_backward(index) for index in (last, max(0, last - 1))),
+        "first block": _peak_of(block_backward(index) for index in (min(1, last), 0)),
         "optimizer step": _phase_parts(
             gathered=gathered.afterwards,
             gradients=shard,
@@ -217,7 +217,7 @@ def plan_memory(
     )
 
 
-def _largest(phases: Iterable[dict[str, float]]) -> dict[str, float]:
+def _peak_of(phases: Iterable[dict[str, float]]) -> dict[str, float]:
     return max(phases, key=lambda parts: sum(parts.values()))
 
 

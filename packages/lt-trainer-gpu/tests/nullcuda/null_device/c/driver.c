@@ -35,6 +35,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *h, size_t n, const CUmemAlloc
 
 // Triton
 CUresult cuModuleLoadData(CUmodule *m, const void *) { *m = nullcuda_handle(); return 0; }
+CUresult cuModuleLoad(CUmodule *m, const char *) { *m = nullcuda_handle(); return 0; }
 CUresult cuModuleGetFunction(CUfunction *f, CUmodule, const char *name) { *f = (CUfunction)strdup(name); return 0; }
 CUresult cuFuncGetAttribute(int *v, CUfunction_attribute a, CUfunction) { *v = a == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0; return 0; }
 CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *n, CUfunction, int, size_t) { *n = 2; return 0; }
