@@ -1,7 +1,9 @@
 """The command line itself: what it loads, commands that engines add, and exit codes."""
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +13,7 @@ from typer.testing import CliRunner
 
 from lt_trainer.__main__ import main
 from lt_trainer.cli import commands
+from lt_trainer.resilience import STOP_SIGNALS
 
 
 def test_help_loads_nothing_heavy() -> None:
@@ -26,16 +29,16 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     added = typer.Typer()
 
     @added.command()
-    def tune(steps: int = 3) -> None:
-        typer.echo(f"tuned for {steps} steps")
+    def polish(steps: int = 3) -> None:
+        typer.echo(f"polished for {steps} steps")
 
     def broken() -> None:
         raise AssertionError("a command that is only listed must not be imported")
 
-    entries = [SimpleNamespace(name="tune", load=lambda: added), SimpleNamespace(name="other", load=broken)]
+    entries = [SimpleNamespace(name="polish", load=lambda: added), SimpleNamespace(name="other", load=broken)]
     monkeypatch.setattr(commands, "entry_points", lambda group: entries if group == "lt.commands.train" else [])
-    done = CliRunner().invoke(commands.app, ["tune", "--steps", "5"])
-    assert done.output == "tuned for 5 steps\n"
+    done = CliRunner().invoke(commands.app, ["polish", "--steps", "5"])
+    assert done.output == "polished for 5 steps\n"
     command = typer.main.get_command(commands.app)
     assert command.list_commands(None) == [
         "run",
@@ -46,12 +49,23 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         "watch",
         "report",
         "bench",
+        "tune",
         "sample",
         "other",
-        "tune",
+        "polish",
     ]
 
 
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Puts back the handlers of stop signals, which `main` sets for a whole process."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
@@ -70,6 +84,7 @@ def test_exit_codes(
     assert "Traceback" not in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("signals")
 def test_a_mistake_of_ours_is_70_with_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

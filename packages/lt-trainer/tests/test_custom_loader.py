@@ -1,7 +1,9 @@
 """Custom loader: its arguments, its rows, resume, and every rejection."""
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +309,54 @@ def test_ranks_that_share_a_dp_rank_must_have_the_same_rows(base, give) -> None:
     control.rows = [8 * (SEQ_LEN - 1), 1]
     with pytest.raises(LoaderError, match=r"ranks 0 and 1 have the same dp_rank 0, .* rows for step 2"):
         opened.next_batch()
+
+
+def in_ranks(work: Callable[[Topology, Any], Any], *, tp: int, dp: int) -> list[Any]:
+    """The results of `work` in a thread per rank, with collectives between them; ranks of one dp_rank are neighbors."""
+    barrier, given = threading.Barrier(tp * dp, timeout=60), [None] * (tp * dp)
+
+    class Threads(SoloControl):
+        def __init__(self, rank: int) -> None:
+            self.rank = rank
+
+        def all_gather(self, value: Any) -> list[Any]:
+            given[self.rank] = value
+            barrier.wait()
+            gathered = list(given)
+            barrier.wait()
+            return gathered
+
+    def rank_work(rank: int) -> Any:
+        return work(Topology(rank=rank, world_size=tp * dp, dp_rank=rank // tp, dp_size=dp), Threads(rank))
+
+    with ThreadPoolExecutor(tp * dp) as pool:
+        return list(pool.map(rank_work, range(tp * dp)))
+
+
+def test_states_are_those_of_data_parallel_ranks_under_tensor_parallelism(base, give) -> None:
+    """Three tensor-parallel ranks share each of two states; all go on where both were, also with another tp."""
+    recipe = recipe_of(base)
+    give(Stateful)
+
+    def begin(topology: Topology, control: Any) -> tuple[Any, Any]:
+        opened = LoaderBatches(recipe, topology, control, None)
+        opened.next_batch()
+        state = opened.checkpoint_state()
+        return state.to_dict(), opened.next_batch().input_ids.tolist()
+
+    begun = in_ranks(begin, tp=3, dp=2)
+    (saved, _), *_ = begun
+    assert all(state == saved for state, _ in begun)
+    assert saved["loader"]["states"] == {"0": {"at": 8}, "1": {"at": 9}}
+    for tp in (3, 1, 2):
+        rows = in_ranks(
+            lambda topology, control: LoaderBatches(recipe, topology, control, saved).next_batch().input_ids.tolist(),
+            tp=tp,
+            dp=2,
+        )
+        assert rows == [begun[3 * dp_rank][1] for dp_rank in (0, 1) for _ in range(tp)]
+    with pytest.raises(LoaderError, match="loader states of 2 data-parallel ranks, the run has 1"):
+        in_ranks(lambda *place: LoaderBatches(recipe, *place, saved), tp=2, dp=1)
 
 
 def test_a_state_that_json_cannot_hold_is_said_before_the_first_step(base, fake_engine, give) -> None:

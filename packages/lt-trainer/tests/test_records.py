@@ -226,6 +226,21 @@ def test_pauses_do_not_count() -> None:
     assert math.isnan(throughput.rates().mfu)
 
 
+def test_several_pauses_between_two_updates_add_up() -> None:
+    """A validation and a save in one logging window, and one more in the next."""
+    clock = Clock()
+    throughput = Throughput(devices=1, clock=clock)
+    for pauses in ((1000.0, 300.0), (7.0,)):
+        clock.now += 1.0
+        for seconds in pauses:
+            throughput.pause()
+            clock.now += seconds
+            throughput.unpause()
+            clock.now += 0.5
+        throughput.update(batches=1, samples=1, tokens=10, flops=1)
+    assert throughput.rates().tokens_per_sec == 20 / (2.0 + 1.5)
+
+
 def test_an_update_inside_a_pause_counts_up_to_its_start() -> None:
     clock = Clock()
     throughput = Throughput(devices=1, clock=clock)

@@ -22,6 +22,7 @@ ROOMS = (
     "resilience",
     "run_directory",
     "training",
+    "tuning",
 )
 DOORS = (*ROOMS, *(f"observability.{name}" for name in ("monitor", "report", "sinks", "watch")))
 FOLDERS = [SOURCES, *sorted(REPOSITORY.glob("packages/*/src")), REPOSITORY / "tools", REPOSITORY / "examples"]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, CheckpointError, find_latest_valid
@@ -51,6 +52,16 @@ def test_the_environment_of_the_run_has_what_the_engine_sets(recipe_base, fake_e
     assert start(recipe_base) == 0
     written = json.loads((Path(recipe_base["run"]["dir"]) / "environment.json").read_text())
     assert written["variables"]["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+
+def test_without_shuffling_rows_come_in_the_order_of_the_pack(recipe_base, fake_engine, little_data) -> None:
+    from lt_data import RowReader, TokenStore, open_pack
+
+    assert start(recipe_base, ["data.shuffle=false"]) == 0
+    store = TokenStore.open(little_data / "train")
+    reader = RowReader(store, open_pack(store, seq_len=32))
+    rows = reader.read_rows(np.arange(20 * 8, dtype=np.int64) % reader.n_rows).input_ids
+    assert fake_engine.opened[-1].rows == [row.tobytes() for row in rows]
 
 
 @pytest.mark.guarantee("stop-resume")

@@ -76,6 +76,38 @@ def test_a_follower_reads_each_line_once_and_torn_ones_later(tmp_path: Path) -> 
     assert follower.read() == [{"a": 5}]
 
 
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_every_number_is_shown_whole_at_any_width(folder: Path, width: int) -> None:
+    last = record(3, joules_per_token=0.0123, energy_kwh=41.5, tokens_per_sec=1234567.0)
+    append(folder / "metrics.jsonl", record(2), last)
+    node = {
+        "host": "machine-a",
+        "cpu_percent": 93.0,
+        "memory_available_gib": 1021.5,
+        "disk_write_mib_s": 1.5,
+    }
+    node |= {"disk_free_gib": 999.0, "gpus": [{"utilization_percent": 99, "power_w": 700.0, "temperature_c": 71}] * 8}
+    for name in ("0", "1"):
+        append(
+            folder / "monitor" / f"node{name}.jsonl", {"time": "2026-01-01T00:00:00.000+00:00", "node": name, **node}
+        )
+    shown = text(RunWatcher(folder).poll(), width)
+    assert "…" not in shown
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= width
+    for title, number in (
+        *(("loss", "9.9700"), ("tokens/s per device", "1,234,567"), ("MFU", "41.2%"), ("HFU", "50.0%")),
+        *(("memory GiB", "61.50"), ("J/token", "0.0123"), ("kWh", "41.5")),
+    ):
+        (row,) = [
+            i for i, line in enumerate(lines) if f" {title} " in line and "%" not in line and "to" not in line.split()
+        ]
+        column = lines[row].index(f" {title} ")
+        assert lines[row + 1][column:].split()[0] == number, shown
+    assert shown.count("5600 W") == 2
+    assert shown.count("machine-a") % 2 == 0
+
+
 def test_the_time_that_remains_is_by_the_speed_of_this_start(folder: Path) -> None:
     """A start that was killed after 20 s; the next took 30 s to its first record and has needed 2 s a step since."""
     first = [record(step, elapsed_s=10.0 * step) for step in (1, 2)]

@@ -1,4 +1,4 @@
-"""`lt train`: run, check, show, plan, watch, report, bench and sample.
+"""`lt train`: run, check, show, plan, watch, report, bench, tune and sample.
 
 Heavy imports are in the commands.
 """
@@ -253,6 +253,50 @@ def bench(
     report = run_benchmark(resolved, steps=steps, warmup=warmup)
     if report is not None:
         typer.echo(json.dumps(report, indent=1))
+
+
+@app.command()
+def tune(
+    recipe: RecipeFile,
+    nproc_per_node: Annotated[int, typer.Option(help="Ranks of a probe, on this machine.", min=1)] = 1,
+    steps: Annotated[int, typer.Option(help="Timed steps of a probe.", min=1)] = 5,
+    warmup: Annotated[int, typer.Option(help="Steps before them, with the first one.", min=1)] = 2,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a probe is ended.", min=1)] = 600.0,
+    max_probes: Annotated[int, typer.Option(help="Limit of probes; 0 for none.", min=0)] = 0,
+    device: Annotated[
+        str, typer.Option(help="Device as for plan, such as h100: begin with what fits there by the plan.")
+    ] = "",
+    journal: Annotated[
+        Path | None, typer.Option(help="File of results; default RUN.tune.jsonl.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="TOML file to write with the fastest setting.", show_default=False)
+    ] = None,
+    sets: Overrides = None,
+    hyperparameters: Hyperparameters = None,
+) -> None:
+    """Find the fastest micro-batch, recomputation and compile choice of a recipe by short probes.
+
+    Each probe is `lt train bench` in processes of its own; running out of memory is a result. Ctrl-C shows what was
+    measured, and the same command goes on from the journal. The global batch stays the same.
+    """
+    import signal
+    from functools import partial
+
+    from lt_trainer.resilience import install_handlers
+    from lt_trainer.tuning import ProbeCommand, TuneOptions, probe_arguments, tune_recipe
+
+    install_handlers(signal.default_int_handler)  # a scheduler's stop ends the probe and shows the results, too
+    options = TuneOptions(ranks=nproc_per_node, steps=steps, warmup=warmup, device=device, max_probes=max_probes)
+    arguments = probe_arguments(str(recipe), sets or [], hyperparameters, options)
+    tune_recipe(
+        _load(recipe, sets, hyperparameters),
+        ProbeCommand(arguments=arguments, ranks=nproc_per_node, timeout_s=timeout).run,
+        options=options,
+        journal=journal or recipe.with_suffix(".tune.jsonl"),
+        out=out,
+        log=partial(print, flush=True),
+    )
 
 
 @app.command()

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from lt_trainer.planning.devices import DEVICES as DEVICES
     from lt_trainer.planning.devices import find_device as find_device
     from lt_trainer.planning.layout import PlannedLayout as PlannedLayout
+    from lt_trainer.planning.layout import engine_table as engine_table
     from lt_trainer.planning.layout import layout_from_recipe as layout_from_recipe
     from lt_trainer.planning.memory import PlannedMemory as PlannedMemory
     from lt_trainer.planning.memory import plan_memory as plan_memory
@@ -25,7 +26,7 @@ else:
         __name__,
         {
             "devices": "DEVICES find_device",
-            "layout": "PlannedLayout layout_from_recipe",
+            "layout": "PlannedLayout engine_table layout_from_recipe",
             "memory": "PlannedMemory plan_memory",
             "plan": "make_plan vocab_size_and_source",
             "plan_text": "format_count format_duration",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
@@ -21,6 +22,8 @@ from lt_trainer.timing import STEP_PARTS
 SPARK_CHARS = "▁▂▃▄▅▆▇█"
 CURVE_WIDTH = 60
 """Width of the loss curve in characters."""
+GAP = 2
+"""Blanks after a column."""
 MAX_EVENTS = 6
 IDLE_WARNING_S = 120.0
 """A running run that has written nothing for this long gets a warning."""
@@ -163,13 +166,38 @@ def _events(events: Sequence[Mapping[str, Any]]) -> RenderableType:
     return Group(*lines)
 
 
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for title in titles:
-        table.add_column(title, no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    return table
+@dataclass(frozen=True, kw_only=True)
+class _WrappingTable:
+    """Table whose columns go on below where the terminal ends.
+
+    Several rows are named there by their first column again.
+    """
+
+    titles: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        n_names = 1 if len(self.rows) > 1 else 0
+        widths = [GAP + max(map(len, column)) for column in zip(self.titles, *self.rows, strict=True)]
+        names = list(range(n_names))
+        groups, used = [names[:]], sum(widths[:n_names])
+        for column in range(n_names, len(widths)):
+            if len(groups[-1]) > n_names and used + widths[column] - GAP > options.max_width:
+                groups.append(names[:])
+                used = sum(widths[:n_names])
+            groups[-1].append(column)
+            used += widths[column]
+        for group in groups:
+            table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="dim")
+            for column in group:
+                table.add_column(self.titles[column], no_wrap=True)
+            for row in self.rows:
+                table.add_row(*(row[column] for column in group))
+            yield table
+
+
+def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    return _WrappingTable(titles=titles, rows=rows)
 
 
 def _number(value: float | None, template: str) -> str:

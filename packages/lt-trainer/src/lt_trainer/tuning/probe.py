@@ -1,0 +1,122 @@
+"""Probe of one setting: `lt train bench` in processes of its own.
+
+A setting that runs out of memory, is killed, hangs or is refused is a result like any other: nothing of it stays on the
+device, since its processes are gone. Output of failed probes is kept to their last line of error.
+
+Cost: the start of a run, and its warmup and timed steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lt_trainer.constants import EXIT_USER
+from lt_trainer.tuning.settings import TunedSetting
+
+Outcome = Literal["ok", "out_of_memory", "killed", "timed_out", "refused", "failed"]
+OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|RESOURCE_EXHAUSTED", re.I)
+ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: *)?(?:error: |[\w.]*(?:Error|Exception)\b).*$", re.M)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeResult:
+    """Result of a probe.
+
+    Attributes:
+        setting: What was tried.
+        outcome: "ok", or why there is no time.
+        step_s: Seconds of a step; None unless ok.
+        tokens_per_s: Tokens of the global batch over `step_s`.
+        peak_bytes: Peak memory of rank 0's device, as `lt train bench` reports it.
+        message: Error of a probe that is not ok.
+    """
+
+    setting: TunedSetting
+    outcome: Outcome
+    step_s: float | None = None
+    tokens_per_s: float | None = None
+    peak_bytes: int | None = None
+    message: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the record of the journal."""
+        return asdict(self) | {"setting": self.setting.to_overrides()}
+
+    @classmethod
+    def from_dict(cls, record: dict[str, Any]) -> ProbeResult:
+        """Return the result of `to_dict`; other fields are ignored."""
+        known: dict[str, Any] = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
+        known["setting"] = TunedSetting.from_overrides(record["setting"])
+        return cls(**known)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeCommand:
+    """Command line of probes; `arguments` are RUN.toml and the options before those of the setting."""
+
+    arguments: Sequence[str]
+    ranks: int = 1
+    timeout_s: float = 600.0
+
+    def command(self, setting: TunedSetting) -> list[str]:
+        """Return the command line of one probe."""
+        launch = [sys.executable, "-m"]
+        if self.ranks > 1:
+            launch += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks), "-m"]
+        options = [word for text in setting.to_set_options() for word in ("--set", text)]
+        return [*launch, "lt_trainer", "bench", *self.arguments, *options]
+
+    def run(self, setting: TunedSetting) -> ProbeResult:
+        """Run a probe to its end; an exception ends its processes."""
+        environ = os.environ | (
+            {"OMP_NUM_THREADS": "1"} if self.ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
+        )
+        with subprocess.Popen(
+            self.command(setting),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environ,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        ) as process:
+            try:
+                out, err = process.communicate(timeout=self.timeout_s)
+            except subprocess.TimeoutExpired:
+                message = f"not finished after {self.timeout_s:g} s"
+                return ProbeResult(setting=setting, outcome="timed_out", message=message)
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        return parse_probe(setting, process.returncode, out, err)
+
+
+def parse_probe(setting: TunedSetting, code: int, out: str, err: str) -> ProbeResult:
+    """Return the result of a probe that ended with an exit code and this output."""
+    if code == 0:
+        report = json.loads(out[out.index("{") :])
+        if not report["all_finite"]:
+            return ProbeResult(setting=setting, outcome="failed", message="loss or gradient norm is not finite")
+        return ProbeResult(
+            setting=setting,
+            outcome="ok",
+            step_s=report["step_s"],
+            tokens_per_s=report["tokens_per_s"],
+            peak_bytes=int(report["memory"]["peak_bytes"]),
+        )
+    errors = ERROR_LINE.findall(err)
+    message = errors[-1].strip() if errors else f"exit code {code}"
+    if OUT_OF_MEMORY.search(err):
+        return ProbeResult(setting=setting, outcome="out_of_memory", message=message)
+    if code in (-signal.SIGKILL, 128 + signal.SIGKILL) or "SIGKILL" in err:  # the system's answer to too little memory
+        return ProbeResult(setting=setting, outcome="killed", message="killed, as systems do when memory runs out")
+    return ProbeResult(setting=setting, outcome="refused" if code == EXIT_USER else "failed", message=message)
