@@ -102,6 +102,15 @@ def test_a_rank_that_hangs_is_named_with_its_stack_and_the_others_end(prepared: 
     assert sorted(path.name for path in folder.iterdir()) == ["rank_0", "rank_1"]
 
 
+@pytest.mark.guarantee("hang")
+@pytest.mark.parametrize("mesh", ["parallel.pp=2", "parallel.cp=2"])
+def test_a_rank_that_hangs_is_named_on_other_meshes(prepared: Path, tmp_path: Path, mesh: str) -> None:
+    sets = ("fault_tolerance.hang_timeout_s=4", mesh)
+    said = run_to_end(prepared, tmp_path, *sets, codes=[75, 75], fault="data_loader_hangs_on_rank_1")
+    assert "rank 1" in said[0]
+    assert "stuck_reader" in (tmp_path / "run" / "logs" / "rank00001.log").read_text(encoding="utf-8")
+
+
 @pytest.mark.guarantee("lost-rank")
 def test_a_rank_that_is_frozen_is_named_and_the_others_end(prepared: Path, tmp_path: Path) -> None:
     sets = ("fault_tolerance.hang_timeout_s=4", "schedule.max_steps=100000", "checkpoint.interval=8")

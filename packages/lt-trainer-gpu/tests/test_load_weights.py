@@ -69,7 +69,7 @@ def check(pieces: list[tuple], wanted: dict[str, np.ndarray]) -> None:
 
 
 def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) -> None:
-    """Three ranks cut nothing evenly; the vocabulary grows by rows that no rank boundary fits."""
+    """Three ranks cut nothing evenly, the vocabulary grows by rows that no boundary fits, stages hold some layers."""
     weights = written(tmp_path / "model", config)
     grown = replace(config, vocab_size=config.vocab_size + 5)
     wanted = dict(weights)
@@ -77,8 +77,14 @@ def test_one_and_three_ranks_hold_the_models_weights(config, ranks, tmp_path) ->
         if name in wanted:
             mean = wanted[name].astype(np.float64).mean(axis=0, keepdims=True)
             wanted[name] = np.concatenate([wanted[name], np.repeat(mean, 5, axis=0).astype(np.float32)])
-    for n, dtype in ((1, "float64"), (3, "float32"), (3, "bfloat16")):
-        sets = (f"batch.global_batch_size={n}",)
+    for n, dtype, mesh in (
+        (1, "float64", ()),
+        (3, "float32", ()),
+        (3, "bfloat16", ()),
+        (2, "float32", ("parallel.pp=2",)),
+        (2, "float64", ("parallel.cp=2",)),
+    ):
+        sets = (f"batch.global_batch_size={n}", *mesh)
         for target, expected in ((config, weights), (grown, wanted)):
             pieces = ranks.run(first_state, str(tmp_path / "model"), target, dtype, sets, ranks=n)
             check([piece for rank in pieces for piece in rank], expected)

@@ -43,7 +43,7 @@ RECOMPUTED = {"": (), "full": ("engine.gpu.activation_checkpointing=full",)} | {
 FSDP_OPTIONS = {"": (), "each": ("engine.gpu.reduce_each_micro_batch=true",)} | {
     "keep": ("engine.gpu.reshard_after_forward=false",)
 }
-OPTIMIZERS = {"adamw": ()}
+OPTIMIZERS = {"adamw": (), "muon": ("optimizer.name=muon",)}
 
 
 @dataclass(frozen=True)
