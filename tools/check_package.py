@@ -59,7 +59,8 @@ def find_test_dependencies(member: Member, members: dict[str, Member]) -> list[s
 def _imported_distributions(folder: Path) -> frozenset[str]:
     """Return distributions imported by the modules of a folder, without its own and the standard library."""
     paths = sorted(folder.rglob("*.py"))
-    own = {path.stem for path in paths} | set(sys.stdlib_module_names) | {TEST_HELPERS}
+    packages = {path.parent.name for path in paths if path.name == "__init__.py"}
+    own = {path.stem for path in paths} | packages | set(sys.stdlib_module_names) | {TEST_HELPERS}
     named = {
         name for path in paths for name, _ in imported_modules(path.read_text(encoding="utf-8"), filename=str(path))
     }

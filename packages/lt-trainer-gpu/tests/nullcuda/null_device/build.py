@@ -21,6 +21,9 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parent / "c"
 NEEDED = re.compile(r"(?:cuda|cublas|nccl)[A-Z]\w*|cu(?!pti|File|[a-z])[A-Z]\w*")
 
+TRIED_WITH = ("2.15.",)
+"""Starts of the versions of torch whose needs the stubs are known to meet."""
+
 
 def _names(file: str) -> list[str]:
     lines = (SOURCES / file).read_text().splitlines()
@@ -35,6 +38,8 @@ def missing() -> str | None:
         return f"the null CUDA device is for Linux on x86-64, not {sys.platform} on {platform.machine()}"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
+    if not torch.__version__.startswith(TRIED_WITH):
+        return f"the null CUDA device was tried with torch {', '.join(TRIED_WITH)} only, not {torch.__version__}"
     if absent := [tool for tool in ("gcc", "nm") if shutil.which(tool) is None]:
         return f"no {' and no '.join(absent)} to build the null CUDA device with"
     if not _include_folders():

@@ -29,7 +29,8 @@ class NullDeviceServer:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._environment = {**os.environ, **environment, "OMP_NUM_THREADS": "1"}
         self._environment["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as the engine's spec asks
-        self._environment["PYTHONPATH"] = str(Path(__file__).resolve().parent.parent)
+        paths = [str(Path(__file__).resolve().parent.parent), os.environ.get("PYTHONPATH", "")]
+        self._environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self, job: Job) -> list[RankResult]:
@@ -43,7 +44,10 @@ class NullDeviceServer:
         assert self._process.stdout is not None
         pickle.dump(job, self._process.stdin)
         self._process.stdin.flush()
-        found: Any = pickle.load(self._process.stdout)
+        try:
+            found: Any = pickle.load(self._process.stdout)
+        except EOFError:
+            raise RuntimeError(f"the process with the null device ended with {self._process.wait()}") from None
         if isinstance(found, Exception):
             raise found
         return found
