@@ -56,6 +56,17 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
         )
     _check_pipeline(recipe, world_size)
     check_fp8_sizes(recipe)
+    stages = parallel.pp * options.pipeline_stages_per_rank
+    if options.activation_offload and model.n_layers < 2 * stages:
+        raise RecipeError(
+            "activations of a stage's last block stay on the device, and a stage has no other block",
+            values={
+                "engine.gpu.activation_offload": True,
+                "model.n_layers": model.n_layers,
+                "parallel.pp": parallel.pp,
+            },
+            remedy="leave engine.gpu.activation_offload out",
+        )
     if parallel.data_parallel_size(world_size) * parallel.cp == 1:
         _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
         _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
@@ -197,6 +208,20 @@ def check_fp8_device(fp8: str, device_type: str, capability: tuple[int, int], *,
             *FP8_CAPABILITY, *capability
         )
     raise RecipeError(problem, values={"engine.gpu.fp8": fp8}, remedy="set engine.gpu.fp8 to off")
+
+
+def check_activation_offload(options: GpuOptions, device_type: str) -> None:
+    """Reject activation offload on a device other than CUDA; a CPU runs it for tests.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if options.activation_offload and device_type not in ("cuda", "cpu"):
+        raise RecipeError(
+            f"activations are offloaded from cuda only, not from {device_type}",
+            values={"engine.gpu.activation_offload": True},
+            remedy="leave engine.gpu.activation_offload out",
+        )
 
 
 def check_vocab_size(config: LlamaConfig, tp: int) -> None:

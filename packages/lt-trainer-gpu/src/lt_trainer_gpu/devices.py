@@ -140,6 +140,12 @@ def _installed_version(package: str) -> str:
         return ""
 
 
+def current_device(device_type: str) -> torch.device:
+    """Return the device of this type that `select_device` made the current one."""
+    indexed = device_type in ("cuda", "neuron")
+    return torch.device(device_type, torch.accelerator.current_device_index()) if indexed else torch.device(device_type)
+
+
 def device_name(device: torch.device) -> str:
     """Return the model name of a GPU, or the type of another device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

@@ -44,7 +44,7 @@ from lt_trainer.torch import (
     weight_decay_names,
 )
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.checks import check_fp8_device
+from lt_trainer_gpu.checks import check_activation_offload, check_fp8_device
 from lt_trainer_gpu.compilation import (
     CompileConditions,
     find_missing_compiler,
@@ -108,6 +108,7 @@ class GpuEngine:
             compute_capability(self._torch_device),
             is_rocm=torch.version.hip is not None,
         )
+        check_activation_offload(options, self._torch_device.type)
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)

@@ -1,4 +1,4 @@
-"""Linear layers in float8: matrix products of operands that are scaled and rounded to 8 bits just before.
+"""Linear layers in float8: matrix products of operands scaled and rounded to 8 bits just before.
 
 Of a layer y = x W^T with the upstream gradient g:
 

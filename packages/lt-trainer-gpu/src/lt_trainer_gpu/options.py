@@ -47,6 +47,11 @@ class GpuOptions:
         "fraction of a block's activations that is saved, 0 to 1; for activation_checkpointing = memory_budget",
         former_name="activation_budget",
     )
+    activation_offload: bool = option(
+        False,
+        "keep what a block saves for the backward pass in host memory in between, copied while others compute: the "
+        "device holds two blocks' activations; cuda",
+    )
     pad_vocab_to_multiple_of: int = option(
         0,
         "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",

@@ -2,8 +2,8 @@
 
 The order matters. Tensor and context parallelism first: they decide what a block computes; then
 float8, in which its products are. Activation checkpointing next, inside the compiled region, so that the compiler sees
-the recomputation. Then each block is compiled, as one graph. FSDP last, around everything: its hooks gather a block's
-weights before and free them after, in eager mode.
+the recomputation. Then each block is compiled, as one graph, and what it saves is offloaded. FSDP last, around
+everything: its hooks gather a block's weights before and free them after, in eager mode.
 
 FSDP2 (`fully_shard`) on every block, on embedding and head where they are not tied, and on the root: each rank keeps
 its slice of the parameters in the master dtype, gathers a module's weights in the compute dtype just before use and
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lt_trainer_gpu.devices import current_device
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.model import LlamaStage
 from lt_trainer_gpu.options import GpuOptions
@@ -90,6 +91,10 @@ def parallelize(
             compile_blocks(stage.blocks, budget)
             if stage.is_last:
                 stage.lm_head.compile_loss = True  # pyright: ignore[reportArgumentType]
+        if options.activation_offload:
+            from lt_trainer_gpu.activation_offload import apply_activation_offload
+
+            apply_activation_offload(stage.blocks, current_device(device_type))
         if mesh_layout.uses_fsdp:
             assert mesh is not None
             _apply_fsdp(stage, mesh, mesh_layout, options, compute_dtype, master_dtype)

@@ -15,6 +15,9 @@ from lt_trainer.errors import RecipeError
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
 
+OFFLOAD_RESIDENT_BLOCKS = 2
+"""Blocks with activations on the device under activation offload: one computing, one being copied."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
@@ -34,6 +37,7 @@ class PlannedLayout:
         compute_dtype: dtype of forward and backward.
         optimizer: the optimizer and its options; its slots are part of the memory.
         reshard_after_forward: free gathered weights after forward.
+        activation_offload: the activations of all but two blocks are in host memory.
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
     """
@@ -51,6 +55,7 @@ class PlannedLayout:
     compute_dtype: str = "bfloat16"
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reshard_after_forward: bool = True
+    activation_offload: bool = False
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
 
@@ -87,6 +92,10 @@ class PlannedLayout:
             if self.has_separate_master_weights and self.accumulation_steps == 1
             else self.master_bytes
         )
+
+    def resident_blocks(self, n_blocks: int) -> int:
+        """Return how many of `n_blocks` blocks' saved activations are on the device at a time."""
+        return min(n_blocks, OFFLOAD_RESIDENT_BLOCKS) if self.activation_offload else n_blocks
 
     def to_overrides(self) -> dict[str, Any]:
         """Return the recipe fields of this layout, by dotted name."""
@@ -137,6 +146,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
         optimizer=recipe.optimizer,
         reshard_after_forward=options.get("reshard_after_forward", True),
+        activation_offload=options.get("activation_offload", False),
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
         is_compiled=_is_compiled(options),
     )

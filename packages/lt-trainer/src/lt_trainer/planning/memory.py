@@ -147,7 +147,7 @@ def plan_memory(
     tokens = layout.micro_batch_size * seq_len
     block_activations = tokens * _activations_per_token(config, layout)
     outside = tokens * non_block_bytes_per_token(config, element_bytes=size)
-    activations = config.n_layers * block_activations + outside
+    activations = layout.resident_blocks(config.n_layers) * block_activations + outside
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
         "weights": counts.all * master / layout.dp_shard,
@@ -170,8 +170,9 @@ def plan_memory(
         gradients = max(others, earlier if earlier <= shard else 0.0) + (
             head.last_block if index == last else head.first_block + sending
         )
-        in_mlp = (index + 1) * block_activations + backward, config.intermediate_size * config.hidden_size / layout.tp
-        at_end = index * block_activations + ATTENTION_TENSORS * tokens * config.hidden_size * size, counts.block
+        held_now, held_after = (layout.resident_blocks(n) * block_activations for n in (index + 1, index))
+        in_mlp = held_now + backward, config.intermediate_size * config.hidden_size / layout.tp
+        at_end = held_after + ATTENTION_TENSORS * tokens * config.hidden_size * size, counts.block
         held, own = max(in_mlp, at_end, key=lambda peak: peak[0] + peak[1] * size)
         held += outside if index == last else 0.0
         return _phase_parts(gathered=gathered.in_block(index, last), activations=held, gradients=gradients + own * size)

@@ -151,6 +151,8 @@ def _notes(recipe: Recipe, config: LlamaConfig, layout: PlannedLayout) -> list[s
         notes.append("with a memory budget the compiler chooses which activations to keep: their size is an estimate")
     if getattr(recipe.engine.get("gpu"), "fp8", "off") != "off":
         notes.append("MFU is assumed as in bfloat16: fp8 is faster, by how much is to be measured")
+    if layout.activation_offload:
+        notes.append("activation offload: its copies are assumed to be hidden behind computation")
     if layout.tp > layout.devices:
         notes.append(f"tensor parallelism over {layout.tp} devices crosses nodes, whose links are much slower")
     if getattr(recipe.engine.get("gpu"), "attention", "") == "reference":
