@@ -19,6 +19,7 @@ from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
 from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.optimizer import CPU_TEMPORARY_BYTES
 from lt_trainer_gpu.spec import SPEC
 from lt_trainer_gpu.weights import MixedPrecisionWeights
@@ -119,11 +120,13 @@ def test_one_process_holds_what_the_plan_says(case: str) -> None:
         ("state", ("optimizer.name=muon",)),
         ("activations", ("parallel.tp=2", "parallel.sequence_parallel=true")),
         ("activations", ("parallel.tp=2",)),
+        ("activations", ("parallel.cp=2",)),
+        ("activations", ("parallel.cp=2", "engine.gpu.activation_checkpointing=full")),
     ],
 )
 def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ...]) -> None:
     model, seq_len, micro_batch_size = CASES[case][:3]
-    data_parallel = 1 if "parallel.tp=2" in sets else 2
+    data_parallel = 1 if {"parallel.tp=2", "parallel.cp=2"} & set(sets) else 2
     recipe = recipe_of(model, seq_len, micro_batch_size, 1, data_parallel, sets)
     config = llama_config(recipe, recipe.model.vocab_size)
     layout = layout_from_recipe(recipe, devices=2, nodes=1)
@@ -132,3 +135,24 @@ def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ..
     )
     for found in ranks.run(measured_bytes, recipe, 1, ranks=2):
         assert found == pytest.approx(said.peak, rel=NEAR_RANKS)
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_plan_and_engine_shard_alike(cp: int, replicas: int, tp: int) -> None:
+    sets = (f"parallel.cp={cp}", f"parallel.dp_replicate={replicas}", f"parallel.tp={tp}")
+    for world in (cp * replicas * tp, 2 * cp * replicas * tp):
+        rows = world // (cp * tp)
+        recipe = recipe_of(ACTIVE, 256, 1, 1, rows, sets)
+        planned, mesh = (
+            layout_from_recipe(recipe, devices=world, nodes=1),
+            MeshLayout.from_options(recipe.parallel, 0, world),
+        )
+        assert (planned.cp, planned.tp, planned.dp_replicate) == (mesh.cp, mesh.tp, mesh.dp_replicate)
+        assert (planned.dp_shard, planned.fsdp_size, planned.uses_fsdp) == (
+            mesh.dp_shard,
+            mesh.fsdp_size,
+            mesh.uses_fsdp,
+        )
+        assert planned.accumulation_steps == 1

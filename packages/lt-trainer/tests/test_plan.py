@@ -18,7 +18,7 @@ from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES, find_device
 from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
-from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
+from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, _activations_per_token, plan_memory
 from lt_trainer.planning.plan import make_plan, plan_to_dict
 from lt_trainer.planning.plan_text import format_count, format_duration, format_plan
 from lt_trainer.planning.run_time import plan_time, recomputed_flops_per_token
@@ -73,6 +73,64 @@ def test_replicas_do_not_divide_the_state_and_shards_do() -> None:
     config = PRESETS["llama2-7b"]
     whole = plan_memory(config, 4096, replace(LAYOUT, dp_replicate=4, dp_shard=2)).parts["weights"]
     assert whole == 4 * plan_memory(config, 4096, LAYOUT).parts["weights"]
+
+
+def test_context_parallelism_shards_the_state_as_data_parallelism_does() -> None:
+    config, layout = PRESETS["llama3-8b"], replace(LAYOUT, dp_shard=2, cp=4, accumulation_steps=4)
+    held, alike = (plan_memory(config, 8192, one) for one in (layout, replace(layout, dp_shard=8, cp=1)))
+    assert held.parts["weights"] == alike.parts["weights"]
+    assert held.parts["optimizer state"] == alike.parts["optimizer state"]
+    assert held.state_bytes == alike.state_bytes
+
+
+def test_context_parallelism_divides_all_activations_but_keys_and_values() -> None:
+    """Full recomputation keeps a block's input only; else each device has keys of all, selected in two chunks."""
+    config, tokens = PRESETS["llama3-8b"], 32768
+    kv, width = 2 * 2 * config.n_kv_heads * config.head_dim, 2 * config.hidden_size
+
+    def activations(mode: str, cp: int) -> float:
+        layout = replace(LAYOUT, dp_shard=8 // cp, cp=cp, activation_checkpointing=mode)
+        return _activations_per_token(config, layout) * tokens / cp
+
+    assert activations("full", 8) == tokens / 8 * width
+    assert activations("none", 8) == activations("none", 1) / 8 + (tokens * (1 + 1 / 16) - tokens / 8) * kv
+    assert activations("selective", 8) == activations("selective", 1) / 8
+
+
+def test_rows_of_128k_on_eight_devices(resolved) -> None:
+    """8 B parameters: a context-parallel layout fits 80 GB where FSDP alone, with a row per device, does not."""
+    long_rows = ("data.seq_len=131072", "model.max_position_embeddings=131072")
+    sets = (*long_rows, "engine.gpu.activation_checkpointing=full")
+    plan = make_plan(resolved(*sets, "parallel.cp=8", global_batch_size=8), device=DEVICES["h100"], devices=8)
+    layout = plan.layout
+    assert (layout.cp, layout.dp_shard, layout.fsdp_size, layout.accumulation_steps) == (8, 1, 8, 8)
+    assert plan.fits
+    text = format_plan(plan)
+    assert "context parallel 8, sharded over 8" in text
+    assert "each layer gathers 0.5 GiB of keys and values per micro-batch" in text
+    data_parallel = make_plan(resolved(*sets, global_batch_size=8), device=DEVICES["h100"], devices=8)
+    assert not data_parallel.fits
+    assert plan.memory.needed < data_parallel.memory.needed
+    two_nodes = make_plan(
+        resolved(*sets, "parallel.cp=16", global_batch_size=8), device=DEVICES["h100"], devices=8, nodes=2
+    )
+    assert any("context parallelism over 16 devices crosses nodes" in note for note in two_nodes.notes)
+
+
+def test_rows_too_long_for_any_tensor_parallel_degree_are_cut(resolved) -> None:
+    """The proposal is a recipe that fits; an attention backend that cannot is not cut."""
+    sets = ("data.seq_len=1048576", "model.max_position_embeddings=1048576", "engine.gpu.activation_checkpointing=full")
+    plan = make_plan(resolved(*sets, global_batch_size=16), device=DEVICES["h100"], devices=16)
+    assert plan.nearest_layout is not None
+    assert plan.nearest_layout.cp > 1
+    overrides = [f"{name}={str(value).lower()}" for name, value in plan.changes.items()]
+    again = make_plan(resolved(*sets, *overrides, global_batch_size=16), device=DEVICES["h100"], devices=16)
+    assert again.layout == plan.nearest_layout
+    assert again.fits
+    other = make_plan(
+        resolved(*sets, "engine.gpu.attention=flash-attn", global_batch_size=16), device=DEVICES["h100"], devices=16
+    )
+    assert other.nearest_layout is None or other.nearest_layout.cp == 1
 
 
 def test_tensor_parallelism_divides_all_but_the_norms() -> None:
@@ -173,10 +231,11 @@ def test_what_is_proposed_is_a_recipe_that_fits(resolved) -> None:
     nodes=st.sampled_from([1, 2]),
     micro_batch_size=st.sampled_from([1, 2, 4]),
     kv_heads=st.sampled_from([1, 2, 8]),
+    row_lengths=st.sampled_from([(), (4096,), (48, 24), (30,)]),
     limit=st.integers(0, 40),
 )
 def test_the_search_takes_the_first_candidate_that_fits(
-    devices: int, nodes: int, micro_batch_size: int, kv_heads: int, limit: int
+    devices: int, nodes: int, micro_batch_size: int, kv_heads: int, row_lengths: tuple[int, ...], limit: int
 ) -> None:
     world = devices * nodes
     layout = replace(
@@ -187,15 +246,20 @@ def test_the_search_takes_the_first_candidate_that_fits(
         micro_batch_size=micro_batch_size,
         accumulation_steps=64 // (world * micro_batch_size),
     )
-    everything = list(candidate_layouts(layout, global_batch_size=64, kv_heads=kv_heads))
+    options = {"global_batch_size": 64, "kv_heads": kv_heads, "row_lengths": row_lengths}
+    everything = list(candidate_layouts(layout, **options))
     assert everything[0] == layout
     assert len(set(everything)) == len(everything)
     for one in everything:
-        assert one.tp * one.dp_replicate * one.dp_shard == one.world_size
+        assert one.tp * one.cp * one.dp_replicate * one.dp_shard == one.world_size
+        assert one.cp == 1 or all(length % (2 * one.cp) == 0 for length in row_lengths)
+        assert not one.sequence_parallel or all(length % (one.cp * one.tp) == 0 for length in row_lengths)
         assert one.accumulation_steps * one.micro_batch_size * one.dp_replicate * one.dp_shard == 64
         assert one.tp == layout.tp or (kv_heads % one.tp == 0 and devices % one.tp == 0)
+    cut = {one.cp for one in everything}
+    assert cut == ({cp for cp in (1, 2, 4, 8, 16) if cp <= world} if row_lengths == (4096,) else cut & {1, 2, 4})
     fitting = set(everything[limit : limit + 1])
-    found = find_nearest_layout(layout, global_batch_size=64, kv_heads=kv_heads, fits=lambda one: one in fitting)
+    found = find_nearest_layout(layout, **options, fits=lambda one: one in fitting)
     assert found == (everything[limit] if limit < len(everything) else None)
 
 

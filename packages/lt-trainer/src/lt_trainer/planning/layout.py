@@ -1,6 +1,6 @@
 """Parallel layout of a run, as far as memory and time depend on it: the values that a plan varies.
 
-world size = tp * dp_replicate * dp_shard. `layout_from_recipe` builds a layout from a recipe and `to_overrides`
+world size = tp * cp * dp_replicate * dp_shard. `layout_from_recipe` builds a layout from a recipe and `to_overrides`
 converts it back to recipe fields, so a proposed layout can be passed to `lt train` unchanged.
 """
 
@@ -40,6 +40,7 @@ class PlannedLayout:
         activation_offload: the activations of all but two blocks are in host memory.
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
+        cp: context parallel degree; weights and optimizer state are sharded over these devices too.
     """
 
     devices: int
@@ -58,6 +59,7 @@ class PlannedLayout:
     activation_offload: bool = False
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
+    cp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -77,7 +79,12 @@ class PlannedLayout:
     @property
     def uses_fsdp(self) -> bool:
         """True if the engine shards or replicates the weights (FSDP)."""
-        return self.dp_shard * self.dp_replicate > 1
+        return self.fsdp_size * self.dp_replicate > 1
+
+    @property
+    def fsdp_size(self) -> int:
+        """Devices over which each replica of a weight is sharded: dp_shard x cp."""
+        return self.dp_shard * self.cp
 
     @property
     def has_separate_master_weights(self) -> bool:
@@ -102,6 +109,7 @@ class PlannedLayout:
         return {
             "parallel.n_nodes": self.nodes,
             "parallel.tp": self.tp,
+            "parallel.cp": self.cp,
             "parallel.sequence_parallel": self.sequence_parallel,
             "parallel.dp_replicate": self.dp_replicate,
             "parallel.dp_shard": self.dp_shard,
@@ -119,13 +127,12 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
             "gpu".
     """
     parallel, options = recipe.parallel, engine_table(recipe)
-    for name in ("pp", "cp"):
-        if getattr(parallel, name) != 1:
-            raise RecipeError(
-                "plans support only data and tensor parallelism",
-                values={f"parallel.{name}": getattr(parallel, name)},
-                remedy=f"set parallel.{name} to 1",
-            )
+    if parallel.pp != 1:
+        raise RecipeError(
+            "plans do not support pipeline parallelism",
+            values={"parallel.pp": parallel.pp},
+            remedy="set parallel.pp to 1",
+        )
     world = devices * nodes
     data = parallel.data_parallel_size(world)
     dtype = options.get("dtype", "auto")
@@ -149,6 +156,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         activation_offload=options.get("activation_offload", False),
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
         is_compiled=_is_compiled(options),
+        cp=parallel.cp,
     )
 
 

@@ -26,6 +26,10 @@ The reserve covers fragmentation in torch's allocator and the memory of CUDA and
 (`RESERVE_SHARE`) plus a fixed size (`RESERVE_BYTES`). Both are assumptions, not measurements. The peak without it is
 compared with torch's CUDA allocator, on a device that computes nothing, in lt-trainer-gpu's tests.
 
+Under context parallelism a device has the activations of its own positions only, but attention's keys and values are
+those that these positions see of all devices (`SELECTED_KEYS`). They are counted for rows of one document, the most;
+short documents need hardly more than a device's own.
+
 Cost: one pass over the parameter table.
 """
 
@@ -51,6 +55,9 @@ RESERVE_SHARE = 0.05
 RESERVE_BYTES = 1 << 30
 ATTENTION_TENSORS = 6
 """Tensors of the stream's size at the end of a block's backward: gradients of queries, keys, values, output, stream."""
+SELECTED_KEYS = 0.5
+"""Keys beyond all of the cp devices' equal shares that a device selects at most: it has a head and a tail chunk of each
+row, and keys that both see are selected twice."""
 WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS's workspace on Hopper and newer, which torch's allocator holds; 8 MiB on older GPUs."""
 UPCAST_BYTES = 256 * 2**20
@@ -137,34 +144,34 @@ def plan_memory(
 
     Args:
         config: model config.
-        seq_len: positions per row.
+        seq_len: positions per row, of all context parallel ranks.
         layout: parallel layout.
         loss_chunk_rows: tokens per chunk of logits in the loss; the GPU default if None.
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
         workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
     counts, size, master = _parameter_counts(config, layout.tp), layout.element_bytes, layout.master_bytes
-    tokens = layout.micro_batch_size * seq_len
+    tokens = layout.micro_batch_size * seq_len // layout.cp
     block_activations = tokens * _activations_per_token(config, layout)
     outside = tokens * non_block_bytes_per_token(config, element_bytes=size)
     activations = layout.resident_blocks(config.n_layers) * block_activations + outside
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
-        "weights": counts.all * master / layout.dp_shard,
-        "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.dp_shard,
+        "weights": counts.all * master / layout.fsdp_size,
+        "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.fsdp_size,
         "workspace": float(workspace_bytes),
     }
     gathered = _gathered(config, counts, layout)
     loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=loss_chunk_rows, tp=layout.tp)
-    earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.dp_shard
+    earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.fsdp_size
     head = _head_gradients(config, counts, layout)
-    sending = counts.block * master if layout.dp_shard > 1 else 0.0  # reduce-scatter input of one block
+    sending = counts.block * master if layout.fsdp_size > 1 else 0.0  # reduce-scatter input of one block
     last = config.n_layers - 1
 
     def block_backward(index: int) -> dict[str, float]:
         """Return the parts while block `index` runs backward, at the larger of its two peaks."""
         done = (last - index) * counts.block
-        others = done * layout.gradient_bytes / layout.dp_shard
+        others = done * layout.gradient_bytes / layout.fsdp_size
         if earlier > shard:  # unsharded until they are sent
             others += earlier - done * master
         gradients = max(others, earlier if earlier <= shard else 0.0) + (
@@ -172,7 +179,7 @@ def plan_memory(
         )
         held_now, held_after = (layout.resident_blocks(n) * block_activations for n in (index + 1, index))
         in_mlp = held_now + backward, config.intermediate_size * config.hidden_size / layout.tp
-        at_end = held_after + ATTENTION_TENSORS * tokens * config.hidden_size * size, counts.block
+        at_end = held_after + tokens * _attention_backward_per_token(config, layout), counts.block
         held, own = max(in_mlp, at_end, key=lambda peak: peak[0] + peak[1] * size)
         held += outside if index == last else 0.0
         return _phase_parts(gathered=gathered.in_block(index, last), activations=held, gradients=gradients + own * size)
@@ -253,7 +260,7 @@ def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _G
             last_buffer=0.0,
             afterwards=model,
         )
-    head, is_sharded, tied = counts.head * size, layout.dp_shard > 1, config.tie_word_embeddings
+    head, is_sharded, tied = counts.head * size, layout.fsdp_size > 1, config.tie_word_embeddings
     # All-gather output that the forward pass keeps: of the last group in it.
     buffer = (block if tied else head) * is_sharded
     # Embedding and head outside their own computation.
@@ -289,7 +296,7 @@ def _head_gradients(config: LlamaConfig, counts: _Counts, layout: PlannedLayout)
     narrow, wide = counts.head * layout.element_bytes, counts.head * layout.master_bytes
     if not layout.uses_fsdp or config.tie_word_embeddings:
         return _HeadGradients(last_block=narrow, first_block=narrow, unsharded=narrow)
-    shard = wide / layout.dp_shard
+    shard = wide / layout.fsdp_size
     if layout.accumulation_steps > 1:  # the gradients of earlier micro-batches have it: sharded, or wide and unsharded
         added = narrow if layout.reduce_each_micro_batch else 0.0
         return _HeadGradients(reduction=added + wide, last_block=wide, first_block=0.0, unsharded=0.0)
@@ -303,7 +310,7 @@ def _embedding_reduction(counts: _Counts, layout: PlannedLayout) -> float:
     wide = counts.head * layout.master_bytes
     accumulates = layout.accumulation_steps > 1 and not layout.reduce_each_micro_batch
     unsharded = wide if accumulates else counts.head * layout.element_bytes
-    shard = wide / layout.dp_shard
+    shard = wide / layout.fsdp_size
     # First the unsharded gradient and its copy to send, then that copy and the shard.
     return max(unsharded + wide - shard, wide)
 
@@ -320,7 +327,7 @@ def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> flo
 
 def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout, upcast_bytes: int) -> float:
     """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix."""
-    shards, master, found = layout.tp * layout.dp_shard, layout.master_bytes, []
+    shards, master, found = layout.tp * layout.fsdp_size, layout.master_bytes, []
     optimizer, table = optimizer_spec(layout.optimizer.name), param_specs(config)
     for spec in {optimizer.for_params([row]).name: optimizer.for_params([row]) for row in table}.values():
         rows = [row for row in table if optimizer.for_params([row]) is spec]
@@ -328,7 +335,7 @@ def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: Planned
         largest = max(row.numel for row in rows)
         if spec is ADAMW:
             narrower = sum(size < master for size in (layout.gradient_bytes, *slot_bytes))
-            numel = sum(_local_size(row, layout.tp) for row in rows) / layout.dp_shard
+            numel = sum(_local_size(row, layout.tp) for row in rows) / layout.fsdp_size
             found.append(min(upcast_bytes, narrower * master * numel))
             continue
         found.append((UPDATE_TEMPORARIES + len(spec.slots)) * master * largest / shards)
@@ -343,26 +350,56 @@ def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: Planned
 def _backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
     mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
-    return block_backward_bytes_per_token(
+    n_bytes = block_backward_bytes_per_token(
         config,
         mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
         element_bytes=layout.element_bytes,
         tp=layout.tp,
         sequence_parallel=layout.sequence_parallel,
     )
+    return n_bytes if mode == "none" else n_bytes + _foreign_keys_per_token(config, layout)
+
+
+def _attention_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes per token at the end of a block's backward, where its attention's is.
+
+    Under context parallelism: input, norm, queries and output with their gradients; selected keys and values with
+    theirs, which flash kernels compute for every query head; and the buffer in which they are added up.
+    """
+    width = config.hidden_size * layout.element_bytes
+    if layout.cp == 1:
+        return ATTENTION_TENSORS * width
+    heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), layout.cp + SELECTED_KEYS
+    per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
+    return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
 
 
 def _activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
     """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
-    options = {
-        "element_bytes": layout.element_bytes,
-        "tp": layout.tp,
-        "sequence_parallel": layout.sequence_parallel,
-    }
+
+    def saved(mode: str) -> float:
+        n_bytes = activation_bytes_per_token(
+            config,
+            mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
+            element_bytes=layout.element_bytes,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        return sum(n_bytes.values()) + (_foreign_keys_per_token(config, layout) if mode == "none" else 0.0)
+
     if layout.activation_checkpointing == "memory_budget":
-        none, full = (sum(activation_bytes_per_token(config, mode, **options).values()) for mode in ("none", "full"))
-        return full + layout.activation_memory_budget * (none - full)
-    return sum(activation_bytes_per_token(config, layout.activation_checkpointing, **options).values())  # pyright: ignore[reportArgumentType]
+        return saved("full") + layout.activation_memory_budget * (saved("none") - saved("full"))
+    return saved(layout.activation_checkpointing)
+
+
+def _kv_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes of the keys and values of a token in one block."""
+    return 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / layout.tp
+
+
+def _foreign_keys_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes of selected keys and values per token of this device, beyond those of the token itself."""
+    return 0.0 if layout.cp == 1 else (layout.cp + SELECTED_KEYS - 1) * _kv_per_token(config, layout)
 
 
 def _earlier_gradients(counts: _Counts, layout: PlannedLayout) -> float:
@@ -370,7 +407,7 @@ def _earlier_gradients(counts: _Counts, layout: PlannedLayout) -> float:
     if layout.accumulation_steps == 1:
         return 0.0
     unsharded = counts.all * layout.master_bytes
-    return unsharded / layout.dp_shard if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
+    return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
 
 
 def _parameter_counts(config: LlamaConfig, tp: int) -> _Counts:

@@ -14,9 +14,10 @@ from typing import Any
 from lt_model import PRESETS, LlamaConfig, n_parameters
 from lt_model.describe import alignment_warnings
 from lt_trainer.config import Recipe, ResolvedRecipe, llama_config
+from lt_trainer.constants import GIB
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import PlannedDevice
-from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
+from lt_trainer.planning.layout import PlannedLayout, engine_table, layout_from_recipe
 from lt_trainer.planning.memory import PlannedMemory, plan_memory
 from lt_trainer.planning.run_time import PlannedTime, plan_time
 from lt_trainer.planning.search import find_nearest_layout
@@ -105,6 +106,7 @@ def make_plan(
             global_batch_size=recipe.batch.global_batch_size,
             kv_heads=config.n_kv_heads,
             fits=lambda candidate: plan_memory(config, seq_len, candidate).needed <= device.memory_bytes,
+            row_lengths=recipe.data.row_lengths if _allows_context_parallelism(recipe) else (),
         )
     return Plan(
         recipe=recipe,
@@ -143,6 +145,11 @@ def vocab_size_and_source(recipe: Recipe) -> tuple[int, str]:
     )
 
 
+def _allows_context_parallelism(recipe: Recipe) -> bool:
+    """Return True if another context parallel degree may be proposed: the kernels of a GPU allow it."""
+    return engine_table(recipe).get("attention", "auto") in ("auto", "varlen")
+
+
 def _notes(recipe: Recipe, config: LlamaConfig, layout: PlannedLayout) -> list[str]:
     notes = list(alignment_warnings(config))
     if layout.is_compiled:
@@ -155,6 +162,15 @@ def _notes(recipe: Recipe, config: LlamaConfig, layout: PlannedLayout) -> list[s
         notes.append("activation offload: its copies are assumed to be hidden behind computation")
     if layout.tp > layout.devices:
         notes.append(f"tensor parallelism over {layout.tp} devices crosses nodes, whose links are much slower")
+    if layout.tp <= layout.devices < layout.tp * layout.cp:
+        notes.append(f"context parallelism over {layout.cp} devices crosses nodes: keys and values are gathered there")
+    if layout.cp > 1:
+        kv = 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / layout.tp
+        gathered = kv * layout.micro_batch_size * recipe.data.seq_len
+        notes.append(
+            f"each layer gathers {gathered / GIB:.3g} GiB of keys and values per micro-batch; counted for rows of one "
+            "document, shorter ones need less memory"
+        )
     if getattr(recipe.engine.get("gpu"), "attention", "") == "reference":
         notes.append("attention = reference keeps seq_len x seq_len scores, which are not counted here")
     return notes

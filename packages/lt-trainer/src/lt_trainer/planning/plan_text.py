@@ -53,9 +53,11 @@ def _degrees(plan: Plan) -> Iterator[str]:
     layout = plan.layout
     if layout.tp > 1:
         yield f"tensor parallel {layout.tp}" + (" with sequence parallel" if layout.sequence_parallel else "")
+    if layout.cp > 1:
+        yield f"context parallel {layout.cp}"
     if layout.dp_replicate > 1:
         yield f"{layout.dp_replicate} replicas"
-    yield f"sharded over {layout.dp_shard}" if layout.dp_shard > 1 else "not sharded"
+    yield f"sharded over {layout.fsdp_size}" if layout.fsdp_size > 1 else "not sharded"
 
 
 def _phase_text(name: str) -> str:
