@@ -40,6 +40,11 @@ def wait_until_training(process: subprocess.Popen, cwd: Path) -> None:
         time.sleep(0.05)
 
 
+def metrics_by_step(run_dir: Path, field: str = "loss") -> dict[int, float]:
+    """Metrics by step; of a step that was run again the last one."""
+    return {r["step"]: r[field] for r in read_jsonl(run_dir / "metrics.jsonl") if field in r}
+
+
 def rank_pids(cwd: Path) -> dict[int, int]:
     """Process numbers by rank, from the heartbeats."""
     import json
@@ -93,6 +98,41 @@ def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path
     log = (tmp_path / "run" / "logs" / "rank00000.log").read_text(encoding="utf-8")
     assert "rank 1" in log
     assert "rerun to resume" in log
+
+
+@pytest.mark.guarantee("lost-rank")
+@pytest.mark.slow
+def test_a_context_parallel_run_killed_and_stopped_goes_on_as_one_that_never_was(lt, prepared: Path, tmp_path) -> None:
+    """Two ranks share each row: killed, started again, stopped, started again; then the losses of one process."""
+    sets = ["schedule.kind=wsd", "schedule.decay_steps=1", "checkpoint.interval=8", "engine.gpu.dtype=float64"]
+    on_two = (*sets, "parallel.cp=2", "schedule.max_steps=100000")
+    arguments = [word for value in on_two for word in ("--set", value)]
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        done = metrics_by_step(tmp_path / "run") if (tmp_path / "run").exists() else {}
+        with start_torchrun(prepared / "run.toml", tmp_path, *arguments) as process:
+            wait_until_training(process, tmp_path)
+            deadline = time.monotonic() + 240
+            while max(metrics_by_step(tmp_path / "run"), default=0) < max(done, default=0) + 10:
+                assert process.poll() is None, (tmp_path / "out.txt").read_text(encoding="utf-8")
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+            if number == signal.SIGKILL:
+                os.kill(rank_pids(tmp_path)[1], number)
+            else:
+                process.send_signal(number)
+            assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    steps = max(metrics_by_step(tmp_path / "run")) + 2
+    last = [word for value in (*on_two, f"schedule.max_steps={steps}") for word in ("--set", value)]
+    with start_torchrun(prepared / "run.toml", tmp_path, *last) as process:
+        assert process.wait(timeout=240) == 0, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    alone = [word for value in (*sets, f"schedule.max_steps={steps}", "run.dir=alone") for word in ("--set", value)]
+    lt("train", "run", prepared / "run.toml", *alone, cwd=tmp_path)
+    for field in ("loss", "valid_tokens", "val_loss"):
+        found, wanted = (metrics_by_step(tmp_path / name, field) for name in ("run", "alone"))
+        assert wanted
+        assert found == {step: pytest.approx(value, rel=1e-7) for step, value in wanted.items()}
+    events = [e["event"] for e in read_jsonl(tmp_path / "run" / "events.jsonl")]
+    assert events.count("resume") == 2
 
 
 def test_a_mistake_in_the_recipe_is_told_once(prepared: Path, tmp_path: Path) -> None:

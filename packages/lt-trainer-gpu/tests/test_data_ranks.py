@@ -63,8 +63,9 @@ def numbers(out: Path, field: str = "loss") -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.guarantee("data-resume")
-@pytest.mark.parametrize("kind", ["buckets", "ramped mixture", "synthetic"])
-def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "cp"), [("buckets", 1), ("ramped mixture", 1), ("synthetic", 1), ("buckets", 2)])
+def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: Path, kind: str, cp: int) -> None:
+    """Also where both read the same rows, each for its positions."""
     shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
     base: dict[str, Any] = {
         "model": shape,
@@ -77,11 +78,11 @@ def test_two_ranks_train_as_one_and_go_on_as_one(ranks, stores: Path, tmp_path: 
     for section, values in kinds(stores)[kind].items():
         base[section] = {**base[section], **values}
 
-    def of(name: str) -> dict[str, Any]:
-        return {**base, "run": {"dir": str(tmp_path / name)}}
+    def of(name: str, cp: int = 1) -> dict[str, Any]:
+        return {**base, "run": {"dir": str(tmp_path / name)}, "parallel": {"cp": cp}}
 
     assert ranks.run(train, of("one"), 0, ranks=1) == [0]
-    assert ranks.run(train, of("two"), 5, ranks=2) == [75, 75]
+    assert ranks.run(train, of("two", cp), 5, ranks=2) == [75, 75]
     assert ranks.run(train, of("two"), 0, ranks=1) == [0]
     one, two = numbers(tmp_path / "one"), numbers(tmp_path / "two")
     assert [step for step, *_ in one] == list(range(1, STEPS + 1))

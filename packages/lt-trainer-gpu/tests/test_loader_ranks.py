@@ -43,7 +43,7 @@ class Loader:
         self.at = state["at"]
 
 
-def base_of(out: str) -> dict[str, Any]:
+def base_of(out: str, cp: int = 1) -> dict[str, Any]:
     return {
         "run": {"dir": out},
         "model": {
@@ -60,15 +60,16 @@ def base_of(out: str) -> dict[str, Any]:
         "checkpoint": {"interval": 4},
         "metrics": {"log_interval": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+        "parallel": {"cp": cp},
     }
 
 
-def train(out: str, stop_at_step: int) -> int:
+def train(out: str, stop_at_step: int, cp: int = 1) -> int:
     """One rank of a run, in that rank."""
     module = ModuleType("rows_of_two_ranks")
     module.Loader = Loader  # pyright: ignore[reportAttributeAccessIssue]
     sys.modules["rows_of_two_ranks"] = module
-    return run(load(base=base_of(out)), stop_after_step=stop_at_step)
+    return run(load(base=base_of(out, cp)), stop_after_step=stop_at_step)
 
 
 def records(out: Path) -> dict[int, tuple[float, int]]:
@@ -76,16 +77,20 @@ def records(out: Path) -> dict[int, tuple[float, int]]:
 
 
 @pytest.mark.guarantee("custom-loader")
-def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path) -> None:
-    """A step of two ranks has the rows of a step of one, in another order: the same sums."""
+@pytest.mark.parametrize("cp", [1, 2])
+def test_two_ranks_train_as_one_and_go_on_with_both_states(ranks, tmp_path: Path, cp: int) -> None:
+    """A step of two ranks has the rows of a step of one, in another order: the same sums.
+
+    With two context-parallel ranks each, whose loaders read the same rows: labels and states are counted once.
+    """
     assert ranks.run(train, str(tmp_path / "one"), 0, ranks=1) == [0]
-    assert ranks.run(train, str(tmp_path / "two"), 5, ranks=2) == [75, 75]
+    assert ranks.run(train, str(tmp_path / "two"), 5, cp, ranks=2 * cp) == [75] * 2 * cp
     found, _ = find_latest_valid(tmp_path / "two" / "checkpoints")
     assert found is not None
     rows = 4 + 4 + 4 + 8 + 8
     assert found.manifest.data["row"] == rows
     assert found.manifest.data["loader"] == {"states": {"0": {"at": rows}, "1": {"at": rows + 1}}}
-    assert ranks.run(train, str(tmp_path / "two"), 0, ranks=2) == [0, 0]
+    assert ranks.run(train, str(tmp_path / "two"), 0, cp, ranks=2 * cp) == [0] * 2 * cp
     one, two = records(tmp_path / "one"), records(tmp_path / "two")
     assert sorted(one) == sorted(two) == list(range(1, 9))
     for step, (loss, valid) in one.items():
