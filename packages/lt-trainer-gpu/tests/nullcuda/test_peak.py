@@ -19,6 +19,7 @@ NEAR = 0.03
 
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "n_heads": 16, "n_kv_heads": 4, "n_layers": 8}
 TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
+CP, CP4 = "parallel.cp=2", "parallel.cp=4"
 FULL, SELECTIVE = "engine.gpu.activation_checkpointing=full", "engine.gpu.activation_checkpointing=selective"
 KEEP, EACH = "engine.gpu.reshard_after_forward=false", "engine.gpu.reduce_each_micro_batch=true"
 NARROW = "optimizer.moments_dtype=bfloat16"
@@ -59,6 +60,10 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "tp": (job(TP, ranks=2, rows=1, vocab_size=1024), "last block"),
     "tp-sp-recompute": (job(TP, SP, FULL, ranks=2, rows=2, micro_batch_size=2, vocab_size=1024), "first block"),
     "fsdp-tp-sp": (job(TP, SP, ranks=4, rows=2), "loss"),
+    "cp": (job(CP, ranks=2, rows=1, vocab_size=1024, seq_len=8192), "last block"),
+    "cp-recompute": (job(CP, FULL, ranks=2, rows=1, vocab_size=1024, seq_len=8192), "first block"),
+    "cp4-recompute-selectively": (job(CP4, SELECTIVE, ranks=4, rows=1, vocab_size=1024, seq_len=8192), "last block"),
+    "cp-tp-sp": (job(CP, TP, SP, ranks=4, rows=1, seq_len=8192), "loss"),
 }
 
 
