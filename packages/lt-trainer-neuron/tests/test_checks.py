@@ -195,6 +195,11 @@ REFUSED = [
         "optimizer.name to adamw, or run.engine to gpu",
     ),
     (
+        ("optimizer.weights_dtype=bfloat16",),
+        "optimizer.weights_dtype = 'bfloat16': this engine leaves stochastic rounding to the device; set "
+        "optimizer.weights_dtype to float32; engine.neuron.precision = 'bf16_sr' has no master weights",
+    ),
+    (
         ("optimizer.lr_scale.norm=0.5",),
         "optimizer.lr_scale.norm = 0.5: the optimizer files of NxD have one learning rate; leave "
         "optimizer.lr_scale out, or set run.engine to gpu",

@@ -110,19 +110,19 @@ def _linear_indices(
 
 def _sum_lanes(key: int, index: Tensor) -> Tensor:
     """Return the sum of the eight 16-bit lanes of each index's two hashes (int64, below 2^19)."""
-    first = (index * _to_signed64(2 * GAMMA)).add_(_to_signed64(key + GAMMA))
-    second = first + _to_signed64(GAMMA)
+    first = (index * to_signed64(2 * GAMMA)).add_(to_signed64(key + GAMMA))
+    second = first + to_signed64(GAMMA)
     # Two lanes of a word are added at a time, in the two halves of a word; four sums of 16 bits fit a half.
-    first, second = _splitmix64_finalize(first), _splitmix64_finalize(second)
+    first, second = splitmix64_finalize(first), splitmix64_finalize(second)
     pairs = (first >> 16).bitwise_and_(_EVEN_LANES).add_((second >> 16).bitwise_and_(_EVEN_LANES))
     pairs.add_(first.bitwise_and_(_EVEN_LANES)).add_(second.bitwise_and_(_EVEN_LANES))
     return (pairs >> 32).add_(pairs.bitwise_and_(0xFFFFFFFF))
 
 
-def _splitmix64_finalize(z: Tensor) -> Tensor:
-    """Apply SplitMix64's finalizer in place; int64 arithmetic wraps modulo 2^64, as unsigned does."""
-    z.bitwise_xor_(_shift_right(z, 30)).mul_(_to_signed64(0xBF58476D1CE4E5B9))
-    z.bitwise_xor_(_shift_right(z, 27)).mul_(_to_signed64(0x94D049BB133111EB))
+def splitmix64_finalize(z: Tensor) -> Tensor:
+    """Apply SplitMix64's finalizer in place; int64 wraps modulo 2^64, as unsigned does."""
+    z.bitwise_xor_(_shift_right(z, 30)).mul_(to_signed64(0xBF58476D1CE4E5B9))
+    z.bitwise_xor_(_shift_right(z, 27)).mul_(to_signed64(0x94D049BB133111EB))
     return z.bitwise_xor_(_shift_right(z, 31))
 
 
@@ -131,7 +131,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
     return (z >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
-def _to_signed64(word: int) -> int:
+def to_signed64(word: int) -> int:
     """Return the signed integer with the same 64 bits."""
     word %= 1 << 64
     return word - (1 << 64) if word >> 63 else word

@@ -269,6 +269,39 @@ def parse_torch_version(torch_version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def check_weights_dtype(recipe: Recipe) -> None:
+    """Reject bfloat16 weights where something of the step would not be as exact as they need.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    options: GpuOptions = recipe.engine["gpu"]
+    if recipe.optimizer.weights_dtype == "float32":
+        return
+    if options.dtype != "auto" or options.device == "cpu":
+        check_bf16_weights("float32" if options.dtype == "auto" else options.dtype)
+    if options.reduce_each_micro_batch:
+        raise RecipeError(
+            "gradients of micro-batches would be summed in bfloat16",
+            values={"optimizer.weights_dtype": "bfloat16", "engine.gpu.reduce_each_micro_batch": True},
+            remedy="set engine.gpu.reduce_each_micro_batch to false, or optimizer.weights_dtype to float32",
+        )
+
+
+def check_bf16_weights(dtype: str) -> None:
+    """Reject bfloat16 weights in a run that computes in another dtype.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if dtype != "bfloat16":
+        raise RecipeError(
+            "weights in bfloat16 need a forward pass in bfloat16",
+            values={"optimizer.weights_dtype": "bfloat16", "engine.gpu.dtype": dtype},
+            remedy="set engine.gpu.dtype to bfloat16, or optimizer.weights_dtype to float32",
+        )
+
+
 def check_memory_history(options: MetricsOptions, device: str) -> None:
     """Reject memory snapshots on a device for which torch records no memory history.
 

@@ -44,7 +44,7 @@ from lt_trainer.torch import (
     weight_decay_names,
 )
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.checks import check_activation_offload, check_fp8_device
+from lt_trainer_gpu.checks import check_activation_offload, check_bf16_weights, check_fp8_device
 from lt_trainer_gpu.compilation import (
     CompileConditions,
     find_missing_compiler,
@@ -109,6 +109,9 @@ class GpuEngine:
             is_rocm=torch.version.hip is not None,
         )
         check_activation_offload(options, self._torch_device.type)
+        rounds_stochastically = recipe.optimizer.weights_dtype == "bfloat16"
+        if rounds_stochastically:
+            check_bf16_weights(str(self._dtype).removeprefix("torch."))
         torch.set_float32_matmul_precision(options.float32_matmul_precision)
         if options.deterministic:
             torch.use_deterministic_algorithms(True)
@@ -123,7 +126,7 @@ class GpuEngine:
         )
         attention = select_attention(options, self._torch_device, self._dtype, document_mask=recipe.data.document_mask)
         # An unsharded model needs no FSDP for its casts: it is built in the compute dtype.
-        model_dtype = master if self._mesh_layout.uses_fsdp else self._dtype
+        model_dtype = master if self._mesh_layout.uses_fsdp and not rounds_stochastically else self._dtype
         n_stages = self._mesh_layout.pp * options.pipeline_stages_per_rank
         self._stages = [
             build_stage(
@@ -152,7 +155,9 @@ class GpuEngine:
         self._open_runner(recipe.fault_tolerance.collective_timeout_s)
         params = {name: parameter for stage in self._stages for name, parameter in stage_params(stage).items()}
         self._weights: Weights = (
-            ModelWeights(params) if model_dtype == master else MixedPrecisionWeights(params, master)
+            ModelWeights(params)
+            if self._mesh_layout.uses_fsdp or model_dtype == master
+            else MixedPrecisionWeights(params, master, keeps_master_weights=not rounds_stochastically)
         )
         self._config = config
         self._param_specs = {spec.name: spec for spec in param_specs(config) if spec.name in params}
@@ -177,6 +182,7 @@ class GpuEngine:
                 for name, part in parts.items()
             },
             {name: part.local for name, part in parts.items()},
+            seed=recipe.run.seed,
             exchange=matrix_exchange(
                 optimizer_spec(recipe.optimizer.name),
                 parts,

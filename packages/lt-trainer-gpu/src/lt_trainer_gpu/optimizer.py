@@ -1,10 +1,10 @@
 """Optimizer of one rank of the GPU engine: any `OptimizerSpec`, and AdamW by torch's fused kernel.
 
 Other optimizers run their spec's pure update per tensor. The kernel needs weights, gradients and moments of one dtype.
-Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay and
-learning rate. Where gradients or moments are in bfloat16, they are upcast to the weights' dtype in buckets of at most
-`temporary_bytes` (large parameters are split along their rows), and moments are rounded to nearest when they are
-stored. Tested against the pure update.
+Where all have it, as with float32 gradients and moments, AdamW is one call per group of equal weight decay and learning
+rate. Where gradients or moments are in bfloat16, they are upcast in buckets of at most `temporary_bytes` (large
+parameters are split along their rows), and moments are rounded to nearest when they are stored. Weights in bfloat16
+(`optimizer.weights_dtype`) are upcast too and rounded stochastically. Tested against the pure update.
 
 The host never reads whether a step takes effect: the kernel takes that as `found_inf`, and the clipping factor as
 `grad_scale`, by which it divides. Its `grad_scale` is float32, so float64 gradients are scaled in a pass of their own.
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,21 +42,36 @@ def temporary_bytes(device_type: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class ParamUpdate:
-    """Arguments of one AdamW step on one parameter's slice."""
+    """Arguments of one AdamW step on rows of one parameter's slice.
 
+    Attributes:
+        name: the parameter.
+        start_row: first of the rows in the slice.
+        dtype: dtype of the update; narrower tensors are upcast.
+        weight: rows of the weight.
+        gradient: rows of the gradient.
+        first: rows of the first moment.
+        second: rows of the second moment.
+    """
+
+    name: str
+    start_row: int
+    dtype: torch.dtype
     weight: Tensor
     gradient: Tensor
     first: Tensor
     second: Tensor
 
     def upcast_bytes(self) -> int:
-        """Return the bytes per element of the temporaries in the weight's dtype."""
-        narrower = sum(one.dtype != self.weight.dtype for one in (self.gradient, self.first, self.second))
-        return narrower * self.weight.element_size()
+        """Return the bytes per element of the temporaries."""
+        tensors = (self.weight, self.gradient, self.first, self.second)
+        return sum(one.dtype != self.dtype for one in tensors) * self.dtype.itemsize
 
     def rows(self, start: int, end: int) -> ParamUpdate:
         """Return the update of these rows."""
-        return ParamUpdate(
+        return replace(
+            self,
+            start_row=self.start_row + start,
             weight=self.weight[start:end],
             gradient=self.gradient[start:end],
             first=self.first[start:end],
@@ -90,7 +105,15 @@ class GpuOptimizer(OptimizerDriver):
         for name, weight in weights.items():
             if name in fused:
                 first, second = (self.slots[slot][name] for slot in (FIRST_MOMENT, SECOND_MOMENT))
-                update = ParamUpdate(weight=weight, gradient=gradients[name], first=first, second=second)
+                update = ParamUpdate(
+                    name=name,
+                    start_row=0,
+                    dtype=self.update_dtype(weight.dtype),
+                    weight=weight,
+                    gradient=gradients[name],
+                    first=first,
+                    second=second,
+                )
                 groups[self.params[name].decay, self.params[name].lr_scale].append(update)
         for (decay, lr_scale), updates in groups.items():
             weight_decay = self.options.weight_decay if decay else 0.0
@@ -100,7 +123,8 @@ class GpuOptimizer(OptimizerDriver):
     def _step_fused(
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
     ) -> None:
-        wide = rows[0].weight.dtype
+        wide = rows[0].dtype
+        weights = [row.weight.to(wide) for row in rows]
         gradients = [row.gradient.to(wide) for row in rows]
         first, second = [row.first.to(wide) for row in rows], [row.second.to(wide) for row in rows]
         grad_scale = None
@@ -109,7 +133,7 @@ class GpuOptimizer(OptimizerDriver):
         elif scale is not None:
             _torch._foreach_mul_(gradients, scale.to(wide))
         _torch._fused_adamw_(
-            [row.weight for row in rows],
+            weights,
             gradients,
             first,
             second,
@@ -125,7 +149,9 @@ class GpuOptimizer(OptimizerDriver):
             grad_scale=grad_scale,
             found_inf=(~finite).to(torch.float32),
         )
-        for row, m, v in zip(rows, first, second, strict=True):
+        for row, weight, m, v in zip(rows, weights, first, second, strict=True):
+            if weight is not row.weight:
+                self.store_weight(row.name, row.weight, weight, row.start_row)
             if m is not row.first:
                 row.first.copy_(m)
                 row.second.copy_(v)

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.checks import check_compile_version, check_memory_history, check_parallelism, check_vocab_size
+from lt_trainer_gpu.checks import (
+    check_compile_version,
+    check_memory_history,
+    check_parallelism,
+    check_vocab_size,
+    check_weights_dtype,
+)
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
@@ -41,6 +47,7 @@ class GpuSpec:
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
         check_parallelism(recipe, world.size)
+        check_weights_dtype(recipe)
         check_memory_history(recipe.metrics, recipe.engine["gpu"].device)
         recipe.accumulation_steps(world.size)
 

@@ -79,14 +79,19 @@ class MixedPrecisionWeights:
 
     Args:
         model_params: allocated, in the compute dtype; their values are not read.
-        master_dtype: dtype of the master weights, which start uninitialized.
+        master_dtype: dtype of the master weights, which start uninitialized, and of the sums of gradients.
+        keeps_master_weights: False: the model's parameters are the weights, as with stochastic rounding.
     """
 
-    def __init__(self, model_params: Mapping[str, nn.Parameter], master_dtype: torch.dtype) -> None:
-        self._model_params = dict(model_params)
+    def __init__(
+        self, model_params: Mapping[str, nn.Parameter], master_dtype: torch.dtype, *, keeps_master_weights: bool = True
+    ) -> None:
+        self._model_params, self._master_dtype = dict(model_params), master_dtype
         self.master_weights = {
-            name: torch.empty_like(param, dtype=master_dtype).detach() for name, param in self._model_params.items()
+            name: torch.empty_like(param, dtype=master_dtype).detach() if keeps_master_weights else param.detach()
+            for name, param in self._model_params.items()
         }
+        self._keeps_master_weights = keeps_master_weights
         self._accumulated_grads: dict[str, Tensor] = {}
         self._accumulating = False
         for name, parameter in self._model_params.items():
@@ -103,7 +108,7 @@ class MixedPrecisionWeights:
         if name in self._accumulated_grads:
             self._accumulated_grads[name] += parameter.grad
         else:
-            self._accumulated_grads[name] = parameter.grad.to(self.master_weights[name].dtype)
+            self._accumulated_grads[name] = parameter.grad.to(self._master_dtype)
         parameter.grad = None
 
     def gradients(self) -> dict[str, Tensor]:
@@ -125,5 +130,7 @@ class MixedPrecisionWeights:
     @torch.no_grad()
     def sync_model_params(self) -> None:
         """Round the master weights into the model."""
+        if not self._keeps_master_weights:
+            return
         for name, parameter in self._model_params.items():
             parameter.copy_(self.master_weights[name])

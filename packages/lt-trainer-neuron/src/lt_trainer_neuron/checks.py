@@ -109,6 +109,12 @@ def _check_optimizer(recipe: Recipe) -> None:
             values={"optimizer.name": spec.name},
             remedy="set optimizer.name to adamw, or run.engine to gpu",
         )
+    if recipe.optimizer.weights_dtype != "float32":
+        raise RecipeError(
+            "this engine leaves stochastic rounding to the device",
+            values={"optimizer.weights_dtype": recipe.optimizer.weights_dtype},
+            remedy=f"set optimizer.weights_dtype to float32; {SECTION}.precision = 'bf16_sr' has no master weights",
+        )
     lr_scale = recipe.optimizer.lr_scale
     for name in vars(lr_scale):
         if getattr(lr_scale, name) != 1:

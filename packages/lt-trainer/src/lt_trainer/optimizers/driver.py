@@ -38,6 +38,7 @@ class OptimizerDriver:
         options: the recipe's `[optimizer]`.
         params: the tensors by name: their place in the model.
         weights: the tensors, in the master dtype; only shapes, dtypes and the device are read.
+        seed: seed of stochastic rounding (`optimizer.weights_dtype`).
         exchange: how slices become whole matrices, for a spec with a `MatrixTransform`.
 
     Attributes:
@@ -54,8 +55,15 @@ class OptimizerDriver:
         params: Mapping[str, ParamSlice],
         weights: Mapping[str, Tensor],
         *,
+        seed: int = 0,
         exchange: MatrixExchange | None = None,
     ) -> None:
+        self.rounds_stochastically = options.weights_dtype == "bfloat16"
+        self._rounding_keys: dict[str, int] = {}
+        if self.rounds_stochastically:
+            from lt_model.stochastic_rounding import rounding_key
+
+            self._rounding_keys = {name: rounding_key(seed, param.specs[0]) for name, param in params.items()}
         self.spec, self.options, self.params = spec, options, params
         self.specs = {name: spec.for_params(params[name].specs) for name in weights}
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
@@ -72,7 +80,29 @@ class OptimizerDriver:
     def slot_dtype(self, slot: StateSlot, weight_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a slot of weights in `weight_dtype`."""
         name = slot.dtype(self.options)
-        return getattr(torch, name) if name else weight_dtype
+        return getattr(torch, name) if name else self.update_dtype(weight_dtype)
+
+    def update_dtype(self, weight_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which weights of `weight_dtype` are updated."""
+        return torch.float32 if self.rounds_stochastically else weight_dtype
+
+    def store_weight(self, name: str, weight: Tensor, values: Tensor, start_row: int = 0) -> None:
+        """Round the new values of some rows of a weight into it, `start_row` being the first."""
+        if not self.rounds_stochastically:
+            weight.copy_(values)
+            return
+        from lt_model.stochastic_rounding import round_stochastically
+
+        param = self.params[name]
+        (spec,) = param.specs
+        round_stochastically(
+            weight,
+            values,
+            spec,
+            key=self._rounding_keys[name],
+            step=self.step_count,
+            offset=(param.offset[0] + start_row, *param.offset[1:]),
+        )
 
     @torch.no_grad()
     def step(
@@ -110,14 +140,14 @@ class OptimizerDriver:
             return spec.make_update(self.options, lr if lr_scale == 1.0 else lr * lr_scale, self.step_count)
 
         def clipped(name: str) -> Tensor:
-            gradient = gradients[name].to(weights[name].dtype)
+            gradient = gradients[name].to(self.update_dtype(weights[name].dtype))
             return gradient if scale is None else gradient * scale.to(gradient.dtype)
 
         def update(name: str, gradient: Tensor) -> dict[str, Tensor]:
-            param, weight = self.params[name], weights[name]
+            param, weight = self.params[name], weights[name].to(self.update_dtype(weights[name].dtype))
             update_fn = update_of(self.specs[name], param.lr_scale)
             new_weight, new_slots = update_fn(param, weight, gradient, self._slots_of(name))
-            weight.copy_(torch.where(finite, new_weight, weight))
+            self.store_weight(name, weights[name], torch.where(finite, new_weight, weight))
             return new_slots
 
         for name in weights:

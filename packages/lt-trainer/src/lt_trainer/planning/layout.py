@@ -77,6 +77,11 @@ class PlannedLayout:
         return 8 if self.compute_dtype == "float64" else 4
 
     @property
+    def weight_bytes(self) -> int:
+        """Bytes per element of the weights that the optimizer updates."""
+        return 2 if self.optimizer.weights_dtype == "bfloat16" else self.master_bytes
+
+    @property
     def uses_fsdp(self) -> bool:
         """True if the engine shards or replicates the weights (FSDP)."""
         return self.fsdp_size * self.dp_replicate > 1
@@ -89,11 +94,13 @@ class PlannedLayout:
     @property
     def has_separate_master_weights(self) -> bool:
         """True if model weights in a narrower compute dtype are kept beside the master weights."""
-        return not self.uses_fsdp and self.element_bytes < self.master_bytes
+        return not self.uses_fsdp and self.element_bytes < self.weight_bytes
 
     @property
     def gradient_bytes(self) -> int:
         """Bytes per element of a gradient kept until the optimizer step; not upcast with one micro-batch."""
+        if self.weight_bytes < self.master_bytes:  # FSDP rounds reduced gradients to the weights' dtype
+            return self.weight_bytes if self.uses_fsdp or self.accumulation_steps == 1 else self.master_bytes
         return (
             self.element_bytes
             if self.has_separate_master_weights and self.accumulation_steps == 1

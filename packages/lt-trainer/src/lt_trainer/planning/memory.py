@@ -157,7 +157,7 @@ def plan_memory(
     activations = layout.resident_blocks(config.n_layers) * block_activations + outside
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
-        "weights": counts.all * master / layout.fsdp_size,
+        "weights": counts.all * layout.weight_bytes / layout.fsdp_size,
         "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.fsdp_size,
         "workspace": float(workspace_bytes),
     }
@@ -221,7 +221,8 @@ def plan_memory(
         peak_phase=peak_phase,
         peak=peak,
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
-        state_bytes=master * sum(row.numel for row in param_specs(config)) + _optimizer_state(config, layout, 1),
+        state_bytes=layout.weight_bytes * sum(row.numel for row in param_specs(config))
+        + _optimizer_state(config, layout, 1),
     )
 
 
@@ -334,7 +335,7 @@ def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: Planned
         slot_bytes = [slot.n_bytes(layout.optimizer, (1,), master) for slot in spec.slots]
         largest = max(row.numel for row in rows)
         if spec is ADAMW:
-            narrower = sum(size < master for size in (layout.gradient_bytes, *slot_bytes))
+            narrower = sum(size < master for size in (layout.weight_bytes, layout.gradient_bytes, *slot_bytes))
             numel = sum(_local_size(row, layout.tp) for row in rows) / layout.fsdp_size
             found.append(min(upcast_bytes, narrower * master * numel))
             continue

@@ -37,6 +37,10 @@ class OptimizerOptions:
     moments_dtype: Literal["float32", "bfloat16"] = option(
         "float32", "dtype of all moments; float32 means that of the master weights", former_name="moments"
     )
+    weights_dtype: Literal["float32", "bfloat16"] = option(
+        "float32",
+        "dtype of the weights; bfloat16 has no float32 master weights: updates are rounded stochastically",
+    )
     momentum: float = option(0.95, "muon: decay of the momentum")
     nesterov: bool = option(True, "muon: Nesterov momentum")
     adjust_lr: Literal["match_rms_adamw", "original"] = option(
