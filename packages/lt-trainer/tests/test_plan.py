@@ -140,6 +140,18 @@ def test_tensor_parallelism_divides_all_but_the_norms() -> None:
     assert split == 4 * ((n_parameters(config) - norms) / 8 + norms)
 
 
+def test_many_ranks_hold_one_end_of_the_model_at_a_time() -> None:
+    """On 64 ranks: in the loss the head, with the buffer it was gathered into, and the last block; no embedding."""
+    config = PRESETS["llama3-8b"]
+    layout = replace(LAYOUT, devices=8, nodes=8, dp_shard=64, activation_checkpointing="full")
+    planned = plan_memory(config, 4096, layout)
+    block = sum(row.numel for row in param_specs(config) if row.layer == 0)
+    assert planned.peak_phase == "loss"
+    assert planned.parts["gathered weights"] == 2 * (2 * config.vocab_size * config.hidden_size + block)
+    tied = plan_memory(replace(config, tie_word_embeddings=True), 4096, layout)
+    assert tied.parts["gathered weights"] == 2 * (config.vocab_size * config.hidden_size + 2 * block)
+
+
 def test_several_passes_keep_whole_gradients_unless_each_is_reduced() -> None:
     config = PRESETS["llama3-8b"]
     once = replace(LAYOUT, accumulation_steps=4)
