@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lt_model import LlamaConfig
-from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, max_in_flight, stage_layers, training_passes
+from lt_model import LlamaConfig, stage_layers
+from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, max_in_flight, training_passes
 
 Message = tuple[int, int, bool, int, int]
 """Sender, receiver, forward or backward, stage of the sender, micro-batch."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lt_model.loss import IGNORE_INDEX, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
     from lt_model.params import ParamSpec, param_specs
     from lt_model.presets import PRESETS, preset
+    from lt_model.stages import stage_layers
 
 _MODULES = {
     "LlamaConfig": "config",
@@ -45,6 +46,7 @@ _MODULES = {
     "param_specs": "params",
     "PRESETS": "presets",
     "preset": "presets",
+    "stage_layers": "stages",
 }
 
 __all__ = [
@@ -72,6 +74,7 @@ __all__ = [
     "n_parameters",
     "param_specs",
     "preset",
+    "stage_layers",
 ]
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
-from lt_model import LlamaConfig, param_specs
+from lt_model import LlamaConfig, param_specs, stage_layers
 from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe
 from lt_trainer.control import Control, SoloControl
@@ -72,7 +72,6 @@ from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.parallelize import parallelize
 from lt_trainer_gpu.parameter_shards import parameter_shard
 from lt_trainer_gpu.peak_flops import peak_flops
-from lt_trainer_gpu.pipeline_schedule import stage_layers
 from lt_trainer_gpu.recompute_flops import recomputed_flops_per_token
 from lt_trainer_gpu.step_profiler import StepProfiler
 from lt_trainer_gpu.timing import create_stopwatch

@@ -1,11 +1,11 @@
-"""Pipeline schedules: the layers of each stage, the order of a rank's passes. Torch-free.
+"""Pipeline schedules: the order of a rank's forward and backward passes. Torch-free.
 
-The model's layers are cut into consecutive stages; stage s is on pipeline rank s % pp. With one stage per rank the
-schedule is 1F1B (PipeDream-Flush, arXiv:2006.09503): rank p runs pp - p - 1 forward passes ahead, then alternates one
-forward and one backward pass, so it holds the activations of at most pp - p micro-batches. With v stages per rank it is
-interleaved 1F1B (Megatron-LM, arXiv:2104.04473): the idle share of a step, (pp - 1) / n of its work with n
-micro-batches, shrinks to (pp - 1) / (v n) for v times the messages; micro-batches run in groups of pp, so n must be a
-multiple of pp.
+The model's layers are cut into consecutive stages (`lt_model.stage_layers`); stage s is on pipeline rank s % pp. With
+one stage per rank the schedule is 1F1B (PipeDream-Flush, arXiv:2006.09503): rank p runs pp - p - 1 forward passes
+ahead, then alternates one forward and one backward pass, so it holds the activations of at most pp - p micro-batches.
+With v stages per rank it is interleaved 1F1B (Megatron-LM, arXiv:2104.04473): the idle share of a step, (pp - 1) / n of
+its work with n micro-batches, shrinks to (pp - 1) / (v n) for v times the messages; micro-batches run in groups of pp,
+so n must be a multiple of pp.
 
 Each rank runs its own list of passes in order and knows the peer of each message. Between two ranks, messages of one
 direction are sent and received in the same order, so one communicator per directed edge needs no tags and cannot
@@ -19,9 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-
-from lt_model import LlamaConfig, param_specs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +66,6 @@ def forward_passes(*, pp: int, stages_per_rank: int, n_micro_batches: int) -> It
         for chunk in range(stages_per_rank):
             for micro_batch in range(first, min(first + pp, n_micro_batches)):
                 yield StagePass(is_forward=True, chunk=chunk, micro_batch=micro_batch)
-
-
-def stage_layers(config: LlamaConfig, n_stages: int) -> list[range]:
-    """Return the layers of each stage, so that the slowest stage has the least work.
-
-    The head counts as the number of layers with as many weights; the stages before the last share the other layers
-    evenly, later ones get the remainder, as they hold fewer micro-batches' activations.
-
-    Args:
-        config: the model, with at least `n_stages` layers.
-        n_stages: stages of all ranks.
-    """
-    assert config.n_layers >= n_stages
-    block = sum(spec.numel for spec in param_specs(config) if spec.layer == 0)
-    head = config.vocab_size * config.hidden_size / block
-    per_stage = (config.n_layers + head) / n_stages
-    last = max(1, min(round(per_stage - head), config.n_layers - (n_stages - 1)))
-    if n_stages == 1:
-        return [range(config.n_layers)]
-    least, n_larger = divmod(config.n_layers - last, n_stages - 1)
-    sizes = [least + (index >= n_stages - 1 - n_larger) for index in range(n_stages - 1)]
-    cuts = [0, *accumulate(sizes), config.n_layers]
-    return [range(first, end) for first, end in pairwise(cuts)]
 
 
 def max_in_flight(*, pp: int, pp_rank: int, stages_per_rank: int, n_micro_batches: int) -> int:

@@ -1,6 +1,6 @@
 """Parallel layout of a run, as far as memory and time depend on it: the values that a plan varies.
 
-world size = tp * cp * dp_replicate * dp_shard. `layout_from_recipe` builds a layout from a recipe and `to_overrides`
+world size = pp * dp_replicate * dp_shard * cp * tp. `layout_from_recipe` builds a layout from a recipe, `to_overrides`
 converts it back to recipe fields, so a proposed layout can be passed to `lt train` unchanged.
 """
 
@@ -41,6 +41,8 @@ class PlannedLayout:
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
         cp: context parallel degree; weights and optimizer state are sharded over these devices too.
+        pp: pipeline parallel degree.
+        stages_per_rank: pipeline stages of a device; more than one: interleaved 1F1B.
     """
 
     devices: int
@@ -60,6 +62,8 @@ class PlannedLayout:
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
     cp: int = 1
+    pp: int = 1
+    stages_per_rank: int = 1
 
     @property
     def world_size(self) -> int:
@@ -92,6 +96,19 @@ class PlannedLayout:
         return self.dp_shard * self.cp
 
     @property
+    def pipeline_efficiency(self) -> float:
+        """Share of a step in which a device of a pipeline works; the rest it waits for the first or last stage."""
+        passes = self.accumulation_steps * self.stages_per_rank
+        return passes / (passes + self.pp - 1)
+
+    def max_in_flight(self, pp_rank: int) -> int:
+        """Return the most forward passes of a pipeline rank whose backward pass is still to come."""
+        passes = self.accumulation_steps * self.stages_per_rank
+        if self.stages_per_rank == 1:
+            return min(passes, self.pp - pp_rank)
+        return min(passes, 2 * (self.pp - pp_rank - 1) + (self.stages_per_rank - 1) * self.pp + 1)
+
+    @property
     def has_separate_master_weights(self) -> bool:
         """True if model weights in a narrower compute dtype are kept beside the master weights."""
         return not self.uses_fsdp and self.element_bytes < self.weight_bytes
@@ -117,6 +134,7 @@ class PlannedLayout:
             "parallel.n_nodes": self.nodes,
             "parallel.tp": self.tp,
             "parallel.cp": self.cp,
+            "parallel.pp": self.pp,
             "parallel.sequence_parallel": self.sequence_parallel,
             "parallel.dp_replicate": self.dp_replicate,
             "parallel.dp_shard": self.dp_shard,
@@ -134,12 +152,6 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
             "gpu".
     """
     parallel, options = recipe.parallel, engine_table(recipe)
-    if parallel.pp != 1:
-        raise RecipeError(
-            "plans do not support pipeline parallelism",
-            values={"parallel.pp": parallel.pp},
-            remedy="set parallel.pp to 1",
-        )
     world = devices * nodes
     data = parallel.data_parallel_size(world)
     dtype = options.get("dtype", "auto")
@@ -164,6 +176,8 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
         is_compiled=_is_compiled(options),
         cp=parallel.cp,
+        pp=parallel.pp,
+        stages_per_rank=options.get("pipeline_stages_per_rank", 1),
     )
 
 

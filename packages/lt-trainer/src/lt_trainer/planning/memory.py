@@ -30,13 +30,17 @@ Under context parallelism a device has the activations of its own positions only
 those that these positions see of all devices (`SELECTED_KEYS`). They are counted for rows of one document, the most;
 short documents need hardly more than a device's own.
 
-Cost: one pass over the parameter table.
+Under pipeline parallelism a device has some layers, the first the embedding, the last the head. Besides the pass that
+computes it keeps the activations of the other passes in flight (`PlannedLayout.max_in_flight`). The device that needs
+most is planned: often the first, which has the most in flight, or the last, which has the loss.
+
+Cost: one pass over the parameter table for each pipeline rank.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lt_model import LlamaConfig
@@ -47,6 +51,7 @@ from lt_model.activation_memory import (
     non_block_bytes_per_token,
 )
 from lt_model.params import ParamSpec, param_specs
+from lt_model.stages import stage_layers
 from lt_trainer.optimizers import ADAMW, optimizer_spec
 from lt_trainer.optimizers.spec import DTYPE_BYTES
 from lt_trainer.planning.layout import PlannedLayout
@@ -69,6 +74,10 @@ EXCHANGED_MATRICES = 2
 """Matrices in slices beside the whole ones, where ranks exchange slices."""
 TRANSFORM_MATRICES, TRANSFORM_SQUARES = 3, 2
 """Whole matrices, and squares of their smaller side, that the Newton-Schulz iteration of Muon holds."""
+
+
+MESSAGES = 2
+"""Activations and their gradients on their way between pipeline ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,16 +105,28 @@ class PlannedMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Stages:
+    """Part of the model on one pipeline rank."""
+
+    pp_rank: int
+    rows: tuple[ParamSpec, ...]
+    n_layers: int
+    has_head: bool
+    is_tied: bool
+    """Embedding and head are one tensor on this rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Counts:
     """Parameter counts of a rank after tensor parallelism and before sharding."""
 
     all: float
     block: float
     """Parameters of the largest block."""
-    root: float
-    """Parameters outside the blocks: embedding, last norm, head."""
     head: float
-    """Parameters of the head, as many as of the embedding."""
+    """Parameters of the head; 0 where it is on another pipeline rank."""
+    embedding: float
+    """Parameters of the embedding; 0 where it is on another pipeline rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,23 +171,65 @@ def plan_memory(
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
         workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
-    counts, size, master = _parameter_counts(config, layout.tp), layout.element_bytes, layout.master_bytes
+    plans = [
+        _plan_rank(config, seq_len, layout, stages, loss_chunk_rows, upcast_bytes, workspace_bytes)
+        for stages in _iter_stages(config, layout)
+    ]
+    peak_phase, parts = max(plans, key=lambda plan: sum(plan[1].values()))
+    peak = sum(parts.values())
+    return PlannedMemory(
+        parts=parts,
+        peak_phase=peak_phase,
+        peak=peak,
+        reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
+        state_bytes=layout.weight_bytes * sum(row.numel for row in param_specs(config))
+        + _optimizer_state(param_specs(config), layout, 1),
+    )
+
+
+def _iter_stages(config: LlamaConfig, layout: PlannedLayout) -> Iterator[_Stages]:
+    """Yield each pipeline rank's part of the model."""
+    layers, rows = stage_layers(config, layout.pp * layout.stages_per_rank), param_specs(config)
+    for pp_rank in range(layout.pp):
+        own = {layer for stage in layers[pp_rank :: layout.pp] for layer in stage}
+        is_first, is_last = pp_rank == 0, pp_rank == layout.pp - 1
+        ends = {"embed": is_first, "final": is_last}
+        found = [row for row in rows if (row.layer in own if row.layer is not None else ends[row.role])]
+        if config.tie_word_embeddings and is_last and not is_first:  # its own copy of the embedding
+            found.append(rows[0])
+        is_tied = config.tie_word_embeddings and is_first and is_last
+        yield _Stages(pp_rank=pp_rank, rows=tuple(found), n_layers=len(own), has_head=is_last, is_tied=is_tied)
+
+
+def _plan_rank(
+    config: LlamaConfig,
+    seq_len: int,
+    layout: PlannedLayout,
+    stages: _Stages,
+    loss_chunk_rows: int | None,
+    upcast_bytes: int,
+    workspace_bytes: int,
+) -> tuple[str, dict[str, float]]:
+    """Return the peak phase of a pipeline rank and the parts in it; for the arguments see `plan_memory`."""
+    counts, size, master = _parameter_counts(config, stages, layout), layout.element_bytes, layout.master_bytes
     tokens = layout.micro_batch_size * seq_len // layout.cp
     block_activations = tokens * _activations_per_token(config, layout)
     outside = tokens * non_block_bytes_per_token(config, element_bytes=size)
-    activations = layout.resident_blocks(config.n_layers) * block_activations + outside
+    activations = layout.resident_blocks(stages.n_layers) * block_activations + outside
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
         "weights": counts.all * layout.weight_bytes / layout.fsdp_size,
-        "optimizer state": _optimizer_state(config, layout, layout.tp) / layout.fsdp_size,
+        "optimizer state": _optimizer_state(stages.rows, layout, layout.tp) / layout.fsdp_size,
         "workspace": float(workspace_bytes),
     }
-    gathered = _gathered(config, counts, layout)
+    if layout.pp > 1:
+        permanent["pipeline"] = _in_flight_bytes(config, tokens, block_activations, layout, stages)
+    gathered = _gathered(counts, layout, stages)
     loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=loss_chunk_rows, tp=layout.tp)
     earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.fsdp_size
-    head = _head_gradients(config, counts, layout)
+    head = _head_gradients(counts, layout, stages)
     sending = counts.block * master if layout.fsdp_size > 1 else 0.0  # reduce-scatter input of one block
-    last = config.n_layers - 1
+    last = stages.n_layers - 1
 
     def block_backward(index: int) -> dict[str, float]:
         """Return the parts while block `index` runs backward, at the larger of its two peaks."""
@@ -186,14 +249,17 @@ def plan_memory(
 
     phases = {
         "loss": _phase_parts(
-            gathered=gathered.loss, activations=activations, gradients=earlier, loss=sum(loss.values())
+            gathered=gathered.loss,
+            activations=activations,
+            gradients=earlier,
+            loss=sum(loss.values()) if stages.has_head else 0.0,
         ),
         "last block": _peak_of(block_backward(index) for index in (last, max(0, last - 1))),
         "first block": _peak_of(block_backward(index) for index in (min(1, last), 0)),
         "optimizer step": _phase_parts(
             gathered=gathered.afterwards,
             gradients=shard,
-            optimizer=_optimizer_temporaries(config, counts, layout, upcast_bytes),
+            optimizer=_optimizer_temporaries(stages.rows, layout, upcast_bytes),
         ),
     }
     if layout.uses_fsdp:
@@ -214,16 +280,19 @@ def plan_memory(
             ),
         }
     peak_phase = max(phases, key=lambda name: sum(phases[name].values()))
-    parts = permanent | phases[peak_phase]
-    peak = sum(parts.values())
-    return PlannedMemory(
-        parts=parts,
-        peak_phase=peak_phase,
-        peak=peak,
-        reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
-        state_bytes=layout.weight_bytes * sum(row.numel for row in param_specs(config))
-        + _optimizer_state(config, layout, 1),
-    )
+    return peak_phase, permanent | phases[peak_phase]
+
+
+def _in_flight_bytes(
+    config: LlamaConfig, tokens: int, block_activations: float, layout: PlannedLayout, stages: _Stages
+) -> float:
+    """Return bytes of the passes in flight beside the one that computes, and of messages on their way."""
+    in_flight, stream = layout.max_in_flight(stages.pp_rank), tokens * config.hidden_size * layout.element_bytes
+    stream /= layout.tp if layout.sequence_parallel else 1
+    other_layers = max(0.0, (in_flight / layout.stages_per_rank - 1) * stages.n_layers)
+    if layout.activation_offload:
+        other_layers = 0.0
+    return other_layers * block_activations + (in_flight - 1 + MESSAGES) * stream
 
 
 def _peak_of(phases: Iterable[dict[str, float]]) -> dict[str, float]:
@@ -247,7 +316,7 @@ def _phase_parts(
     }
 
 
-def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _Gathered:
+def _gathered(counts: _Counts, layout: PlannedLayout, stages: _Stages) -> _Gathered:
     size, block = layout.element_bytes, counts.block * layout.element_bytes
     if not layout.uses_fsdp:
         model = counts.all * size if layout.has_separate_master_weights else 0.0
@@ -261,13 +330,13 @@ def _gathered(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _G
             last_buffer=0.0,
             afterwards=model,
         )
-    head, is_sharded, tied = counts.head * size, layout.fsdp_size > 1, config.tie_word_embeddings
+    head, is_sharded, tied = counts.head * size, layout.fsdp_size > 1, stages.is_tied
     # All-gather output that the forward pass keeps: of the last group in it.
-    buffer = (block if tied else head) * is_sharded
+    buffer = (block if tied or not stages.has_head else head) * is_sharded
     # Embedding and head outside their own computation.
-    ends = head if tied else 0.0 if layout.reshard_after_forward else 2 * head
+    ends = head if tied else 0.0 if layout.reshard_after_forward else head + counts.embedding * size
     # The last block stays gathered: backward starts with it.
-    blocks = block if layout.reshard_after_forward else block * config.n_layers
+    blocks = block if layout.reshard_after_forward else block * stages.n_layers
     gathers_in_backward = is_sharded and layout.reshard_after_forward
     return _Gathered(
         loss=max(ends, head) + buffer + blocks,
@@ -292,10 +361,10 @@ class _HeadGradients:
     """Of the embedding too if they are tied."""
 
 
-def _head_gradients(config: LlamaConfig, counts: _Counts, layout: PlannedLayout) -> _HeadGradients:
+def _head_gradients(counts: _Counts, layout: PlannedLayout, stages: _Stages) -> _HeadGradients:
     """Return the head's gradients: kept unsharded if it is tied or nothing is sharded, else sent at once."""
     narrow, wide = counts.head * layout.element_bytes, counts.head * layout.master_bytes
-    if not layout.uses_fsdp or config.tie_word_embeddings:
+    if not layout.uses_fsdp or stages.is_tied:
         return _HeadGradients(last_block=narrow, first_block=narrow, unsharded=narrow)
     shard = wide / layout.fsdp_size
     if layout.accumulation_steps > 1:  # the gradients of earlier micro-batches have it: sharded, or wide and unsharded
@@ -308,28 +377,28 @@ def _embedding_reduction(counts: _Counts, layout: PlannedLayout) -> float:
     """Return the bytes beyond all sharded gradients while the embedding's are cast and reduced."""
     if not layout.uses_fsdp:
         return 0.0
-    wide = counts.head * layout.master_bytes
+    wide = counts.embedding * layout.master_bytes
     accumulates = layout.accumulation_steps > 1 and not layout.reduce_each_micro_batch
-    unsharded = wide if accumulates else counts.head * layout.element_bytes
+    unsharded = wide if accumulates else counts.embedding * layout.element_bytes
     shard = wide / layout.fsdp_size
     # First the unsharded gradient and its copy to send, then that copy and the shard.
     return max(unsharded + wide - shard, wide)
 
 
-def _optimizer_state(config: LlamaConfig, layout: PlannedLayout, tp: int) -> float:
+def _optimizer_state(rows: Sequence[ParamSpec], layout: PlannedLayout, tp: int) -> float:
     """Return bytes of the optimizer's slots after tensor parallelism and before sharding."""
     spec = optimizer_spec(layout.optimizer.name)
     return sum(
         spec.for_params([row]).state_bytes(layout.optimizer, [row.shape], layout.master_bytes)
         / (1 if row.tp_dim is None else tp)
-        for row in param_specs(config)
+        for row in rows
     )
 
 
-def _optimizer_temporaries(config: LlamaConfig, counts: _Counts, layout: PlannedLayout, upcast_bytes: int) -> float:
+def _optimizer_temporaries(table: Sequence[ParamSpec], layout: PlannedLayout, upcast_bytes: int) -> float:
     """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix."""
     shards, master, found = layout.tp * layout.fsdp_size, layout.master_bytes, []
-    optimizer, table = optimizer_spec(layout.optimizer.name), param_specs(config)
+    optimizer = optimizer_spec(layout.optimizer.name)
     for spec in {optimizer.for_params([row]).name: optimizer.for_params([row]) for row in table}.values():
         rows = [row for row in table if optimizer.for_params([row]) is spec]
         slot_bytes = [slot.n_bytes(layout.optimizer, (1,), master) for slot in spec.slots]
@@ -411,18 +480,17 @@ def _earlier_gradients(counts: _Counts, layout: PlannedLayout) -> float:
     return unsharded / layout.fsdp_size if layout.reduce_each_micro_batch or not layout.uses_fsdp else unsharded
 
 
-def _parameter_counts(config: LlamaConfig, tp: int) -> _Counts:
-    table = param_specs(config)
+def _parameter_counts(config: LlamaConfig, stages: _Stages, layout: PlannedLayout) -> _Counts:
     by_block: dict[int, float] = {}
-    for row in table:
+    for row in stages.rows:
         if row.layer is not None:
-            by_block[row.layer] = by_block.get(row.layer, 0.0) + _local_size(row, tp)
-    total = sum(_local_size(row, tp) for row in table)
+            by_block[row.layer] = by_block.get(row.layer, 0.0) + _local_size(row, layout.tp)
+    end = math.ceil(config.vocab_size / layout.tp) * config.hidden_size
     return _Counts(
-        all=total,
+        all=sum(_local_size(row, layout.tp) for row in stages.rows),
         block=max(by_block.values()),
-        root=total - sum(by_block.values()),
-        head=math.ceil(config.vocab_size / tp) * config.hidden_size,
+        head=end if stages.has_head else 0.0,
+        embedding=end if stages.pp_rank == 0 else 0.0,
     )
 
 

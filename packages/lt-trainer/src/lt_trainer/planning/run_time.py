@@ -1,7 +1,8 @@
 """Run time and energy from one number: MFU, assumed or measured.
 
 MFU is the model's FLOPs ("full" convention, `lt_model.costs`) per second over the device's dense bfloat16 peak. If not
-given, all FLOPs including recomputation are assumed to run at `ASSUMED_HFU` of the peak, so recomputation lowers MFU.
+given, all FLOPs including recomputation are assumed to run at `ASSUMED_HFU` of the peak while a device works, so
+recomputation and a pipeline's idle time lower MFU.
 Neither communication nor matrix sizes are modeled: measure (`lt train bench`) and pass `--mfu`.
 
 Energy is the boards' power limit times the run time, without hosts, network and cooling.
@@ -68,7 +69,10 @@ def plan_time(
     hfu_per_mfu = 1 + recomputed_flops_per_token(config, seq_len, layout) / flops
     source = "given"
     if mfu is None:
-        mfu, source = ASSUMED_HFU / hfu_per_mfu, f"assumed: {ASSUMED_HFU:.0%} of the peak, recomputation included"
+        mfu = ASSUMED_HFU * layout.pipeline_efficiency / hfu_per_mfu
+        source = f"assumed: {ASSUMED_HFU:.0%} of the peak, recomputation included"
+        if layout.pp > 1:
+            source += f", {1 - layout.pipeline_efficiency:.0%} of the time idle in the pipeline"
     tokens_per_s = layout.world_size * device.peak_flops * mfu / flops
     steps, ramp = recipe.schedule.max_steps, recipe.batch.batch_ramp(seq_len)
     tokens_per_step = recipe.batch.global_batch_size * seq_len

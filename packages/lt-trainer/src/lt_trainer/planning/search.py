@@ -11,7 +11,8 @@ Nearest means the fewest changes, the cheapest first. From the innermost loop ou
 6. `parallel.cp`: the recipe's, then larger powers of two that divide the rows, up to `MAX_CP`;
 7. more nodes, doubled up to `MAX_NODES`.
 
-The global batch size, sequence length and dtypes never change: they affect what is learned.
+Pipeline stages stay as they are. The global batch size, sequence length and dtypes never change: they affect what is
+learned.
 
 Cost: a few thousand closed-form evaluations, well under a second.
 """
@@ -70,10 +71,10 @@ def candidate_layouts(
         for tp in _tensor_degrees(layout, kv_heads):
             sequence_parallel = layout.sequence_parallel if tp == layout.tp else tp > 1
             chunks = math.lcm(2 if cp > 1 else 1, tp if sequence_parallel else 1) * cp
-            if layout.world_size % (tp * cp) or any(length % chunks for length in row_lengths):
+            if layout.world_size % (layout.pp * tp * cp) or any(length % chunks for length in row_lengths):
                 continue
             parallel = replace(layout, tp=tp, cp=cp, sequence_parallel=sequence_parallel)
-            yield from _data_layouts(parallel, layout.world_size // (tp * cp), global_batch_size)
+            yield from _data_layouts(parallel, layout.world_size // (layout.pp * tp * cp), global_batch_size)
 
 
 def _data_layouts(layout: PlannedLayout, data: int, global_batch_size: int) -> Iterator[PlannedLayout]:
@@ -86,6 +87,8 @@ def _data_layouts(layout: PlannedLayout, data: int, global_batch_size: int) -> I
                     if global_batch_size % rows:
                         continue
                     accumulation = global_batch_size // rows
+                    if layout.stages_per_rank > 1 and accumulation % layout.pp:
+                        continue  # an interleaved pipeline runs micro-batches in groups
                     if accumulation == 1 and reduce_each != layout.reduce_each_micro_batch:
                         continue  # no effect with one micro-batch
                     yield replace(
