@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_model import LlamaConfig, stage_layers
+from lt_trainer.planning.layout import PlannedLayout
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, max_in_flight, training_passes
 
 Message = tuple[int, int, bool, int, int]
@@ -139,3 +140,24 @@ def test_the_head_counts_as_layers() -> None:
         tie_word_embeddings=False,
     )
     assert [len(stage) for stage in stage_layers(config, 4)] == [8, 9, 9, 6]
+
+
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 6))
+def test_the_plan_counts_the_passes_in_flight_and_the_idle_time(pp: int, per_rank: int, groups: int) -> None:
+    n = groups * pp
+    layout = PlannedLayout(
+        devices=pp,
+        nodes=1,
+        tp=1,
+        sequence_parallel=False,
+        dp_replicate=1,
+        dp_shard=1,
+        micro_batch_size=1,
+        accumulation_steps=n,
+        pp=pp,
+        stages_per_rank=per_rank,
+    )
+    for rank in range(pp):
+        most = max_in_flight(pp=pp, pp_rank=rank, stages_per_rank=per_rank, n_micro_batches=n)
+        assert layout.max_in_flight(rank) == most
+    assert 1 - layout.pipeline_efficiency == pytest.approx((pp - 1) / (n * per_rank + pp - 1))

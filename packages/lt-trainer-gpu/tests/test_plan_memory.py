@@ -71,7 +71,7 @@ def measured_bytes(recipe: Recipe, passes: int) -> int:
         engine.step(batch, 1e-4)
     state = engine.state_bytes()
     if isinstance(engine, GpuEngine) and isinstance(engine._weights, MixedPrecisionWeights):
-        state += sum(parameter.nbytes for parameter in engine._stages[0].parameters())
+        state += sum(parameter.nbytes for stage in engine._stages for parameter in stage.parameters())
     engine.close()
     assert profiler.profiler is not None
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
@@ -135,6 +135,28 @@ def test_two_ranks_hold_what_the_plan_says(ranks, case: str, sets: tuple[str, ..
     )
     for found in ranks.run(measured_bytes, recipe, 1, ranks=2):
         assert found == pytest.approx(said.peak, rel=NEAR_RANKS)
+
+
+@pytest.mark.parametrize(
+    ("case", "passes", "sets"),
+    [
+        ("activations", 4, ()),
+        ("activations", 1, ()),
+        ("activations", 4, ("engine.gpu.pipeline_stages_per_rank=2",)),
+        ("head", 2, ("engine.gpu.activation_checkpointing=full",)),
+        ("state", 2, ()),
+    ],
+)
+def test_the_fullest_rank_of_a_pipeline_holds_what_the_plan_says(ranks, case: str, passes: int, sets) -> None:
+    model, seq_len, micro_batch_size = CASES[case][:3]
+    recipe = recipe_of(model, seq_len, micro_batch_size, passes, 1, ("parallel.pp=2", *sets))
+    config = llama_config(recipe, recipe.model.vocab_size)
+    layout = layout_from_recipe(recipe, devices=2, nodes=1)
+    said = plan_memory(
+        config, seq_len, layout, loss_chunk_rows=ROWS_OF_LOSS, workspace_bytes=0, upcast_bytes=CPU_TEMPORARY_BYTES
+    )
+    found = ranks.run(measured_bytes, recipe, passes, ranks=2)
+    assert max(found) == pytest.approx(said.peak, rel=NEAR_RANKS), (found, said)
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

@@ -289,7 +289,7 @@ def test_smaller_passes_come_before_recomputation_and_that_before_more_sharding(
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (["parallel.pp=2"], "parallel.pp"),
+        (["parallel.pp=3"], "parallel.pp"),
         (["parallel.dp_shard=3"], "dp_shard"),
         (["batch.global_batch_size=4"], "global_batch_size"),
     ],
