@@ -45,6 +45,14 @@ SMALL_MODEL_OVERRIDES = (
 LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "litespark-default.toml": (134.8, 1, 1, ()),
     "smp-70b.toml": (68976.6, 8, 4, ("parallel.tp=2", "parallel.dp_replicate=2", "parallel.dp_shard=1")),
+    "smp-70b-pp.toml": (68976.6, 8, 4, ("parallel.pp=2", "parallel.tp=2", "parallel.dp_shard=1")),
+    "smp-70b-fp8.toml": (
+        68976.6,
+        8,
+        4,
+        # fp8 takes sizes that are multiples of 16 on every rank
+        ("parallel.tp=2", "parallel.dp_replicate=2", "parallel.dp_shard=1", "model.intermediate_size=64"),
+    ),
     "bench-7b/hsdp.toml": (6738.4, 4, 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
     "bench-7b/tp.toml": (6738.4, 1, 4, ("parallel.tp=2",)),
     "bench-7b/checkpointing.toml": (6738.4, 1, 2, ()),
