@@ -14,7 +14,6 @@ import datetime
 import resource
 import sys
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -124,8 +123,7 @@ def select_device(options: GpuOptions, world: World) -> torch.device:
     """
     if options.device == "neuron":
         check_neuron_version(_installed_version("torch-neuronx"))
-        if "torch_neuronx" not in sys.modules:  # torch loads it by itself unless TORCH_DEVICE_BACKEND_AUTOLOAD=0
-            import_module("torch_neuronx")
+        # Torch loads the package itself (an entry point), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbids it.
     kind = choose_device_type(options.device, None if options.device == "cpu" else find_accelerator(), world)
     if kind in ("cpu", "mps"):
         return torch.device(kind)
