@@ -97,7 +97,7 @@ class PlannedLayout:
 
     @property
     def pipeline_efficiency(self) -> float:
-        """Share of a step in which a device of a pipeline works; the rest it waits for the first or last stage."""
+        """Share of a step in which a device of a pipeline works; the rest it waits for others."""
         passes = self.accumulation_steps * self.stages_per_rank
         return passes / (passes + self.pp - 1)
 
