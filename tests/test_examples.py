@@ -45,7 +45,7 @@ SMALL_MODEL_OVERRIDES = (
 LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "litespark-default.toml": (134.8, 1, 1, ()),
     "smp-70b.toml": (68976.6, 8, 4, ("parallel.tp=2", "parallel.dp_replicate=2", "parallel.dp_shard=1")),
-    "smp-70b-pp.toml": (68976.6, 8, 4, ("parallel.pp=2", "parallel.tp=2", "parallel.dp_shard=1")),
+    "smp-70b-pp.toml": (68976.6, 8, 8, ("parallel.pp=2", "parallel.tp=2", "parallel.dp_shard=2")),
     "smp-70b-fp8.toml": (
         68976.6,
         8,
@@ -64,7 +64,7 @@ FINE_TUNING_EXAMPLES = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
 
 @pytest.fixture(scope="module")
 def ranks() -> RankPool:
-    return RankPool(4, preload=("lt_trainer.training.runner", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
+    return RankPool(8, preload=("lt_trainer.training.runner", "lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize"))
 
 
 @pytest.fixture(scope="module")
