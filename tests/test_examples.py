@@ -51,7 +51,13 @@ LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
         8,
         4,
         # fp8 takes sizes that are multiples of 16 on every rank
-        ("parallel.tp=2", "parallel.dp_replicate=2", "parallel.dp_shard=1", "model.intermediate_size=64"),
+        (
+            "parallel.tp=2",
+            "parallel.dp_replicate=2",
+            "parallel.dp_shard=1",
+            "model.intermediate_size=64",
+            "model.n_layers=3",
+        ),
     ),
     "bench-7b/hsdp.toml": (6738.4, 4, 4, ("parallel.dp_replicate=2", "parallel.dp_shard=2")),
     "bench-7b/tp.toml": (6738.4, 1, 4, ("parallel.tp=2",)),
