@@ -55,6 +55,7 @@ LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
             "parallel.tp=2",
             "parallel.dp_replicate=2",
             "parallel.dp_shard=1",
+            "model.hidden_size=64",
             "model.intermediate_size=64",
             "model.n_layers=3",
         ),
