@@ -139,17 +139,11 @@ FIVE_LAYERS = "model.n_layers=5"
 PP2, PP4 = "parallel.pp=2", "parallel.pp=4"
 INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
 PIPELINES: dict[str, tuple[int, int, bool, tuple[str, ...]]] = {
-    "pp": (2, 1, False, (PP2,)),
     "pp-tied": (2, 2, True, (PP2, FULL)),
     "pp4-fewer-micro-batches-than-stages": (4, 4, True, (PP4,)),
-    "pp-interleaved": (2, 2, False, (PP2, INTERLEAVED, SELECTIVE)),
     "pp-interleaved-tied": (2, 1, True, (PP2, INTERLEAVED, PADDED)),
     "pp-fsdp-tied": (4, 1, True, (PP2,)),
     "pp-fsdp-reduce-each": (4, 1, False, (PP2, EACH, FULL)),
-    "pp-ddp-keep": (4, 2, True, (PP2, HSDP, KEEP)),
-    "pp-interleaved-fsdp": (4, 1, True, (PP2, INTERLEAVED, KEEP)),
-    "pp-tp-sp-tied": (4, 2, True, (PP2, TP2, SP)),
-    "pp-interleaved-tp": (4, 1, False, (PP2, INTERLEAVED, TP2)),
     "pp-fsdp-tp-sp": (8, 1, True, (PP2, TP2, SP)),
     "pp-cp-tied": (4, 2, True, (PP2, CP2)),
 }

@@ -26,7 +26,7 @@ from lt_trainer_gpu.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS, MAX_RANKS = 3, 8, 16, 61, 5, 8
 BETA1, CLIP = 0.8, 0.3
-N_SAMPLED = 10
+N_SAMPLED = 8
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": N_LAYERS}
 
 PIPELINES = {
