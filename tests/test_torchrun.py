@@ -149,7 +149,7 @@ def test_check_on_all_ranks(prepared: Path, tmp_path: Path) -> None:
         assert process.wait(timeout=180) == 0
     lines = (tmp_path / "out.txt").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.startswith("ok ")]
-    assert len(rows) == 12
+    assert len(rows) == 13
     assert "2 on 1 node(s)" in rows[1]
     assert rows[-1].endswith("nothing")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.txt"]

@@ -206,7 +206,7 @@ def test_a_killed_rank_is_named_long_before_the_timeout(start: Callable[..., Ran
     ranks.signal(signal.SIGKILL, 1)  # a zombie from now on: this process does not wait for it
     reasons = [ranks.ended(rank) for rank in (0, 2)]
     assert reasons[0] == reasons[1]
-    assert reasons[0].startswith(f"the process of {ranks.name(1)} has exited without an error message, in st")
+    assert reasons[0].startswith(f"the process of {ranks.name(1)} has exited without an error message, ")
     assert reasons[0].endswith(f"; its log is {ranks.run}/logs/rank00001.log")
 
 

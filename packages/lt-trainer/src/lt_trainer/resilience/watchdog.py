@@ -97,7 +97,7 @@ class Watchdog:
     ) -> None:
         self._folder, self._logs, self._log_path = run / HEARTBEAT_FOLDER, log.path.parent, log.path
         self._rank, self._attempt, self._exit_process = rank, attempt, exit_process
-        self._dump_debug_info = dump_debug_info
+        self._dump_debug_info, self._has_dumped = dump_debug_info, False
         self._interval_s = (
             min(max(timeout_s / BEATS_PER_TIMEOUT, MIN_INTERVAL_S), MAX_INTERVAL_S)
             if heartbeat_interval_s is None
@@ -131,11 +131,14 @@ class Watchdog:
         """Return a sentence that says which rank exited or is silent, or that all seem alive.
 
         Called by the main thread after a failed collective, before it exits with a `PeerError`. Observes all ranks for
-        a few beats, at most a quarter of the timeout.
+        a few beats, at most a quarter of the timeout, and dumps the engine's diagnostics: the other rank may have
+        exited because of a hang.
         """
         self._leaving = True
         self.heartbeat()
         self._diagnosed = self._survey(lambda: False).diagnose()
+        if dump := self._dump_debug_info_with_timeout():
+            self._log(dump)
         self.heartbeat()
         if self._diagnosed is None:
             return "all other ranks seem to be alive"
@@ -242,7 +245,10 @@ class Watchdog:
         self._exit_process(EXIT_REQUEUE)
 
     def _dump_debug_info_with_timeout(self) -> str:
-        """Dump the engine's diagnostics in a thread, since it may hang like the main thread."""
+        """Dump the engine's diagnostics once, in a thread, since it may hang like the main thread."""
+        if self._has_dumped:
+            return ""
+        self._has_dumped = True
         result: list[str] = []
 
         def dump() -> None:
