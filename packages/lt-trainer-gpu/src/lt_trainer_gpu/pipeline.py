@@ -21,7 +21,7 @@ Shapes: B rows, T positions, D hidden_size.
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -182,7 +182,9 @@ class PipelineRunner:
         self._edges.finish_sends()
         return loss_sum
 
-    def _with_messages(self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]):
+    def _with_messages(
+        self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]
+    ) -> Iterator[tuple[StagePass, Tensor | None]]:
         """Yield each pass with the tensor that it receives, or None; receives are posted one pass ahead."""
         waits: dict[int, Callable[[], Tensor] | None] = {}
         for index, one in enumerate(passes):
