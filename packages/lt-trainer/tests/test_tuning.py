@@ -261,6 +261,17 @@ def test_real_probes_on_a_cpu(tmp_path: Path) -> None:
     assert "--set batch.micro_batch_size=" in out
 
 
+@pytest.mark.slow
+def test_a_probe_of_several_ranks_that_is_too_slow_leaves_none_behind(tmp_path: Path) -> None:
+    """torchrun starts each rank in a session of its own, so killing its process group does not reach them."""
+    psutil = pytest.importorskip("psutil")
+    path = recipe_file(tmp_path)
+    command = ProbeCommand(arguments=[str(path), "--steps", "1000000"], ranks=2, timeout_s=25)
+    assert command.run(setting(2, "none", False)).outcome == "timed_out"
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(path) in (one.info["cmdline"] or [])]
+    assert left == []
+
+
 def test_one_real_probe(tmp_path: Path) -> None:
     pytest.importorskip("lt_trainer_gpu")
     path = recipe_file(tmp_path)

@@ -75,7 +75,7 @@ class DocumentBoundaries:
         """Return the index of each token's document, int32 [B, T], on `device`."""
         counts = self.cu_seqlens.diff()
         indices = torch.arange(len(counts), dtype=torch.int32).repeat_interleave(counts)
-        return _to_device(indices.view(self.n_rows, self.seq_len), device)
+        return copy_to_device(indices.view(self.n_rows, self.seq_len), device)
 
 
 class VarlenMetadata(NamedTuple):
@@ -94,7 +94,7 @@ class VarlenMetadata(NamedTuple):
 
 def varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
     """Return the arguments for `flash_attn_attention`."""
-    return VarlenMetadata(_to_device(boundaries.cu_seqlens, device), boundaries.seq_len, {})
+    return VarlenMetadata(copy_to_device(boundaries.cu_seqlens, device), boundaries.seq_len, {})
 
 
 def torch_varlen_metadata(boundaries: DocumentBoundaries, device: torch.device) -> VarlenMetadata:
@@ -149,6 +149,6 @@ def _run_starts(ids_BT: Tensor) -> Tensor:
     return torch.cat((torch.ones_like(ids_BT[:, :1], dtype=torch.bool), ids_BT[:, 1:] != ids_BT[:, :-1]), dim=1)
 
 
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copy from the host without synchronizing with the device."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

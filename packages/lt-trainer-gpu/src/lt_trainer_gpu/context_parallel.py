@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model.attention import AttentionBackend, unavailable_reason
-from lt_model.documents import DocumentBoundaries, torch_varlen_metadata
+from lt_model.documents import DocumentBoundaries, copy_to_device, torch_varlen_metadata
 from lt_model.sdpa import reference_attention, sdpa_attention
 from lt_trainer_gpu.context_parallel_rows import QuerySegments, gathered_order
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -188,27 +188,27 @@ def _attend_varlen(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: VarlenMask
 
 def _dense_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> DenseMask:
     segments = _as_segments(boundaries)
-    first_BT, last_BT = (_to_device(x, device)[:, :, None] for x in segments.visible_keys())
+    first_BT, last_BT = (copy_to_device(x, device)[:, :, None] for x in segments.visible_keys())
     key_S = torch.arange(segments.seq_len * segments.cp, device=device)
     hidden_BTS = (key_S < first_BT) | (key_S > last_BT)
     bias = torch.zeros(hidden_BTS.shape, dtype=dtype, device=device).masked_fill_(hidden_BTS, float("-inf"))[:, None]
     order = torch.from_numpy(gathered_order(segments.n_rows, segments.seq_len, segments.cp).copy())
-    return DenseMask(_to_device(order, device), bias)
+    return DenseMask(copy_to_device(order, device), bias)
 
 
 def _split_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> SplitMask:
     segments = _as_segments(boundaries)
     lengths = segments.cu_seqlens.diff().tolist(), segments.cu_seqlens_k.diff().tolist()
-    return SplitMask(_to_device(segments.key_index(), device), *lengths)
+    return SplitMask(copy_to_device(segments.key_index(), device), *lengths)
 
 
 def _varlen_mask(boundaries: DocumentBoundaries, device: torch.device, dtype: torch.dtype) -> VarlenMask:
     segments = _as_segments(boundaries)
     queries = torch_varlen_metadata(segments, device)
     return VarlenMask(
-        _to_device(segments.key_index(), device),
+        copy_to_device(segments.key_index(), device),
         queries.cu_seqlens,
-        _to_device(segments.cu_seqlens_k, device),
+        copy_to_device(segments.cu_seqlens_k, device),
         queries.max_seqlen,
         segments.seq_len * segments.cp,
         queries.kernel_options,
@@ -228,11 +228,6 @@ def _auto_mask(
 def _as_segments(boundaries: DocumentBoundaries) -> QuerySegments:
     assert isinstance(boundaries, QuerySegments), "boundaries of whole rows; take split_boundaries"
     return boundaries
-
-
-def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without synchronizing with the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 _MaskFactory = Callable[[DocumentBoundaries, torch.device, torch.dtype], Any]

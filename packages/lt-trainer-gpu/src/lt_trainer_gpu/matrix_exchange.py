@@ -69,11 +69,11 @@ class ShardedMatrices:
         self._specs, self._mesh_layout = specs, mesh_layout
         size = mesh_layout.fsdp_size * mesh_layout.tp
         self._size, self._rank = size, mesh_layout.rank % size
-        timeout = datetime.timedelta(seconds=timeout_s)
-        for first in range(0, mesh_layout.world_size, size):  # fsdp and tp are the last axes of the mesh
-            group = dist.new_group(list(range(first, first + size)), timeout=timeout)
-            if isinstance(group, dist.ProcessGroup):  # this rank is in it
-                self._group = group
+        # fsdp and tp are the last axes of the mesh
+        ranks = torch.arange(mesh_layout.world_size).view(-1, size).tolist()
+        group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=datetime.timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup), "each rank is in one group"
+        self._group = group
 
     def transform(
         self, names: Sequence[str], direction: Callable[[str], Tensor], transform: Callable[[Tensor], Tensor]

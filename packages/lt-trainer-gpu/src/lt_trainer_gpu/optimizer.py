@@ -82,25 +82,20 @@ class ParamUpdate:
 class GpuOptimizer(OptimizerDriver):
     """Optimizer state and step of this rank's weight slices."""
 
-    @torch.no_grad()
-    def step(
+    def step_by_spec(
         self,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         lr: Tensor | float,
         finite: Tensor,
-        scale: Tensor | None = None,
+        scale: Tensor | None,
     ) -> None:
-        """Update weights and slots in place if `finite`, else change nothing.
-
-        Arguments are those of `OptimizerDriver.step`.
-        """
+        """Update what AdamW updates by the fused kernel, the rest by its pure update."""
         assert weights.keys() == gradients.keys()
-        self.step_count.add_(finite.to(self.step_count.dtype))
         has_kernel = self.device_type in FUSED_DEVICE_TYPES
         fused = {name for name, spec in self.specs.items() if spec is ADAMW and has_kernel}
         others = {name: weight for name, weight in weights.items() if name not in fused}
-        self.step_by_spec(others, gradients, lr, finite, scale)
+        super().step_by_spec(others, gradients, lr, finite, scale)
         groups: dict[tuple[bool, float], list[ParamUpdate]] = defaultdict(list)
         for name, weight in weights.items():
             if name in fused:

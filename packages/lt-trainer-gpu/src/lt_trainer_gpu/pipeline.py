@@ -95,14 +95,10 @@ def new_pipeline_groups(mesh_layout: MeshLayout, pp_ranks: Sequence[int], timeou
     Returns:
         The group of this rank, or None if it is in none.
     """
-    own, per_stage = None, mesh_layout.world_size // mesh_layout.pp
-    for pipeline in range(per_stage):  # all ranks create all groups, in one order: torch numbers them
-        ranks = [pipeline + pp_rank * per_stage for pp_rank in pp_ranks]
-        group = dist.new_group(ranks, timeout=datetime.timedelta(seconds=timeout_s))
-        if mesh_layout.rank in ranks:
-            assert isinstance(group, dist.ProcessGroup)
-            own = group
-    return own
+    per_stage = mesh_layout.world_size // mesh_layout.pp
+    ranks = [[pipeline + pp_rank * per_stage for pp_rank in pp_ranks] for pipeline in range(per_stage)]
+    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=datetime.timedelta(seconds=timeout_s))
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 class PipelineRunner:

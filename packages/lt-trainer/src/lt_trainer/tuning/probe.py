@@ -26,6 +26,9 @@ Outcome = Literal["ok", "out_of_memory", "killed", "timed_out", "refused", "fail
 OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|out of memory|MemoryError|can't allocate memory|RESOURCE_EXHAUSTED", re.I)
 ERROR_LINE = re.compile(r"^(?:\[rank\d+\]: *)?(?:error: |[\w.]*(?:Error|Exception)\b).*$", re.M)
 
+SHUTDOWN_S = 5
+"""Seconds between torchrun's SIGTERM and SIGKILL to its ranks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeResult:
@@ -77,9 +80,10 @@ class ProbeCommand:
 
     def run(self, setting: TunedSetting) -> ProbeResult:
         """Run a probe to its end; an exception ends its processes."""
-        environ = os.environ | (
-            {"OMP_NUM_THREADS": "1"} if self.ranks > 1 and "OMP_NUM_THREADS" not in os.environ else {}
-        )
+        environ = dict(os.environ)
+        if self.ranks > 1:
+            environ.setdefault("OMP_NUM_THREADS", "1")
+            environ |= dict.fromkeys(("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PET_SHUTDOWN_TIMEOUT"), str(SHUTDOWN_S))
         with subprocess.Popen(
             self.command(setting),
             stdout=subprocess.PIPE,
@@ -95,9 +99,18 @@ class ProbeCommand:
                 message = f"not finished after {self.timeout_s:g} s"
                 return ProbeResult(setting=setting, outcome="timed_out", message=message)
             finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                _end(process, self.ranks)
         return parse_probe(setting, process.returncode, out, err)
+
+
+def _end(process: subprocess.Popen[str], ranks: int) -> None:
+    """End a probe's processes; the ranks of torchrun have sessions of their own, so it has to end them."""
+    if ranks > 1 and process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=2 * SHUTDOWN_S + 10)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def parse_probe(setting: TunedSetting, code: int, out: str, err: str) -> ProbeResult:
