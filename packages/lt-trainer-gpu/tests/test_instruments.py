@@ -5,6 +5,7 @@ import json
 import mmap
 import os
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -174,14 +175,18 @@ def test_the_users_own_allocator_settings_are_kept(recipe, monkeypatch, name: st
 def test_a_dump_has_the_last_collectives(open_on, tmp_path: Path) -> None:
     engine = open_on("cpu", LITTLE)
     torch.distributed.all_reduce(torch.ones(17))
-    said = engine.dump_debug_info(tmp_path / "flight" / "abc")
-    path = tmp_path / "flight" / "abc" / "rank_0"
+    path, deadline = tmp_path / "flight" / "abc" / "rank_0", time.monotonic() + 60
+    said = engine.dump_debug_info(path.parent)
+    while not said.endswith(", ended"):  # torch's own thread records it, a moment after the call has returned
+        assert said.endswith(", not ended")
+        assert time.monotonic() < deadline
+        said = engine.dump_debug_info(path.parent)
     entry = pickle.loads(path.read_bytes())["entries"][-1]
     assert (entry["profiling_name"], entry["input_sizes"]) == ("gloo:all_reduce", [[17]])
     number = entry["collective_seq_id"]
     assert said == (
         f"the last collectives of this rank are in {path}; the newest of each group: number {number} of group 0 "
-        "default_pg, gloo:all_reduce of [[17]], done"
+        "default_pg, gloo:all_reduce of [[17]], ended"
     )
 
 

@@ -9,14 +9,15 @@ B * T/n positions and never knows; weights are sharded by FSDP over the ranks to
 Attention backends: "varlen" (torch's kernel, on CUDA), "split" (one call per segment, on a CPU), and "sdpa" and
 "reference" with a dense mask of [B, 1, T/n, T]. "auto" takes the first of these that can run.
 
-Cost per layer: an all-gather each of 2 * B * T * G * K numbers forward and a reduce-scatter of as many backward; one
-copy of the selected keys and values. Memory: gathered keys and values live only until they are selected. The selected
+Cost per layer: one all-gather of 2 * B * T * G * K numbers forward and one reduce-scatter of as many backward; one copy
+of the selected keys and values. Memory: gathered keys and values live only until they are selected. The selected
 ones are kept for the backward pass as attention's input, (n + 1/2)/n of the gathered ones at most and as little as the
 rank's own with short documents; with activation checkpointing "full" or "selective" they are not kept, but gathered
 again in the backward pass.
 
 Shapes: B rows, T positions of a row, H query heads, G key/value heads, K head_dim, n ranks, N = n * B * T/n gathered
-keys, P selected keys, L = B * T/n queries of this rank, S = T key positions of a dense mask.
+keys, P selected keys, L = B * T/n queries of this rank, S = T key positions of a dense mask, J = 2 * K of a key beside
+its value.
 """
 
 from __future__ import annotations
@@ -129,38 +130,32 @@ def gather_keys(
         key_index_P: places among the N gathered ones; those equal to N are padding and take no gradient.
         cp_group: the ranks.
     """
-    return _GatherKeys.apply(k_BTGK, v_BTGK, key_index_P, cp_group)
+    kv_BTGJ = torch.cat((k_BTGK, v_BTGK), dim=-1)
+    k_PGK, v_PGK = _GatherPositions.apply(kv_BTGJ, key_index_P, cp_group).chunk(2, dim=-1)
+    return k_PGK, v_PGK
 
 
-class _GatherKeys(torch.autograd.Function):
+class _GatherPositions(torch.autograd.Function):
+    # One collective each way: gloo corrupts its heap now and then with two in flight in a group (torch 2.15).
     @staticmethod
-    def forward(
-        ctx: Any, k_BTGK: Tensor, v_BTGK: Tensor, key_index_P: Tensor, cp_group: ContextParallelGroup
-    ) -> tuple[Tensor, Tensor]:
-        ctx.cp_group, ctx.shape = cp_group, k_BTGK.shape
+    def forward(ctx: Any, kv_BTGJ: Tensor, key_index_P: Tensor, cp_group: ContextParallelGroup) -> Tensor:
+        ctx.cp_group, ctx.shape = cp_group, kv_BTGJ.shape
         ctx.save_for_backward(key_index_P)
-        gathering = [
-            _ops.all_gather_into_tensor(x.flatten(0, 1).contiguous(), cp_group.size, cp_group.group_name)
-            for x in (k_BTGK, v_BTGK)
-        ]
-        present_P = key_index_P.clamp(max=k_BTGK.shape[0] * k_BTGK.shape[1] * cp_group.size - 1)
-        k_PGK, v_PGK = (_ops.wait_tensor(x).index_select(0, present_P) for x in gathering)
-        return k_PGK, v_PGK
+        kv_LGJ = kv_BTGJ.flatten(0, 1).contiguous()
+        kv_NGJ = _ops.wait_tensor(_ops.all_gather_into_tensor(kv_LGJ, cp_group.size, cp_group.group_name))
+        return kv_NGJ.index_select(0, key_index_P.clamp(max=kv_NGJ.shape[0] - 1))
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dk_PGK: Tensor, dv_PGK: Tensor
-    ) -> tuple[Tensor, Tensor, None, None]:
+        ctx: Any, dkv_PGJ: Tensor
+    ) -> tuple[Tensor, None, None]:
         (key_index_P,) = ctx.saved_tensors
         size, group_name = ctx.cp_group.size, ctx.cp_group.group_name
         n_gathered = ctx.shape[0] * ctx.shape[1] * size
-        scattering = []
-        for upstream in (dk_PGK, dv_PGK):
-            # A last row for padding: kernels leave gradients of keys that no segment has unwritten.
-            summed = upstream.new_zeros(n_gathered + 1, *upstream.shape[1:]).index_add_(0, key_index_P, upstream)
-            scattering.append(_ops.reduce_scatter_tensor(summed[:-1], "sum", size, group_name))
-        dk_BTGK, dv_BTGK = (_ops.wait_tensor(x).view(ctx.shape) for x in scattering)
-        return dk_BTGK, dv_BTGK, None, None
+        # A last row for padding: kernels leave gradients of keys that no segment has unwritten.
+        summed = dkv_PGJ.new_zeros(n_gathered + 1, *dkv_PGJ.shape[1:]).index_add_(0, key_index_P, dkv_PGJ)
+        dkv_LGJ = _ops.wait_tensor(_ops.reduce_scatter_tensor(summed[:-1], "sum", size, group_name))
+        return dkv_LGJ.view(ctx.shape), None, None
 
 
 def _attend_split(q_LHK: Tensor, k_PGK: Tensor, v_PGK: Tensor, mask: SplitMask) -> Tensor:

@@ -61,13 +61,16 @@ def dump(folder: Path, *, rank: int, on_gpu: bool) -> str:
 
 
 def _describe_latest(data: bytes) -> str:
-    """Describe the last collective that each process group began."""
+    """Describe the last collective that each process group began.
+
+    Torch records that a collective has ended, not whether it failed: on the rank that loses another one it has "ended".
+    """
     entries = pickle.loads(data)["entries"] if data else []  # noqa: S301 - this process has just written it
     newest = {tuple(entry["process_group"]): entry for entry in sorted(entries, key=lambda entry: entry["record_id"])}
     descriptions = []
     for group, entry in sorted(newest.items()):
         collective = f"{entry['profiling_name']} of {entry['input_sizes']}"
-        state = "done" if entry["retired"] or entry["state"] == "completed" else "not done"
+        state = "ended" if entry["retired"] or entry["state"] == "completed" else "not ended"
         number = f"number {entry['collective_seq_id']} of group {' '.join(group)}"
         descriptions.append(f"{number}, {collective}, {state}")
     return "; ".join(descriptions) or "none"
