@@ -1,12 +1,13 @@
-"""Training on one CPU thread in the shape of litespark-default: lt, litgpt (compiled) and transformers (eager).
+"""Training on one CPU thread in the shape of litespark-default: lt beside litgpt and transformers, both compiled.
 
     uv run python tools/bench/train.py                  # JSON on stdout
     uv run python tools/bench/train.py --write          # also docs/benchmarks/training.md and its JSON
 
-12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 tokens, one per step; bfloat16 compute
-with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as in their own trainers,
-and with the AdamW that those use on a CPU (transformers: fused); ours is the engine of `lt train run`. All start from
-the same weights. Each trainer is a process of its own. They alternate step by step, each waiting while another runs, so
+12 x 768, feed-forward 2072, vocabulary 32000, 134.8 M parameters; rows of 1024 and of 512 tokens, one per step;
+bfloat16 compute with fp32 weights, AdamW, gradients clipped to a norm of 1. Peers run under torch's autocast, as in
+their own trainers, compiled by torch.compile and with torch's fused AdamW, which is faster on a CPU than the ones they
+choose there; ours is the engine of `lt train run`, eager as it is by default on a CPU, and compiled. All start from the
+same weights. Each trainer is a process of its own. They alternate step by step, each waiting while another runs, so
 that other load on the machine affects all alike; CPU seconds are those of the process; medians over the steps, without
 compilation and warm-up.
 
@@ -31,6 +32,7 @@ import sysconfig
 import tempfile
 import time
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,24 +41,29 @@ import numpy as np
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/benchmarks/training.md"
-VOCAB, SEQ_LEN = 32000, 1024
+VOCAB, SEQ_LENS = 32000, (1024, 512)
 LR, BETAS, WEIGHT_DECAY, GRAD_CLIP = 4e-4, (0.9, 0.95), 0.01, 1.0
 WARMUP_STEPS = 20
 """Steps until the full learning rate is reached."""
-TRAINERS = ("lt", "litgpt", "transformers")
-LABELS = {"lt": "lt", "litgpt": "litgpt + compile", "transformers": "transformers, eager"}
+TRAINERS = ("lt", "lt-compiled", "litgpt", "transformers")
+LABELS = {
+    "lt": "lt",
+    "lt-compiled": "lt + compile",
+    "litgpt": "litgpt + compile",
+    "transformers": "transformers + compile",
+}
 PEER_REQUIREMENTS = ("litgpt==0.5.13", "lightning==2.6.6", "lightning-utilities", "torchmetrics", "jsonargparse")
 
 
 # --- A trainer, in a process of its own -----------------------------------------------------------------------------
 
 
-def make_row(step: int) -> np.ndarray:
-    """Return the row of a step, [SEQ_LEN + 1]: a Markov chain with eight possible successors of each id."""
+def make_row(step: int, seq_len: int) -> np.ndarray:
+    """Return the row of a step, [seq_len + 1]: a Markov chain with eight possible successors of each id."""
     rng = np.random.default_rng([7, step])
-    choices, found = rng.integers(0, 8, SEQ_LEN + 1), np.empty(SEQ_LEN + 1, np.int64)
+    choices, found = rng.integers(0, 8, seq_len + 1), np.empty(seq_len + 1, np.int64)
     found[0] = rng.integers(0, 512)
-    for i in range(1, SEQ_LEN + 1):
+    for i in range(1, seq_len + 1):
         found[i] = (found[i - 1] * 31 + choices[i] * 97) % 512
     return found
 
@@ -66,7 +73,7 @@ def learning_rate(step: int) -> float:
     return LR * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def make_lt_step(seed: int) -> Any:
+def make_lt_step(seed: int, seq_len: int, *, compiled: bool) -> Any:
     """Return the step function of our engine."""
     from lt_trainer.config import llama_config, load
     from lt_trainer.engine import World
@@ -76,14 +83,14 @@ def make_lt_step(seed: int) -> Any:
     base = {
         "run": {"seed": seed},
         "model": {"preset": "litespark-default", "vocab_size": VOCAB},
-        "data": {"synthetic": True, "seq_len": SEQ_LEN, "document_mask": False},
+        "data": {"synthetic": True, "seq_len": seq_len, "document_mask": False},
         "batch": {"global_batch_size": 1, "micro_batch_size": 1},
         "optimizer": {"beta1": BETAS[0], "beta2": BETAS[1], "weight_decay": WEIGHT_DECAY, "grad_clip": GRAD_CLIP},
-        "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16"}},
+        "engine": {"gpu": {"device": "cpu", "dtype": "bfloat16", "compile": compiled}},
     }
     recipe = load(base=base).recipe
     engine = SPEC.open(recipe, llama_config(recipe, VOCAB), World())
-    positions = np.arange(SEQ_LEN, dtype=np.int32).reshape(1, 1, SEQ_LEN)
+    positions = np.arange(seq_len, dtype=np.int32).reshape(1, 1, seq_len)
 
     def step(row: np.ndarray, lr: float) -> float:
         ids = row.astype(np.int32).reshape(1, 1, -1)
@@ -92,18 +99,18 @@ def make_lt_step(seed: int) -> Any:
             labels=np.ascontiguousarray(ids[..., 1:]),
             position_ids=positions,
             doc_ids=np.zeros_like(positions),
-            valid_tokens=SEQ_LEN,
+            valid_tokens=seq_len,
         )
         return engine.fetch_metrics([engine.step(batch, lr)])[0].loss
 
     return step
 
 
-def make_peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
-    """Return a step function as in the peers' own loops: autocast, clip, AdamW."""
+def make_peer_step(model: Any, loss_of: Any) -> Any:
+    """Return a step function as in the peers' own loops: autocast, clip, fused AdamW."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=fused)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(row: np.ndarray, lr: float) -> float:
         ids = torch.from_numpy(row)[None]
@@ -120,7 +127,7 @@ def make_peer_step(model: Any, loss_of: Any, *, fused: bool) -> Any:
     return step
 
 
-def make_litgpt_step(seed: int) -> Any:
+def make_litgpt_step(seed: int, seq_len: int) -> Any:
     """Return the step function of litgpt: its model and loss, compiled as in its pretrain command."""
     import torch
     from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports] - in an environment of its own
@@ -129,7 +136,7 @@ def make_litgpt_step(seed: int) -> Any:
 
     config = Config(
         name="litespark-default",
-        block_size=SEQ_LEN,
+        block_size=seq_len,
         vocab_size=VOCAB,
         padded_vocab_size=VOCAB,
         n_layer=12,
@@ -146,11 +153,11 @@ def make_litgpt_step(seed: int) -> Any:
     copy_weights_hf_llama(config, {}, weights, initial_weights(seed))
     model.load_state_dict(weights)
     compiled = torch.compile(model)
-    return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels), fused=False)
+    return make_peer_step(model, lambda ids, labels: chunked_cross_entropy(compiled(ids), labels))
 
 
-def make_transformers_step(seed: int, noise: float) -> Any:
-    """Return the step function of transformers, eager; `noise` is a relative change of its initial weights."""
+def make_transformers_step(seed: int, seq_len: int, noise: float) -> Any:
+    """Return the step function of transformers, compiled; `noise` is a relative change of its initial weights."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -161,7 +168,7 @@ def make_transformers_step(seed: int, noise: float) -> Any:
         num_hidden_layers=12,
         num_attention_heads=12,
         num_key_value_heads=12,
-        max_position_embeddings=SEQ_LEN,
+        max_position_embeddings=seq_len,
         rms_norm_eps=1e-5,
         tie_word_embeddings=False,
     )
@@ -174,11 +181,12 @@ def make_transformers_step(seed: int, noise: float) -> Any:
                 weight.mul_(1 + noise * torch.randn(weight.shape, generator=generator))
     loss = torch.nn.functional.cross_entropy
 
+    @torch.compile
     def loss_of(ids: Any, labels: Any) -> Any:
         logits = model(input_ids=ids, use_cache=False).logits
         return loss(logits.float().flatten(0, 1), labels.flatten())
 
-    return make_peer_step(model, loss_of, fused=True)
+    return make_peer_step(model, loss_of)
 
 
 def initial_weights(seed: int) -> dict[str, Any]:
@@ -197,22 +205,23 @@ def read_status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_child(name: str, seed: int, noise: float) -> None:
+def run_child(name: str, seed: int, seq_len: int, noise: float) -> None:
     """Run one trainer: a step for each number on stdin, a JSON line for each on stdout."""
     import torch
 
     torch.set_num_threads(1)
     assert not noise or name == "transformers"
     makers = {
-        "lt": make_lt_step,
+        "lt": partial(make_lt_step, compiled=False),
+        "lt-compiled": partial(make_lt_step, compiled=True),
         "litgpt": make_litgpt_step,
-        "transformers": lambda of: make_transformers_step(of, noise),
+        "transformers": partial(make_transformers_step, noise=noise),
     }
-    step = makers[name](seed)
+    step = makers[name](seed, seq_len)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         index = int(line)
-        row = make_row(index)
+        row = make_row(index, seq_len)
         start, start_wall = time.process_time(), time.perf_counter()
         loss = step(row, learning_rate(index))
         seconds, wall = time.process_time() - start, time.perf_counter() - start_wall
@@ -237,13 +246,13 @@ def create_environment(folder: Path) -> str:
 
 
 class Trainer:
-    """Trainer's process, with weights drawn from `seed` and changed by `noise`."""
+    """Trainer's process on rows of `seq_len`, with weights drawn from `seed` and changed by `noise`."""
 
-    def __init__(self, name: str, python: str, seed: int = 0, noise: float = 0.0) -> None:
+    def __init__(self, name: str, python: str, *, seq_len: int, seed: int = 0, noise: float = 0.0) -> None:
         self.name = name
         self.steps: list[dict[str, float]] = []
         env = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        child = ["--child", name, "--seed", str(seed), "--noise", str(noise)]
+        child = ["--child", name, "--seed", str(seed), "--seq-len", str(seq_len), "--noise", str(noise)]
         command = [python, "-W", "ignore", str(Path(__file__).resolve()), *child]
         self._process = subprocess.Popen(
             command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -271,9 +280,9 @@ class Trainer:
         self._process.wait()
 
 
-def compare_trainers(names: list[str], steps: int, warmup: int, python: str) -> dict[str, Any]:
+def compare_trainers(names: list[str], seq_len: int, steps: int, warmup: int, python: str) -> dict[str, Any]:
     """Run the trainers alternating."""
-    trainers = [Trainer(name, python if name == "litgpt" else sys.executable) for name in names]
+    trainers = [Trainer(name, python if name == "litgpt" else sys.executable, seq_len=seq_len) for name in names]
     try:
         for index in range(warmup + steps):
             for trainer in trainers if index % 2 else reversed(trainers):
@@ -281,17 +290,17 @@ def compare_trainers(names: list[str], steps: int, warmup: int, python: str) -> 
     finally:
         for trainer in trainers:
             trainer.close()
-    return {trainer.name: summarize(trainer.steps, warmup) for trainer in trainers}
+    return {trainer.name: summarize(trainer.steps, seq_len, warmup) for trainer in trainers}
 
 
-def summarize(steps: list[dict[str, float]], warmup: int) -> dict[str, Any]:
+def summarize(steps: list[dict[str, float]], seq_len: int, warmup: int) -> dict[str, Any]:
     """Summarize one trainer's steps."""
     timed = [step["cpu_s"] for step in steps[warmup:]]
     tail = [step["loss"] for step in steps[-max(1, len(steps) // 10) :]]
     return {
         "cpu_s": statistics.median(timed),
         "cpu_s_all": [round(seconds, 3) for seconds in timed],
-        "tokens_per_cpu_s": SEQ_LEN / statistics.median(timed),
+        "tokens_per_cpu_s": seq_len / statistics.median(timed),
         "first_step_cpu_s": steps[0]["cpu_s"],
         "first_step_wall_s": steps[0]["wall_s"],
         "peak_rss_bytes": steps[-1]["peak_rss"],
@@ -320,7 +329,7 @@ def time_startup(env: dict[str, str]) -> dict[str, float]:
         recipe = Path(name) / "run.toml"
         recipe.write_text(
             f'[run]\ndir = "{name}/run"\n[model]\npreset = "litespark-default"\nvocab_size = {VOCAB}\n'
-            f"[data]\nsynthetic = true\nseq_len = {SEQ_LEN}\n[batch]\nglobal_batch_size = 1\nmicro_batch_size = 1\n"
+            f"[data]\nsynthetic = true\nseq_len = {SEQ_LENS[0]}\n[batch]\nglobal_batch_size = 1\nmicro_batch_size = 1\n"
             "[schedule]\nmax_steps = 10\nwarmup_steps = 1\n[metrics]\nlog_interval = 1\n"
             '[engine.gpu]\ndevice = "cpu"\ndtype = "bfloat16"\n',
             encoding="utf-8",
@@ -343,8 +352,8 @@ def time_startup(env: dict[str, str]) -> dict[str, float]:
     return {"wall_s": seconds, "cpu_s": cpu, "step_s": step["elapsed_s"]}
 
 
-def matmul_lower_bound() -> dict[str, float]:
-    """Return the time of the matrix products of a step without attention, at the best speed of one thread."""
+def measure_products() -> dict[str, float]:
+    """Return the FLOP of a token's matrix products without attention, and the best speed of one thread."""
     import torch
 
     from lt_model import PRESETS, param_specs
@@ -354,8 +363,7 @@ def matmul_lower_bound() -> dict[str, float]:
     best, _ = measure_matmul_flops(torch.device("cpu"), torch.bfloat16)
     config = dataclasses.replace(PRESETS["litespark-default"], vocab_size=VOCAB)
     weights = sum(row.numel for row in param_specs(config) if len(row.shape) == 2 and "embed_tokens" not in row.name)
-    flops = 6.0 * weights * SEQ_LEN
-    return {"flops": flops, "flops_per_s": best, "cpu_s": flops / best}
+    return {"flops_per_token": 6.0 * weights, "flops_per_s": best}
 
 
 def machine_info() -> dict[str, object]:
@@ -376,75 +384,85 @@ def machine_info() -> dict[str, object]:
 
 def render_page(found: dict[str, Any]) -> str:
     """Return the page docs/benchmarks/training.md."""
-    trainers = found["trainers"]
     lines = [
         "# Training step on a CPU, compared with litgpt and transformers",
         "",
         "Measured by `uv run python tools/bench/train.py --write`; raw numbers:",
-        "[training.json](training.json). One thread, the shape of litespark-default (134.8 M parameters), rows of 1024",
-        "tokens, bfloat16 compute with fp32 weights. All trainers take turns, step by step; medians of CPU seconds.",
+        "[training.json](training.json). One thread, the shape of litespark-default (134.8 M parameters), one row per",
+        "step, bfloat16 compute with fp32 weights. All trainers take turns, step by step; medians of CPU seconds.",
+        "Peers are compiled and have torch's fused AdamW.",
         "",
         ", ".join(f"{name} {value}" for name, value in found["machine"].items()) + ".",
         "",
-        "| trainer | CPU s per step | tokens per CPU s | peak resident | first step, CPU s | loss, first, last tenth |",
-        "|---|---|---|---|---|---|",
     ]
-    for name, row in trainers.items():
-        lines.append(
-            f"| {LABELS[name]} | {row['cpu_s']:.2f} | {row['tokens_per_cpu_s']:.0f} | "
-            f"{row['peak_rss_bytes'] / 2**30:.2f} GiB | {row['first_step_cpu_s']:.1f} | "
-            f"{row['loss_first']:.3f}, {row['loss_last_tenth']:.3f} |"
-        )
-    lines.append("")
-    for name in TRAINERS[1:]:
-        if name in trainers:
-            ratio = trainers[name]["cpu_s"] / trainers["lt"]["cpu_s"]
-            lines.append(f"- {ratio:.2f} times the speed of {LABELS[name]}.")
-    if "litgpt" in trainers:
-        share = trainers["lt"]["peak_rss_bytes"] / trainers["litgpt"]["peak_rss_bytes"]
-        lines.append(f"- {share:.2f} of litgpt's resident memory.")
-    products = found["products"]
+    for seq_len, trainers in found["seq_lens"].items():
+        lines += [f"## Rows of {seq_len} tokens", "", *render_table(int(seq_len), trainers, found["products"]), ""]
     lines.append(
-        f"- The matrix products of a step, without attention, are {products['flops'] / 1e9:.0f} GFLOP: "
-        f"{products['cpu_s']:.1f} s at the {products['flops_per_s'] / 1e9:.0f} GFLOP/s that one thread reached with "
-        "1024^3, so of a step "
-        + ", ".join(f"{products['cpu_s'] / row['cpu_s']:.0%} of {LABELS[name]}" for name, row in trainers.items())
-        + ". On a CPU with faster bfloat16 products the ratios differ."
+        f"One thread reached {found['products']['flops_per_s'] / 1e9:.0f} GFLOP/s with products of 1024^3. On a CPU "
+        "with faster bfloat16 products the ratios differ."
     )
     if found.get("start"):
         start = found["start"]
         lines.append(
-            f"- `lt train run`, from the command to the end of the first step: {start['wall_s']:.1f} s by the clock, "
+            f"`lt train run`, from the command to the end of the first step: {start['wall_s']:.1f} s by the clock, "
             f"{start['step_s']:.1f} s of them that step itself ({start['cpu_s']:.1f} CPU s in all, two threads)."
         )
-    lines.append(f"- {next(iter(trainers.values()))['steps']} steps each, the first {found['warmup']} not timed.")
-    lines.append("- Losses of longer runs: [training-losses.md](training-losses.md).")
+    lines += ["", "Losses of longer runs: [training-losses.md](training-losses.md)."]
     return "\n".join(lines) + "\n"
+
+
+def render_table(seq_len: int, trainers: dict[str, Any], products: dict[str, float]) -> list[str]:
+    """Return the table of rows of one length, and lt's ratios to the better peer."""
+    products_s = products["flops_per_token"] * seq_len / products["flops_per_s"]
+    lines = [
+        "| trainer | CPU s per step | of it products | peak resident | first step, CPU s | loss, first, last tenth |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in trainers.items():
+        lines.append(
+            f"| {LABELS[name]} | {row['cpu_s']:.2f} | {products_s / row['cpu_s']:.0%} | "
+            f"{row['peak_rss_bytes'] / 2**30:.2f} GiB | {row['first_step_cpu_s']:.1f} | "
+            f"{row['loss_first']:.3f}, {row['loss_last_tenth']:.3f} |"
+        )
+    ours = [name for name in trainers if name.startswith("lt")]
+    peers = [name for name in trainers if name not in ours]
+    for name in ours if peers else ():
+        faster, smaller = (min(trainers[peer][field] for peer in peers) for field in ("cpu_s", "peak_rss_bytes"))
+        lines += [] if lines[-1].startswith("- ") else [""]
+        lines.append(
+            f"- {LABELS[name]}: {faster / trainers[name]['cpu_s']:.2f} times the speed of the faster peer, "
+            f"{trainers[name]['peak_rss_bytes'] / smaller:.2f} of the resident memory of the smaller one."
+        )
+    return lines
 
 
 def main() -> int:
     """Measure, print JSON, and optionally write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8, help="timed steps of each trainer")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of each trainer and length")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--only", default=",".join(TRAINERS), help="trainers, separated by commas")
     parser.add_argument("--start", action="store_true", help="also measure from the command to the first step")
     parser.add_argument("--python", help="interpreter with litgpt installed")
     parser.add_argument("--write", action="store_true", help="write the page and its JSON")
+    parser.add_argument("--seq-len", type=int, action="append", help=f"length of rows; default {SEQ_LENS}")
     parser.add_argument("--child", choices=TRAINERS, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--noise", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    seq_lens = options.seq_len or SEQ_LENS
     if options.child:
-        run_child(options.child, options.seed, options.noise)
+        run_child(options.child, options.seed, seq_lens[0], options.noise)
         return 0
     names = options.only.split(",")
-    found: dict[str, Any] = {"machine": machine_info(), "warmup": options.warmup, "products": matmul_lower_bound()}
+    found: dict[str, Any] = {"machine": machine_info(), "warmup": options.warmup, "products": measure_products()}
     if options.start:
         found["start"] = measure_startup()
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         python = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
-        found["trainers"] = compare_trainers(names, options.steps, options.warmup, python)
+        found["seq_lens"] = {
+            seq_len: compare_trainers(names, seq_len, options.steps, options.warmup, python) for seq_len in seq_lens
+        }
     print(json.dumps(found, indent=1))
     if options.write:
         PAGE.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -20,8 +20,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from train import LABELS, PAGE, TRAINERS, Trainer, create_environment, machine_info
+from train import LABELS, PAGE, SEQ_LENS, Trainer, create_environment, machine_info
 
+TRAINERS = ("lt", "litgpt", "transformers")
 OUTPUT_PAGE = PAGE.with_name("training-losses.md")
 PERTURBED_REFERENCE, NOISE = "transformers, weights changed by 1e-6", 1e-6
 """Second run of the reference, with perturbed weights."""
@@ -35,7 +36,7 @@ def mean_tail_loss(losses: list[float]) -> float:
 def run_trainer(label: str, seed: int, steps: int, python: str) -> dict[str, Any]:
     """Run one trainer with one seed."""
     name, noise = ("transformers", NOISE) if label == PERTURBED_REFERENCE else (label, 0.0)
-    trainer = Trainer(name, python if name == "litgpt" else sys.executable, seed, noise)
+    trainer = Trainer(name, python if name == "litgpt" else sys.executable, seq_len=SEQ_LENS[0], seed=seed, noise=noise)
     try:
         for index in range(steps):
             trainer.step(index)
