@@ -4,11 +4,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import lt_model.loss  # noqa: E402
 from lt_model.loss import linear_loss_parts  # noqa: E402
 from lt_model.sdpa import sdpa_attention  # noqa: E402
 
 VOCAB, WIDTH, TOKENS = 61, 16, 23
+CHUNK_TOKENS = 8
+"""So there are chunks of 8, 8 and 7 tokens."""
 SHARDED = 40
 """Rows of the head on the first of two ranks."""
 
@@ -37,7 +38,7 @@ def loss_and_gradients(dtype, z_loss, multiple, *, compile, sharded=False):
             both = torch.maximum(top, theirs.amax(dim=1, keepdim=True))
             return both, exp_sum * (top - both).exp() + (theirs - both).exp().sum(dim=1, keepdim=True), at_label
 
-        chunks = iter(range(0, TOKENS, lt_model.loss._CPU_CHUNK_TOKENS))
+        chunks = iter(range(0, TOKENS, CHUNK_TOKENS))
         weight = weight[:SHARDED]
     hidden, weight = hidden.requires_grad_(), weight.clone().requires_grad_()
     parts = linear_loss_parts(
@@ -47,17 +48,13 @@ def loss_and_gradients(dtype, z_loss, multiple, *, compile, sharded=False):
         z_loss=z_loss,
         pad_to_multiple_of=multiple,
         all_reduce_softmax=reduce,
+        chunk_tokens=CHUNK_TOKENS,
         compile=compile,
     )
     return [*(part.detach() for part in parts), *torch.autograd.grad(parts.total, (hidden, weight))]
 
 
 CASES = [(0.0, 1, False), (1e-2, 16, False), (1e-2, 16, True)]
-
-
-@pytest.fixture(autouse=True)
-def small_chunks(monkeypatch):
-    monkeypatch.setattr("lt_model.loss._CPU_CHUNK_TOKENS", 8)  # 8, 8 and 7 tokens
 
 
 @pytest.mark.parametrize(("z_loss", "multiple", "sharded"), CASES)

@@ -127,6 +127,21 @@ def test_parts_add_up_and_only_the_total_is_differentiable():
     assert [part.requires_grad for part in parts] == [True, False, False]
 
 
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 10_000])
+def test_chunks_of_any_size_give_the_same_gradients(chunk_tokens):
+    hidden, weight, labels = _inputs()
+    whole = linear_loss_parts(hidden, weight, labels, z_loss=Z)
+    expected = torch.autograd.grad(whole.total, (hidden, weight))
+    parts = linear_loss_parts(hidden, weight, labels, z_loss=Z, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(parts, whole, rtol=1e-13, atol=0)
+    torch.testing.assert_close(torch.autograd.grad(parts.total, (hidden, weight)), expected, rtol=1e-11, atol=1e-13)
+
+
+def test_a_negative_chunk_is_refused():
+    with pytest.raises(ModelError, match="chunk_tokens = -1: must be at least 0"):
+        linear_loss_parts(*_inputs(), chunk_tokens=-1)
+
+
 def test_z_loss_of_the_model_reaches_every_parameter(config, make_model):
     ids = torch.arange(20).view(2, 10) % config.vocab_size
     labels = ids.roll(-1, dims=1)

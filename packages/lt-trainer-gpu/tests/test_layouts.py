@@ -220,18 +220,10 @@ def test_gradients_in_bfloat16_are_added_up_in_float32(ranks, n: int, sets: tupl
     assert_near(*(gradients(tensors, one.grad_norms[0]) for tensors in after), 1e-5)
 
 
-def train_in_chunks(sets: tuple[str, ...], tied: bool, micro_batch_size: int) -> TrainResult:
-    """One rank's training whose loss sees five tokens at a time, and the last time fewer."""
-    from lt_model import loss
-
-    loss._CPU_CHUNK_TOKENS = 5
-    return train(sets, tied, micro_batch_size)
-
-
 @pytest.mark.parametrize(("n", "sets"), [(1, ()), (2, (TP2, SP, PADDED))], ids=["one", "tp-sp-padded"])
 def test_chunks_of_the_loss_do_not_show(ranks, alone, n: int, sets: tuple[str, ...]) -> None:
-    more = "optimizer.z_loss=0.02"
-    compare(alone(True, more), ranks.run(train_in_chunks, (*sets, more), True, 4, ranks=n))
+    more, five_at_a_time = "optimizer.z_loss=0.02", "engine.gpu.loss_chunk_tokens=5"
+    compare(alone(True, more), ranks.run(train, (*sets, more, five_at_a_time), True, 4, ranks=n))
 
 
 def validated_and_saved(sets: tuple[str, ...], folder: str) -> tuple[str, tuple[float, int]]:

@@ -10,6 +10,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -121,6 +122,24 @@ def test_what_needs_no_less_than_something_that_failed_is_not_tried() -> None:
     tried.clear()
     assert find_fastest(grid, lambda one: tried.append(one) or 1.0 * len(tried), max_probes=2) == setting(1, "full")
     assert len(tried) == 2
+
+
+def test_chunks_of_the_loss_are_tried_with_the_best_setting() -> None:
+    """On a line whose fastest micro-batch has 2048 tokens: two sizes besides the recipe's."""
+    grid = SettingGrid(
+        micro_batch_sizes=[1, 2, 4], modes=("none",), compile=(False,), start=setting(1), tokens_per_row=1024
+    )
+    tried: list[TunedSetting] = []
+
+    def measure(one: TunedSetting) -> float:
+        tried.append(one)
+        return {1: 3.0, 2: 2.0, 4: 4.0}[one.micro_batch_size] * (0.9 if one.loss_chunk_tokens == 1024 else 1.0)
+
+    found = find_fastest(grid, measure)
+    assert tried[3:] == [replace(setting(2), loss_chunk_tokens=n) for n in (256, 1024)]
+    assert found == tried[-1]
+    assert TunedSetting.from_overrides(found.to_overrides()) == found
+    assert "engine.gpu.loss_chunk_tokens=1024" in found.to_set_options()
 
 
 @pytest.mark.parametrize(

@@ -142,7 +142,7 @@ def loss_chunk_tokens(vocab_size: int) -> int:
 
 
 def loss_bytes(
-    config: LlamaConfig, n_tokens: int, *, element_bytes: int = 2, chunk_tokens: int | None = None, tp: int = 1
+    config: LlamaConfig, n_tokens: int, *, element_bytes: int = 2, chunk_tokens: int = 0, tp: int = 1
 ) -> Mapping[str, float]:
     """Return the bytes that the chunked loss holds at its peak, in the forward pass, by part.
 
@@ -150,14 +150,14 @@ def loss_bytes(
         config: the model.
         n_tokens: tokens of the micro-batch.
         element_bytes: see `activation_bytes_per_token`.
-        chunk_tokens: tokens of a chunk; `loss_chunk_tokens` when absent.
+        chunk_tokens: tokens of a chunk; 0: `loss_chunk_tokens`.
         tp: tensor parallel degree by which the vocabulary is divided.
 
     Returns:
         "hidden states": the input and its gradient; "gradient of the head": in fp32 or wider, in which it is summed,
         and in the compute dtype; "logits": of one chunk, in both dtypes.
     """
-    chunk_tokens = min(n_tokens, loss_chunk_tokens(config.vocab_size // tp) if chunk_tokens is None else chunk_tokens)
+    chunk_tokens = min(n_tokens, chunk_tokens or loss_chunk_tokens(config.vocab_size // tp))
     wide = max(_FP32_BYTES, element_bytes)
     vocab, both = config.vocab_size / tp, wide + (element_bytes if element_bytes < wide else 0)
     return {

@@ -214,6 +214,7 @@ def linear_loss_parts(
     pad_to_multiple_of: int = 1,
     vocab_start_index: int = 0,
     all_reduce_softmax: AllReduceSoftmax | None = None,
+    chunk_tokens: int = 0,
     compile: bool = False,
 ) -> LossParts:
     """Return the loss of `linear_cross_entropy_sum` with its parts, at the same cost.
@@ -228,14 +229,17 @@ def linear_loss_parts(
         vocab_start_index: token id of the weight's first row, if the head is vocabulary-parallel.
         all_reduce_softmax: reduction over the ranks with the other rows; None if the weight has all. `hidden` and
             `labels` are the same on all ranks, and the gradient of `hidden` is this rank's partial sum.
+        chunk_tokens: tokens whose logits exist at a time; 0: 256 on a CPU, else as many as 2^27 logits are.
         compile: compile what lies between the matrix products (`compiled_loss`).
 
     Raises:
-        ModelError: see there.
+        ModelError: see there, or a negative `chunk_tokens`.
     """
     _check_arguments(
         z_loss=z_loss, pad_to_multiple_of=pad_to_multiple_of, vocab_size=vocab_size, n_columns=weight_VD.shape[0]
     )
+    if chunk_tokens < 0:
+        raise ModelError(f"chunk_tokens = {chunk_tokens}: must be at least 0 (0: chosen by device and vocabulary)")
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
     parts = _LinearCrossEntropy.apply(
         hidden.flatten(0, -2),
@@ -247,6 +251,7 @@ def linear_loss_parts(
         vocab_start_index,
         all_reduce_softmax,
         needs_grad,
+        chunk_tokens or _chunk_tokens(hidden, weight_VD),
         compile,
     )
     return LossParts(*parts)
@@ -265,6 +270,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         vocab_start_index: int,
         all_reduce_softmax: AllReduceSoftmax | None,
         needs_grad: bool,
+        chunk_tokens: int,
         compile: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = _upcast_dtype(hidden_ND.dtype)
@@ -281,7 +287,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Summed over chunks, so in fp32 even when the weight is narrower.
         unwritten = torch.empty_like if hidden_ND.shape[0] else torch.zeros_like  # the first chunk writes all of it
         grad_weight_WD = unwritten(weight_WD, dtype=wide) if needs_grad else None
-        chunk_rows = min(_chunk_tokens(hidden_ND, weight_VD), hidden_ND.shape[0])
+        chunk_rows = min(chunk_tokens, hidden_ND.shape[0])
         # Overwritten by every chunk: fresh memory would cost a CPU more than the arithmetic on it.
         buffer_CW = hidden_ND.new_empty(chunk_rows, width)
         wide_buffer_CW = buffer_CW if buffer_CW.dtype == wide or compile else torch.empty_like(buffer_CW, dtype=wide)
@@ -332,7 +338,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx: Any, upstream: Tensor, *_: Tensor
     ) -> tuple[Tensor | None, ...]:
         grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 8
+        return _scale_grad(grad_hidden_ND, upstream), _scale_grad(grad_weight_VD, upstream), *(None,) * 9
 
 
 def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int | None, n_columns: int) -> None:
@@ -344,8 +350,8 @@ def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int 
         raise ModelError(f"vocab_size = {vocab_size}: must be between 1 and the {n_columns} columns of the logits")
 
 
-def _chunk_tokens(hidden_ND: Tensor, weight_VD: Tensor) -> int:
-    if hidden_ND.device.type == "cpu":
+def _chunk_tokens(hidden: Tensor, weight_VD: Tensor) -> int:
+    if hidden.device.type == "cpu":
         return _CPU_CHUNK_TOKENS
     return max(1024, _DEVICE_CHUNK_NUMEL // weight_VD.shape[0] // 128 * 128)  # whole tiles of a matrix product
 

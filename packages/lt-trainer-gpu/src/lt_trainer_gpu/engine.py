@@ -132,8 +132,9 @@ class GpuEngine:
                 config,
                 layers,
                 attention=attention,
-                pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of),
                 dtype=model_dtype,
+                pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of),
+                loss_chunk_tokens=options.loss_chunk_tokens,
             )
             for layers in stage_layers(config, n_stages)[self._mesh_layout.pp_rank :: self._mesh_layout.pp]
         ]

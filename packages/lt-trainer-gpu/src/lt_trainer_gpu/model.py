@@ -29,6 +29,7 @@ class LossHead(nn.Linear):
     tp_group: TensorParallelGroup | None
     vocab_start_index: int
     pad_vocab_to_multiple_of: int
+    chunk_tokens: int
     compile_loss: bool
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -47,6 +48,7 @@ class LossHead(nn.Linear):
             pad_to_multiple_of=self.pad_vocab_to_multiple_of,
             vocab_start_index=self.vocab_start_index,
             all_reduce_softmax=all_reduce_softmax,
+            chunk_tokens=self.chunk_tokens,
             compile=self.compile_loss,
         )
 
@@ -97,7 +99,13 @@ class LlamaStage(Llama):
 
 
 def build_stage(
-    config: LlamaConfig, layers: range, *, attention: str, pad_vocab_to_multiple_of: int, dtype: torch.dtype
+    config: LlamaConfig,
+    layers: range,
+    *,
+    attention: str,
+    dtype: torch.dtype,
+    pad_vocab_to_multiple_of: int = 1,
+    loss_chunk_tokens: int = 0,
 ) -> LlamaStage:
     """Return a stage with `layers` of the model, on the meta device."""
     with torch.device("meta"):
@@ -109,7 +117,7 @@ def build_stage(
     head.__class__ = LossHead
     assert isinstance(head, LossHead)
     head.tp_group, head.vocab_start_index, head.compile_loss = None, 0, False
-    head.pad_vocab_to_multiple_of = pad_vocab_to_multiple_of
+    head.pad_vocab_to_multiple_of, head.chunk_tokens = pad_vocab_to_multiple_of, loss_chunk_tokens
     blocks = {index: stage.model.layers[index] for index in layers}
     stage.blocks = list(blocks.values())  # pyright: ignore[reportAttributeAccessIssue]
     stage.model.layers = nn.ModuleDict({str(index): block for index, block in blocks.items()})  # pyright: ignore[reportAttributeAccessIssue]

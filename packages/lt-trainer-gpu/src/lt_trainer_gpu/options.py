@@ -57,6 +57,9 @@ class GpuOptions:
         "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",
         former_name="pad_vocab_to",
     )
+    loss_chunk_tokens: int = option(
+        0, "tokens whose logits exist at a time; 0 = 256 on a CPU, elsewhere as many as 2^27 logits (0.5 GiB) are"
+    )
     pipeline_stages_per_rank: int = option(
         1, "pipeline stages of each rank: 1 = 1F1B; more = interleaved 1F1B, less idle time and more messages"
     )
@@ -72,7 +75,7 @@ class GpuOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "engine.gpu")
-        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of", "fp8_skipped_blocks")
+        require_at_least(self, "engine.gpu", 0, "pad_vocab_to_multiple_of", "fp8_skipped_blocks", "loss_chunk_tokens")
         require_at_least(self, "engine.gpu", 1, "pipeline_stages_per_rank")
         if self.fp8 == "off" and self.fp8_skipped_blocks != GpuOptions.fp8_skipped_blocks:
             problem = "has no effect without fp8"

@@ -37,6 +37,7 @@ class PlannedLayout:
         compute_dtype: dtype of forward and backward.
         optimizer: the optimizer and its options; its slots are part of the memory.
         reshard_after_forward: free gathered weights after forward.
+        loss_chunk_tokens: tokens per chunk of logits in the loss; 0 for a GPU's default.
         activation_offload: the activations of all but two blocks are in host memory.
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
@@ -58,6 +59,7 @@ class PlannedLayout:
     compute_dtype: str = "bfloat16"
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     reshard_after_forward: bool = True
+    loss_chunk_tokens: int = 0
     activation_offload: bool = False
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
@@ -172,6 +174,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         compute_dtype="bfloat16" if dtype == "auto" else dtype,
         optimizer=recipe.optimizer,
         reshard_after_forward=options.get("reshard_after_forward", True),
+        loss_chunk_tokens=options.get("loss_chunk_tokens", 0),
         activation_offload=options.get("activation_offload", False),
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
         is_compiled=_is_compiled(options),

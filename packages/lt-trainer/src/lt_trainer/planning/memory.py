@@ -157,7 +157,6 @@ def plan_memory(
     seq_len: int,
     layout: PlannedLayout,
     *,
-    loss_chunk_rows: int | None = None,
     upcast_bytes: int = UPCAST_BYTES,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> PlannedMemory:
@@ -167,12 +166,11 @@ def plan_memory(
         config: model config.
         seq_len: positions per row, of all context parallel ranks.
         layout: parallel layout.
-        loss_chunk_rows: tokens per chunk of logits in the loss; the GPU default if None.
         upcast_bytes: what AdamW upcasts at a time; the default is a GPU's.
         workspace_bytes: workspace of matrix products; the default is a GPU's.
     """
     plans = [
-        _plan_rank(config, seq_len, layout, stages, loss_chunk_rows, upcast_bytes, workspace_bytes)
+        _plan_rank(config, seq_len, layout, stages, upcast_bytes, workspace_bytes)
         for stages in _iter_stages(config, layout)
     ]
     peak_phase, parts = max(plans, key=lambda plan: sum(plan[1].values()))
@@ -206,7 +204,6 @@ def _plan_rank(
     seq_len: int,
     layout: PlannedLayout,
     stages: _Stages,
-    loss_chunk_rows: int | None,
     upcast_bytes: int,
     workspace_bytes: int,
 ) -> tuple[str, dict[str, float]]:
@@ -225,7 +222,7 @@ def _plan_rank(
     if layout.pp > 1:
         permanent["pipeline"] = _in_flight_bytes(config, tokens, block_activations, layout, stages)
     gathered = _gathered(counts, layout, stages)
-    loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=loss_chunk_rows, tp=layout.tp)
+    loss = loss_bytes(config, tokens, element_bytes=size, chunk_tokens=layout.loss_chunk_tokens, tp=layout.tp)
     earlier, shard = _earlier_gradients(counts, layout), counts.all * layout.gradient_bytes / layout.fsdp_size
     head = _head_gradients(counts, layout, stages)
     sending = counts.block * master if layout.fsdp_size > 1 else 0.0  # reduce-scatter input of one block

@@ -15,7 +15,7 @@ from typing import Any
 from lt_trainer.config import Recipe, flatten, to_dict
 from lt_trainer.run_directory import JsonlWriter, read_jsonl
 from lt_trainer.tuning.probe import ProbeResult
-from lt_trainer.tuning.settings import TunedSetting
+from lt_trainer.tuning.settings import TUNED_FIELDS, TunedSetting
 
 
 class ProbeJournal:
@@ -45,7 +45,7 @@ class ProbeJournal:
 def journal_key(recipe: Recipe, measurement: Mapping[str, Any]) -> str:
     """Return the key of a recipe, whatever its tuned fields and its folder are, and of how it is measured."""
     values = flatten(to_dict(recipe))
-    for name in ("run.dir", "batch.micro_batch_size", "engine.gpu.activation_checkpointing", "engine.gpu.compile"):
+    for name in ("run.dir", *TUNED_FIELDS):
         values.pop(name, None)
     text = json.dumps([values, dict(measurement)], sort_keys=True, default=list)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

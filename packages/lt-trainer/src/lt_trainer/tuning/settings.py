@@ -1,7 +1,8 @@
 """Settings that `lt train tune` tries: what changes the speed of a run, and not what it learns.
 
 The global batch, sequence length, dtypes and degrees of parallelism stay the recipe's. Candidates are every micro-batch
-that divides a rank's part of the global batch, the recomputation modes, and compiled or not.
+that divides a rank's part of the global batch, the recomputation modes, compiled or not, and the tokens whose logits
+exist at a time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from lt_trainer.planning import engine_table
 
 CHECKPOINTING_MODES = ("none", "selective", "full")
 """By memory, the most first."""
+LOSS_CHUNK_TOKENS = (256, 1024, 4096, 16384)
+"""Tried beside the recipe's value, as far as a micro-batch has more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +28,7 @@ class TunedSetting:
     micro_batch_size: int
     activation_checkpointing: str
     compile: str | bool
+    loss_chunk_tokens: int = 0
 
     def to_overrides(self) -> dict[str, Any]:
         """Return the recipe fields, by dotted name."""
@@ -32,6 +36,7 @@ class TunedSetting:
             "batch.micro_batch_size": self.micro_batch_size,
             "engine.gpu.activation_checkpointing": self.activation_checkpointing,
             "engine.gpu.compile": self.compile,
+            "engine.gpu.loss_chunk_tokens": self.loss_chunk_tokens,
         }
 
     def to_set_options(self) -> list[str]:
@@ -51,9 +56,13 @@ class TunedSetting:
         rank = CHECKPOINTING_MODES.index
         return (
             self.compile == other.compile
+            and self.loss_chunk_tokens == other.loss_chunk_tokens
             and self.micro_batch_size >= other.micro_batch_size
             and rank(self.activation_checkpointing) <= rank(other.activation_checkpointing)
         )
+
+
+TUNED_FIELDS = tuple(TunedSetting(micro_batch_size=1, activation_checkpointing="none", compile="auto").to_overrides())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +74,8 @@ class SettingGrid:
     modes: Sequence[str]
     compile: Sequence[str | bool]
     start: TunedSetting
+    tokens_per_row: int = 0
+    """Positions of a row on a rank; 0: chunks of the loss are not tried."""
 
     @classmethod
     def from_recipe(cls, recipe: Recipe, *, world_size: int) -> SettingGrid:
@@ -85,7 +96,10 @@ class SettingGrid:
         compiled = options.get("compile", "auto")
         is_eager = compiled == "auto" and options.get("device", "auto") == "cpu"  # there auto does not compile
         start = TunedSetting(
-            micro_batch_size=recipe.batch.micro_batch_size, activation_checkpointing=mode, compile=compiled
+            micro_batch_size=recipe.batch.micro_batch_size,
+            activation_checkpointing=mode,
+            compile=compiled,
+            loss_chunk_tokens=options.get("loss_chunk_tokens", 0),
         )
         others = () if is_eager else (False,) if compiled in ("auto", True) else (True,)
         return cls(
@@ -93,6 +107,7 @@ class SettingGrid:
             modes=CHECKPOINTING_MODES,
             compile=(compiled, *others),
             start=start,
+            tokens_per_row=recipe.data.seq_len // recipe.parallel.cp,
         )
 
     def lines(self) -> Iterator[TunedSetting]:
@@ -102,6 +117,12 @@ class SettingGrid:
                 if mode == self.start.activation_checkpointing and compiled == self.start.compile:
                     continue
                 yield replace(self.start, activation_checkpointing=mode, compile=compiled)
+
+    def loss_chunks(self, setting: TunedSetting) -> Iterator[TunedSetting]:
+        """Yield the setting with each other size of the loss's chunks."""
+        for tokens in LOSS_CHUNK_TOKENS:
+            if tokens < setting.micro_batch_size * self.tokens_per_row and tokens != setting.loss_chunk_tokens:
+                yield replace(setting, loss_chunk_tokens=tokens)
 
     def neighbor(self, setting: TunedSetting, step: int) -> TunedSetting | None:
         """Return the setting with the next larger (`step` 1) or smaller (-1) micro-batch, or None."""

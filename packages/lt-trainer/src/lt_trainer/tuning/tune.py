@@ -136,7 +136,8 @@ def describe(result: ProbeResult) -> str:
 
 def _words(setting: TunedSetting) -> str:
     compiled = {True: "compiled", False: "eager"}.get(setting.compile, f"compile {setting.compile}")  # pyright: ignore[reportArgumentType, reportCallIssue]
-    return f"micro-batch {setting.micro_batch_size}, recompute {setting.activation_checkpointing}, {compiled}"
+    chunk = f", loss by {setting.loss_chunk_tokens} tokens" if setting.loss_chunk_tokens else ""
+    return f"micro-batch {setting.micro_batch_size}, recompute {setting.activation_checkpointing}, {compiled}{chunk}"
 
 
 def _report(
