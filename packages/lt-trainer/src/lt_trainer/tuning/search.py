@@ -92,7 +92,7 @@ class _Search:
         return limit is not None and not was_full and min(line.values()) > HOPELESS * limit
 
     def time(self, setting: TunedSetting) -> float | None:
-        """Return the seconds of a setting, measured at most once; None if it does not work or is not to be tried."""
+        """Return the seconds of a setting, measured at most once; None if it does not work or is not tried."""
         if setting not in self.seconds:
             failed = [other for other, value in self.seconds.items() if value is None]
             if any(setting.needs_no_less_than(other) for other in failed):
