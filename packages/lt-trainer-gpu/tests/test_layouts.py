@@ -451,6 +451,10 @@ COMPILED: dict[str, tuple[int, tuple[str, ...]]] = {
     "cp-full": (2, (CP2, FULL)),
     "fsdp-cp-selective": (4, (CP2, SELECTIVE)),
     "cp-tp-sp": (4, (CP2, TP2, SP)),
+    "pp": (2, (PP2,)),
+    "fsdp-pp-full": (4, (PP2, FULL)),
+    "pp-tp-sp-selective": (4, (PP2, TP2, SP, SELECTIVE)),
+    "pp-cp": (4, (PP2, CP2)),
 }
 
 
