@@ -37,8 +37,8 @@ METHOD_NOTES = {
     "hfu": "mfu ('full') with the FLOPs recomputed by activation checkpointing; null if unknown",
     "peak_flops": "of one device at the compute dtype, from peak_source",
     "first_step_s": "the first step, with loading, compilation and tuning of kernels",
-    "memory.peak_bytes": "on cuda the peak of torch's allocator during the timed steps; on a CPU the peak resident "
-    "memory since the process started",
+    "memory.peak_bytes": "of the fullest rank: on cuda the peak of torch's allocator during the timed steps; on a CPU "
+    "the peak resident memory since the process started",
     "memory.planned_bytes": "peak of lt train plan for cuda, without its reserve; null on a CPU",
     "loss": "of the first and the last step in nats; about ln(vocabulary) with random ids",
 }
@@ -130,7 +130,7 @@ def _run_steps(setup: RunSetup, engine: Engine, batches: Batches, steps: int, wa
         "first_step_s": first_step_s,
         "step_s": seconds / steps,
         "cpu_s_per_step": cpu_seconds / steps,
-        "peak_bytes": engine.peak_memory_bytes(),
+        "peak_bytes": engine.control.all_reduce_max(engine.peak_memory_bytes()),
         "loss": {"first": first.loss, "last": metrics[-1].loss},
         "all_finite": first.is_finite and all(values.is_finite for values in metrics),
     }

@@ -39,7 +39,7 @@ class ProbeResult:
         outcome: "ok", or why there is no time.
         step_s: Seconds of a step; None unless ok.
         tokens_per_s: Tokens of the global batch over `step_s`.
-        peak_bytes: Peak memory of rank 0's device, as `lt train bench` reports it.
+        peak_bytes: Peak memory of the fullest rank's device, as `lt train bench` reports it.
         message: Error of a probe that is not ok.
     """
 

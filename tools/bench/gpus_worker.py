@@ -1,0 +1,86 @@
+"""Rank of gpus.py under torchrun: trains one layout and writes its state, or measures its speed.
+
+    torchrun ... gpus_worker.py FOLDER        # reads spec.json; rank 0 writes result.json
+
+A compared layout runs `steps` steps on rows of several documents with uneven labels, then validates; every rank writes
+its slices of weights and optimizer state, before training, after the first and after the last step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lt_trainer.config import llama_config, load
+from lt_trainer.engine import World
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import StateSlice
+from lt_trainer.training import resolve_bench_recipe, run_benchmark
+from lt_trainer_gpu.spec import SPEC
+
+
+def train_layout(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train this rank's part of a layout; write its slices."""
+    world = World.from_env(os.environ)
+    recipe = load(base=spec["base"], overrides=spec["sets"], base_name="benchmark").recipe
+    SPEC.check(recipe, world)
+    os.environ.update(SPEC.env(recipe))
+    engine = SPEC.open(recipe, llama_config(recipe, spec["vocab_size"]), world)
+    shape = {"rows": spec["rows"], "seq_len": recipe.data.seq_len, "vocab": spec["vocab_size"]}
+    batches = layouts.global_batches(spec["steps"], **shape)
+    (rest,) = layouts.global_batches(1, **shape, seed=9)
+    found = layouts.train_steps(engine, batches, rest, recipe.batch.micro_batch_size, lambda: engine.state().shards)
+    for index, slices in enumerate(found.states):
+        write_slices(folder / f"state{index}-rank{world.rank}", slices)
+    return {
+        "status": "ok",
+        "losses": found.losses,
+        "grad_norms": found.grad_norms,
+        "validation_loss": found.validation[0] / found.validation[1],
+        "validation_tokens": found.validation[1],
+        "resolved": dict(engine.device.resolved),
+    }
+
+
+def measure_speed(spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
+    """Run `lt train bench` of a preset as this rank; return its report on rank 0."""
+    resolved = resolve_bench_recipe(None, spec["preset"], overrides=spec["sets"], hyperparameters=None)
+    report = run_benchmark(resolved, steps=spec["steps"], warmup=spec["warmup"])
+    return None if report is None else {"status": "ok"} | report
+
+
+def write_slices(path: Path, slices: list[StateSlice]) -> None:
+    """Write slices: PATH.json describes them, PATH.npz has their numbers."""
+    fields = ("group", "name", "dtype", "shape", "offset")
+    path.with_suffix(".json").write_text(json.dumps([{name: getattr(one, name) for name in fields} for one in slices]))
+    np.savez(path.with_suffix(".npz"), *[one.values for one in slices])
+
+
+def read_slices(path: Path) -> list[StateSlice]:
+    """Read what `write_slices` has written."""
+    described = json.loads(path.with_suffix(".json").read_text())
+    with np.load(path.with_suffix(".npz")) as arrays:
+        return [
+            StateSlice(one["group"], one["name"], one["dtype"], tuple(one["shape"]), tuple(one["offset"]), values)
+            for one, values in zip(described, (arrays[f"arr_{i}"] for i in range(len(described))), strict=True)
+        ]
+
+
+KINDS = {"layout": train_layout, "speed": measure_speed}
+
+
+def run_rank(folder: Path) -> None:
+    """Run this rank's part of spec.json."""
+    spec = json.loads((folder / "spec.json").read_text())
+    result = KINDS[spec["kind"]](spec, folder)
+    if int(os.environ["RANK"]) == 0:
+        (folder / "result.json").write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_rank(Path(sys.argv[1]))
