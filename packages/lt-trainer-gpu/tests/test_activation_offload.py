@@ -59,6 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, tuple[str, ...]]] = {
     "recompute-all": (1, 2, (FULL,)),
     "recompute-selectively": (1, 2, (SELECTIVE,)),
     "fp8": (1, 2, ("engine.gpu.fp8=rowwise", "model.intermediate_size=48")),
+    "bf16-weights": (1, 2, ("engine.gpu.dtype=bfloat16", "optimizer.weights_dtype=bfloat16")),
     "fsdp": (2, 1, ()),
     "fsdp-recompute-all": (2, 1, (FULL,)),
     "tp-sp": (2, 2, ("parallel.tp=2", "parallel.sequence_parallel=true")),

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from lt_trainer.optimizers import OPTIMIZERS, ParamSlice
 from lt_trainer.optimizers.driver import OptimizerDriver
 from lt_trainer.planning import layout_from_recipe, plan_memory
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import StateSlice, assemble, copy_slices
+from lt_trainer.testing.layouts import StateSlice, TrainResult, assemble, copy_slices
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.optimizer import GpuOptimizer
 from lt_trainer_gpu.spec import SPEC
@@ -44,7 +45,7 @@ def recipe_of(*sets: str):
 def open_engine(*sets: str) -> GpuEngine:
     recipe, world = recipe_of(*sets), World.from_env(os.environ)
     SPEC.check(recipe, world)
-    engine = SPEC.open(recipe, CONFIG, world)
+    engine = SPEC.open(recipe, replace(CONFIG, n_layers=recipe.model.n_layers), world)
     assert isinstance(engine, GpuEngine)
     return engine
 
@@ -108,6 +109,22 @@ def test_a_resumed_run_has_the_same_bits(ranks: Callable[..., list], tmp_path: P
     wanted, found = assemble([rank[2] for rank in one]), assemble([rank[1] for rank in two])
     assert [key for key in wanted if wanted[key].tobytes() != found[key].tobytes()] == []
     assert one[0][3][2:] == two[0][2]
+
+
+def trained_by(sets: tuple[str, ...]) -> TrainResult:
+    engine = open_engine("model.n_layers=4", *sets)
+    batches = layouts.global_batches(4, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    return layouts.train_steps(engine, batches[:3], batches[3], 1, lambda: engine.state().shards)
+
+
+def test_a_pipeline_has_the_bits_of_one_process(ranks: Callable[..., list]) -> None:
+    """Micro-batches are summed in float32, in the same order; the norm's last bit is below what the update reads."""
+    (one,) = ranks.run(trained_by, (), ranks=1)
+    wanted = assemble([one.states[2]])
+    for stages in ((), ("engine.gpu.pipeline_stages_per_rank=2",)):
+        found = ranks.run(trained_by, ("parallel.pp=2", *stages), ranks=2)
+        ours = assemble([rank.states[2] for rank in found])
+        assert [key for key in wanted if wanted[key].tobytes() != ours[key].tobytes()] == []
 
 
 @pytest.mark.parametrize("kind", [GpuOptimizer, OptimizerDriver])

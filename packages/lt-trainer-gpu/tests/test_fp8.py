@@ -159,21 +159,21 @@ def test_inner_blocks_change_their_class_and_nothing_else() -> None:
     ]
 
 
-def train(sets: tuple[str, ...], micro_batch_size: int, dtype: str = "float32") -> TrainResult:
+def train(sets: tuple[str, ...], micro_batch_size: int, dtype: str = "float32", seq_len: int = SEQ_LEN) -> TrainResult:
     """One rank's training, in that rank."""
     base = {
         "model": MODEL,
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "data": {"store": "unused", "seq_len": seq_len},
         "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
         "schedule": {"max_steps": 3, "warmup_steps": 1},
         "engine": {"gpu": {"device": "cpu", "dtype": dtype}},
     }
     recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
     SPEC.check(recipe, world)
-    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, **MODEL)
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=seq_len, **MODEL)
     engine = SPEC.open(recipe, config, world)
     assert isinstance(engine, GpuEngine)
-    batches = layouts.global_batches(4, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+    batches = layouts.global_batches(4, rows=ROWS, seq_len=seq_len, vocab=VOCAB)
     return layouts.train_steps(engine, batches[:3], batches[3], micro_batch_size, lambda: engine.state().shards)
 
 
@@ -217,6 +217,44 @@ def test_layouts_agree_to_the_rounding_of_float8(ranks, name: str, scaling: str)
     assert found[0].losses == pytest.approx(one.losses, rel=2e-3)
     assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=2e-2)
     assert found[0].validation == pytest.approx(one.validation, rel=2e-3)
+
+
+@pytest.mark.guarantee("fp8-layouts")
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_context_parallel_ranks_agree_to_the_rounding_of_float8(ranks, scaling: str) -> None:
+    """Each rank scales its own positions, of which it has as many as a product needs."""
+    fp8, seq_len = f"engine.gpu.fp8={scaling}", 2 * SEQ_LEN
+    (one,) = ranks.run(train, (fp8,), ROWS, "float32", seq_len, ranks=1)
+    found = ranks.run(train, (fp8, "parallel.cp=2"), ROWS, "float32", seq_len, ranks=2)
+    errors = gradient_errors(found, one)
+    assert max(errors) < (1e-5 if scaling == "rowwise" else 0.1)
+    assert found[0].losses == pytest.approx(one.losses, rel=2e-3)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=2e-2)
+    assert found[0].validation == pytest.approx(one.validation, rel=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_weights_in_bfloat16_have_gradients_in_float8(ranks, scaling: str) -> None:
+    """As far off those without float8 as gradients of other weights; the same bits recomputed and in a pipeline."""
+    narrow, fp8 = ("optimizer.weights_dtype=bfloat16",), f"engine.gpu.fp8={scaling}"
+    (plain,) = ranks.run(train, narrow, ROWS, "bfloat16", ranks=1)
+    (one,) = ranks.run(train, (*narrow, fp8), ROWS, "bfloat16", ranks=1)
+    assert {(part.group, part.dtype) for part in one.states[1]} == {
+        ("weights", "BF16"),
+        ("exp_avg", "F32"),
+        ("exp_avg_sq", "F32"),
+    }
+    assert 1e-3 < max(gradient_errors([one], plain)) < 0.2
+    wanted = assemble([one.states[2]])
+    for n, sets in ((1, (FULL,)), (2, ("parallel.pp=2",))):
+        found = assemble(
+            [rank.states[2] for rank in ranks.run(train, (*narrow, fp8, *sets), ROWS, "bfloat16", ranks=n)]
+        )
+        assert [key for key in wanted if wanted[key].tobytes() != found[key].tobytes()] == [], sets
+    sharded = ranks.run(train, (*narrow, fp8), ROWS // 2, "bfloat16", ranks=2)
+    # Each rank rounds the gradients of its rows to bfloat16; tensorwise, a whole operand may get another scale.
+    assert max(gradient_errors(sharded, one)) < (0.01 if scaling == "rowwise" else 0.1)
 
 
 def test_a_run_says_that_it_computes_in_float8(open_on) -> None:

@@ -39,12 +39,15 @@ import torch
 from torch import Tensor, nn
 
 from lt_model.llama import Llama
+from lt_trainer_gpu.checks import parse_torch_version
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST_AMAX = 1e-12
 """Magnitude below which an operand counts as zero; its scale stays finite."""
 EXPONENT_BITS = 0x7F800000
 """Exponent of a float32; the number with these bits alone is the next lower power of two."""
+CPU_TAKES_ROW_SCALES = parse_torch_version(torch.__version__) >= (2, 12)
+"""Whether `torch._scaled_mm` takes scales by row on a CPU; torch 2.11 takes them on GPUs only."""
 BLOCK_NAME = re.compile(r"model\.layers\.(\d+)\.")
 
 Scaling = Literal["tensorwise", "rowwise"]
@@ -84,6 +87,10 @@ def scaled_product(a: Scaled, b: Scaled, out_dtype: torch.dtype, *, fast: bool) 
         out_dtype: dtype of the result.
         fast: let the tensor cores accumulate in less than fp32, as is usual in forward passes.
     """
+    if a.inverse_scale.ndim and a.values.device.type == "cpu" and not CPU_TAKES_ROW_SCALES:
+        one = torch.ones(())
+        product = scaled_product(Scaled(a.values, one), Scaled(b.values, one), torch.float32, fast=fast)
+        return (product * (a.inverse_scale * b.inverse_scale.T)).to(out_dtype)  # powers of two: nothing is rounded
     scale_b = b.inverse_scale if b.inverse_scale.ndim == 0 else b.inverse_scale.T
     return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage] - as in torchao
         a.values,
