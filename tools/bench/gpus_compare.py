@@ -12,17 +12,14 @@ from typing import Any
 
 import numpy as np
 from gpus_layouts import Tolerance
-from gpus_worker import read_slices
+from gpus_worker import AFTER_FIRST, AFTER_LAST, BEFORE, read_slices
 
 from lt_trainer.testing.layouts import NamedTensors, assemble
-
-BEFORE, AFTER_FIRST, AFTER_LAST = range(3)
-"""Moments of the states that ranks write."""
 
 
 def read_state(folder: Path, moment: int, ranks: int) -> NamedTensors:
     """Return the whole tensors of a moment."""
-    return assemble(read_slices(folder / f"state{moment}-rank{rank}") for rank in range(ranks))
+    return assemble(read_slices(folder, moment, rank) for rank in range(ranks))
 
 
 def compare_layout(

@@ -86,12 +86,12 @@ class Tolerance:
 
 
 TOLERANCES = {
-    "float32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-4, weights=1e-2),
+    "float32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-4, weights=1e-3),
     "float64": Tolerance(loss=1e-12, grad_norm=1e-10, gradient=1e-10, weights=1e-9),
-    "bfloat16": Tolerance(loss=3e-3, grad_norm=3e-2, gradient=0.3, weights=0.3),
+    "bfloat16": Tolerance(loss=1e-3, grad_norm=1e-2, gradient=0.1, weights=2e-2),
 }
-"""By dtype of forward and backward; all are eager. AdamW divides small gradients by their own size, so that weights are
-as far apart as rounding makes the signs of the smallest gradients differ."""
+"""By dtype of forward and backward; all are eager. On CPUs errors are at most a third of them: AdamW divides gradients
+by their own size, so that rounding decides the direction of the smallest."""
 
 
 def layout_spec(layout: Layout, dtype: str, device: str, *, quick: bool) -> dict[str, Any]:

@@ -11,17 +11,25 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lt_ckpt import Shard
 from lt_trainer.config import llama_config, load
-from lt_trainer.engine import World
+from lt_trainer.engine import StepMetrics, World
 from lt_trainer.testing import layouts
 from lt_trainer.testing.layouts import StateSlice
 from lt_trainer.training import resolve_bench_recipe, run_benchmark
 from lt_trainer_gpu.spec import SPEC
+
+BEFORE, AFTER_FIRST, AFTER_LAST = range(3)
+"""Moments whose state ranks write: before training, after the first and after the last step."""
+LEARNING_RATE = 1e-4
+"""Small, since AdamW moves a weight by it whatever the gradient's size: rounding must not become a different model."""
 
 
 def train_layout(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -34,16 +42,26 @@ def train_layout(spec: dict[str, Any], folder: Path) -> dict[str, Any]:
     shape = {"rows": spec["rows"], "seq_len": recipe.data.seq_len, "vocab": spec["vocab_size"]}
     batches = layouts.global_batches(spec["steps"], **shape)
     (rest,) = layouts.global_batches(1, **shape, seed=9)
-    found = layouts.train_steps(engine, batches, rest, recipe.batch.micro_batch_size, lambda: engine.state().shards)
-    for index, slices in enumerate(found.states):
-        write_slices(folder / f"state{index}-rank{world.rank}", slices)
+    micro_batch_size = recipe.batch.micro_batch_size
+    metrics: list[StepMetrics] = []
+    write_slices(folder, BEFORE, world.rank, engine.state().shards)
+    for batch in batches:
+        own = layouts.rank_batch(batch, engine, micro_batch_size)
+        metrics += engine.fetch_metrics([engine.step(own, LEARNING_RATE)])
+        if len(metrics) == 1:
+            write_slices(folder, AFTER_FIRST, world.rank, engine.state().shards)
+    write_slices(folder, AFTER_LAST, world.rank, engine.state().shards)
+    own = layouts.rank_batch(rest, engine, micro_batch_size)
+    loss_sum, tokens = engine.validate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
+    resolved = dict(engine.device.resolved)
+    engine.close()
     return {
         "status": "ok",
-        "losses": found.losses,
-        "grad_norms": found.grad_norms,
-        "validation_loss": found.validation[0] / found.validation[1],
-        "validation_tokens": found.validation[1],
-        "resolved": dict(engine.device.resolved),
+        "losses": [one.loss for one in metrics],
+        "grad_norms": [one.grad_norm for one in metrics],
+        "validation_loss": loss_sum / tokens,
+        "validation_tokens": tokens,
+        "resolved": resolved,
     }
 
 
@@ -54,15 +72,17 @@ def measure_speed(spec: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     return None if report is None else {"status": "ok"} | report
 
 
-def write_slices(path: Path, slices: list[StateSlice]) -> None:
-    """Write slices: PATH.json describes them, PATH.npz has their numbers."""
-    fields = ("group", "name", "dtype", "shape", "offset")
+def write_slices(folder: Path, moment: int, rank: int, shards: Iterable[Shard]) -> None:
+    """Write a rank's slices of a moment: one file describes them, one has their numbers."""
+    slices, fields = layouts.copy_slices(shards), ("group", "name", "dtype", "shape", "offset")
+    path = folder / f"state{moment}-rank{rank}"
     path.with_suffix(".json").write_text(json.dumps([{name: getattr(one, name) for name in fields} for one in slices]))
     np.savez(path.with_suffix(".npz"), *[one.values for one in slices])
 
 
-def read_slices(path: Path) -> list[StateSlice]:
+def read_slices(folder: Path, moment: int, rank: int) -> list[StateSlice]:
     """Read what `write_slices` has written."""
+    path = folder / f"state{moment}-rank{rank}"
     described = json.loads(path.with_suffix(".json").read_text())
     with np.load(path.with_suffix(".npz")) as arrays:
         return [
