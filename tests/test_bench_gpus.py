@@ -11,7 +11,11 @@ from typing import Any
 
 import pytest
 
+from lt_trainer.config import load
+from lt_trainer.engine import World
 from lt_trainer.testing import RankPool
+from lt_trainer.training import resolve_bench_recipe
+from lt_trainer_gpu.spec import SPEC
 
 BENCH = Path(__file__).parent.parent / "tools" / "bench"
 
@@ -109,6 +113,22 @@ def test_sizes_that_do_not_fit_by_the_plan_are_not_tried() -> None:
     assert 0 < len(small) <= len(layouts.speed_tries(case, fsdp["fsdp-8"], "cuda", 141 * 2**30)) <= len(case.sizes)
     (last,) = layouts.speed_tries(case, fsdp["fsdp-1"], "cuda", 80 * 2**30)
     assert "engine.gpu.activation_checkpointing=full" in last
+
+
+@pytest.mark.parametrize("devices", [2, 4, 8])
+def test_no_recipe_of_a_stage_is_refused(devices: int) -> None:
+    layouts = importlib.import_module("gpus_layouts")
+
+    def check(recipe: Any, layout: Any) -> None:
+        SPEC.check(recipe, World(size=layout.ranks, local_size=layout.ranks))
+
+    for layout in layouts.LAYOUTS:
+        spec = layouts.layout_spec(layout, "float32", "cuda", quick=False)
+        check(load(base=spec["base"], overrides=spec["sets"]).recipe, layout)
+    for case in layouts.SPEED_CASES.values():
+        for layout in layouts.speed_layouts(devices):
+            for sets in layouts.speed_tries(case, layout, "cuda", None):
+                check(resolve_bench_recipe(None, case.preset, overrides=sets, hyperparameters=None).recipe, layout)
 
 
 def test_a_layout_that_differs_or_crashes_is_a_failure() -> None:

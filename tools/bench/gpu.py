@@ -28,15 +28,13 @@ from typing import Any
 from gpu_cases import METHODS, QUICK_STAGES, STAGES, Case, Try, case_model, compare_with_marks, list_tries
 from gpu_losses import measure_losses
 from gpu_processes import KEPT_CHARACTERS, Budget, exit_on_sigterm, log, run_for_result, run_with_timeout
-from gpu_report import REMAINS_EXIT_CODE, Report, Task, describe_machine, run_tasks, software_versions
+from gpu_report import REMAINS_EXIT_CODE, Report, Task, describe_machine, limit_of_tries, run_tasks, software_versions
 from gpu_worker import OPENING_STAGE, device_info, matmul, train, train_plain
 
 from lt_model import preset
 from lt_model.costs import FLOPS_CONVENTIONS, estimate_memory
 
 TESTS_S, MATMUL_S, FACTS_S = 360.0, 60.0, 60.0
-START_S = 80.0
-"""Seconds of a run that may pass before its first task."""
 MATMUL_PRESETS = ("llama3.2-1b", "llama3-8b")
 MATMUL_TOKENS, HEAD_TOKENS = 32768, 1024
 """Rows of the block products, and of the head's: the loss computes it on about a thousand tokens at a time."""
@@ -135,12 +133,6 @@ def case_spec(case: Case, size: Try, options: dict[str, Any]) -> dict[str, Any]:
     return options | own | asdict(size) | {"sets": [*case.sets, *options["sets"]]}
 
 
-def case_limit_s(case: Case, limit_s: float) -> float:
-    """Return the seconds of a case with all its tries, at most what is left of a run after its start."""
-    tries = len(case.sizes) * max(1, len(case.shares))
-    return min(case.limit_s * tries, limit_s - START_S)
-
-
 def add_mfu(row: dict[str, Any], matmul_peak: dict[str, Any] | None) -> dict[str, Any]:
     """Return an engine's row with MFU in both conventions against the engine's peak and the measured one."""
     if "peaks" not in row:
@@ -218,7 +210,8 @@ def list_tasks(
 
     for stage, cases in (QUICK_STAGES if arguments.quick else STAGES).items():
         for case in cases:
-            limit_s = case_limit_s(case, arguments.limit_s)
+            tries = len(case.sizes) * max(1, len(case.shares))
+            limit_s = limit_of_tries(case.limit_s, tries, arguments.limit_s)
             tasks.append(Task(stage=stage, name=case.name, limit_s=limit_s, run=partial(measure, case)))
     return tasks
 

@@ -23,6 +23,8 @@ FORMAT = 2
 PACKAGES = ("lt-model", "lt-data", "lt-ckpt", "lt-trainer", "lt-trainer-gpu")
 REMAINS_EXIT_CODE = 3
 """Exit code of a run that has left something for the next one."""
+START_S = 80.0
+"""Seconds of a run that may pass before its first task."""
 SAME_MACHINE = ("torch", "cuda", "device", "devices")
 
 
@@ -102,6 +104,11 @@ def run_tasks(report: Report, tasks: Sequence[Task], budget: Budget) -> list[str
         report.add(task, task.run(task.limit_s))
         log(f"{name}: {report.rows[-1]['status']}")
     return remaining
+
+
+def limit_of_tries(one_s: float, tries: int, run_s: float) -> float:
+    """Return the most seconds of a task with several tries: those of all if a whole run has them, at least of one."""
+    return max(one_s, min(one_s * tries, run_s - START_S))
 
 
 def software_versions(commit: str | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from gpu_processes import (
     torchrun_command,
     torchrun_environment,
 )
-from gpu_report import REMAINS_EXIT_CODE, Report, Task, describe_machine, run_tasks, software_versions
+from gpu_report import REMAINS_EXIT_CODE, Report, Task, describe_machine, limit_of_tries, run_tasks, software_versions
 from gpus_compare import compare_layout
 from gpus_layouts import (
     LAYOUTS,
@@ -53,8 +53,6 @@ from gpus_layouts import (
 
 FOLDER = Path(__file__).resolve().parent
 LAYOUT_S, FACTS_S = 120.0, 60.0
-START_S = 80.0
-"""Seconds of a run that may pass before its first task."""
 SPEED_PREFIX = "speed-"
 METHODS = {
     "errors": "largest relative differences from one GPU in the same dtype: loss and grad_norm of every step, and the "
@@ -139,7 +137,7 @@ def list_tasks(arguments: argparse.Namespace, launcher: Launcher, devices: int, 
     for name, case in (QUICK_SPEED_CASES if arguments.quick else SPEED_CASES).items():
         for layout in speed_layouts(devices):
             tries = speed_tries(case, layout, arguments.device, memory_bytes)
-            limit_s = min(case.limit_s * len(tries), arguments.limit_s - START_S)
+            limit_s = limit_of_tries(case.limit_s, len(tries), arguments.limit_s)
             run = partial(launcher.measure, case, layout, tries, steps)
             tasks.append(Task(stage=SPEED_PREFIX + name, name=layout.name, limit_s=limit_s, run=run))
     return tasks
