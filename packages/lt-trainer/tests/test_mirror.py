@@ -362,11 +362,11 @@ def test_a_stop_while_something_is_sent_leaves_in_time(bucket, url, recipe_base,
     def stop(call: int) -> None:
         if call == 9:
             assert bucket.relay.wait_held(SOON_S)
+            timer.start()
             os.kill(os.getpid(), signal.SIGTERM)
 
     fake_engine.on_step = stop
     timer = threading.Timer(3.0, bucket.relay.release)  # a request under way is waited for, but no other is begun
-    timer.start()
     assert start(recipe_base, "fault_tolerance.grace_period_s=1", "fault_tolerance.hang_timeout_s=40") == 75
     timer.join()
     assert events(recipe_base, "mirror_incomplete")[0]["names"] == ["step-00000006", "step-00000009"]
