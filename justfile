@@ -12,6 +12,10 @@ check *PYTEST:
 slow *PYTEST:
     uv run --locked python tools/slow.py {{PYTEST}}
 
+# Tests with torch 2.9, 2.11 and 2.14, in environments under OUT: just older-torch /tmp/torch --torch 2.11
+older-torch OUT *OPTIONS:
+    uv run --locked python tools/older_torch.py {{OUT}} {{OPTIONS}}
+
 # Lint and format what is here, mending what can be mended.
 mend:
     uv run --locked ruff check --fix .

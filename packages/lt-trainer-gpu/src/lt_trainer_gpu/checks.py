@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
 """Attention backends that take the keys of all context-parallel ranks."""
 
-COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
+COMPILE_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests."""
 
-COMPILE_TP_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 15))
+COMPILE_TP_TORCH_VERSIONS: tuple[tuple[int, int], ...] = ((2, 11), (2, 14), (2, 15))
 """Torch versions (major, minor) whose compiled blocks passed the parity tests under tensor parallelism."""
 
 
