@@ -87,6 +87,7 @@ def test_baselines_are_counted_on_exactly_the_rows_that_were_trained_on(finished
     assert summary["comparison"]["seen_tokens"] == trained
 
 
+@pytest.mark.slow
 def test_the_commands_by_hand_give_the_same_run(finished_quickstart: tuple[Path, str], lt, tmp_path: Path) -> None:
     folder, text = finished_quickstart
     commands = [line.strip() for line in text.splitlines() if line.startswith("  lt ")]

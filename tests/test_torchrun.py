@@ -56,7 +56,7 @@ def rank_pids(cwd: Path) -> dict[int, int]:
 
 
 @pytest.mark.guarantee("torchrun-signals")
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGUSR1, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Path, tmp_path: Path, number) -> None:
     with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
         wait_until_training(process, tmp_path)

@@ -143,6 +143,7 @@ def test_the_first_steps_in_float64(store, no_float32, tmp_path) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_300_steps_stay_within_the_noise(store, tmp_path) -> None:
     expected = reference_losses(store, STEPS, dtype=torch.float32)
