@@ -19,7 +19,7 @@ from lt_trainer.testing import layouts
 from lt_trainer.testing.layouts import TrainResult
 from lt_trainer_gpu import activation_offload
 from lt_trainer_gpu.activation_offload import ActivationOffload, SavedBlock, apply_activation_offload
-from lt_trainer_gpu.checks import check_activation_offload
+from lt_trainer_gpu.checks import check_offload
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.spec import SPEC
@@ -192,7 +192,7 @@ def test_what_cannot_be_offloaded_is_refused(recipe) -> None:
         RecipeError, match=r"activation_offload = True, model.n_layers = 1, .*: activations of a stage's"
     ):
         SPEC.check(recipe(OFFLOAD, "model.n_layers=1"), World())
-    check_activation_offload(GpuOptions(activation_offload=True), "cuda")
-    check_activation_offload(GpuOptions(), "mps")
+    check_offload(GpuOptions(activation_offload=True), "cuda")
+    check_offload(GpuOptions(), "mps")
     with pytest.raises(RecipeError, match="from cuda only, not from mps"):
-        check_activation_offload(GpuOptions(activation_offload=True), "mps")
+        check_offload(GpuOptions(activation_offload=True), "mps")

@@ -210,18 +210,19 @@ def check_fp8_device(fp8: str, device_type: str, capability: tuple[int, int], *,
     raise RecipeError(problem, values={"engine.gpu.fp8": fp8}, remedy="set engine.gpu.fp8 to off")
 
 
-def check_activation_offload(options: GpuOptions, device_type: str) -> None:
-    """Reject activation offload on a device other than CUDA; a CPU runs it for tests.
+def check_offload(options: GpuOptions, device_type: str) -> None:
+    """Reject offload of activations or optimizer state on a device other than CUDA; a CPU runs it for tests.
 
     Raises:
         RecipeError: naming field, value and remedy.
     """
-    if options.activation_offload and device_type not in ("cuda", "cpu"):
-        raise RecipeError(
-            f"activations are offloaded from cuda only, not from {device_type}",
-            values={"engine.gpu.activation_offload": True},
-            remedy="leave engine.gpu.activation_offload out",
-        )
+    for name, what in (("activation_offload", "activations are"), ("optimizer_offload", "optimizer state is")):
+        if getattr(options, name) and device_type not in ("cuda", "cpu"):
+            raise RecipeError(
+                f"{what} offloaded from cuda only, not from {device_type}",
+                values={f"engine.gpu.{name}": True},
+                remedy=f"leave engine.gpu.{name} out",
+            )
 
 
 def check_vocab_size(config: LlamaConfig, tp: int) -> None:

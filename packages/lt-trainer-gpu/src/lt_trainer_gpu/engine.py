@@ -44,7 +44,7 @@ from lt_trainer.torch import (
     weight_decay_names,
 )
 from lt_trainer_gpu import flight_recorder
-from lt_trainer_gpu.checks import check_activation_offload, check_bf16_weights, check_fp8_device
+from lt_trainer_gpu.checks import check_bf16_weights, check_fp8_device, check_offload
 from lt_trainer_gpu.compilation import (
     CompileConditions,
     find_missing_compiler,
@@ -107,7 +107,7 @@ class GpuEngine:
             compute_capability(self._torch_device),
             is_rocm=torch.version.hip is not None,
         )
-        check_activation_offload(options, self._torch_device.type)
+        check_offload(options, self._torch_device.type)
         rounds_stochastically = recipe.optimizer.weights_dtype == "bfloat16"
         if rounds_stochastically:
             check_bf16_weights(str(self._dtype).removeprefix("torch."))
@@ -190,6 +190,7 @@ class GpuEngine:
                 self._mesh_layout,
                 recipe.fault_tolerance.collective_timeout_s,
             ),
+            offload=options.optimizer_offload,
         )
         self._state_groups()  # raises if the optimizer's slots cannot be sharded by this layout
         name = device_name(self._torch_device)
@@ -400,6 +401,8 @@ class GpuEngine:
         }
 
     def _state_groups(self) -> dict[str, dict[str, LocalShard]]:
+        """Return this rank's slices of weights and slots; slots in host memory are those of the last step."""
+        self._optimizer.wait_for_slots()
         weights, slots = self._local_shards(), self._optimizer.slots
         return {
             "weights": weights,

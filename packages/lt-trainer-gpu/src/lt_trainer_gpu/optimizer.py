@@ -9,22 +9,29 @@ parameters are split along their rows), and moments are rounded to nearest when 
 The host never reads whether a step takes effect: the kernel takes that as `found_inf`, and the clipping factor as
 `grad_scale`, by which it divides. Its `grad_scale` is float32, so float64 gradients are scaled in a pass of their own.
 
+With `engine.gpu.optimizer_offload` the slots are in host memory and come to the device in chunks
+(optimizer_offload.py).
+
 Cost: one pass over weights, gradients and moments; temporaries of at most `temporary_bytes`.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lt_trainer.optimizers import ADAMW
+from lt_trainer.config import OptimizerOptions
+from lt_trainer.optimizers import ADAMW, OptimizerSpec, ParamSlice
 from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
+from lt_trainer.optimizers.matrices import MatrixExchange
+from lt_trainer_gpu import optimizer_offload
+from lt_trainer_gpu.optimizer_offload import ChunkPipeline, zeros_on_host
 
 _torch: Any = torch  # its functions on lists of tensors have no types
 DEVICE_TEMPORARY_BYTES = 256 * 2**20
@@ -67,6 +74,10 @@ class ParamUpdate:
         tensors = (self.weight, self.gradient, self.first, self.second)
         return sum(one.dtype != self.dtype for one in tensors) * self.dtype.itemsize
 
+    def slot_bytes(self) -> int:
+        """Return the bytes per element of the moments."""
+        return self.first.itemsize + self.second.itemsize
+
     def rows(self, start: int, end: int) -> ParamUpdate:
         """Return the update of these rows."""
         return replace(
@@ -80,7 +91,53 @@ class ParamUpdate:
 
 
 class GpuOptimizer(OptimizerDriver):
-    """Optimizer state and step of this rank's weight slices."""
+    """Optimizer state and step of this rank's weight slices.
+
+    Args:
+        spec: as in `OptimizerDriver`, like those that follow.
+        options: the recipe's `[optimizer]`.
+        params: places of the tensors in the model.
+        weights: the tensors.
+        seed: seed of stochastic rounding.
+        exchange: how slices become whole matrices.
+        offload: keep the slots in host memory.
+    """
+
+    def __init__(
+        self,
+        spec: OptimizerSpec,
+        options: OptimizerOptions,
+        params: Mapping[str, ParamSlice],
+        weights: Mapping[str, Tensor],
+        *,
+        seed: int = 0,
+        exchange: MatrixExchange | None = None,
+        offload: bool = False,
+    ) -> None:
+        self._device = next(iter(weights.values())).device
+        self._chunk_pipeline = ChunkPipeline(self._device) if offload else None
+        super().__init__(spec, options, params, weights, seed=seed, exchange=exchange)
+
+    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a slot of a weight: on its device, or in host memory with offload."""
+        if self._chunk_pipeline is None:
+            return super().allocate_slot(weight, shape, dtype)
+        return zeros_on_host(shape, dtype, self._device)
+
+    def slots_of(self, name: str) -> dict[str, Tensor]:
+        """Return the slots of a parameter on the device: copies with offload."""
+        slots = super().slots_of(name)
+        if self._chunk_pipeline is None:
+            return slots
+        return {
+            slot: torch.empty_like(one, device=self._device).copy_(one, non_blocking=True)
+            for slot, one in slots.items()
+        }
+
+    def wait_for_slots(self) -> None:
+        """Wait until the slots in host memory are those of the last step; at once without offload."""
+        if self._chunk_pipeline is not None and self._device.type != "cpu":
+            torch.accelerator.current_stream(self._device).synchronize()
 
     def step_by_spec(
         self,
@@ -110,10 +167,31 @@ class GpuOptimizer(OptimizerDriver):
                     second=second,
                 )
                 groups[self.params[name].decay, self.params[name].lr_scale].append(update)
-        for (decay, lr_scale), updates in groups.items():
+
+        def step_group(key: tuple[bool, float], updates: list[ParamUpdate]) -> None:
+            decay, lr_scale = key
             weight_decay = self.options.weight_decay if decay else 0.0
-            for bucket in split_buckets(updates, temporary_bytes(self.device_type)):
+            for bucket in split_buckets(updates, temporary_bytes(self.device_type), ParamUpdate.upcast_bytes):
                 self._step_fused(bucket, lr * lr_scale, weight_decay, finite, scale)
+
+        if self._chunk_pipeline is None:
+            for key, updates in groups.items():
+                step_group(key, updates)
+            return
+        chunks = [
+            (key, chunk)
+            for key, updates in groups.items()
+            for chunk in split_buckets(updates, optimizer_offload.CHUNK_BYTES, ParamUpdate.slot_bytes)
+        ]
+
+        def step_chunk(index: int, moments: list[Tensor]) -> None:
+            key, chunk = chunks[index]
+            on_device = zip(chunk, moments[::2], moments[1::2], strict=True)
+            step_group(key, [replace(row, first=first, second=second) for row, first, second in on_device])
+
+        self._chunk_pipeline.update(
+            [[m for row in chunk for m in (row.first, row.second)] for _, chunk in chunks], step_chunk
+        )
 
     def _step_fused(
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None
@@ -152,24 +230,32 @@ class GpuOptimizer(OptimizerDriver):
                 row.second.copy_(v)
 
 
-def split_buckets(rows: Iterable[ParamUpdate], max_bytes: int) -> Iterator[list[ParamUpdate]]:
-    """Yield the updates in buckets with temporaries of at most `max_bytes`, but at least one row.
+def split_buckets(
+    rows: Iterable[ParamUpdate], max_bytes: int, element_bytes: Callable[[ParamUpdate], int]
+) -> Iterator[list[ParamUpdate]]:
+    """Yield the updates in buckets of at most `max_bytes`, but at least one row; without bytes in one bucket.
 
-    What needs no temporaries is one bucket.
+    Vectors are not split: the CPU's kernel rounds what does not fill its registers differently.
+
+    Args:
+        rows: the updates.
+        max_bytes: most bytes of a bucket.
+        element_bytes: bytes that an element of an update has, such as those of its temporaries.
     """
     bucket: list[ParamUpdate] = []
     room = max_bytes
     for update in rows:
         n_rows = update.weight.shape[0]
-        row_bytes = update.upcast_bytes() * update.weight.numel() // max(1, n_rows)
+        row_bytes = element_bytes(update) * update.weight.numel() // max(1, n_rows)
         start = 0
         while start < n_rows:
             n_taken = min(n_rows - start, room // row_bytes) if row_bytes else n_rows
-            if not n_taken and bucket:
+            fewest = n_rows if update.weight.ndim == 1 else 1
+            if n_taken < fewest and bucket:
                 yield bucket
                 bucket, room = [], max_bytes
                 continue
-            n_taken = max(1, n_taken)
+            n_taken = max(fewest, n_taken)
             bucket.append(update.rows(start, start + n_taken))
             start += n_taken
             room -= n_taken * row_bytes

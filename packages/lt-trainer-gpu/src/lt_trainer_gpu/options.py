@@ -52,6 +52,11 @@ class GpuOptions:
         "keep what a block saves for the backward pass in host memory in between, copied while others compute: the "
         "device holds two blocks' activations; cuda",
     )
+    optimizer_offload: bool = option(
+        False,
+        "keep the optimizer's moments in host memory, copied to the device and back in chunks during the update; same "
+        "bits, slower steps; cuda",
+    )
     pad_vocab_to_multiple_of: int = option(
         0,
         "pad the head's matrix products to a multiple of this many rows; same results; 0 = off",

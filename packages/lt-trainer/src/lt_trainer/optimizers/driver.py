@@ -69,13 +69,16 @@ class OptimizerDriver:
         self.slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in spec.slot_names}
         for name, weight in weights.items():
             for slot in self.specs[name].slots:
-                self.slots[slot.name][name] = weight.new_zeros(
-                    slot.shape(tuple(weight.shape)), dtype=self.slot_dtype(slot, weight.dtype)
-                )
+                shape, dtype = slot.shape(tuple(weight.shape)), self.slot_dtype(slot, weight.dtype)
+                self.slots[slot.name][name] = self.allocate_slot(weight, shape, dtype)
         self._exchange = exchange or WholeMatrices()
         device = next(iter(weights.values())).device
         self.device_type = device.type
         self.step_count = torch.zeros((), dtype=torch.int32, device=device)
+
+    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a slot of a weight; a subclass may keep them elsewhere than on the weight's device."""
+        return weight.new_zeros(shape, dtype=dtype)
 
     def slot_dtype(self, slot: StateSlot, weight_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of a slot of weights in `weight_dtype`."""
@@ -143,16 +146,17 @@ class OptimizerDriver:
             gradient = gradients[name].to(self.update_dtype(weights[name].dtype))
             return gradient if scale is None else gradient * scale.to(gradient.dtype)
 
-        def update(name: str, gradient: Tensor) -> dict[str, Tensor]:
+        def update(name: str, gradient: Tensor, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
             param, weight = self.params[name], weights[name].to(self.update_dtype(weights[name].dtype))
             update_fn = update_of(self.specs[name], param.lr_scale)
-            new_weight, new_slots = update_fn(param, weight, gradient, self._slots_of(name))
+            new_weight, new_slots = update_fn(param, weight, gradient, slots)
             self.store_weight(name, weights[name], torch.where(finite, new_weight, weight))
             return new_slots
 
         for name in weights:
             if self.specs[name].transform is None:
-                self._store_slots(name, update(name, clipped(name)), finite)
+                slots = self.slots_of(name)
+                self._store_slots(name, slots, update(name, clipped(name), slots), finite)
         matrices = [name for name in weights if self.specs[name].transform is not None]
         if not matrices:
             return
@@ -162,19 +166,24 @@ class OptimizerDriver:
         dtype = transform.dtype(self.options)
 
         def direction(name: str) -> Tensor:
-            value, new_slots = make_direction(clipped(name), self._slots_of(name))
-            self._store_slots(name, new_slots, finite)
+            slots = self.slots_of(name)
+            value, new_slots = make_direction(clipped(name), slots)
+            self._store_slots(name, slots, new_slots, finite)
             return value.to(getattr(torch, dtype)) if dtype else value
 
         for name, value in self._exchange.transform(matrices, direction, transform.make_transform(self.options)):
-            update(name, value)
+            update(name, value, self.slots_of(name))
 
-    def _slots_of(self, name: str) -> dict[str, Tensor]:
+    def slots_of(self, name: str) -> dict[str, Tensor]:
+        """Return the slots of a parameter, on its device; they are only read."""
         return {slot.name: self.slots[slot.name][name] for slot in self.specs[name].slots}
 
-    def _store_slots(self, name: str, new_slots: Mapping[str, Tensor], finite: Tensor) -> None:
-        for slot, old in self._slots_of(name).items():
-            old.copy_(torch.where(finite, new_slots[slot].to(old.dtype), old))
+    def _store_slots(
+        self, name: str, slots: Mapping[str, Tensor], new_slots: Mapping[str, Tensor], finite: Tensor
+    ) -> None:
+        for slot, old in slots.items():
+            new = torch.where(finite, new_slots[slot].to(old.dtype), old)
+            self.slots[slot][name].copy_(new, non_blocking=True)
 
 
 def optimizer_record(spec: OptimizerSpec) -> OptimizerRecord:

@@ -39,6 +39,7 @@ class PlannedLayout:
         reshard_after_forward: free gathered weights after forward.
         loss_chunk_tokens: tokens per chunk of logits in the loss; 0 for a GPU's default.
         activation_offload: the activations of all but two blocks are in host memory.
+        optimizer_offload: the optimizer state is in host memory.
         reduce_each_micro_batch: reduce gradients after every micro-batch.
         is_compiled: blocks are compiled.
         cp: context parallel degree; weights and optimizer state are sharded over these devices too.
@@ -61,6 +62,7 @@ class PlannedLayout:
     reshard_after_forward: bool = True
     loss_chunk_tokens: int = 0
     activation_offload: bool = False
+    optimizer_offload: bool = False
     reduce_each_micro_batch: bool = False
     is_compiled: bool = False
     cp: int = 1
@@ -176,6 +178,7 @@ def layout_from_recipe(recipe: Recipe, *, devices: int, nodes: int) -> PlannedLa
         reshard_after_forward=options.get("reshard_after_forward", True),
         loss_chunk_tokens=options.get("loss_chunk_tokens", 0),
         activation_offload=options.get("activation_offload", False),
+        optimizer_offload=options.get("optimizer_offload", False),
         reduce_each_micro_batch=options.get("reduce_each_micro_batch", False),
         is_compiled=_is_compiled(options),
         cp=parallel.cp,

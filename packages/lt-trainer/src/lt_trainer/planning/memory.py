@@ -67,6 +67,8 @@ WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS's workspace on Hopper and newer, which torch's allocator holds; 8 MiB on older GPUs."""
 UPCAST_BYTES = 256 * 2**20
 """Temporaries of AdamW at most, if gradients or moments are narrower than the weights."""
+OFFLOAD_BUFFER_BYTES = 2 * 128 * 2**20
+"""Optimizer state on the device at most, if it is offloaded: AdamW's comes in chunks, two at a time."""
 UPDATE_TEMPORARIES = 4
 """Temporaries of one parameter, in the master dtype, beside the new slots, of an update without a fused kernel."""
 
@@ -90,6 +92,7 @@ class PlannedMemory:
         peak: sum of the parts; comparable with `torch.cuda.max_memory_allocated`.
         reserve: bytes beyond the peak.
         state_bytes: bytes of weights and optimizer state of one replica, i.e. of a checkpoint.
+        host_bytes: bytes of host memory per device for offloaded optimizer state.
     """
 
     parts: Mapping[str, float]
@@ -97,6 +100,7 @@ class PlannedMemory:
     peak: float
     reserve: float
     state_bytes: float
+    host_bytes: float
 
     @property
     def needed(self) -> float:
@@ -182,6 +186,9 @@ def plan_memory(
         reserve=RESERVE_SHARE * peak + RESERVE_BYTES,
         state_bytes=layout.weight_bytes * sum(row.numel for row in param_specs(config))
         + _optimizer_state(param_specs(config), layout, 1),
+        host_bytes=max(_optimizer_state(stages.rows, layout, layout.tp) for stages in _iter_stages(config, layout))
+        / layout.fsdp_size
+        * layout.optimizer_offload,
     )
 
 
@@ -216,7 +223,9 @@ def _plan_rank(
     backward = tokens * _backward_per_token(config, layout)
     permanent = {
         "weights": counts.all * layout.weight_bytes / layout.fsdp_size,
-        "optimizer state": _optimizer_state(stages.rows, layout, layout.tp) / layout.fsdp_size,
+        "optimizer state": 0.0
+        if layout.optimizer_offload
+        else _optimizer_state(stages.rows, layout, layout.tp) / layout.fsdp_size,
         "workspace": float(workspace_bytes),
     }
     if layout.pp > 1:
@@ -393,7 +402,10 @@ def _optimizer_state(rows: Sequence[ParamSpec], layout: PlannedLayout, tp: int) 
 
 
 def _optimizer_temporaries(table: Sequence[ParamSpec], layout: PlannedLayout, upcast_bytes: int) -> float:
-    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix."""
+    """Return bytes of temporaries: AdamW upcasts in buckets, others work by parameter or by matrix.
+
+    Offloaded slots on the device are counted too.
+    """
     shards, master, found = layout.tp * layout.fsdp_size, layout.master_bytes, []
     optimizer = optimizer_spec(layout.optimizer.name)
     for spec in {optimizer.for_params([row]).name: optimizer.for_params([row]) for row in table}.values():
@@ -403,9 +415,14 @@ def _optimizer_temporaries(table: Sequence[ParamSpec], layout: PlannedLayout, up
         if spec is ADAMW:
             narrower = sum(size < master for size in (layout.weight_bytes, layout.gradient_bytes, *slot_bytes))
             numel = sum(_local_size(row, layout.tp) for row in rows) / layout.fsdp_size
-            found.append(min(upcast_bytes, narrower * master * numel))
+            buffers = 0.0
+            if layout.optimizer_offload:
+                buffers = min(OFFLOAD_BUFFER_BYTES, sum(slot_bytes) * numel)
+                numel = min(numel, OFFLOAD_BUFFER_BYTES / 2 / sum(slot_bytes))
+            found.append(buffers + min(upcast_bytes, narrower * master * numel))
             continue
-        found.append((UPDATE_TEMPORARIES + len(spec.slots)) * master * largest / shards)
+        copies = sum(slot_bytes) * layout.optimizer_offload
+        found.append(((UPDATE_TEMPORARIES + len(spec.slots)) * master + copies) * largest / shards)
         if spec.transform is not None:
             element = DTYPE_BYTES.get(spec.transform.dtype(layout.optimizer), master)
             side = min(min(row.shape) for row in rows if row.numel == largest)

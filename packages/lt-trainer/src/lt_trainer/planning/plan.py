@@ -160,6 +160,10 @@ def _notes(recipe: Recipe, config: LlamaConfig, layout: PlannedLayout) -> list[s
         notes.append("MFU is assumed as in bfloat16: fp8 is faster, by how much is to be measured")
     if layout.activation_offload:
         notes.append("activation offload: its copies are assumed to be hidden behind computation")
+    if layout.optimizer_offload:
+        notes.append(
+            "optimizer offload: each step copies the state to the device and back, which is not counted as time"
+        )
     if layout.tp > layout.devices:
         notes.append(f"tensor parallelism over {layout.tp} devices crosses nodes, whose links are much slower")
     if layout.tp <= layout.devices < layout.tp * layout.cp:
@@ -195,6 +199,7 @@ def plan_to_dict(plan: Plan) -> dict[str, Any]:
             "needed": plan.memory.needed,
             "device": plan.device.memory_bytes,
             "checkpoint": plan.memory.state_bytes,
+            "host": plan.memory.host_bytes,
         },
         "fits": plan.fits,
         "time": asdict(plan.time),

@@ -39,6 +39,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     available, needed = plan.device.memory_bytes / GIB, plan.memory.needed / GIB
     verdict = f"fits, {available - needed:.1f} free" if plan.fits else f"DOES NOT FIT: {needed - available:.1f} over"
     yield f"  {'needed':<26} {needed:>8.2f}   of {available:.1f}: {verdict}"
+    if plan.memory.host_bytes:
+        yield f"  {'optimizer state on host':<26} {plan.memory.host_bytes / GIB:>8.2f}"
     yield f"  {'checkpoint on disk':<26} {plan.memory.state_bytes / GIB:>8.2f}"
     yield ""
     yield from _time_lines(plan)
