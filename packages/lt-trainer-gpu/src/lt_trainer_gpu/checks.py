@@ -211,7 +211,9 @@ def check_fp8_device(fp8: str, device_type: str, capability: tuple[int, int], *,
 
 
 def check_offload(options: GpuOptions, device_type: str) -> None:
-    """Reject offload of activations or optimizer state on a device other than CUDA; a CPU runs it for tests.
+    """Reject offload of activations or optimizer state on devices other than CUDA.
+
+    A CPU runs it for tests.
 
     Raises:
         RecipeError: naming field, value and remedy.

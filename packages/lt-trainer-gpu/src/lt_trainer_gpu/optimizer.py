@@ -233,9 +233,10 @@ class GpuOptimizer(OptimizerDriver):
 def split_buckets(
     rows: Iterable[ParamUpdate], max_bytes: int, element_bytes: Callable[[ParamUpdate], int]
 ) -> Iterator[list[ParamUpdate]]:
-    """Yield the updates in buckets of at most `max_bytes`, but at least one row; without bytes in one bucket.
+    """Yield the updates in buckets of at most `max_bytes`, but at least one row.
 
-    Vectors are not split: the CPU's kernel rounds what does not fill its registers differently.
+    What has no such bytes is one bucket. Vectors are not split: what does not fill the registers of a CPU is rounded
+    differently.
 
     Args:
         rows: the updates.

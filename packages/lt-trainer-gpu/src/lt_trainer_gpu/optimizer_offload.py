@@ -1,4 +1,4 @@
-"""Optimizer offload: moments in page-locked host memory, on the device in chunks while they are updated.
+"""Optimizer offload: moments in page-locked host memory, on the device in chunks for their update.
 
 AdamW's moments pass through two buffers on the device. While the kernel updates one chunk, a stream of its own copies
 the next chunk to the device and another one copies the previous chunk back, so both directions of the bus are busy.

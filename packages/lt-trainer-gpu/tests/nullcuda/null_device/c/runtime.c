@@ -15,7 +15,7 @@
 #include <sys/mman.h>
 #include "record.h"
 
-enum { DEVICES = 8 };
+enum { DEVICES = 8, MAX_REGISTERED = 4096 };
 static const size_t DEVICE_BYTES = 80ull << 30, ARENA_BYTES = 4ull << 40, PAGE = 2 << 20;
 
 // ---- log
@@ -62,6 +62,26 @@ static int is_in(const struct arena *arena, const void *p) {
   return arena->start && (char *)p >= arena->start && (char *)p < arena->start + arena->used;
 }
 
+// host memory that is page-locked after its allocation; it is never unlocked here
+static struct { const char *start; size_t n; } registered[MAX_REGISTERED];
+static int n_registered;
+
+cudaError_t cudaHostRegister(void *p, size_t n, unsigned) {
+  pthread_mutex_lock(&mutex);
+  if (n_registered == MAX_REGISTERED) abort();
+  registered[n_registered].start = p;
+  registered[n_registered++].n = n;
+  pthread_mutex_unlock(&mutex);
+  return 0;
+}
+cudaError_t cudaHostUnregister(void *) { return 0; }
+
+static int is_pinned(const void *p) {
+  for (int i = 0; i < n_registered; i++)
+    if ((const char *)p >= registered[i].start && (const char *)p < registered[i].start + registered[i].n) return 1;
+  return is_in(&pinned_memory, p);
+}
+
 void *nullcuda_reserve(size_t n) { return take(&device_memory, n, PROT_NONE); }
 
 cudaError_t cudaMalloc(void **p, size_t n) { record("malloc", "%zu", n); *p = nullcuda_reserve(n); return 0; }
@@ -72,13 +92,13 @@ cudaError_t cudaMemGetInfo(size_t *free, size_t *total) { *free = *total = DEVIC
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *a, const void *p) {
   memset(a, 0, sizeof *a);
   cudaGetDevice(&a->device);
-  a->type = is_in(&device_memory, p) ? cudaMemoryTypeDevice : is_in(&pinned_memory, p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  a->type = is_in(&device_memory, p) ? cudaMemoryTypeDevice : is_pinned(p) ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   a->devicePointer = a->hostPointer = (void *)p;
   return 0;
 }
 
 static void copy(void *to, const void *from, size_t n) {
-  const char *source = is_in(&device_memory, from) ? "device" : is_in(&pinned_memory, from) ? "pinned" : "pageable";
+  const char *source = is_in(&device_memory, from) ? "device" : is_pinned(from) ? "pinned" : "pageable";
   int to_host = !is_in(&device_memory, to);
   record("copy", "%s to %s %zu", source, to_host ? "host" : "device", n);
   if (to_host) memset(to, 0, n);
