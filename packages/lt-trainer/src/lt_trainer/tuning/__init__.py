@@ -6,6 +6,7 @@ from lt_trainer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from lt_trainer.tuning.journal import ProbeJournal as ProbeJournal
+    from lt_trainer.tuning.probe import OUT_OF_MEMORY as OUT_OF_MEMORY
     from lt_trainer.tuning.probe import ProbeCommand as ProbeCommand
     from lt_trainer.tuning.probe import ProbeResult as ProbeResult
     from lt_trainer.tuning.search import find_fastest as find_fastest
@@ -20,7 +21,7 @@ else:
         __name__,
         {
             "journal": "ProbeJournal",
-            "probe": "ProbeCommand ProbeResult",
+            "probe": "OUT_OF_MEMORY ProbeCommand ProbeResult",
             "search": "find_fastest",
             "settings": "CHECKPOINTING_MODES SettingGrid TunedSetting",
             "tune": "TuneOptions probe_arguments tune_recipe",
