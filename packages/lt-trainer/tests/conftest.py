@@ -1,6 +1,7 @@
 """A run in miniature without torch: a little store, and an engine of numpy whose weights depend on every row it saw."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -126,8 +127,14 @@ class FakeSpec:
 
 @pytest.fixture
 def fake_engine(monkeypatch: pytest.MonkeyPatch) -> FakeSpec:
-    """The fake engine, installed beside the real ones as entry points are."""
+    """The fake engine, installed beside the real ones as entry points are.
+
+    Its runs do not wait for the disk, which takes most of their time where other tests write to it; what must be
+    synced is tested with failing disks.
+    """
     from dataclasses import make_dataclass
+
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
 
     spec = FakeSpec(make_dataclass("FakeOptions", [], frozen=True, kw_only=True))
     installed = list(engine_module.entry_points(group=engine_module.ENGINE_ENTRY_POINTS))
