@@ -10,7 +10,6 @@ in a direction after `PATIENCE` settings in a row that are slower than the best 
    does.
 3. Of a line whose first two settings that fit are both more than `HOPELESS` slower than the best of all, no more is
    measured, unless a smaller memory allows it micro-batches that did not fit on the best line.
-
 4. The sizes of the loss's chunks, each once, with the best setting so far: they change the time of the head alone.
 
 What did not fit is known of every setting that needs no less memory, and is not tried. Everything else is measured
