@@ -86,8 +86,25 @@ def make_folder_synced(path: Path) -> None:
         raise
 
 
+def find_link(path: Path, *, but: str | None = None) -> Path | None:
+    """Return a symbolic link: `path`, or one at any depth in that folder, except in its entry `but`."""
+    if path.is_symlink():
+        return path
+    for folder, subfolders, names in os.walk(path):
+        inner = Path(folder)
+        if inner == path:
+            subfolders[:] = [name for name in subfolders if name != but]
+            names = [name for name in names if name != but]
+        if link := next((inner / name for name in (*subfolders, *names) if (inner / name).is_symlink()), None):
+            return link
+    return None
+
+
 def remove_tree(path: Path) -> None:
-    """Remove a folder and its content; symbolic links are removed, not followed."""
+    """Remove a folder and its content; symbolic links, `path` itself included, are removed and not followed."""
+    if path.is_symlink():
+        path.unlink()
+        return
     for folder, subfolders, names in os.walk(path, topdown=False):
         for name in names:
             os.unlink(os.path.join(folder, name))
@@ -131,16 +148,18 @@ def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
     Args:
         target: path of the folder. An empty folder there is replaced.
         overwrite: move a non-empty `target` aside first and remove it once the new one is in place. The caller has
-            checked that it may be removed.
+            checked that it may be removed. Of a symbolic link only the link is replaced.
 
     Yields:
         The folder to write into, `<target>.tmp-<random>`, on the same file system.
 
     Raises:
-        DataError: a file system error, or `target` was created meanwhile.
+        DataError: a file system error, `target` is a symbolic link, or it was created meanwhile.
     """
     target = Path(os.path.abspath(target))
     building = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
+    if target.is_symlink() and not overwrite:
+        raise DataError(f"{target}: a symbolic link; remove it, or give the folder that it names")
     with translate_os_errors("create", building):
         make_folder_synced(target.parent)
         building.mkdir()
@@ -157,7 +176,7 @@ def atomic_folder(target: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def _replace_folder(building: Path, target: Path, *, overwrite: bool) -> None:
     aside = target.with_name(f"{target.name}.old-{secrets.token_hex(4)}")
     with translate_os_errors("move the finished folder to", target):
-        replaced = overwrite and target.exists()
+        replaced = overwrite and os.path.lexists(target)
         if replaced:
             target.rename(aside)
         moved = False
@@ -172,4 +191,4 @@ def _replace_folder(building: Path, target: Path, *, overwrite: bool) -> None:
                 aside.rename(target)
             raise
         if replaced:
-            shutil.rmtree(aside)
+            remove_tree(aside)

@@ -16,7 +16,8 @@ from lt_data.__main__ import main
 from lt_data.packing.packs import verify_packs
 from lt_data.remote.contents import LISTING
 from lt_data.remote.fetching import download
-from lt_data.remote.s3 import RemoteError, S3Options
+from lt_data.remote.parcel import of_bucket
+from lt_data.remote.s3 import RemoteError, S3Folder, S3Options
 from lt_data.remote.sending import upload
 
 PART = 5 * 2**20
@@ -291,6 +292,20 @@ def test_a_listing_cannot_name_a_file_elsewhere(name: str, bucket: Any, tmp_path
     with pytest.raises(DataError, match="is no name of a file in a folder"):
         download(bucket.url, tmp_path / "inner" / "copy")
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_download_writes_through_no_link(files: Path, bucket: Any, tmp_path: Path) -> None:
+    upload(files, bucket.url)
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "copy").symlink_to("victim")
+    with pytest.raises(DataError, match="copy: is there already"):
+        download(bucket.url, tmp_path / "copy")
+    building = tmp_path / f".other.{of_bucket(S3Folder(bucket.url)).identity[:16]}.download"
+    building.mkdir()
+    (building / "files").symlink_to(tmp_path / "victim")
+    with pytest.raises(DataError, match=r"files: a symbolic link; remove it"):
+        download(bucket.url, tmp_path / "other")
+    assert [*(tmp_path / "victim").iterdir()] == []
 
 
 def test_what_is_no_plain_file_is_refused(files: Path, bucket: Any, tmp_path: Path) -> None:

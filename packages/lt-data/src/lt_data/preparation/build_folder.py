@@ -25,6 +25,7 @@ from typing import Any, BinaryIO
 from lt_data.errors import DataError
 from lt_data.preparation.journal import Journal
 from lt_data.storage import (
+    find_link,
     fsync,
     fsync_folder,
     fsync_tree,
@@ -129,7 +130,7 @@ class BuildFolder:
             fsync_folder(self.path)
         self._journal.append({"finished": fingerprint})
         with translate_os_errors("move the finished folder to", self.target):
-            replaced = overwrite and self.target.exists()
+            replaced = overwrite and os.path.lexists(self.target)
             moved = False
             try:
                 if replaced:
@@ -141,7 +142,7 @@ class BuildFolder:
             except OSError:
                 if moved:
                     self.target.rename(self.store_path)
-                if replaced and self._old.exists():
+                if replaced and os.path.lexists(self._old):
                     self._old.rename(self.target)
                 raise
         self.is_published = True
@@ -158,7 +159,7 @@ class BuildFolder:
         finished = records[-1].get("finished") if len(records) > 1 else None
         if finished and _fingerprint(self.target) == finished and not self._has_unpublished_store():
             with translate_os_errors("remove the rest of the finished job in", self.path):
-                if self._old.exists():
+                if os.path.lexists(self._old):
                     remove_tree(self._old)
                 if not no_resume:
                     self.is_published = True
@@ -192,7 +193,7 @@ class BuildFolder:
 
     def _discard(self) -> None:
         """Remove everything but the lock and an empty journal, and restore a store that was moved aside."""
-        if self._old.exists():
+        if os.path.lexists(self._old):
             if self.target.exists():
                 raise DataError(
                     f"{self._old}: holds the former store of {self.target}, which exists again; move one of them away"
@@ -200,17 +201,17 @@ class BuildFolder:
             self._old.rename(self.target)
             fsync_folder(self.target.parent)
         self._journal.clear()
-        if self.store_path.exists():
+        if os.path.lexists(self.store_path):
             remove_tree(self.store_path)
         for side in self.path.glob(f"*{_SIDE}"):
             side.unlink()
 
     def _remove(self) -> None:
         """Remove the build folder, after publishing or when nothing is kept."""
-        if self._old.exists():
+        if os.path.lexists(self._old):
             assert self.is_published
             remove_tree(self._old)
-        if self.store_path.exists():
+        if os.path.lexists(self.store_path):
             remove_tree(self.store_path)
         for side in self.path.glob(f"*{_SIDE}"):
             side.unlink()
@@ -222,7 +223,7 @@ class BuildFolder:
         for file in (*self._side_files.values(), self._journal):
             with suppress(OSError):  # flushing may fail on a full disk; no record needs it
                 file.close()
-        if not keep and not self.is_published and not self._old.exists():
+        if not keep and not self.is_published and not os.path.lexists(self._old):
             with suppress(OSError):  # report the first error; the next run removes the rest
                 self._remove()
         os.close(self._lock)
@@ -277,11 +278,11 @@ def _acquire_lock(target: Path) -> int:
     path = target.with_name(target.name + SUFFIX)
     for _ in range(_LOCK_ATTEMPTS):
         with translate_os_errors("create", path):
-            if path.exists():
+            if os.path.lexists(path):
                 _check_no_foreign_files(path)
             make_folder_synced(path)
             try:
-                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:  # its owner has just removed the folder
                 continue
             except OSError:
@@ -335,6 +336,9 @@ def _is_open_file(path: Path, descriptor: int) -> bool:
 
 
 def _check_no_foreign_files(path: Path) -> None:
+    """Raise if a build folder holds what no job wrote: other files, or links, through which others would change."""
+    if link := find_link(path, but=_REPLACED):  # a link moved to `old` is never followed
+        raise DataError(f"{link}: a symbolic link; remove it, or choose another path")
     known = {_LOCK, _JOURNAL, _STORE, _REPLACED}
     foreign = [path.name] if not path.is_dir() else os.listdir(path)
     if foreign := sorted(name for name in foreign if name not in known and not name.endswith(_SIDE)):

@@ -13,6 +13,7 @@ Several machines can share a job without communication: each prepares one part, 
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -318,7 +319,7 @@ def part_folder(out: str | Path, part_index: int, num_parts: int) -> Path:
 def check_output(out: Path, *, overwrite: bool) -> bool:
     """Return True if `out` is a store to overwrite; raise DataError if anything else is there."""
     with translate_os_errors("read", out):
-        if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        if not os.path.lexists(out) or (out.is_dir() and not out.is_symlink() and not any(out.iterdir())):
             return False
         if not (out / MANIFEST_FILE).is_file():
             raise DataError(f"out = {out}: exists and is not a token store; choose another folder")

@@ -33,7 +33,7 @@ from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import fsync, fsync_folder, make_folder_synced, translate_os_errors, write_file
+from lt_data.storage import find_link, fsync, fsync_folder, make_folder_synced, translate_os_errors, write_file
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.token_store import TokenStore
 
@@ -84,12 +84,14 @@ def download(
         raise DataError(f"{url}: {len(parcel.problems)} files are not as uploaded: {parcel.problems[0]}; upload again")
     target = Path(os.path.abspath(folder))
     n_files, n_bytes = len(parcel.files) + (parcel.manifest is not None), parcel.n_bytes + len(parcel.manifest or b"")
-    if os.path.lexists(target) and not (target.is_dir() and not any(target.iterdir())):
+    if os.path.lexists(target) and (target.is_symlink() or not target.is_dir() or any(target.iterdir())):
         _expect_same(parcel, target, checking)
         return Downloaded(path=target, files=n_files, n_bytes=n_bytes, fetched=0)
     building = target.with_name(f".{target.name}.{parcel.identity[:16]}.download")
     with translate_os_errors("write", building):
         make_folder_synced(target.parent)
+        if link := find_link(building):
+            raise DataError(f"{link}: a symbolic link; remove it, or choose another folder")
         (building / "files").mkdir(parents=True, exist_ok=True)
         (building / "parts").mkdir(exist_ok=True)
     with _locked(building):
