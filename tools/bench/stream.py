@@ -75,9 +75,9 @@ def make_store(folder: Path, lengths: np.ndarray, shard_tokens: int, *, sparse: 
                 file.truncate(index_size(last - first))
             else:
                 file.write(encode_index(lengths[first:last], "uint16"))
-        shards.append(ShardFile(name=name, tokens=tokens, documents=last - first, sha256="", idx_sha256=""))
+        shards.append(ShardFile(name=name, tokens=tokens, documents=last - first, sha256="0" * 64, idx_sha256="0" * 64))
         first, begin = last, int(ends[last - 1])
-    info = TokenizerInfo(sha256="", vocab_size=60_000, files={}, name="bench")
+    info = TokenizerInfo(sha256="0" * 64, vocab_size=60_000, files={}, name="bench")
     n_tokens = int(ends[-1])
     manifest = StoreManifest(
         tokenizer=info,

@@ -87,7 +87,7 @@ def counting_store(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., To
                 )
             )
         manifest = StoreManifest(
-            tokenizer=TokenizerInfo(sha256="", vocab_size=2**31, files={}, name="counting"),
+            tokenizer=TokenizerInfo(sha256="0" * 64, vocab_size=2**31, files={}, name="counting"),
             bos=False,
             eos=False,
             dtype="uint32",

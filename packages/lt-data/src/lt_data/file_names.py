@@ -8,6 +8,16 @@ files therefore hold `to_portable_name`: the bytes decoded as UTF-8, invalid byt
 import os
 
 
+def is_plain_name(name: str) -> bool:
+    """Return True if a name can be that of an entry of a folder, and of nothing outside it."""
+    return (
+        name not in ("", ".", "..")
+        and "/" not in name
+        and "\0" not in name
+        and len(name.encode("utf-8", "replace")) <= 255
+    )
+
+
 def to_portable_name(name: str) -> str:
     """Return the name of a local file as text that is the same under every locale."""
     return os.fsencode(name).decode("utf-8", "surrogateescape")

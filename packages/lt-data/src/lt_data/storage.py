@@ -9,8 +9,10 @@ import errno
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO
 
@@ -86,6 +88,42 @@ def make_folder_synced(path: Path) -> None:
         raise
 
 
+def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
+    """Open a regular file for reading; a pipe or device, for which a reader would wait, is refused.
+
+    Args:
+        path: the file.
+        inside: folder out of which no symbolic link may lead.
+
+    Raises:
+        DataError: not a regular file, or it lies elsewhere.
+        OSError: a file system error.
+    """
+    if inside is not None:
+        check_inside(path, inside)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataError(f"{path}: not a regular file; put the file itself there")
+    return os.fdopen(descriptor, "rb")
+
+
+def read_file(path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:
+    """Return the content of a regular file of at most `max_bytes`; for the rest see `open_regular`."""
+    with open_regular(path, inside=inside) as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise DataError(f"{path}: more than the {max_bytes} bytes that such a file may have; check what it is")
+    return content
+
+
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise DataError if a symbolic link leads `path` out of a folder."""
+    root = os.path.realpath(folder)
+    if os.path.commonpath([os.path.realpath(path), root]) != root:
+        raise DataError(f"{path}: a symbolic link leads out of {folder}; put the file itself there")
+
+
 def find_link(path: Path, *, but: str | None = None) -> Path | None:
     """Return a symbolic link: `path`, or one at any depth in that folder, except in its entry `but`."""
     if path.is_symlink():
@@ -101,7 +139,7 @@ def find_link(path: Path, *, but: str | None = None) -> Path | None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and its content; symbolic links, `path` itself included, are removed and not followed."""
+    """Remove a folder and its content; a symbolic link, also at `path`, is removed and not followed."""
     if path.is_symlink():
         path.unlink()
         return

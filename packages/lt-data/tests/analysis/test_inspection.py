@@ -321,7 +321,7 @@ def test_steps_are_counted_from_1(run: Run) -> None:
 
 def listed(*files: tuple[str, int]) -> SourceFiles:
     return SourceFiles(
-        files=len(files), listed=tuple(SourceFile(path=path, bytes=size, sha256="") for path, size in files)
+        files=len(files), listed=tuple(SourceFile(path=path, bytes=size, sha256="0" * 64) for path, size in files)
     )
 
 

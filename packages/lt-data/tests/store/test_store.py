@@ -102,9 +102,9 @@ def test_tokenizer_that_was_exchanged(store: TokenStore) -> None:
         ({"tokens": 5}, "tokens does not match"),
         ({"shard_tokens": 7}, "checksum does not match the fields"),
         ({"skipped": {"broken JSON line": 1}}, "checksum does not match the fields"),
-        ({"surprise": 1}, "broken manifest"),
-        ({"shards": 3}, "broken manifest"),
-        ({"sources": {"listed": [], "extra": 1}}, "broken manifest"),
+        ({"surprise": 1}, "unknown field surprise; copy the store again"),
+        ({"shards": 3}, "shards is an integer, not a list"),
+        ({"sources": {"listed": [], "extra": 1}}, r"unknown field sources\.extra"),
     ],
 )
 def test_changed_manifest(store: TokenStore, change: dict[str, object], message: str) -> None:

@@ -253,7 +253,7 @@ def test_sources_that_do_not_fit_together(
     other = replace(store.manifest, tokenizer=replace(store.manifest.tokenizer, sha256="f" * 64))
     changed = TokenStore(store.path, other)
     index = build_index(store.lengths, seq_len=SEQ_LEN, mode="bfd", store_fingerprint=other.fingerprint)
-    with pytest.raises(DataError, match=r"sources a and b: different tokenizer \( and f{16}\)"):
+    with pytest.raises(DataError, match=r"sources a and b: different tokenizer \(0{16} and f{16}\)"):
         Mixture({"a": make(3), "b": RowReader(changed, index)}, {"a": 1})
 
 

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.packing.packs import PACK_FILE as PACK
 from lt_data.packing.packs import PackIndex
 from lt_data.progress import Progress, no_progress
-from lt_data.storage import translate_os_errors
+from lt_data.storage import open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.manifest import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
-from lt_data.store.megatron import decode_index
+from lt_data.store.manifest import MAX_MANIFEST_BYTES, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
+from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.token_store import TokenStore
 
 _CHUNK = 2**22  # ids checked at a time
@@ -62,12 +63,12 @@ def list_pack_folders(store: TokenStore) -> list[Path]:
 
 def _check_json(path: Path) -> Iterator[str]:
     """Check a JSON file and its formatting: the same values in other bytes are damage too."""
-    with translate_os_errors("read", path):
-        content = path.read_bytes()
     try:
-        values = json.loads(content)
-    except ValueError as exc:
-        yield f"{path}: not JSON ({exc})"
+        with translate_os_errors("read", path):
+            content = read_file(path, max_bytes=MAX_MANIFEST_BYTES)
+        values = strict_json.loads(content, str(path), "copy it again")
+    except DataError as exc:
+        yield str(exc)
         return
     if (json.dumps(values, indent=2) + "\n").encode() != content:
         yield f"{path}: formatting differs from the written file"
@@ -78,7 +79,7 @@ def _check_tokenizer(store: TokenStore) -> Iterator[str]:
     for name, sha256 in store.manifest.tokenizer.files.items():
         path = store.path / TOKENIZER_FOLDER / name
         try:
-            with translate_os_errors("read", path), path.open("rb") as file:
+            with translate_os_errors("read", path), open_regular(path, inside=store.path) as file:
                 actual = hashlib.file_digest(file, "sha256").hexdigest()
         except DataError as exc:
             valid = False
@@ -100,7 +101,7 @@ def _check_index(store: TokenStore, number: int) -> Iterator[str]:
     try:
         store.download(f"{SHARD_FOLDER}/{shard.name}.idx")
         with translate_os_errors("read", path):
-            content = path.read_bytes()
+            content = read_file(path, max_bytes=index_size(shard.documents), inside=store.path)
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
             yield f"{path}: SHA-256 differs from the manifest"
         lengths, dtype = decode_index(content, str(path))

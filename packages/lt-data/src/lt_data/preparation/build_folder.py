@@ -336,7 +336,7 @@ def _is_open_file(path: Path, descriptor: int) -> bool:
 
 
 def _check_no_foreign_files(path: Path) -> None:
-    """Raise if a build folder holds what no job wrote: other files, or links, through which others would change."""
+    """Raise if a build folder holds other files, or links through which a job would write elsewhere."""
     if link := find_link(path, but=_REPLACED):  # a link moved to `old` is never followed
         raise DataError(f"{link}: a symbolic link; remove it, or choose another path")
     known = {_LOCK, _JOURNAL, _STORE, _REPLACED}

@@ -12,16 +12,16 @@ written and hashed once.
 """
 
 import hashlib
-import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, open_build_folder
 from lt_data.preparation.counts import DocumentCounts
@@ -39,9 +39,11 @@ from lt_data.preparation.store_writer import (
 )
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
-from lt_data.storage import make_folder_synced, translate_os_errors
+from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import (
     DUPLICATE,
+    MANIFEST_FILE,
+    MAX_TOKENIZER_BYTES,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
     DocumentTotals,
@@ -49,15 +51,25 @@ from lt_data.store.manifest import (
     StoreManifest,
     read_manifest,
 )
-from lt_data.store.megatron import decode_index
+from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.shards import ShardWriter
 
 _CHUNK_TOKENS = 1 << 22
+
+_REMEDY = "prepare this part again"
 
 _CHECKED_BYTES = "checked_bytes"
 
 _SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "shard_tokens")
 """Manifest fields that the parts of a job share, besides tokenizer and listing of the sources."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _DocumentSpecials:
+    """Line of a part's list of special strings: their counts in a document."""
+
+    document: int
+    special: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,9 +208,12 @@ def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_part
     ]
     if differences := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
         raise DataError(f"{part.path}: of another job than {first.path}: {'; '.join(differences)}; prepare it again")
+    needed = [SOURCES, *([DOCUMENTS, SPECIAL_STRINGS] if part.manifest.selection.drop_duplicates else [])]
+    if missing := [name for name in needed if name not in entry.files]:
+        raise DataError(f"{part.path / MANIFEST_FILE}: part.files lists no {missing[0]}; {_REMEDY}")
     for name, sha256 in entry.files.items():
         path = part.path / PART_FOLDER / name
-        with translate_os_errors("read", path), path.open("rb") as file:
+        with translate_os_errors("read", path), open_regular(path, inside=part.path) as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
@@ -226,7 +241,7 @@ def _add_part_counts(part: _LoadedPart, seen: DocumentHashSet, counts: DocumentC
         stored &= ~mask
         _recount_as_duplicates(counts, reason, mask & ~is_new, text_bytes, tokens)
     if int(stored.sum()) != manifest.documents or int(tokens[stored].sum()) != manifest.tokens:
-        raise DataError(f"{path}: does not match the manifest; prepare this part again")
+        raise DataError(f"{path}: does not match the manifest; {_REMEDY}")
     repeated = stored & ~is_new
     _recount_as_duplicates(counts, None, repeated, text_bytes, tokens)
     _subtract_special_strings(counts, part.path / PART_FOLDER / SPECIAL_STRINGS, repeated)
@@ -265,10 +280,13 @@ def _recount_as_duplicates(
 def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.ndarray) -> None:
     with translate_os_errors("read", path):
         lines = path.read_bytes().splitlines()
-    for line in lines:
-        values = json.loads(line)
-        if repeated[values["document"]]:
-            counts.special_strings -= Counter(values["special"])
+    for number, line in enumerate(lines, start=1):
+        at = f"{path}:{number}"
+        found = strict_json.parse(_DocumentSpecials, strict_json.loads(line, at, _REMEDY), at, _REMEDY)
+        if not 0 <= found.document < repeated.size:
+            raise DataError(f"{at}: no document {found.document}; {_REMEDY}")
+        if repeated[found.document]:
+            counts.special_strings -= Counter(found.special)
 
 
 def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -278,7 +296,8 @@ def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[
     for shard in part.manifest.shards:
         path = part.path / SHARD_FOLDER / f"{shard.name}.bin"
         with translate_os_errors("read", path):
-            index = path.with_suffix(".idx").read_bytes()
+            check_inside(path, part.path)
+            index = read_file(path.with_suffix(".idx"), max_bytes=index_size(shard.documents), inside=part.path)
             ids = np.asarray(np.memmap(path, dtype, mode="r"))
         lengths = decode_index(index, str(path.with_suffix(".idx")))[0].astype(np.int64)
         if ids.size != shard.tokens or lengths.size != shard.documents or int(lengths.sum()) != shard.tokens:
@@ -307,7 +326,7 @@ def _read_tokenizer_files(part: _LoadedPart) -> dict[str, bytes]:
     for name, sha256 in part.manifest.tokenizer.files.items():
         path = part.path / TOKENIZER_FOLDER / name
         with translate_os_errors("read", path):
-            files[name] = path.read_bytes()
+            files[name] = read_file(path, max_bytes=MAX_TOKENIZER_BYTES, inside=part.path)
         if hashlib.sha256(files[name]).hexdigest() != sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
     return files

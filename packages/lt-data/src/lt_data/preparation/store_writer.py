@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import BuildFolder
 from lt_data.preparation.counts import DocumentCounts
@@ -29,6 +30,7 @@ from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selectio
 from lt_data.store.megatron import index_size
 from lt_data.store.shards import ShardWriter
 
+_PART_REMEDY = "prepare this part again"
 PART_FOLDER = "part"  # files that merge needs, in the store of a part
 TOO_FEW_TOKENS = "too few tokens"
 TOO_MANY_TOKENS = "too many tokens"
@@ -49,7 +51,10 @@ def read_sources(path: Path) -> list[SourceFile]:
     """Read the files listed in a `sources` file."""
     with translate_os_errors("read", path):
         lines = path.read_bytes().splitlines()
-    return [SourceFile(**json.loads(line)) for line in lines]
+    return [
+        strict_json.parse(SourceFile, strict_json.loads(line, at, _PART_REMEDY), at, _PART_REMEDY)
+        for at, line in ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1))
+    ]
 
 
 def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence[ShardFile], dtype: str) -> None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_data.errors import DataError
+from lt_data.file_names import is_plain_name
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import translate_os_errors
 
@@ -207,7 +208,6 @@ def check_name(name: str, source: str) -> str:
     Raises:
         DataError: it is another one, such as `../x` or `/x`.
     """
-    parts = name.split("/")
-    if any(part in ("", ".", "..") for part in parts) or "\x00" in name or len(name.encode(errors="replace")) > 900:
+    if not all(map(is_plain_name, name.split("/"))) or len(name.encode(errors="replace")) > 900:
         raise DataError(f"{source}: {name!r} is no name of a file in a folder")
     return name

@@ -24,7 +24,7 @@ def is_store(content: bytes) -> bool:
     """Whether a `manifest.json` is one of a token store; other folders may have one of their own."""
     try:
         values = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and values.get("format") == FORMAT
 

@@ -3,19 +3,22 @@
 The manifest holds every hash and every choice that determined the tokens, and nothing else (no date, no machine): the
 same text, tokenizer and policy give the same bytes. `fingerprint` identifies the token sequence; packs and stream
 states carry it, so that none is used with other data. `checksum` covers all fields. Reading checks the format, the
-version, both hashes, and that the documents read are those stored plus those left out. Full specification:
-docs/reference/data-formats.md.
+version, every type, both hashes, and that the documents read are those stored plus those left out; file names are those
+of entries of their folder. Full specification: docs/reference/data-formats.md.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.storage import translate_os_errors
+from lt_data.file_names import is_plain_name
+from lt_data.storage import read_file, translate_os_errors
 
 FORMAT = "lt-data-store"
 VERSION = 1
@@ -24,8 +27,27 @@ TOKENIZER_FOLDER = "tokenizer"
 SHARD_FOLDER = "shards"
 PACK_FOLDER = "packs"
 MAX_LISTED_SOURCES = 1000  # with more source files only their digest is recorded
+MAX_MANIFEST_BYTES = 2**31
+MAX_TOKENIZER_BYTES = 2**28
 EMPTY = "empty"
 DUPLICATE = "duplicate"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_REMEDY = "copy the store again or prepare it again"
+
+
+def _check_names(what: str, names: Iterable[str]) -> None:
+    if wrong := [name for name in names if not is_plain_name(name)]:
+        raise DataError(f"{what} {wrong[0]!r} is not the name of a file in its folder")
+
+
+def _check_hashes(what: str, hashes: Iterable[str]) -> None:
+    if wrong := [value for value in hashes if not _SHA256.fullmatch(value)]:
+        raise DataError(f"{what} = {wrong[0][:80]!r} is not a SHA-256 in hexadecimal")
+
+
+def _check_counts(**counts: int) -> None:
+    if wrong := [name for name, value in counts.items() if not 0 <= value < 2**63]:
+        raise DataError(f"{wrong[0]} = {counts[wrong[0]]}: not a count")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +57,10 @@ class SourceFile:
     path: str
     bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        _check_counts(bytes=self.bytes)
+        _check_hashes(f"sha256 of {self.path}", [self.sha256])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +77,10 @@ class SourceFiles:
     skipped_links: int = 0
     listed: tuple[SourceFile, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
+        _check_hashes("sha256 of the sources", [self.sha256])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerInfo:
@@ -60,6 +90,11 @@ class TokenizerInfo:
     vocab_size: int
     files: Mapping[str, str]
     name: str
+
+    def __post_init__(self) -> None:
+        _check_counts(vocab_size=self.vocab_size)
+        _check_names("tokenizer file", self.files)
+        _check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +106,11 @@ class ShardFile:
     documents: int
     sha256: str
     idx_sha256: str
+
+    def __post_init__(self) -> None:
+        _check_names("shard", [self.name])
+        _check_counts(tokens=self.tokens, documents=self.documents)
+        _check_hashes(f"sha256 of shard {self.name}", [self.sha256, self.idx_sha256])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +169,10 @@ class StorePart:
     listing_fingerprint: str
     files: Mapping[str, str] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _check_names("file of the part", self.files)
+        _check_hashes("sha256 of a file of the part", self.files.values())
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoreManifest:
@@ -174,6 +218,13 @@ class StoreManifest:
     sources: SourceFiles = field(default_factory=SourceFiles)
     merged_from: int = 1
     part: StorePart | None = None
+
+    def __post_init__(self) -> None:
+        for totals in (self.read, *self.left_out.values()):
+            _check_counts(**asdict(totals))
+        for counts in (self.skipped, self.special_strings):
+            _check_counts(**counts)
+        _check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
 
     @property
     def tokens(self) -> int:
@@ -241,26 +292,15 @@ class StoreManifest:
                 f"{source}: format version {version!r}; this lt-data reads version {VERSION}: update lt-data"
             )
         checksum = fields.pop("checksum", None)
-        try:
-            stated = {name: fields.pop(name) for name in ("fingerprint", "documents", "tokens")}
-            fields["tokenizer"] = TokenizerInfo(**fields["tokenizer"])
-            fields["shards"] = tuple(ShardFile(**shard) for shard in fields["shards"])
-            listed = tuple(SourceFile(**file) for file in fields["sources"]["listed"])
-            fields["sources"] = SourceFiles(**{**fields["sources"], "listed": listed})
-            fields["read"] = DocumentTotals(**fields["read"])
-            fields["left_out"] = {reason: DocumentTotals(**amount) for reason, amount in fields["left_out"].items()}
-            fields["selection"] = Selection(**fields["selection"])
-            fields["part"] = StorePart(**fields["part"]) if fields["part"] else None
-            manifest = cls(**fields)
-        except (AttributeError, KeyError, TypeError) as exc:
-            raise DataError(f"{source}: broken manifest ({exc}); prepare the store again") from exc
+        stated = {name: fields.pop(name, None) for name in ("fingerprint", "documents", "tokens")}
+        manifest = strict_json.parse(cls, fields, source, _REMEDY)
         actual = {name: getattr(manifest, name) for name in stated}
         wrong = [name for name in stated if stated[name] != actual[name]]
         if wrong or not manifest.is_consistent:
             wrong = wrong or ["read"]
-            raise DataError(f"{source}: {', '.join(wrong)} does not match the other fields; prepare the store again")
+            raise DataError(f"{source}: {', '.join(wrong)} does not match the other fields; {_REMEDY}")
         if checksum != _checksum({name: values[name] for name in values if name != "checksum"}):
-            raise DataError(f"{source}: checksum does not match the fields; copy it again or prepare it again")
+            raise DataError(f"{source}: checksum does not match the fields; {_REMEDY}")
         return manifest
 
 
@@ -277,11 +317,5 @@ def read_manifest(folder: Path) -> StoreManifest:
     """
     path = folder / MANIFEST_FILE
     with translate_os_errors("read the token store's", path):
-        content = path.read_bytes()
-    try:
-        values = json.loads(content)
-    except ValueError as exc:
-        raise DataError(f"{path}: not JSON ({exc}); prepare the store again") from exc
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: not the manifest of a token store")
-    return StoreManifest.from_dict(values, str(path))
+        content = read_file(path, max_bytes=MAX_MANIFEST_BYTES)
+    return StoreManifest.from_dict(strict_json.load_object(content, str(path), _REMEDY), str(path))

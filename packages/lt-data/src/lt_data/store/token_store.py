@@ -12,6 +12,7 @@ Tokens and offsets of single documents are read through the map, so a store of a
 """
 
 import hashlib
+import stat
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -21,9 +22,16 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
-from lt_data.storage import translate_os_errors
+from lt_data.storage import check_inside, open_regular, read_file, translate_os_errors
 from lt_data.store.concat_mmap import concat_mmaps
-from lt_data.store.manifest import SHARD_FOLDER, TOKENIZER_FOLDER, ShardFile, StoreManifest, read_manifest
+from lt_data.store.manifest import (
+    MAX_TOKENIZER_BYTES,
+    SHARD_FOLDER,
+    TOKENIZER_FOLDER,
+    ShardFile,
+    StoreManifest,
+    read_manifest,
+)
 from lt_data.store.megatron import LENGTHS_OFFSET, decode_index, index_size
 from lt_data.tokenizing.tokenizer import Tokenizer
 
@@ -105,6 +113,8 @@ class TokenStore:
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
         store = cls(path, read_manifest(path))
+        with translate_os_errors("read", path):
+            check_inside(path / SHARD_FOLDER, path)
         for shard in store.manifest.shards:
             store._check_size(store._bin_path(shard), shard.tokens * store.dtype.itemsize)
             store._check_size(store._idx_path(shard), index_size(shard.documents))
@@ -154,7 +164,10 @@ class TokenStore:
         Raises:
             DataError: its files are not those of the manifest.
         """
-        files = {name: self._read_file(self.path / TOKENIZER_FOLDER / name) for name in self.manifest.tokenizer.files}
+        files = {
+            name: self._read_file(self.path / TOKENIZER_FOLDER / name, MAX_TOKENIZER_BYTES)
+            for name in self.manifest.tokenizer.files
+        }
         tokenizer = Tokenizer.from_bytes(files, name=self.manifest.tokenizer.name)
         if tokenizer.sha256 != self.manifest.tokenizer.sha256:
             raise DataError(f"{self.path / TOKENIZER_FOLDER}: not the tokenizer of this store; restore its files")
@@ -311,23 +324,28 @@ class TokenStore:
 
     def _shard_lengths(self, shard: ShardFile) -> np.ndarray:
         path = self._idx_path(shard)
-        lengths, dtype = decode_index(self._read_file(path), str(path))
+        lengths, dtype = decode_index(self._read_file(path, index_size(shard.documents)), str(path))
         if lengths.size != shard.documents or dtype != self.manifest.dtype:
             raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
         return lengths
 
-    def _read_file(self, path: Path) -> bytes:
+    def _read_file(self, path: Path, max_bytes: int) -> bytes:
         with translate_os_errors("read", path):
-            return path.read_bytes()
+            return read_file(path, max_bytes=max_bytes, inside=self.path)
 
     def _check_size(self, path: Path, expected: int) -> None:
         with translate_os_errors("open the shard", path):
-            size = path.stat().st_size
-        if size != expected:
+            found = path.lstat()
+            if stat.S_ISLNK(found.st_mode):
+                check_inside(path, self.path)
+                found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DataError(f"{path}: not a regular file; copy it again or prepare it again")
+        if (size := found.st_size) != expected:
             raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare it again")
 
     def _check_hash(self, path: Path, expected: str) -> None:
-        with translate_os_errors("read", path), path.open("rb") as file:
+        with translate_os_errors("read", path), open_regular(path, inside=self.path) as file:
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != expected:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
