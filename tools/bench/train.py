@@ -205,11 +205,8 @@ def read_status_bytes(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def run_child(name: str, seed: int, seq_len: int, noise: float) -> None:
-    """Run one trainer: a step for each number on stdin, a JSON line for each on stdout."""
-    import torch
-
-    torch.set_num_threads(1)
+def make_step(name: str, seed: int, seq_len: int, noise: float = 0.0) -> Any:
+    """Return a trainer's step function: row and learning rate in, loss out."""
     assert not noise or name == "transformers"
     makers = {
         "lt": partial(make_lt_step, compiled=False),
@@ -217,7 +214,15 @@ def run_child(name: str, seed: int, seq_len: int, noise: float) -> None:
         "litgpt": make_litgpt_step,
         "transformers": partial(make_transformers_step, noise=noise),
     }
-    step = makers[name](seed, seq_len)
+    return makers[name](seed, seq_len)
+
+
+def run_child(name: str, seed: int, seq_len: int, noise: float) -> None:
+    """Run one trainer: a step for each number on stdin, a JSON line for each on stdout."""
+    import torch
+
+    torch.set_num_threads(1)
+    step = make_step(name, seed, seq_len, noise)
     print(json.dumps({"ready": name}), flush=True)
     for line in sys.stdin:
         index = int(line)

@@ -89,7 +89,8 @@ def test_the_loss_holds_a_chunk() -> None:
     held = loss_bytes(config, 4096, chunk_tokens=256)
     assert held["logits"] == 256 * 96 * 6
     assert held["gradient of the head"] == 96 * 64 * 6
-    assert loss_bytes(config, 100, chunk_tokens=256)["logits"] == 100 * 96 * 6
+    whole = loss_bytes(config, 100, chunk_tokens=256)
+    assert (whole["logits"], whole["gradient of the head"]) == (100 * 96 * 6, 96 * 64 * 2)
     for vocab in (96, 32000, 128_256):
         weight = torch.empty(vocab, 8, device="meta")
         assert loss_chunk_tokens(vocab) == _chunk_tokens(torch.empty(4, 8, device="meta"), weight)

@@ -4,6 +4,7 @@ torch = pytest.importorskip("torch")
 
 from lt_model import IGNORE_INDEX, cross_entropy_sum  # noqa: E402
 from lt_model import linear_cross_entropy_sum as linear_loss  # noqa: E402
+from lt_model.loss import linear_loss_parts  # noqa: E402
 from lt_model.norm import RMSNorm, rms_norm  # noqa: E402
 from lt_model.swiglu import swiglu  # noqa: E402
 
@@ -94,6 +95,19 @@ def test_the_heads_gradient_is_summed_over_chunks_in_fp32(monkeypatch):
     weight = torch.zeros(8, 2, dtype=torch.bfloat16, requires_grad=True)
     linear_loss(hidden, weight, torch.zeros(512, dtype=torch.long)).backward()
     assert weight.grad.tolist() == [[512 * (1 / 8 - 1)] * 2] + [[512 / 8] * 2] * 7
+
+
+def test_one_chunk_needs_no_wide_sum_and_gives_the_same_bits():
+    """With the second chunk's labels not counted, two chunks sum the same gradient in fp32."""
+    hidden, weight, labels = _inputs(dtype=torch.bfloat16)
+    none = torch.full_like(labels, IGNORE_INDEX)
+    inputs = [(hidden, labels), (torch.cat([hidden, hidden]), torch.cat([labels, none]))]
+    grads = []
+    for hidden_ND, labels_N in inputs:
+        loss = linear_loss_parts(hidden_ND, weight, labels_N, chunk_tokens=labels.numel()).total
+        grads += torch.autograd.grad(loss, weight)
+    assert torch.equal(*grads)
+    assert grads[0].abs().max() > 0
 
 
 @pytest.mark.parametrize("slab", [1, 3, 4, 11])

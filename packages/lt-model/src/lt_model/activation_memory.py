@@ -154,14 +154,15 @@ def loss_bytes(
         tp: tensor parallel degree by which the vocabulary is divided.
 
     Returns:
-        "hidden states": the input and its gradient; "gradient of the head": in fp32 or wider, in which it is summed,
-        and in the compute dtype; "logits": of one chunk, in both dtypes.
+        "hidden states": the input and its gradient; "gradient of the head": in the compute dtype and, if it is summed
+        over several chunks, in fp32 or wider; "logits": of one chunk, in both dtypes.
     """
     chunk_tokens = min(n_tokens, chunk_tokens or loss_chunk_tokens(config.vocab_size // tp))
     wide = max(_FP32_BYTES, element_bytes)
     vocab, both = config.vocab_size / tp, wide + (element_bytes if element_bytes < wide else 0)
+    head = both if chunk_tokens < n_tokens else element_bytes
     return {
         "hidden states": 2 * n_tokens * config.hidden_size * element_bytes,
-        "gradient of the head": vocab * config.hidden_size * both,
+        "gradient of the head": vocab * config.hidden_size * head,
         "logits": chunk_tokens * vocab * both,
     }

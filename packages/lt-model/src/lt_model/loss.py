@@ -284,10 +284,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, width = weight_VD.shape[0], -(-weight_VD.shape[0] // pad_to_multiple_of) * pad_to_multiple_of
         weight_WD = F.pad(weight_VD, (0, 0, 0, width - rows)) if width > rows else weight_VD
         grad_hidden_ND = torch.empty_like(hidden_ND) if needs_grad else None
-        # Summed over chunks, so in fp32 even when the weight is narrower.
-        unwritten = torch.empty_like if hidden_ND.shape[0] else torch.zeros_like  # the first chunk writes all of it
-        grad_weight_WD = unwritten(weight_WD, dtype=wide) if needs_grad else None
         chunk_rows = min(chunk_tokens, hidden_ND.shape[0])
+        # A sum over chunks is fp32 even when the weight is narrower; a single chunk's product is rounded once anyway.
+        sum_dtype = wide if chunk_rows < hidden_ND.shape[0] else weight_VD.dtype
+        unwritten = torch.empty_like if hidden_ND.shape[0] else torch.zeros_like  # the first chunk writes all of it
+        grad_weight_WD = unwritten(weight_WD, dtype=sum_dtype) if needs_grad else None
         # Overwritten by every chunk: fresh memory would cost a CPU more than the arithmetic on it.
         buffer_CW = hidden_ND.new_empty(chunk_rows, width)
         wide_buffer_CW = buffer_CW if buffer_CW.dtype == wide or compile else torch.empty_like(buffer_CW, dtype=wide)
