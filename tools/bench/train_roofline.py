@@ -10,7 +10,7 @@ the kernel of the operating system takes (fresh memory, page by page). A kind's 
 - matrix products and attention: their FLOP, from the shapes (attention: the causal half, its backward pass 2.5 times
   its forward pass), at the speed of a product of 1024^3;
 - the optimizer: 28 bytes a parameter (weight, gradient and two moments read, weight and moments written) at the speed
-  of a copy of 256 MiB;
+  of a pass that changes 256 MiB in place;
 - everything else: nothing, since it could in principle be fused into a product.
 
 So the table says what a trainer could still save, and where: in its own kernels, or in those of torch that all share.
@@ -72,16 +72,15 @@ def attention_flops(seq_len: int) -> float:
 
 
 def measure_bandwidth() -> float:
-    """Return the bytes per second, read and written, of a copy of 256 MiB: the best of five."""
+    """Return the bytes per second, read and written, of a pass over 256 MiB in place: the best of five."""
     import torch
 
-    source, target = torch.ones(1 << 26), torch.ones(1 << 26)
-    seconds = []
+    numbers, seconds = torch.ones(1 << 26), []
     for _ in range(5):
         start = time.perf_counter()
-        target.copy_(source)
+        numbers.add_(1)
         seconds.append(time.perf_counter() - start)
-    return 2.0 * source.nbytes / min(seconds)
+    return 2.0 * numbers.nbytes / min(seconds)
 
 
 def run_child(name: str, seq_len: int, steps: int) -> None:
@@ -185,7 +184,7 @@ def render_page(found: dict[str, Any]) -> str:
         "Measured by `uv run python tools/bench/train_roofline.py --write`; raw numbers:",
         "[training-roofline.json](training-roofline.json). Shape, rows and trainers of [training.md](training.md), one",
         "thread. Time of each kind of kernel by torch's profiler; floors: products and causal attention at the speed",
-        "of a product of 1024^3, the optimizer at 28 bytes a parameter and the speed of a copy.",
+        "of a product of 1024^3, the optimizer at 28 bytes a parameter and the speed of a pass in place.",
         "",
         ", ".join(f"{name} {value}" for name, value in found["machine"].items()) + ".",
         "",
