@@ -17,7 +17,7 @@ COPY packages packages
 RUN python -m pip install --no-cache-dir \
         "./packages/lt-model[cli,torch]" \
         "./packages/lt-data[cli,s3,zstd]" \
-        "./packages/lt-ckpt[cli,s3]" \
+        "./packages/lt-ckpt[cli,hub,s3]" \
         "./packages/lt-trainer[cli,s3,torch]" \
         ./packages/lt-trainer-gpu \
         ./packages/lt-launch \

@@ -32,7 +32,7 @@ RUN : "${NEURON_PIP:?give the address of the AWS Neuron pip repository}" \
         --constraint "constraints/neuron-${NEURON_SDK}.txt" \
         "./packages/lt-model[cli,torch]" \
         "./packages/lt-data[cli,s3,zstd]" \
-        "./packages/lt-ckpt[cli,s3]" \
+        "./packages/lt-ckpt[cli,hub,s3]" \
         "./packages/lt-trainer[cli,s3,torch]" \
         "./packages/lt-trainer-neuron[neuron]" \
         ./packages/lt-launch

@@ -1,5 +1,6 @@
 """A run that starts from a model: the architecture it takes over, the slices it reads, and every refusal."""
 
+import hashlib
 import http.server
 import json
 import shutil
@@ -226,6 +227,11 @@ def test_ids_must_mean_the_same(own_tokenizer, tmp_path) -> None:
     opened(anyway, CONFIG, own_tokenizer).close()
 
 
+def blob(data: bytes) -> str:
+    """Return git's hash of a file."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
 @pytest.fixture
 def hub(model, tmp_path, monkeypatch):
     """A hub of one model whose branch moves at every look: (its log, its commits)."""
@@ -242,7 +248,10 @@ def hub(model, tmp_path, monkeypatch):
             if parts[1] == "api":
                 asked = parts[-1]
                 commit = commits.pop(0) if asked == "main" else asked
-                siblings = [{"rfilename": p.name, "size": p.stat().st_size} for p in model.iterdir()]
+                siblings = [
+                    {"rfilename": p.name, "size": p.stat().st_size, "blobId": blob(p.read_bytes())}
+                    for p in model.iterdir()
+                ]
                 body = json.dumps({"id": "org/name", "sha": commit, "siblings": siblings}).encode()
             else:
                 body = (model / parts[-1]).read_bytes()

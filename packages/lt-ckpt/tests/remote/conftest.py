@@ -48,7 +48,6 @@ class FakeHub:
     commit: str = COMMIT
     files: dict[str, bytes] = field(default_factory=dict)
     large: set[str] = field(default_factory=set)
-    linked: bool = True
     etags: dict[str, str] = field(default_factory=dict)
     gated_for: set[str] | None = None
     tokens: set[str] = field(default_factory=set)
@@ -64,6 +63,7 @@ class FakeHub:
     log: list[Request] = field(default_factory=list)
     port: int = 0
     cdn_port: int = 0
+    renew_session: Callable[[], None] = lambda: None
 
     @property
     def endpoint(self) -> str:
@@ -156,7 +156,7 @@ class Handler(BaseHTTPRequestHandler):
         linked = {"X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Linked-Size": str(len(data))}
         linked |= {"X-Repo-Commit": hub.commit}
         headers = {"Location": hub.location or f"http://localhost:{hub.cdn_port}/blobs/{name}?Signature=secret"}
-        return self.answer(request, 302, {**headers, **(linked if hub.linked else {})}, b"see there")
+        return self.answer(request, 302, {**headers, **linked}, b"see there")
 
     def cdn(self, request: Request) -> None:
         return self.content(request, unquote(urlsplit(self.path).path).removeprefix("/blobs/"))
@@ -175,12 +175,38 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(request, 206, headers, data[start:])
 
 
+def renew_session() -> None:
+    """Close the library's connections; it knows the proxies of the moment when it opened the first one."""
+    library = sys.modules.get("huggingface_hub")
+    if hasattr(library, "close_session"):  # from 1.0 on
+        library.close_session()
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[FakeHub]:
     """A hub that this process's environment points to, with nothing of the user's own in that environment."""
+    pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    from huggingface_hub import constants, file_download
+    from huggingface_hub.utils import _http
+
+    from lt_ckpt.hub import client
+
     for name in ("HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_OFFLINE", "HF_HUB_DISABLE_IMPLICIT_TOKEN"):
         monkeypatch.delenv(name, raising=False)
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    renew_session()
+    # What the library read of the environment when it was imported.
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "hf-home/token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", False)
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 1000)  # what is in the chunk under way is lost with the line
+    for module in (file_download, _http):
+        monkeypatch.setattr(module, "time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr(client, "PAUSE_S", 0.001)
+    monkeypatch.setattr(client, "TRIES", 3)
     made = FakeHub()
+    made.renew_session = renew_session
     servers: list[ThreadingHTTPServer] = []
     threads: list[threading.Thread] = []
     for name in ("hub", "cdn"):
@@ -195,6 +221,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[FakeHub]:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     yield made
+    renew_session()
     for server, thread in zip(servers, threads, strict=True):
         server.shutdown()
         server.server_close()

@@ -1,20 +1,17 @@
 """A model of a hub: what is fetched, who is told the token, what each refusal says."""
 
+import json
 import os
 import stat
+import sys
 
 import numpy as np
 import pytest
 
 from lt_ckpt import CheckpointError, HFFolder, load_model_config
-from lt_ckpt.hub.http import Hub, Token
 from lt_ckpt.hub.model import Address, cache_folder, fetch_model
 
 TOKEN = "hf_aVerySecretToken"
-
-
-def quick(**more):
-    return Hub(tries=3, pause_s=0.01, **more)
 
 
 def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
@@ -125,7 +122,7 @@ def test_the_same_host_at_another_port_is_another_host(hub, model, monkeypatch):
     hub.location = f"http://127.0.0.1:{hub.cdn_port}/blobs/{model.one}"
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     with pytest.raises(CheckpointError):  # the other shard comes with the bytes of the first one
-        fetch_model("hf://org/name", hub=quick())
+        fetch_model("hf://org/name")
     assert hub.requests(server="cdn")
     assert not any(TOKEN in str(request) for request in hub.requests(server="cdn"))
 
@@ -138,58 +135,77 @@ def test_a_redirect_within_the_hub_keeps_the_token(hub, model, monkeypatch):
     assert [request.headers.get("authorization") for request in hub.log[:2]] == [f"Bearer {TOKEN}"] * 2
 
 
-def test_where_a_token_is_looked_for(tmp_path):
-    (tmp_path / "huggingface").mkdir()
-    (tmp_path / "huggingface" / "token").write_text("of_cache\n", encoding="utf-8")
-    (tmp_path / "token").write_text("of_home\n", encoding="utf-8")
-    (tmp_path / "named").write_text("of_path\n", encoding="utf-8")
-    values = {"XDG_CACHE_HOME": str(tmp_path)}
-    for more, text in (
-        ({}, "of_cache"),
-        ({"HF_HOME": str(tmp_path)}, "of_home"),
-        ({"HF_TOKEN_PATH": str(tmp_path / "named")}, "of_path"),
-        ({"HF_TOKEN": " of_environment "}, "of_environment"),
-    ):
-        values |= more
-        found = Token.find(values)
-        assert found is not None
-        assert found.text == text
-        assert text not in repr(found)
-    assert Token.find({**values, "HF_HUB_DISABLE_IMPLICIT_TOKEN": "1"}) is None
-    assert Token.find({"HF_HOME": str(tmp_path / "none")}) is None
+def test_the_token_of_a_login(hub, model, tmp_path, monkeypatch):
+    hub.tokens, hub.private = {TOKEN}, True
+    (tmp_path / "hf-home").mkdir()
+    (tmp_path / "hf-home/token").write_text(f"{TOKEN}\n", encoding="utf-8")
+    fetch_model("hf://org/name")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_IMPLICIT_TOKEN", True)
+    with pytest.raises(CheckpointError, match=r"it needs a token.*HF_HUB_DISABLE_IMPLICIT_TOKEN is set"):
+        fetch_model("hf://org/name", cache=tmp_path / "other")
 
 
-@pytest.mark.parametrize("text", ["se cret", "se\ncret", "sécret", "se\x00cret"])
-def test_a_token_that_can_be_none_is_refused_without_being_shown(text, tmp_path):
-    (tmp_path / "token").write_text(text, encoding="utf-8")
-    for values in ({"HF_TOKEN": text}, {"HF_HOME": str(tmp_path)}):
-        with pytest.raises(CheckpointError, match="cannot be a token") as caught:
-            Token.find(values)
-        assert "cret" not in str(caught.value)
+@pytest.mark.parametrize("text", ["se cret", "sécret"])
+def test_a_token_that_can_be_none_is_refused_without_being_shown(hub, text, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", text)
+    with pytest.raises(CheckpointError, match="cannot be a token") as caught:
+        fetch_model("hf://org/name")
+    assert "cret" not in str(caught.value)
+    assert hub.log == []
 
 
-def test_a_token_is_sent_unencrypted_to_this_machine_only():
-    for endpoint, sent in (
-        ("https://hub.example", True),
-        ("http://hub.example", False),
-        ("http://localhost:1", True),
-        ("http://localhost.example", False),
-        ("http://127.0.0.1.example", False),
-    ):
-        assert Hub(environ={"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN}).sends_token is sent, endpoint
+@pytest.mark.parametrize(
+    ("endpoint", "proxies", "sent"),
+    [
+        ("https://hub.example", {"https_proxy": "http://proxy.example"}, True),
+        ("http://hub.example", {}, False),
+        ("http://localhost:1", {}, True),
+        ("http://[::1]:1", {}, True),
+        ("http://localhost.example", {}, False),
+        ("http://127.0.0.1.example", {}, False),
+        ("http://localhost:1", {"http_proxy": "http://proxy.example"}, False),
+        ("http://localhost:1", {"all_proxy": "http://proxy.example"}, False),
+        ("http://localhost:1", {"http_proxy": "http://proxy.example", "no_proxy": "127.0.0.1"}, False),
+        ("http://localhost:1", {"http_proxy": "http://proxy.example", "no_proxy": "x, LOCALHOST"}, True),
+        ("http://127.0.0.1:1", {"http_proxy": "http://proxy.example", "no_proxy": "*"}, True),
+    ],
+)
+def test_a_token_is_sent_unencrypted_to_this_machine_only(hub, endpoint, proxies, sent, monkeypatch):
+    from lt_ckpt.hub.client import Hub
+
+    for name, value in {"HF_ENDPOINT": endpoint, "HF_TOKEN": TOKEN, "no_proxy": "", "NO_PROXY": "", **proxies}.items():
+        monkeypatch.setenv(name, value)
+    found = Hub.from_environment()
+    assert (found.token is not None, found.withheld == "") == (sent, sent)
+    assert TOKEN not in repr(found)
 
 
-def test_a_proxy_is_used_and_not_told_the_token(hub, monkeypatch):
+@pytest.mark.parametrize("endpoint", ["http://hub.example", "http://localhost:1"])
+def test_a_proxy_is_used_and_not_told_the_token(hub, monkeypatch, endpoint):
     hub.private = True
     monkeypatch.setenv("http_proxy", hub.endpoint)
     monkeypatch.delenv("no_proxy", raising=False)
     monkeypatch.delenv("NO_PROXY", raising=False)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError, match="is not sent unencrypted") as caught:
-        fetch_model("hf://org/name", hub=quick(endpoint="http://hub.example"))
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
+    hub.renew_session()
+    with pytest.raises(CheckpointError, match=r"no token is sent (unencrypted|to a proxy)") as caught:
+        fetch_model("hf://org/name")
     assert TOKEN not in str(caught.value)
-    assert [request.path for request in hub.log] == ["http://hub.example/api/models/org/name/revision/main?blobs=true"]
+    assert [request.path for request in hub.log] == [f"{endpoint}/api/models/org/name/revision/main?blobs=true"]
     assert TOKEN not in str(hub.log)
+
+
+def test_without_the_library_the_error_names_the_extra(hub, model, monkeypatch):
+    got = fetch_model("hf://org/name")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "huggingface_hub", None)
+        patch.delitem(sys.modules, "lt_ckpt.hub.client")
+        with pytest.raises(CheckpointError, match=r"huggingface_hub is not installed: pip install 'lt-ckpt\[hub\]'"):
+            fetch_model("hf://org/name")
+        assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path, "what is here needs no library"
 
 
 def test_a_gated_model_says_what_to_accept_and_where(hub, model, monkeypatch):
@@ -203,7 +219,7 @@ def test_a_gated_model_says_what_to_accept_and_where(hub, model, monkeypatch):
     with pytest.raises(CheckpointError) as caught:
         fetch_model("hf://org/name")
     message = str(caught.value)
-    assert "the account of the token in HF_TOKEN has no access" in message
+    assert "the account of the token given has no access" in message
     assert f"open {hub.endpoint}/org/name with that account and accept its conditions" in message
     assert TOKEN not in message
     assert [request.status for request in hub.requests("config.json")] == [401, 403], "asked once each"
@@ -226,18 +242,16 @@ def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
             fetch_model(url)
     hub.tokens = {TOKEN}
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    with pytest.raises(CheckpointError, match="the account of the token in HF_TOKEN may not see it"):
+    with pytest.raises(CheckpointError, match="the account of the token given may not see it"):
         fetch_model("hf://org/other")
     monkeypatch.setenv("HF_TOKEN", "hf_old")
-    with pytest.raises(CheckpointError, match="the hub does not know the token in HF_TOKEN") as caught:
+    with pytest.raises(CheckpointError, match="the hub does not know the token given") as caught:
         fetch_model("hf://org/name")
     assert "hf_old" not in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     said = f"\x1b[31menable access for {TOKEN}"
     hub.statuses["main"] = [(403, {"X-Error-Message": said})]
-    with pytest.raises(
-        CheckpointError, match=r"forbids it to the token in HF_TOKEN \('\[31menable access for \.\.\.'\)"
-    ):
+    with pytest.raises(CheckpointError, match=r"forbids it to the token given \('\[31menable access for \.\.\.'\)"):
         fetch_model("hf://org/name")
     del hub.files[model.one], hub.files[model.two], hub.files["model.safetensors.index.json"]
     with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .* only 'pytorch_model.bin'"):
@@ -248,25 +262,42 @@ def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
     "endpoint",
     ["https://user:pw@hub.example", "ftp://hub.example", "hub.example", "https://", "http://a:b", "https://a b"],
 )
-def test_an_endpoint_that_is_none(endpoint):
+def test_an_endpoint_that_is_none(hub, endpoint, monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", endpoint)
     with pytest.raises(CheckpointError, match="HF_ENDPOINT") as caught:
-        Hub(environ={"HF_ENDPOINT": endpoint})
+        fetch_model("hf://org/name")
     assert "pw" not in str(caught.value)
 
 
-def test_an_endpoint_that_is_no_hub(hub, model):
+def test_an_endpoint_that_is_no_hub(hub, model, monkeypatch):
+    from lt_ckpt.hub import client
+
     for listing, message in (
         ([], "does not answer as a hub does"),
         ({"siblings": []}, "names no commit"),
         ({"sha": "../../x", "siblings": []}, "names no commit"),
         ({"sha": "f" * 40}, "siblings"),
         ({"sha": "f" * 40, "siblings": [1]}, "an entry without a name"),
+        ({"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": "5"}]}, "no size or no hash"),
+        ({"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": 5, "lfs": [1]}]}, "no size or no hash"),
+        (
+            {"sha": "f" * 40, "siblings": [{"rfilename": "config.json", "size": 10**11, "blobId": "f" * 40}]},
+            "by hf-xet",
+        ),
     ):
         hub.edit_list = lambda _, listing=listing: listing
         with pytest.raises(CheckpointError, match=message):
             fetch_model("hf://org/name")
     with pytest.raises(CheckpointError, match="answers for another commit"):
-        fetch_model(f"hf://org/name@{hub.commit}", hub=quick())
+        fetch_model(f"hf://org/name@{hub.commit}")
+    hub.edit_list = lambda listing: listing
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 1000)
+    with pytest.raises(CheckpointError, match="an answer of more than 1000 bytes"):
+        fetch_model("hf://org/name")
+    monkeypatch.setattr(json, "dumps", lambda _: "[" * 100_000)
+    monkeypatch.setattr(client, "MAX_ANSWER_BYTES", 10**6)
+    with pytest.raises(CheckpointError, match="does not answer as a hub does"):
+        fetch_model("hf://org/name")
 
 
 def test_the_hub_of_these_tests_is_one_to_others_too(hub, model, tmp_path):

@@ -1,1 +1,1 @@
-"""Models of a Hugging Face hub as sources: `hf://org/name@revision`."""
+"""Models of a Hugging Face hub as sources, `hf://org/name@revision`."""
