@@ -28,6 +28,7 @@ import numpy as np
 
 from lt_ckpt import direct_io, files
 from lt_ckpt.atomic_folder import AtomicFolder
+from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.executors import ByteCounter, KeyedExecutor, iter_in_order, wait_all
@@ -73,6 +74,7 @@ class Target:
         marker_files: Completion markers, written last, in this order.
         single_file: The path in the layout of the one file that is the output, instead of a folder.
         tensor_order: Model tensors in processing order, where the order of the files does not determine it.
+        allow_overflow: Let finite values beyond the range of the target's dtype become infinite, instead of refusing.
         check: Validates the finished tensor files in the still hidden folder; raises if something is wrong.
     """
 
@@ -86,6 +88,7 @@ class Target:
     single_file: str = ""
     check: Callable[[Path], None] = lambda folder: None
     tensor_order: Sequence[str] = ()
+    allow_overflow: bool = False
 
     def tensors(self, index: int) -> list[tuple[str, TensorSpec]]:
         """Return key, dtype and shape of the tensors of one file, in file order."""
@@ -215,7 +218,9 @@ def _write_tensors(
 
     def read(name: str, box: Box, n_bytes: int) -> tuple[str, Box, np.ndarray, np.ndarray]:
         buffer = memory.acquire(n_bytes)
-        return name, box, read_block(source.weights, name, box, target.specs[name].dtype, reader, buffer), buffer
+        dtype = target.specs[name].dtype
+        allow = target.allow_overflow
+        return name, box, read_block(source.weights, name, box, dtype, reader, buffer, allow_overflow=allow), buffer
 
     reads = [
         (name, box, n_bytes)
@@ -324,8 +329,15 @@ def block_boxes(group: TensorGroup, name: str, dtype: str) -> list[Box]:
 
 
 def read_block(
-    group: TensorGroup, name: str, box: Box, dtype: str, reader: TensorReader, memory: np.ndarray | None = None
+    group: TensorGroup,
+    name: str,
+    box: Box,
+    dtype: str,
+    reader: TensorReader,
+    memory: np.ndarray | None = None,
+    *,
+    allow_overflow: bool = False,
 ) -> np.ndarray:
-    """Read one block cast to `dtype`; return its elements as unsigned integers of their width."""
-    data = cast(reader.read(group, name, box, memory=memory), group.specs[name].dtype, dtype)
+    """Read one block like `read_cast`; return its elements as unsigned integers of their width."""
+    data = read_cast(group, name, box, dtype, reader, memory, allow_overflow=allow_overflow)
     return data.view(f"<u{item_bytes(dtype)}").reshape(box[1])

@@ -29,6 +29,8 @@ ITEM_BYTES: dict[str, int] = {
 """Bytes per element of every supported element type."""
 
 _TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_BY_RANGE = ("F16", "BF16", "F32", "F64")
+"""Floating-point types, the one with the smallest largest value first."""
 _FLOAT_ALIASES = {"fp64": "F64", "fp32": "F32", "fp16": "F16"}
 _NUMPY = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "F16": np.dtype("<f2")}
 
@@ -78,6 +80,23 @@ def _to_bf16(values: np.ndarray) -> np.ndarray:
     rounded = (bits + (np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))) >> np.uint32(16)
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where(np.isnan(single), quiet_nan, rounded).astype("<u2")
+
+
+def count_overflows(data: np.ndarray, source: str, result: np.ndarray, target: str) -> int:
+    """Return the number of finite elements of `data` that a cast made infinite in `result`.
+
+    A value that underflows is not counted: it lost no more than half the smallest number of the target.
+    """
+    if source not in _BY_RANGE or target not in _BY_RANGE or _BY_RANGE.index(target) >= _BY_RANGE.index(source):
+        return 0
+    infinite = _is_infinite(result, target)
+    return int((infinite & ~_is_infinite(data, source)).sum()) if infinite.any() else 0
+
+
+def _is_infinite(data: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "BF16":
+        return (data.view("<u2") & np.uint16(0x7FFF)) == np.uint16(0x7F80)
+    return np.isinf(data.view(_NUMPY[dtype]))
 
 
 def cast(data: np.ndarray, source: str, target: str) -> np.ndarray:

@@ -39,6 +39,7 @@ class ConvertOptions:
         dp: NxD: also write the optimizer's ZeRO-1 state, for this many data-parallel ranks; 0: weights only.
         allow_replica_mismatch: Use the first rank's replica where a source's replicas of a tensor differ, instead of
             refusing.
+        allow_overflow: Let finite values beyond the range of `dtype` become infinite, instead of refusing.
     """
 
     format: str
@@ -47,6 +48,7 @@ class ConvertOptions:
     nxd: Any = None
     dp: int = 0
     allow_replica_mismatch: bool = False
+    allow_overflow: bool = False
 
 
 def detect_format(path: Path) -> str:
@@ -257,7 +259,7 @@ def convert_checkpoint(
     if options.format == "lt":
         from lt_ckpt.lt_format import save_lt
 
-        return save_lt(source, out, dtype=options.dtype, progress=progress)
+        return save_lt(source, out, dtype=options.dtype, allow_overflow=options.allow_overflow, progress=progress)
     if options.format == "hf":
         from lt_ckpt.hf.format import hf_target
 
@@ -280,4 +282,5 @@ def convert_checkpoint(
         target = pt_target(source, Path(out).name, dtype=options.dtype)
     else:
         raise CheckpointError(f"format {options.format!r} is not one of {', '.join(FORMATS)}")
+    target = replace(target, allow_overflow=options.allow_overflow)
     return convert(source, target, out, progress=progress)

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt import files, strict_json
+from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.conversion import check_castable
 from lt_ckpt.copy_plan import StoredSlice
-from lt_ckpt.dtypes import cast, item_bytes, torch_dtype_name
+from lt_ckpt.dtypes import item_bytes, torch_dtype_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.executors import ByteCounter, iter_in_order
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
@@ -137,6 +138,7 @@ def save_lt(
     root: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    allow_overflow: bool = False,
     progress: files.ProgressCallback | None = None,
 ) -> Path:
     """Save a source as a checkpoint in the folder of checkpoints `root`.
@@ -147,6 +149,7 @@ def save_lt(
         source: What to save; all its groups.
         root: Folder of checkpoints.
         dtype: Safetensors code to cast the weights to; None: as stored.
+        allow_overflow: Let finite values beyond the range of `dtype` become infinite, instead of refusing.
         progress: Called with the bytes written so far and in all.
 
     Raises:
@@ -159,7 +162,7 @@ def save_lt(
     with TensorReader(source.root) as reader, ThreadPoolExecutor(READ_AHEAD_SLICES, "lt-ckpt-convert-read") as readers:
         planned = _describe_shards(source, model, dtype)
         count_bytes = ByteCounter(sum(shard.n_bytes for shard in planned), progress)
-        reads = [partial(_read_shard, reader, source.groups[s.group], s, count_bytes) for s in planned]
+        reads = [partial(_read_shard, reader, source.groups[s.group], s, allow_overflow, count_bytes) for s in planned]
         shards = _attach_data(planned, iter_in_order(readers, reads, max_in_flight=READ_AHEAD_SLICES))
         tmp = begin_save(root, step=step, world_size=1)
         try:
@@ -206,8 +209,11 @@ def _describe_shards(source: Source, model: LlamaConfig, dtype: str | None) -> l
     return sorted(shards, key=lambda shard: (kinds.index(shard.group), -item_bytes(shard.dtype)))
 
 
-def _read_shard(reader: TensorReader, group: TensorGroup, shard: Shard, count_bytes: ByteCounter) -> np.ndarray:
-    data = cast(reader.read(group, shard.name, (shard.offset, shard.shape)), group.specs[shard.name].dtype, shard.dtype)
+def _read_shard(
+    reader: TensorReader, group: TensorGroup, shard: Shard, allow_overflow: bool, count_bytes: ByteCounter
+) -> np.ndarray:
+    box = shard.offset, shard.shape
+    data = read_cast(group, shard.name, box, shard.dtype, reader, allow_overflow=allow_overflow)
     count_bytes(data.nbytes)
     return data
 

@@ -12,7 +12,15 @@ import typer
 
 from lt_ckpt.cli.convert import convert, reshard_optimizer
 from lt_ckpt.cli.remote import download, upload
-from lt_ckpt.cli.terminal import ConfigOption, DtypeOption, ModelArgument, echo, open_model, progress_bar
+from lt_ckpt.cli.terminal import (
+    ConfigOption,
+    DtypeOption,
+    ModelArgument,
+    OverflowOption,
+    echo,
+    open_model,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from lt_ckpt.checkpoint import Checkpoint
@@ -190,6 +198,7 @@ def export(
     out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
     config: ConfigOption = None,
     dtype: DtypeOption = "",
+    allow_overflow: OverflowOption = False,
     max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file.")] = 5.0,
 ) -> None:
     """Write the weights as a Hugging Face folder, with the tokenizer and the generation config."""
@@ -198,7 +207,10 @@ def export(
 
     source = open_model(path, config)
     options = ConvertOptions(
-        format="hf", dtype=parse_float_dtype(dtype) if dtype else None, max_shard_bytes=int(max_shard_gb * 1e9)
+        format="hf",
+        dtype=parse_float_dtype(dtype) if dtype else None,
+        max_shard_bytes=int(max_shard_gb * 1e9),
+        allow_overflow=allow_overflow,
     )
     with progress_bar("exporting") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)

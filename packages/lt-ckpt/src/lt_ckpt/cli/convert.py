@@ -5,7 +5,15 @@ from typing import Annotated, Literal, cast
 
 import typer
 
-from lt_ckpt.cli.terminal import ConfigOption, DtypeOption, ModelArgument, echo, open_model, progress_bar
+from lt_ckpt.cli.terminal import (
+    ConfigOption,
+    DtypeOption,
+    ModelArgument,
+    OverflowOption,
+    echo,
+    open_model,
+    progress_bar,
+)
 
 
 def convert(
@@ -14,6 +22,7 @@ def convert(
     to: Annotated[str, typer.Option("--to", help="hf, nxd, lt, dcp or pt.")],
     config: ConfigOption = None,
     dtype: DtypeOption = "",
+    allow_overflow: OverflowOption = False,
     max_shard_gb: Annotated[
         float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file (hf, dcp).")
     ] = 5.0,
@@ -107,6 +116,7 @@ def convert(
     )
     options = ConvertOptions(
         allow_replica_mismatch=allow_replica_mismatch,
+        allow_overflow=allow_overflow,
         format=to,
         dtype=parse_float_dtype(dtype) if dtype else None,
         max_shard_bytes=int(max_shard_gb * 1e9),

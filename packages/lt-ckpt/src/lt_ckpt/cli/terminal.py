@@ -20,6 +20,10 @@ ConfigOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f16 or f64; as stored if not given.")]
 
+OverflowOption = Annotated[
+    bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
+]
+
 
 def echo(text: str) -> None:
     r"""Print to standard output; characters outside its encoding are escaped, for example `\u6771`."""

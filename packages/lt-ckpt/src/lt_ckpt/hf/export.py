@@ -16,6 +16,7 @@ def export_hf(
     *,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    allow_overflow: bool = False,
     progress: files.ProgressCallback | None = None,
 ) -> Path:
     """Write the weights as a Hugging Face folder.
@@ -28,15 +29,16 @@ def export_hf(
         out: Folder to make; an existing one must be empty.
         dtype: Safetensors code to cast to (F64, F32, F16, BF16; rounding to nearest even); None: as stored.
         max_shard_bytes: Maximum bytes of tensors per file.
+        allow_overflow: Let finite values beyond the range of `dtype` become infinite, instead of refusing.
         progress: Called with the bytes written so far and in all.
 
     Returns:
         The folder.
 
     Raises:
-        CheckpointError: `out` is not empty, the weights are not those of the model, replicas of a tensor differ, a tied
-            model's head is not its embedding, or the disk fails.
+        CheckpointError: `out` is not empty, values overflow, the weights are not those of the model, replicas of a
+            tensor differ, a tied model's head is not its embedding, or the disk fails.
         lt_model.ModelError: The manifest's model is not a supported Llama.
     """
-    options = ConvertOptions(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes)
+    options = ConvertOptions(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes, allow_overflow=allow_overflow)
     return convert_checkpoint(open_lt(checkpoint), out, options, progress=progress)
