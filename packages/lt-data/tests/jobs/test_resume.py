@@ -255,3 +255,61 @@ def test_a_finished_shard_that_is_gone_is_noticed(fast_path: Path, corpus: Path,
     with pytest.raises(DataError, match=r"cannot resume after the shard .*00001\.bin"):
         prepare([corpus], out=out, **options)
     prepare([corpus], out=out, no_resume=True, **options)
+
+
+@pytest.mark.guarantee("sources-truncated")
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("edited", [0, 1, 2])
+def test_sources_that_were_edited_since_the_interruption_are_an_error(
+    fast_path: Path, tokenizer: Tokenizer, edited: int, contents: Contents
+) -> None:
+    # Three files; the job is cut off within the second, of which the shards hold the beginning.
+    folder = fast_path / "in"
+    folder.mkdir()
+    for number in range(3):
+        lines = [json.dumps({"text": f"{number} {i} some words"}) + "\n" for i in range(40)]
+        (folder / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "shard_tokens": 100}
+    prepare([folder], out=fast_path / "whole", **settings)
+    out = fast_path / "store"
+    with pytest.raises(KeyboardInterrupt):
+        prepare([folder], out=out, progress=cut_after(3), **settings)
+    path = folder / f"{edited}.jsonl"
+    content = path.read_text(encoding="utf-8")
+    path.write_text(content.replace(f'"{edited} 1 some', f'"{edited} 1 sane'), encoding="utf-8")
+    if edited == 1:
+        for _ in range(2):
+            with pytest.raises(
+                DataError,
+                match=r"1\.jsonl: its first \d+ bytes are not those that the interrupted job read; restore the file, or "
+                r"start over \(--no-resume\)",
+            ):
+                prepare([folder], out=out, **settings)
+        path.write_text("", encoding="utf-8")
+        with pytest.raises(DataError, match="listing of the sources was"):
+            prepare([folder], out=out, **settings)
+        path.write_text(content, encoding="utf-8")
+    prepare([folder], out=out, **settings)
+    made, whole = (json.loads(contents(store)["manifest.json"]) for store in (out, fast_path / "whole"))
+    assert (made == whole) == (edited != 2)  # the first is not read again, the last was not read before
+    assert made["sources"]["listed"][0] == whole["sources"]["listed"][0]
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("cut", [2, 9])
+def test_an_edit_is_noticed_in_any_later_resume(fast_path: Path, tokenizer: Tokenizer, cut: int) -> None:
+    (fast_path / "in").mkdir()
+    for number in range(90):
+        (fast_path / f"in/{number:02}.txt").write_text(f"{number} some words " * 3, encoding="utf-8")
+    settings: dict[str, Any] = {"tokenizer": tokenizer, "engine": "hf", "shard_tokens": 70}
+    out = fast_path / "store"
+    with pytest.raises(KeyboardInterrupt):
+        prepare([fast_path / "in"], out=out, progress=cut_after(cut), **settings)
+    with pytest.raises(KeyboardInterrupt):  # before another shard is finished
+        prepare([fast_path / "in"], out=out, progress=cut_after(1), **settings)
+    record = json.loads((fast_path / "store.building/journal").read_bytes().splitlines()[-1].split(b" ", 1)[1])
+    (file, *_), *_ = record["read_prefixes"][-1:]
+    path = fast_path / f"in/{file:02}.txt"
+    path.write_text(path.read_text(encoding="utf-8").replace("some", "sane"), encoding="utf-8")
+    with pytest.raises(DataError, match=rf"{file:02}\.txt: its first \d+ bytes are not those"):
+        prepare([fast_path / "in"], out=out, **settings)

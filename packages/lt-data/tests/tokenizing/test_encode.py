@@ -55,11 +55,10 @@ def test_batches_tell_where_the_next_document_stands(
         else doc(ids=[i + 2], file_index=i // 4, next_record=i % 4 + 1)
         for i, kind in enumerate(kinds)
     ]
-    batches = list(encode_documents(docs, Encoder(tokenizer, bos=False, eos=False), workers, read_bytes=lambda: 77))
+    batches = list(encode_documents(docs, Encoder(tokenizer, bos=False, eos=False), workers))
     assert [batch.documents for batch, _ in batches] == [3, 2, 2, 1, 1, 2]  # "ttt", "tt", "ii", "t", "i", "tt"
     last = np.cumsum([batch.documents for batch, _ in batches]) - 1
     assert [(batch.file_index, batch.next_record) for batch, _ in batches] == [(i // 4, i % 4 + 1) for i in last]
-    assert {batch.read_bytes for batch, _ in batches} == {77}
     # Going on from any batch gives the batches' documents that follow.
     whole = encoded_documents(docs, Encoder(tokenizer, bos=False, eos=False), workers)
     for end in last:

@@ -93,6 +93,8 @@ class StoreStats:
         length_histogram: documents by length, in powers of two.
         empty_documents: documents without a token, which were left out.
         left_out: documents that were read and left out, by reason.
+        skipped: source records without a document, by reason.
+        unchecked_sources: source files in which no checksum confirms the content, by format.
         special_strings: counts of literal special strings in the text.
         duplicates: exact duplicates, if requested.
         packs: statistics of the packs, by name.
@@ -111,6 +113,8 @@ class StoreStats:
     length_histogram: tuple[LengthBin, ...]
     empty_documents: int
     left_out: dict[str, int]
+    skipped: dict[str, int]
+    unchecked_sources: dict[str, int]
     special_strings: dict[str, int]
     duplicates: DuplicateStats | None
     packs: tuple[PackStats, ...]
@@ -162,6 +166,8 @@ def stats(
         length_histogram=_histogram(lengths),
         empty_documents=manifest.empty_documents,
         left_out={reason: amount.documents for reason, amount in manifest.left_out.items()},
+        skipped=dict(manifest.skipped),
+        unchecked_sources=dict(manifest.sources.unchecked),
         special_strings=dict(manifest.special_strings),
         duplicates=count_duplicates(store, progress) if duplicates else None,
         packs=tuple(

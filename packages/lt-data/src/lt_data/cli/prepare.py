@@ -52,6 +52,9 @@ def prepare(
         str,
         typer.Option(help="Bad input: error, or skip (left out and counted).", rich_help_panel=_SOURCES),
     ] = "error",
+    max_document_bytes: Annotated[
+        int, typer.Option(help="Largest document, as stored in its file; others are bad input.", rich_help_panel=_SOURCES)
+    ] = 2**28,
     config: Annotated[
         str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_SOURCES)
     ] = None,
@@ -123,6 +126,7 @@ def prepare(
             text_field=text_field,
             tokens_field=tokens_field,
             on_bad=cast("OnBad", on_bad),
+            max_document_bytes=max_document_bytes,
             config=config,
             split=split,
             revision=revision,

@@ -21,6 +21,8 @@ def format_stats(stats: StoreStats) -> str:
         ),
         ("empty documents", stats.empty_documents),
         *((f"left out, {reason}", count) for reason, count in stats.left_out.items() if reason != "empty"),
+        *((f"skipped, {reason}", count) for reason, count in stats.skipped.items()),
+        *((f"no check, {kind}", _format_files(count)) for kind, count in stats.unchecked_sources.items()),
         *((f"special string {string}", count) for string, count in stats.special_strings.items()),
         *(
             [("exact duplicates", f"{duplicates.documents} documents, {duplicates.tokens} tokens")]
@@ -43,6 +45,10 @@ def format_stats(stats: StoreStats) -> str:
         if pack.steps:
             lines += ["", f"{pack.name}:", *(f"  {format_epoch_steps(steps)}" for steps in pack.steps)]
     return "\n".join(lines)
+
+
+def _format_files(count: int) -> str:
+    return f"{count} source file{'s' if count != 1 else ''} without a checksum: damage in them may go unnoticed"
 
 
 def _pack_line(pack: PackStats) -> str:

@@ -27,7 +27,7 @@ from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.preparation.store_writer import PART_FOLDER, StoreWriter
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.document import Document
-from lt_data.sources.options import OnBad
+from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader, summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors, write_file
 from lt_data.store.manifest import (
@@ -72,6 +72,7 @@ def prepare(
     text_field: str = "text",
     tokens_field: str | None = None,
     on_bad: OnBad = "error",
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
     config: str | None = None,
     split: str | None = None,
     revision: str | None = None,
@@ -105,6 +106,7 @@ def prepare(
         text_field: field or column of the text.
         tokens_field: field or column of ids, instead of text.
         on_bad: "error" raises at bad input, "skip" leaves it out and counts it.
+        max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
         config: configuration of a hub dataset.
         split: split of a dataset.
         revision: commit, branch or tag of a hub dataset.
@@ -129,6 +131,7 @@ def prepare(
         text_field=text_field,
         tokens_field=tokens_field,
         on_bad=on_bad,
+        max_document_bytes=max_document_bytes,
         config=config,
         split=split,
         revision=revision,
@@ -222,9 +225,13 @@ def prepare_documents(
             part = replace(part, files=writer.side_file_hashes()) if part else None
         counts = writer.counts
         if not shards and not part:
-            reasons = ", ".join(f"{amount.documents} {reason}" for reason, amount in sorted(counts.left_out.items()))
-            left_out = f" ({reasons})" if reasons else ""
-            raise DataError(f"no text in {origin}{left_out}: check the sources and the suffixes")
+            amounts = {reason: amount.documents for reason, amount in counts.left_out.items()} | counts.skipped
+            reasons = ", ".join(f"{amount} {reason}" for reason, amount in sorted(amounts.items()))
+            examples = "; ".join(example for _, example in sorted(reader.skip_examples.items())) if reader else ""
+            raise DataError(
+                f"no text in {origin}{f' ({reasons})' if reasons else ''}: "
+                f"{f'{examples}; ' if examples else ''}check the sources and the suffixes"
+            )
         manifest = StoreManifest(
             tokenizer=tokenizer_info(tokenizer),
             bos=bos,
@@ -262,10 +269,9 @@ def _encode_documents(
 ) -> tuple[ShardFile, ...]:
     """Encode and write everything from the writer's source position on; return all shards."""
     before = writer.counts.read.documents
-    start = documents if reader is None else reader.documents_from(*writer.source_position)
+    start = documents if reader is None else reader.documents_from(*writer.source_position, writer.read_prefixes)
     document_filter = DocumentFilter(start, selection, reader=reader, seen_hashes=writer.read_seen_hashes())
-    read_bytes = (lambda: reader.read_bytes) if reader else (lambda: 0)
-    with closing(encode_documents(document_filter, encoder, workers, read_bytes=read_bytes)) as batches:
+    with closing(encode_documents(document_filter, encoder, workers, reader=reader)) as batches:
         for batch, encoded in batches:
             writer.metadata = {"engine": encoder.select_engine([]).to_dict()}
             writer.write(
@@ -275,6 +281,7 @@ def _encode_documents(
                 text_bytes=batch.text_bytes,
                 special_strings=encoded.special_strings,
                 source_position=(batch.file_index, batch.next_record),
+                read_prefix=batch.read_prefix,
                 document_filter=document_filter,
                 sources=reader.finished_files if reader else (),
             )

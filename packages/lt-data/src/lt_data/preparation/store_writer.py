@@ -1,9 +1,10 @@
 """Writer of encoded batches to shards, with a journal record after each shard to resume from.
 
 A record holds the source position of the first batch that is not completely in finished shards (`source_position`), the
-number of documents after that position that are in them already (`skip`), and the counts up to that position. Resuming
-reads from that position, counts everything again from there, and writes all documents but the first `skip`. So batch
-sizes may differ between the runs.
+number of documents after that position that are in them already (`skip`), the counts up to that position, and the hash
+of what was read of the files from that position on (`read_prefixes`). Resuming reads from that position, where other
+content is an error, counts everything again from there, and writes all documents but the first `skip`. So batch sizes
+may differ between the runs.
 
 Side files: `sources`, one line per file that was read completely; if duplicates are dropped, `documents`, one record
 per encoded document, and `special`, the special strings of each document that has any. A part of a job keeps them for
@@ -25,6 +26,7 @@ from lt_data.preparation.build_folder import BuildFolder
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import HASH_DTYPE
 from lt_data.preparation.document_filter import DocumentFilter
+from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
 from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile
 from lt_data.store.megatron import index_size
@@ -88,6 +90,7 @@ class StoreWriter:
     Attributes:
         counts: totals up to the end of the last written batch.
         source_position: position in the sources (file, record) after that batch.
+        read_prefixes: what the finished shards come from, by index of the file, in the files that are read again.
     """
 
     def __init__(
@@ -116,11 +119,12 @@ class StoreWriter:
         last = (
             build_folder.records[-1]
             if build_folder.records
-            else {"source_position": (0, 0), "skip": 0, "counts": DocumentCounts().to_dict()}
+            else {"source_position": (0, 0), "skip": 0, "counts": DocumentCounts().to_dict(), "read_prefixes": []}
         )
         finished = [ShardFile(**record["shard"]) for record in build_folder.records]
         self.counts = DocumentCounts.from_dict(last["counts"])
         self.source_position: tuple[int, int] = tuple(last["source_position"])
+        self.read_prefixes = {file: HashedPrefix(*prefix) for file, *prefix in last["read_prefixes"]}
         self.metadata: Mapping[str, Any] = last.get("metadata", {})
         self._skip: int = last["skip"]
         self._skipped_here = 0
@@ -165,6 +169,7 @@ class StoreWriter:
         text_bytes: int,
         special_strings: Mapping[str, int],
         source_position: tuple[int, int],
+        read_prefix: HashedPrefix | None,
         document_filter: DocumentFilter,
         sources: Sequence[SourceFile],
     ) -> None:
@@ -177,6 +182,7 @@ class StoreWriter:
             text_bytes: UTF-8 bytes of all texts.
             special_strings: counts of special strings in the texts.
             source_position: position in the sources after the batch.
+            read_prefix: what was read of the file at that position.
             document_filter: filter that the documents passed.
             sources: files read completely since the job started or resumed, in order.
         """
@@ -190,6 +196,11 @@ class StoreWriter:
             n_tokens = tokens.size
             tokens = tokens[np.repeat(~dropped, lengths)]
             assert tokens.size + int(lengths[dropped].sum()) == n_tokens
+        first, last = self.source_position[0], source_position[0]
+        files = sources[first - self._first_file : last - self._first_file]
+        self.read_prefixes = {first + i: HashedPrefix(file.bytes, file.sha256) for i, file in enumerate(files)}
+        if read_prefix is not None:
+            self.read_prefixes[last] = read_prefix
         self._append(tokens, lengths[~dropped])
         # Only now the counts include the batch: a shard that was closed above has recorded those before it.
         self._count_batch(lengths, texts, text_bytes, special_strings, left_out, dropped, document_filter)
@@ -236,6 +247,7 @@ class StoreWriter:
             "skip": self._skipped_here + appended,
             "counts": self.counts.to_dict(),
             "metadata": self.metadata,
+            "read_prefixes": [(file, *prefix) for file, prefix in sorted(self.read_prefixes.items())],
         }
         self._build_folder.add_record(record, self._folders)
 

@@ -51,6 +51,7 @@ class HubRows:
     def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
         """Yield the rows from index `start` of the range on; all of them are hashed."""
         row = self.first
+        counter.unchecked = "hub"
         with _translate_errors(self.name):
             for table in self.tables():
                 for record in iter_records(table, options, row):

@@ -1,4 +1,4 @@
-"""JSON lines: one JSON value per line, without blank lines. Memory: one line.
+"""JSON lines: one JSON value per line, without blank lines. Memory: one line, at most `max_document_bytes`.
 
 A `.json` file is read the same way, or as one array of records (parsed as a whole). A byte order mark is removed only
 at the start of the file; lines end with LF or CRLF.
@@ -12,7 +12,7 @@ from typing import Any
 from lt_data.sources.fields import extract_value
 from lt_data.sources.hashing_reader import BUFFER_BYTES
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, check_surrogates, decode_utf8
+from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, check_surrogates, decode_utf8, too_large
 
 BOM = b"\xef\xbb\xbf"
 
@@ -20,7 +20,8 @@ BOM = b"\xef\xbb\xbf"
 def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the records of a JSON lines file; record n is line n + 1."""
     number = 0
-    for line in _split_lines(stream):
+    limit = options.max_document_bytes
+    for line in _split_lines(stream, limit):
         number += 1
         if number <= start:
             continue
@@ -28,7 +29,7 @@ def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> I
             line = line[len(BOM) :]
         if line.isspace() or not line:
             continue
-        text = decode_utf8(line)
+        text = too_large(limit, "line") if len(line) > limit else decode_utf8(line)
         line = b""  # free it: a document may be large
         value = text if isinstance(text, BadRecord) else _parse_json(text)
         text = ""
@@ -39,12 +40,16 @@ def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> I
         )
 
 
-def _split_lines(stream: io.BufferedIOBase) -> Iterator[bytes | bytearray]:
-    """Yield the lines without line ends; a long line grows in place, while readline would copy it."""
+def _split_lines(stream: io.BufferedIOBase, limit: int) -> Iterator[bytes | bytearray]:
+    """Yield the lines without line ends, truncated after `limit` + 1 bytes or later.
+
+    A long line grows in place, while readline would copy it.
+    """
     partial = bytearray()
-    while piece := stream.read(BUFFER_BYTES):
+    while piece := _read_piece(stream):
         first, *rest = piece.split(b"\n")
-        partial += first
+        if len(partial) <= limit:
+            partial += first
         if rest:
             line, partial = partial, bytearray()
             yield line
@@ -55,14 +60,44 @@ def _split_lines(stream: io.BufferedIOBase) -> Iterator[bytes | bytearray]:
         yield partial
 
 
+def _read_piece(stream: io.BufferedIOBase) -> bytes:
+    # read1, since read loses what it has read when an error follows
+    try:
+        return stream.read1(BUFFER_BYTES)
+    except DamagedFileError as exc:
+        exc.lost_records = exc.lost_lines
+        raise
+
+
+def read_whole(stream: io.BufferedIOBase, limit: int, what: str) -> bytearray | BadRecord:
+    """Read a file that is parsed as a whole."""
+    content = bytearray()
+    while piece := stream.read1(BUFFER_BYTES):
+        content += piece
+        if len(content) > limit:
+            return too_large(limit, what)
+    return content
+
+
+def remove_bom(content: bytearray) -> bytearray:
+    """Remove a byte order mark at the start, in place."""
+    if content.startswith(BOM):
+        del content[: len(BOM)]
+    return content
+
+
 def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the records of a `.json` file: JSON lines, or one array of records."""
     head = stream.peek(64) if isinstance(stream, io.BufferedReader) else b""
     if not head.removeprefix(BOM).lstrip().startswith(b"["):
         yield from read_jsonl(stream, options, start)
         return
-    content = stream.read()
-    text = decode_utf8(content.removeprefix(BOM))
+    content = read_whole(stream, options.max_document_bytes, "JSON array, which is parsed as a whole,")
+    if isinstance(content, BadRecord):
+        if start == 0:
+            yield SourceRecord(1, "", content)
+        return
+    text = decode_utf8(remove_bom(content))
     if isinstance(text, BadRecord):
         raise DamagedFileError(text.message)
     values = _parse_json(text)

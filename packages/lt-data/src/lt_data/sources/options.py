@@ -8,6 +8,8 @@ from lt_data.errors import DataError
 
 OnBad = Literal["error", "skip"]
 
+DEFAULT_MAX_DOCUMENT_BYTES = 1 << 28
+
 # Suffixes read in a folder. A `.json` file is more often configuration than text, so it must be requested.
 SUFFIXES = (
     ".txt",
@@ -34,6 +36,7 @@ class ReadOptions:
         suffixes: suffixes of the files to read in a folder, case-insensitive; a file given by name is always read.
         text_field: field of a record, or column of a table, with the text.
         tokens_field: field or column with ids; replaces `text_field`.
+        max_document_bytes: largest document (bytes of a line, a text file or a value of a table); larger ones are bad input.
         on_bad: handling of bad records and damaged files: "error" raises, "skip" leaves them out and counts them.
         config: configuration of a hub dataset.
         split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.
@@ -48,6 +51,7 @@ class ReadOptions:
     text_field: str = "text"
     tokens_field: str | None = None
     on_bad: OnBad = "error"
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES
     config: str | None = None
     split: str | None = None
     revision: str | None = None
@@ -62,6 +66,8 @@ class ReadOptions:
         for name in ("text_field", "tokens_field", "config", "split", "revision"):
             if getattr(self, name) == "":
                 raise DataError(f"{name} = '': give a name, or leave it out")
+        if self.max_document_bytes < 1:
+            raise DataError(f"max_document_bytes = {self.max_document_bytes}: at least 1")
         object.__setattr__(self, "suffixes", tuple(suffix.lower() for suffix in suffixes))
 
     def to_dict(self) -> dict[str, Any]:

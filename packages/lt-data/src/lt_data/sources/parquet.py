@@ -10,6 +10,7 @@ from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
 from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
+from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord
 
@@ -18,7 +19,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _ARROW_FILE = b"ARROW1"
 
 
-def read_parquet(file: BinaryIO, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
     """Yield the rows of a parquet file."""
     _require_pyarrow("parquet")
     import pyarrow.parquet
@@ -42,9 +43,10 @@ def read_parquet(file: BinaryIO, options: ReadOptions, start: int) -> Iterator[S
             row += batch.num_rows
 
 
-def read_arrow(file: BinaryIO, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
+def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
     """Yield the rows of an Arrow stream or file."""
     _require_pyarrow("arrow")
+    counter.unchecked = "arrow"
     import pyarrow as pa
 
     with _translate_errors("arrow"):

@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from lt_data.errors import DataError
+from lt_data.sources.json_lines import read_whole
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import BadRecord, SourceRecord, check_surrogates
+from lt_data.sources.record import BadRecord, SourceRecord, check_surrogates, too_large
 
 # On a damaged file pypdf may raise any of these.
 _FAULTS = (
@@ -33,13 +34,15 @@ def read_pdf(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Ite
         import pypdf
     except ImportError as exc:
         raise DataError('.pdf files need the pypdf package: pip install "lt-data[pdf]"') from exc
-    content = stream.read()
     if start == 0:
+        content = read_whole(stream, options.max_document_bytes, "PDF")
         logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of everything that it repairs itself
-        yield SourceRecord(1, "", _text(pypdf, content))
+        value = content if isinstance(content, BadRecord) else _text(pypdf, content)
+        is_large = isinstance(value, str) and len(value) > options.max_document_bytes
+        yield SourceRecord(1, "", too_large(options.max_document_bytes, "text") if is_large else value)
 
 
-def _text(pypdf: Any, content: bytes) -> str | BadRecord:
+def _text(pypdf: Any, content: bytearray) -> str | BadRecord:
     try:
         reader = pypdf.PdfReader(io.BytesIO(content))
         if reader.is_encrypted and not reader.decrypt(""):

@@ -1,8 +1,9 @@
 """Reader of the documents of sources, file by file, with counts, hashes and positions to resume from.
 
-All sources are listed and checked when the reader is created, before anything is read. Each file is read once and
-hashed while it is read. Bad input raises an error that names file and record, or (on_bad="skip") is left out and
-counted by reason. Errors of the disk or network, and files whose size changed since the listing, are never skipped.
+All sources are listed and checked when the reader is created, before anything is read. Each file is hashed while it is
+read. Bad input raises an error that names file and record, or (on_bad="skip") is left out and counted by reason; then
+no document is yielded before the checksum of its member, frame or page has confirmed it. Errors of the disk or network,
+and files that changed since the listing or an earlier iteration, are never skipped.
 """
 
 import copy
@@ -10,18 +11,22 @@ import hashlib
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
-from lt_data.sources.hashing_reader import HashingCounter
+from lt_data.sources.hashing_reader import HashedPrefix, HashingCounter
 from lt_data.sources.listing import SourceListing
-from lt_data.sources.options import OnBad, ReadOptions
-from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord
+from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad, ReadOptions
+from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import SourceUnit
 from lt_data.store.manifest import MAX_LISTED_SOURCES, SourceFile, SourceFiles
+
+
+UNCONFIRMED = "unconfirmed before damage"
+"""Reason of records that are left out because the checksum that would confirm them comes after the damage."""
 
 
 def read_documents(
@@ -31,6 +36,7 @@ def read_documents(
     text_field: str = "text",
     tokens_field: str | None = None,
     on_bad: OnBad = "error",
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
     config: str | None = None,
     split: str | None = None,
     revision: str | None = None,
@@ -44,6 +50,7 @@ def read_documents(
         text_field: field or column of the text.
         tokens_field: field or column of ids; replaces `text_field`.
         on_bad: "error" raises at bad input, "skip" leaves it out; a `DocumentReader` counts it.
+        max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
         config: configuration of a hub dataset.
         split: split of a dataset, such as `train[:10%]`.
         revision: commit, branch or tag of a hub dataset.
@@ -61,6 +68,7 @@ def read_documents(
         text_field=text_field,
         tokens_field=tokens_field,
         on_bad=on_bad,
+        max_document_bytes=max_document_bytes,
         config=config,
         split=split,
         revision=revision,
@@ -94,6 +102,7 @@ class DocumentReader:
         text_field: str = "text",
         tokens_field: str | None = None,
         on_bad: OnBad = "error",
+        max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
         config: str | None = None,
         split: str | None = None,
         revision: str | None = None,
@@ -106,6 +115,7 @@ class DocumentReader:
             text_field=text_field,
             tokens_field=tokens_field,
             on_bad=on_bad,
+            max_document_bytes=max_document_bytes,
             config=config,
             split=split,
             revision=revision,
@@ -127,6 +137,7 @@ class DocumentReader:
 
     def _reset_counts(self, file: int) -> None:
         self._bytes_before = sum(listed.size or 0 for listed in self._files[:file])
+        self._first_file = file
         self._counter = HashingCounter()
         self.finished_files: list[SourceFile] = []
         self.skipped: Counter[str] = Counter()
@@ -185,11 +196,26 @@ class DocumentReader:
         """Yield the documents in order; resets the counts."""
         return self.documents_from(0, 0)
 
-    def documents_from(self, file: int, record: int) -> Iterator[Document]:
+    def hashed_prefix(self, file: int) -> HashedPrefix:
+        """Return what was read of a file so far in this iteration: all documents of it that were yielded."""
+        finished = file - self._first_file
+        if finished < len(self.finished_files):
+            return HashedPrefix(self.finished_files[finished].bytes, self.finished_files[finished].sha256)
+        assert finished == len(self.finished_files)
+        return self._counter.prefix
+
+    def documents_from(
+        self, file: int, record: int, expected: Mapping[int, HashedPrefix] | None = None
+    ) -> Iterator[Document]:
         """Yield the documents from a position on, such as `file_index` and `next_record` of a document.
 
         The first file is read from its beginning, so that its hash is that of the whole file, but records before the
         position are neither parsed nor yielded. `finished_files`, `skipped` and `read_bytes` are of this iteration.
+
+        Args:
+            file: index of the file.
+            record: index of the record.
+            expected: what an earlier iteration read, by file; other content raises an error.
 
         Raises:
             DataError: there is no such file.
@@ -198,17 +224,22 @@ class DocumentReader:
             raise DataError(f"file = {file}, record = {record}: the sources have {len(self._files)} files")
         self._reset_counts(file)
         for index in range(file, len(self._files)):
-            yield from self._read_file(index, record if index == file else 0)
+            yield from self._read_file(index, record if index == file else 0, (expected or {}).get(index))
 
-    def _read_file(self, index: int, start: int) -> Iterator[Document]:
+    def _read_file(self, index: int, start: int, expected: HashedPrefix | None) -> Iterator[Document]:
         listed = self._files[index]
-        self._counter = counter = HashingCounter()
+        self._counter = counter = HashingCounter(expected)
         with self._handle_damage(listed.name):
             for record in listed.records(self.options, start, counter):
                 document = self._make_document(record, listed.name, index)
                 if document is not None:
                     yield document
-        self.finished_files.append(SourceFile(path=listed.manifest_name, bytes=counter.bytes, sha256=counter.sha256))
+        counter.finish()
+        self.finished_files.append(
+            SourceFile(
+                path=listed.manifest_name, bytes=counter.bytes, sha256=counter.sha256, unchecked=counter.unchecked
+            )
+        )
         self._bytes_before += counter.bytes
         self._counter = HashingCounter()
 
@@ -228,8 +259,15 @@ class DocumentReader:
     def _handle_damage(self, name: str) -> Iterator[None]:
         try:
             yield
+        except ChangedFileError as exc:
+            raise DataError(f"{name}: {exc}") from exc
         except DamagedFileError as exc:
             self._handle_bad("damaged file", f"{name}: {exc}")
+            if exc.lost_records:
+                self.skipped[UNCONFIRMED] += exc.lost_records
+                self.skip_examples.setdefault(
+                    UNCONFIRMED, f"{name}: {exc.lost_records} records, whose checksum comes after the damage"
+                )
 
     def _handle_bad(self, reason: str, message: str) -> None:
         if self.options.on_bad == "error":
@@ -249,6 +287,7 @@ def summarize_sources(files: Sequence[SourceFile], *, skipped_links: int = 0) ->
         sha256=digest.hexdigest(),
         skipped_links=skipped_links,
         listed=tuple(files) if len(files) <= MAX_LISTED_SOURCES else (),
+        unchecked=dict(sorted(Counter(file.unchecked for file in files if file.unchecked).items())),
     )
 
 

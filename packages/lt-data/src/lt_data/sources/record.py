@@ -41,7 +41,26 @@ class SourceRecord(NamedTuple):
 
 
 class DamagedFileError(Exception):
-    """Error of a file whose rest cannot be read; the message follows the file's name."""
+    """Error of a file whose rest cannot be read; the message follows the file's name.
+
+    Attributes:
+        lost_lines: lines before the damage that were left out, because no checksum confirms them.
+        lost_records: those of them that are records.
+    """
+
+    lost_lines = 0
+    lost_records = 0
+
+
+class ChangedFileError(Exception):
+    """Error of a file that is not what it was when it was read before; the message follows the file's name."""
+
+
+def too_large(limit: int, what: str = "document") -> BadRecord:
+    """Return the `BadRecord` of a document above the limit of its size."""
+    return BadRecord(
+        "too large", f"{what} of more than {limit} bytes; leave it out, or raise max_document_bytes (--max-document-bytes)"
+    )
 
 
 def decode_utf8(content: bytes | bytearray) -> str | BadRecord:

@@ -11,7 +11,7 @@ from lt_data.file_names import to_portable_name
 from lt_data.sources.formats import read_file
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import DamagedFileError, SourceRecord
+from lt_data.sources.record import ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.transfer_errors import translate_transfer_errors
 from lt_data.storage import translate_os_errors
 
@@ -35,7 +35,13 @@ class SourceUnit(Protocol):
         ...
 
     def records(self, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
-        """Yield the records from index `start` on; the counter covers the whole unit."""
+        """Yield the records from index `start` on; the counter covers the whole unit.
+
+        Raises:
+            DamagedFileError: the rest cannot be read.
+            ChangedFileError: the unit is not what it was when it was read before.
+            DataError: any other error.
+        """
         ...
 
 
@@ -65,6 +71,7 @@ class ListedFile:
 
         Raises:
             DamagedFileError: the rest cannot be read.
+            ChangedFileError: the file is not what it was when it was read before.
             DataError: a file system error, a changed size, or a missing package.
         """
         path = urlsplit(self.path).path if "://" in self.path else self.path

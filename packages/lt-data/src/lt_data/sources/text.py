@@ -3,12 +3,13 @@
 import io
 from collections.abc import Iterator
 
-from lt_data.sources.json_lines import BOM
+from lt_data.sources.json_lines import read_whole, remove_bom
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import SourceRecord, decode_utf8
+from lt_data.sources.record import BadRecord, SourceRecord, decode_utf8
 
 
 def read_text(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
     """Yield the single record of a text file."""
     if start == 0:
-        yield SourceRecord(1, "", decode_utf8(stream.read().removeprefix(BOM)))
+        content = read_whole(stream, options.max_document_bytes, "text")
+        yield SourceRecord(1, "", content if isinstance(content, BadRecord) else decode_utf8(remove_bom(content)))

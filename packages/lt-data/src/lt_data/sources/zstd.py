@@ -1,7 +1,8 @@
-"""Decompression of zstandard files, the only module that imports zstandard.
+"""Frames of a zstandard file, the only module that imports zstandard.
 
-Its stream reader does not detect truncation, so the end of each frame is checked here. Input is decompressed in chunks
-of 16 KiB, which bounds the output per chunk for usual data.
+A frame is given to the library block by block, since a block has at most 128 KiB of content: so the output is bounded
+for any input, and a truncated frame is noticed, which zstandard's own reader does not do. A frame confirms its content
+only if it was written with a checksum (the `zstd` command does, many libraries do not). Format: RFC 8878.
 """
 
 import io
@@ -10,53 +11,104 @@ from typing import Any
 from lt_data.errors import DataError
 from lt_data.sources.record import DamagedFileError
 
-_CHUNK_BYTES = 1 << 14
+_MAGIC = b"\x28\xb5\x2f\xfd"
+_SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # bytes 1 to 3; byte 0 is 0x50 to 0x5f
+_WINDOW_BYTES, _DICTIONARY_BYTES, _SIZE_BYTES = (1, 0), (0, 1, 2, 4), (0, 2, 4, 8)
+_RLE_BLOCK = 1
+_TRUNCATED = "truncated zstandard file; download or compress it again"
+_SKIP_BYTES = 1 << 20
 
 
-def decompress(stream: io.BufferedReader) -> io.RawIOBase:
-    """Return a stream of the decompressed frames of a file.
+class ZstdFrames:
+    """Reader of the frames of a zstandard file in order: `open_member`, then `read_chunk` until it returns nothing.
+
+    Attributes:
+        begin: offset of the open frame.
+        is_checked: whether the open frame has a checksum of its content.
 
     Raises:
         DataError: the zstandard package is missing.
-        DamagedFileError: while reading: a frame is damaged or truncated.
     """
-    try:
-        import zstandard
-    except ImportError as exc:
-        raise DataError('.zst files need the zstandard package: pip install "lt-data[zstd]"') from exc
-    return _ZstdReader(stream, zstandard)
 
-
-class _ZstdReader(io.RawIOBase):
-    def __init__(self, stream: io.BufferedReader, zstandard: Any) -> None:
-        self._stream = stream
+    def __init__(self, stream: io.BufferedReader) -> None:
+        """Read from the beginning of a frame; offsets count from there."""
+        try:
+            import zstandard
+        except ImportError as exc:
+            raise DataError('.zst files need the zstandard package: pip install "lt-data[zstd]"') from exc
+        self.begin = 0
+        self._offset = 0
+        self.is_checked = True
         self._zstandard = zstandard
-        self._frame: Any = None  # the open frame
-        self._input = b""
-        self._output = memoryview(b"")
+        self._stream = stream
+        self._frame: Any = None
+        self._ended = True
 
-    def readable(self) -> bool:
-        return True
+    def open_member(self) -> bool:
+        """Begin the next frame; return False at the end of the file.
 
-    def readinto(self, buffer: memoryview, /) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        while not self._output:
-            if not self._input:
-                self._input = self._stream.read(_CHUNK_BYTES)
-            if not self._input:
-                if self._frame is not None:
-                    raise DamagedFileError("truncated zstandard file; download or compress it again")
-                return 0
-            if self._frame is None:
-                self._frame = self._zstandard.ZstdDecompressor().decompressobj()
-            try:
-                self._output = memoryview(self._frame.decompress(self._input))
-            except self._zstandard.ZstdError as exc:
-                raise DamagedFileError(f"damaged zstandard file: {exc}; download or compress it again") from exc
-            self._input = b""
-            if self._frame.eof:
-                self._input = self._frame.unused_data
-                self._frame = None
-        size = min(len(buffer), len(self._output))
-        buffer[:size] = self._output[:size]
-        self._output = self._output[size:]
-        return size
+        Raises:
+            DamagedFileError: there is no frame.
+        """
+        while True:
+            self.begin = self._offset
+            magic = self._stream.read(len(_MAGIC))
+            self._offset += len(magic)
+            if not magic:
+                return False
+            if magic[0] & 0xF0 == 0x50 and magic[1:] == _SKIPPABLE_MAGIC:
+                self._skip(int.from_bytes(self._read(4), "little"))
+                continue
+            if magic != _MAGIC:
+                short = _MAGIC.startswith(magic)
+                raise DamagedFileError(_TRUNCATED if short else self._damage("Unknown frame descriptor"))
+            self._frame = self._zstandard.ZstdDecompressor().decompressobj()
+            self._ended = False
+            descriptor = self._read(1)
+            flags = descriptor[0]
+            single_segment = flags >> 5 & 1
+            size_bytes = _SIZE_BYTES[flags >> 6] or single_segment
+            self.is_checked = bool(flags & 4)
+            header = self._read(_WINDOW_BYTES[single_segment] + _DICTIONARY_BYTES[flags & 3] + size_bytes)
+            self._decompress(magic + descriptor + header)
+            return True
+
+    def read_chunk(self) -> bytes:
+        """Return the next content of the frame; b"" at its end, when its checksum has been compared, if it has one.
+
+        Raises:
+            DamagedFileError: the frame is damaged or truncated.
+        """
+        chunk = b""
+        while not chunk and not self._ended:
+            header = self._read(3)
+            bits = int.from_bytes(header, "little")
+            is_last, kind, size = bits & 1, bits >> 1 & 3, bits >> 3
+            tail = 4 if is_last and self.is_checked else 0
+            chunk = self._decompress(header + self._read((1 if kind == _RLE_BLOCK else size) + tail))
+            if is_last:
+                self._ended = True
+                if not self._frame.eof:
+                    raise DamagedFileError(self._damage("frame does not end with its last block"))
+        return chunk
+
+    def _decompress(self, content: bytes) -> bytes:
+        try:
+            return self._frame.decompress(content)
+        except self._zstandard.ZstdError as exc:
+            raise DamagedFileError(self._damage(exc)) from exc
+
+    def _read(self, size: int) -> bytes:
+        content = self._stream.read(size)
+        self._offset += len(content)
+        if len(content) < size:
+            raise DamagedFileError(_TRUNCATED)
+        return content
+
+    def _skip(self, size: int) -> None:
+        while size:
+            size -= len(self._read(min(size, _SKIP_BYTES)))
+
+    @staticmethod
+    def _damage(reason: object) -> str:
+        return f"damaged zstandard file: {reason}; download or compress it again"

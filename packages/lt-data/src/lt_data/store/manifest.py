@@ -52,11 +52,15 @@ def _check_counts(**counts: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A source file: name as given, size in bytes and SHA-256 of its content."""
+    """A source file: name as given, size in bytes and SHA-256 of its content.
+
+    `unchecked` names its format if no checksum in the file confirms the content, such as "jsonl"; otherwise it is "".
+    """
 
     path: str
     bytes: int
     sha256: str
+    unchecked: str = ""
 
     def __post_init__(self) -> None:
         _check_counts(bytes=self.bytes)
@@ -68,7 +72,8 @@ class SourceFiles:
     """Source files: their number, total bytes, and a SHA-256 over the lines "sha256 bytes path" in order.
 
     `listed` holds each file if there are at most `MAX_LISTED_SOURCES`. `skipped_links` counts symbolic links that led
-    out of a source folder (or to a folder) and were not followed.
+    out of a source folder (or to a folder) and were not followed. `unchecked` counts, by format, the files in which no
+    checksum confirms the content, so that damage may have gone unnoticed.
     """
 
     files: int = 0
@@ -76,6 +81,7 @@ class SourceFiles:
     sha256: str = hashlib.sha256().hexdigest()
     skipped_links: int = 0
     listed: tuple[SourceFile, ...] = ()
+    unchecked: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
@@ -275,6 +281,9 @@ class StoreManifest:
             "tokens": self.tokens,
             **asdict(self),
         }
+        for entry in (values["sources"], *values["sources"]["listed"]):
+            if not entry["unchecked"]:
+                del entry["unchecked"]
         return {**values, "checksum": _checksum(values)}
 
     @classmethod

@@ -23,6 +23,7 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
+from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.sources.reader import DocumentReader
 from lt_data.tokenizing.encoder import EncodedBatch, Encoder
 from lt_data.tokenizing.engine_selection import EngineChoice
@@ -50,6 +51,7 @@ class EncoderBatch:
         read_bytes: source bytes read up to the end of this batch.
         file_index: source position of the next document: index of the file in the reader's list, ...
         next_record: ... and index of the next record in that file.
+        read_prefix: hash of what was read of that file.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -58,6 +60,7 @@ class EncoderBatch:
     read_bytes: int = 0
     file_index: int = 0
     next_record: int = 0
+    read_prefix: HashedPrefix | None = None
 
     @property
     def documents(self) -> int:
@@ -66,7 +69,7 @@ class EncoderBatch:
 
 
 def encode_documents(
-    documents: Iterable[Document], encoder: Encoder, workers: int, *, read_bytes: Callable[[], int] | None = None
+    documents: Iterable[Document], encoder: Encoder, workers: int, *, reader: DocumentReader | None = None
 ) -> Generator[tuple[EncoderBatch, EncodedBatch]]:
     """Encode documents in order; yield each batch with its ids.
 
@@ -74,15 +77,15 @@ def encode_documents(
         documents: texts and ids, in any order.
         encoder: the encoder.
         workers: worker processes; with 1 this process encodes.
-        read_bytes: function that returns the source bytes read; default: that of a `DocumentReader`.
+        reader: reader behind the documents; default: the documents, if they are a `DocumentReader`.
 
     Raises:
         DataError: a document has an unpaired surrogate or ids outside the vocabulary (the message names its source), or
             a worker process died.
     """
-    if read_bytes is None:
-        read_bytes = (lambda: documents.read_bytes) if isinstance(documents, DocumentReader) else (lambda: 0)
-    batches = _batches_after_engine_selection(_iter_batches(documents, encoder, read_bytes), encoder)
+    if reader is None and isinstance(documents, DocumentReader):
+        reader = documents
+    batches = _batches_after_engine_selection(_iter_batches(documents, encoder, reader), encoder)
     if workers == 1:
         for batch in batches:
             yield batch, _encode_in_process(batch, encoder)
@@ -155,7 +158,7 @@ def _split_long_document(batch: EncoderBatch, encoder: Encoder) -> Sequence[str]
 
 
 def _iter_batches(
-    documents: Iterable[Document], encoder: Encoder, read_bytes: Callable[[], int]
+    documents: Iterable[Document], encoder: Encoder, reader: DocumentReader | None
 ) -> Iterator[EncoderBatch]:
     texts: list[str] = []
     ids: list[np.ndarray] = []
@@ -163,7 +166,13 @@ def _iter_batches(
 
     def batch() -> EncoderBatch:
         return EncoderBatch(
-            texts=texts, ids=ids, text_bytes=text_bytes, read_bytes=read_bytes(), file_index=file, next_record=record
+            texts=texts,
+            ids=ids,
+            text_bytes=text_bytes,
+            read_bytes=reader.read_bytes if reader else 0,
+            file_index=file,
+            next_record=record,
+            read_prefix=reader.hashed_prefix(file) if reader else None,
         )
 
     for document in documents:
