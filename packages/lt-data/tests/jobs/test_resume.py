@@ -281,8 +281,8 @@ def test_sources_that_were_edited_since_the_interruption_are_an_error(
         for _ in range(2):
             with pytest.raises(
                 DataError,
-                match=r"1\.jsonl: its first \d+ bytes are not those that the interrupted job read; restore the file, or "
-                r"start over \(--no-resume\)",
+                match=r"1\.jsonl: its first \d+ bytes are not those that the interrupted job read; restore the file, "
+                r"or start over \(--no-resume\)",
             ):
                 prepare([folder], out=out, **settings)
         path.write_text("", encoding="utf-8")

@@ -53,7 +53,8 @@ def prepare(
         typer.Option(help="Bad input: error, or skip (left out and counted).", rich_help_panel=_SOURCES),
     ] = "error",
     max_document_bytes: Annotated[
-        int, typer.Option(help="Largest document, as stored in its file; others are bad input.", rich_help_panel=_SOURCES)
+        int,
+        typer.Option(help="Bytes of the largest document; others are bad input.", rich_help_panel=_SOURCES),
     ] = 2**28,
     config: Annotated[
         str | None, typer.Option(help="Configuration of a hub dataset.", rich_help_panel=_SOURCES)

@@ -1,6 +1,6 @@
-"""Decompression of .gz and .zst files, on request only what the checksum of its member (frame) has confirmed.
+"""Decompression of .gz and .zst files, on request only of content that a checksum has confirmed.
 
-A checksum is at the end of its member. To confirm, up to 32 MiB of a member are held in memory until its end; a longer
+A checksum is at the end of its member (zstandard: frame). To confirm, up to 32 MiB of a member are held in memory until its end; a longer
 member is decompressed twice, the second time to be read. So memory is bounded and nothing is written to disk; files of
 short members, and files that are not to be confirmed, are decompressed once. A frame without a checksum is confirmed by
 its structure only.
@@ -48,7 +48,7 @@ COMPRESSIONS: dict[str, tuple[str, Callable[[io.BufferedReader], Members]]] = {
 """Name and reader by suffix."""
 
 
-class DecompressedStream(io.RawIOBase):
+class _DecompressedStream(io.RawIOBase):
     """Stream of the content of a compressed file.
 
     A read never mixes content with an error: what was confirmed before damage is returned first. The error counts the
@@ -56,15 +56,6 @@ class DecompressedStream(io.RawIOBase):
     """
 
     def __init__(self, stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None) -> None:
-        """Decompress a stream.
-
-        Args:
-            stream: the compressed file, at its beginning.
-            suffix: its compression.
-            counter: its `unchecked` is set if a member has no checksum.
-            file: the same file, open for a second pass, to return only confirmed content; None to return all content
-                at once, and an error at the end of a damaged member.
-        """
         self._name, self._open = COMPRESSIONS[suffix]
         self._members = self._open(stream)
         self._counter = counter
@@ -142,7 +133,7 @@ class DecompressedStream(io.RawIOBase):
         try:
             chunk = members.read_chunk()
         except DamagedFileError as exc:
-            raise ChangedFileError(f"it reads differently a second time ({exc}); check the disk, and run again") from exc
+            raise ChangedFileError(f"it reads differently the second time ({exc}); check the disk") from exc
         self._second_pass_bytes -= len(chunk)
         if not chunk:
             self._second_pass = None
@@ -154,10 +145,16 @@ class DecompressedStream(io.RawIOBase):
 def decompress_stream(
     stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None
 ) -> io.BufferedReader:
-    """Return the content of a compressed file as a stream; arguments as for `DecompressedStream`.
+    """Return the content of a compressed file as a stream.
 
-    Its reads raise:
-        DamagedFileError: the file is damaged or truncated.
-        ChangedFileError: it was changed in the meantime.
+    Args:
+        stream: the compressed file, at its beginning.
+        suffix: its compression.
+        counter: its `unchecked` is set if a member has no checksum.
+        file: the same file, open for a second pass, to return only confirmed content; None to return all content at
+            once, and an error at the end of a damaged member.
+
+    Returns:
+        A stream whose reads raise DamagedFileError, or ChangedFileError if the file changes in the meantime.
     """
-    return io.BufferedReader(DecompressedStream(stream, suffix, counter, file), BUFFER_BYTES)
+    return io.BufferedReader(_DecompressedStream(stream, suffix, counter, file), BUFFER_BYTES)

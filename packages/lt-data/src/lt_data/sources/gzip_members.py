@@ -1,6 +1,6 @@
-"""Members of a gzip file, each with a CRC-32 and the length of its content at its end, which zlib compares.
+"""Members of a gzip file, each with CRC-32 and length of its content at its end.
 
-Content is decompressed in chunks of at most 1 MiB. Zeros after a member are padding, as for gunzip.
+zlib compares both. Content is decompressed in chunks of at most 1 MiB. Zeros after a member are padding, as for gunzip.
 """
 
 import io
@@ -14,7 +14,7 @@ _GZIP_WBITS = 16 + zlib.MAX_WBITS
 
 
 class GzipMembers:
-    """Reader of the members of a gzip file in order: `open_member`, then `read_chunk` until it returns nothing.
+    """Reader of the members of a gzip file in order; each `open_member` is followed by `read_chunk`s.
 
     Attributes:
         begin: offset of the open member.

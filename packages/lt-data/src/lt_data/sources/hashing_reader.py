@@ -67,8 +67,8 @@ class HashingCounter:
         """
         if self._expected is not None:
             raise ChangedFileError(
-                f"{self.bytes} bytes, of which the interrupted job read {self._expected.bytes}; restore the file, or start "
-                "over (--no-resume)"
+                f"{self.bytes} bytes, of which the interrupted job read {self._expected.bytes}; restore the file, or "
+                "start over (--no-resume)"
             )
 
     @property
@@ -126,7 +126,7 @@ def open_at(file: BinaryIO, offset: int) -> io.BufferedReader:
 
 
 def write_time(file: BinaryIO) -> tuple[int, int]:
-    """Return size and time of the last write of an open local file, which change when it is written."""
+    """Return the size of an open local file and the time of its last write."""
     state = os.fstat(file.fileno())
     return state.st_size, state.st_mtime_ns
 

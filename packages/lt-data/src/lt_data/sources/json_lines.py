@@ -1,4 +1,6 @@
-"""JSON lines: one JSON value per line, without blank lines. Memory: one line, at most `max_document_bytes`.
+"""JSON lines: one JSON value per line, without blank lines.
+
+Memory: one line, at most `max_document_bytes`.
 
 A `.json` file is read the same way, or as one array of records (parsed as a whole). A byte order mark is removed only
 at the start of the file; lines end with LF or CRLF.

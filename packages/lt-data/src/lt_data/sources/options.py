@@ -36,7 +36,7 @@ class ReadOptions:
         suffixes: suffixes of the files to read in a folder, case-insensitive; a file given by name is always read.
         text_field: field of a record, or column of a table, with the text.
         tokens_field: field or column with ids; replaces `text_field`.
-        max_document_bytes: largest document (bytes of a line, a text file or a value of a table); larger ones are bad input.
+        max_document_bytes: largest document, in bytes of its line, text file or table value; larger ones are bad input.
         on_bad: handling of bad records and damaged files: "error" raises, "skip" leaves them out and counts them.
         config: configuration of a hub dataset.
         split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.

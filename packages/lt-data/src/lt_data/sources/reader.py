@@ -24,7 +24,6 @@ from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError
 from lt_data.sources.source_unit import SourceUnit
 from lt_data.store.manifest import MAX_LISTED_SOURCES, SourceFile, SourceFiles
 
-
 UNCONFIRMED = "unconfirmed before damage"
 """Reason of records that are left out because the checksum that would confirm them comes after the damage."""
 

@@ -53,13 +53,14 @@ class DamagedFileError(Exception):
 
 
 class ChangedFileError(Exception):
-    """Error of a file that is not what it was when it was read before; the message follows the file's name."""
+    """Error of a file that differs from an earlier reading; the message follows the file's name."""
 
 
 def too_large(limit: int, what: str = "document") -> BadRecord:
     """Return the `BadRecord` of a document above the limit of its size."""
     return BadRecord(
-        "too large", f"{what} of more than {limit} bytes; leave it out, or raise max_document_bytes (--max-document-bytes)"
+        "too large",
+        f"{what} of more than {limit} bytes; leave it out, or raise max_document_bytes (--max-document-bytes)",
     )
 
 

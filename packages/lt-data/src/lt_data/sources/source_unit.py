@@ -11,7 +11,7 @@ from lt_data.file_names import to_portable_name
 from lt_data.sources.formats import read_file
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import ChangedFileError, DamagedFileError, SourceRecord
+from lt_data.sources.record import DamagedFileError, SourceRecord
 from lt_data.sources.transfer_errors import translate_transfer_errors
 from lt_data.storage import translate_os_errors
 

@@ -20,7 +20,7 @@ _SKIP_BYTES = 1 << 20
 
 
 class ZstdFrames:
-    """Reader of the frames of a zstandard file in order: `open_member`, then `read_chunk` until it returns nothing.
+    """Reader of the frames of a zstandard file in order; each `open_member` is followed by `read_chunk`s.
 
     Attributes:
         begin: offset of the open frame.
@@ -74,7 +74,7 @@ class ZstdFrames:
             return True
 
     def read_chunk(self) -> bytes:
-        """Return the next content of the frame; b"" at its end, when its checksum has been compared, if it has one.
+        """Return the next content of the frame; b"" at its end, once its checksum has been compared.
 
         Raises:
             DamagedFileError: the frame is damaged or truncated.

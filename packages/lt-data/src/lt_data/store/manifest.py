@@ -85,6 +85,7 @@ class SourceFiles:
 
     def __post_init__(self) -> None:
         _check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
+        _check_counts(**self.unchecked)
         _check_hashes("sha256 of the sources", [self.sha256])
 
 
