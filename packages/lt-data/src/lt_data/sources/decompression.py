@@ -1,9 +1,9 @@
 """Decompression of .gz and .zst files, on request only of content that a checksum has confirmed.
 
-A checksum is at the end of its member (zstandard: frame). To confirm, up to 32 MiB of a member are held in memory until its end; a longer
-member is decompressed twice, the second time to be read. So memory is bounded and nothing is written to disk; files of
-short members, and files that are not to be confirmed, are decompressed once. A frame without a checksum is confirmed by
-its structure only.
+A checksum is at the end of its member (zstandard: frame). To confirm, up to 32 MiB of a member are held in memory until
+its end; a longer member is decompressed twice, the second time to be read. So memory is bounded and nothing is written
+to disk; files of short members, and files that are not to be confirmed, are decompressed once. A frame without a
+checksum is confirmed by its structure only.
 """
 
 import io
