@@ -18,7 +18,8 @@ from lt_trainer.config.sections import OptimizerOptions
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES, find_device
 from lt_trainer.planning.layout import PlannedLayout, layout_from_recipe
-from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, _activations_per_token, plan_memory
+from lt_trainer.planning.memory import RESERVE_BYTES, RESERVE_SHARE, plan_memory
+from lt_trainer.planning.memory_activations import activations_per_token
 from lt_trainer.planning.plan import make_plan, plan_to_dict
 from lt_trainer.planning.plan_text import format_count, format_duration, format_plan
 from lt_trainer.planning.run_time import plan_time, recomputed_flops_per_token
@@ -90,7 +91,7 @@ def test_context_parallelism_divides_all_activations_but_keys_and_values() -> No
 
     def activations(mode: str, cp: int) -> float:
         layout = replace(LAYOUT, dp_shard=8 // cp, cp=cp, activation_checkpointing=mode)
-        return _activations_per_token(config, layout) * tokens / cp
+        return activations_per_token(config, layout) * tokens / cp
 
     assert activations("full", 8) == tokens / 8 * width
     assert activations("none", 8) == activations("none", 1) / 8 + (tokens * (1 + 1 / 16) - tokens / 8) * kv

@@ -5,14 +5,8 @@ from typing import Any
 
 import pytest
 from null_device.ranks import Job
-from test_peak import NEAR, job
+from peaks import check_peak, job
 
-from lt_model import LlamaConfig
-from lt_trainer.config.recipe import load
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
-
-SEQ_LEN = 4096
 OFFLOAD = "engine.gpu.activation_offload=true"
 CASES = {
     "one": job(OFFLOAD, vocab_size=1024),
@@ -38,14 +32,4 @@ def test_a_step_with_offload_does_not_wait(run_job: Callable[[Job], Any], case: 
 @pytest.mark.guarantee("plan-peak")
 @pytest.mark.parametrize("case", CASES)
 def test_the_device_holds_what_the_plan_says(run_job: Callable[[Job], Any], case: str) -> None:
-    asked = CASES[case]
-    base = {
-        "model": dict(asked.model),
-        "data": {"store": "unused", "seq_len": SEQ_LEN},
-        "batch": {"global_batch_size": asked.rows, "micro_batch_size": asked.micro_batch_size},
-    }
-    recipe = load(base=base, overrides=asked.overrides).recipe
-    config = LlamaConfig(vocab_size=asked.vocab_size, max_position_embeddings=SEQ_LEN, **dict(asked.model))
-    planned = plan_memory(config, SEQ_LEN, layout_from_recipe(recipe, devices=asked.ranks, nodes=1))
-    for result in run_job(asked)[0]:
-        assert result.peak_bytes[-1] == pytest.approx(planned.peak, rel=NEAR)
+    check_peak(CASES[case], run_job(CASES[case])[0])

@@ -1,7 +1,6 @@
 """`lt train plan`'s peak against what torch's CUDA allocator holds at most in a step, on the null device.
 
-Memory is never touched there, so the shapes are those of real runs: a billion parameters, rows of 4096 tokens. The
-layouts are chosen so that each phase of the plan is the peak of some.
+The layouts are chosen so that each phase of the plan is the peak of some.
 """
 
 from collections.abc import Callable
@@ -9,26 +8,14 @@ from typing import Any
 
 import pytest
 from null_device.ranks import Job
+from peaks import check_peak, job, planned_memory
 
-from lt_model import LlamaConfig
-from lt_trainer.config.recipe import load
-from lt_trainer.planning.layout import layout_from_recipe
-from lt_trainer.planning.memory import plan_memory
-
-NEAR = 0.03
-
-SHAPE = {"hidden_size": 2048, "intermediate_size": 5632, "n_heads": 16, "n_kv_heads": 4, "n_layers": 8}
 TP, SP, HSDP = "parallel.tp=2", "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
-CP, CP4 = "parallel.cp=2", "parallel.cp=4"
+CP, CP4, PP = "parallel.cp=2", "parallel.cp=4", "parallel.pp=2"
+INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
 FULL, SELECTIVE = "engine.gpu.activation_checkpointing=full", "engine.gpu.activation_checkpointing=selective"
 KEEP, EACH = "engine.gpu.reshard_after_forward=false", "engine.gpu.reduce_each_micro_batch=true"
-NARROW = "optimizer.moments_dtype=bfloat16"
-
-
-def job(*overrides: str, seq_len: int = 4096, tied: bool = False, n_layers: int = 8, **fields: Any) -> Job:
-    shape = SHAPE | {"n_layers": n_layers, "tie_word_embeddings": tied}
-    values = {"vocab_size": 32000, "rows": fields.get("ranks", 1), **fields}
-    return Job(model=tuple(shape.items()), overrides=overrides, row_lengths=(seq_len,) * 3, initialize=False, **values)
+NARROW, MUON = "optimizer.moments_dtype=bfloat16", "optimizer.name=muon"
 
 
 CASES: dict[str, tuple[Job, str]] = {
@@ -36,6 +23,9 @@ CASES: dict[str, tuple[Job, str]] = {
     "fsdp": (job(ranks=2), "loss"),
     "fsdp-tied-recompute": (job(FULL, ranks=2, vocab_size=1024, tied=True), "first block"),
     "tp-sp": (job(TP, SP, ranks=2, rows=1, vocab_size=1024), "last block"),
+    "pp": (job(PP, ranks=2, rows=4), "last block"),
+    "pp-fsdp-recompute": (job(PP, FULL, ranks=4, rows=8), "last block"),
+    "one-muon": (job(MUON, vocab_size=1024, n_layers=2, seq_len=512), "optimizer step"),
 }
 SLOW_CASES: dict[str, tuple[Job, str]] = {
     "one-accumulation": (job(rows=2), "loss"),
@@ -50,6 +40,7 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "fsdp-little-batch": (job(ranks=4, vocab_size=1024, seq_len=512), "first block"),
     "fsdp-little-batch-tied": (job(ranks=2, vocab_size=64000, seq_len=64, n_layers=2, tied=True), "loss"),
     "fsdp-accumulation": (job(ranks=4, rows=8), "loss"),
+    "fsdp-accumulation-few-words": (job(ranks=2, rows=4, vocab_size=1024), "last block"),
     "fsdp-reduce-each": (job(EACH, ranks=4, rows=8), "loss"),
     "fsdp-keep-weights": (job(KEEP, ranks=4, vocab_size=1024, seq_len=512), "last block"),
     "fsdp-recompute": (job(FULL, ranks=4, vocab_size=1024), "first block"),
@@ -64,6 +55,25 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
     "cp-recompute": (job(CP, FULL, ranks=2, rows=1, vocab_size=1024, seq_len=8192), "first block"),
     "cp4-recompute-selectively": (job(CP4, SELECTIVE, ranks=4, rows=1, vocab_size=1024, seq_len=8192), "last block"),
     "cp-tp-sp": (job(CP, TP, SP, ranks=4, rows=1, seq_len=8192), "loss"),
+    "pp-one-micro-batch": (job(PP, ranks=2, rows=1, vocab_size=1024), "last block"),
+    "pp-little-batch": (job(PP, ranks=2, rows=2, seq_len=512), "last block"),
+    "pp-recompute": (job(PP, FULL, ranks=2, rows=4, vocab_size=1024), "last block"),
+    "pp-tied": (job(PP, ranks=2, rows=4, seq_len=512, tied=True), "last block"),
+    "pp-interleaved": (job(PP, INTERLEAVED, ranks=2, rows=4, vocab_size=1024), "last block"),
+    "pp-offload": (job(PP, "engine.gpu.activation_offload=true", ranks=2, rows=4, vocab_size=1024), "last block"),
+    "pp4": (job("parallel.pp=4", ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp4-fsdp-recompute": (job("parallel.pp=4", FULL, ranks=8, rows=8), "loss"),
+    "pp-fsdp": (job(PP, ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp-fsdp-two-micro-batches": (job(PP, ranks=4, rows=4, vocab_size=1024), "last block"),
+    "pp-fsdp-reduce-each": (job(PP, EACH, ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp-fsdp-keep-weights": (job(PP, KEEP, ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp-fsdp-interleaved": (job(PP, INTERLEAVED, ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp-ddp": (job(PP, HSDP, ranks=4, rows=8, vocab_size=1024), "last block"),
+    "pp-hsdp": (job(PP, HSDP, ranks=8, rows=8, vocab_size=1024), "last block"),
+    "pp-cp": (job(PP, CP, ranks=4, rows=4, vocab_size=1024, seq_len=8192), "last block"),
+    "pp-tp-sp": (job(PP, TP, SP, ranks=4, rows=4, vocab_size=1024), "last block"),
+    "pp-fsdp-tp-sp": (job(PP, TP, SP, ranks=8, rows=8), "last block"),
+    "fsdp-muon": (job(MUON, ranks=2, seq_len=512), "block reduction"),
 }
 
 
@@ -71,15 +81,5 @@ SLOW_CASES: dict[str, tuple[Job, str]] = {
 @pytest.mark.parametrize("case", [*CASES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_CASES)])
 def test_the_allocator_holds_what_the_plan_says(run_job: Callable[[Job], Any], case: str) -> None:
     asked, phase = (CASES | SLOW_CASES)[case]
-    seq_len = asked.row_lengths[0]
-    base = {
-        "model": dict(asked.model),
-        "data": {"store": "unused", "seq_len": seq_len},
-        "batch": {"global_batch_size": asked.rows, "micro_batch_size": asked.micro_batch_size},
-    }
-    recipe = load(base=base, overrides=asked.overrides).recipe
-    config = LlamaConfig(vocab_size=asked.vocab_size, max_position_embeddings=seq_len, **dict(asked.model))
-    planned = plan_memory(config, seq_len, layout_from_recipe(recipe, devices=asked.ranks, nodes=1))
-    assert planned.peak_phase == phase
-    for result in run_job(asked)[0]:
-        assert result.peak_bytes[-1] == pytest.approx(planned.peak, rel=NEAR)
+    assert planned_memory(asked).peak_phase == phase
+    check_peak(asked, run_job(asked)[0])

@@ -20,6 +20,21 @@ OFFLOAD_RESIDENT_BLOCKS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlannedPass:
+    """Backward pass of a step.
+
+    Attributes:
+        in_flight: forward passes of the device whose backward pass has not ended, its own among them.
+        has_earlier: other backward passes have left gradients.
+        reduces: FSDP reduces gradients in it.
+    """
+
+    in_flight: int
+    has_earlier: bool
+    reduces: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlannedLayout:
     """Parallel degrees, batch split and memory options of a run.
 
@@ -111,6 +126,27 @@ class PlannedLayout:
         if self.stages_per_rank == 1:
             return min(passes, self.pp - pp_rank)
         return min(passes, 2 * (self.pp - pp_rank - 1) + (self.stages_per_rank - 1) * self.pp + 1)
+
+    def fullest_backward_passes(self, pp_rank: int) -> list[PlannedPass]:
+        """Return the backward passes that may need most memory: without a pipeline the last one of a step.
+
+        In a pipeline also the first one, with the most passes in flight, and a later one with as many.
+        """
+        passes = self.accumulation_steps * self.stages_per_rank
+        last = PlannedPass(in_flight=1, has_earlier=passes > 1, reduces=True)
+        if self.pp == 1 or passes == 1:
+            return [last]
+        most, reduces = self.max_in_flight(pp_rank), not self.keeps_unsharded
+        return [
+            PlannedPass(in_flight=most, has_earlier=False, reduces=reduces),
+            PlannedPass(in_flight=min(most, passes - 1), has_earlier=True, reduces=reduces),
+            last,
+        ]
+
+    @property
+    def keeps_unsharded(self) -> bool:
+        """True if FSDP keeps unsharded gradients from one micro-batch to the next."""
+        return self.uses_fsdp and self.accumulation_steps > 1 and not self.reduce_each_micro_batch
 
     @property
     def has_separate_master_weights(self) -> bool:

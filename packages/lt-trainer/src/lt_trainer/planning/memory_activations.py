@@ -1,0 +1,73 @@
+"""Bytes of activations per token of one block, saved and at the peaks of its backward pass.
+
+Under context parallelism a device has the activations of its own positions only, but attention's keys and values are
+those that these positions see of all devices (`SELECTED_KEYS`). They are counted for rows of one document, the most;
+short documents need hardly more than a device's own.
+"""
+
+from __future__ import annotations
+
+from lt_model import LlamaConfig
+from lt_model.activation_memory import activation_bytes_per_token, block_backward_bytes_per_token
+from lt_trainer.planning.layout import PlannedLayout
+
+ATTENTION_TENSORS = 6
+"""Tensors of the stream's size at the end of a block's backward: gradients of queries, keys, values, output, stream."""
+SELECTED_KEYS = 0.5
+"""Keys beyond all of the cp devices' equal shares that a device selects at most: it has a head and a tail chunk of each
+row, and keys that both see are selected twice."""
+
+
+def activations_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return activation bytes per token and block; "memory_budget" interpolates between "full" and "none"."""
+
+    def saved(mode: str) -> float:
+        n_bytes = activation_bytes_per_token(
+            config,
+            mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
+            element_bytes=layout.element_bytes,
+            tp=layout.tp,
+            sequence_parallel=layout.sequence_parallel,
+        )
+        return sum(n_bytes.values()) + (_foreign_keys_per_token(config, layout) if mode == "none" else 0.0)
+
+    if layout.activation_checkpointing == "memory_budget":
+        return saved("full") + layout.activation_memory_budget * (saved("none") - saved("full"))
+    return saved(layout.activation_checkpointing)
+
+
+def block_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes per token of a block's backward; "memory_budget" may recompute as much as "full"."""
+    mode = "full" if layout.activation_checkpointing == "memory_budget" else layout.activation_checkpointing
+    n_bytes = block_backward_bytes_per_token(
+        config,
+        mode,  # pyright: ignore[reportArgumentType] - same names as the engine's options
+        element_bytes=layout.element_bytes,
+        tp=layout.tp,
+        sequence_parallel=layout.sequence_parallel,
+    )
+    return n_bytes if mode == "none" else n_bytes + _foreign_keys_per_token(config, layout)
+
+
+def attention_backward_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes per token at the end of a block's backward, where its attention's is.
+
+    Under context parallelism: input, norm, queries and output with their gradients; selected keys and values with
+    theirs, which flash kernels compute for every query head; and the buffer in which they are added up.
+    """
+    width = config.hidden_size * layout.element_bytes
+    if layout.cp == 1:
+        return ATTENTION_TENSORS * width
+    heads, kv, selected = width / layout.tp, _kv_per_token(config, layout), layout.cp + SELECTED_KEYS
+    per_head = 2 * heads * selected if config.n_kv_heads < config.n_heads else 0.0
+    return 3 * width + 3 * heads + 2 * kv * selected + max(per_head, kv * layout.cp)
+
+
+def _kv_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes of the keys and values of a token in one block."""
+    return 2 * config.n_kv_heads * config.head_dim * layout.element_bytes / layout.tp
+
+
+def _foreign_keys_per_token(config: LlamaConfig, layout: PlannedLayout) -> float:
+    """Return bytes of selected keys and values per token of this device, beyond those of the token itself."""
+    return 0.0 if layout.cp == 1 else (layout.cp + SELECTED_KEYS - 1) * _kv_per_token(config, layout)
