@@ -26,7 +26,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted(path for path in ROOT.glob("packages/*/src/**/*.py"))
 EVENT_WRITERS = {"log_event", "append_event"}
 SHARED_CLASS_NAMES = {
-    "HubModel": "lt-ckpt and lt-data each wrap the hub in a client of their own, which huggingface_hub replaces",
     "S3Folder": "lt-ckpt and lt-data stay independent; both S3 adapters are replaced by boto3's transfer manager",
 }
 """Public class names that may stand in two packages, each with the reason."""
@@ -184,7 +183,7 @@ def test_no_public_class_name_stands_in_two_packages(trees: dict[str, ast.Module
 QUESTION_WORDS = {"What", "Who", "Whether", "How", "Where", "Which", "When", "Why", "See"}
 NOT_IMPERATIVE = {"The", "A", "An", "This", "Returns", "Gives", "Makes", "Reads", "Writes", "Checks", "Finds", "Opens"}
 SOON_REPLACED = ("lt_launch/agent/", "lt_launch/conduct", "lt_launch/channel", "lt_launch/boot")
-SOON_REPLACED += ("lt_data/remote/", "lt_data/tokenizing/hub_files")
+SOON_REPLACED += ("lt_data/remote/",)
 """Sources that a scheduler or a library replaces; they keep their words until then."""
 
 

@@ -23,7 +23,7 @@ OLDER = COMMIT[::-1]
 class Hub:
     """Datasets by name, each a mapping from file to content; with "@v1" behind the name an older state of it.
 
-    `private`: names that only a token opens. `asked`: the requests.
+    `private`: names that only a token opens. `asked`: the requests. `tokens`: what they carried.
     """
 
     home: Path
@@ -31,6 +31,7 @@ class Hub:
     files: dict[str, dict[str, bytes]] = field(default_factory=dict)
     private: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
+    tokens: set[str] = field(default_factory=set)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -76,6 +77,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.asked.append(f"{self.command} {self.path}")
+        self.hub.tokens.add(self.headers.get("Authorization", ""))
         path = unquote(urlsplit(self.path).path).lstrip("/")
         api = path.startswith("api/datasets/")
         repo, _, rest = path.removeprefix("api/").removeprefix("datasets/").partition("/")

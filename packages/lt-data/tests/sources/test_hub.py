@@ -215,9 +215,9 @@ def test_files_by_their_names(answers: dict[str, dict[str, Any]]) -> None:
 
 def test_errors_of_the_hub(answers: dict[str, dict[str, Any]]) -> None:
     expected = {
-        "unknown": r"cannot read hf://org/nothing: .*check its name, its settings and the network",
-        "private": "cannot read hf://org/private: ",
-        "no such revision": "cannot read hf://org/one@nowhere: .*Invalid rev id",
+        "unknown": "hf://org/nothing: it is private, gated, or not there, and no token was sent",
+        "private": "hf://org/private: it is private, gated, or not there",
+        "no such revision": "hf://org/one@nowhere: there is no such repository or revision on the hub",
         "broken data": "cannot read hf://org/broken",
         "bad setting": r"unknown setting 'splt'; there are config, split, revision, streaming",
         "bad value": "streaming = '1': give true or false",
@@ -225,6 +225,20 @@ def test_errors_of_the_hub(answers: dict[str, dict[str, Any]]) -> None:
     }
     for name, message in expected.items():
         assert re.search(message, answers[name]["error"], re.DOTALL), (name, answers[name])
+
+
+@pytest.mark.slow
+def test_no_token_goes_to_a_proxy(hub, answers: dict[str, dict[str, Any]]) -> None:
+    """The hub is the proxy before an endpoint of this machine, where nobody is; all libraries ask through it."""
+    hub.tokens.clear()
+    environ = {"HF_ENDPOINT": "http://localhost:1", "http_proxy": f"http://127.0.0.1:{hub.port}", "no_proxy": ""}
+    environ |= {"HF_TOKEN": "hf_right", "HF_HOME": str(hub.home / "behind-a-proxy")}
+    cases = [CASES["streamed"], CASES["file"], CASES["private"]]
+    out = hub.run(str(Path(__file__).with_name("hub_reads.py")), given=json.dumps(cases), **environ)
+    streamed, file, private = map(json.loads, out.splitlines())
+    assert (texts(streamed), texts(file)) == (TRAIN, TRAIN[15:])
+    assert "no token is sent to a proxy: set NO_PROXY=localhost" in private["error"]
+    assert hub.tokens == {""}
 
 
 def test_folders_that_datasets_saved(answers: dict[str, dict[str, Any]]) -> None:

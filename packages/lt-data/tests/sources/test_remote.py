@@ -175,11 +175,15 @@ def test_what_the_libraries_say_is_cleaned_of_the_url() -> None:
 
 
 def test_user_and_password_of_a_url_are_not_shown() -> None:
-    from lt_data.sources.listing import redact_url
+    from lt_data.file_names import redact_url
 
     url = "https://user:secret@host:8080/a/x.jsonl?token=secret#secret"
     assert redact_url(url) == "https://host:8080/a/x.jsonl"
-    assert redact_url("s3://bucket/a?b#c") == "s3://bucket/a?b#c"
+    for same in ("s3://bucket/a?b#c", "hf://name@v1?split=train", "hf://datasets/org/name@v1/a", "/a/b@c?d", "C:x"):
+        assert redact_url(same) == same
+    assert redact_url(f"zip://x.jsonl::{url}") == "zip://x.jsonl::https://host:8080/a/x.jsonl"
+    assert redact_url("smb://user:secret@host/a?b") == "smb://host/a?b"
+    assert redact_url("https://user:secret@[host/a") == "https://..."
 
 
 def test_s3(s3, tmp_path: Path) -> None:

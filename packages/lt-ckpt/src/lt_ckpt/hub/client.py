@@ -252,7 +252,8 @@ def _insist(what: str, attempt: Callable[[], T], count_bytes: Callable[[], int])
 @contextmanager
 def _translate_errors(hub: Hub, repo: str) -> Iterator[None]:
     """Turn errors of the library into a `CheckpointError` or, where they may pass, a `_PassingError`."""
-    libraries = [sys.modules[name].HTTPError for name in ("httpx", "httpx2") if name in sys.modules]
+    clients = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
+    libraries = [error for client in clients for error in (client.HTTPError, client.InvalidURL)]
     try:
         yield
     except errors.HfHubHTTPError as exc:

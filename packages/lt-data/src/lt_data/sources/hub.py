@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from typing import Any, Literal
+from urllib.parse import parse_qsl, quote, urlsplit
 
 from lt_data.errors import DataError
 from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
@@ -85,7 +85,7 @@ def list_hub_dataset(url: str, options: ReadOptions) -> list[HubRows]:
         name = f"{HUB_SCHEME}{repo}{f'@{commit}' if commit else ''}/{options.config or 'default'}/{split}"
         if options.streaming:
             return _list_streaming(datasets, name, repo, commit, split, options)
-        dataset = datasets.load_dataset(repo, options.config, split=split, revision=commit)
+        dataset = datasets.load_dataset(repo, options.config, split=split, revision=commit, token=_choose_token())
         columns = _select_columns(name, dataset.column_names, options)
         rows = dataset.select_columns(columns).with_format("arrow")
         total = len(rows)
@@ -106,7 +106,9 @@ def _list_streaming(
     datasets: Any, name: str, repo: str, commit: str | None, split: str, options: ReadOptions
 ) -> list[HubRows]:
     plain, bounds = _parse_slice(datasets, name, repo, options.config, commit, split)
-    stream = datasets.load_dataset(repo, options.config, split=plain, revision=commit, streaming=True)
+    stream = datasets.load_dataset(
+        repo, options.config, split=plain, revision=commit, streaming=True, token=_choose_token()
+    )
     names = stream.column_names or list(next(iter(stream.take(1)), {}))
     stream = stream.select_columns(_select_columns(name, names, options)).with_format("arrow")
     if bounds is None:
@@ -142,15 +144,23 @@ def _parse_url(url: str, options: ReadOptions) -> tuple[str, ReadOptions]:
 
 
 def _resolve_commit(repo: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi, constants
+    from lt_data.hub_client import HubClient, is_offline  # imported here: slow
 
-    if constants.HF_HUB_OFFLINE:  # then `datasets` reads its cache
+    if is_offline():  # then `datasets` reads its cache
         return revision
-    return HfApi().dataset_info(repo, revision=revision).sha
+    hub = HubClient.from_environment()
+    path = f"/api/datasets/{repo}" + (f"/revision/{quote(revision, safe='')}" if revision else "")
+    return hub.read_info(path, f"{HUB_SCHEME}{repo}{f'@{revision}' if revision else ''}")["sha"]
+
+
+def _choose_token() -> Literal[False] | None:
+    from lt_data.hub_client import choose_library_token
+
+    return choose_library_token()
 
 
 def _only_split(datasets: Any, url: str, repo: str, config: str | None, commit: str | None) -> str:
-    names = datasets.get_dataset_split_names(repo, config, revision=commit)
+    names = datasets.get_dataset_split_names(repo, config, revision=commit, token=_choose_token())
     if len(names) != 1:
         raise DataError(f"{url}: the splits are {', '.join(names)}; choose with split (--split), such as {names[0]}")
     return names[0]
@@ -167,7 +177,7 @@ def _parse_slice(
     if all(bound == "" or bound.isdecimal() for bound in (first, last)):
         begin = int(first or 0)
         return plain, (begin, max(begin, int(last)) if last else None)
-    known = datasets.load_dataset_builder(repo, config, revision=commit).info.splits or {}
+    known = datasets.load_dataset_builder(repo, config, revision=commit, token=_choose_token()).info.splits or {}
     rows = getattr(known.get(plain), "num_examples", 0)
     if not rows:
         raise DataError(

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
-from urllib.parse import urlsplit, urlunsplit
 
 from lt_data.errors import DataError
+from lt_data.file_names import redact_url
 from lt_data.sources.hub import HUB_SCHEME, list_hub_dataset
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.saved_dataset import list_arrow_files
@@ -90,9 +90,10 @@ class SourceListing:
         shown = redact_url(url)
         protocol = url.partition("://")[0]
         try:
-            filesystem, root = url_to_fs(url)
+            filesystem, root = url_to_fs(url, **_make_options(url))
         except (ImportError, ValueError) as exc:
-            raise DataError(f"cannot read {shown}: {exc}; install the fsspec package for {protocol}://") from exc
+            reason = str(exc).replace(url, shown)
+            raise DataError(f"cannot read {shown}: {reason}; install the fsspec package for {protocol}://") from exc
         with translate_transfer_errors(shown, url):
             info = filesystem.info(root)
             if info["type"] != "directory":
@@ -110,6 +111,15 @@ class SourceListing:
         if not matches:
             self.ignored_files[PurePosixPath(name).suffix.lower() or PurePosixPath(name).name] += 1
         return matches
+
+
+def _make_options(url: str) -> dict[str, Any]:
+    """Return the options of fsspec for a URL: the token of a hub only where it may be sent."""
+    if HUB_SCHEME not in url:
+        return {}
+    from lt_data.hub_client import choose_library_token  # imported here: slow
+
+    return {"hf": {"token": choose_library_token()}}
 
 
 def _list_local_saved_dataset(root: str, options: ReadOptions) -> list[SourceUnit] | None:
@@ -141,14 +151,6 @@ def _list_remote_saved_dataset(
     if names is not None and (missing := [name for name in names if f"{root}/{name}" not in files]):
         raise DataError(f"{shown}/{missing[0]}: a file of the saved dataset is missing; save it again")
     return None if names is None else [f"{root}/{name}" for name in names]
-
-
-def redact_url(url: str) -> str:
-    """Return a URL without user, password, query and fragment, which may hold secrets."""
-    if not url.startswith(("http://", "https://", "ftp://", "sftp://")):
-        return url
-    parts = urlsplit(url)
-    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
 
 def _is_inside(path: str, root: str) -> bool:

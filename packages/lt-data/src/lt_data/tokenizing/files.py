@@ -5,21 +5,28 @@
     hf://org/name[@rev]   a model of the hub
     s3://bucket/prefix    the files under a prefix (any protocol that fsspec supports and whose package is installed)
 
-Only the files of `TOKENIZER_FILES` are read.
+Only the files of `TOKENIZER_FILES` are read, each of at most `MAX_FILE_BYTES`. A query of a web address, such as a
+signature, is sent with each request and is in no message or name.
 """
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.file_names import to_portable_name
-from lt_data.storage import translate_os_errors
-from lt_data.tokenizing.hub_files import HubModel, is_short_address
+from lt_data.file_names import redact_url, to_portable_name
+from lt_data.sources.transfer_errors import translate_transfer_errors
+from lt_data.storage import read_file, translate_os_errors
+from lt_data.tokenizing.hub_files import HubRepository, is_short_address
 
 MODEL_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TOKENIZER_FILES = (MODEL_FILE, CONFIG_FILE, "special_tokens_map.json", "chat_template.jinja")
+MAX_FILE_BYTES = 2**28
+"""Larger than any known tokenizer by several times."""
+_BLOCK_BYTES = 2**20
 
 
 def read_tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
@@ -41,45 +48,64 @@ def read_tokenizer_files(source: str | Path) -> tuple[str, Mapping[str, bytes]]:
 def _read_from_path(path: Path) -> tuple[str, Mapping[str, bytes]]:
     with translate_os_errors("read the tokenizer", path):
         if path.is_file() and path.name != MODEL_FILE:
-            return to_portable_name(path.name), {MODEL_FILE: path.read_bytes()}
+            return to_portable_name(path.name), {MODEL_FILE: read_file(path, max_bytes=MAX_FILE_BYTES)}
         folder = path.parent if path.is_file() else path
-        files = {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+        files = {
+            name: read_file(folder / name, max_bytes=MAX_FILE_BYTES)
+            for name in TOKENIZER_FILES
+            if (folder / name).is_file()
+        }
         if not folder.is_dir() or MODEL_FILE not in files:
             raise DataError(f"no tokenizer at {path}: give a folder with {MODEL_FILE}{_hint(folder)}")
     return to_portable_name(folder.resolve().name), files
 
 
 def _read_from_hub(address: str) -> tuple[str, Mapping[str, bytes]]:
-    model = HubModel.parse(address)
-    commit, files = model.fetch(TOKENIZER_FILES)
+    repository = HubRepository.parse(address)
+    commit, files = repository.fetch(TOKENIZER_FILES, max_bytes=MAX_FILE_BYTES)
     if MODEL_FILE not in files:
         raise DataError(
-            f"hf://{model.repo}: has no {MODEL_FILE}; save its tokenizer in the fast format, and give that folder"
+            f"hf://{repository.name}: has no {MODEL_FILE}; save its tokenizer in the fast format, and give that folder"
         )
-    return f"{model.repo}@{commit[:12]}", files
+    return f"{repository.name}@{commit[:12]}", files
 
 
 def _read_from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
     from fsspec.core import url_to_fs  # imported here: slow, and most tokenizers are local
 
-    protocol = url.partition("://")[0]
+    protocol, shown = url.partition("://")[0], redact_url(url)
     try:
         filesystem, root = url_to_fs(url)
     except (ImportError, ValueError) as exc:
-        raise DataError(f"cannot read {url}: {exc}; install the fsspec package for {protocol}://") from exc
-    root = root.rstrip("/")
-    if root.endswith(f"/{MODEL_FILE}"):
-        root = root.removesuffix(f"/{MODEL_FILE}")
+        reason = str(exc).replace(url, shown)
+        raise DataError(f"cannot read {shown}: {reason}; install the fsspec package for {protocol}://") from exc
+    query = ""
+    if protocol in ("http", "https"):
+        root, mark, query = root.partition("?")
+        query = mark + query
+    root = root.rstrip("/").removesuffix(f"/{MODEL_FILE}")
     files: dict[str, bytes] = {}
-    with translate_os_errors("read the tokenizer", url):
-        for name in TOKENIZER_FILES:
-            try:
-                files[name] = filesystem.cat_file(f"{root}/{name}")
-            except FileNotFoundError:
-                continue
+    for name in TOKENIZER_FILES:
+        path = f"{root}/{name}{query}"
+        with translate_transfer_errors(shown, path), suppress(FileNotFoundError):
+            files[name] = _read_bounded(filesystem, path, f"{shown}: {name}")
     if MODEL_FILE not in files:
-        raise DataError(f"no tokenizer at {url}: there is no {MODEL_FILE} under it")
-    return root.rpartition("/")[2], files
+        raise DataError(f"no tokenizer at {shown}: there is no {MODEL_FILE} under it")
+    return shown.rstrip("/").removesuffix(f"/{MODEL_FILE}").rpartition("/")[2], files
+
+
+def _read_bounded(filesystem: Any, path: str, shown: str) -> bytes:
+    size = filesystem.info(path).get("size")
+    if size is not None and size <= MAX_FILE_BYTES:
+        return filesystem.cat_file(path)
+    content = b""
+    if size is None:
+        with filesystem.open(path, "rb") as file:
+            while len(content) <= MAX_FILE_BYTES and (block := file.read(_BLOCK_BYTES)):
+                content += block
+    if size is not None or len(content) > MAX_FILE_BYTES:
+        raise DataError(f"{shown}: more than the {MAX_FILE_BYTES} bytes that such a file may have; check what it is")
+    return content
 
 
 def _hint(folder: Path) -> str:
