@@ -4,6 +4,7 @@ import builtins
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +19,7 @@ from lt_data.remote.contents import LISTING
 from lt_data.remote.fetching import download
 from lt_data.remote.parcel import of_bucket
 from lt_data.remote.s3 import RemoteError, S3Folder, S3Options
-from lt_data.remote.sending import upload
+from lt_data.remote.sending import plan_upload, send, upload
 
 PART = 5 * 2**20
 SECRET = "a/Secret+AccessKeyOfNobody0123456789abcd"
@@ -102,21 +103,23 @@ def test_packs_made_later_follow_and_those_gone_are_removed(store: TokenStore, b
     assert "data/store/manifest.json" not in [r.key for r in proxy.log if r.changes], "it stood all the time"
 
 
-def test_large_files_go_in_parts_and_parts_are_taken_up(files: Path, bucket: Any, proxy: Any, tmp_path: Path) -> None:
+def test_large_files_go_in_parts_and_only_whole_files_are_kept(
+    files: Path, bucket: Any, proxy: Any, tmp_path: Path
+) -> None:
     proxy.fault = lambda r: ("status", 403, "AccessDenied") if r.query.get("partNumber") == ["3"] else None
     with pytest.raises(RemoteError, match="AccessDenied"):
         upload(files, bucket.url, options=SMALL_PARTS)
-    assert bucket.unfinished() == ["large.bin"]
+    assert bucket.unfinished() == [], "it would be paid for and never be seen"
+    assert "large.bin" not in bucket.objects()
     assert LISTING not in bucket.objects()
-    with pytest.raises(DataError, match="an upload that has not ended"):
+    with pytest.raises(DataError, match=r"an upload that has not ended|there is nothing"):
         download(bucket.url, tmp_path / "copy")
-    arrived = {r.query["partNumber"][0] for r in proxy.log if r.operation == "PUT uploadId"} - {"3"}
+    there = set(bucket.objects())
     proxy.fault = lambda r: None
     proxy.log.clear()
     done = upload(files, bucket.url, options=SMALL_PARTS)
-    assert [r.query["partNumber"] for r in proxy.log if r.operation == "PUT uploadId"] == [["3"]]
-    assert done.taken_up == len(arrived) * PART == 2 * PART
-    assert bucket.unfinished() == []
+    assert {r.query["partNumber"][0] for r in proxy.log if r.operation == "PUT uploadId"} == {"1", "2", "3"}
+    assert set(done.sent) == set(tree(files)) - there
     objects = bucket.objects()
     del objects[LISTING]
     assert objects == tree(files)
@@ -125,17 +128,25 @@ def test_large_files_go_in_parts_and_parts_are_taken_up(files: Path, bucket: Any
     assert tree(tmp_path / "copy") == tree(files)
 
 
-def test_parts_of_another_content_are_not_taken_up(files: Path, bucket: Any, proxy: Any) -> None:
-    proxy.fault = lambda r: ("status", 403, "AccessDenied") if r.query.get("partNumber") == ["3"] else None
-    with pytest.raises(RemoteError):
-        upload(files, bucket.url, options=SMALL_PARTS)
-    proxy.fault = lambda r: None
-    with open(files / "large.bin", "r+b") as file:
-        file.seek(PART + 17)
-        file.write(b"changed")
-    done = upload(files, bucket.url, options=SMALL_PARTS)
-    assert done.taken_up == PART
+def test_parts_that_a_killed_upload_left_are_given_up(files: Path, bucket: Any) -> None:
+    key = "data/store/large.bin"
+    upload_id = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key)["UploadId"]
+    part = {"Bucket": bucket.name, "Key": key, "UploadId": upload_id, "PartNumber": 1}
+    bucket.client.upload_part(**part, Body=bytes(PART))
+    bucket.client.create_multipart_upload(Bucket=bucket.name, Key="data/store/of-somebody")
+    upload(files, bucket.url, options=SMALL_PARTS)
+    assert bucket.unfinished() == ["of-somebody"]
     assert bucket.objects()["large.bin"] == (files / "large.bin").read_bytes()
+
+
+def test_a_large_file_that_is_not_its_manifests_is_not_made(files: Path, bucket: Any) -> None:
+    """It is found out at the last part, so the upload in parts is given up."""
+    plan = plan_upload(files, S3Folder(bucket.url, SMALL_PARTS))
+    hashes = {"large.bin": "00" * 32}
+    with pytest.raises(DataError, match=r"large\.bin: its SHA-256 is not the one in the store's manifest"):
+        send(replace(plan, parcel=replace(plan.parcel, hashes=hashes)))
+    assert not {"large.bin", LISTING} & set(bucket.objects())
+    assert bucket.unfinished() == []
 
 
 def test_something_else_that_is_there_gives_way_only_when_asked(

@@ -31,8 +31,6 @@ def upload(
     with sequential_progress_bars() as bar:
         done = send(folder, url, overwrite=overwrite, options=options, comparing=bar("compare"), progress=bar("upload"))
     echo(f"{done.url}: {len(done.sent)} files uploaded ({done.n_bytes} bytes), {len(done.kept)} were there already")
-    if done.taken_up:
-        echo(f"{done.taken_up} of these bytes were there from an interrupted upload")
     if done.others:
         echo(f"{done.others} other objects at that address were kept")
 

@@ -15,14 +15,13 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
-from lt_data.progress import Progress, no_progress
 from lt_data.storage import translate_os_errors
 
 FORMAT = "lt-data-files"
@@ -99,30 +98,15 @@ def base64_text(data: bytes) -> str:
 
 
 def part_size(n_bytes: int, wanted: int) -> int:
-    """Bytes of each part of a file: `wanted`, or the whole MiB above it that keeps within S3's number of parts."""
-    least = -(-n_bytes // MAX_PARTS)
-    return max(wanted, -(-least // BLOCK_BYTES) * BLOCK_BYTES)
+    """Return the bytes of each part of a file: `wanted`, doubled until S3 takes their number, as boto3 does it."""
+    while -(-n_bytes // wanted) > MAX_PARTS:
+        wanted *= 2
+    return wanted
 
 
 def hash_bytes(data: bytes) -> FileHash:
     """Hash what is sent in one request."""
     return FileHash(sha256=hashlib.sha256(data).hexdigest(), parts=(PartHash.of(data),))
-
-
-def hash_file(path: Path, n_bytes: int, part_bytes: int, progress: Progress = no_progress) -> FileHash:
-    """Hash a file of `n_bytes` in parts of `part_bytes`.
-
-    Raises:
-        DataError: it cannot be read, or has another size.
-    """
-    whole = hashlib.sha256()
-    parts: list[PartHash] = []
-    with translate_os_errors("read", path), path.open("rb", buffering=0) as file:
-        for data in read_parts(path, file, n_bytes, part_bytes):
-            whole.update(data)
-            parts.append(PartHash.of(data))
-            progress(len(data), n_bytes, "bytes")
-    return FileHash(sha256=whole.hexdigest(), parts=tuple(parts))
 
 
 def read_parts(path: Path, file: Any, n_bytes: int, part_bytes: int) -> Any:
@@ -147,6 +131,55 @@ def read_parts(path: Path, file: Any, n_bytes: int, part_bytes: int) -> Any:
             break
     if file.read(1):
         raise DataError(f"{path}: has more than the {n_bytes} bytes it had: something is changing it")
+
+
+class PartReader:
+    """File whose parts are hashed as they are read, in order and once, as boto3's transfer manager reads a stream.
+
+    Args:
+        path: the file.
+        n_bytes: bytes that it must have.
+        part_bytes: bytes of each part but the last, and of each call of `read`.
+        check: told the SHA-256 (hex) of the whole before the last part is given out; may raise.
+    """
+
+    def __init__(self, path: Path, n_bytes: int, part_bytes: int, check: Callable[[str], None]) -> None:
+        self.n_bytes, self.part_bytes = n_bytes, part_bytes
+        self._path, self._check = path, check
+        self._whole, self._hashes = hashlib.sha256(), list[PartHash]()
+        self._parts = self._read()
+
+    def readable(self) -> bool:
+        """Return True, as files do."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return False: what was read cannot be read again."""
+        return False
+
+    def read(self, n: int) -> bytes:
+        """Return the next part, or nothing at the end.
+
+        Raises:
+            DataError: the file cannot be read, or has another size; or what `check` raises.
+        """
+        assert n == self.part_bytes, (n, self.part_bytes)
+        return next(self._parts, b"")
+
+    def content(self) -> FileHash:
+        """Return what was read, once it has been read to its end."""
+        return FileHash(sha256=self._whole.hexdigest(), parts=tuple(self._hashes))
+
+    def _read(self) -> Iterator[bytes]:
+        done = 0
+        with translate_os_errors("read", self._path), self._path.open("rb", buffering=0) as file:
+            for data in read_parts(self._path, file, self.n_bytes, self.part_bytes):
+                self._whole.update(data)
+                self._hashes.append(PartHash.of(data))
+                done += len(data)
+                if done == self.n_bytes:
+                    self._check(self._whole.hexdigest())
+                yield bytes(data)
 
 
 @dataclass(frozen=True, kw_only=True)

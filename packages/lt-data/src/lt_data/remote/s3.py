@@ -1,8 +1,9 @@
 """A folder in an S3 bucket: the one module that knows boto3.
 
 Credentials, region and endpoint come from where boto3 looks for them (environment, ~/.aws, the machine's role); none
-of them stands in a message or a file of ours. Each request that carries bytes carries their SHA-256 and MD5 too, and
-the answer is compared with both; each range that is fetched has the length that was asked for or is asked for again.
+of them stands in a message or a file of ours. Each request that carries bytes carries their SHA-256 too; large files
+go in parts by boto3's own transfer manager. Each range that is fetched has the length that was asked for or is asked
+for again.
 """
 
 import re
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.remote.contents import BLOCK_BYTES, FileHash, PartHash, base64_text
+from lt_data.remote.contents import BLOCK_BYTES, FileHash, PartHash, PartReader, base64_text
 
 LEAST_PART_BYTES = 5 * 2**20  # S3's own limit
 _TRIES = 6  # for bytes that came wrong or not at all; boto3's own tries come on top
@@ -22,8 +23,8 @@ _MD5 = re.compile(r"[0-9a-f]{32}(-[0-9]+)?")
 _CREDENTIALS = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or give the machine a role"
 _REMEDIES = {
     ("AccessDenied", "AllAccessDisabled", "403"): "the credentials may not do that: allow s3:ListBucket, s3:GetObject, "
-    "s3:PutObject, s3:DeleteObject, s3:ListBucketMultipartUploads, s3:ListMultipartUploadParts and "
-    "s3:AbortMultipartUpload there (to read: the first two)",
+    "s3:PutObject, s3:DeleteObject, s3:ListBucketMultipartUploads and s3:AbortMultipartUpload "
+    "there (to read: the first two)",
     ("InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure"): "S3 does not know the credentials: "
     + _CREDENTIALS,
     ("ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestExpired"): "the credentials have "
@@ -93,23 +94,6 @@ class Remote:
         # Some stores leave out the number of parts behind the checksum of an object that came in parts.
         checksums = ("", content.checksum, content.checksum.partition("-")[0])
         return self.etag in ("", content.etag) and self.checksum in checksums
-
-
-@dataclass(frozen=True, kw_only=True)
-class SentPart:
-    """A part that S3 holds: its number from 1, and what has to be said of it in the end."""
-
-    number: int
-    n_bytes: int
-    etag: str
-    checksum: str
-
-    def is_of(self, part: PartHash) -> bool:
-        """Whether these are the part's bytes; False where S3 gave no hash of them."""
-        md5 = self.etag if _MD5.fullmatch(self.etag) else ""
-        if self.n_bytes != part.n_bytes or not (md5 or self.checksum):
-            return False
-        return md5 in ("", part.md5.hex()) and self.checksum in ("", base64_text(part.sha256))
 
 
 def pause(attempt: int) -> None:
@@ -323,77 +307,30 @@ class S3Folder:
             pause(attempt)
         raise RemoteError(f"{url}: {doing} failed: what S3 says it holds is not what was sent, {_TRIES} times over")
 
-    def unfinished(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """The uploads in parts that were begun and not finished: name → their ids, the newest first."""
+    @contextmanager
+    def transfers(self) -> "Iterator[Transfers]":
+        """Open boto3's transfer manager, which threads may share; an exception cancels what is in flight."""
+        from s3transfer.manager import TransferConfig, TransferManager
+
+        config = TransferConfig(
+            multipart_threshold=self.options.part_bytes,
+            multipart_chunksize=self.options.part_bytes,
+            max_request_concurrency=self.options.connections,
+        )
+        with TransferManager(self._client, config) as manager:
+            yield Transfers(self, manager, self._at)
+
+    def unfinished(self, names: Iterable[str]) -> list[tuple[str, str]]:
+        """Return the uploads in parts of these names that were begun and not finished: (name, upload id)."""
         wanted = {self._prefix + name: name for name in names}
-        found: dict[str, list[tuple[str, str]]] = {}
         pages = self._client.get_paginator("list_multipart_uploads")
         with _asking("looking for unfinished uploads", self.url):
-            for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix):
-                for entry in page.get("Uploads", []):
-                    if entry["Key"] in wanted:
-                        began = str(entry.get("Initiated", ""))
-                        found.setdefault(wanted[entry["Key"]], []).append((began, entry["UploadId"]))
-        return {name: [upload for _, upload in sorted(uploads, reverse=True)] for name, uploads in found.items()}
-
-    def parts(self, name: str, upload: str) -> dict[int, SentPart]:
-        """The parts of an unfinished upload, by number; none when it is gone."""
-        pages = self._client.get_paginator("list_parts")
-        try:
-            with _asking("looking for parts", f"{self.url}/{name}"):
-                return {
-                    entry["PartNumber"]: SentPart(
-                        number=entry["PartNumber"],
-                        n_bytes=int(entry["Size"]),
-                        etag=str(entry["ETag"]).strip('"'),
-                        checksum=entry.get("ChecksumSHA256", ""),
-                    )
-                    for page in pages.paginate(**self._at(name), UploadId=upload)
-                    for entry in page.get("Parts", [])
-                }
-        except RemoteError as exc:
-            if exc.code == "NoSuchUpload":
-                return {}
-            raise
-
-    def begin(self, name: str) -> str:
-        """Begin an upload in parts; gives back its id."""
-        with _asking("uploading", f"{self.url}/{name}"):
-            return self._client.create_multipart_upload(**self._at(name), ChecksumAlgorithm="SHA256")["UploadId"]
-
-    def write_part(self, name: str, upload: str, number: int, data: bytes | memoryview, part: PartHash) -> SentPart:
-        """Send one part.
-
-        Raises:
-            RemoteError: it did not get there as it is, after several tries.
-        """
-        sent: list[SentPart] = []
-
-        def send() -> bool:
-            answer = self._client.upload_part(
-                **self._at(name), UploadId=upload, PartNumber=number, Body=bytes(data), **self._checked(part)
-            )
-            etag = str(answer["ETag"]).strip('"')
-            sent.append(
-                SentPart(number=number, n_bytes=part.n_bytes, etag=etag, checksum=answer.get("ChecksumSHA256", ""))
-            )
-            return self._confirmed(answer, part)
-
-        self._send("uploading", f"{self.url}/{name}", send)
-        return sent[-1]
-
-    def finish(self, name: str, upload: str, parts: Iterable[SentPart]) -> None:
-        """Make one object of the parts, in the order of their numbers.
-
-        Raises:
-            RemoteError: S3 refuses; `code` is NoSuchUpload where somebody has finished or given it up.
-        """
-        listed: list[dict[str, Any]] = []
-        for part in sorted(parts, key=lambda part: part.number):
-            entry: dict[str, Any] = {"PartNumber": part.number, "ETag": f'"{part.etag}"'}
-            listed.append({**entry, "ChecksumSHA256": part.checksum} if part.checksum else entry)
-        with _asking("uploading", f"{self.url}/{name}"):
-            self._client.complete_multipart_upload(**self._at(name), UploadId=upload, MultipartUpload={"Parts": listed})
+            return [
+                (wanted[entry["Key"]], entry["UploadId"])
+                for page in pages.paginate(Bucket=self._bucket, Prefix=self._prefix)
+                for entry in page.get("Uploads", [])
+                if entry["Key"] in wanted
+            ]
 
     def give_up(self, name: str, upload: str) -> None:
         """Give up an upload in parts, which would be paid for and never be seen; it may be gone already."""
@@ -414,3 +351,32 @@ class S3Folder:
             if errors := answer.get("Errors"):  # it is no error of the request when single objects stay
                 raise RemoteError(f"{self.url}: deleting failed for {len(errors)} objects ({errors[0].get('Code')})")
             rest = rest[1000:]
+
+
+class Transfers:
+    """Uploads by boto3's transfer manager (`S3Folder.transfers`)."""
+
+    def __init__(self, target: S3Folder, manager: Any, at: Callable[[str], dict[str, Any]]) -> None:
+        self._target, self._manager, self._at = target, manager, at
+
+    def upload(self, name: str, content: PartReader, told: Callable[[int], None]) -> None:
+        """Upload a file in parts of `part_bytes`, read once from its beginning; `told` hears of the bytes that went.
+
+        Every request carries the SHA-256 of its bytes. What the object holds in the end is for the caller to compare.
+
+        Raises:
+            RemoteError: S3 refuses or cannot be reached.
+            DataError: the file cannot be read, or is another by now; nothing of it stays in S3.
+        """
+        from s3transfer.subscribers import BaseSubscriber
+
+        class Told(BaseSubscriber):
+            def on_queued(self, future: Any, **_: Any) -> None:
+                future.meta.provide_transfer_size(content.n_bytes)  # by which the manager chooses the parts' size
+
+            def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
+                told(bytes_transferred)
+
+        where, extra = self._at(name), {"ChecksumAlgorithm": "SHA256"}
+        with _asking("uploading", f"{self._target.url}/{name}"):
+            self._manager.upload(content, where["Bucket"], where["Key"], extra, [Told()]).result()

@@ -1,13 +1,13 @@
 """Uploading a token store, or any folder of data, so that a part of it is never taken for the whole.
 
     1. what lies there already, with the right size and hash, stays; the hashes are S3's own, so nothing is fetched
-    2. the other files, several parts at a time, each checked by S3 on arrival; parts that an earlier upload of the file
-       left there are taken up
+    2. the other files: read, hashed and sent by boto3's transfer manager, and compared with the hashes that S3 tells;
+       what an earlier upload left of a file in parts is given up
     3. a list of what lies there: is every object there with its size?
     4. the listing, and last of all the manifest of a store
 
-The same call goes on where one was cut off. Something else that stands whole at the address is not touched unless that
-is asked for; then what made it whole goes first.
+The same call goes on with the file at which one was cut off. Something else that stands whole at the address is not
+touched unless that is asked for; then what made it whole goes first.
 
 Cost: one read of what is sent, one read and one request for each file that is there with its size. Memory: about two
 parts for each connection.
@@ -15,10 +15,7 @@ parts for each connection.
 
 import hashlib
 import os
-import threading
-from collections import deque
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,23 +25,18 @@ from lt_data.remote.contents import (
     LISTING,
     FileHash,
     Listed,
-    PartHash,
+    PartReader,
     decode_listing,
     encode_listing,
     hash_bytes,
-    hash_file,
     part_size,
-    read_parts,
 )
 from lt_data.remote.outgoing import LocalParcel, of_folder
-from lt_data.remote.s3 import Remote, RemoteError, S3Folder, S3Options, SentPart
+from lt_data.remote.s3 import Remote, RemoteError, S3Folder, S3Options, Transfers
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 
 _LARGEST_LISTING = 2**31
-_OPEN_FILES = 8  # files whose last parts are still on the way
-_SURPRISES = ("NoSuchUpload", "InvalidPart")
 _TRIES = 3  # whole files, where the object made of good parts is not the file
 
 
@@ -83,7 +75,6 @@ class Uploaded:
         sent: files that were sent.
         kept: files that were there already.
         n_bytes: bytes of the files that were sent.
-        taken_up: of those, the bytes that an earlier upload had sent.
         others: objects below the address that do not belong to it.
     """
 
@@ -91,7 +82,6 @@ class Uploaded:
     sent: tuple[str, ...]
     kept: tuple[str, ...]
     n_bytes: int
-    taken_up: int
     others: int
 
 
@@ -142,7 +132,10 @@ def plan_upload(
     kept: dict[str, FileHash] = {}
 
     def compare(name: str) -> None:
-        found = _hash(parcel, name, target.options.part_bytes, meter.add)
+        reader = _reader(parcel, name, target.options.part_bytes)
+        while part := reader.read(reader.part_bytes):
+            meter.add(len(part))
+        found = reader.content()
         remote = target.look(name)
         if remote is not None and remote.is_of(found):
             kept[name] = found
@@ -198,12 +191,12 @@ def _same(
     )
 
 
-def _hash(parcel: LocalParcel, name: str, part_bytes: int, told: Callable[[int], None]) -> FileHash:
+def _reader(parcel: LocalParcel, name: str, part_bytes: int) -> PartReader:
+    """Open a file of the parcel; one that differs from the store's manifest is refused before its last part."""
     size = parcel.sizes[name]
-    path = parcel.folder / name
-    found = hash_file(path, size, part_size(size, part_bytes), lambda n_bytes, _total, _unit: told(n_bytes))
-    _check(parcel, name, found.sha256)
-    return found
+    return PartReader(
+        parcel.folder / name, size, part_size(size, part_bytes), lambda sha256: _check(parcel, name, sha256)
+    )
 
 
 def _check(parcel: LocalParcel, name: str, sha256: str) -> None:
@@ -225,9 +218,7 @@ def send(plan: UploadPlan, *, progress: Progress = no_progress) -> Uploaded:
     target.delete([name for name in plan.marks if name == MANIFEST])
     target.delete(plan.former)
     target.delete([name for name in plan.marks if name == LISTING])
-    sender = _Sender(plan, Meter(plan.n_bytes, progress))
-    sent = sender.send_all()
-    contents = {**plan.kept, **sent}
+    contents = {**plan.kept, **_send_files(plan, Meter(plan.n_bytes, progress))}
     there = target.objects()
     if lost := [name for name, size in parcel.sizes.items() if there.get(name) != size]:
         raise RemoteError(f"{target.url}: {len(lost)} objects are not there as sent ({lost[0]}): run it again")
@@ -250,7 +241,6 @@ def send(plan: UploadPlan, *, progress: Progress = no_progress) -> Uploaded:
         sent=plan.missing,
         kept=tuple(plan.kept),
         n_bytes=plan.n_bytes,
-        taken_up=sender.taken_up,
         others=len(others - set(former)),
     )
 
@@ -264,144 +254,48 @@ def _write(target: S3Folder, name: str, data: bytes, there: dict[str, int]) -> N
     target.write(name, data, content.parts[0])
 
 
-@dataclass(kw_only=True)
-class _Open:
-    """A file whose parts are on the way."""
+def _send_files(plan: UploadPlan, meter: Meter) -> dict[str, FileHash]:
+    """Send every missing file, descriptions of packs after their arrays; gives back what each holds."""
+    target, sizes, sent = plan.target, plan.parcel.sizes, dict[str, FileHash]()
+    headers = [name for name in plan.missing if name.endswith("/pack.json")]
+    others = [name for name in plan.missing if not name.endswith("/pack.json")]
+    # Left first: the transfers in flight are cancelled before their threads are waited for.
+    with pool_of(target.options.connections) as pool, target.transfers() as transfers:
+        for names in (others, headers):
+            futures = {pool.submit(_send_file, plan, name, transfers, meter): name for name in names}
+            for future in as_completed(futures):
+                sent[futures[future]] = future.result()
+    # Of uploads that were killed, or whose answer was lost: they would be paid for and never be seen.
+    for name, upload_id in target.unfinished([name for name in sizes if sizes[name] > target.options.part_bytes]):
+        target.give_up(name, upload_id)
+    return sent
 
-    name: str
-    parts: list[Future[tuple[PartHash, SentPart | None]]]
-    sha256: str = ""
-    upload: str | None = None
 
-
-class _Sender:
-    """Sends the files of a plan: one thread reads in order, the others hash and send."""
-
-    def __init__(self, plan: UploadPlan, meter: Meter) -> None:
-        self._plan, self._meter = plan, meter
-        self._target, self._parcel = plan.target, plan.parcel
-        self._connections = plan.target.options.connections
-        self._room = threading.BoundedSemaphore(2 * self._connections)
-        self._unfinished: dict[str, list[str]] = {}
-        self._lock = threading.Lock()
-        self._failed: RemoteError | None = None
-        self.taken_up = 0
-
-    def send_all(self) -> dict[str, FileHash]:
-        """Send every missing file; gives back what each holds."""
-        sent: dict[str, FileHash] = {}
-        large = [name for name in self._plan.missing if self._parcel.sizes[name] > self._target.options.part_bytes]
-        if large:
-            self._unfinished = self._target.unfinished(large)
-        with pool_of(self._connections) as pool:
-            on_the_way: deque[_Open] = deque()
-            for name in self._plan.missing:
-                if name.endswith("/pack.json"):  # after its arrays
-                    self._finish(on_the_way, sent, pool, 0)
-                on_the_way.append(self._start(name, pool))
-                self._finish(on_the_way, sent, pool, _OPEN_FILES)
-            self._finish(on_the_way, sent, pool, 0)
-        return sent
-
-    def _finish(self, on_the_way: deque[_Open], sent: dict[str, FileHash], pool: ThreadPoolExecutor, left: int) -> None:
-        while len(on_the_way) > left:
-            file = on_the_way.popleft()
-            tries = 1
-            while (content := self._close(file)) is None:
-                if tries == _TRIES:
-                    raise RemoteError(
-                        f"{self._target.url}/{file.name}: what S3 holds is not the file, {tries} times over"
-                    )
-                file, tries = self._start(file.name, pool), tries + 1
-            sent[file.name] = content
-
-    def _start(self, name: str, pool: ThreadPoolExecutor) -> _Open:
-        """Read a file and hand its parts to the threads."""
-        parcel = self._parcel
-        size = parcel.sizes[name]
-        part_bytes = part_size(size, self._target.options.part_bytes)
-        there: dict[int, SentPart] = {}
-        upload = None
-        if size > part_bytes:
-            upload, there = self._begin(name)
-        whole = hashlib.sha256()
-        file = _Open(name=name, parts=[], upload=upload)
-        path = parcel.folder / name
-        with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
-            for number, data in enumerate(read_parts(path, source, size, part_bytes), 1):
-                whole.update(data)
-                if upload is None:
-                    _check(parcel, name, whole.hexdigest())  # before it is there
-                self._room.acquire()
-                if self._failed is not None:
-                    raise self._failed
-                file.parts.append(pool.submit(self._send, file, number, data, there.get(number)))
-        file.sha256 = whole.hexdigest()
+def _send_file(plan: UploadPlan, name: str, transfers: Transfers, meter: Meter) -> FileHash:
+    """Send a file, and again where S3 holds other bytes in the end; gives back what it holds."""
+    target, parcel = plan.target, plan.parcel
+    if parcel.sizes[name] <= target.options.part_bytes:
+        reader = _reader(parcel, name, target.options.part_bytes)
+        data, more = (reader.read(target.options.part_bytes) for _ in range(2))  # the second finds a file that grew
+        assert not more
+        target.write(name, data, reader.content().parts[0])
+        meter.add(len(data))
+        return reader.content()
+    for _ in range(_TRIES):
+        reader = _reader(parcel, name, target.options.part_bytes)
         try:
-            _check(parcel, name, file.sha256)
-        except DataError:
-            if upload is not None:
-                for part in file.parts:
-                    part.exception()
-                self._target.give_up(name, upload)
-            raise
-        return file
-
-    def _begin(self, name: str) -> tuple[str, dict[int, SentPart]]:
-        """An upload in parts, with the parts it has: one that was cut off, or a new one."""
-        uploads = self._unfinished.get(name, [])
-        if uploads and (there := self._target.parts(name, uploads[0])):
-            return uploads[0], there
-        return self._target.begin(name), {}
-
-    def _send(
-        self, file: _Open, number: int, data: memoryview, there: SentPart | None
-    ) -> tuple[PartHash, SentPart | None]:
-        try:
-            part = PartHash.of(data)
-            if file.upload is None:
-                self._target.write(file.name, data, part)
-                sent = None
-            elif there is not None and there.is_of(part):
-                sent = there
-                with self._lock:
-                    self.taken_up += part.n_bytes
-            else:
-                sent = self._target.write_part(file.name, file.upload, number, data, part)
-            self._meter.add(part.n_bytes)
-            return part, sent
+            transfers.upload(name, reader, meter.add)
         except RemoteError as exc:
-            if exc.code not in _SURPRISES:
-                self._failed = exc  # so that the rest is not read for nothing
-            raise
-        finally:
-            self._room.release()
-
-    def _close(self, file: _Open) -> FileHash | None:
-        """Make the object of its parts; None where the file has to be sent once more."""
-        target = self._target
-        if file.upload is None:
-            return FileHash(sha256=file.sha256, parts=(file.parts[0].result()[0],))
-        content = None
-        try:
-            results = [part.result() for part in file.parts]
-            content = FileHash(sha256=file.sha256, parts=tuple(part for part, _ in results))
-            target.finish(file.name, file.upload, [sent for _, sent in results if sent is not None])
-        except RemoteError as exc:
-            # Another upload of this file may have finished it, or an answer was lost on the way back.
-            if exc.code not in _SURPRISES:
+            # The answer to the last request was lost on the way back, or another upload has given this one up.
+            if exc.code != "NoSuchUpload":
                 raise
-        good = content is not None and _holds(target.look(file.name), content)
-        self._unfinished.pop(file.name, None)
-        # Asked again: an answer that was lost leaves one that nobody here has heard of.
-        left = {*target.unfinished([file.name]).get(file.name, []), file.upload}
-        for upload in left - {file.upload} if good else left:
-            target.give_up(file.name, upload)
-        return content if good else None
+        if _holds(target.look(name), reader.content()):
+            return reader.content()
+    raise RemoteError(f"{target.url}/{name}: uploading failed: S3 does not hold what was sent, {_TRIES} times over")
 
 
 def _holds(remote: Remote | None, content: FileHash) -> bool:
-    """Whether an object is what was just sent in parts; a store without hashes has compared each part's MD5."""
+    """Return whether an object is what was sent; a store that tells no hash has compared each part's SHA-256."""
     if remote is None or remote.n_bytes != content.n_bytes:
         return False
     return not (remote.etag or remote.checksum) or remote.is_of(content)
