@@ -1,7 +1,10 @@
 """The page of a store: well-formed, whole by itself, escaped; and its charts."""
 
+import base64
+import hashlib
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -60,12 +63,28 @@ def named(tmp_path: Path, tokenizer: Tokenizer) -> TokenStore:
     return store
 
 
+def test_a_manifest_cannot_be_markup(named: TokenStore) -> None:
+    """A manifest that was not read, and so not checked: what it says is escaped all the same."""
+    evil = "<script>alert(1)</script>"
+    sources = replace(named.manifest.sources, listed=())
+    object.__setattr__(sources, "sha256", evil)
+    manifest = replace(named.manifest, sources=sources)
+    object.__setattr__(manifest, "dtype", evil)
+    page = render_page("x", replace(stats(named), fingerprint=evil, left_out={evil: 1}), manifest)
+    assert "<script" not in page
+    assert " ".join(Page(page).words).count(evil) == 4
+
+
 def test_the_page_is_whole_by_itself(named: TokenStore, tmp_path: Path) -> None:
     (path,) = write_report(named, tmp_path / "report.html", duplicates=True, global_batch_size=2)
     text = path.read_text(encoding="utf-8")
     found = Page(text)
     assert found.loads == []
     assert not re.search(r"https?:|url\(|@import|//", text)
+    (style,) = re.findall("<style>(.*)</style>", text, re.DOTALL)
+    allowed = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
+    assert f"default-src 'none'; style-src 'sha256-{allowed}'; script-src 'none'" in text
+    assert not re.search("unsafe|style=", text)
     words = " ".join(found.words)
     for shown in ("a <b> store", "<b>&'\"x.txt", "東京.txt", "bfd-64", "concat-64", f"{named.n_documents:,}"):
         assert shown in words

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lt_data import TokenStore
+from lt_data.display.report import write_report as write_store_report
 from lt_test_helpers.browser import BrowserError, Chromium, find_browser
 from lt_trainer.observability.report.run_history import read_run
 from lt_trainer.observability.report.writer import write_report
@@ -82,6 +84,31 @@ def test_it_can_be_read(browser: Chromium, pages: dict[str, Path], width: int, d
         assert page.evaluate_js(OVERLAPS) == [], name
         ground = page.evaluate_js("getComputedStyle(document.body).backgroundColor")
         assert ground == ("rgb(20, 24, 31)" if dark else "rgb(255, 255, 255)")
+
+
+def test_markup_that_was_not_escaped_does_nothing(
+    browser: Chromium, pages: dict[str, Path], little_data: Path, tmp_path: Path
+) -> None:
+    """The policy of both reports: no script and no style but the page's own."""
+    store = TokenStore.open(little_data / "train")
+    evil = (
+        "<script>document.title = 'taken'</script><p id=p style='position:fixed' onclick='document.title = 1'>text</p>"
+        "<style>#p{visibility:hidden}</style><base href='https://localhost/'><form id=f action='https://localhost/'>"
+    )
+    for path in (pages["one"], write_store_report(store, tmp_path / "store.html")[0]):
+        text = path.read_text()
+        title = browser.open(path).evaluate_js("document.title")
+        changed = tmp_path / "changed.html"
+        changed.write_text(text.replace("<main>", f"<main>{evil}"))
+        assert changed.read_text() != text
+        page = browser.open(changed)
+        page.evaluate_js("document.querySelector('#p').click()")
+        assert page.evaluate_js("document.title") == title
+        assert page.evaluate_js(
+            "[getComputedStyle(document.querySelector('#p')).visibility, document.querySelector('#p').style.length]"
+        ) == ["visible", 0]
+        assert page.evaluate_js("document.baseURI") == changed.as_uri()
+        assert page.requests == [changed.as_uri()]
 
 
 def test_lines_stand_where_their_numbers_say(browser: Chromium, eventful: Path, tmp_path: Path) -> None:

@@ -163,6 +163,8 @@ def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
     assert found.loads == ["data:,"]
     assert not re.search(r"https?:|url\(|@import", text)
     assert "default-src 'none'" in text
+    assert "unsafe" not in text
+    assert "style=" not in text, "the policy would not apply it"
     assert set(found.links) == {"#curves", "#events", "#data", "#model", "#recipe"}
     assert {link[1:] for link in found.links} <= set(found.ids)
     assert len(set(found.ids)) == len(found.ids)

@@ -1,12 +1,15 @@
 """HTML report of a store, self-contained, and optionally its charts as PNG.
 
 The page loads nothing: charts are inline SVG, colors follow the dark or light theme, and labels are HTML beside the
-charts, so that they keep their size on a narrow screen. Every text from a store is escaped. The output is reproducible.
-Cost: that of `stats`.
+charts, so that they keep their size on a narrow screen. Every text from a store is escaped; should one still be markup,
+the page's content security policy allows no style but the page's own, by its hash, and no script. The output is
+reproducible. Cost: that of `stats`.
 """
 
+import base64
+import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -99,12 +102,28 @@ def _write_atomic(path: Path, content: bytes) -> None:
         fsync_folder(path.parent)
 
 
+def content_security_policy(*, style: str, scripts: Iterable[str] = ()) -> str:
+    """Return the policy of a page that loads nothing and runs nothing but these.
+
+    Args:
+        style: content of its `<style>`; style attributes are not applied.
+        scripts: contents of its `<script>` elements.
+    """
+    allowed = " ".join(map(_source_hash, scripts)) or "'none'"
+    return f"default-src 'none'; style-src {_source_hash(style)}; script-src {allowed}; img-src data:; base-uri 'none'"
+
+
+def _source_hash(content: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+
+
 def render_page(name: str, store_stats: StoreStats, manifest: StoreManifest) -> str:
     """Return the HTML of the report."""
     header = f"<header><p class=kind>Token store</p><h1>{escape(name)}</h1></header>"
     body = f"{header}\n{render_sections(store_stats, manifest)}"
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
+        f'<meta http-equiv=Content-Security-Policy content="{content_security_policy(style=STYLE)}">\n'
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         '<meta name=color-scheme content="light dark">\n'
         f"<title>{escape(name)}: token store</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n{body}\n"
@@ -224,7 +243,7 @@ def _sources(manifest: StoreManifest) -> str:
     sources = manifest.sources
     text = f"<p>{sources.files:,} files, {format_si(sources.bytes)}B."
     if not sources.listed:
-        return f"{text} They are not listed; the SHA-256 over their list is <code>{sources.sha256}</code>.</p>"
+        return f"{text} They are not listed; the SHA-256 over their list is <code>{escape(sources.sha256)}</code>.</p>"
     largest = sorted(sources.listed, key=lambda file: (-file.bytes, file.path))[:MAX_SHOWN_SOURCES]
     if len(sources.listed) > len(largest):
         text += f" The {len(largest)} largest:"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import Any, Literal
 
 from lt_trainer.observability.report.charts import Chart, Curve, EventLane, TimeBreakdown
 from lt_trainer.observability.report.curves import format_short, log_ticks, ticks, value_range
@@ -81,13 +81,18 @@ def _y_pixels(share: float) -> str:
 
 
 def _y_tick(share: float, text: str) -> str:
-    return f"<span style=bottom:{100 * share:.2f}%>{escape(text)}</span>"
+    return f"<span class={place_class('y', share)}>{escape(text)}</span>"
+
+
+def place_class(kind: Literal["x", "y", "w"], share: float) -> str:
+    """Return the class of an element at a share of its parent's width (x) or height (y), or as wide as that (w)."""
+    return f"{kind}{round(10_000 * share)}"
 
 
 def _step_axis(last_step: float) -> str:
     across = Axis(0.0, last_step)
     steps = [step for step in ticks(0.0, last_step) if step == round(step)]
-    labels = "".join(f"<span style=left:{100 * across(step):.2f}%>{format_short(step)}</span>" for step in steps)
+    labels = "".join(f"<span class={place_class('x', across(step))}>{format_short(step)}</span>" for step in steps)
     return f"<div class=x>{labels}</div>"
 
 

@@ -1,19 +1,23 @@
 """Self-contained HTML page of one run or of several runs side by side.
 
-Style and script are inline, and a content security policy forbids all network access, so a page opened from a mail or
-an archive loads nothing. All text from a run is escaped. Equal files give equal bytes.
+Style and script are inline, and a content security policy forbids all network access and any other style or script, so
+a page opened from a mail or an archive loads nothing. All text from a run is escaped. Equal files give equal bytes.
+
+The policy allows no style attributes: what has a place of its own has a class such as `x2500`, and `_place_rules` adds
+the rule of each class to the style.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any
 
-from lt_data.display.report import STYLE
+from lt_data.display.report import STYLE, content_security_policy
 from lt_trainer.config import flatten
 from lt_trainer.observability.report.charts import Chart, build_charts, event_lanes, last_step, time_breakdowns
 from lt_trainer.observability.report.curves import SMOOTHING_FRACTION, format_short
@@ -24,13 +28,13 @@ from lt_trainer.observability.report.html_charts import (
     chart_values,
     event_lanes_html,
     key_value_table,
+    place_class,
     stat_tiles,
     time_breakdown_html,
 )
 from lt_trainer.observability.report.model_section import model_section
 from lt_trainer.observability.report.run_history import EVENT_TITLES, RunHistory
 
-CONTENT_SECURITY_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 MAX_EVENTS = 200
 RULED_EVENTS = ("stop", "resume", "rollback", "step_skipped")
 """Event kinds with a vertical line in every chart, if there are at most `MAX_RULED`."""
@@ -61,16 +65,24 @@ def report_html(runs: Sequence[RunHistory]) -> str:
         ]
     )
     values = json.dumps({"last": last_step(runs), "charts": chart_values(charts)}, separators=(",", ":"))
+    style, script = f"{STYLE}{_file('page.css')}{_place_rules(body)}", _file("page.js")
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        f'<meta http-equiv=Content-Security-Policy content="{CONTENT_SECURITY_POLICY}">\n'
+        f'<meta http-equiv=Content-Security-Policy content="{content_security_policy(style=style, scripts=[script])}">\n'
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         '<meta name=color-scheme content="light dark">\n<link rel=icon href="data:,">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}{_file('page.css')}</style>\n</head>\n<body>\n"
+        f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"
         f"<nav><div>{links}</div></nav>\n<main>\n{body}\n</main>\n"
         f"<script type=application/json id=values>{values.replace('<', chr(92) + 'u003c')}</script>\n"
-        f"<script>{_file('page.js')}</script>\n</body>\n</html>\n"
+        f"<script>{script}</script>\n</body>\n</html>\n"
     )
+
+
+def _place_rules(body: str) -> str:
+    """Return the style rules of the places that `place_class` has named; text of a run has no `<`."""
+    places = sorted(set(re.findall(r"<(?:span|i) class=([xyw])(-?\d+)>", body)))
+    kinds = {"x": "left", "y": "bottom", "w": "width"}
+    return "".join(f".{kind}{place}{{{kinds[kind]}:{int(place) / 100:.2f}%}}" for kind, place in places)
 
 
 def _file(name: str) -> str:
@@ -92,7 +104,7 @@ def _head(run: RunHistory) -> str:
         if text
     )
     notes = "".join(f"<p class=again>{text}</p>" for text in _left_out_notes(run))
-    bar = f"<div class=bar><i style='width:{100 * share:.2f}%'></i></div>"
+    bar = f"<div class=bar><i class={place_class('w', share)}></i></div>"
     return f"<p>{escape(status)}</p>{bar}{stat_tiles(list(_numbers(run)))}{notes}"
 
 
