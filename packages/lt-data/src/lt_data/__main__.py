@@ -6,6 +6,8 @@
 import sys
 import traceback
 
+from lt_data.display.terminal import echo_error
+
 USER_ERROR = 64
 INTERNAL_ERROR = 70
 INTERRUPTED = 130
@@ -30,9 +32,9 @@ def main() -> int | str | None:
     except Exception as exc:  # noqa: BLE001  last handler: every other error is reported as internal
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
-            traceback.print_exc()
+            echo_error(traceback.format_exc().rstrip("\n"))
             return INTERNAL_ERROR
-        sys.stderr.write(f"error: {exc}\n")
+        echo_error(f"error: {exc}")
         return code
     return 0
 

@@ -29,6 +29,7 @@ from lt_data import (
 from lt_data.__main__ import main
 from lt_data.analysis.inspection import document_sources
 from lt_data.display.inspection_text import escape, parse_rows, quote_line
+from lt_data.display.terminal import escape_controls
 from lt_data.store.manifest import SourceFile, SourceFiles
 
 SEQ_LEN = 32
@@ -408,7 +409,7 @@ def test_the_whole_text(command: Callable[..., tuple[int, str, str]], run: Run) 
     assert code == 0
     pieces = [piece for row in inspect_step(run.path, 1).rows for piece in row.spans]
     quoted = "".join(f"{line[6:]}\n" for line in out.splitlines() if line.startswith("    | "))
-    assert quoted == "".join(escape(piece.text, keep="\n\t\\") + "\n" for piece in pieces)
+    assert quoted == "".join(escape_controls(piece.text) + "\n" for piece in pieces)
     assert "\\r" in quoted
     assert "\r" not in out
 

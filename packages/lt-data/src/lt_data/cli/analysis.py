@@ -133,7 +133,7 @@ def inspect(
         stores = {name: path for name, _, path in pairs}
         report = inspect_step(run, step, store=store, sources=stores, rows=selected)
         lines = step_lines(report, columns=columns, full_text=full_text, style=style)
-        echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(lines))
+        echo(json.dumps(report.to_dict(), indent=2) if as_json else "\n".join(lines), is_styled=True)
         return
     assert folder is not None
     if step is not None or store is not None or source:
@@ -142,7 +142,7 @@ def inspect(
     pack = _find_pack(opened, seq_len, mode)
     inspected = inspect_rows(opened, pack, range(min(4, pack.n_rows)) if selected is None else selected)
     lines = pack_lines(inspected, columns=columns, full_text=full_text, style=style)
-    echo(json.dumps([item.to_dict() for item in inspected], indent=2) if as_json else "\n".join(lines))
+    echo(json.dumps([item.to_dict() for item in inspected], indent=2) if as_json else "\n".join(lines), is_styled=True)
 
 
 def report(

@@ -1,6 +1,5 @@
 """Commands `prepare` and `merge`."""
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
 
@@ -102,7 +101,7 @@ def prepare(
     """
     import lt_data
     from lt_data.display.progress_bars import progress_bar
-    from lt_data.display.terminal import echo
+    from lt_data.display.terminal import echo, echo_error
 
     selection = lt_data.Selection(
         min_characters=min_chars,
@@ -137,7 +136,7 @@ def prepare(
             overwrite=overwrite,
             no_resume=no_resume,
             progress=report,
-            notify=_print_notice,
+            notify=echo_error,
         )
     folder = lt_data.part_folder(out, part, num_parts) if num_parts > 1 else out
     for line in _summary_lines(manifest, folder):
@@ -152,20 +151,18 @@ def merge(
     """Merge the parts that `prepare --part I --num-parts N` made into one store; the parts are kept."""
     import lt_data
     from lt_data.display.progress_bars import progress_bar
-    from lt_data.display.terminal import echo
+    from lt_data.display.terminal import echo, echo_error
 
     with progress_bar("merge") as report:
-        manifest = lt_data.merge(out, overwrite=overwrite, no_resume=no_resume, progress=report, notify=_print_notice)
+        manifest = lt_data.merge(out, overwrite=overwrite, no_resume=no_resume, progress=report, notify=echo_error)
     for line in _summary_lines(manifest, out):
         echo(line)
     echo(f"merged from {manifest.merged_from} parts, which are no longer needed")
 
 
-def _print_notice(message: str) -> None:
-    sys.stderr.write(f"{message}\n")
-
-
 def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
+    from lt_data.display.terminal import escape_controls
+
     lines = [f"{manifest.documents} documents, {manifest.tokens} tokens of {manifest.text_bytes} bytes in {folder}"]
     for reason, amount in manifest.left_out.items():
         tokens = f", {amount.tokens} tokens" if amount.tokens else ""
@@ -175,4 +172,4 @@ def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:
     encoding = "as text" if manifest.special_tokens_as == "text" else "as its special id"
     for string, count in manifest.special_strings.items():
         lines.append(f"special string {string} occurs {count} times in the text, encoded {encoding}")
-    return lines
+    return [escape_controls(line, keep="") for line in lines]

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from lt_data.analysis.inspection import DocumentSpan, InspectedRow
 from lt_data.analysis.run_inspection import StepReport
 from lt_data.display.color import NO_STYLE, AnsiStyle
+from lt_data.display.terminal import escape_controls
 from lt_data.errors import DataError
 
 MIN_COLUMNS = 40
@@ -59,12 +60,13 @@ def step_lines(
         f"{event.dp_size} data-parallel rank{'' if event.dp_size == 1 else 's'}, seed {event.seed}"
     )
     for name, folder in report.stores.items():
-        yield f"store {folder}: {event.fingerprint}" if not name else f"store {folder}: source {name}"
+        rows = event.fingerprint if not name else f"source {name}"
+        yield escape_controls(f"store {folder}: {rows}", keep="")
     if "" not in report.stores:
-        yield f"mixture: {event.fingerprint}"
+        yield escape_controls(f"mixture: {event.fingerprint}", keep="")
     for row in report.rows:
         yield ""
-        origin = f"{row.origin}, " if row.origin else ""
+        origin = f"{escape_controls(row.origin, keep='')}, " if row.origin else ""
         header = (
             f"row {row.index}: position {row.position}, {origin}epoch {row.epoch}, pack row {row.row}, rank {row.rank}"
         )
@@ -94,7 +96,7 @@ def _row_lines(row: InspectedRow, header: str, columns: int, full_text: bool, st
         yield f"  {style.color_span(number, title)}"
         if full_text:
             bar = style.color_span(number, "|")
-            yield from (f"    {bar} {line}" for line in escape(span.text, keep="\n\t\\").split("\n"))
+            yield from (f"    {bar} {line}" for line in escape_controls(span.text).split("\n"))
         elif style.enabled:
             yield f"    {style.color_span(number, '|')} {quote_line(span.text, columns - 6)}"
         else:
@@ -123,14 +125,9 @@ def quote_line(text: str, columns: int) -> str:
     return f'"{"".join(part for part, _ in shown)}"'
 
 
-def escape(text: str, keep: str = "") -> str:
-    r"""Escape non-printable characters and `\`, such as `\n`, except those in `keep`."""
-    return "".join(
-        character
-        if character in keep or (character.isprintable() and character != "\\")
-        else character.encode("unicode_escape").decode("ascii")
-        for character in text
-    )
+def escape(text: str) -> str:
+    r"""Escape non-printable characters and `\`, such as `\n`, so that the text could be read back."""
+    return escape_controls(text.replace("\\", r"\\"), keep="")
 
 
 def _display_width(character: str) -> int:

@@ -4,6 +4,7 @@ from typing import Any
 
 from lt_data.analysis.stats import PackStats, StoreStats
 from lt_data.analysis.steps import EpochSteps
+from lt_data.display.terminal import escape_controls
 
 
 def format_stats(stats: StoreStats) -> str:
@@ -31,7 +32,7 @@ def format_stats(stats: StoreStats) -> str:
         ),
         ("fingerprint", stats.fingerprint),
     ]
-    lines = [f"{name:<20} {value}" for name, value in facts]
+    lines = [f"{_one_line(name):<20} {value}" for name, value in facts]
     lines += ["", f"{'length in tokens':<20} {'documents':>12} {'tokens':>16}"]
     lines += [
         f"{f'{bin.min_tokens} to {bin.max_tokens}':<20} {bin.documents:>12} {bin.tokens:>16}"
@@ -43,7 +44,7 @@ def format_stats(stats: StoreStats) -> str:
     lines += [_pack_line(pack) for pack in stats.packs]
     for pack in stats.packs:
         if pack.steps:
-            lines += ["", f"{pack.name}:", *(f"  {format_epoch_steps(steps)}" for steps in pack.steps)]
+            lines += ["", f"{_one_line(pack.name)}:", *(f"  {format_epoch_steps(steps)}" for steps in pack.steps)]
     return "\n".join(lines)
 
 
@@ -51,12 +52,16 @@ def _format_files(count: int) -> str:
     return f"{count} source file{'s' if count != 1 else ''} without a checksum: damage in them may go unnoticed"
 
 
+def _one_line(text: str) -> str:
+    return escape_controls(text, keep="")
+
+
 def _pack_line(pack: PackStats) -> str:
     truncated = f"{pack.truncated_documents} ({pack.truncation_rate:.3%})"
     needlessly = f"{pack.needlessly_truncated_documents} ({pack.needless_truncation_rate:.3%})"
     return (
-        f"{pack.name:<20} {pack.rows:>10} {pack.fill_rate:>9.4%} {pack.padding_rate:>9.4%} {pack.valid_tokens:>14} "
-        f"{truncated:>20} {needlessly:>18}" + ("" if pack.current else "  (of another store)")
+        f"{_one_line(pack.name):<20} {pack.rows:>10} {pack.fill_rate:>9.4%} {pack.padding_rate:>9.4%} "
+        f"{pack.valid_tokens:>14} {truncated:>20} {needlessly:>18}" + ("" if pack.current else "  (of another store)")
     )
 
 

@@ -1,11 +1,39 @@
-"""Standard output in any encoding."""
+r"""Text for a terminal, from whoever it comes.
+
+File names, special tokens, manifests and documents are others' text: an ANSI escape or a control character in them
+would change the terminal, and a right-to-left override what is read. Every text passes `escape_controls` on its way to
+standard output or standard error.
+"""
 
 import sys
 
 
-def echo(text: str) -> None:
-    r"""Print to standard output; escape what its encoding cannot represent, such as `\u6771`."""
+def escape_controls(text: str, *, keep: str = "\n\t") -> str:
+    r"""Return the text with each non-printable character, except those in `keep`, as an escape such as `\x1b`."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable() or character in keep
+        else character.encode("unicode_escape").decode("ascii")
+        for character in text
+    )
+
+
+def echo(text: str, *, is_styled: bool = False) -> None:
+    r"""Print to standard output; escape what its encoding cannot represent, such as `\u6771`.
+
+    Args:
+        text: lines.
+        is_styled: it has our own ANSI escapes, and all others' text in it is escaped already.
+    """
     # `typer.echo` would raise an error, or write UTF-8 where ASCII is requested.
     encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    shown = text if is_styled else escape_controls(text)
+    sys.stdout.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
+
+
+def echo_error(text: str) -> None:
+    """Print a message or traceback to standard error, which represents every character in some way."""
+    sys.stderr.write(escape_controls(text) + "\n")

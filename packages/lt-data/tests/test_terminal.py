@@ -1,0 +1,128 @@
+"""Nothing that others wrote changes a terminal: file names, special tokens, sources and documents are escaped."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from lt_data import Tokenizer, TokenStore, pack
+from lt_data.__main__ import main
+from lt_data.display.terminal import escape_controls
+
+EVIL = "\x1b]0;title\x07\x1b[31mred\x1b[8m\r\x9b2J\u202egnp"
+SAFE = r"\x1b]0;title\x07\x1b[31mred\x1b[8m\r\x9b2J\u202egnp"
+
+
+def run(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    monkeypatch.setattr(sys, "argv", ["lt-data", *arguments])
+    return main()
+
+
+def test_escapes() -> None:
+    assert escape_controls(EVIL) == SAFE
+    assert escape_controls("a\n\tb\\n東京 é\xa0\udcff") == "a\n\tb\\n東京 é\\xa0\\udcff"
+    assert escape_controls("a\n\tb", keep="") == r"a\n\tb"
+    assert escape_controls("plain \x7f") == r"plain \x7f"
+
+
+@pytest.fixture
+def evil_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> Path:
+    """A tokenizer with a special token that is an escape sequence."""
+    model = json.loads(tokenizer.files["tokenizer.json"])
+    template = model["added_tokens"][0]
+    model["added_tokens"].append({**template, "id": tokenizer.vocab_size, "content": "<\x1b[31m\n>"})
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(model), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def evil_store(evil_tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / EVIL
+    folder.mkdir()
+    (folder / f"{EVIL}.txt").write_text(f"a document {EVIL} with <\x1b[31m\n>", encoding="utf-8")
+    (folder / "bad.txt").write_bytes(b"\xff")
+    out = tmp_path / f"store {EVIL}"
+    command = ["prepare", str(folder), "--tokenizer", str(evil_tokenizer), "--out", str(out), "--engine", "hf"]
+    assert run(*command, "--on-bad", "skip", "--no-bos", "--no-eos", monkeypatch=monkeypatch) == 0
+    pack(TokenStore.open(out), seq_len=64, name=EVIL.replace("/", ""))
+    return out
+
+
+def test_no_command_writes_an_escape(
+    evil_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    capsys.readouterr()
+    for command in (
+        ["stats", str(evil_store), "--global-batch-size", "1"],
+        ["inspect", str(evil_store)],
+        ["inspect", str(evil_store), "--full-text", "--no-color"],
+        ["verify", str(evil_store)],
+        ["report", str(evil_store), "--out", str(tmp_path / f"{EVIL}.html")],
+        [
+            "export",
+            str(evil_store),
+            "--to",
+            "smp",
+            "--pad-id",
+            "0",
+            "--out",
+            str(tmp_path / f"export {EVIL}"),
+            "--seq-len",
+            "16",
+        ],
+        ["stats", str(tmp_path / f"none {EVIL}")],
+    ):
+        run(*command, monkeypatch=monkeypatch)
+        written = capsys.readouterr()
+        shown = written.out + written.err
+        assert shown
+        assert "Traceback" not in shown, command
+        assert [line for line in shown.replace("\t", "").splitlines() if not line.isprintable()] == [], command
+        assert r"\x1b" in shown, command
+
+
+def test_prepare_and_its_errors(
+    evil_store: Path,
+    evil_tokenizer: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    command = ["prepare", str(tmp_path / EVIL), "--tokenizer", str(evil_tokenizer), "--engine", "hf"]
+    bare = ["--on-bad", "skip", "--no-bos", "--no-eos"]
+    assert run(*command, "--out", f"{evil_store}2", *bare, monkeypatch=monkeypatch) == 0
+    first = capsys.readouterr()
+    assert r"special string <\x1b[31m\n> occurs 1 times" in first.out
+    assert r"skipped as not UTF-8: for example" in first.err
+    assert run(*command, "--out", str(tmp_path / "out"), "--no-bos", "--no-eos", monkeypatch=monkeypatch) == 64
+    second = capsys.readouterr()
+    assert rf"error: {tmp_path}/{SAFE}/bad.txt: not UTF-8" in second.err
+    for text in (first.out, first.err, second.out, second.err):
+        assert all(line.isprintable() for line in text.splitlines())
+
+
+def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def broken(path: object) -> None:
+        raise KeyError(EVIL) from Exception(EVIL)
+
+    monkeypatch.setattr("lt_data.store.token_store.TokenStore.open", broken)
+    assert run("verify", "store", monkeypatch=monkeypatch) == 70
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert SAFE in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_colors_are_of_the_row_only(
+    evil_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert run("inspect", str(evil_store), "--full-text", "--color", monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr().out
+    own = "\x1b[1m", "\x1b[0m", "\x1b[36m", "\x1b[35m"
+    assert "\x1b[36m" in shown
+    for code in own:
+        shown = shown.replace(code, "")
+    assert all(line.isprintable() for line in shown.replace("\t", "").splitlines())
