@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points, version
+from pathlib import Path
 
 import pytest
 
@@ -102,6 +103,13 @@ def test_lt_alone_shows_the_help_and_is_a_usage_error(
     monkeypatch.setattr("sys.argv", ["lt"])
     assert main() == 64
     assert capsys.readouterr().err == f"error: lt needs a command\n\n{command.help_text()}\n"
+
+
+def test_an_error_cannot_change_the_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["launch", "run", str(tmp_path / "no\x1b[31m.toml")]) == 64
+    shown = capsys.readouterr().err
+    assert r"no\x1b[31m.toml" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
 
 
 def test_help_with_nothing_installed_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from lt_launch.profile import Profile
 from lt_launch.progress import parse_progress, read_progress
 from lt_launch.spec import stage_spec
 from lt_launch.status import format_duration, overall_state, show_launches, show_nodes, show_status, status_rows
-from lt_launch.target import RenderedLaunch
+from lt_launch.target import RenderedLaunch, TargetNode, get_target
 
 STEPS, BATCH, SEQ = 1000, 8, 128
 
@@ -160,6 +160,20 @@ def test_where_nothing_was_launched_it_says_how_to(capsys: pytest.CaptureFixture
 def test_nodes_are_shown_without_columns_that_nobody_fills(capsys: pytest.CaptureFixture[str]) -> None:
     show_nodes("local", None, None)
     assert capsys.readouterr().out.splitlines()[0].split() == ["NODE", "STATE", "DEVICES"]
+
+
+def test_what_a_target_tells_is_neither_markup_nor_an_escape(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evil = "[red]n \x1b[31m\n\x9b2J"
+    node = TargetNode(name=evil, state=evil, devices=evil, partition=evil, reason=evil)
+    target = get_target("local")
+    monkeypatch.setattr("lt_launch.status.get_target", lambda name: target)
+    monkeypatch.setattr(type(target), "nodes", lambda target, profile: [node])
+    show_nodes("local", None, None)
+    shown = capsys.readouterr().out
+    assert shown.count(r"[red]n \x1b[31m\n\x9b2J") == 5
+    assert all(line.isprintable() for line in shown.splitlines())
 
 
 def test_the_worst_state_is_the_launchs() -> None:

@@ -89,11 +89,13 @@ def test_a_mistake_of_ours_is_70_with_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def broken(**_: str) -> None:
-        raise ValueError("no exit_code: not addressed to the user")
+        raise ValueError("no exit_code: not addressed to the user \x1b[31m")
 
     monkeypatch.setattr(commands, "app", broken)
     assert main() == 70
-    assert "Traceback" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert r"to the user \x1b[31m" in shown.splitlines()[-1]
 
 
 def test_torchrun_hands_on_what_it_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

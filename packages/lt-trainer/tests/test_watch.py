@@ -58,6 +58,21 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_what_a_run_wrote_is_neither_markup_nor_an_escape(folder: Path) -> None:
+    path = folder / "[red]a \x1b[31m"
+    path.mkdir()
+    for name in (".lt-run", "recipe.json"):
+        (path / name).write_text((folder / name).read_text())
+    evil = "[bold]b \x1b]0;t\x07"
+    append(path / "events.jsonl", {"event": "start", "world": 2, "device": evil, "time": "2026-01-01", "step": 0})
+    append(path / "events.jsonl", {"event": "note", "text": evil, "step": 1})
+    append(path / "metrics.jsonl", record(10), {"step": 10, "val_loss": 9.0, "set": evil})
+    shown = text(RunWatcher(path).poll(), width=300)
+    assert shown.count(r"[bold]b \x1b]0;t\x07") >= 3
+    assert r"[red]a \x1b[31m" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
 def test_a_follower_reads_each_line_once_and_torn_ones_later(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     follower = JsonlFollower(path)

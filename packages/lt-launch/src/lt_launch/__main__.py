@@ -56,13 +56,14 @@ def _run(given: list[str]) -> int:
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
             return _print_error(f"error: {exc}", code)
-        traceback.print_exc()
-        return EXIT_INTERNAL
+        return _print_error(traceback.format_exc().rstrip("\n"), EXIT_INTERNAL)
     return 0
 
 
 def _print_error(text: str, code: int) -> int:
-    sys.stderr.write(text + "\n")
+    from lt_data.display.terminal import echo_error
+
+    echo_error(text)
     return code
 
 
@@ -83,8 +84,7 @@ def _missing_module(exc: ModuleNotFoundError, given: list[str]) -> int:
     entry = installed_commands().get(name)
     extra = extra_for(package_name(entry), missing) if entry is not None else ""
     if not extra:
-        traceback.print_exception(exc)
-        return EXIT_INTERNAL
+        return _print_error("".join(traceback.format_exception(exc)).rstrip("\n"), EXIT_INTERNAL)
     return _print_error(f"lt {name}: the command needs {missing}: pip install '{extra}'", EXIT_USER)
 
 

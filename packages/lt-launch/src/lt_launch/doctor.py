@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lt_launch.markup import escape
 from lt_launch.profile import Profile, load_profile
 from lt_launch.target import Finding, get_target
 
@@ -19,7 +20,6 @@ LEVEL_MARKUP = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": 
 def run_doctor(on: str, run_file: RunFile | None, profile: Path | None, hostfile: Path | None) -> int:
     """Print the findings; return 64 if one is a problem, else 0."""
     from rich.console import Console
-    from rich.markup import escape
 
     full_profile: Profile = (run_file.profile if run_file else load_profile(profile)).with_hostfile(hostfile)
     console, worst = Console(highlight=False, soft_wrap=True), "ok"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lt_data.display.terminal import echo_error
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
@@ -36,7 +36,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     _check_not_running(target, Path(pipeline.out), on)
     new_launch = launch_dir.create(pipeline, profile, on, rendered, specs)
     for note in rendered.notes:
-        sys.stderr.write(f"# {note}\n")
+        echo_error(f"# {note}")
     ids, code = target.submit(new_launch, rendered, detach=detach)
     if ids:
         launch_dir.save_job_ids(new_launch, ids)

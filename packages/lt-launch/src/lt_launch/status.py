@@ -15,8 +15,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lt_data.display.terminal import echo_error
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
+from lt_launch.markup import escape
 from lt_launch.progress import RUN_DIR_MARKER, Progress, parse_progress, read_progress
 from lt_launch.target import Launch, StageStatus, get_target
 
@@ -54,7 +56,7 @@ def show_status(runs: Sequence[str], *, as_json: bool) -> None:
         except LaunchError as exc:
             if runs:  # named explicitly
                 raise
-            sys.stderr.write(f"# {exc}\n")
+            echo_error(f"# {exc}")
     if as_json:
         sys.stdout.write(json.dumps([_row_to_dict(row) for row in rows], indent=1) + "\n")
         return
@@ -137,7 +139,6 @@ def _collapse_arrays(statuses: Sequence[StageStatus]) -> list[StageStatus]:
 
 
 def _status_table(rows: Iterable[dict[str, Any]], now: float) -> Table:
-    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -152,7 +153,7 @@ def _status_table(rows: Iterable[dict[str, Any]], now: float) -> Table:
         color = STATE_COLORS[status.state]
         table.add_row(
             escape(row["run"]),
-            row["on"],
+            escape(row["on"]),
             escape(status.stage),
             f"[{color}]{status.state}{attempt}[/]",
             format_duration(now - status.since) if status.since else "",
@@ -178,8 +179,6 @@ def _format_location(status: StageStatus) -> str:
 
 
 def _print_reason(row: dict[str, Any]) -> None:
-    from rich.markup import escape
-
     status = row["status"]
     color = STATE_COLORS[status.state]
     name = row["run"] if status.stage == row["run"] else f"{row['run']} {status.stage}"
@@ -219,12 +218,11 @@ def _format_quantity(value: float) -> str:
 
 def show_launches() -> None:
     """Print the launches made on this machine, newest last."""
-    from rich.markup import escape
     from rich.table import Table
 
     directories = list_launch_dirs()
     if not directories:
-        sys.stderr.write(f"# {NO_LAUNCHES_MESSAGE}\n")
+        echo_error(f"# {NO_LAUNCHES_MESSAGE}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("RUN", "ON", "STATE", "CREATED", "FOLDER"):
@@ -233,7 +231,7 @@ def show_launches() -> None:
         try:
             launch = load_launch(directory)
         except LaunchError as exc:
-            sys.stderr.write(f"# {exc}\n")
+            echo_error(f"# {exc}")
             continue
         values = json.loads((directory / "launch.json").read_bytes())
         state = overall_state([status.state for status in get_target(launch.target).status(launch)])
@@ -241,7 +239,7 @@ def show_launches() -> None:
         color = STATE_COLORS[state]
         table.add_row(
             escape(directory.parent.name),
-            launch.target,
+            escape(launch.target),
             f"[{color}]{state}[/]",
             f"{age} ago",
             escape(str(directory.parent)),
@@ -270,7 +268,6 @@ def show_target_jobs(on: str, profile: Path | None) -> None:
 
 def show_nodes(on: str, profile: Path | None, hostfile: Path | None) -> None:
     """Print the machines of a target."""
-    from rich.markup import escape
     from rich.table import Table
 
     from lt_launch.profile import load_profile

@@ -53,13 +53,15 @@ def _main() -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except Exception as exc:  # noqa: BLE001 - user errors become a message, internal ones a traceback
+        from lt_data.display.terminal import echo_error
+
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             import traceback
 
-            traceback.print_exc()
+            echo_error(traceback.format_exc().rstrip("\n"))
             return EXIT_INTERNAL
-        print(f"error: {exc}", file=sys.stderr)  # noqa: T201
+        echo_error(f"error: {exc}")
         return code
     return 0
 

@@ -9,7 +9,7 @@ import sys
 
 
 def escape_controls(text: str, *, keep: str = "\n\t") -> str:
-    r"""Return the text with each non-printable character, except those in `keep`, as an escape such as `\x1b`."""
+    r"""Return the text with non-printable characters, but for those in `keep`, escaped as `\x1b`."""
     if text.isprintable():
         return text
     return "".join(

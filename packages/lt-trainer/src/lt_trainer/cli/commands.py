@@ -327,6 +327,8 @@ def sample(
             raise
         typer.echo("lt train sample needs torch: pip install 'lt-trainer[torch]'", err=True)
         raise typer.Exit(EXIT_USER) from exc
+    from lt_data.display.terminal import escape_controls
+
     loaded = load_model(checkpoint)
     for i in range(samples):
         text = generate_text(
@@ -338,4 +340,5 @@ def sample(
             top_p=top_p,
             seed=seed + i,
         )
-        typer.echo(prompt + text)
+        shown = prompt + text
+        typer.echo(escape_controls(shown) if sys.stdout.isatty() else shown)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
 from lt_trainer.engine import Device
 from lt_trainer.observability.sinks.group import SinkGroup
@@ -139,8 +140,9 @@ class Rank0Logger:
 
     def log_message(self, text: str) -> None:
         """Print a message, and log it as a `note` event."""
-        self._print(f"# {text}")
-        self._log.write(f"# {text}")
+        line = escape_controls(f"# {text}")
+        self._print(line)
+        self._log.write(line)
         self._run_dir.append_event("note", text=text)
 
     def log_event(self, kind: str, **values: object) -> None:

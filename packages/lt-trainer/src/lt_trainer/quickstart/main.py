@@ -52,7 +52,9 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
     settings = _settings(source, preset, steps)
     folder = QuickstartFolder(out)
     if folder.claim(settings, overwrite=overwrite):
-        console.print(f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)")
+        console.print(
+            f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)", markup=False
+        )
     train_packed, validation_packed = _data(console, timer, folder, settings)
     resume = _training(console, timer, folder, settings, train_packed)
     comparison, logits = _checks(console, timer, folder, settings, train_packed, validation_packed)
@@ -70,7 +72,7 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
         seconds=timer.seconds,
     )
     write_report([folder.run], folder.report, overwrite=True)
-    console.print(f"report of the run, to open in a browser: {folder.report}", soft_wrap=True)
+    console.print(f"report of the run, to open in a browser: {folder.report}", markup=False, soft_wrap=True)
     report.show_commands(console, folder, settings)
     check_results(resume, logits.is_equal, comparison)
 

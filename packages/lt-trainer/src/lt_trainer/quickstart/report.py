@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from lt_data.display.terminal import escape_controls
 from lt_trainer.quickstart.baselines import BaselineComparison
 from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
 from lt_trainer.quickstart.training import ResumeCheck
@@ -67,7 +68,7 @@ def show_samples(console: Console, samples: Sequence[tuple[str, str]]) -> None:
     for prompt, text in samples:
         console.rule("sample", align="left")
         console.print(prompt, style="bold", end="", markup=False, highlight=False)
-        console.print(text, markup=False, highlight=False)
+        console.print(escape_controls(text), markup=False, highlight=False)
     console.rule()
 
 

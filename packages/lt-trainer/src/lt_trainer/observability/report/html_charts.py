@@ -85,7 +85,7 @@ def _y_tick(share: float, text: str) -> str:
 
 
 def place_class(kind: Literal["x", "y", "w"], share: float) -> str:
-    """Return the class of an element at a share of its parent's width (x) or height (y), or as wide as that (w)."""
+    """Return the class of an element at a share of its parent's width (x), height (y), or so wide (w)."""
     return f"{kind}{round(10_000 * share)}"
 
 

@@ -66,9 +66,10 @@ def report_html(runs: Sequence[RunHistory]) -> str:
     )
     values = json.dumps({"last": last_step(runs), "charts": chart_values(charts)}, separators=(",", ":"))
     style, script = f"{STYLE}{_file('page.css')}{_place_rules(body)}", _file("page.js")
+    policy = content_security_policy(style=style, scripts=[script])
     return (
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
-        f'<meta http-equiv=Content-Security-Policy content="{content_security_policy(style=style, scripts=[script])}">\n'
+        f'<meta http-equiv=Content-Security-Policy content="{policy}">\n'
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         '<meta name=color-scheme content="light dark">\n<link rel=icon href="data:,">\n'
         f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n"

@@ -16,6 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from lt_data.display.terminal import escape_controls
 from lt_trainer.observability.watch.follower import RunView, RunWatcher
 from lt_trainer.timing import STEP_PARTS
 
@@ -65,7 +66,7 @@ def render(view: RunView) -> RenderableType:
     if view.nodes:
         parts.append(_nodes(view.nodes))
     parts.append(_events(view.events))
-    return Panel(Group(*parts), title=str(view.path), expand=False)
+    return Panel(Group(*parts), title=Text(escape_controls(str(view.path), keep="")), expand=False)
 
 
 def _head(view: RunView) -> RenderableType:
@@ -74,7 +75,7 @@ def _head(view: RunView) -> RenderableType:
     step = f"step {view.step}" + (f" of {view.max_steps}" if view.max_steps else "")
     left = "" if view.state != "running" or math.isnan(view.remaining_s) else f"{_duration(view.remaining_s)} left"
     bar = ProgressBar(total=max(view.max_steps, 1), completed=view.step, width=30)
-    table.add_row(state, step, bar, left, view.device)
+    table.add_row(state, step, bar, left, Text(escape_controls(view.device, keep="")))
     if view.state == "running" and view.idle_s > IDLE_WARNING_S:
         return Group(table, Text(f"nothing written for {_duration(view.idle_s)}", style="bold red"))
     return table
@@ -162,7 +163,8 @@ def _events(events: Sequence[Mapping[str, Any]]) -> RenderableType:
     for event in events[-MAX_EVENTS:]:
         details = " ".join(f"{name}={value}" for name, value in event.items() if name not in ("time", "event", "text"))
         text = event.get("text") or f"{event.get('event', '')} {details}"
-        lines.append(Text(f"{str(event.get('time', ''))[11:19]}  {text}", no_wrap=True, overflow="ellipsis"))
+        line = escape_controls(f"{str(event.get('time', ''))[11:19]}  {text}", keep="")
+        lines.append(Text(line, no_wrap=True, overflow="ellipsis"))
     return Group(*lines)
 
 
@@ -192,12 +194,12 @@ class _WrappingTable:
             for column in group:
                 table.add_column(self.titles[column], no_wrap=True)
             for row in self.rows:
-                table.add_row(*(row[column] for column in group))
+                table.add_row(*(Text(row[column]) for column in group))
             yield table
 
 
 def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
-    return _WrappingTable(titles=titles, rows=rows)
+    return _WrappingTable(titles=titles, rows=[[escape_controls(cell, keep="") for cell in row] for row in rows])
 
 
 def _number(value: float | None, template: str) -> str:
