@@ -185,7 +185,10 @@ def test_a_file_of_torch_is_checked_whatever_it_is_called(made, tmp_path):
 
 def test_a_reference_that_points_to_another_tensor_is_found(made, tmp_path):
     """One bit makes of k_proj's number that of v_proj, of the same shape: the reference file's checksum tells."""
+    from unittest import mock
+
     from lt_ckpt.torchfile.file import load_pt
+    from lt_ckpt.torchfile.stored_zip import StoredZip
 
     model, places = made
     place = shutil.copytree(places["nxd xser"], tmp_path / "nxd")
@@ -198,8 +201,9 @@ def test_a_reference_that_points_to_another_tensor_is_found(made, tmp_path):
         damaged = bytearray(raw)
         damaged[at] ^= 1
         path.write_bytes(damaged)
-        if load_pt(path)[key].tid == number ^ 1 or load_pt(path) != tree:
-            break
+        with mock.patch.object(StoredZip, "has_checksums", new=False):
+            if load_pt(path)[key].tid == number ^ 1:
+                break
     else:
         pytest.fail("no such number in the file")
     assert is_found(place, model)
@@ -211,4 +215,4 @@ def test_what_can_be_told_without_a_hash(made, tmp_path, capsys):
     command(str(places["hf in shards"]))
     assert "its files have no checksums" in capsys.readouterr().out
     command(str(places["pt"]), model / "config.json")
-    assert "every checksum correct" in capsys.readouterr().out
+    assert "every file has checksums" in capsys.readouterr().out

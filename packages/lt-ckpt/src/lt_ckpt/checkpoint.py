@@ -1,11 +1,12 @@
 """Checkpoint reader: any slice of any tensor, independent of the sharding that wrote it.
 
 `Checkpoint.open` checks COMMIT against the manifest, the manifest's consistency, and every file's size; it reads no
-tensor. `read` plans which stored slices it needs and reads only their bytes. Hashes are not checked on reading (see
-`lt_ckpt.verify`, and `find_latest_valid`, which verifies before a run resumes).
+tensor. `read` plans which stored slices it needs and reads only their bytes. Those slices that it reads as wholes are
+compared with their hashes; parts of slices, and files of NxD, must be verified before (see `lt_ckpt.verify`, and
+`find_latest_valid`, which verifies before a run resumes).
 
-Cost: open: the manifest and one stat per file; read: the requested bytes, a staging buffer, and for large reads a few
-blocks (`lt_ckpt.readahead`).
+Cost: open: the manifest and one stat per file; read: the requested bytes, their hashes, a staging buffer, and for large
+reads a few blocks (`lt_ckpt.readahead`).
 """
 
 import os
@@ -26,6 +27,7 @@ from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commi
 from lt_ckpt.readahead import MIN_READ_AHEAD_BYTES, ReadRange, read_ranges
 from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, is_inside
+from lt_ckpt.slice_hashes import check_whole_slices
 from lt_ckpt.tensorfile import TensorSpec
 
 MIN_DEFERRED_READ_BYTES = 256 * 2**10
@@ -95,6 +97,9 @@ def read_slices_into(
         folder: Folder of the records' files.
         tensors: For each slice: the tensor's record, its name for messages, the box.
         targets: For each slice the buffer to fill: one-dimensional uint8.
+
+    Raises:
+        CheckpointError: A file cannot be read, or a slice that was read as a whole differs from its hash.
     """
     wanted = [
         (
@@ -139,6 +144,7 @@ def read_slices_into(
     finally:
         if descriptor >= 0:
             os.close(descriptor)
+    check_whole_slices(folder, tensors, targets)
 
 
 def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:

@@ -1,28 +1,21 @@
-"""Checksums of other formats: the CRC32 per record in torch.save's zips, which torch never checks.
+"""Checksums in a source's files: which have some, and a comparison of all their bytes with them.
 
-Cost: every file is read once.
+Checkpoints of lt have a hash per slice, the files of torch.save (NxD, .pt, Meta, most of
+torch.distributed.checkpoint) a CRC-32 per record, which torch never looks at, unless their writer left them out (an
+option of torch); safetensors files have none. `read_verification.py` compares what is read for another purpose.
+
+Cost: of the comparison, one read of every file; of the rest, the files' headers.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
-from lt_ckpt import files
-from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.errors import CheckpointError
+from lt_ckpt.executors import ByteCounter
+from lt_ckpt.files import ProgressCallback
+from lt_ckpt.read_verification import StoredChecksum, check_range
 from lt_ckpt.source import Source
 
-XSER_TENSORS_SUFFIX = ".tensors/"
-"""Suffix of the folder with one file per tensor (NxD's xser), after the name of the file that refers to them."""
-
-FORMATS_WITHOUT_CHECKSUMS = ("hf", "lt")
-"""Formats of safetensors files, which have no checksums (our own has hashes: `lt_ckpt.integrity`)."""
-
-
-def has_checksums(source: Source) -> bool:
-    """Return True if all of a source's tensors lie in files with checksums."""
-    if source.format != "dcp":
-        return source.format not in FORMATS_WITHOUT_CHECKSUMS
-    with translate_os_errors("reading", source.root):
-        return all(_read_magic(source.root / name) == b"PK" for name in _files_with_tensors(source))
+MAX_NAMED_FILES = 3
 
 
 def _files_with_tensors(source: Source) -> set[str]:
@@ -31,40 +24,36 @@ def _files_with_tensors(source: Source) -> set[str]:
     return {s.file for g in groups for slices in (*g.locations.values(), *g.replicas.values()) for s in slices}
 
 
-def _read_magic(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(2)
+def files_without_checksums(source: Source) -> list[str]:
+    """Return the files that hold tensors without any checksum."""
+    find = source.find_checksums
+    return sorted(file for file in _files_with_tensors(source) if find is None or not find(file))
 
 
-def iter_checksum_errors(source: Source, *, progress: files.ProgressCallback | None = None) -> Iterator[str]:
-    """Yield what is wrong with a source's files according to their checksums; nothing when all match.
+def describe_checksums(source: Source) -> str:
+    """Return a sentence on which of a source's files have checksums."""
+    unchecked, n_files = files_without_checksums(source), len(_files_with_tensors(source))
+    if not unchecked:
+        return "every file has checksums"
+    if len(unchecked) == n_files:
+        return f"its files have no checksums ({source.format}), so damaged bytes cannot be told from good ones"
+    more = ", ..." if len(unchecked) > MAX_NAMED_FILES else ""
+    return f"{len(unchecked)} of {n_files} files have no checksums: {', '.join(unchecked[:MAX_NAMED_FILES])}{more}"
 
-    Safetensors files have none. A file whose writer left its checksums out (a torch option) is an error too.
-    """
-    if source.format == "dcp":
-        yield from _iter_dcp_checksum_errors(source, progress)
+
+def iter_checksum_errors(source: Source, *, progress: ProgressCallback | None = None) -> Iterator[str]:
+    """Yield what is wrong with a source's files according to their checksums; nothing when all match."""
+    if source.find_checksums is None:
         return
-    if source.format in FORMATS_WITHOUT_CHECKSUMS:
-        return
-    from lt_ckpt.torchfile.file import check_crc
-
-    names = _files_with_tensors(source)
-    for name in list(names):
-        parent, is_tensor_file, _ = name.rpartition(XSER_TENSORS_SUFFIX)
-        if is_tensor_file:  # also the files that name its tensor
-            names |= {sibling for sibling in (parent, f"{parent}.info.pt") if (source.root / sibling).is_file()}
-    for name in sorted(names):
+    ranges: list[tuple[str, StoredChecksum]] = []
+    for file in sorted(_files_with_tensors(source) | set(source.other_files)):
         try:
-            check_crc(source.root / name, progress=progress)
+            ranges += [(file, stored) for stored in source.find_checksums(file)]
         except CheckpointError as exc:
             yield str(exc)
-
-
-def _iter_dcp_checksum_errors(source: Source, progress: files.ProgressCallback | None) -> Iterator[str]:
-    from lt_ckpt.dcp.files import check_crc
-    from lt_ckpt.dcp.format import read_metadata
-
-    try:
-        check_crc(source.root, read_metadata(source.root).tensors, progress=progress)
-    except CheckpointError as exc:
-        yield str(exc)
+    count_bytes = ByteCounter(sum(stored.n_bytes for _, stored in ranges), progress)
+    for file, stored in ranges:
+        try:
+            check_range(source.root / file, stored, count_bytes)
+        except CheckpointError as exc:
+            yield str(exc)

@@ -6,6 +6,7 @@ grow strictly front to back; each is open from its first byte to its last. So ev
 a tied head), every target byte is written once, and a 70B model in 256 files needs no more memory than one in a single
 file. Threads read the next blocks while others write; each file belongs to one writer thread, which keeps its order.
 
+Every byte is compared with its checksum while it is read, where the source has some (`read_verification.py`).
 Everything is written into a hidden sibling folder, fsynced, and renamed: the output appears complete or not at all.
 Invalid requests are refused before the first byte is written.
 
@@ -153,10 +154,11 @@ def convert(
             hint = "" if target.single_file else " and not an empty folder"
             raise CheckpointError(f"{folder}: already exists{hint}; choose another path")
         files.make_folders(folder.parent)
-        with AtomicFolder(folder) as output, TensorReader(source.root) as reader:
+        with AtomicFolder(folder) as output, TensorReader(source.root, source.find_checksums) as reader:
             for path, data in target.aux_files.items():
                 output.write_file(path, data)
             _write_tensors(source, target, writes, output, reader, ByteCounter(target.n_bytes, progress))
+            reader.finish()
             target.check(output.temp_path)
             for path, data in target.marker_files.items():
                 output.write_file(path, data)

@@ -106,6 +106,11 @@ def resolve_checkpoint(path: str | os.PathLike[str]) -> tuple[Checkpoint, list[R
     return found, rejected
 
 
+def describe_fallbacks(checkpoint: Checkpoint, rejected: Collection[RejectedCheckpoint]) -> tuple[str, ...]:
+    """Return a sentence for each newer checkpoint in whose place an older one is taken."""
+    return tuple(f"taking {checkpoint.path} instead of {item.path}: {item.reason}" for item in rejected)
+
+
 def prune_checkpoints(
     root: str | os.PathLike[str],
     *,

@@ -110,7 +110,7 @@ def open_source(
     config: str | os.PathLike[str] | None = None,
     cache_dir: str | os.PathLike[str] | None = None,
     master_weights: bool = False,
-    optimizer: bool = False,
+    optimizer: bool | None = False,
     head_order: str = "trn1",
     progress: files.ProgressCallback | None = None,
 ) -> Source:
@@ -121,7 +121,7 @@ def open_source(
         config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP).
         cache_dir: Cache of hub models; by default the user's cache folder.
         master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
-        optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state.
+        optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state; None: if it has one.
         head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; the files do not show it.
         progress: Called with the bytes downloaded.
 
@@ -143,10 +143,11 @@ def open_source(
             f"{local_path}: master_weights, optimizer and head_order have no effect on {format_name}; leave them out"
         )
     if format_name == "lt":
-        from lt_ckpt.discovery import resolve_checkpoint
+        from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
         from lt_ckpt.lt_format import open_lt
 
-        return open_lt(resolve_checkpoint(local_path)[0])
+        checkpoint, rejected = resolve_checkpoint(local_path)
+        return replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
     if format_name == "hf":
         from lt_ckpt.hf.format import open_hf
 

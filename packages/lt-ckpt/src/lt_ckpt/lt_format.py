@@ -3,7 +3,8 @@
 As a source, a checkpoint has its groups (weights, moments), the manifest's model as configuration, and its tokenizer's
 files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, of
 which `READ_AHEAD_SLICES` + 1 are in memory; it holds what the source holds, so one converted from a Hugging Face model
-has weights only.
+has weights only. Each slice that is read is compared with its hash; in the files of NxD that a checkpoint may have,
+which are hashed as a whole, each record with its CRC.
 """
 
 import os
@@ -25,12 +26,14 @@ from lt_ckpt.dtypes import item_bytes, torch_dtype_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.executors import ByteCounter, iter_in_order
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
-from lt_ckpt.manifest import CheckpointMetadata
+from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
+from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.records import SliceRecord
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
 from lt_ckpt.shards import Shard, split_rows
 from lt_ckpt.source import Source, TensorGroup, TensorReader
 from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.torchfile.file import read_checksums
 from lt_model import LlamaConfig, config_from_hf, config_to_hf
 
 GENERATION_CONFIG = "generation_config.json"
@@ -72,6 +75,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
         groups=groups,
         aux_files={**tokenizer, GENERATION_CONFIG: strict_json.dumps(generation, GENERATION_CONFIG, indent=2)},
         optimizer=manifest.optimizer,
+        find_checksums=partial(_find_checksums, path, _slice_checksums(manifest)),
         format_info={
             "step": manifest.step,
             "world_size": manifest.world_size,
@@ -79,6 +83,30 @@ def open_lt(checkpoint: Checkpoint) -> Source:
             **({"param_groups": settings} if (settings := _param_groups(checkpoint)) else {}),
         },
     )
+
+
+def _slice_checksums(manifest: CheckpointManifest) -> dict[str, list[StoredChecksum]]:
+    """Return file → the hashes of its slices, by position; none for files of NxD, which are hashed as a whole."""
+    found: dict[str, list[StoredChecksum]] = {}
+    for group, records in manifest.tensors.items():
+        for name, record in records.items():
+            for piece in (*record.slices, *record.replicas):
+                if piece.xxh3_128:
+                    stored = StoredChecksum(
+                        byte_offset=piece.byte_offset,
+                        n_bytes=record.slice_bytes(piece),
+                        name=f"tensor {group}/{name}",
+                        expected=piece.xxh3_128,
+                    )
+                    found.setdefault(piece.file, []).append(stored)
+    return {file: sorted(items, key=lambda stored: stored.byte_offset) for file, items in found.items()}
+
+
+def _find_checksums(
+    folder: Path, by_file: Mapping[str, Sequence[StoredChecksum]], file: str
+) -> Sequence[StoredChecksum]:
+    """Return the checksums of a file: hashes of slices or, in a file of NxD, the CRCs of its records."""
+    return by_file[file] if file in by_file else read_checksums(folder / file)
 
 
 def _param_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -159,7 +187,10 @@ def save_lt(
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     step = int(source.format_info.get("step", 0))
     tokenizer = {name: data for name, data in source.aux_files.items() if name != GENERATION_CONFIG}
-    with TensorReader(source.root) as reader, ThreadPoolExecutor(READ_AHEAD_SLICES, "lt-ckpt-convert-read") as readers:
+    with (
+        TensorReader(source.root, source.find_checksums) as reader,
+        ThreadPoolExecutor(READ_AHEAD_SLICES, "lt-ckpt-convert-read") as readers,
+    ):
         planned = _describe_shards(source, model, dtype)
         count_bytes = ByteCounter(sum(shard.n_bytes for shard in planned), progress)
         reads = [partial(_read_shard, reader, source.groups[s.group], s, allow_overflow, count_bytes) for s in planned]
@@ -167,6 +198,7 @@ def save_lt(
         tmp = begin_save(root, step=step, world_size=1)
         try:
             write_rank_files(tmp, rank=0, shards=shards)
+            reader.finish()
             origin = {"converted_from": source.format, **dict(source.format_info)}
             meta = CheckpointMetadata(
                 step=step,

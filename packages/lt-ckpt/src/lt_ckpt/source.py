@@ -24,6 +24,7 @@ from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies, single_conti
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import Layout
+from lt_ckpt.read_verification import FindChecksums, ReadVerifier
 from lt_ckpt.readahead import DirectFileReader
 from lt_ckpt.records import OptimizerRecord
 from lt_ckpt.shards import Box, Ints, is_inside
@@ -84,6 +85,9 @@ class Source:
         aux_files: Tokenizer files and the like, by name.
         format_info: Properties of the format, for reports and manifests (degrees, layout, revision, ...).
         optimizer: The optimizer whose slots are among the groups, or None.
+        find_checksums: Returns the checksums of a file's ranges; None if the format has none.
+        other_files: Further files with checksums, which hold no tensor of the groups.
+        fallbacks: Sentences for the user about newer checkpoints of the path that are damaged and were not opened.
     """
 
     format: str
@@ -94,6 +98,9 @@ class Source:
     aux_files: Mapping[str, bytes] = field(default_factory=dict)
     format_info: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
+    find_checksums: FindChecksums | None = None
+    other_files: tuple[str, ...] = ()
+    fallbacks: tuple[str, ...] = ()
 
     @property
     def weights(self) -> TensorGroup:
@@ -195,10 +202,17 @@ class _OpenSourceFile:
 
 
 class TensorReader:
-    """Thread-safe reader of boxes of a source's tensors; a context that keeps files open."""
+    """Thread-safe reader of boxes of a source's tensors; a context that keeps files open.
 
-    def __init__(self, root: Path) -> None:
+    Args:
+        root: Folder of the files.
+        find_checksums: Compare all that is read with these checksums: those of ranges that are read to their ends at
+            once, the others in `finish`. None: compare nothing.
+    """
+
+    def __init__(self, root: Path, find_checksums: FindChecksums | None = None) -> None:
         self._root = root
+        self._verifier = None if find_checksums is None else ReadVerifier(root, find_checksums)
         self._opened: dict[tuple[int, str], _OpenSourceFile] = {}
         """(thread, file) → the file, least recently used first."""
         self._lock = threading.Lock()
@@ -252,10 +266,29 @@ class TensorReader:
         with translate_os_errors("reading", self._root):
             run = single_contiguous_copy(copies)
             if memory is not None and run is not None and n_bytes >= MIN_DIRECT_BYTES:
-                return self._file(run.file).read_aligned(run.first_byte, n_bytes, memory)
+                data = self._file(run.file).read_aligned(run.first_byte, n_bytes, memory)
+                if self._verifier is not None:
+                    self._verifier.add(run.file, run.first_byte, data.data)
+                return data
             buffer = np.empty(n_bytes, np.uint8) if memory is None else memory[:n_bytes]
-            run_copies(copies, [buffer], lambda file, position, part: self._file(file).read(position, part))
+            run_copies(copies, [buffer], self._read_at)
         return buffer
+
+    def _read_at(self, file: str, position: int, part: memoryview) -> None:
+        self._file(file).read(position, part)
+        if self._verifier is not None:
+            self._verifier.add(file, position, part)
+
+    def finish(self) -> None:
+        """Compare what was read with its checksums where only a part of their ranges was read.
+
+        Whoever passes bytes on must call this before it calls them complete; no thread may still be reading.
+
+        Raises:
+            CheckpointError: Bytes differ from their checksum.
+        """
+        if self._verifier is not None:
+            self._verifier.finish()
 
     def _file(self, file: str) -> _OpenSourceFile:
         key, evicted = (threading.get_ident(), file), None

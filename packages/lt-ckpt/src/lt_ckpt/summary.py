@@ -8,6 +8,7 @@ from math import prod
 from typing import Any
 
 from lt_ckpt.checkpoint import Checkpoint
+from lt_ckpt.checksums import describe_checksums
 from lt_ckpt.folders import TOKENIZER
 from lt_ckpt.source import Source
 from lt_ckpt.tensorfile import TensorSpec
@@ -91,11 +92,15 @@ class CheckpointSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSummary:
-    """Summary of a model in any format: `format_info` from its reader, `config` its config.json."""
+    """Summary of a model in any format: `format_info` from its reader, `config` its config.json.
+
+    `checksums` tells which files have some.
+    """
 
     path: str
     format: str
     groups: dict[str, GroupSummary]
+    checksums: str
     files: list[str]
     format_info: dict[str, Any]
     config: dict[str, Any]
@@ -107,6 +112,7 @@ class SourceSummary:
     def lines(self) -> list[str]:
         """Return the lines of text."""
         lines = [f"{self.path}", f"format      {self.format}", *_group_lines(self.groups)]
+        lines.append(f"checksums   {self.checksums}")
         for title, values in (("format_info", self.format_info), ("config", self.config)):
             if values:
                 lines.append(f"{title:<11} {' '.join(f'{key}={value}' for key, value in values.items())}")
@@ -169,7 +175,8 @@ def summarize_source(source: Source) -> SourceSummary:
         path=str(source.path),
         format=source.format,
         groups={name: _summarize_group(group.specs) for name, group in source.groups.items()},
-        files=sorted(stored | set(source.aux_files)),
+        checksums=describe_checksums(source),
+        files=sorted(stored | set(source.aux_files) | set(source.other_files)),
         format_info=dict(source.format_info),
         config=dict(source.config or {}),
     )

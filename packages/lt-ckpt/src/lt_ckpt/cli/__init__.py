@@ -19,6 +19,7 @@ from lt_ckpt.cli.terminal import (
     OverflowOption,
     echo,
     open_model,
+    open_with_optimizer,
     progress_bar,
 )
 
@@ -35,11 +36,11 @@ app = typer.Typer(
 
 
 def _resolve_checkpoint(path: Path) -> "Checkpoint":
-    from lt_ckpt.discovery import resolve_checkpoint
+    from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
 
     found, rejected = resolve_checkpoint(path)
-    for item in rejected:
-        sys.stderr.write(f"skipped {item.path}: {item.reason}\n")
+    for sentence in describe_fallbacks(found, rejected):
+        sys.stderr.write(f"{sentence}\n")
     return found
 
 
@@ -63,7 +64,7 @@ def inspect(
             {group: checkpoint.specs(group) for group in checkpoint.groups},
         )
     else:
-        source = open_model(path, config)
+        source = open_with_optimizer(path, config)
         summary, specs = summarize_source(source), {name: group.specs for name, group in source.groups.items()}
     if as_json:
         listed = {"tensors": {g: {n: [s.dtype, list(s.shape)] for n, s in t.items()} for g, t in specs.items()}}
@@ -79,11 +80,14 @@ def verify(
     against: Annotated[
         str, typer.Option("--against", help="A model in any format whose tensors must be the same, bit for bit.")
     ] = "",
+    optimizer: Annotated[
+        bool, typer.Option("--optimizer", help="Require optimizer state; with --against, compare it too.")
+    ] = False,
     logits: Annotated[
         bool, typer.Option("--logits", help="Also compare a forward pass layer by layer (with --against).")
     ] = False,
 ) -> None:
-    """Check every byte against its hash from the save, or a conversion against its source."""
+    """Check every byte, with the optimizer's, against its checksum, or a conversion against its source."""
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.formats import HUB, detect_format
 
@@ -92,8 +96,8 @@ def verify(
     ours = not path.startswith(HUB) and detect_format(Path(path)) == "lt"
     if ours:
         _verify_hashes(Path(path))
-    if against or not ours:
-        _verify_model(path, against, config, logits)
+    if against or optimizer or not ours:
+        _verify_model(path, against, config, optimizer=optimizer, logits=logits)
 
 
 def _verify_hashes(path: Path) -> None:
@@ -118,22 +122,26 @@ def _verify_hashes(path: Path) -> None:
         raise CheckpointError(f"{path}: {bad} of {len(paths)} checkpoints did not verify")
 
 
-def _verify_model(path: str, against: str, config: Path | None, logits: bool) -> None:
+def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool, logits: bool) -> None:
     """Check completeness (by opening), checksums, equal replicas, and equality with another model."""
-    from lt_ckpt.checksums import has_checksums, iter_checksum_errors
+    from lt_ckpt.checksums import describe_checksums, iter_checksum_errors
     from lt_ckpt.comparison import compare, config_differences, find_replica_mismatches
     from lt_ckpt.errors import CheckpointError
 
-    source = open_model(path, config)
+    source = open_with_optimizer(path, config)
+    if optimizer and source.groups.keys() == {"weights"}:
+        raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer to verify the weights")
     with progress_bar("checking") as progress:
         problems = list(iter_checksum_errors(source, progress=progress))
     with progress_bar("comparing replicas") as progress:
         problems += find_replica_mismatches(source, progress=progress)
     if against:
-        other = open_model(against, config)
+        other = open_with_optimizer(against, config) if optimizer else open_model(against, config)
         problems += config_differences(source, other)
         with progress_bar("comparing") as progress:
-            found = [c for c in compare(source, other, progress=progress) if c.name.count("/") == 0]
+            left = _select_groups(source, other, optimizer=optimizer)
+            right = _select_groups(other, source, optimizer=optimizer)
+            found = list(compare(left, right, progress=progress))
         problems += [
             f"{c.name}: {c.problem or f'{c.n_different} of {c.n_elements} elements differ'}"
             for c in found
@@ -145,9 +153,23 @@ def _verify_model(path: str, against: str, config: Path | None, logits: bool) ->
         echo(f"broken: {problem}")
     if problems:
         raise CheckpointError(f"{path}: {len(problems)} problems")
-    sums = "every checksum correct" if has_checksums(source) else "its files have no checksums"
-    same = f"every tensor equal to {against}" if against else f"every file and tensor present, {sums}"
-    echo(f"ok: {path}: {len(source.weights.specs)} tensors ({source.format}), {same}")
+    same = f", every tensor equal to {against}" if against else ""
+    n_tensors = ", ".join(f"{len(group.specs)} tensors of {kind}" for kind, group in source.groups.items())
+    echo(f"ok: {path} ({source.format}): {n_tensors}, all present{same}; {describe_checksums(source)}")
+
+
+def _select_groups(source: "Source", other: "Source", *, optimizer: bool) -> "Source":
+    """Return a source with the groups to compare; weights in fp32 are also the master weights that only `other` has."""
+    from dataclasses import replace
+
+    from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS
+
+    if not optimizer:
+        return replace(source, groups={"weights": source.weights})
+    is_fp32 = all(spec.dtype == "F32" for spec in source.weights.specs.values())
+    if is_fp32 and MASTER_WEIGHTS in other.groups and MASTER_WEIGHTS not in source.groups:
+        return replace(source, groups={**source.groups, MASTER_WEIGHTS: source.weights})
+    return source
 
 
 def _compare_logits(a: "Source", b: "Source") -> list[str]:
@@ -202,6 +224,7 @@ def export(
     max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file.")] = 5.0,
 ) -> None:
     """Write the weights as a Hugging Face folder, with the tokenizer and the generation config."""
+    from lt_ckpt.checksums import describe_checksums
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.formats import ConvertOptions, convert_checkpoint
 
@@ -215,7 +238,7 @@ def export(
     with progress_bar("exporting") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
     step = f" step {source.format_info['step']}" if "step" in source.format_info else ""
-    echo(f"exported{step} to {output}")
+    echo(f"exported{step} to {output}; {describe_checksums(source)}")
 
 
 @app.command()

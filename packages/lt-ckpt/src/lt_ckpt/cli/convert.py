@@ -62,6 +62,7 @@ def convert(
     ] = False,
 ) -> None:
     """Convert a model between formats, in one pass and with little memory."""
+    from lt_ckpt.checksums import describe_checksums
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.formats import FORMATS, ConvertOptions, convert_checkpoint, has_optimizer_state
@@ -125,7 +126,7 @@ def convert(
     )
     with progress_bar(f"converting to {to}") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
-    echo(f"{source.format} {path} converted to {to}: {output}")
+    echo(f"{source.format} {path} converted to {to}: {output}; {describe_checksums(source)}")
 
 
 def reshard_optimizer(

@@ -66,11 +66,25 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
         yield lambda done, total, _: bars.update(task, completed=done, total=total)
 
 
+def open_with_optimizer(path: str, config: Path | None) -> "Source":
+    """Open a model like `open_model`, with its optimizer's state if it has one."""
+    from lt_ckpt.formats import HUB, detect_format
+
+    is_nxd = not path.startswith(HUB) and detect_format(Path(path)) == "nxd"
+    return open_model(path, config, **({"optimizer": None} if is_nxd else {}))
+
+
 def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
-    """Open a model in any format; a hub model is downloaded with a progress bar."""
+    """Open a model in any format; a hub model is downloaded with a progress bar.
+
+    Newer checkpoints of a run that are damaged are named on standard error.
+    """
     from lt_ckpt.formats import HUB, open_source
 
     if not path.startswith(HUB):
-        return open_source(path, config=config, **nxd)
+        source = open_source(path, config=config, **nxd)
+        for sentence in source.fallbacks:
+            sys.stderr.write(f"{sentence}\n")
+        return source
     with progress_bar(f"downloading {path}") as progress:
         return open_source(path, config=config, progress=progress, **nxd)

@@ -7,7 +7,7 @@ of bounded size, and writes `.metadata` last, so that a folder without it is unf
 Cost of reading: four small reads per chunk; of writing: one pass.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -18,10 +18,11 @@ from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpChunk, dump_metadata
 from lt_ckpt.direct_io import DirectFileWriter
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
 from lt_ckpt.tensor_writers import TensorSpecs, split_at_records
 from lt_ckpt.tensorfile import StoredTensor, TensorSpec, read_header
-from lt_ckpt.torchfile.file import OpenFile, TorchArchiveWriter, check_crc_range, load_pt_range
+from lt_ckpt.torchfile.file import OpenFile, TorchArchiveWriter, load_pt_range, read_checksums_range
 from lt_ckpt.torchfile.safe_globals import TorchTensor
 
 METADATA = ".metadata"
@@ -64,42 +65,25 @@ def locate_chunks(folder: Path, tensors: Mapping[str, ChunkedTensor]) -> dict[st
     return located
 
 
-def check_crc(
-    folder: Path, tensors: Mapping[str, ChunkedTensor], *, progress: files.ProgressCallback | None = None
-) -> set[str]:
-    """Read all chunks and compare them with their checksums, which torch does not do.
+def read_checksums(folder: Path, tensors: Mapping[str, ChunkedTensor], file: str) -> tuple[StoredChecksum, ...]:
+    """Return the checksums of a file's chunks, which torch does not look at.
 
     Args:
         folder: The checkpoint.
         tensors: Tensors of `.metadata`, which itself has no checksum.
-        progress: Called with the bytes of chunks read so far and in all.
-
-    Returns:
-        Files without checksums, because they are safetensors.
+        file: The file, relative to the folder.
 
     Raises:
-        CheckpointError: A chunk differs, or a file cannot be read.
+        CheckpointError: The file cannot be read or is truncated.
     """
-    unchecked: set[str] = set()
-    chunks = [
-        (chunk.file, chunk.byte_offset, chunk.n_bytes, key)
+    chunks = sorted(
+        (chunk.byte_offset, chunk.n_bytes, key)
         for key, tensor in tensors.items()
         for chunk in tensor.chunks
-    ]
-    done, total = 0, sum(n_bytes for _, _, n_bytes, _ in chunks)
-    with ExitStack() as stack:
-        opened: dict[str, _DistcpFile] = {}
-        for name, begin, n_bytes, key in sorted(chunks):
-            if name not in opened:
-                opened[name] = _DistcpFile(stack.enter_context(OpenFile(folder / name)), folder / name)
-            if opened[name].is_safetensors:
-                unchecked.add(name)
-            else:
-                opened[name].check_crc(begin, begin + n_bytes, key)
-            done += n_bytes
-            if progress is not None:
-                progress(done, total, "bytes")
-    return unchecked
+        if chunk.file == file
+    )
+    with OpenFile(folder / file) as opened:
+        return tuple(_DistcpFile(opened, folder / file).read_checksums(chunks))
 
 
 class _DistcpFile:
@@ -129,11 +113,12 @@ class _DistcpFile:
             )
         return array
 
-    def check_crc(self, begin: int, end: int, key: str) -> None:
-        """Compare a chunk's bytes with their checksums."""
-        where = f"{self._path}: {key}"
-        self._check_range(begin, end, where)
-        check_crc_range(self._opened.read, begin, end, where, lambda done, total, unit: None)
+    def read_checksums(self, chunks: Iterable[tuple[int, int, str]]) -> Iterator[StoredChecksum]:
+        """Yield the checksums of chunks (begin, bytes, key); none of safetensors, which have none."""
+        for begin, n_bytes, key in () if self.is_safetensors else chunks:
+            where = f"{self._path}: {key}"
+            self._check_range(begin, begin + n_bytes, where)
+            yield from read_checksums_range(self._opened.read, begin, begin + n_bytes, where, key)
 
     def _check_range(self, begin: int, end: int, where: str) -> None:
         if end > self._opened.size:

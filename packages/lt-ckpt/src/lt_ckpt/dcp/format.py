@@ -20,7 +20,7 @@ from typing import Any
 from lt_ckpt import files
 from lt_ckpt.conversion import Target, check_castable
 from lt_ckpt.copy_plan import StoredSlice
-from lt_ckpt.dcp.files import MAX_FILE_BYTES, METADATA, DcpWriter, locate_chunks
+from lt_ckpt.dcp.files import MAX_FILE_BYTES, METADATA, DcpWriter, locate_chunks, read_checksums
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpMetadata, parse_metadata
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
@@ -99,6 +99,8 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix:
         config=dict(config),
         groups=groups,
         optimizer=TORCH_ADAMW if groups.keys() >= set(TORCH_ADAMW.slots) else None,
+        find_checksums=partial(read_checksums, folder, metadata.tensors),
+        other_files=tuple({chunk.file for tensor in metadata.tensors.values() for chunk in tensor.chunks}),
         format_info={
             "names": naming.dialect,
             "prefix": naming.prefix,

@@ -24,7 +24,7 @@ from lt_ckpt.llama_tensors import param_specs
 from lt_ckpt.meta_llama.names import dialect_key, is_rope_permuted, meta_tensor_layout, view_as_row_pairs
 from lt_ckpt.shards import Box
 from lt_ckpt.source import Source, StoredArray, build_tensor_group
-from lt_ckpt.torchfile.file import read_state_dict
+from lt_ckpt.torchfile.file import read_checksums, read_state_dict
 from lt_model import LlamaConfig, ModelError, config_from_hf, config_to_hf
 from lt_model.params import ParamSpec
 
@@ -115,6 +115,7 @@ def open_meta(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None 
         groups={"weights": build_tensor_group(layout, arrays_by_file, shapes, str(folder))},
         aux_files=aux_files,
         format_info={"files": len(names), "embedding_cut": "columns" if by_columns else "rows"},
+        find_checksums=lambda name: read_checksums(folder / name),
     )
 
 

@@ -151,6 +151,11 @@ def _infer_degrees(folder: Path, ranks: list[tuple[int, ...]], name: str) -> tup
     return tp, pp
 
 
+def has_optimizer_files(nxd_files: NxdFiles) -> bool:
+    """Return True if a checkpoint has the folder of optimizer states."""
+    return nxd_files.layout == "v2" and (nxd_files.root / "optim").is_dir()
+
+
 def optimizer_dp_degree(nxd_files: NxdFiles) -> int:
     """Return the number of data-parallel ranks over which the optimizer state is sharded (ZeRO-1).
 
@@ -158,7 +163,7 @@ def optimizer_dp_degree(nxd_files: NxdFiles) -> int:
         CheckpointError: There is none, or a rank's file is missing.
     """
     folder = nxd_files.root / "optim"
-    if nxd_files.layout == "v1" or not folder.is_dir():
+    if not has_optimizer_files(nxd_files):
         raise CheckpointError(f"{nxd_files.root}: has no optimizer state (no folder optim in it)")
     with translate_os_errors("looking for optimizer states", folder):
         names = os.listdir(folder)

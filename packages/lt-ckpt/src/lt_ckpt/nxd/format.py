@@ -5,7 +5,8 @@ of NxD's own converter. `layout.py` defines the files' contents, `reader.py` inf
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,18 @@ from typing import Any
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.llama_tensors import target_specs, tensor_shapes
+from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
 from lt_ckpt.nxd.reader import build_model_group, read_nxd_checkpoint
-from lt_ckpt.nxd.xser import XserWriter
-from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS, RankOptimizerState, build_model_groups, read_optimizer_states
+from lt_ckpt.nxd.xser import XserWriter, info_path, read_file_checksums
+from lt_ckpt.nxd.zero1 import (
+    MASTER_WEIGHTS,
+    RankOptimizerState,
+    build_model_groups,
+    has_zero1_state,
+    read_optimizer_states,
+)
 from lt_ckpt.nxd.zero1_reshard import check_equal_steps
 from lt_ckpt.records import NXD_BEGIN_MARKER, NXD_DONE_MARKER, TORCH_ADAMW
 from lt_ckpt.source import Source, TensorGroup, TensorReader
@@ -30,7 +38,7 @@ def open_nxd(
     *,
     config: Mapping[str, Any] | None,
     options: NxdOptions | None = None,
-    optimizer: bool = False,
+    optimizer: bool | None = False,
     master_weights: bool = False,
     head_order: HeadOrder = "trn1",
 ) -> Source:
@@ -42,7 +50,8 @@ def open_nxd(
         options: Required options: the tag, if given, is the one to open, the head order is trusted, and all else must
             match the files. None: inferred from the files, in the head order of trn1.
         optimizer: Also open the ZeRO-1 state: the groups `exp_avg`, `exp_avg_sq` and, if saved, `master`; its step
-            becomes that of the source.
+            becomes that of the source. None: if there is one; an `optim` of torch's own optimizers is only among the
+            files to verify.
         master_weights: Take the weights from the fp32 master weights of the ZeRO-1 state, not from the model files.
         head_order: Without options: the head order of the GQA layer, which the files do not show.
 
@@ -69,7 +78,12 @@ def open_nxd(
         "extra_keys": sorted({key for file in files for key in file.extra_keys}),
     }
     format_info |= {name: value for name, value in optional_info.items() if value}
+    if optimizer is None:
+        optimizer = has_zero1_state(nxd_files)
+        if not optimizer and has_optimizer_files(nxd_files):
+            format_info["optimizer"] = "not of ZeRO-1, not read"
     groups: dict[str, TensorGroup] = {}
+    states: dict[str, RankOptimizerState] = {}
     if optimizer or master_weights:
         states = read_optimizer_states(checkpoint)
         format_info["dp"] = len(next(iter(states.values())).shards)
@@ -91,7 +105,18 @@ def open_nxd(
         groups={"weights": weights, **(groups if optimizer else {})},
         optimizer=TORCH_ADAMW if optimizer and groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info=format_info,
+        find_checksums=partial(read_file_checksums, nxd_files.root),
+        other_files=tuple(_list_torch_files(nxd_files, [file.file for file in files])),
     )
+
+
+def _list_torch_files(nxd_files: NxdFiles, model_files: Iterable[str]) -> Iterator[str]:
+    """Yield all files of torch.save: those of models, of specs of single tensors, and all of the optimizer."""
+    for file in model_files:
+        yield from (path for path in (file, info_path(file)) if (nxd_files.root / path).is_file())
+    if has_optimizer_files(nxd_files):
+        for path in sorted((nxd_files.root / "optim").rglob("*.pt")):
+            yield path.relative_to(nxd_files.root).as_posix()
 
 
 def _read_param_groups(states: Iterable[RankOptimizerState]) -> list[dict[str, Any]]:
@@ -124,8 +149,9 @@ def _read_optimizer_step(states: Iterable[RankOptimizerState], root: Path) -> di
     Raises:
         CheckpointError: Tensors of the ranks have different steps.
     """
-    with TensorReader(root) as reader:
+    with TensorReader(root, partial(read_file_checksums, root)) as reader:
         steps = {step for state in states for step in check_equal_steps(state, reader)}
+        reader.finish()
     if len(steps) > 1:
         raise CheckpointError(f"{root}: its optimizer's tensors have different steps: {sorted(map(str, steps))}")
     step = next(iter(steps), None)

@@ -18,10 +18,11 @@ import numpy as np
 from lt_ckpt import files
 from lt_ckpt.direct_io import DirectFileWriter
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
 from lt_ckpt.tensor_writers import TensorSpecs, split_at_records
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import CreateFile, TorchWriter, load_pt, write_pt
+from lt_ckpt.torchfile.file import CreateFile, TorchWriter, load_pt, read_checksums, write_pt
 from lt_ckpt.torchfile.safe_globals import TensorReference, TorchDtype, TorchSize, TorchTensor
 
 
@@ -94,6 +95,11 @@ class XserFile:
                 f"{expected.dtype} {list(expected.shape)} ({name}); they are from different saves"
             )
         return TensorLocation(path, tensor.stored_array)
+
+
+def read_file_checksums(root: Path, file: str) -> tuple[StoredChecksum, ...]:
+    """Return the checksums of a file of a checkpoint (`FindChecksums`, with the root first)."""
+    return read_checksums(root / file)
 
 
 def info_path(file: str) -> str:

@@ -18,7 +18,7 @@ from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.layout import Layout, TensorLayout, TensorRegion
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
-from lt_ckpt.nxd.discovery import optimizer_dp_degree
+from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files, optimizer_dp_degree
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import NxdCheckpoint
@@ -55,6 +55,19 @@ def shard_rows(rows: int, dp: int, dp_rank: int) -> tuple[int, int, int]:
     stored = -(-rows // dp)
     first = min(dp_rank * stored, rows)
     return first, min(stored, rows - first), stored
+
+
+def has_zero1_state(nxd_files: NxdFiles) -> bool:
+    """Return True if a checkpoint has optimizer states and they are of ZeRO-1, not of torch's own optimizers.
+
+    Raises:
+        CheckpointError: A rank's file is missing or damaged.
+    """
+    if not has_optimizer_files(nxd_files):
+        return False
+    optimizer_dp_degree(nxd_files)
+    tree = XserFile.open(nxd_files.root, rank_path(NxdOptions(), 0, 0, kind="optim")).tree
+    return not (isinstance(tree, dict) and "param_groups" in tree and STATE_KEY not in tree and SHAPES_KEY not in tree)
 
 
 def read_optimizer_states(checkpoint: NxdCheckpoint) -> dict[str, RankOptimizerState]:

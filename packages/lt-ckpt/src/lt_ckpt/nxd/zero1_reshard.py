@@ -5,12 +5,13 @@ shards that have them, and rows of zeros as padding. All else (param groups, ste
 data-parallel ranks and is copied. Master weights are resharded like the rest. The output has the folder `optim` alone,
 like that of NxD's own tool, to be used with the model files, which do not depend on the number of data-parallel ranks.
 
-Cost: every byte is read and written once; memory: a block.
+Every byte that is read is compared with its checksum. Cost: every byte is read and written once; memory: a block.
 """
 
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from lt_ckpt.executors import ByteCounter
 from lt_ckpt.nxd.layout import rank_path
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.reader import read_nxd_checkpoint
-from lt_ckpt.nxd.xser import XserFile, XserWriter
+from lt_ckpt.nxd.xser import XserFile, XserWriter, read_file_checksums
 from lt_ckpt.nxd.zero1 import (
     MASTER_WEIGHTS,
     MASTER_WEIGHTS_KEY,
@@ -88,7 +89,7 @@ def reshard_optimizer(
     checkpoint = read_nxd_checkpoint(path, model, options, locate_tensors=False)
     root, folder = checkpoint.files.root, Path(os.path.abspath(out))
     states = read_optimizer_states(checkpoint)
-    with TensorReader(root) as reader:
+    with TensorReader(root, partial(read_file_checksums, root)) as reader:
         for state in states.values():
             check_equal_steps(state, reader)
         n_bytes = sum(_output_bytes(state, dp) for state in states.values())
@@ -102,6 +103,7 @@ def reshard_optimizer(
                     for dp_rank in range(dp):
                         name = rank_path(NxdOptions(), tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
                         _write_shard(states[file.file], dp, dp_rank, output.file_path(name), reader, count_bytes)
+                reader.finish()
     return folder
 
 

@@ -1,8 +1,9 @@
 """Files of torch.save, read and written without torch.
 
 Such a file is a zip archive of stored records (`stored_zip.py`): `data.pkl`, a pickle that refers to tensors and their
-storages (`safe_pickle.py`, `safe_globals.py`), and one record of raw bytes per storage. Reading parses the pickle and
-the headers and returns the location of each tensor; its bytes are read later, any part of them. Writing lays out the
+storages (`safe_pickle.py`, `safe_globals.py`), and one record of raw bytes per storage. Reading parses the pickle,
+after a comparison with its CRC, and the headers, and returns the location of each tensor; its bytes are read later, any
+part of them; `read_checksums` returns the CRCs to compare them with. Writing lays out the
 pickle from dtypes and shapes alone and then takes the bytes in order (`zip_writer.py`): the file equals that of
 torch.save, record for record, and depends on nothing but its contents.
 
@@ -22,9 +23,11 @@ import numpy as np
 from lt_ckpt import files, strict_json
 from lt_ckpt.direct_io import DirectFileWriter
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
 from lt_ckpt.tensor_writers import TensorSpecs, split_at_records
 from lt_ckpt.tensorfile import TensorSpec
+from lt_ckpt.torchfile.crc import crc32
 from lt_ckpt.torchfile.pickle_writer import Call, dumps
 from lt_ckpt.torchfile.safe_globals import (
     TORCH_SAFE_GLOBALS,
@@ -34,7 +37,7 @@ from lt_ckpt.torchfile.safe_globals import (
     to_pickle_node,
 )
 from lt_ckpt.torchfile.safe_pickle import loads
-from lt_ckpt.torchfile.stored_zip import ReadBytesAt, StoredZip, compute_crc32, read_zip
+from lt_ckpt.torchfile.stored_zip import ReadBytesAt, StoredZip, read_zip
 from lt_ckpt.torchfile.zip_writer import StoredZipWriter, WriteBytes
 
 CreateFile = Callable[[Path, int], DirectFileWriter]
@@ -120,6 +123,8 @@ def load_pt_range(read: ReadBytesAt, begin: int, end: int, where: str) -> tuple[
     if record.n_bytes > MAX_PICKLE_BYTES:
         raise CheckpointError(f"{where}: its pickle has {record.n_bytes} bytes, more than {MAX_PICKLE_BYTES}")
     data = read(record.byte_offset, record.n_bytes)
+    if archive.has_checksums and crc32(data, 0) != record.crc32:
+        raise CheckpointError(f"{where}: the bytes of record 'data.pkl' differ from their checksum; it is damaged")
 
     def find(key: str) -> tuple[int, int]:
         found = archive.records.get(f"data/{key}")
@@ -192,25 +197,26 @@ class OpenFile:
             os.close(self._descriptor)
 
 
-def check_crc(path: str | os.PathLike[str], *, progress: files.ProgressCallback | None = None) -> None:
-    """Read a file and compare its records with their checksums, which torch.load does not do.
-
-    Raises:
-        CheckpointError: A record differs, or the file cannot be read.
-    """
+def read_checksums(path: str | os.PathLike[str]) -> tuple[StoredChecksum, ...]:
+    """Return the checksums of a file's records; none if its writer left them out."""
     with OpenFile(path) as opened:
-        check_crc_range(opened.read, 0, opened.size, str(path), progress or (lambda done, total, unit: None))
+        return read_checksums_range(opened.read, 0, opened.size, str(path))
 
 
-def check_crc_range(read: ReadBytesAt, begin: int, end: int, where: str, progress: files.ProgressCallback) -> None:
-    """Check a torch.save file that lies between two positions of another file."""
+def read_checksums_range(
+    read: ReadBytesAt, begin: int, end: int, where: str, name: str = ""
+) -> tuple[StoredChecksum, ...]:
+    """Return the checksums of a torch.save file that lies between two positions of another file, under a name."""
     archive = read_zip(read, begin, end, where)
-    done, total = 0, sum(record.n_bytes for record in archive.records.values())
-    for name, record in archive.records.items():
-        if compute_crc32(read, record, files.BLOCK_BYTES) != record.crc32:
-            raise CheckpointError(f"{where}: the bytes of record {name!r} differ from their checksum; it is damaged")
-        done += record.n_bytes
-        progress(done, total, "bytes")
+    return tuple(
+        StoredChecksum(
+            byte_offset=record.byte_offset,
+            n_bytes=record.n_bytes,
+            name=f"{name}: record {key!r}" if name else f"record {key!r}",
+            expected=record.crc32,
+        )
+        for key, record in (archive.records.items() if archive.has_checksums else ())
+    )
 
 
 def read_custom_metadata(path: str | os.PathLike[str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from lt_ckpt.conversion import Target
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
 from lt_ckpt.source import Source, build_tensor_group
-from lt_ckpt.torchfile.file import TorchWriter, read_state_dict
+from lt_ckpt.torchfile.file import TorchWriter, read_checksums, read_state_dict
 from lt_model import config_from_hf
 
 
@@ -35,7 +35,14 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
     tensors = tuple(whole_tensor(name, shape) for name, shape in shapes.items())
     layout = Layout(files=(FileLayout(path=file.name, tensors=tensors),))
     group = add_tied_head(build_tensor_group(layout, {file.name: arrays}, shapes, str(file)), model)
-    return Source(format="pt", path=file, root=file.parent, config=dict(config), groups={"weights": group})
+    return Source(
+        format="pt",
+        path=file,
+        root=file.parent,
+        config=dict(config),
+        groups={"weights": group},
+        find_checksums=lambda name: read_checksums(file.parent / name),
+    )
 
 
 def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:

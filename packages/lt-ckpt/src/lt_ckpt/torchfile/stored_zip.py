@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.torchfile.crc import crc32
 
 MAX_DIRECTORY_BYTES = 2**26
 MAX_NAME_BYTES = 512
@@ -53,6 +52,11 @@ class StoredZip:
 
     root: str
     records: Mapping[str, ZipRecord]
+
+    @property
+    def has_checksums(self) -> bool:
+        """False if the writer left them out (`torch.serialization.set_crc32_options(False)`): all are 0 then."""
+        return any(record.crc32 for record in self.records.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,11 +237,3 @@ def _split_name(raw: bytes) -> tuple[str, str]:
 
 def _format_name(name: bytes) -> str:
     return repr(name[:100].decode(errors="replace"))
-
-
-def compute_crc32(read: ReadBytesAt, record: ZipRecord, block_bytes: int) -> int:
-    """Read a record and return the CRC-32 of its bytes."""
-    crc = 0
-    for start in range(0, record.n_bytes, block_bytes):
-        crc = crc32(read(record.byte_offset + start, min(block_bytes, record.n_bytes - start)), crc)
-    return crc
