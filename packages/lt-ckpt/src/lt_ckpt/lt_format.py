@@ -86,7 +86,7 @@ def open_lt(checkpoint: Checkpoint) -> Source:
 
 
 def _slice_checksums(manifest: CheckpointManifest) -> dict[str, list[StoredChecksum]]:
-    """Return file → the hashes of its slices, by position; none for files of NxD, which are hashed as a whole."""
+    """Return file → the hashes of its slices, by position; none for files of NxD."""
     found: dict[str, list[StoredChecksum]] = {}
     for group, records in manifest.tensors.items():
         for name, record in records.items():

@@ -224,7 +224,7 @@ def _make_state(stored: StoredChecksum) -> _RangeState:
 
 
 def _check_value(path: Path, stored: StoredChecksum, value: int | str) -> None:
-    """Raise a CheckpointError if the checksum of a range is not the one of the time of writing."""
+    """Raise a CheckpointError if a range does not have its stored checksum."""
     if value != stored.expected:
         raise CheckpointError(f"{path}: the bytes of {stored.name} differ from their checksum; the file is damaged")
 

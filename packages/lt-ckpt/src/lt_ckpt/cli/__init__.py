@@ -159,7 +159,7 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
 
 
 def _select_groups(source: "Source", other: "Source", *, optimizer: bool) -> "Source":
-    """Return a source with the groups to compare; weights in fp32 are also the master weights that only `other` has."""
+    """Return a source with the groups to compare; fp32 weights stand for masters that only `other` has."""
     from dataclasses import replace
 
     from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS

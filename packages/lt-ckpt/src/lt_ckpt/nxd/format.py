@@ -111,7 +111,7 @@ def open_nxd(
 
 
 def _list_torch_files(nxd_files: NxdFiles, model_files: Iterable[str]) -> Iterator[str]:
-    """Yield all files of torch.save: those of models, of specs of single tensors, and all of the optimizer."""
+    """Yield the files of models, of specs of single tensors, and all of the optimizer."""
     for file in model_files:
         yield from (path for path in (file, info_path(file)) if (nxd_files.root / path).is_file())
     if has_optimizer_files(nxd_files):

@@ -58,7 +58,7 @@ def shard_rows(rows: int, dp: int, dp_rank: int) -> tuple[int, int, int]:
 
 
 def has_zero1_state(nxd_files: NxdFiles) -> bool:
-    """Return True if a checkpoint has optimizer states and they are of ZeRO-1, not of torch's own optimizers.
+    """Return True if a checkpoint has optimizer states of ZeRO-1, not of torch's own optimizers.
 
     Raises:
         CheckpointError: A rank's file is missing or damaged.

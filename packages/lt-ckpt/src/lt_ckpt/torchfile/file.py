@@ -206,7 +206,7 @@ def read_checksums(path: str | os.PathLike[str]) -> tuple[StoredChecksum, ...]:
 def read_checksums_range(
     read: ReadBytesAt, begin: int, end: int, where: str, name: str = ""
 ) -> tuple[StoredChecksum, ...]:
-    """Return the checksums of a torch.save file that lies between two positions of another file, under a name."""
+    """Return the checksums of a torch.save file between two positions of another, under a name."""
     archive = read_zip(read, begin, end, where)
     return tuple(
         StoredChecksum(
