@@ -24,6 +24,7 @@ class Hub:
     """Datasets by name, each a mapping from file to content; with "@v1" behind the name an older state of it.
 
     `private`: names that only a token opens. `asked`: the requests. `tokens`: what they carried.
+    `odd_lists`: what is answered for the list of a dataset's files.
     """
 
     home: Path
@@ -32,6 +33,7 @@ class Hub:
     private: set[str] = field(default_factory=set)
     asked: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
+    odd_lists: dict[str, bytes] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -99,6 +101,8 @@ class Handler(BaseHTTPRequestHandler):
             return self.json(
                 {"id": repo, "sha": OLDER if older else COMMIT, "private": False, "tags": [], "siblings": siblings}
             )
+        if kind in ("tree", "paths-info") and repo in self.hub.odd_lists:
+            return self.answer(200, {"Content-Type": "application/json"}, self.hub.odd_lists[repo])
         if kind == "tree":
             return self.json(_tree(files, name, "recursive=true" in self.path.lower()))
         if kind == "paths-info":

@@ -72,6 +72,8 @@ CASES: dict[str, dict[str, Any]] = {
     "file": {"sources": ["hf://datasets/org/one/data/train.jsonl"], "position": [0, 15]},
     "unknown": {"sources": ["hf://org/nothing"]},
     "private": {"sources": ["hf://org/private"]},
+    **{f"odd list {i}": {"sources": [f"hf://org/odd{i}"]} for i in range(5)},
+    **{f"files of odd list {i}": {"sources": [f"hf://datasets/org/odd{i}/data"]} for i in range(5)},
     "no such revision": {"sources": ["hf://org/one@nowhere"]},
     "bad setting": {"sources": ["hf://org/one?splt=train"]},
     "bad value": {"sources": ["hf://org/one?streaming=1"]},
@@ -110,7 +112,10 @@ def answers(hub, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str
         "org/broken": {"train.jsonl": b'{"text": "a"}\n{"text": \n'},
         "org/script": {"script.py": b"raise SystemExit", "raw_en/train/0000.parquet": parquet({"text": TEST})},
         "org/private": {"train.jsonl": lines(TRAIN)},
+        **{f"org/odd{i}": {"data/train.jsonl": lines(TRAIN)} for i in range(5)},
     }
+    odd = (b"[1]", b'"x"', b"[{}]", b'[{"type": "file", "path": 5, "size": "x", "oid": []}]', b"[" * 100_000)
+    hub.odd_lists = {f"org/odd{i}": answer for i, answer in enumerate(odd)}
     hub.private = {"org/private"}
     cases = {**CASES, "saved": {"save": str(tmp_path_factory.mktemp("saved")), "texts": TRAIN}}
     out = hub.run(str(Path(__file__).with_name("hub_reads.py")), given=json.dumps(list(cases.values())))
@@ -225,6 +230,16 @@ def test_errors_of_the_hub(answers: dict[str, dict[str, Any]]) -> None:
     }
     for name, message in expected.items():
         assert re.search(message, answers[name]["error"], re.DOTALL), (name, answers[name])
+
+
+def test_answers_of_another_form(answers: dict[str, dict[str, Any]]) -> None:
+    """They make the libraries raise what a bug would raise, but they are the hub's fault and no traceback's matter."""
+    for i in range(5):
+        assert f"cannot read hf://org/odd{i}: " in answers[f"odd list {i}"]["error"]
+        assert (
+            f"cannot read hf://datasets/org/odd{i}/data: the server answers"
+            in answers[f"files of odd list {i}"]["error"]
+        )
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import BadRecord, SourceRecord
-from lt_data.sources.transfer_errors import library_errors
+from lt_data.sources.transfer_errors import library_errors, translate_answer_errors
 
 HUB_SCHEME = "hf://"
 ROWS_PER_RUN = 1 << 16
@@ -79,7 +79,7 @@ def list_hub_dataset(url: str, options: ReadOptions) -> list[HubRows]:
     except ImportError as exc:
         raise DataError(f'{url}: hub datasets need the datasets package: pip install "lt-data[datasets]"') from exc
     repo, options = _parse_url(url, options)
-    with _translate_errors(url):
+    with _translate_errors(url), translate_answer_errors(url):
         commit = _resolve_commit(repo, options.revision)
         split = options.split or _only_split(datasets, url, repo, options.config, commit)
         name = f"{HUB_SCHEME}{repo}{f'@{commit}' if commit else ''}/{options.config or 'default'}/{split}"

@@ -18,7 +18,7 @@ from lt_data.sources.hub import HUB_SCHEME, list_hub_dataset
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.saved_dataset import list_arrow_files
 from lt_data.sources.source_unit import ListedFile, SourceUnit
-from lt_data.sources.transfer_errors import translate_transfer_errors
+from lt_data.sources.transfer_errors import translate_answer_errors, translate_transfer_errors
 from lt_data.storage import translate_os_errors
 
 
@@ -95,11 +95,12 @@ class SourceListing:
             reason = str(exc).replace(url, shown)
             raise DataError(f"cannot read {shown}: {reason}; install the fsspec package for {protocol}://") from exc
         with translate_transfer_errors(shown, url):
-            info = filesystem.info(root)
+            with translate_answer_errors(shown):
+                info = filesystem.info(root)
+                files: dict[str, Any] = filesystem.find(root, detail=True) if info["type"] == "directory" else {}
             if info["type"] != "directory":
                 yield ListedFile(name=shown, size=info.get("size"), path=root, filesystem=filesystem)
                 return
-            files: dict[str, Any] = filesystem.find(root, detail=True)
             saved = _list_remote_saved_dataset(shown, root, filesystem, files, options)
         for path in sorted(files) if saved is None else saved:
             if saved is not None or self._has_suffix(path, options):

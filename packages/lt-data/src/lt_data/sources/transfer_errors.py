@@ -42,6 +42,22 @@ def translate_transfer_errors(name: str, url: str) -> Iterator[None]:
             raise DataError(f"cannot read {name}: {_reason(exc, name, url)}; {_RETRY_HINT}") from None
 
 
+@contextmanager
+def translate_answer_errors(name: str) -> Iterator[None]:
+    """Convert errors of a library that cannot read an answer to `DataError`.
+
+    They are errors that a bug would raise too, so the block should have little but calls of the library.
+
+    Args:
+        name: the redacted URL.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, RecursionError) as exc:
+        reason = f"the server answers in a form that the library cannot read ({type(exc).__name__})"
+        raise DataError(f"cannot read {name}: {reason}; check the server's address, such as HF_ENDPOINT") from exc
+
+
 def library_errors() -> tuple[type[Exception], ...]:
     """Return the error classes of the imported libraries, besides OSError."""
     return tuple(getattr(sys.modules[module], error) for module, error in _LIBRARIES if module in sys.modules)
