@@ -14,7 +14,7 @@ from lt_ckpt.hub.model import Address, cache_folder, fetch_model
 TOKEN = "hf_aVerySecretToken"
 
 
-def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
+def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path, capfd):
     told = []
     got = fetch_model("hf://org/name", progress=lambda *args: told.append(args))
     assert got.commit == hub.commit
@@ -39,6 +39,10 @@ def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE((got.path / model.one).stat().st_mode) == 0o666 & ~umask
+    assert capfd.readouterr() == ("", ""), "the library's progress bars are off here"
+    from huggingface_hub.utils import are_progress_bars_disabled
+
+    assert not are_progress_bars_disabled("huggingface_hub.http_get"), "and on elsewhere"
 
 
 def test_a_commit_that_is_here_costs_no_request(hub, model, monkeypatch):
@@ -147,6 +151,19 @@ def test_the_token_of_a_login(hub, model, tmp_path, monkeypatch):
         fetch_model("hf://org/name", cache=tmp_path / "other")
 
 
+def test_a_token_that_cannot_be_had(hub, tmp_path, monkeypatch):
+    (tmp_path / "hf-home/token").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"hf-home/token or HF_OIDC_RESOURCE: no token can be had \(IsADirectory"):
+        fetch_model("hf://org/name")
+    from huggingface_hub import errors
+
+    if hasattr(errors, "OIDCError"):  # from 2.0 on
+        monkeypatch.setenv("HF_OIDC_RESOURCE", "org/name")
+        with pytest.raises(CheckpointError, match=r"no token can be had \(OIDCError"):
+            fetch_model("hf://org/name")
+    assert hub.log == []
+
+
 @pytest.mark.parametrize("text", ["se cret", "sécret"])
 def test_a_token_that_can_be_none_is_refused_without_being_shown(hub, text, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", text)
@@ -231,7 +248,7 @@ def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
     cases = [
         (
             "hf://org/other",
-            "no such model at http://127.0.0.1:.* it needs a token; check the spelling, or set HF_TOKEN",
+            "no such model at http://127.0.0.1:.* it needs a token; check its name, or set HF_TOKEN",
         ),
         ("hf://org/name@v9", "the repository has no such revision; those that it has: http://127.0.0.1:.*/org/name"),
         (f"hf://org/name@{'f' * 40}", "no such revision"),
@@ -251,7 +268,7 @@ def test_what_is_not_there_or_not_allowed(hub, model, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     said = f"\x1b[31menable access for {TOKEN}"
     hub.statuses["main"] = [(403, {"X-Error-Message": said})]
-    with pytest.raises(CheckpointError, match=r"forbids it to the token given \('\[31menable access for \.\.\.'\)"):
+    with pytest.raises(CheckpointError, match=r"answered 403 to the token given \('\[31menable access for \.\.\.'\)"):
         fetch_model("hf://org/name")
     del hub.files[model.one], hub.files[model.two], hub.files["model.safetensors.index.json"]
     with pytest.raises(CheckpointError, match=r"neither model.safetensors nor .* only 'pytorch_model.bin'"):

@@ -28,14 +28,15 @@ from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_b
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.storage import translate_os_errors
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_LIST_BYTES = 2**26
 TRIES = 4
 PAUSE_S = 1.0
+_ENDPOINT = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?(/[a-z0-9._~%/-]*)?", re.IGNORECASE)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING_STATUSES = (408, 425, 429, 500, 502, 503, 504)
+_TOKEN_ERRORS = tuple(getattr(errors, name) for name in ("OIDCError", "DeviceCodeError") if hasattr(errors, name))
 _PROGRESS_BAR = "huggingface_hub.http_get"
 
 
@@ -65,16 +66,15 @@ class HubClient:
             DataError: the endpoint is not a plain http(s) address, or what is found cannot be a token.
         """
         endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-        try:
-            parts = urlsplit(endpoint)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or re.search(r"[^!-~]|[@?#]", endpoint):
+        if not _ENDPOINT.fullmatch(endpoint):
             raise DataError(f"HF_ENDPOINT: not a plain http(s) address such as {DEFAULT_ENDPOINT}, without credentials")
         withheld = find_reason_to_withhold(endpoint)
-        with translate_os_errors("read the token in", constants.HF_TOKEN_PATH):
+        try:
             token = None if withheld else get_token()
+        except (OSError, *_TOKEN_ERRORS) as exc:
+            raise DataError(
+                f"HF_TOKEN, {constants.HF_TOKEN_PATH} or HF_OIDC_RESOURCE: no token can be had ({type(exc).__name__})"
+            ) from exc
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise DataError("HF_TOKEN (or the token file): holds blanks or other characters, so it cannot be a token")
         return cls(endpoint=endpoint, token=token, withheld=withheld)

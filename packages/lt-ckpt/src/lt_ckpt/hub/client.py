@@ -39,11 +39,12 @@ DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_ANSWER_BYTES = 2**26
 TRIES = 5
 PAUSE_S = 1.0
+_ENDPOINT = re.compile(r"https?://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?(/[a-z0-9._~%/-]*)?", re.IGNORECASE)
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _PASSING_STATUSES = (408, 425, 429, 500, 502, 503, 504)
 _LOCAL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EACCES)
+_TOKEN_ERRORS = tuple(getattr(errors, name) for name in ("OIDCError", "DeviceCodeError") if hasattr(errors, name))
 _PROGRESS_BAR = "huggingface_hub.http_get"
-_HOW_TO_LOG_IN = "set HF_TOKEN, or run `hf auth login`"
 
 T = TypeVar("T")
 
@@ -82,18 +83,17 @@ class Hub:
             CheckpointError: The endpoint is not a plain http(s) address, or what is found cannot be a token.
         """
         endpoint = (os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
-        try:
-            parts = urlsplit(endpoint)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        except ValueError:
-            good = False
-        if not good or re.search(r"[^!-~]|[@?#]", endpoint):
+        if not _ENDPOINT.fullmatch(endpoint):
             raise CheckpointError(
                 f"HF_ENDPOINT: must be a plain http(s) address such as {DEFAULT_ENDPOINT}, without credentials"
             )
         withheld = find_reason_to_withhold(endpoint)
-        with translate_os_errors("reading the token", constants.HF_TOKEN_PATH):
+        try:
             token = None if withheld else get_token()
+        except (OSError, *_TOKEN_ERRORS) as exc:
+            raise CheckpointError(
+                f"HF_TOKEN, {constants.HF_TOKEN_PATH} or HF_OIDC_RESOURCE: no token can be had ({type(exc).__name__})"
+            ) from exc
         if token is not None and not re.fullmatch(r"[!-~]+", token):
             raise CheckpointError(
                 "HF_TOKEN (or the token file): holds blanks or other characters, so it cannot be a token"
@@ -179,36 +179,29 @@ class Hub:
 
     def refusal(self, repo: str, exc: errors.HfHubHTTPError) -> CheckpointError:
         """Make the error for an answer that says no."""
-        where, page, status = f"hf://{repo}", f"{self.endpoint}/{repo}", exc.response.status_code
+        page, status, sent = f"{self.endpoint}/{repo}", exc.response.status_code, self.token is not None
         said = _quote_answer(exc.response.headers.get("X-Error-Message", "").replace(self.token or "\0", "..."))
-        how = f"{_HOW_TO_LOG_IN}{f' ({self.withheld})' if self.withheld else ''}"
-        if self.token and status == 401 and "Invalid credentials" in said:
-            return CheckpointError(f"{where}: the hub does not know the token given; make a new one, and {how}")
-        if isinstance(exc, errors.GatedRepoError):
-            if self.token is None:
-                return CheckpointError(
-                    f"{where}: this model is gated and no token was sent; open {page}, log in, accept its conditions, "
-                    f"then {how}"
-                )
-            return CheckpointError(
-                f"{where}: this model is gated, and the account of the token given has no access; open {page} with "
-                "that account and accept its conditions (some models wait for their owner's approval); a fine-grained "
-                "token needs the permission to read public gated repositories"
+        how = f"set HF_TOKEN, or run `hf auth login`{f' ({self.withheld})' if self.withheld else ''}"
+        if sent and status == 401 and "Invalid credentials" in said:
+            text = f"the hub does not know the token given; make a new one, and {how}"
+        elif isinstance(exc, errors.GatedRepoError) and sent:
+            text = (
+                f"this model is gated, and the account of the token given has no access; open {page} with that account "
+                "and accept its conditions (some models wait for their owner's approval); a fine-grained token needs "
+                "the permission to read public gated repositories"
             )
-        if isinstance(exc, errors.RevisionNotFoundError):
-            return CheckpointError(f"{where}: the repository has no such revision; those that it has: {page}")
-        if isinstance(exc, errors.EntryNotFoundError):
-            return CheckpointError(f"{where}: a file that the hub lists is not there; see {page}")
-        if isinstance(exc, errors.RepositoryNotFoundError) or status in (401, 404):
-            who = "the account of the token given may not see it" if self.token else "it needs a token"
-            return CheckpointError(
-                f"{where}: there is no such model at {self.endpoint}, or it is private or gated and {who}; check the "
-                f"spelling, or {how}"
-            )
-        if status == 403:
-            who = "the token given" if self.token else "a request without token"
-            return CheckpointError(f"{where}: the hub forbids it to {who}{said}; see {page}")
-        return CheckpointError(f"{where}: the hub answered {status}{said}")
+        elif isinstance(exc, errors.GatedRepoError):
+            text = f"this model is gated and no token was sent; open {page}, log in, accept its conditions, then {how}"
+        elif isinstance(exc, errors.RevisionNotFoundError):
+            text = f"the repository has no such revision; those that it has: {page}"
+        elif isinstance(exc, errors.EntryNotFoundError):
+            text = f"a file that the hub lists is not there; see {page}"
+        elif isinstance(exc, errors.RepositoryNotFoundError) or status in (401, 404):
+            who = "the account of the token given may not see it" if sent else "it needs a token"
+            text = f"no such model at {self.endpoint}, or it is private or gated and {who}; check its name, or {how}"
+        else:
+            text = f"the hub answered {status} to {'the token given' if sent else 'a request without token'}{said}"
+        return CheckpointError(f"hf://{repo}: {text}")
 
 
 def is_offline() -> bool:

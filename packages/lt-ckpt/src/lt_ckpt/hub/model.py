@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from urllib.parse import quote, unquote
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, MAX_JSON_BYTES, SINGLE_FILE, read_json
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_json
 from lt_ckpt.hub.listing import SHA1, SMALL_FILES, HubFile, list_model_files, list_shards
 from lt_ckpt.summary import format_bytes
 
@@ -81,14 +81,19 @@ class HubModel:
     """Local copy of a hub's model.
 
     Attributes:
-        path: The local folder.
+        shelf: Folder of the repository in the cache.
         address: Address asked for.
         commit: Commit of its revision.
     """
 
-    path: Path
+    shelf: Path
     address: Address
     commit: str
+
+    @property
+    def path(self) -> Path:
+        """The local folder."""
+        return self.shelf / self.commit / self.address.subfolder
 
     @property
     def about(self) -> dict[str, Any]:
@@ -96,10 +101,9 @@ class HubModel:
         return {"hub": self.address.repo, "asked": str(self.address), "revision": self.commit}
 
 
-def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
+def cache_folder() -> Path:
     """Return the folder of models of hubs: `lt/hub` in XDG_CACHE_HOME or ~/.cache."""
-    values = os.environ if environ is None else environ
-    return Path(values.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt" / "hub"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt" / "hub"
 
 
 def fetch_model(
@@ -122,21 +126,12 @@ def fetch_model(
         CheckpointError: The hub refuses, cannot be reached or lists no such model, huggingface_hub is not installed, or
             the disk fails. What was fetched stays, and the next call goes on from there.
     """
-    address = Address.parse(url)
-    shelf = Path(cache if cache is not None else cache_folder()) / address.repo.replace("/", "--")
-    if SHA1.fullmatch(address.revision):
-        found = _here(shelf, address, address.revision)
-        if found is not None:
-            return found
-    hub, commit, listed = _ask(address, shelf)
-    with translate_os_errors("making the cache", shelf):
-        files.make_folders(shelf)
-    with _locked(shelf / f"{commit}.lock"):
-        found = _here(shelf, address, commit)
-        if found is None:
-            found = HubModel(path=shelf / commit / address.subfolder, address=address, commit=commit)
-            _fill(hub, found, listed, progress)
-    return found
+    model, hub, listed = _resolve(url, cache)
+    if hub is not None:
+        with _locked(model):
+            if not _is_complete(model):
+                _fill(hub, model, listed, progress)
+    return model
 
 
 def fetch_config(url: str, *, cache: str | os.PathLike[str] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -152,24 +147,24 @@ def fetch_config(url: str, *, cache: str | os.PathLike[str] | None = None) -> tu
     Raises:
         CheckpointError: As for `fetch_model`.
     """
-    address = Address.parse(url)
-    shelf = Path(cache if cache is not None else cache_folder()) / address.repo.replace("/", "--")
-    if SHA1.fullmatch(address.revision):
-        found = _here(shelf, address, address.revision)
-        if found is not None:
-            return read_json(found.path / CONFIG), found.about
-    hub, commit, listed = _ask(address, shelf)
-    model = HubModel(path=shelf / commit / address.subfolder, address=address, commit=commit)
-    with translate_os_errors("making the cache", shelf):
-        files.make_folders(model.path)
-    with _locked(shelf / f"{commit}.lock"):
-        if not (model.path / CONFIG).is_file():  # only a whole, checked file has this name
-            _download(hub, model, listed[CONFIG], model.path / CONFIG, lambda _: None)
+    model, hub, listed = _resolve(url, cache)
+    if hub is not None:
+        with _locked(model):
+            if not (model.path / CONFIG).is_file():  # only a whole, checked file has this name
+                _download(hub, model, listed[CONFIG], model.path / CONFIG, lambda _: None)
     return read_json(model.path / CONFIG), model.about
 
 
-def _ask(address: Address, shelf: Path) -> "tuple[Hub, str, dict[str, HubFile]]":
-    """Return the hub, the commit that an address names, and the files of it that may be needed."""
+def _resolve(url: str, cache: str | os.PathLike[str] | None) -> "tuple[HubModel, Hub | None, Mapping[str, HubFile]]":
+    """Return the model that an address names, and the hub and the files of its list unless all are here."""
+    address = Address.parse(url)
+    shelf = Path(cache if cache is not None else cache_folder()) / address.repo.replace("/", "--")
+
+    def place(commit: str) -> HubModel:
+        return HubModel(shelf=shelf, address=address, commit=commit)
+
+    if SHA1.fullmatch(address.revision) and _is_complete(place(address.revision)):
+        return place(address.revision), None, {}
     try:
         from lt_ckpt.hub.client import Hub, is_offline
     except ModuleNotFoundError as exc:
@@ -177,7 +172,8 @@ def _ask(address: Address, shelf: Path) -> "tuple[Hub, str, dict[str, HubFile]]"
             raise
         raise CheckpointError(f"{address}: huggingface_hub is not installed: pip install 'lt-ckpt[hub]'") from None
     if is_offline():
-        kept = [name for name in _entries(shelf) if SHA1.fullmatch(name) and _here(shelf, address, name) is not None]
+        entries = sorted(os.listdir(shelf)) if shelf.is_dir() else []
+        kept = [name for name in entries if SHA1.fullmatch(name) and _is_complete(place(name))]
         raise CheckpointError(
             f"{address}: HF_HUB_OFFLINE is set, and the hub has to be asked for this; commits that are here and can be "
             f"given instead of {address.revision}: {', '.join(kept) or 'none'}"
@@ -190,7 +186,7 @@ def _ask(address: Address, shelf: Path) -> "tuple[Hub, str, dict[str, HubFile]]"
         raise CheckpointError(f"{address}: {hub.endpoint} names no commit; does HF_ENDPOINT lead to a hub?")
     if SHA1.fullmatch(address.revision) and commit != address.revision:
         raise CheckpointError(f"{address}: {hub.endpoint} answers for another commit, {commit}")
-    return hub, commit, list_model_files(listing, address.subfolder, str(address))
+    return place(commit), hub, list_model_files(listing, address.subfolder, str(address))
 
 
 def _download(hub: "Hub", model: HubModel, file: HubFile, target: Path, on_bytes: Callable[[int], None]) -> None:
@@ -198,32 +194,25 @@ def _download(hub: "Hub", model: HubModel, file: HubFile, target: Path, on_bytes
     hub.download(path, model.address.repo, file, target, on_bytes)
 
 
-def _entries(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
-
-
-def _here(shelf: Path, address: Address, commit: str) -> HubModel | None:
-    """Return the model if all of it is here, by its record and the sizes of its files."""
-    folder = shelf / commit / address.subfolder
-    with translate_os_errors("reading", folder / RECORD):
-        if not (folder / RECORD).exists():
-            return None
-        record = strict_json.loads(files.read_bounded(folder / RECORD, MAX_JSON_BYTES), str(folder / RECORD))
-        strict_json.check_format_version(record, "lt-hub", 1, str(folder / RECORD))
-        listed = strict_json.get_field(record, "files", dict, str(folder / RECORD))
-        for name, n_bytes in listed.items():
-            with suppress(FileNotFoundError):
-                if os.stat(folder / name).st_size == n_bytes:
-                    continue
-            return None
-    return HubModel(path=folder, address=address, commit=commit)
+def _is_complete(model: HubModel) -> bool:
+    """Return whether all of a model is here, by its record and the sizes of its files."""
+    path = model.path / RECORD
+    with translate_os_errors("reading", path):
+        if not path.exists():
+            return False
+        record = read_json(path)
+        strict_json.check_format_version(record, "lt-hub", 1, str(path))
+        for name, n_bytes in strict_json.get_field(record, "files", dict, str(path)).items():
+            file = model.path / name
+            if not file.is_file() or file.stat().st_size != n_bytes:
+                return False
+    return True
 
 
 def _fill(hub: "Hub", model: HubModel, listed: Mapping[str, HubFile], progress: files.ProgressCallback | None) -> None:
     """Download all files of a model, and write the record last."""
     folder = model.path
-    with translate_os_errors("making the cache", folder):
-        files.make_folders(folder)
+    with translate_os_errors("clearing", folder):
         for left in (RECORD, f"{RECORD}.tmp"):  # of a download that was cut off, or of files that are gone since
             (folder / left).unlink(missing_ok=True)
     done = total = 0
@@ -273,9 +262,11 @@ def _need_room(model: HubModel, names: list[str], listed: Mapping[str, HubFile])
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a commit; it ends with the process."""
+def _locked(model: HubModel) -> Iterator[None]:
+    """Make the folder of a model and hold the lock of its commit, which ends with the process."""
+    path = model.shelf / f"{model.commit}.lock"
     with translate_os_errors("locking the cache", path):
+        files.make_folders(model.path)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         with translate_os_errors("locking the cache", path):
