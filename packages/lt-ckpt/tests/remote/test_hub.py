@@ -14,7 +14,7 @@ from lt_ckpt.hub.model import Address, cache_folder, fetch_model
 TOKEN = "hf_aVerySecretToken"
 
 
-def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path, capfd):
+def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path):
     told = []
     got = fetch_model("hf://org/name", progress=lambda *args: told.append(args))
     assert got.commit == hub.commit
@@ -39,10 +39,24 @@ def test_what_is_needed_comes_whole_and_nothing_else(hub, model, tmp_path, capfd
     umask = os.umask(0)
     os.umask(umask)
     assert stat.S_IMODE((got.path / model.one).stat().st_mode) == 0o666 & ~umask
-    assert capfd.readouterr() == ("", ""), "the library's progress bars are off here"
+
+
+def test_the_progress_bars_of_the_library_are_off_meanwhile(hub, model, monkeypatch):
     from huggingface_hub.utils import are_progress_bars_disabled
 
-    assert not are_progress_bars_disabled("huggingface_hub.http_get"), "and on elsewhere"
+    from lt_ckpt.hub import client
+
+    seen, real = [], client.http_get
+
+    def http_get(*args, **options):
+        seen.append(are_progress_bars_disabled("huggingface_hub.http_get"))
+        real(*args, **options)
+
+    monkeypatch.setattr(client, "http_get", http_get)
+    before = are_progress_bars_disabled("huggingface_hub.http_get")
+    fetch_model("hf://org/name")
+    assert set(seen) == {True}
+    assert are_progress_bars_disabled("huggingface_hub.http_get") is before
 
 
 def test_a_commit_that_is_here_costs_no_request(hub, model, monkeypatch):
