@@ -289,8 +289,8 @@ def try_damages(case: Case, kind: str, n: int, tmp: Path, seed: int) -> Counter[
     spots = places(case.open(case.path), kind)
     expected = case.expected
     results: Counter[str] = Counter()
-    root, tmp = case.open(case.damaged).root, tmp / kind
-    tmp.mkdir()
+    root, tmp = case.open(case.damaged).root, tmp / case.name / kind
+    tmp.mkdir(parents=True)
     for i in range(n):
         way = list(ways)[i % len(ways)]
         if way.__name__ not in expected:

@@ -17,6 +17,7 @@ from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import Recipe
 from lt_trainer.control import SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
+from lt_trainer.resilience import read_on_all_ranks
 from lt_trainer.timing import HostStopwatch
 
 WIDTH = 16
@@ -88,7 +89,10 @@ class FakeEngine:
         return Snapshot(shards=[shard], scalars={"optimizer_step": self.steps})
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        self.weights = checkpoint.read("weights", "w").view(np.float64).copy()
+        def read() -> None:
+            self.weights = checkpoint.read("weights", "w").view(np.float64).copy()
+
+        read_on_all_ranks(self.control, read)
         self.steps = int(checkpoint.manifest.scalars["optimizer_step"])
 
     def load_weights(self, pretrained: PretrainedWeights) -> None:

@@ -5,6 +5,7 @@ import http.server
 import json
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -181,6 +182,27 @@ def test_every_format_is_a_start(model, tmp_path) -> None:
             assert (np.abs(found - weights[name]) <= (2**-8 * np.abs(weights[name]) if path.suffix else 0)).all(), path
     with pytest.raises(RecipeError, match=r"model\.init_from = .*one\.pt.*has no model configuration"):
         load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "one.pt")}})
+
+
+@pytest.mark.guarantee("verified-reads")
+def test_damaged_weights_are_no_start(model, tmp_path) -> None:
+    """A file that is named is refused; of a run whose newest checkpoint is damaged, the older one is taken, as said."""
+    source = open_source(model)
+    file = tmp_path / "one.pt"
+    convert_checkpoint(source, file, ConvertOptions(format="pt"))
+    older = convert_checkpoint(source, tmp_path / "run", ConvertOptions(format="lt"))
+    newer = convert_checkpoint(replace(source, format_info={"step": 3}), tmp_path / "run", ConvertOptions(format="lt"))
+    for path in (file, newer / "weights-00000.safetensors"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    for place in (file, newer):
+        options = ModelOptions(init_from=str(place), init_config=str(model / "config.json") if place == file else "")
+        with pytest.raises(RecipeError, match=r"model\.init_from is damaged: .* differ from their checksum"):
+            opened(options, CONFIG)
+    with opened(ModelOptions(init_from=str(tmp_path / "run")), CONFIG) as pretrained:
+        assert pretrained.source.path == older
+        assert f"taking {older} instead of {newer}: " in pretrained.describe()
 
 
 @pytest.fixture

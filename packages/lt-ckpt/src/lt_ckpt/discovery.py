@@ -58,13 +58,18 @@ def _open_if_valid(
 
 
 def find_latest_valid(
-    root: str | os.PathLike[str], *, verify: bool = True, progress: files.ProgressCallback | None = None
+    root: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    skip: Collection[Path] = (),
+    progress: files.ProgressCallback | None = None,
 ) -> tuple[Checkpoint | None, list[RejectedCheckpoint]]:
     """Find the newest valid checkpoint.
 
     Args:
         root: Folder of checkpoints; a missing one is empty.
         verify: Check the hashes, not only COMMIT, manifest and sizes. Reads the checkpoint once.
+        skip: Folders that are passed over without a look, because a reader found damage in them.
         progress: Called with the bytes verified, per checkpoint.
 
     Returns:
@@ -74,7 +79,7 @@ def find_latest_valid(
         CheckpointError: The root cannot be read.
     """
     rejected: list[RejectedCheckpoint] = []
-    for _, path in list_steps(root):
+    for path in (path for _, path in list_steps(root) if path not in skip):
         checkpoint, reason = _open_if_valid(path, verify=verify, progress=progress)
         if checkpoint is not None:
             return checkpoint, rejected

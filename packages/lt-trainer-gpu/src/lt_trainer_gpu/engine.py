@@ -364,11 +364,12 @@ class GpuEngine:
 
         Raises:
             RecipeError: the checkpoint is of another optimizer.
+            RestoreError: on all ranks, a rank cannot read its part.
         """
         check_optimizer(checkpoint, self._optimizer.spec)
         groups = self._state_groups()
         checkpoint.check_specs(self._state_specs())
-        load_tensors(checkpoint, groups)
+        load_tensors(checkpoint, groups, self.control)
         self._weights.sync_model_params()
         self._optimizer.step_count.fill_(int(checkpoint.manifest.scalars["optimizer_step"]))
 

@@ -160,7 +160,7 @@ class NeuronEngine:
                 for group, dtype in dtypes.items()
             }
         )
-        load_tensors(checkpoint, groups)
+        load_tensors(checkpoint, groups, self.control)
         self.backend.step_count = int(checkpoint.manifest.scalars["optimizer_step"])
         with translate_dist_errors():
             self.backend.sync_model_params()

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 
 from lt_trainer.constants import EXIT_REQUEUE, EXIT_USER
 
-__all__ = ["LoaderError", "MirrorError", "NoCheckpointError", "PeerError", "RecipeError", "RunDirError", "TrainerError"]
+__all__ = [
+    "LoaderError",
+    "MirrorError",
+    "NoCheckpointError",
+    "PeerError",
+    "RecipeError",
+    "RestoreError",
+    "RunDirError",
+    "TrainerError",
+]
 
 
 class TrainerError(ValueError):
@@ -28,6 +37,10 @@ class PeerError(TrainerError):
     """Another rank exited or does not respond. Saved checkpoints are intact: rerunning resumes."""
 
     exit_code = EXIT_REQUEUE
+
+
+class RestoreError(TrainerError):
+    """Part of a checkpoint that a rank cannot read, or reads damaged; raised by all ranks."""
 
 
 class MirrorError(TrainerError):

@@ -172,11 +172,16 @@ class CheckpointManager:
         n_missing = max_checkpoints_on_disk(self.recipe) - len(list_steps(self.root))
         return max(0, n_missing * report.required_bytes - report.free_bytes)
 
-    def find_latest(self, control: Control, rank: int, log: Callable[[str], None]) -> Checkpoint | None:
-        """Return the newest valid checkpoint, the same on every rank; log damaged newer ones."""
+    def find_latest(
+        self, control: Control, rank: int, log: Callable[[str], None], *, skip: Collection[Path] = ()
+    ) -> Checkpoint | None:
+        """Return the newest valid checkpoint, the same on every rank; log damaged newer ones.
+
+        Those in `skip` are passed over: a rank could not read them.
+        """
 
         def find() -> str:
-            latest, rejected = find_latest_valid(self.root)
+            latest, rejected = find_latest_valid(self.root, skip=skip)
             for checkpoint in rejected:
                 log(f"checkpoint {checkpoint.path} is not used: {checkpoint.reason}")
             return str(latest.path) if latest else ""

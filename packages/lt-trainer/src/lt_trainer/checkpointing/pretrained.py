@@ -3,8 +3,9 @@
 Supports every format of lt-ckpt, and models on a Hugging Face hub. When the recipe is loaded, missing fields of
 `[model]` are read from the model's config (from a hub, only that file is downloaded), or from the newest checkpoint of
 the run directory if there is one: then the run resumes, and the model is not read. At a fresh start, each rank reads
-its own slices block by block and casts them to the master dtype; a hub's branch is resolved once, so that all ranks
-read the same commit.
+its own slices block by block and casts them to the master dtype. Before, rank 0 compares the files with their checksums
+where the format has some, because ranks read parts of what a checksum covers; a hub's branch, or the newest valid
+checkpoint of a run, is resolved once, so that all ranks read the same.
 
 A vocabulary that grows (`model.resize_vocab`) gets rows that are the mean of the others, so that a new token is
 initially as likely as an average one (J. Hewitt, "Initializing New Word Embeddings for Pretrained Language Models",
@@ -19,12 +20,14 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from lt_ckpt import Source, open_source
+from lt_ckpt.checksums import iter_checksum_errors
 from lt_ckpt.dtypes import cast
 from lt_ckpt.hub.model import Address
 from lt_ckpt.source import TensorReader
@@ -82,7 +85,8 @@ class PretrainedWeights:
             if _is_overridden(self, name)
         ]
         changed = f"; changed by the recipe: {', '.join(overridden)}" if overridden else ""
-        return f"starting from the weights of {place} ({self.source.format}){resized}{changed}"
+        fallbacks = "".join(f"; {sentence}" for sentence in self.source.fallbacks)
+        return f"starting from the weights of {place} ({self.source.format}){resized}{changed}{fallbacks}"
 
     def read(self, name: str, offset: tuple[int, ...], shape: tuple[int, ...], dtype: str) -> Iterator[np.ndarray]:
         """Read a slice of a parameter, in blocks of rows.
@@ -172,6 +176,7 @@ def open_pretrained(
             tokenizer differs from the data's.
     """
     opened: list[Source] = []
+    fallbacks: list[str] = []
 
     def open_at(address: str) -> str:
         with as_recipe_error(options.init_from):
@@ -180,8 +185,12 @@ def open_pretrained(
 
     def open_first() -> str:
         open_at(options.init_from)
+        (source,) = opened
         if not options.init_from.startswith(HUB_PREFIX):
-            return options.init_from
+            fallbacks.extend(source.fallbacks)
+            if source.format != "lt" or source.path == Path(options.init_from):  # a run's was verified by opening it
+                _check_checksums(source, options.init_from)
+            return str(source.path) if source.format == "lt" else options.init_from
         return str(replace(Address.parse(options.init_from), revision=str(opened[0].format_info["revision"])))
 
     address = run_with_keepalive(control, rank == 0, open_first, heartbeat, 5.0)
@@ -193,7 +202,20 @@ def open_pretrained(
     _check_architecture(options, source_model, model)
     if not options.allow_tokenizer_mismatch:
         _check_tokenizer(options, source.aux_files, tokenizer_files)
+    source = replace(source, fallbacks=tuple(fallbacks))
     return PretrainedWeights(source=source, source_model=source_model, model=model, heartbeat=heartbeat)
+
+
+def _check_checksums(source: Source, address: str) -> None:
+    """Raise RecipeError if bytes of the weights differ from their checksums."""
+    weights = replace(source, groups={"weights": source.weights}, other_files=())
+    problem = next(iter_checksum_errors(weights), "")
+    if problem:
+        raise RecipeError(
+            f"the model of model.init_from is damaged: {problem}",
+            values={"model.init_from": address},
+            remedy="take another copy of it",
+        )
 
 
 def _check_architecture(options: ModelOptions, source_model: LlamaConfig, model: LlamaConfig) -> None:

@@ -3,24 +3,32 @@
 Each time, an event `data` records which rows the following steps read: step S + k (k from 1) reads the positions
 R + (k - 1) * B to R + k * B - 1 of the global sequence; with a batch ramp or several stores, the event has these too.
 So `lt data inspect` can find the documents of any step later.
+
+Rank 0 verifies a checkpoint before the others read it. Where a rank finds damage all the same while it reads its part,
+all ranks take the next older valid checkpoint, which overwrites what they have read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lt_ckpt import Checkpoint
 from lt_trainer.data import Batches, TrainingData, data_event_fields, open_batches
-from lt_trainer.errors import NoCheckpointError, RecipeError
+from lt_trainer.errors import NoCheckpointError, RecipeError, RestoreError
 
 if TYPE_CHECKING:
+    from lt_data import StreamState
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing.checkpoint_manager import CheckpointManager
     from lt_trainer.checkpointing.mirror import RunMirror
     from lt_trainer.config import Recipe
     from lt_trainer.engine import Engine
+
+
+T = TypeVar("T")
 
 
 class RestoreLogger(Protocol):
@@ -73,7 +81,7 @@ class RunRestorer:
                 values={"checkpoint.resume": self.recipe.checkpoint.resume},
                 remedy="set run.dir to a new folder for a new run, or remove checkpoint.resume to resume",
             )
-        batches = self._restore(checkpoint)
+        checkpoint, batches = self._restore_newest(checkpoint, self._restore)
         self.logger.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
         self.logger.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
         if self.recipe.model.init_from:
@@ -83,6 +91,7 @@ class RunRestorer:
     def _start_fresh(self) -> Batches:
         """Start with initial weights, or with those of `model.init_from`; return the batches."""
         batches = self._open_batches(None)
+        self._log_data_event(batches)
         options, engine = self.recipe.model, self.engine
         if options.init_from:
             from lt_trainer.checkpointing.pretrained import open_pretrained
@@ -100,13 +109,20 @@ class RunRestorer:
 
         Raises:
             NoCheckpointError: there is no checkpoint.
+            RestoreError: a rank cannot read its part, and there is no older checkpoint.
         """
-        checkpoint = self._find_latest()
-        if checkpoint is None:
+        newest = self._find_latest()
+        if newest is None:
             raise NoCheckpointError("there is no checkpoint yet")
         from_step = batches.state.step
-        batches.rollback(self.checkpoint_manager.stream_state(checkpoint))
-        self.engine.restore(checkpoint)
+
+        def restore(checkpoint: Checkpoint) -> StreamState:
+            state = self.checkpoint_manager.stream_state(checkpoint)  # raises before tensors are read
+            self.engine.restore(checkpoint)
+            return state
+
+        checkpoint, state = self._restore_newest(newest, restore)
+        batches.rollback(state)
         self._log_data_event(batches)
         first, last = batches.state.skipped[-1]
         self.logger.log_event("rollback", step=checkpoint.step, from_step=from_step, rows=[first, last])
@@ -115,23 +131,44 @@ class RunRestorer:
             f"{last - 1}"
         )
 
-    def _find_latest(self) -> Checkpoint | None:
+    def _restore_newest(self, newest: Checkpoint, restore: Callable[[Checkpoint], T]) -> tuple[Checkpoint, T]:
+        """Restore a checkpoint or, where a rank cannot read its part, older ones; return it and the result.
+
+        Raises:
+            RestoreError: no older checkpoint can be read either.
+        """
+        checkpoint, unreadable = newest, []
+        while True:
+            try:
+                return checkpoint, restore(checkpoint)
+            except RestoreError as exc:
+                self.logger.log_message(f"checkpoint {checkpoint.path} is not used: {exc}")
+                unreadable.append(checkpoint.path)
+                older = self._find_latest(unreadable)
+                if older is None:
+                    raise
+                checkpoint = older
+
+    def _find_latest(self, unreadable: Sequence[Path] = ()) -> Checkpoint | None:
         messages: list[str] = []
         control, rank = self.engine.control, self.engine.topology.rank
-        checkpoint = self.checkpoint_manager.find_latest(control, rank, messages.append)
+        checkpoint = self.checkpoint_manager.find_latest(control, rank, messages.append, skip=unreadable)
         for text in messages:
             self.logger.log_message(text)
         return checkpoint
 
     def _restore(self, checkpoint: Checkpoint) -> Batches:
         batches = self._open_batches(self.checkpoint_manager.data_state(checkpoint))  # raises before tensors are read
-        self.engine.restore(checkpoint)
+        try:
+            self.engine.restore(checkpoint)
+        except BaseException:
+            batches.close()
+            raise
+        self._log_data_event(batches)
         return batches
 
     def _open_batches(self, saved: Mapping[str, Any] | None) -> Batches:
-        batches = open_batches(self.recipe, self.data, self.engine.topology, self.engine.control, saved)
-        self._log_data_event(batches)
-        return batches
+        return open_batches(self.recipe, self.data, self.engine.topology, self.engine.control, saved)
 
     def _log_data_event(self, batches: Batches) -> None:
         """Log the event that identifies the rows of the following steps."""

@@ -5,6 +5,7 @@ Needs torch (`lt-trainer[torch]`) and memory for the weights; no engine, no proc
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 
 from lt_ckpt import CheckpointError, HFFolder, resolve_checkpoint
+from lt_ckpt.discovery import describe_fallbacks
 from lt_data import Tokenizer
 from lt_model import LlamaConfig, generate
 from lt_model.llama import Llama
@@ -43,7 +45,9 @@ def load_model(path: Path) -> LoadedModel:
             tokenizer=_tokenizer(path, folder.tokenizer_files()),
             source=path,
         )
-    checkpoint, _ = resolve_checkpoint(path)
+    checkpoint, rejected = resolve_checkpoint(path)
+    for sentence in describe_fallbacks(checkpoint, rejected):
+        sys.stderr.write(f"{sentence}\n")
     config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
     tensors = {
         name: _tensor(

@@ -5,10 +5,12 @@ A result appears under its name only when complete (each writer renames at the e
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from lt_ckpt import export_hf, resolve_checkpoint
+from lt_ckpt.discovery import describe_fallbacks
 from lt_data import Progress, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
 from lt_trainer.config import dump, flatten, load
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
@@ -81,7 +83,9 @@ def write_recipe(folder: QuickstartFolder, settings: QuickstartSettings, rows: R
 def export_model(folder: QuickstartFolder) -> Path:
     """Export the newest checkpoint to a Hugging Face folder, in several shards with an index."""
     if not folder.model.exists():
-        checkpoint, _ = resolve_checkpoint(folder.run)
+        checkpoint, rejected = resolve_checkpoint(folder.run)
+        for sentence in describe_fallbacks(checkpoint, rejected):
+            sys.stderr.write(f"{sentence}\n")
         weight_bytes = sum(spec.n_bytes for spec in checkpoint.specs("weights").values())
         export_hf(checkpoint, folder.model, max_shard_bytes=weight_bytes // 2 + 1)
     return folder.model

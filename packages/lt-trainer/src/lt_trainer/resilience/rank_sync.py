@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from lt_ckpt import CheckpointError
-from lt_trainer.errors import TrainerError
+from lt_trainer.errors import RestoreError, TrainerError
 
 if TYPE_CHECKING:
     from lt_trainer.control import Control
 
-__all__ = ["run_on_all_ranks", "run_on_rank0", "run_with_keepalive"]
+__all__ = ["read_on_all_ranks", "run_on_all_ranks", "run_on_rank0", "run_with_keepalive"]
 
 
 def run_on_rank0(control: Control, is_rank0: bool, action: Callable[[], str]) -> str:
@@ -84,6 +84,21 @@ def run_on_all_ranks(
         raise value
     if has_failed:
         raise CheckpointError("the operation failed on another rank; see the log of that rank")
+
+
+def read_on_all_ranks(control: Control, read: Callable[[], None]) -> None:
+    """Read this rank's part of a checkpoint; if one rank cannot, none keeps what it has read.
+
+    Raises:
+        RestoreError: on all ranks, a rank's part is damaged or cannot be read.
+    """
+    failure: CheckpointError | None = None
+    try:
+        read()
+    except CheckpointError as exc:
+        failure = exc
+    if control.all_reduce_max(int(failure is not None)):
+        raise RestoreError(str(failure) if failure else "another rank cannot read its part") from failure
 
 
 def _run_in_thread(

@@ -1,0 +1,136 @@
+"""Damage that a rank finds while it restores: all ranks take the next older checkpoint, or none starts."""
+
+import functools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, find_latest_valid, write_rank_files
+from lt_trainer.checkpointing import checkpoint_manager
+from lt_trainer.config.recipe import load
+from lt_trainer.errors import RestoreError
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.testing import RankPool
+from lt_trainer.training.runner import run
+
+
+def start(base, overrides=(), **options) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
+
+
+def events(base, kind: str) -> list[dict]:
+    return [e for e in read_jsonl(Path(base["run"]["dir"]) / "events.jsonl") if e["event"] == kind]
+
+
+@pytest.fixture
+def unseen(monkeypatch) -> None:
+    """Rank 0 sees no damage when it verifies: it comes later, or on the way to another rank."""
+    blind = functools.partial(find_latest_valid, verify=False)
+    monkeypatch.setattr(checkpoint_manager, "find_latest_valid", blind)
+
+
+def damage(folder: Path) -> None:
+    (file,) = folder.glob("weights-*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-3] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.guarantee("checkpoint-hashes")
+def test_damage_found_while_reading_leads_to_the_older_one(recipe_base, fake_engine, unseen, capsys) -> None:
+    assert start(recipe_base, stop_after_step=9) == 75
+    folder = Path(recipe_base["run"]["dir"]) / "checkpoints"
+    damage(folder / "step-00000009")
+    assert start(recipe_base) == 0
+    out = capsys.readouterr().out
+    assert "step-00000009 is not used" in out
+    assert "its bytes have changed since they were written" in out
+    assert "resuming after step 6" in out
+    assert fake_engine.opened[-1].steps == 20
+    (resumed,) = events(recipe_base, "resume")
+    assert resumed["step"] == 6
+    assert [e["step"] for e in events(recipe_base, "data")] == [0, 6], "what is not read is not logged"
+
+
+def test_without_another_the_run_ends_and_does_not_start_anew(recipe_base, fake_engine, unseen) -> None:
+    assert start(recipe_base, stop_after_step=9) == 75
+    for folder in (Path(recipe_base["run"]["dir"]) / "checkpoints").glob("step-*"):
+        damage(folder)
+    with pytest.raises(RestoreError, match="its bytes have changed since they were written"):
+        start(recipe_base)
+
+
+def test_a_rollback_leads_past_a_damaged_checkpoint_too(recipe_base, fake_engine, unseen, capsys) -> None:
+    newest = Path(recipe_base["run"]["dir"]) / "checkpoints" / "step-00000012"
+
+    def on_step(call: int) -> None:
+        if call == 15:
+            damage(newest)
+
+    fake_engine.on_step = on_step
+    fake_engine.poison = lambda call, batch: call in (14, 15, 16)
+    fake_engine.poisoned = (math.nan, math.nan)
+    assert start(recipe_base, overrides=["fault_tolerance.max_skipped_steps=2"]) == 0
+    out = capsys.readouterr().out
+    assert f"{newest} is not used" in out
+    assert "rollback from step 16 to step-00000006" in out
+
+
+# --- several ranks -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    pytest.importorskip("torch")
+    return RankPool(2)
+
+
+def save_rows(root: Path) -> Path:
+    """Rows of a matrix on two ranks."""
+    values = np.arange(64, dtype="<f4").reshape(8, 8)
+    tmp = begin_save(root, step=1, world_size=2)
+    for rank in range(2):
+        part = values[4 * rank : 4 * rank + 4].reshape(-1).view(np.uint8)
+        shard = Shard(
+            group="weights", name="w", dtype="F32", global_shape=(8, 8), offset=(4 * rank, 0), shape=(4, 8), data=part
+        )
+        write_rank_files(tmp, rank=rank, shards=[shard])
+    return commit_save(tmp, world_size=2, metadata=CheckpointMetadata(step=1))
+
+
+def load_rows(path: str) -> str:
+    """What a rank of an engine does; returns the error."""
+    import torch
+    import torch.distributed as dist
+
+    from lt_trainer.torch import GlooControl, LocalShard, load_tensors
+
+    dist.init_process_group("gloo")
+    try:
+        control, rank = GlooControl(30), dist.get_rank()
+        local = torch.zeros(4, 8)
+        shard = LocalShard(local=local, offset=(4 * rank, 0), shape=(8, 8))
+        try:
+            load_tensors(Checkpoint.open(path), {"weights": {"w": shard}}, control)
+        except RestoreError as exc:
+            return str(exc)
+        assert local[0, 0] == 32 * rank
+        return ""
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.guarantee("checkpoint-hashes")
+def test_all_ranks_raise_where_one_finds_damage(pool: RankPool, tmp_path: Path) -> None:
+    path = save_rows(tmp_path)
+    assert pool.run(load_rows, str(path)) == ["", ""]
+    file = path / "weights-00001.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    first, second = pool.run(load_rows, str(path))
+    assert first == "another rank cannot read its part"
+    assert f"{file}: " in second
