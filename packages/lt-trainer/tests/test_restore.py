@@ -12,6 +12,7 @@ from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_sa
 from lt_trainer.checkpointing import checkpoint_manager
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RestoreError
+from lt_trainer.resilience import read_on_all_ranks
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.testing import RankPool
 from lt_trainer.training.runner import run
@@ -114,7 +115,7 @@ def load_rows(path: str) -> str:
         local = torch.zeros(4, 8)
         shard = LocalShard(local=local, offset=(4 * rank, 0), shape=(8, 8))
         try:
-            load_tensors(Checkpoint.open(path), {"weights": {"w": shard}}, control)
+            read_on_all_ranks(control, lambda: load_tensors(Checkpoint.open(path), {"weights": {"w": shard}}))
         except RestoreError as exc:
             return str(exc)
         assert local[0, 0] == 32 * rank

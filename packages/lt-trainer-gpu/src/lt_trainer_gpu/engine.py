@@ -30,6 +30,7 @@ from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
 from lt_trainer.optimizers import ParamSlice, lr_scale, optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer, optimizer_record, slot_shard
+from lt_trainer.resilience import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
     GlooControl,
@@ -369,7 +370,7 @@ class GpuEngine:
         check_optimizer(checkpoint, self._optimizer.spec)
         groups = self._state_groups()
         checkpoint.check_specs(self._state_specs())
-        load_tensors(checkpoint, groups, self.control)
+        read_on_all_ranks(self.control, lambda: load_tensors(checkpoint, groups))
         self._weights.sync_model_params()
         self._optimizer.step_count.fill_(int(checkpoint.manifest.scalars["optimizer_step"]))
 

@@ -26,6 +26,7 @@ from lt_trainer.config import Recipe, engine_options
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer
+from lt_trainer.resilience import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
     LocalShard,
@@ -160,7 +161,7 @@ class NeuronEngine:
                 for group, dtype in dtypes.items()
             }
         )
-        load_tensors(checkpoint, groups, self.control)
+        read_on_all_ranks(self.control, lambda: load_tensors(checkpoint, groups))
         self.backend.step_count = int(checkpoint.manifest.scalars["optimizer_step"])
         with translate_dist_errors():
             self.backend.sync_model_params()

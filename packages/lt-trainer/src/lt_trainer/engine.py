@@ -244,7 +244,11 @@ class Engine(Protocol):
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint's tensors (from any sharding) and scalars.
 
-        Strict about names, shapes and dtypes.
+        Strict about names, shapes and dtypes. Ranks read their parts through
+        `lt_trainer.resilience.read_on_all_ranks`, so that all learn of damage before they go on.
+
+        Raises:
+            RestoreError: on all ranks, a rank cannot read its part; the state is undefined until another restore.
         """
         ...
 

@@ -23,11 +23,9 @@ from torch import Tensor
 from lt_ckpt import Checkpoint, ReadItem, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
 from lt_trainer.errors import PeerError
-from lt_trainer.resilience import read_on_all_ranks
 
 if TYPE_CHECKING:
     from lt_trainer.checkpointing import PretrainedWeights
-    from lt_trainer.control import Control
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 """Safetensors codes of the dtypes that checkpoints may hold."""
@@ -200,24 +198,17 @@ def tensor_spec(tensor: Tensor | LocalShard) -> TensorSpec:
     return TensorSpec(DTYPE_CODES[tensor.dtype], tuple(tensor.shape))
 
 
-def load_tensors(
-    checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | LocalShard]], control: Control
-) -> None:
+def load_tensors(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | LocalShard]]) -> None:
     """Copy a checkpoint's tensors, or this rank's slices, into tensors of the same dtypes and shapes.
 
     Args:
         checkpoint: Checkpoint to read.
         groups: Group → name → tensor. Contiguous CPU tensors are filled in place, others in batches of
             `READ_BATCH_BYTES`.
-        control: Control collectives: all ranks learn whether all have read their part.
 
     Raises:
-        RestoreError: on all ranks, a rank's part is damaged or cannot be read; the tensors are undefined.
+        CheckpointError: this rank's part is damaged or cannot be read (see `read_on_all_ranks`).
     """
-    read_on_all_ranks(control, lambda: _load_local_tensors(checkpoint, groups))
-
-
-def _load_local_tensors(checkpoint: Checkpoint, groups: Mapping[str, Mapping[str, Tensor | LocalShard]]) -> None:
     in_place: list[tuple[ReadItem, np.ndarray]] = []
     batch: list[tuple[ReadItem, Tensor]] = []
     n_bytes = 0
