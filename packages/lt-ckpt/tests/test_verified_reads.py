@@ -150,7 +150,7 @@ def cases(memory, models) -> dict[str, Case]:
         made[name] = convert_checkpoint(lt, root / name, ConvertOptions(**options))
 
     convert_to("nxd", format="nxd", nxd=NxdOptions(tp=2, pp=2), dp=3)
-    convert_to("nxd xser", format="nxd", nxd=NxdOptions(tp=2, qkv="gqa_fused", xser=True, tag="step_3"), dp=2)
+    convert_to("nxd xser", format="nxd", nxd=NxdOptions(xser=True, tag="step_3"), dp=2)
     convert_to("nxd v1", format="nxd", nxd=NxdOptions(tp=2, layout="v1", qkv="gqa_fused"))
     convert_to("pt.pt", format="pt")
     write_meta(lt, root / "meta")
@@ -208,7 +208,7 @@ def convert_to_nxd(case: Case, path: Path, out: Path) -> Any:
 
 
 def resplit(case: Case, path: Path, out: Path) -> Any:
-    reshard_optimizer(path, out, dp=5, config=json.loads(case.config.read_text(encoding="utf-8")))  # type: ignore[union-attr]
+    reshard_optimizer(path, out, dp=1, config=json.loads(case.config.read_text(encoding="utf-8")))  # type: ignore[union-attr]
     return {p.name: [t.tobytes() for t in trees(p)] for p in sorted((out / "optim").glob("*.pt"))}
 
 
@@ -283,7 +283,10 @@ def place_of(stored: StoredSlice, item: int) -> tuple[str, int, int]:
 
 
 def try_damages(case: Case, kind: str, n: int, tmp: Path, seed: int) -> Counter[str]:
-    """Damage the copy n times, in turn taken out by each way; return how it ended."""
+    """Damage the copy n times, each taken out by one of the ways; return how it ended.
+
+    Each tenth way does not pass the damaged group on.
+    """
     ways = WAYS.get(case.name, WAYS["else"])
     rng = random.Random(f"{case.name} {kind} {seed}")
     spots = places(case.open(case.path), kind)
@@ -291,8 +294,10 @@ def try_damages(case: Case, kind: str, n: int, tmp: Path, seed: int) -> Counter[
     results: Counter[str] = Counter()
     root, tmp = case.open(case.damaged).root, tmp / case.name / kind
     tmp.mkdir(parents=True)
+    concerned = [way for way, kinds in ways.items() if kind in kinds]
+    others = [way for way in ways if way not in concerned]
     for i in range(n):
-        way = list(ways)[i % len(ways)]
+        way = others[i // 10 % len(others)] if others and i % 10 == 9 else concerned[i % len(concerned)]
         if way.__name__ not in expected:
             expected[way.__name__] = way(case, case.damaged, tmp / f"{way.__name__}-good")
         file, begin, n_bytes = rng.choice(spots)
@@ -327,7 +332,8 @@ def try_damages(case: Case, kind: str, n: int, tmp: Path, seed: int) -> Counter[
 def test_a_damaged_byte_is_refused_or_not_passed_on(cases, name, fast_path, capsys):
     """A seeded sample; all damages are in the slow set."""
     for kind in FORMATS[name]:
-        results = try_damages(cases[name], kind, len(WAYS.get(name, WAYS["else"])), fast_path, SEED)
+        n = 3 if name == "nxd xser" else len(WAYS.get(name, WAYS["else"]))  # hundreds of files
+        results = try_damages(cases[name], kind, n, fast_path, SEED)
         assert results["refused"] >= 2
 
 
@@ -384,7 +390,7 @@ def test_verify_and_inspect_know_the_optimizer_state_of_nxd(cases, fast_path, ma
     file.unlink()
     code, out, err = main("verify", place, "--config", case.config)
     assert code
-    assert file.name in err + out
+    assert "/optim/dp_rank_0" in err
     file.write_bytes(raw)
     path, at = first_place(case.open(place), "exp_avg")
     flip(path, at)

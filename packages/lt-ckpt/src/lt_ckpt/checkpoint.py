@@ -12,6 +12,7 @@ reads a few blocks (`lt_ckpt.readahead`).
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commi
 from lt_ckpt.readahead import MIN_READ_AHEAD_BYTES, ReadRange, read_ranges
 from lt_ckpt.records import TensorRecord
 from lt_ckpt.shards import Box, Ints, is_inside
-from lt_ckpt.slice_hashes import check_whole_slices
+from lt_ckpt.slice_hashes import SliceHashes
 from lt_ckpt.tensorfile import TensorSpec
 
 MIN_DEFERRED_READ_BYTES = 256 * 2**10
@@ -113,7 +114,7 @@ def read_slices_into(
         )
         for record, name, box in tensors
     ]
-    copies = plan_copies(wanted)
+    copies, hashes = plan_copies(wanted), SliceHashes(folder, tensors)
     descriptor, opened = -1, ""
     deferred: list[tuple[str, int, memoryview]] = []
 
@@ -137,14 +138,19 @@ def read_slices_into(
     try:
         run_copies(copies, targets, read_at, deferred_read_at=defer)
         if sum(len(buffer) for _, _, buffer in deferred) >= MIN_READ_AHEAD_BYTES:
-            read_ranges([ReadRange(folder / file, position, buffer) for file, position, buffer in deferred])
+            read_ranges(
+                [
+                    ReadRange(folder / file, position, buffer, partial(hashes.check_run, file, position, buffer))
+                    for file, position, buffer in deferred
+                ]
+            )
         else:
             for read in deferred:
                 read_at(*read)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
-    check_whole_slices(folder, tensors, targets)
+    hashes.check_rest(targets)
 
 
 def read_slices(folder: Path, tensors: Sequence[tuple[TensorRecord, str, Box]]) -> list[np.ndarray]:

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import xxhash
 
-from lt_ckpt import files
+from lt_ckpt import direct_io, files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.torchfile.crc import combine_crc32, crc32
 
@@ -115,20 +116,28 @@ class _HashState:
     def __init__(self, n_bytes: int) -> None:
         self._n_bytes, self._lock = n_bytes, threading.Lock()
         self._digest, self._position = xxhash.xxh3_128(), 0
-        self._parked: dict[int, bytes] = {}
+        self._parked: dict[int, tuple[np.ndarray, int]] = {}
+        """Position → a reused block with the bytes that wait, and their number; fresh memory would cost more."""
         self._parked_bytes = 0
 
     def add(self, begin: int, part: memoryview) -> None:
         with self._lock:
             if begin > self._position:
                 if self._parked_bytes + len(part) <= MAX_PARKED_BYTES and begin not in self._parked:
-                    self._parked[begin] = bytes(part)
-                    self._parked_bytes += len(part)
+                    self._park(begin, part)
                 return
             self._update(part[self._position - begin :])
             while (parked := self._parked.pop(self._position, None)) is not None:
-                self._parked_bytes -= len(parked)
-                self._update(memoryview(parked))
+                block, n_bytes = parked
+                self._parked_bytes -= n_bytes
+                self._update(block.data[:n_bytes])
+                direct_io.release_block(block)
+
+    def _park(self, begin: int, part: memoryview) -> None:
+        block = direct_io.acquire_block(max(direct_io.BLOCK_BYTES, 1 << (len(part) - 1).bit_length()))
+        np.copyto(block[: len(part)], np.frombuffer(part, np.uint8))
+        self._parked[begin] = block, len(part)
+        self._parked_bytes += len(part)
 
     def _update(self, part: memoryview) -> None:
         self._digest.update(part)

@@ -13,7 +13,7 @@ Cost: one copy of the bytes, besides the disk, and at most `ALIGN` extra bytes a
 import os
 import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,11 +44,12 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class ReadRange:
-    """Contiguous bytes of a file to read into a buffer."""
+    """Contiguous bytes of a file to read into a buffer; then a thread calls `on_read`."""
 
     path: Path
     byte_offset: int
     buffer: memoryview
+    on_read: Callable[[], None] = lambda: None
 
 
 class DirectFileReader:
@@ -208,9 +209,10 @@ def read_ranges(ranges: Sequence[ReadRange]) -> None:
     Each thread takes the next block, reads it and copies from it, so that no thread waits for another.
 
     Raises:
-        CheckpointError: A file cannot be read, or ends too early.
+        CheckpointError: A file cannot be read, or ends too early; or an error of an `on_read`.
     """
     tasks, lock = _make_tasks(ranges), threading.Lock()
+    remaining = {id(read_range): len(read_range.buffer) for read_range in ranges}
     failed = threading.Event()
 
     def work() -> None:
@@ -229,7 +231,12 @@ def read_ranges(ranges: Sequence[ReadRange]) -> None:
                         file = DirectFileReader(task.path)
                     skip = task.byte_offset % direct_io.ALIGN
                     file.read(block, task.byte_offset - skip, skip + task.n_bytes)
-                _scatter(task, block.data[skip : skip + task.n_bytes])
+                for read_range, n_bytes in _scatter(task, block.data[skip : skip + task.n_bytes]):
+                    with lock:
+                        remaining[id(read_range)] -= n_bytes
+                        is_complete = not remaining[id(read_range)]
+                    if is_complete:
+                        read_range.on_read()
         except BaseException:
             failed.set()
             raise
@@ -275,8 +282,8 @@ def _make_tasks(ranges: Sequence[ReadRange]) -> Iterator[_Task]:
         first = last
 
 
-def _scatter(task: _Task, view: memoryview) -> None:
-    """Copy a block's bytes into the buffers of its ranges."""
+def _scatter(task: _Task, view: memoryview) -> Iterator[tuple[ReadRange, int]]:
+    """Copy a block's bytes into the buffers of its ranges; yield each range and the bytes that were copied."""
     source, end = np.frombuffer(view, np.uint8), task.byte_offset + task.n_bytes
     for file_range in task.ranges:
         begin, stop = (
@@ -289,3 +296,4 @@ def _scatter(task: _Task, view: memoryview) -> None:
                 target[begin - file_range.byte_offset : stop - file_range.byte_offset],
                 source[begin - task.byte_offset : stop - task.byte_offset],
             )
+            yield file_range, stop - begin
