@@ -283,7 +283,7 @@ def _make_tasks(ranges: Sequence[ReadRange]) -> Iterator[_Task]:
 
 
 def _scatter(task: _Task, view: memoryview) -> Iterator[tuple[ReadRange, int]]:
-    """Copy a block's bytes into the buffers of its ranges; yield each range and the bytes that were copied."""
+    """Copy a block's bytes into the buffers of its ranges; yield each range and the number of bytes."""
     source, end = np.frombuffer(view, np.uint8), task.byte_offset + task.n_bytes
     for file_range in task.ranges:
         begin, stop = (
