@@ -26,6 +26,7 @@ DISTRIBUTION_NAMES = {"yaml": "pyyaml", "pynvml": "nvidia-ml-py"}
 PROVIDED_BY = {
     ("lt-ckpt", "botocore"): "boto3",
     ("lt-data", "botocore"): "boto3",
+    ("lt-data", "s3transfer"): "boto3",
     ("lt-launch", "botocore"): "boto3",
 }
 """(package, imported distribution) to the declared one that always installs it."""
