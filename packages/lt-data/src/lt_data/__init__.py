@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lt_data.packing.packs import PackIndex, open_pack, pack
     from lt_data.preparation.merge import merge
     from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
+    from lt_data.preparation.record_map import LeftOut
     from lt_data.progress import Progress
     from lt_data.remote.fetching import download
     from lt_data.remote.sending import upload
@@ -53,6 +54,7 @@ _MODULES = {
     "ImportReport": "exports.import_tokens",
     "InspectedRow": "analysis.inspection",
     "KeyedPermutation": "streaming.permutation",
+    "LeftOut": "preparation.record_map",
     "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
     "NgramCounts": "analysis.ngram",
@@ -109,6 +111,7 @@ __all__ = [
     "ImportReport",
     "InspectedRow",
     "KeyedPermutation",
+    "LeftOut",
     "Mixture",
     "NgramCounts",
     "PackIndex",

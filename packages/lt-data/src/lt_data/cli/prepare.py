@@ -86,6 +86,19 @@ def prepare(
         bool,
         typer.Option("--drop-duplicates", help="Keep only the first of equal documents.", rich_help_panel=_SELECTION),
     ] = False,
+    map_: Annotated[
+        str | None,
+        typer.Option(
+            "--map",
+            metavar="MODULE:FUNCTION",
+            help="Function that gets each record (a dict) and returns a record, None or LeftOut.",
+            rich_help_panel=_SELECTION,
+        ),
+    ] = None,
+    map_args: Annotated[
+        str | None,
+        typer.Option(help="Its other arguments, as a JSON object.", rich_help_panel=_SELECTION),
+    ] = None,
     part: Annotated[
         int,
         typer.Option(help="Part of the job to prepare, from 0; lt data merge joins the parts.", rich_help_panel=_JOB),
@@ -100,6 +113,7 @@ def prepare(
     Rerun the same command to resume after an interruption: it continues after the last finished shard.
     """
     import lt_data
+    from lt_data import strict_json
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo, echo_error
 
@@ -122,6 +136,8 @@ def prepare(
             workers=workers,
             shard_tokens=shard_tokens,
             selection=selection,
+            record_map=map_,
+            map_args=None if map_args is None else strict_json.load_object(map_args, "--map-args", "give an object"),
             suffixes=suffix,
             text_field=text_field,
             tokens_field=tokens_field,

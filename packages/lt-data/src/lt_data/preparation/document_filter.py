@@ -16,6 +16,7 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet, hash_ids, hash_text
+from lt_data.preparation.record_map import RecordMap
 from lt_data.sources.document import Document
 from lt_data.sources.reader import DocumentReader
 from lt_data.store.manifest import DUPLICATE, EMPTY, DocumentTotals, Selection
@@ -58,6 +59,7 @@ class DocumentFilter:
         *,
         reader: DocumentReader | None,
         seen_hashes: np.ndarray,
+        record_map: RecordMap | None = None,
     ) -> None:
         """Filter documents.
 
@@ -66,10 +68,12 @@ class DocumentFilter:
             selection: the criteria.
             reader: reader behind `documents`, which counts skipped records, if there is one.
             seen_hashes: hashes of the documents that an earlier process passed (S16).
+            record_map: function of the user, applied to each document before the criteria.
         """
         self.n_read = 0
         self._documents = documents
         self._selection = selection
+        self._map = record_map
         self._reader = reader
         self._skipped: Counter[str] = Counter()
         self._seen = DocumentHashSet()
@@ -85,7 +89,7 @@ class DocumentFilter:
             for document in self._documents:
                 checked = self._check(document)
                 if self._admit(checked, is_new=True):
-                    yield document
+                    yield checked.document
         else:
             for block in self._blocks():
                 hashes = [checked.hash for checked in block if checked.reason is None]
@@ -138,6 +142,12 @@ class DocumentFilter:
         self.n_read += 1
         skipped = self._take_skipped()
         selection = self._selection
+        if self._map is not None:
+            mapped = self._map.apply(document)
+            if isinstance(mapped, str):
+                n_bytes = 0 if document.text is None else len(encode_utf8(document))
+                return _CheckedDocument(document, mapped, n_bytes, b"", skipped)
+            document = mapped
         if document.ids is not None:
             reason = None if len(document.ids) else EMPTY
             needs_hash = selection.drop_duplicates and reason is None

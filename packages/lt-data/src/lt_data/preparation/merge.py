@@ -60,7 +60,7 @@ _REMEDY = "prepare this part again"
 
 _CHECKED_BYTES = "checked_bytes"
 
-_SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "shard_tokens")
+_SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "map", "shard_tokens")
 """Manifest fields that the parts of a job share, besides tokenizer and listing of the sources."""
 
 
@@ -159,6 +159,7 @@ def merge(
             special_strings=dict(sorted(counts.special_strings.items())),
             special_tokens_as=first.special_tokens_as,
             selection=first.selection,
+            map=first.map,
             engine=_merge_engines(parts),
             shard_tokens=first.shard_tokens,
             sources=summarize_sources(listed, skipped_links=first.sources.skipped_links),

@@ -24,6 +24,7 @@ from typing import Any
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, BuildFolder, open_build_folder
 from lt_data.preparation.document_filter import DocumentFilter
+from lt_data.preparation.record_map import RecordMap, load_record_map
 from lt_data.preparation.store_writer import PART_FOLDER, StoreWriter
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.document import Document
@@ -68,6 +69,8 @@ def prepare(
     workers: int = 1,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     selection: Selection | None = None,
+    record_map: str | None = None,
+    map_args: Mapping[str, Any] | None = None,
     suffixes: Sequence[str] | None = None,
     text_field: str = "text",
     tokens_field: str | None = None,
@@ -102,6 +105,9 @@ def prepare(
             uses one thread. The store is the same.
         shard_tokens: target number of ids of a shard; a longer document has its own shard.
         selection: document filter: length limits, duplicates.
+        record_map: function `module:function` that is called with each record (a dict) before the selection and returns
+            a record, None or `LeftOut`. It must depend on nothing but the record and its arguments.
+        map_args: further arguments of that function, by name: JSON values, which the manifest records.
         suffixes: suffixes of the files to read in a folder.
         text_field: field or column of the text.
         tokens_field: field or column of ids, instead of text.
@@ -136,6 +142,7 @@ def prepare(
         split=split,
         revision=revision,
         streaming=streaming,
+        keep_fields=record_map is not None,
     )
     return prepare_documents(
         reader,
@@ -148,6 +155,8 @@ def prepare(
         workers=workers,
         shard_tokens=shard_tokens,
         selection=selection,
+        record_map=record_map,
+        map_args=map_args,
         part_index=part_index,
         num_parts=num_parts,
         overwrite=overwrite,
@@ -169,6 +178,8 @@ def prepare_documents(
     workers: int = 1,
     shard_tokens: int = DEFAULT_SHARD_TOKENS,
     selection: Selection | None = None,
+    record_map: str | None = None,
+    map_args: Mapping[str, Any] | None = None,
     part_index: int = 0,
     num_parts: int = 1,
     overwrite: bool = False,
@@ -187,6 +198,7 @@ def prepare_documents(
     selection = selection or Selection()
     encoder = Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as)
     reader = documents if isinstance(documents, DocumentReader) else None
+    loaded_map = load_record_map(record_map, map_args, reader)
     out = Path(out)
     part: StorePart | None = None
     if num_parts > 1 or part_index:
@@ -203,7 +215,7 @@ def prepare_documents(
     if not out.with_name(out.name + SUFFIX).exists():
         check_output(out, overwrite=overwrite)  # before anything is written
 
-    job = _describe_job(encoder, selection, shard_tokens, reader, part)
+    job = _describe_job(encoder, selection, loaded_map, shard_tokens, reader, part)
     with open_build_folder(out, job=job, resumable=reader is not None, no_resume=no_resume) as build_folder:
         if build_folder.is_published:
             notify(f"{out} is complete already")
@@ -220,7 +232,7 @@ def prepare_documents(
             if build_folder.records:
                 notify(f"resuming after {len(build_folder.records)} finished shards in {build_folder.path}")
                 encoder.engine_choice = EngineChoice.from_dict(writer.metadata["engine"])
-            shards = _encode_documents(documents, reader, encoder, writer, selection, workers, progress)
+            shards = _encode_documents(documents, reader, encoder, writer, selection, loaded_map, workers, progress)
             listed = writer.read_listed_sources()
             part = replace(part, files=writer.side_file_hashes()) if part else None
         counts = writer.counts
@@ -245,6 +257,7 @@ def prepare_documents(
             special_strings=dict(sorted(counts.special_strings.items())),
             special_tokens_as=special_tokens_as,
             selection=selection,
+            map=loaded_map.info if loaded_map else None,
             engine=encoder.engine_choice.to_dict() if encoder.engine_choice else {},
             shard_tokens=shard_tokens,
             sources=summarize_sources(listed, skipped_links=reader.source_files().skipped_links)
@@ -264,13 +277,16 @@ def _encode_documents(
     encoder: Encoder,
     writer: StoreWriter,
     selection: Selection,
+    record_map: RecordMap | None,
     workers: int,
     progress: Progress,
 ) -> tuple[ShardFile, ...]:
     """Encode and write everything from the writer's source position on; return all shards."""
     before = writer.counts.read.documents
     start = documents if reader is None else reader.documents_from(*writer.source_position, writer.read_prefixes)
-    document_filter = DocumentFilter(start, selection, reader=reader, seen_hashes=writer.read_seen_hashes())
+    document_filter = DocumentFilter(
+        start, selection, reader=reader, seen_hashes=writer.read_seen_hashes(), record_map=record_map
+    )
     with closing(encode_documents(document_filter, encoder, workers, reader=reader)) as batches:
         for batch, encoded in batches:
             writer.metadata = {"engine": encoder.select_engine([]).to_dict()}
@@ -344,7 +360,12 @@ def check_output(out: Path, *, overwrite: bool) -> bool:
 
 
 def _describe_job(
-    encoder: Encoder, selection: Selection, shard_tokens: int, reader: DocumentReader | None, part: StorePart | None
+    encoder: Encoder,
+    selection: Selection,
+    record_map: RecordMap | None,
+    shard_tokens: int,
+    reader: DocumentReader | None,
+    part: StorePart | None,
 ) -> dict[str, Any]:
     """Return the settings that must not change when a job is resumed."""
     return {
@@ -359,6 +380,7 @@ def _describe_job(
         "shard_tokens": shard_tokens,
         "part": f"{part.index} of {part.num_parts}" if part else "all",
         **asdict(selection),
+        **({f"map ({name})": value for name, value in asdict(record_map.info).items()} if record_map else {}),
         **{f"{package} (version)": _package_version(package) for package in ("tokenizers", "gigatoken")},
     }
 

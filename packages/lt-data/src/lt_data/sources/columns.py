@@ -5,6 +5,7 @@ affect others.
 """
 
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 from lt_data.sources.fields import ATTENTION_MASK, missing_field, strip_padding
@@ -22,6 +23,8 @@ def select_columns(names: Sequence[str], options: ReadOptions) -> list[str] | Ba
     name = options.tokens_field or options.text_field
     if name not in names:
         return missing_field(name, "tokens_field" if options.tokens_field else "text_field", names)
+    if options.keep_fields:
+        return list(names)
     return [name, ATTENTION_MASK] if options.tokens_field and ATTENTION_MASK in names else [name]
 
 
@@ -38,8 +41,21 @@ def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[Sourc
         values = _iter_ids(options.tokens_field, table.column(options.tokens_field), masks)
     else:
         values = ((value, 0) for value in _iter_texts(options.text_field, table.column(options.text_field)))
-    for number, (value, masked) in enumerate(values, start=first + 1):
-        yield SourceRecord(number, f":{number}", value, masked)
+    rows = _iter_rows(table) if options.keep_fields else repeat(None)
+    for number, ((value, masked), fields) in enumerate(zip(values, rows, strict=False), start=first + 1):
+        if isinstance(fields, BadRecord) and not isinstance(value, BadRecord):
+            value = fields
+        yield SourceRecord(number, f":{number}", value, masked, None if isinstance(fields, BadRecord) else fields)
+
+
+def _iter_rows(table: Any) -> Iterator[dict[str, Any] | BadRecord]:
+    """Yield all columns of each row, or a `BadRecord` if one of them cannot be read."""
+    names = table.schema.names
+    columns = [_python_values(table.column(i)) for i in range(len(names))]
+    for row in zip(*columns, strict=True):
+        fields = dict(zip(names, row, strict=True))
+        bad = next((name for name, value in fields.items() if isinstance(value, ValueError)), None)
+        yield fields if bad is None else BadRecord("unreadable column", f"column {bad!r}: {fields[bad]}")
 
 
 def _iter_texts(name: str, column: Any) -> Iterator[str | BadRecord]:
@@ -56,14 +72,14 @@ def _iter_texts(name: str, column: Any) -> Iterator[str | BadRecord]:
 def _python_values(column: Any) -> list[Any]:
     try:
         return column.to_pylist()
-    except UnicodeDecodeError:
+    except ValueError:  # UnicodeDecodeError, or a time that Python cannot hold
         return [_python_value(scalar) for scalar in column]
 
 
 def _python_value(scalar: Any) -> Any:
     try:
         return scalar.as_py()
-    except UnicodeDecodeError as exc:
+    except ValueError as exc:
         return exc
 
 

@@ -1,7 +1,7 @@
 """Document of a source: text or ids."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lt_data.errors import DataError
 
@@ -19,6 +19,7 @@ class Document:
         source: path of the file, with `:n` for its n-th line, row or record (from 1) if a file holds several.
         file_index: index of the file in its reader's list.
         next_record: index in that file of the next record, from which reading continues after this document.
+        fields: all fields or columns of its record, if the reader keeps them.
     """
 
     text: str | None = None
@@ -26,6 +27,7 @@ class Document:
     source: str
     file_index: int = 0
     next_record: int = 0
+    fields: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):

@@ -58,7 +58,11 @@ class HubRows:
                     _hash_record(record, counter)
                     if record.next_index - self.first > start:
                         yield SourceRecord(
-                            record.next_index - self.first, record.location, record.value, record.n_masked
+                            record.next_index - self.first,
+                            record.location,
+                            record.value,
+                            record.n_masked,
+                            record.fields,
                         )
                 row += table.num_rows
 

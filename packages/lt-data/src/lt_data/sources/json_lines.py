@@ -111,8 +111,10 @@ def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> It
 
 
 def _make_record(value: Any, options: ReadOptions, number: int) -> SourceRecord:
+    fields = value if options.keep_fields and isinstance(value, dict) else None
     value, masked = extract_value(value, options)
-    return SourceRecord(number, f":{number}", check_surrogates(value) if isinstance(value, str) else value, masked)
+    value = check_surrogates(value) if isinstance(value, str) else value
+    return SourceRecord(number, f":{number}", value, masked, fields)
 
 
 def _parse_json(text: str) -> Any:

@@ -42,6 +42,7 @@ class ReadOptions:
         split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.
         revision: commit, branch or tag of a hub dataset.
         streaming: read a hub dataset without storing it on disk.
+        keep_fields: keep all fields or columns of a record in `Document.fields`.
 
     Raises:
         DataError: an invalid value.
@@ -56,6 +57,7 @@ class ReadOptions:
     split: str | None = None
     revision: str | None = None
     streaming: bool = False
+    keep_fields: bool = False
 
     def __post_init__(self) -> None:
         suffixes = self.suffixes
@@ -71,5 +73,5 @@ class ReadOptions:
         object.__setattr__(self, "suffixes", tuple(suffix.lower() for suffix in suffixes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options as JSON values, for a fingerprint."""
-        return asdict(self)
+        """Return the options that determine the documents as JSON values, for a fingerprint."""
+        return {name: value for name, value in asdict(self).items() if name != "keep_fields"}

@@ -106,6 +106,7 @@ class DocumentReader:
         split: str | None = None,
         revision: str | None = None,
         streaming: bool = False,
+        keep_fields: bool = False,
     ) -> None:
         if isinstance(sources, str | Path):
             raise DataError(f"sources = {str(sources)!r}: a single path; pass a list of paths")
@@ -119,6 +120,7 @@ class DocumentReader:
             split=split,
             revision=revision,
             streaming=streaming,
+            keep_fields=keep_fields,
             **chosen,
         )
         self._listing = SourceListing()
@@ -251,8 +253,10 @@ class DocumentReader:
         if record.n_masked:
             self.skipped["ids that the attention mask hides"] += record.n_masked
         if isinstance(value, str):
-            return Document(text=value, source=source, file_index=index, next_record=record.next_index)
-        return Document(ids=value, source=source, file_index=index, next_record=record.next_index)
+            return Document(
+                text=value, source=source, file_index=index, next_record=record.next_index, fields=record.fields
+            )
+        return Document(ids=value, source=source, file_index=index, next_record=record.next_index, fields=record.fields)
 
     @contextmanager
     def _handle_damage(self, name: str) -> Iterator[None]:

@@ -5,7 +5,7 @@ the rest of a file cannot be read, `DamagedFileError` is raised. reader.py handl
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,12 +32,14 @@ class SourceRecord(NamedTuple):
         location: suffix of the file's name in `Document.source`, such as ":3"; "" for a whole file.
         value: its text, its ids ([tokens] int64), or its problem.
         n_masked: ids that were removed because the attention_mask is 0.
+        fields: all fields or columns of the record, if they are kept.
     """
 
     next_index: int
     location: str
     value: "str | np.ndarray | BadRecord"
     n_masked: int = 0
+    fields: "dict[str, Any] | None" = None
 
 
 class DamagedFileError(Exception):

@@ -165,6 +165,18 @@ class Selection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecordMapInfo:
+    """Function of the user over the records: `module:function`, arguments, and the SHA-256 of its code."""
+
+    function: str
+    arguments: Mapping[str, Any]
+    sha256: str
+
+    def __post_init__(self) -> None:
+        _check_hashes(f"sha256 of {self.function}", [self.sha256])
+
+
+@dataclass(frozen=True, kw_only=True)
 class StorePart:
     """Part `index` of `num_parts` of a job, and the fingerprint of the whole job's source listing.
 
@@ -200,6 +212,7 @@ class StoreManifest:
         special_strings: counts of literal special strings in the text of the stored documents.
         special_tokens_as: whether such strings were encoded as text or as the special ids.
         selection: the document filter.
+        map: function of the user that was applied to the records, if any.
         engine: tokenizer engine, and the check that selected it.
         shard_tokens: target number of ids of a shard.
         sources: the source files.
@@ -220,6 +233,7 @@ class StoreManifest:
     special_strings: Mapping[str, int] = field(default_factory=dict)
     special_tokens_as: Literal["text", "ids"] = "text"
     selection: Selection = field(default_factory=Selection)
+    map: RecordMapInfo | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard_tokens: int
     sources: SourceFiles = field(default_factory=SourceFiles)
@@ -285,6 +299,8 @@ class StoreManifest:
         for entry in (values["sources"], *values["sources"]["listed"]):
             if not entry["unchecked"]:
                 del entry["unchecked"]
+        if self.map is None:
+            del values["map"]
         return {**values, "checksum": _checksum(values)}
 
     @classmethod

@@ -1,0 +1,270 @@
+"""`--map module:function`: what it gets and returns, how it is counted, and that a changed one never resumes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from lt_data import DataError, Document, DocumentReader, Tokenizer, TokenStore, merge, prepare, prepare_documents
+from lt_data.__main__ import main
+
+Contents = Callable[[Path], dict[str, bytes]]
+
+CODE = """
+from lt_data import LeftOut
+
+def select(record, *, least=0, suffix=""):
+    if "bad" in record["text"]:
+        return None
+    if record["score"] < least:
+        return LeftOut("low score")
+    return {"text": record["text"].upper() + suffix}
+
+def shorten(record):
+    return {**record, "input_ids": record["input_ids"][:2]}
+
+def raises(record):
+    return record["missing"]
+
+def returns_text(record):
+    return record["text"]
+
+def renames(record):
+    return {"content": record["text"]}
+
+def counts(record):
+    return LeftOut(str(record["score"]))
+
+NUMBER = 7
+"""
+
+
+@pytest.fixture
+def module(fast_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A module of the functions above, found in the working directory."""
+    monkeypatch.chdir(fast_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    name = f"filter_{fast_path.name}"
+    Path(f"{name}.py").write_text(CODE)
+    return name
+
+
+@pytest.fixture
+def rows(fast_path: Path) -> list[dict[str, Any]]:
+    rows = [{"text": f"text {i}" + " bad" * (i % 5 == 0), "score": i % 7, "url": f"u{i}"} for i in range(200)]
+    (fast_path / "in").mkdir()
+    for first in range(0, 200, 50):
+        lines = [json.dumps(row) for row in rows[first : first + 50]]
+        (fast_path / f"in/{first:03d}.jsonl").write_text("\n".join(lines))
+    return rows
+
+
+def texts_of(path: Path) -> list[str]:
+    store = TokenStore.open(path)
+    tokenizer = store.tokenizer()
+    return [tokenizer.decode(store.document(i), skip_special_tokens=True) for i in range(store.n_documents)]
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.guarantee("record-map")
+def test_selects_and_changes_with_any_number_of_workers(
+    fast_path: Path, module: str, rows: list[dict[str, Any]], tokenizer: Tokenizer, contents: Contents
+) -> None:
+    options: dict[str, Any] = {"record_map": f"{module}:select", "map_args": {"least": 3}, "shard_tokens": 300}
+    manifest = prepare(["in"], tokenizer=tokenizer, out="store", **options)
+    wanted = [row for row in rows if "bad" not in row["text"]]
+    assert texts_of(fast_path / "store") == [row["text"].upper() for row in wanted if row["score"] >= 3]
+    amounts = {reason: (amount.documents, amount.text_bytes) for reason, amount in manifest.left_out.items()}
+    bad = [row for row in rows if "bad" in row["text"]]
+    low = [row for row in wanted if row["score"] < 3]
+    assert amounts == {
+        "map": (len(bad), sum(len(row["text"]) for row in bad)),
+        "map: low score": (len(low), sum(len(row["text"]) for row in low)),
+    }
+    assert manifest.read.documents == 200
+    assert manifest.map is not None
+    assert (manifest.map.function, manifest.map.arguments) == (f"{module}:select", {"least": 3})
+    prepare(["in"], tokenizer=tokenizer, out="two", workers=2, **options)
+    for part in (0, 1):
+        prepare(["in"], tokenizer=tokenizer, out="merged", part_index=part, num_parts=2, **options)
+    merge("merged")
+    files = contents(fast_path / "store")
+    assert contents(fast_path / "two") == files
+    assert TokenStore.open("merged").manifest.map == manifest.map
+    assert TokenStore.open("merged").manifest.fingerprint == manifest.fingerprint
+    prepare(["in"], tokenizer=tokenizer, out="plain")
+    assert "map" not in json.loads((fast_path / "plain/manifest.json").read_text())
+
+
+@pytest.mark.usefixtures("rows")
+def test_parts_of_other_maps_are_not_merged(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    for part in (0, 1):
+        options: dict[str, Any] = {"record_map": f"{module}:select", "map_args": {"least": part}}
+        prepare(["in"], tokenizer=tokenizer, out="merged", part_index=part, num_parts=2, **options)
+    with pytest.raises(DataError, match=r"of another job than .*: map \("):
+        merge("merged")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
+def test_tables_give_all_columns(fast_path: Path, module: str, tokenizer: Tokenizer, suffix: str) -> None:
+    rows = [{"text": f"text {i}", "score": i, "nested": [{"a": i}]} for i in range(300)]
+    table = pa.Table.from_pylist(rows)
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(table, "rows.parquet")
+    else:
+        with pa.OSFile("rows.arrow", "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+            writer.write_table(table)
+    reader = DocumentReader([f"rows.{suffix}"], keep_fields=True)
+    assert [document.fields for document in reader] == rows
+    assert all(document.fields is None for document in DocumentReader([f"rows.{suffix}"]))
+    prepare_documents(
+        reader, tokenizer=tokenizer, out="store", record_map=f"{module}:select", map_args={"least": 290, "suffix": "!"}
+    )
+    assert texts_of(fast_path / "store") == [f"TEXT {i}!" for i in range(290, 300)]
+
+
+def test_a_column_that_is_not_text_is_a_bad_row(fast_path: Path) -> None:
+    broken = pa.array([b"a", b"\xff"], pa.binary()).view(pa.string())
+    pyarrow.parquet.write_table(pa.table({"text": ["one", "two"], "url": broken}), fast_path / "rows.parquet")
+    assert len(list(DocumentReader([fast_path / "rows.parquet"]))) == 2
+    reader = DocumentReader([fast_path / "rows.parquet"], keep_fields=True, on_bad="skip")
+    assert [document.text for document in reader] == ["one"]
+    assert reader.skipped == {"unreadable column": 1}
+
+
+def test_ids_and_documents_of_the_caller(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    lines = [json.dumps({"input_ids": [0, 5, 6, 7, 0], "attention_mask": [0, 1, 1, 1, 0]})]
+    Path("ids.jsonl").write_text("\n".join(lines))
+    policy: dict[str, Any] = {"tokenizer": tokenizer, "bos": False, "eos": False, "record_map": f"{module}:shorten"}
+    with pytest.raises(DataError, match=r"attention_mask is not a list of 2 values"):
+        prepare(["ids.jsonl"], tokens_field="input_ids", out="store", **policy)
+    Path("ids.jsonl").write_text(json.dumps({"input_ids": [5, 6, 7]}))
+    prepare(["ids.jsonl"], tokens_field="input_ids", out="store", **policy)
+    prepare_documents([Document(ids=np.array([5, 6, 7]), source="x")], out="given", **policy)
+    for name in ("store", "given"):
+        assert TokenStore.open(name).document(0).tolist() == [5, 6]
+    (fast_path / "a.txt").write_text("some text")
+    with pytest.raises(DataError, match=r"a\.txt: map = .*:select raised KeyError: 'score' \(filter_.*\.py:7\)"):
+        prepare(["a.txt"], tokenizer=tokenizer, out="text", record_map=f"{module}:select")
+
+
+@pytest.mark.usefixtures("small_batches", "rows")
+@pytest.mark.guarantee("record-map")
+def test_a_changed_function_never_resumes(
+    fast_path: Path, module: str, tokenizer: Tokenizer, contents: Contents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"tokenizer": tokenizer, "record_map": f"{module}:select", "shard_tokens": 200}
+    prepare(["in"], out="whole", **options)
+    reports = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal reports
+        reports += 1
+        if reports == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(["in"], out="store", progress=interrupt, **options)
+    with pytest.raises(DataError, match=r"map \(arguments\) was \{\} and is \{'least': 1\}"):
+        prepare(["in"], out="store", map_args={"least": 1}, **options)
+    with pytest.raises(DataError, match=r"map \(function\) was filter_.* and is None"):
+        prepare(["in"], out="store", **{**options, "record_map": None})
+    (fast_path / f"{module}.py").write_text(CODE + "# changed\n")
+    with pytest.raises(DataError, match="its code was changed after it was imported; start Python again"):
+        prepare(["in"], out="store", **options)
+    monkeypatch.setattr("lt_data.preparation.record_map._imported", {})  # as a new process
+    with pytest.raises(DataError, match=r"other settings: map \(sha256\) was [0-9a-f]{64} and is"):
+        prepare(["in"], out="store", **options)
+    monkeypatch.undo()
+    (fast_path / f"{module}.py").write_text(CODE)
+    monkeypatch.chdir(fast_path)
+    prepare(["in"], out="store", **options)
+    assert contents(fast_path / "store") == contents(fast_path / "whole")
+
+
+def test_the_hash_is_of_the_whole_package(
+    fast_path: Path, module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = fast_path / f"package_{module}"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "words.py").write_text("WORDS = ['bad']\n")
+    (package / "rules.py").write_text("from .words import WORDS\ndef keep(record):\n    return record\n")
+
+    def sha256(out: str) -> str:
+        monkeypatch.setattr("lt_data.preparation.record_map._imported", {})
+        record_map = f"{package.name}.rules:keep"
+        document = Document(text="one", source="x")
+        manifest = prepare_documents([document], tokenizer=tokenizer, out=out, record_map=record_map)
+        assert manifest.map is not None
+        return manifest.map.sha256
+
+    first = sha256("one")
+    assert sha256("same") == first
+    (package / "words.py").write_text("WORDS = ['worse']\n")
+    assert sha256("other") != first
+
+
+@pytest.mark.usefixtures("rows")
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        ("{m}", {}, "write it as module:function"),
+        ("no_such_module_here:f", {}, "cannot be imported: No module named 'no_such_module_here'; install the module"),
+        ("{m}:absent", {}, "has no absent; write it as module:function"),
+        ("{m}:NUMBER", {}, "int, not a function; write it as module:function"),
+        ("builtins:dict", {}, "has no file whose hash could be recorded"),
+        ("{m}:select", {"least": {1}}, "map_args are not JSON values"),
+        ("{m}:select", {"least": float("nan")}, "map_args are not JSON values"),
+        ("{m}:select", {"most": 1}, r"000\.jsonl:1: map = .* raised TypeError: .*unexpected keyword argument 'most'"),
+        ("{m}:raises", {}, r"000\.jsonl:1: map = .* raised KeyError: 'missing' \(filter_.*\.py:15\); correct the func"),
+        ("{m}:returns_text", {}, r"returned str; return a record \(dict\), None or LeftOut"),
+        ("{m}:renames", {}, r"returned a record with no field 'text' \(found fields 'content'\)"),
+    ],
+)
+def test_errors_name_the_function(
+    fast_path: Path, module: str, tokenizer: Tokenizer, function: str, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        prepare(["in"], tokenizer=tokenizer, out="store", record_map=function.format(m=module), map_args=arguments)
+    assert not list(fast_path.glob("store*"))
+
+
+def test_reasons_are_categories(fast_path: Path, module: str, tokenizer: Tokenizer) -> None:
+    Path("many.jsonl").write_text("\n".join(json.dumps({"text": "x", "score": i}) for i in range(101)))
+    with pytest.raises(DataError, match=r"many\.jsonl:101: .*more than 100 reasons; return categories"):
+        prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map=f"{module}:counts")
+    Path("broken.py").write_text("1 / 0")
+    with pytest.raises(DataError, match="importing it raised ZeroDivisionError"):
+        prepare(["many.jsonl"], tokenizer=tokenizer, out="store", record_map="broken:f")
+    with pytest.raises(DataError, match="keeps no fields; create it with keep_fields=True"):
+        prepare_documents(
+            DocumentReader(["many.jsonl"]), tokenizer=tokenizer, out="store", record_map=f"{module}:select"
+        )
+    assert not (fast_path / "store").exists()
+
+
+@pytest.mark.usefixtures("rows")
+def test_on_the_command_line(
+    module: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(*arguments: str) -> tuple[Any, str]:
+        command = ["lt-data", "prepare", "in", "--tokenizer", "tok", "--out", "store", *arguments]
+        monkeypatch.setattr(sys, "argv", command)
+        code = main()
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    tokenizer.save("tok")
+    assert run("--map-args", "{}") == (64, "error: map_args (--map-args): only with record_map (--map)\n")
+    code, shown = run("--map", f"{module}:select", "--map-args", "[3]")
+    assert (code, "--map-args: holds a list, not an object" in shown) == (64, True)
+    code, shown = run("--map", f"{module}:select", "--map-args", '{"least": 6}')
+    assert code in (0, None)
+    assert "documents left out: map: low score (" in shown
