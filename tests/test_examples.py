@@ -65,6 +65,7 @@ LAYOUTS: dict[str, tuple[float, int, int, tuple[str, ...]]] = {
     "bench-7b/checkpointing.toml": (6738.4, 1, 2, ()),
     "bench-7b/no-checkpointing.toml": (6738.4, 1, 2, ()),
     "bench-7b/colossalai.toml": (6738.4, 4, 2, ()),
+    "bench-7b/gemini-offload.toml": (6738.4, 1, 2, ()),
 }
 FINE_TUNING_EXAMPLES = ("fine-tune-from-name.toml", "fine-tune-from-file.toml")
 
@@ -121,6 +122,13 @@ def test_an_example_resolves_and_fits_the_devices_that_it_is_for(example: str) -
     assert plan.layout.world_size == 8 * nodes
     assert plan.fits
     assert plan.recipe.data.synthetic
+
+
+def test_small_gpus_need_the_offload_of_their_example() -> None:
+    for offload in (True, False):
+        sets = [f"engine.gpu.optimizer_offload={str(offload).lower()}"]
+        recipe = load(EXAMPLES / "bench-7b/gemini-offload.toml", overrides=sets)
+        assert make_plan(recipe, device=DEVICES["l4"], devices=4).fits == offload
 
 
 @pytest.mark.parametrize("example", LAYOUTS)

@@ -1,8 +1,9 @@
-"""Two ranks that are stopped: by any signal, to one or to all, once or again, early or in a save."""
+"""Two ranks that are stopped: by any signal, to one or to all, once or again, early or in a save; on several meshes."""
 
 import json
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.testing import RankProcesses, start_run
 
+MESHES = ((), ("parallel.pp=2",), ("parallel.cp=2",))
 PRELOAD = ("lt_trainer_gpu.engine", "lt_trainer_gpu.parallelize")
 TIMEOUT_S = 240
 
@@ -35,21 +37,38 @@ def wait_for_step(run: RankProcesses, folder: Path, step: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted_losses(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """The losses of a run of two ranks that nothing stops."""
-    cwd = tmp_path_factory.mktemp("whole")
-    with start_training(prepared, cwd) as run:
-        assert run.wait(TIMEOUT_S) == [0, 0], run.output(0) + run.output(1)
-    return read_losses(cwd / "run")
+def uninterrupted_losses(
+    prepared: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[tuple[str, ...]], dict[int, float]]:
+    """The losses of a run of two ranks on a mesh that nothing stops."""
+    done: dict[tuple[str, ...], dict[int, float]] = {}
+
+    def of(mesh: tuple[str, ...]) -> dict[int, float]:
+        if mesh not in done:
+            cwd = tmp_path_factory.mktemp("whole")
+            with start_training(prepared, cwd, *mesh) as run:
+                assert run.wait(TIMEOUT_S) == [0, 0], run.output(0) + run.output(1)
+            done[mesh] = read_losses(cwd / "run")
+        return done[mesh]
+
+    return of
 
 
 @pytest.mark.guarantee("stop-signals")
-@pytest.mark.parametrize(("number", "to"), [(number, (None, 1)[i % 2]) for i, number in enumerate(STOP_SIGNALS)])
+@pytest.mark.parametrize(
+    ("number", "to", "mesh"),
+    [(number, (None, 1)[i % 2], MESHES[i % len(MESHES)]) for i, number in enumerate(STOP_SIGNALS)],
+)
 def test_all_ranks_stop_at_the_same_step_and_go_on_bit_equal(
-    prepared: Path, tmp_path: Path, uninterrupted_losses: dict[int, float], number: signal.Signals, to: int | None
+    prepared: Path,
+    tmp_path: Path,
+    uninterrupted_losses: Callable[[tuple[str, ...]], dict[int, float]],
+    number: signal.Signals,
+    to: int | None,
+    mesh: tuple[str, ...],
 ) -> None:
     """Signals to all and to one in turn; and a second one to all of them a moment later."""
-    with start_training(prepared, tmp_path) as run:
+    with start_training(prepared, tmp_path, *mesh) as run:
         wait_for_step(run, tmp_path / "run", 3)
         run.send_signal(number, to)
         time.sleep(0.003)
@@ -61,9 +80,9 @@ def test_all_ranks_stop_at_the_same_step_and_go_on_bit_equal(
     assert found is not None
     assert [e["step"] for e in stops] == [found.step] == [max(read_losses(tmp_path / "run"))]
     assert not list((tmp_path / "run" / "checkpoints").glob(".tmp-*"))
-    with start_training(prepared, tmp_path) as run:
+    with start_training(prepared, tmp_path, *mesh) as run:
         assert run.wait(TIMEOUT_S) == [0, 0], run.output(0) + run.output(1)
-    assert read_losses(tmp_path / "run") == uninterrupted_losses
+    assert read_losses(tmp_path / "run") == uninterrupted_losses(mesh)
 
 
 @pytest.mark.guarantee("stop-while-loading")

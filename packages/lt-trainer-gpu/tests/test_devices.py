@@ -12,11 +12,12 @@ from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.planning.devices import DEVICES
 from lt_trainer_gpu import devices
+from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.devices import (
     Accelerator,
     DeviceError,
     accumulation_dtype,
-    check_neuron_version,
+    check_neuron_environment,
     choose_device_type,
     compute_dtype,
     total_device,
@@ -75,13 +76,43 @@ def test_a_device_that_is_not_there_is_refused(
         choose_device_type(wanted, accelerator, world)
 
 
-def test_the_xla_line_of_torch_neuronx_is_refused_and_the_other_engine_named() -> None:
-    check_neuron_version("2.13.3.0.1")
-    check_neuron_version("2.14.3.0.1+abc")
-    with pytest.raises(DeviceError, match=r"torch-neuronx 2.9.0.2.11 is the XLA line.*lt-trainer-neuron"):
-        check_neuron_version("2.9.0.2.11")
-    with pytest.raises(DeviceError, match="torch-neuronx is not installed; install AWS's TorchNeuron"):
-        check_neuron_version("")
+@pytest.mark.parametrize(
+    ("torch_neuronx", "torch_version", "environ", "message"),
+    [
+        ("2.9.0.2.11", "2.9.1", {}, r"torch-neuronx 2.9.0.2.11 is the XLA line.*lt-trainer-neuron"),
+        ("", "2.14.0", {}, "torch-neuronx is not installed; install AWS's TorchNeuron"),
+        (
+            "2.14.3.0.1",
+            "2.15.0+cpu",
+            {},
+            r"2.14.3.0.1 is for torch 2.14, and torch 2.15.0\+cpu is .*; install torch 2.14",
+        ),
+        ("2.14.3.0.1", "2.13.1", {}, "for torch 2.14, and torch 2.13.1"),
+        ("2.14.3.0.1", "2.14.0", {devices.AUTOLOAD: "0"}, "TORCH_DEVICE_BACKEND_AUTOLOAD = 0: .*; unset it"),
+    ],
+)
+def test_environments_without_the_device_neuron_are_refused(
+    torch_neuronx: str, torch_version: str, environ: dict[str, str], message: str
+) -> None:
+    with pytest.raises(DeviceError, match=message):
+        check_neuron_environment(torch_neuronx, torch_version, environ)
+
+
+def test_the_environments_of_torch_neuron_are_accepted() -> None:
+    check_neuron_environment("2.13.3.0.1", "2.13.0", {})
+    check_neuron_environment("2.14.3.0.1+abc", "2.14.1+cpu", {devices.AUTOLOAD: "1"})
+
+
+@pytest.mark.parametrize("device_dtype", [torch.float32, torch.float64])
+def test_losses_of_many_micro_batches_are_summed_to_one_rounding(device_dtype: torch.dtype) -> None:
+    """Small and large losses, as of micro-batches with few and many labels; plain float32 is off by 1e-5."""
+    values = [torch.tensor(float(10 ** (n % 7)) * (1 + n / 977)) for n in range(4000)]
+    loss_sum = DeviceSum(torch.device("cpu"), device_dtype)
+    for value in values:
+        loss_sum.add(value)
+    exact = math.fsum(value.item() for value in values)
+    assert loss_sum.total.dtype == device_dtype
+    assert loss_sum.total.item() == pytest.approx(exact, rel=torch.finfo(device_dtype).eps)
 
 
 def test_the_device_neuron_is_checked_before_torch_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

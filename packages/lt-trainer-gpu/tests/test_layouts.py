@@ -275,24 +275,12 @@ BF16 = ("engine.gpu.dtype=float32", "optimizer.moments_dtype=bfloat16")
     ("tied", "first", "second"),
     [
         (False, (4, (TP2, HSDP)), (1, ())),
-        (True, (4, (TP2, SP)), (2, (HSDP,))),
         (True, (1, BF16), (4, (TP2, SP, *BF16))),
         (False, (4, (HSDP, *BF16)), (4, (TP4, *BF16))),
-        (True, (2, (PP2,)), (2, (TP2, SP))),
-        (True, (2, ()), (4, (PP2, TP2))),
         (True, (4, (CP2, HSDP)), (2, (TP2, SP))),
         (False, (2, (HSDP,)), (4, (CP2, TP2))),
     ],
-    ids=[
-        "hsdp-tp-to-one",
-        "fsdp-tp-sp-to-ddp",
-        "one-to-fsdp-tp-sp-bf16",
-        "hsdp-to-tp4-bf16",
-        "pp-to-tp",
-        "fsdp-to-pp-tp",
-        "hsdp-cp-to-tp-sp",
-        "ddp-to-cp-tp",
-    ],
+    ids=["hsdp-tp-to-one", "one-to-fsdp-tp-sp-bf16", "hsdp-to-tp4-bf16", "hsdp-cp-to-tp-sp", "ddp-to-cp-tp"],
 )
 def test_a_checkpoint_of_one_layout_goes_on_in_another(ranks, tmp_path: Path, tied, first, second) -> None:
     """The state has the same bits; the step after it the same loss and weights as the layout that was left."""

@@ -7,13 +7,11 @@ split matrices along rows (FSDP), features (tensor parallelism) and both, evenly
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from lt_ckpt import Checkpoint, OptimizerRecord
 from lt_model import LlamaConfig, n_parameters, param_specs
 from lt_trainer.config import OptimizerOptions, load
 from lt_trainer.engine import StepBatch, StepMetrics, World
@@ -223,39 +221,6 @@ def test_a_step_that_is_not_finite_changes_nothing(ranks: Callable[..., list[tup
     first, bad, last = (assemble([states[i] for _, states, _ in found]) for i in range(3))
     assert all(first[key].tobytes() == bad[key].tobytes() for key in first)
     assert all(first[key].tobytes() != last[key].tobytes() for key in first)
-
-
-def saved_by(sets: tuple[str, ...], folder: str) -> tuple[str, list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine(*sets)
-    return layouts.train_save_train(engine, global_batches(3), folder, lambda: engine.state().shards)
-
-
-def resumed_by(sets: tuple[str, ...], path: str) -> tuple[list[StateSlice], list[StateSlice], list[float]]:
-    engine = open_engine("run.seed=7", *sets)
-    return layouts.restore_and_train(engine, global_batches(3)[2], path, lambda: engine.state().shards)
-
-
-@pytest.mark.guarantee("reshard-checkpoints")
-@pytest.mark.parametrize(
-    ("left", "taken"),
-    [
-        ("fsdp3-uneven", "pp"),
-        pytest.param("pp-fsdp", "fsdp-tp", marks=pytest.mark.slow),
-        pytest.param("tp", "hsdp", marks=pytest.mark.slow),
-    ],
-)
-def test_a_checkpoint_goes_from_mesh_to_mesh(
-    ranks: Callable[..., list[tuple]], tmp_path: Path, left: str, taken: str
-) -> None:
-    one = ranks.run(saved_by, LAYOUTS[left][1], str(tmp_path), ranks=LAYOUTS[left][0])
-    other = ranks.run(resumed_by, LAYOUTS[taken][1], one[0][0], ranks=LAYOUTS[taken][0])
-    assert Checkpoint.open(one[0][0]).manifest.optimizer == OptimizerRecord(
-        name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")
-    )
-    saved, found = assemble([rank[1] for rank in one]), assemble([rank[0] for rank in other])
-    assert saved.keys() == found.keys()
-    assert [key for key in saved if saved[key].tobytes() != found[key].tobytes()] == []
-    assert_near(assemble([rank[1] for rank in other]), assemble([rank[2] for rank in one]), 1e-9)
 
 
 def exchange_bits(dtype: torch.dtype) -> tuple[dict[str, bytes], list[str]]:

@@ -18,10 +18,12 @@ from lt_trainer.config.recipe import Recipe, llama_config, load
 from lt_trainer.engine import Engine, StepBatch, World
 from lt_trainer.planning.layout import layout_from_recipe
 from lt_trainer.planning.memory import plan_memory
+from lt_trainer.planning.memory_optimizer import OFFLOAD_BUFFER_BYTES, UPCAST_BYTES
 from lt_trainer.testing.layouts import step_batch
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.optimizer import CPU_TEMPORARY_BYTES
+from lt_trainer_gpu.optimizer import CPU_TEMPORARY_BYTES, DEVICE_TEMPORARY_BYTES
+from lt_trainer_gpu.optimizer_offload import CHUNK_BYTES
 from lt_trainer_gpu.spec import SPEC
 from lt_trainer_gpu.weights import MixedPrecisionWeights
 
@@ -162,6 +164,12 @@ def test_the_fullest_rank_of_a_pipeline_holds_what_the_plan_says(ranks, case: st
     said = plan_memory(config, seq_len, layout, workspace_bytes=0, upcast_bytes=CPU_TEMPORARY_BYTES)
     found = ranks.run(measured_bytes, recipe, passes, ranks=2)
     assert max(found) == pytest.approx(said.peak, rel=NEAR_RANKS), (found, said)
+
+
+def test_plan_and_engine_know_the_same_buffers() -> None:
+    """The plan does not import the engine, so it says them again."""
+    assert UPCAST_BYTES == DEVICE_TEMPORARY_BYTES
+    assert OFFLOAD_BUFFER_BYTES == 2 * CHUNK_BYTES
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])

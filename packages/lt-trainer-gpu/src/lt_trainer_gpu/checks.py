@@ -13,7 +13,8 @@ from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from lt_model import LlamaConfig
-    from lt_trainer.config import MetricsOptions, Recipe
+    from lt_trainer.config import MetricsOptions, ParallelOptions, Recipe
+    from lt_trainer.engine import World
 
 CONTEXT_PARALLEL_ATTENTION = ("auto", "varlen", "sdpa", "split", "reference")
 """Attention backends that take the keys of all context-parallel ranks."""
@@ -70,6 +71,21 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
     if parallel.data_parallel_size(world_size) * parallel.cp == 1:
         _check_has_effect(options, "there is one data-parallel rank", "reshard_after_forward")
         _check_has_effect(options, "there is one data-parallel rank", "reduce_each_micro_batch")
+
+
+def check_node(parallel: ParallelOptions, world: World) -> None:
+    """Reject tensor-parallel groups that are on several nodes: they communicate in every layer.
+
+    Raises:
+        RecipeError: naming field, value and remedy.
+    """
+    if world.local_size % parallel.tp:
+        raise RecipeError(
+            "a tensor-parallel group would be on several nodes",
+            values={"parallel.tp": parallel.tp},
+            remedy=f"set parallel.tp to a divisor of {world.local_size}, the ranks of a node, and use parallel.cp or "
+            "parallel.pp over nodes",
+        )
 
 
 def _check_pipeline(recipe: Recipe, world_size: int) -> None:

@@ -11,8 +11,10 @@ lt-trainer-neuron runs.
 from __future__ import annotations
 
 import datetime
+import os
 import resource
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
@@ -27,6 +29,8 @@ BACKENDS = {"cuda": "nccl", "neuron": "cpu:gloo,neuron:neuron", "mps": "gloo", "
 """Process-group backend by device type."""
 FIRST_NATIVE_NEURON = (2, 13)
 """First torch-neuronx that is a torch device; older ones are the XLA line."""
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+"""Variable that tells torch whether to load the devices of other packages, as it does by default."""
 WITHOUT_FLOAT64 = ("mps", "neuron")
 """Device types that cannot compute in float64."""
 
@@ -94,25 +98,35 @@ def choose_device_type(wanted: str, accelerator: Accelerator | None, world: Worl
     return wanted
 
 
-def check_neuron_version(torch_neuronx: str) -> None:
-    """Reject a torch-neuronx that is not a torch device.
+def check_neuron_environment(torch_neuronx: str, torch_version: str, environ: Mapping[str, str]) -> None:
+    """Reject an environment in which torch has no device "neuron".
 
     Args:
-        torch_neuronx: its installed version; "" if it is not installed.
+        torch_neuronx: installed version of torch-neuronx; "" if it is not installed.
+        torch_version: version of torch.
+        environ: environment variables.
 
     Raises:
-        DeviceError: it is missing, or of the XLA line.
+        DeviceError: torch-neuronx is missing, of the XLA line, for another torch, or not to be loaded.
     """
     if not torch_neuronx:
         raise DeviceError(
             "engine.gpu.device = 'neuron': torch-neuronx is not installed; install AWS's TorchNeuron (torch-neuronx "
             "2.13 or newer, from the AWS Neuron pip repository), or set it to 'cpu'"
         )
-    if parse_torch_version(torch_neuronx) < FIRST_NATIVE_NEURON:
+    wanted = parse_torch_version(torch_neuronx)
+    if wanted < FIRST_NATIVE_NEURON:
         raise DeviceError(
             f"engine.gpu.device = 'neuron': torch-neuronx {torch_neuronx} is the XLA line, not a torch device; use "
             "run.engine = 'neuron' (package lt-trainer-neuron), or install torch-neuronx 2.13 or newer"
         )
+    if parse_torch_version(torch_version) != wanted:
+        raise DeviceError(
+            f"engine.gpu.device = 'neuron': torch-neuronx {torch_neuronx} is for torch {wanted[0]}.{wanted[1]}, and "
+            f"torch {torch_version} is installed; install torch {wanted[0]}.{wanted[1]}"
+        )
+    if environ.get(AUTOLOAD, "1") == "0":
+        raise DeviceError(f"{AUTOLOAD} = 0: torch does not load the device 'neuron'; unset it")
 
 
 def select_device(options: GpuOptions, world: World) -> torch.device:
@@ -122,8 +136,7 @@ def select_device(options: GpuOptions, world: World) -> torch.device:
         DeviceError: there is no such device.
     """
     if options.device == "neuron":
-        check_neuron_version(_installed_version("torch-neuronx"))
-        # Torch loads the package itself (an entry point), unless TORCH_DEVICE_BACKEND_AUTOLOAD=0 forbids it.
+        check_neuron_environment(_installed_version("torch-neuronx"), torch.__version__, os.environ)
     kind = choose_device_type(options.device, None if options.device == "cpu" else find_accelerator(), world)
     if kind in ("cpu", "mps"):
         return torch.device(kind)
@@ -171,10 +184,7 @@ def compute_dtype(options: GpuOptions, device: torch.device) -> torch.dtype:
 
 
 def accumulation_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums over micro-batches and parameters: float64 if the device has it.
-
-    In float32 the sums of a step have a relative error of about 1e-7 for each of its micro-batches.
-    """
+    """Return the dtype of sums over micro-batches and parameters: float64 if the device has it."""
     return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 

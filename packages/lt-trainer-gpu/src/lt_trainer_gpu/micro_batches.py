@@ -17,7 +17,7 @@ from lt_model.loss import LossParts
 from lt_trainer.engine import StepBatch
 from lt_trainer.torch import micro_batches_to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
-from lt_trainer_gpu.devices import accumulation_dtype
+from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.model import LlamaStage
 
@@ -70,7 +70,7 @@ class PassRunner(Protocol):
         """Accumulate the gradients of the summed loss / `valid_tokens`.
 
         Returns:
-            The summed cross-entropy in nats, float64 on the device; 0 where this rank has no head.
+            The summed cross-entropy in nats, on the device; 0 where this rank has no head.
 
         Raises:
             PeerError: another rank is gone.
@@ -96,19 +96,19 @@ class ModelRunner:
 
     def forward_backward(self, micros: Sequence[DeviceMicroBatch], *, valid_tokens: int, z_loss: float) -> Tensor:
         """Accumulate the gradients, as `PassRunner` says."""
-        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        loss_sum = DeviceSum(self._device)
         for index, parts in enumerate(self._losses(micros, z_loss)):
             self._fsdp_sync.on_backward_begin(is_last=index == len(micros) - 1)
             (parts.total / valid_tokens).backward()
-            loss_sum += parts.cross_entropy
-        return loss_sum
+            loss_sum.add(parts.cross_entropy)
+        return loss_sum.total
 
     def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy."""
-        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        loss_sum = DeviceSum(self._device)
         for parts in self._losses(micros, z_loss=0.0):
-            loss_sum += parts.cross_entropy
-        return loss_sum
+            loss_sum.add(parts.cross_entropy)
+        return loss_sum.total
 
     def _losses(self, micros: Sequence[DeviceMicroBatch], z_loss: float) -> Iterable[LossParts]:
         for micro in micros:

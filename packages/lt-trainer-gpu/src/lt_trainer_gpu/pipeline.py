@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lt_model.loss import LossParts
-from lt_trainer_gpu.devices import accumulation_dtype
+from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.micro_batches import DeviceMicroBatch
@@ -137,14 +137,14 @@ class PipelineRunner:
         )
         n_left = [len(micros)] * len(self._stages)
         in_flight: dict[tuple[int, int], tuple[Tensor, Tensor | LossParts]] = {}
-        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        loss_sum = DeviceSum(self._device)
         for one, received in self._with_messages(passes, micros):
             key = (one.chunk, one.micro_batch)
             if one.is_forward:
                 inputs = micros[one.micro_batch].input_ids if received is None else received.requires_grad_()
                 outputs = self._forward(one, inputs, micros, z_loss)
                 if isinstance(outputs, LossParts):
-                    loss_sum += outputs.cross_entropy
+                    loss_sum.add(outputs.cross_entropy)
                 else:
                     self._send(outputs.detach(), one)
                 in_flight[key] = (inputs, outputs)
@@ -160,11 +160,11 @@ class PipelineRunner:
                 assert inputs.grad is not None
                 self._send(inputs.grad, one)
         self._edges.finish_sends()
-        return loss_sum
+        return loss_sum.total
 
     def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy, 0 on ranks without the head."""
-        loss_sum = torch.zeros((), dtype=accumulation_dtype(self._device), device=self._device)
+        loss_sum = DeviceSum(self._device)
         passes = list(
             forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
         )
@@ -172,11 +172,11 @@ class PipelineRunner:
             inputs = micros[one.micro_batch].input_ids if received is None else received
             outputs = self._forward(one, inputs, micros, z_loss=0.0)
             if isinstance(outputs, LossParts):
-                loss_sum += outputs.cross_entropy
+                loss_sum.add(outputs.cross_entropy)
             else:
                 self._send(outputs, one)
         self._edges.finish_sends()
-        return loss_sum
+        return loss_sum.total
 
     def _with_messages(
         self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]

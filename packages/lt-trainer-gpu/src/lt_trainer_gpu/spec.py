@@ -11,6 +11,7 @@ from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.checks import (
     check_compile_version,
     check_memory_history,
+    check_node,
     check_parallelism,
     check_vocab_size,
     check_weights_dtype,
@@ -47,6 +48,7 @@ class GpuSpec:
                 remedy="set parallel.n_nodes (NUM_NODES) to the number of nodes, or start the ranks on that many",
             )
         check_parallelism(recipe, world.size)
+        check_node(parallel, world)
         check_weights_dtype(recipe)
         check_memory_history(recipe.metrics, recipe.engine["gpu"].device)
         recipe.accumulation_steps(world.size)

@@ -1,0 +1,130 @@
+"""Checkpoints of each mesh taken over by each other mesh, in float64: the same bits, and the same loss after them.
+
+Each mesh trains two steps, saves, and takes a third step. Then each mesh, with other initial weights, restores all
+checkpoints one after the other, those of each mesh for AdamW and Muon, tied and untied, and takes that third step.
+
+Two meshes take over each other's in CI (LT_SEED chooses others), all of them by `tools/slow.py`.
+"""
+
+import os
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from lt_ckpt import Checkpoint, OptimizerRecord
+from lt_model import LlamaConfig
+from lt_trainer.config.recipe import load
+from lt_trainer.engine import World
+from lt_trainer.testing import layouts
+from lt_trainer.testing.layouts import StateSlice, assemble, copy_slices, rank_batch
+from lt_trainer_gpu.engine import GpuEngine
+from lt_trainer_gpu.spec import SPEC
+
+ROWS, SEQ_LEN, VOCAB = 24, 16, 61
+MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
+PP, CP, TP = "parallel.pp=2", "parallel.cp=2", "parallel.tp=2"
+SP, REPLICATED = "parallel.sequence_parallel=true", "parallel.dp_replicate=2"
+INTERLEAVED = "engine.gpu.pipeline_stages_per_rank=2"
+MESHES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "fsdp": (2, ()),
+    "fsdp3-uneven": (3, ()),
+    "ddp": (2, (REPLICATED,)),
+    "hsdp": (4, (REPLICATED,)),
+    "tp": (2, (TP,)),
+    "fsdp-tp-sp": (4, (TP, SP)),
+    "cp": (2, (CP,)),
+    "hsdp-cp": (4, (CP, REPLICATED)),
+    "pp": (2, (PP,)),
+    "pp4-fsdp": (8, ("parallel.pp=4",)),
+    "pp-interleaved": (2, (PP, INTERLEAVED)),
+    "pp-cp-tp-sp": (8, (PP, CP, TP, SP)),
+}
+STATES = [(optimizer, tied) for optimizer in ("adamw", "muon") for tied in (False, True)]
+RECORDS = {
+    "adamw": OptimizerRecord(name="adamw", slots=("exp_avg", "exp_avg_sq")),
+    "muon": OptimizerRecord(name="muon", slots=("momentum", "exp_avg", "exp_avg_sq")),
+}
+N_SAMPLED = 2
+RANDOM = random.Random(int(os.environ.get("LT_SEED", "20")))
+SAMPLE, SAMPLED_STATE = (
+    RANDOM.sample([name for name, (n, _) in MESHES.items() if n <= 4], N_SAMPLED),
+    RANDOM.choice(STATES),
+)
+
+
+def open_engine(optimizer: str, tied: bool, sets: Sequence[str]) -> GpuEngine:
+    base = {
+        "model": {**MODEL, "tie_word_embeddings": tied},
+        "data": {"store": "unused", "seq_len": SEQ_LEN},
+        "batch": {"global_batch_size": ROWS, "micro_batch_size": 1},
+        "optimizer": {"name": optimizer, "weight_decay": 0.1},
+        "schedule": {"max_steps": 3, "warmup_steps": 1},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
+    }
+    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=SEQ_LEN, tie_word_embeddings=tied, **MODEL)
+    engine = SPEC.open(recipe, config, world)
+    assert isinstance(engine, GpuEngine)
+    return engine
+
+
+def batches() -> list[layouts.StepBatch]:
+    return layouts.global_batches(3, rows=ROWS, seq_len=SEQ_LEN, vocab=VOCAB)
+
+
+def save(optimizer: str, tied: bool, sets: Sequence[str], folder: str) -> tuple[str, list[StateSlice], list[float]]:
+    """In a rank: path of the checkpoint, the state in it, the losses of all three steps."""
+    engine = open_engine(optimizer, tied, sets)
+    path, saved, _, losses = layouts.train_save_train(engine, batches(), folder, lambda: engine.state().shards)
+    return path, saved, losses
+
+
+def take_over(
+    optimizer: str, tied: bool, sets: Sequence[str], paths: Mapping[str, str]
+) -> dict[str, tuple[list[StateSlice], int, float]]:
+    """In a rank: state, step count and loss of the third step after restoring each checkpoint."""
+    engine, found = open_engine(optimizer, tied, ("run.seed=7", *sets)), {}
+    third = rank_batch(batches()[2], engine, 1)
+    for name, path in paths.items():
+        engine.restore(Checkpoint.open(Path(path)))
+        restored, steps = copy_slices(engine.state().shards), engine.state().scalars["optimizer_step"]
+        (metrics,) = engine.fetch_metrics([engine.step(third, 1e-2)])
+        found[name] = restored, int(steps), metrics.loss
+    engine.close()
+    return found
+
+
+def prove(ranks, folder: Path, optimizer: str, tied: bool, names: Sequence[str]) -> None:
+    saved = {}
+    for name in names:
+        n, sets = MESHES[name]
+        saved[name] = ranks.run(save, optimizer, tied, sets, str(folder / name), ranks=n)
+    paths = {name: found[0][0] for name, found in saved.items()}
+    assert {Checkpoint.open(Path(path)).manifest.optimizer for path in paths.values()} == {RECORDS[optimizer]}
+    states = {name: assemble([rank[1] for rank in found]) for name, found in saved.items()}
+    for name in names:
+        n, sets = MESHES[name]
+        taken = ranks.run(take_over, optimizer, tied, sets, paths, ranks=n, timeout_s=300)
+        for left, wanted in states.items():
+            restored = assemble([rank[left][0] for rank in taken])
+            assert restored.keys() == wanted.keys()
+            differing = [key for key in wanted if wanted[key].tobytes() != restored[key].tobytes()]
+            assert differing == [], f"{left} -> {name}"
+            assert {rank[left][1] for rank in taken} == {2}
+            assert [rank[left][2] for rank in taken] == [pytest.approx(saved[left][0][2][2], rel=1e-12)] * n
+
+
+@pytest.mark.guarantee("reshard-checkpoints")
+def test_sampled_meshes_take_over_each_others_checkpoints(ranks, tmp_path: Path) -> None:
+    prove(ranks, tmp_path, *SAMPLED_STATE, SAMPLE)
+
+
+@pytest.mark.guarantee("reshard-checkpoints")
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "tied"), STATES)
+def test_every_mesh_takes_over_every_checkpoint(ranks, tmp_path: Path, optimizer: str, tied: bool) -> None:
+    prove(ranks, tmp_path, optimizer, tied, list(MESHES))
