@@ -212,7 +212,7 @@ def test_an_import_asks_the_note(
     note.write_text(content.replace('"version": 1', '"version": 2'))
     refused("another format version")
     note.write_text("[]")
-    refused(r"lt-export\.json: broken")
+    refused(r"lt-export\.json: holds a list, not an object; export again")
 
 
 def test_one_split_of_an_export_is_the_export(store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> None:

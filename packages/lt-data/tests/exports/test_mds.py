@@ -202,7 +202,7 @@ def test_a_broken_index(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
     for content, message in (
         ({**whole, "version": 1}, "version 1; only version 2"),
         ({"shards": [{}]}, "not the index of MDS shards"),
-        ([], "not the index of MDS shards"),
+        ([], "holds a list, not an object"),
         (outside, r"'\.\./shard\.00000\.mds' is not a file of this folder"),
     ):
         index.write_text(json.dumps(content))

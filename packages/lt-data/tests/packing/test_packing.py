@@ -221,11 +221,40 @@ def test_broken_arrays(store: TokenStore, name: str) -> None:
         verify_packs(store)
 
 
-@pytest.mark.parametrize("content", [b"", b"[1]", b'{"format": "lt-data-pack", "version": 9}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"[1]",
+        b"[" * 100_000,
+        b'{"format": "lt-data-pack", "version": 9}',
+        b'{"format": "lt-data-pack", "version": 1, "seq_len": ' + b"[" * 900 + b"]" * 900 + b"}",
+    ],
+)
 def test_broken_description(store: TokenStore, content: bytes) -> None:
     pack(store, seq_len=64)
     (store.path / "packs/bfd-64/pack.json").write_bytes(content)
     with pytest.raises(DataError, match=r"pack\.json"):
+        open_pack(store, seq_len=64)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seq_len": "64"}, "seq_len is a string, not an integer"),
+        ({"seq_len": 0}, "seq_len = 0"),
+        ({"mode": "../x"}, "mode is a string, not one of 'bfd', 'concat', 'buckets'"),
+        ({"mode": "buckets"}, "buckets belong to the mode"),
+        ({"arrays": {"start": {"dtype": "<i8", "shape": [1]}}}, "its arrays are start, not row_offsets"),
+        ({"max_slices_per_row": True}, "max_slices_per_row is true or false"),
+        ({"fingerprint": None}, "fingerprint is null, not a string"),
+    ],
+)
+def test_other_fields_of_a_description(store: TokenStore, change: dict[str, object], message: str) -> None:
+    pack(store, seq_len=64)
+    path = store.path / "packs/bfd-64/pack.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change), encoding="utf-8")
+    with pytest.raises(DataError, match=rf"pack\.json: {message}.*; make the pack again"):
         open_pack(store, seq_len=64)
 
 

@@ -125,9 +125,10 @@ def test_names_of_special_tokens(tokenizer: Tokenizer) -> None:
         Tokenizer.from_bytes(both)
     both["tokenizer_config.json"] = b'{"eos_token": "<|bos|>", "bos_token": null}'
     assert (Tokenizer.from_bytes(both).bos_id, Tokenizer.from_bytes(both).eos_id) == (None, 0)
-    both["tokenizer_config.json"] = b"{"
-    with pytest.raises(DataError, match=r"tokenizer_config\.json is not JSON"):
-        Tokenizer.from_bytes(both)
+    for content, message in ((b"{", "not JSON"), (b"[]", "holds a list, not an object"), (b"[" * 99_999, "nested")):
+        both["tokenizer_config.json"] = content
+        with pytest.raises(DataError, match=rf"tokenizer_config\.json: .*{message}.*; save the tokenizer again"):
+            Tokenizer.from_bytes(both)
 
 
 def test_vocab_size_counts_holes(tokenizer: Tokenizer) -> None:

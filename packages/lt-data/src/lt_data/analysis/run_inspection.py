@@ -20,12 +20,12 @@ rows are not those of one pack, the event's `rows` describe them:
 Cost: the two files and RUN/metrics.jsonl are read completely.
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from lt_data import strict_json
 from lt_data.analysis.inspection import InspectedRow, inspect_batch
 from lt_data.errors import DataError
 from lt_data.file_names import to_local_name, to_portable_name
@@ -272,10 +272,10 @@ def _read_data_section(run: Path) -> dict[str, Any]:
     with translate_os_errors("read the run's", path):
         content = path.read_bytes()
     try:
-        data = json.loads(content)["recipe"]["data"]
+        data = strict_json.load_object(content, str(path), "give another run directory")["recipe"]["data"]
         kinds = {"store": str, "seq_len": int, "packing": str, "document_mask": bool, "shuffle": bool}
         wrong = [name for name, kind in kinds.items() if type(data[name]) is not kind]
-    except (ValueError, TypeError, KeyError) as exc:
+    except (TypeError, KeyError) as exc:
         raise DataError(f"{path}: not the recipe of a run ({type(exc).__name__}: {exc})") from exc
     if wrong:
         raise DataError(f"{path}: not the recipe of a run: data.{wrong[0]} is {data[wrong[0]]!r}")
@@ -353,10 +353,4 @@ def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with translate_os_errors("read the run's", path):
         content = path.read_bytes()
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
-        try:
-            values = json.loads(line)
-        except ValueError as exc:
-            raise DataError(f"{path}:{number}: not a JSON object ({exc}); remove the line") from exc
-        if not isinstance(values, dict):
-            raise DataError(f"{path}:{number}: not a JSON object; remove the line")
-        yield number, values
+        yield number, strict_json.load_object(line, f"{path}:{number}", "remove the line")

@@ -6,14 +6,14 @@ data.
 """
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.exports.files import ExportedFile
-from lt_data.storage import translate_os_errors
+from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
+from lt_data.storage import read_file, translate_os_errors
 
 EXPORT_MANIFEST_FILE = "lt-export.json"
 FORMAT = "lt-data-export"
@@ -52,7 +52,7 @@ class ExportManifest:
     padding: int
     pad_id: int | None
     dropped_tokens: int
-    files: Sequence[ExportedFile]
+    files: tuple[ExportedFile, ...]
 
     def encode(self) -> bytes:
         """Return the content of the file."""
@@ -69,17 +69,11 @@ def read_export_manifest(folder: Path) -> ExportManifest | None:
     if not path.is_file():
         return None
     with translate_os_errors("read", path):
-        content = path.read_bytes()
-    try:
-        values: dict[str, Any] = json.loads(content)
-        if (values.pop("format"), values.pop("version")) != (FORMAT, VERSION):
-            raise DataError(f"{path}: another format version; update lt-data")
-        values["files"] = tuple(ExportedFile(**file) for file in values["files"])
-        manifest = ExportManifest(**values)
-    except DataError:  # a ValueError
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
-        raise DataError(f"{path}: broken ({exc!r}); export again") from exc
+        content = read_file(path, max_bytes=MAX_DESCRIPTION_BYTES)
+    values = strict_json.load_object(content, str(path), "export again")
+    if (values.pop("format", None), values.pop("version", None)) != (FORMAT, VERSION):
+        raise DataError(f"{path}: another format version; update lt-data")
+    manifest = strict_json.parse(ExportManifest, values, str(path), "export again")
     for file in manifest.files:
         with translate_os_errors("read the exported file", folder / file.path):
             size = (folder / file.path).stat().st_size

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+from lt_data.errors import DataError
+from lt_data.file_names import is_plain_name
 from lt_data.storage import fsync, translate_os_errors, write
 
 
@@ -17,6 +19,10 @@ class ExportedFile:
     path: str
     bytes: int
     sha256: str
+
+    def __post_init__(self) -> None:
+        if not all(map(is_plain_name, self.path.split("/"))):
+            raise DataError(f"{self.path!r} is not the name of a file of the folder")
 
 
 class OutputFile:

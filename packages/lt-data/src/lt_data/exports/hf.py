@@ -20,15 +20,18 @@ from importlib import import_module
 from itertools import pairwise
 from os import SEEK_END
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.exports.export_job import ExportJob, WriteResult
 from lt_data.exports.files import OutputFiles
+from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
 from lt_data.exports.samples import document_batches, row_batches, split_by_size
-from lt_data.storage import translate_os_errors
+from lt_data.file_names import is_plain_name
+from lt_data.storage import read_file, translate_os_errors
 from lt_data.streaming.rows import IGNORE_INDEX
 
 FILE_BYTES = 500_000_000  # default of `datasets`
@@ -197,12 +200,13 @@ def _data_files(path: Path) -> list[str]:
         splits = sorted(entry.parent.name for entry in path.glob(f"*/{STATE_FILE}"))
         raise DataError(f"{path}: holds the splits {', '.join(splits)}; give one of these folders")
     with translate_os_errors("read the dataset's", path / STATE_FILE):
-        content = (path / STATE_FILE).read_bytes()
+        content = read_file(path / STATE_FILE, max_bytes=MAX_DESCRIPTION_BYTES)
+    state = strict_json.load_object(content, str(path / STATE_FILE), "save the dataset again")
     try:
-        names = [file["filename"] for file in cast(Any, json.loads(content))["_data_files"]]
-    except (ValueError, KeyError, TypeError) as exc:
+        names = [str(file["filename"]) for file in state["_data_files"]]
+    except (KeyError, TypeError) as exc:
         raise DataError(f"{path / STATE_FILE}: not the state of a saved dataset ({exc!r}); save it again") from exc
-    if foreign := [name for name in names if Path(name).name != name]:
+    if foreign := [name for name in names if not is_plain_name(name)]:
         raise DataError(f"{path / STATE_FILE}: {foreign[0]!r} is not a file of this folder; save the dataset again")
     return names
 

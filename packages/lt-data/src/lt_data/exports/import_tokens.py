@@ -17,6 +17,7 @@ from lt_data.errors import DataError
 from lt_data.exports import hf, litespark, litpkds, mds, megatron, smp
 from lt_data.exports.blocks import BoundaryKind, BoundaryRule, TokenBlock, split_documents
 from lt_data.exports.export_manifest import EXPORT_MANIFEST_FILE, ExportManifest, read_export_manifest
+from lt_data.exports.input_files import check_input
 from lt_data.exports.options import FORMATS, Format
 from lt_data.preparation.prepare import DEFAULT_SHARD_TOKENS, prepare_documents
 from lt_data.progress import Progress, no_progress
@@ -125,6 +126,7 @@ def import_tokens(
             in our export manifest, `out` in use, or a file system error.
     """
     path = Path(path)
+    check_input(path)
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     exported = _find_export_manifest(path)
     if exported is not None:

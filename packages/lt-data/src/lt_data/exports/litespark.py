@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.display.progress_bars import format_si
 from lt_data.errors import DataError
 from lt_data.exports.blocks import TokenBlock, sort_by_name
 from lt_data.exports.export_job import ExportJob, WriteResult
 from lt_data.exports.files import OutputFiles
+from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
 from lt_data.exports.samples import block_batches
-from lt_data.storage import translate_os_errors
+from lt_data.storage import read_file, translate_os_errors
 
 FILE_BYTES = 1 << 28
 METADATA_FILE = "metadata.json"
@@ -132,11 +134,5 @@ def _read_metadata(path: Path) -> dict[str, Any] | None:
     if file is None:
         return None
     with translate_os_errors("read", file):
-        content = file.read_bytes()
-    try:
-        values = json.loads(content)
-    except ValueError as exc:
-        raise DataError(f"{file}: not JSON ({exc}); correct it") from exc
-    if not isinstance(values, dict):
-        raise DataError(f"{file}: not an object; correct it")
-    return values
+        content = read_file(file, max_bytes=MAX_DESCRIPTION_BYTES)
+    return strict_json.load_object(content, str(file), "correct it")

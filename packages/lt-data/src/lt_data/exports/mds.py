@@ -15,15 +15,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.exports.export_job import ExportJob, WriteResult
 from lt_data.exports.files import OutputFiles
+from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
 from lt_data.exports.samples import document_batches, row_batches
-from lt_data.storage import translate_os_errors
+from lt_data.file_names import is_plain_name
+from lt_data.storage import read_file, translate_os_errors
 
 FILE_BYTES = 1 << 26
 INDEX_FILE = "index.json"
@@ -126,16 +129,22 @@ def _row_samples(job: ExportJob) -> Iterator[tuple[bytes, int]]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _MdsShard:
-    """Shard file and its columns."""
+class _MdsDescription:
+    """Description of a shard file in the index: its totals and columns."""
 
-    path: Path
     compression: str | None
     bytes: int
     samples: int
-    names: list[str]
-    encodings: list[str]
-    sizes: list[int | None]
+    names: tuple[str, ...]
+    encodings: tuple[str, ...]
+    sizes: tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _MdsShard(_MdsDescription):
+    """Shard file and its columns."""
+
+    path: Path
 
 
 def read(path: Path, field: str) -> Iterator[tuple[np.ndarray, int, str]]:
@@ -222,14 +231,12 @@ def _array(encoding: str, content: memoryview) -> np.ndarray:
 def _shards(path: Path) -> list[_MdsShard]:
     file = path / INDEX_FILE
     with translate_os_errors("read the dataset's", file):
-        content = file.read_bytes()
+        content = read_file(file, max_bytes=MAX_DESCRIPTION_BYTES)
+    index = strict_json.load_object(content, str(file), "write the shards again")
     try:
-        index = cast(Any, json.loads(content))
         shards = [_shard(path, values) for values in index["shards"]]
         version = index["version"]
-    except (ValueError, KeyError, TypeError) as exc:
-        if isinstance(exc, DataError):
-            raise
+    except (KeyError, TypeError, AttributeError) as exc:
         raise DataError(f"{file}: not the index of MDS shards ({exc!r}); write them again") from exc
     if version != 2:
         raise DataError(f"{file}: version {version!r}; only version 2 is supported")
@@ -240,17 +247,18 @@ def _shard(path: Path, values: dict[str, Any]) -> _MdsShard:
     if values["format"] != "mds" or values["version"] != 2:
         raise DataError(f"{path / INDEX_FILE}: format {values['format']} {values['version']}; only mds 2 is supported")
     name = (values["zip_data"] or values["raw_data"])["basename"]
-    if (path / name).parent != path:
+    if not isinstance(name, str) or not is_plain_name(name):
         raise DataError(f"{path / INDEX_FILE}: {name!r} is not a file of this folder; write the shards again")
-    return _MdsShard(
-        path=path / name,
-        compression=values["compression"] if values["zip_data"] else None,
-        bytes=values["raw_data"]["bytes"],
-        samples=values["samples"],
-        names=values["column_names"],
-        encodings=values["column_encodings"],
-        sizes=values["column_sizes"],
-    )
+    fields = {
+        "compression": values["compression"] if values["zip_data"] else None,
+        "bytes": values["raw_data"]["bytes"],
+        "samples": values["samples"],
+        "names": values["column_names"],
+        "encodings": values["column_encodings"],
+        "sizes": values["column_sizes"],
+    }
+    description = strict_json.parse(_MdsDescription, fields, str(path / INDEX_FILE), "write the shards again")
+    return _MdsShard(path=path / name, **vars(description))
 
 
 def _read_shard(shard: _MdsShard) -> memoryview:

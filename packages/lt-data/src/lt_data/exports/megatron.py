@@ -14,6 +14,7 @@ import numpy as np
 from lt_data.errors import DataError
 from lt_data.exports.export_job import ExportJob, WriteResult
 from lt_data.exports.files import OutputFiles
+from lt_data.exports.input_files import check_input
 from lt_data.exports.samples import document_batches
 from lt_data.storage import translate_os_errors
 from lt_data.store.megatron import MAGIC, index_chunks, index_size
@@ -56,6 +57,8 @@ def read(path: Path) -> Iterator[tuple[np.ndarray, int, str]]:
     """
     prefix = _prefix(path)
     idx, bin_ = Path(f"{prefix}.idx"), Path(f"{prefix}.bin")
+    for path in (idx, bin_):
+        check_input(path)
     with translate_os_errors("read", idx), idx.open("rb") as file:
         header = file.read(_HEADER.size)
         idx_bytes = idx.stat().st_size

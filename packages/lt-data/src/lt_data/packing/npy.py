@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.storage import translate_os_errors
+from lt_data.storage import open_regular, translate_os_errors
 
 _MAGIC = b"\x93NUMPY\x01\x00"
 _MAX_HEADER_BYTES = 2**16 + len(_MAGIC) + 2
@@ -30,7 +30,7 @@ def mmap_npy(path: Path, dtype: str, shape: Sequence[int]) -> np.ndarray:
     """
     count = shape[0] if len(shape) == 1 else -1
     with translate_os_errors("open", path):
-        with path.open("rb") as file:
+        with open_regular(path, inside=path.parent) as file:
             head = file.read(_MAX_HEADER_BYTES)
         size = path.stat().st_size
         text = rb"\{'descr': '%b', 'fortran_order': False, 'shape': \(%d,\), \} *\n" % (

@@ -15,16 +15,18 @@ import hashlib
 import io
 import json
 from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.packing.algorithms import fill_best_fit, fill_buckets, fill_concat
 from lt_data.packing.npy import mmap_npy
-from lt_data.storage import atomic_folder, translate_os_errors, write_file
+from lt_data.storage import atomic_folder, read_file, translate_os_errors, write_file
 from lt_data.store.manifest import PACK_FOLDER
 from lt_data.store.token_store import TokenStore
 
@@ -33,7 +35,42 @@ VERSION = 1
 PACK_FILE = "pack.json"
 PackMode = Literal["bfd", "concat", "buckets"]
 DEFAULT_MIN_SEQ_LEN = 256  # tokens in the shortest rows of buckets
+_MAX_HEADER_BYTES = 2**20
+_REMEDY = "make the pack again"
 _ARRAYS = ("row_offsets", "document", "start", "length", "labels", "valid")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ArrayHeader:
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PackHeader:
+    """Fields of `pack.json`, but for format and version."""
+
+    seq_len: int
+    mode: PackMode
+    buckets: tuple[tuple[int, int], ...] | None = None
+    rows: int
+    slices: int
+    max_slices_per_row: int
+    store_fingerprint: str
+    fingerprint: str
+    arrays: Mapping[str, _ArrayHeader]
+
+    def __post_init__(self) -> None:
+        if {*self.arrays} != {*_ARRAYS}:
+            raise DataError(f"its arrays are {', '.join(self.arrays)}, not {', '.join(_ARRAYS)}")
+        if self.seq_len < 1 or self.max_slices_per_row < 0:
+            raise DataError(f"seq_len = {self.seq_len}, max_slices_per_row = {self.max_slices_per_row}: not counts")
+        if (self.buckets is None) != (self.mode != "buckets"):
+            raise DataError("buckets belong to the mode 'buckets', and to no other")
+        if self.buckets is not None and (
+            min(map(min, self.buckets), default=0) < 1 or sum(rows for _, rows in self.buckets) != self.rows
+        ):
+            raise DataError(f"its buckets do not sum to its {self.rows} rows")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -142,22 +179,17 @@ class PackIndex:
         """
         folder = Path(folder)
         header = _read_header(folder / PACK_FILE)
-        try:
-            stated = {
-                name: (str(header["arrays"][name]["dtype"]), [*map(int, header["arrays"][name]["shape"])])
-                for name in _ARRAYS
-            }
-            names = ("seq_len", "mode", "max_slices_per_row", "store_fingerprint", "fingerprint")
-            fields = {name: header[name] for name in names}
-        except (KeyError, TypeError, ValueError) as exc:
-            raise DataError(f"{folder / PACK_FILE}: broken ({exc}); make the pack again") from exc
         arrays: dict[str, Any] = {
-            name: mmap_npy(folder / f"{name}.npy", dtype, shape) for name, (dtype, shape) in stated.items()
+            name: mmap_npy(folder / f"{name}.npy", array.dtype, array.shape) for name, array in header.arrays.items()
         }
         return cls(
-            buckets=_read_buckets(header, folder / PACK_FILE),
+            seq_len=header.seq_len,
+            mode=header.mode,
+            max_slices_per_row=header.max_slices_per_row,
+            store_fingerprint=header.store_fingerprint,
+            fingerprint=header.fingerprint,
+            buckets=header.buckets,
             folder=folder,
-            **fields,
             **arrays,
         )
 
@@ -170,7 +202,8 @@ class PackIndex:
         if self._compute_fingerprint() != self.fingerprint:
             raise DataError(f"pack {self.mode}-{self.seq_len}: its arrays do not match its fingerprint; make it again")
         header = replace(self, max_slices_per_row=_max_slices_per_row(self.row_offsets))._header()
-        if self.folder is not None and _read_header(self.folder / PACK_FILE) != json.loads(json.dumps(header)):
+        source = str(self.folder and self.folder / PACK_FILE)
+        if self.folder is not None and _read_header(self.folder / PACK_FILE) != _parse_header(header, source):
             raise DataError(f"{self.folder / PACK_FILE}: does not match the arrays beside it; make the pack again")
 
     def _header(self) -> dict[str, Any]:
@@ -361,33 +394,19 @@ def _fingerprint(
     return digest.hexdigest()
 
 
-def _read_header(path: Path) -> dict[str, Any]:
+def _read_header(path: Path) -> _PackHeader:
     with translate_os_errors("read the pack's", path):
-        content = path.read_bytes()
-    try:
-        header = json.loads(content)
-    except ValueError as exc:
-        raise DataError(f"{path}: not JSON ({exc}); make the pack again") from exc
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise DataError(f"{path}: not a pack")
-    if header.get("version") != VERSION:
-        raise DataError(
-            f"{path}: format version {header.get('version')!r}; this lt-data reads version {VERSION}: update lt-data"
-        )
-    return cast(dict[str, Any], header)
+        content = read_file(path, max_bytes=_MAX_HEADER_BYTES)
+    return _parse_header(strict_json.load_object(content, str(path), _REMEDY), str(path))
 
 
-def _read_buckets(header: dict[str, Any], path: Path) -> tuple[tuple[int, int], ...] | None:
-    if header["mode"] != "buckets":
-        return None
-    try:
-        buckets = tuple((int(length), int(rows)) for length, rows in header["buckets"])
-        n_rows = int(header["rows"])
-    except (KeyError, TypeError, ValueError) as exc:
-        raise DataError(f"{path}: broken list of buckets ({exc!r}); make the pack again") from exc
-    if sum(rows for _, rows in buckets) != n_rows:
-        raise DataError(f"{path}: its buckets do not sum to its {n_rows} rows; make the pack again")
-    return buckets
+def _parse_header(header: Mapping[str, Any], source: str) -> _PackHeader:
+    fields = dict(header)
+    if fields.pop("format", None) != FORMAT:
+        raise DataError(f"{source}: not a pack")
+    if (version := fields.pop("version", None)) != VERSION:
+        raise DataError(f"{source}: format version {version!r}; this lt-data reads version {VERSION}: update lt-data")
+    return strict_json.parse(_PackHeader, json.loads(json.dumps(fields)), source, _REMEDY)
 
 
 def _pack_folder(store: TokenStore, lengths: list[int], mode: PackMode, name: str | None) -> Path:

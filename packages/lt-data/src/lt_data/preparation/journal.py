@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.storage import fsync, open_truncated, translate_os_errors, write
 
@@ -34,7 +35,7 @@ def decode_journal(content: bytes, source: str) -> tuple[list[dict[str, Any]], i
             if end < len(content):
                 raise DataError(f"{source}: line {len(records) + 1} is damaged; start over (--no-resume)")
             break
-        records.append(json.loads(text))
+        records.append(strict_json.load_object(text, f"{source}:{len(records) + 1}", "start over (--no-resume)"))
         begin = end
     return records, begin
 

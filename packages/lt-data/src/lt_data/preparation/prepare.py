@@ -50,6 +50,7 @@ from lt_data.tokenizing.engine_selection import EngineChoice, EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 DEFAULT_SHARD_TOKENS = 2**27
+MAX_NAMED_FILES = 5
 NoticeCallback = Callable[[str], None]
 
 
@@ -268,6 +269,8 @@ def prepare_documents(
         publish_store(build_folder, tokenizer.files, manifest, overwrite=overwrite)
     for reason, example in sorted(reader.skip_examples.items()) if reader else ():
         notify(f"skipped as {reason}: for example {example}")
+    for message in reader.unreadable_files[:MAX_NAMED_FILES] if reader else ():
+        notify(f"skipped {message}")
     return manifest
 
 

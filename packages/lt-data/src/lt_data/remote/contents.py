@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
 from lt_data.storage import translate_os_errors
@@ -212,7 +213,7 @@ def decode_listing(content: bytes, source: str) -> dict[str, Listed]:
         DataError: it is not one, or not one that this program reads.
     """
     try:
-        values = json.loads(content)
+        values = strict_json.load_object(content, source, "upload again")
         if values["format"] != FORMAT:
             raise DataError(f"{source}: not a listing of lt-data")
         if values["version"] != VERSION or values["block_bytes"] != BLOCK_BYTES:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
@@ -18,6 +19,7 @@ from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.megatron import index_size
 
 _LARGEST_MARK = 2**31
+_REMEDY = "upload the store again"
 
 
 def is_store(content: bytes) -> bool:
@@ -79,7 +81,7 @@ class RemoteParcel:
         source = f"{self.source.url}/{MANIFEST}"
         if self.manifest is None:
             raise DataError(f"{self.source.url}: a folder of files, not a token store (no {MANIFEST} of one)")
-        return StoreManifest.from_dict(json.loads(self.manifest), source)
+        return StoreManifest.from_dict(strict_json.load_object(self.manifest, source, _REMEDY), source)
 
 
 def of_bucket(source: S3Folder) -> RemoteParcel:
@@ -110,7 +112,9 @@ def of_bucket(source: S3Folder) -> RemoteParcel:
         files = {name: RemoteFile(n_bytes=f.n_bytes, sha256=f.sha256, listed=f) for name, f in listed.items()}
     else:
         assert content is not None
-        files = _files_of(StoreManifest.from_dict(json.loads(content), f"{source.url}/{MANIFEST}"), there, source.url)
+        name = f"{source.url}/{MANIFEST}"
+        manifest = StoreManifest.from_dict(strict_json.load_object(content, name, _REMEDY), name)
+        files = _files_of(manifest, there, source.url)
     identity = hashlib.sha256((content or b"") + b"\n" + (listing or b"")).hexdigest()
     return RemoteParcel(
         source=source, files=files, manifest=content, identity=identity, problems=_problems(files, there)

@@ -18,14 +18,16 @@ if TYPE_CHECKING:
 BATCH_ROWS = 128  # rows decoded at a time: the memory per file, besides pyarrow's buffers
 
 
-def select_columns(names: Sequence[str], options: ReadOptions) -> list[str] | BadRecord:
+def select_columns(names: list[str], options: ReadOptions) -> list[str] | BadRecord:
     """Return the columns to read, or a `BadRecord` if the requested one is missing."""
     name = options.tokens_field or options.text_field
     if name not in names:
         return missing_field(name, "tokens_field" if options.tokens_field else "text_field", names)
-    if options.keep_fields:
-        return list(names)
-    return [name, ATTENTION_MASK] if options.tokens_field and ATTENTION_MASK in names else [name]
+    columns = [name, ATTENTION_MASK] if options.tokens_field and ATTENTION_MASK in names else [name]
+    columns = names if options.keep_fields else columns
+    if twice := [column for column in columns if names.count(column) > 1]:
+        return BadRecord("two columns of one name", f"several columns {twice[0]!r}; rename all but one of them")
+    return columns
 
 
 def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[SourceRecord]:

@@ -1,7 +1,8 @@
 """Listing of source files, sorted by the bytes of the path below the source.
 
 Symbolic links in a folder are followed only to files in that folder; other links are counted, as are the files without
-a requested suffix. A folder that `datasets` saved is read in the order of its file list.
+a requested suffix and the hidden ones: files and folders whose names begin with a dot, such as `.git`. A link to
+nothing, or a pipe, is bad input. A folder that `datasets` saved is read in the order of its file list.
 """
 
 import os
@@ -19,7 +20,10 @@ from lt_data.sources.options import ReadOptions
 from lt_data.sources.saved_dataset import list_arrow_files
 from lt_data.sources.source_unit import ListedFile, SourceUnit
 from lt_data.sources.transfer_errors import translate_answer_errors, translate_transfer_errors
-from lt_data.storage import translate_os_errors
+from lt_data.storage import open_regular, read_file, translate_os_errors
+
+_MAX_DESCRIPTION_BYTES = 2**26  # of a saved dataset
+_HIDDEN = "hidden"
 
 
 @dataclass
@@ -28,13 +32,15 @@ class SourceListing:
 
     Attributes:
         units: files and ranges of rows, in order.
-        skipped_links: symbolic links that were not followed.
-        ignored_files: files of the folders without a requested suffix, by suffix.
+        skipped_links: symbolic links that were not followed or, if bad input is skipped, lead to nothing.
+        ignored_files: files of the folders without a requested suffix, by suffix; and hidden files and folders.
+        unreadable_files: if bad input is skipped, a message for each file of the folders that is none.
     """
 
     units: list[SourceUnit] = field(default_factory=list)
     skipped_links: int = 0
     ignored_files: Counter[str] = field(default_factory=Counter)
+    unreadable_files: list[str] = field(default_factory=list)
 
     def add(self, source: str, options: ReadOptions) -> None:
         """Add a source.
@@ -70,18 +76,24 @@ class SourceListing:
 
         with translate_os_errors("read", root):
             for folder, subfolders, names in os.walk(root, onerror=reraise):
+                self.ignored_files[_HIDDEN] += sum(name.startswith(".") for name in (*subfolders, *names))
+                subfolders[:] = [name for name in subfolders if not name.startswith(".")]
                 self.skipped_links += sum(os.path.islink(os.path.join(folder, name)) for name in subfolders)
                 for name in names:
                     path = os.path.join(folder, name)
-                    if not self._has_suffix(name, options):
+                    if name.startswith(".") or not self._has_suffix(name, options):
                         continue
                     if os.path.islink(path) and not _is_inside(os.path.realpath(path), real_root):
                         self.skipped_links += 1
-                        continue
-                    kind = os.stat(path)
-                    if stat.S_ISREG(kind.st_mode):
+                    elif not os.path.exists(path):
+                        self._handle_bad(f"{path}: a symbolic link to nothing; remove or correct it", options)
+                        self.skipped_links += 1
+                    elif not os.path.isfile(path):
+                        self._handle_bad(f"{path}: not a regular file; move it away, or write it to a file", options)
+                    else:
                         relative = Path(path).relative_to(root).as_posix()
-                        files.append((relative, ListedFile(name=path, size=kind.st_size, path=path)))
+                        files.append((relative, ListedFile(name=path, size=os.stat(path).st_size, path=path)))
+        self.ignored_files += Counter()  # without zeros
         yield from (listed for _, listed in sorted(files, key=lambda pair: os.fsencode(pair[0])))
 
     def _list_url(self, url: str, options: ReadOptions) -> Iterator[SourceUnit]:
@@ -103,9 +115,17 @@ class SourceListing:
                 return
             saved = _list_remote_saved_dataset(shown, root, filesystem, files, options)
         for path in sorted(files) if saved is None else saved:
-            if saved is not None or self._has_suffix(path, options):
+            inner = path.removeprefix(root).strip("/").split("/")
+            if saved is None and any(part.startswith(".") for part in inner):
+                self.ignored_files[_HIDDEN] += 1
+            elif saved is not None or self._has_suffix(path, options):
                 name = redact_url(filesystem.unstrip_protocol(path))
                 yield ListedFile(name=name, size=files[path].get("size"), path=path, filesystem=filesystem)
+
+    def _handle_bad(self, message: str, options: ReadOptions) -> None:
+        if options.on_bad == "error":
+            raise DataError(message)
+        self.unreadable_files.append(message)
 
     def _has_suffix(self, name: str, options: ReadOptions) -> bool:
         matches = name.lower().endswith(tuple(options.suffixes))
@@ -127,15 +147,15 @@ def _list_local_saved_dataset(root: str, options: ReadOptions) -> list[SourceUni
     """Return the files of a local folder that `datasets` saved, or None if it is not one."""
 
     def read(name: str) -> bytes | None:
-        path = os.path.join(root, name)
-        return Path(path).read_bytes() if os.path.isfile(path) else None
+        path = Path(root, name)
+        return read_file(path, max_bytes=_MAX_DESCRIPTION_BYTES, inside=Path(root)) if os.path.lexists(path) else None
 
     with translate_os_errors("read", root):
         names = list_arrow_files(root, read, options.split)
     units: list[SourceUnit] = []
     for path in (os.path.join(root, name) for name in names or ()):
-        with translate_os_errors("read", path):
-            units.append(ListedFile(name=path, size=os.stat(path).st_size, path=path))
+        with translate_os_errors("read", path), open_regular(Path(path), inside=Path(root)) as file:
+            units.append(ListedFile(name=path, size=os.fstat(file.fileno()).st_size, path=path))
     return None if names is None else units
 
 

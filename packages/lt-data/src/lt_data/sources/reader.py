@@ -172,6 +172,11 @@ class DocumentReader:
         shown = ", ".join(f"{suffix} {count}" for suffix, count in ranked[:5])
         return f"{others.total()} files ({shown}{', ...' if len(ranked) > 5 else ''})"
 
+    @property
+    def unreadable_files(self) -> tuple[str, ...]:
+        """Messages of links to nothing and of pipes in the folders, which are skipped (on_bad="skip")."""
+        return tuple(self._listing.unreadable_files)
+
     def source_files(self) -> SourceFiles:
         """Return the files read completely in this iteration, for the manifest."""
         return summarize_sources(self.finished_files, skipped_links=self._listing.skipped_links)

@@ -3,11 +3,12 @@
 `state.json` lists the files of one split; a folder of several splits has `dataset_dict.json` and one folder per split.
 """
 
-import json
 from collections.abc import Callable
 from typing import Any
 
+from lt_data import strict_json
 from lt_data.errors import DataError
+from lt_data.file_names import is_plain_name
 
 STATE_FILE, DATASET_DICT_FILE = "state.json", "dataset_dict.json"
 ReadFile = Callable[[str], bytes | None]
@@ -26,6 +27,10 @@ def list_arrow_files(name: str, read: ReadFile, split: str | None) -> list[str] 
     """
     if (content := read(DATASET_DICT_FILE)) is not None:
         splits = _read_list(f"{name}/{DATASET_DICT_FILE}", content, "splits")
+        if foreign := [name for name in splits if not isinstance(name, str) or not is_plain_name(name)]:
+            raise DataError(
+                f"{name}/{DATASET_DICT_FILE}: {foreign[0]!r} is not a folder of this one; save the dataset again"
+            )
         chosen = splits[0] if split is None and len(splits) == 1 else split
         if chosen not in splits:
             raise DataError(
@@ -47,7 +52,7 @@ def _parse_files(name: str, content: bytes) -> list[str]:
         raise DataError(f"{path}: the rows are not in the order of the files; load and save it with datasets again")
     entries = _read_list(path, content, "_data_files")
     files = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    valid = [file for file in files if isinstance(file, str) and "/" not in file]
+    valid = [file for file in files if isinstance(file, str) and is_plain_name(file)]
     if len(valid) != len(files):
         raise DataError(f"{path}: _data_files does not name files of the folder; save the dataset again")
     return valid
@@ -61,10 +66,4 @@ def _read_list(path: str, content: bytes, name: str) -> list[Any]:
 
 
 def _parse_json(path: str, content: bytes) -> dict[str, Any]:
-    try:
-        values = json.loads(content)
-    except ValueError as exc:
-        raise DataError(f"{path}: not JSON ({exc}); save the dataset again") from exc
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: not the description of a saved dataset; save the dataset again")
-    return values
+    return strict_json.load_object(content, path, "save the dataset again")

@@ -17,6 +17,7 @@ import numpy as np
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import atomic_folder, translate_os_errors, write_file
@@ -212,10 +213,7 @@ def _read_special_token_names(files: Mapping[str, bytes], name: str) -> dict[str
     for file in ("special_tokens_map.json", CONFIG_FILE):
         if file not in files:
             continue
-        try:
-            values = json.loads(files[file])
-        except ValueError as exc:
-            raise DataError(f"tokenizer {name}: {file} is not JSON ({exc})") from exc
+        values = strict_json.load_object(files[file], f"tokenizer {name}: {file}", "save the tokenizer again")
         for key in ("bos_token", "eos_token", "pad_token"):
             value = values.get(key)
             value = value.get("content") if isinstance(value, dict) else value
