@@ -277,7 +277,7 @@ def test_saved_datasets_are_read_in_the_order_of_their_list(tmp_path: Path, spli
     ("state", "message"),
     [
         ("{", r"state\.json: not JSON"),
-        ("[]", r"state\.json: not the description"),
+        ("[]", r"state\.json: holds a list, not an object"),
         ('{"a": 1}', r"state\.json: no list _data_files"),
         ('{"_data_files": [{"filename": "../x.arrow"}]}', "_data_files does not name files of the folder"),
         ('{"_data_files": [3]}', "_data_files does not name files of the folder"),

@@ -3,7 +3,9 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from lt_data import (
     IGNORE_INDEX,
+    BatchRamp,
     DataError,
     Document,
     KeyedPermutation,
@@ -339,12 +342,61 @@ def test_bad_division(make_reader: Callable[..., RowReader], options: dict[str, 
 
 @pytest.mark.parametrize(
     "change",
-    [{"step": -1}, {"row": 1.5}, {"row": True}, {"skipped": [[1]]}, {"skipped": 3}, {"extra": 1}, {"seed": "0"}],
+    [
+        {"step": -1},
+        {"row": 1.5},
+        {"row": True},
+        {"row": 2**62},
+        {"skipped": [[1]]},
+        {"skipped": [[1, "2"]]},
+        {"skipped": [3]},
+        {"skipped": 3},
+        {"skipped": None},
+        {"extra": 1},
+        {"seed": "0"},
+        {"fingerprint": 3},
+    ],
 )
 def test_broken_state(change: dict[str, object]) -> None:
     values = StreamState(step=1, row=2, seed=3, fingerprint="x", skipped=((0, 1),)).to_dict()
     assert StreamState.from_dict(values).to_dict() == values
     with pytest.raises(DataError, match="not the state of a stream"):
         StreamState.from_dict({**values, **change})
-    with pytest.raises(DataError, match="not the state of a stream"):
-        StreamState.from_dict({"step": 1})
+    for other in ({"step": 1}, {}, [], None, 3, "x", {3: 4}):
+        with pytest.raises(DataError, match="not the state of a stream"):
+            StreamState.from_dict(cast(Any, other))
+
+
+@pytest.mark.parametrize("state", [{"step": 1}, {}, [], 3, "x"])
+def test_a_state_is_given_as_one(make_reader: Callable[..., RowReader], state: Any) -> None:
+    with pytest.raises(DataError, match=r"state = .*: not a StreamState; StreamState\.from_dict makes one"):
+        Stream(make_reader(3), global_batch_size=1, state=state)
+    with pytest.raises(DataError, match="no such position in a stream"):
+        StreamState(step=0, row=0, seed=0, fingerprint="", skipped=state)
+
+
+def test_integers_of_numpy_make_a_state_that_json_holds(make_reader: Callable[..., RowReader]) -> None:
+    def make(integer: Any) -> Stream:
+        ramp = BatchRamp(start=integer(2), final=integer(4), increment=integer(2), steps=integer(3))
+        options = {"global_batch_size": integer(4), "dp_rank": integer(1), "dp_size": integer(2), "seed": integer(5)}
+        stream = Stream(make_reader(11), ramp=ramp, **options)
+        stream.next()
+        stream.skip(integer(3))
+        stream.state = stream.state_after(integer(2))
+        return stream
+
+    one, other = make(int), make(np.int64)
+    assert json.dumps(other.state.to_dict()) == json.dumps(one.state.to_dict())
+    assert one.next().row_ids.tolist() == other.next().row_ids.tolist()
+    for name in ("global_batch_size", "dp_rank", "dp_size", "seed"):
+        with pytest.raises(DataError, match=rf"{name} = 1\.5: give an integer"):
+            Stream(make_reader(3), **{"global_batch_size": 1, name: cast(Any, 1.5)})
+    with pytest.raises(DataError, match=r"n_rows = 1\.0: give an integer"):
+        one.skip(cast(Any, 1.0))
+
+
+def test_a_stream_iterates(make_reader: Callable[..., RowReader]) -> None:
+    one, other = (Stream(make_reader(5), global_batch_size=2, seed=3) for _ in range(2))
+    found = [batch.row_ids.tolist() for batch in islice(one, 4)]
+    assert found == [other.next().row_ids.tolist() for _ in range(4)]
+    assert one.state == other.state

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 
 
@@ -95,10 +96,4 @@ class BatchRamp:
         Raises:
             DataError: the values are invalid.
         """
-        try:
-            ramp = cls(**values)
-        except TypeError as exc:
-            raise DataError(f"not a batch ramp: {dict(values)!r}") from exc
-        if not all(type(value) is int for value in values.values()):
-            raise DataError(f"not a batch ramp: {dict(values)!r}")
-        return ramp
+        return strict_json.parse(cls, values, "not a batch ramp", "give what to_dict returned")

@@ -10,13 +10,16 @@ fingerprint that prevents resuming with other data.
 Cost: nothing is stored or scanned; a batch costs its rows.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, Protocol
 
 import numpy as np
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.streaming.ramp import BatchRamp
 from lt_data.streaming.rows import RowReader, Rows, TokenRows
@@ -65,6 +68,9 @@ class StreamState:
         seed: seed of the shuffle.
         fingerprint: fingerprint of the sequence, in words.
         skipped: ranges [start, end) of skipped positions.
+
+    Raises:
+        DataError: a field is of another type or negative; `to_dict` would not be JSON.
     """
 
     step: int
@@ -72,6 +78,16 @@ class StreamState:
     seed: int
     fingerprint: str
     skipped: tuple[tuple[int, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not (
+            isinstance(self.fingerprint, str)
+            and isinstance(self.skipped, tuple)
+            and all(isinstance(part, tuple) and len(part) == 2 for part in self.skipped)
+            and type(self.seed) is int
+            and all(type(n) is int and 0 <= n < 2**62 for n in (self.step, self.row, *chain(*self.skipped)))
+        ):
+            raise DataError(f"{self!r}: no such position in a stream")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
@@ -84,14 +100,7 @@ class StreamState:
         Raises:
             DataError: a field is missing, unknown or of another type.
         """
-        try:
-            state = cls(**{**values, "skipped": tuple((start, end) for start, end in values.get("skipped", ()))})
-        except (TypeError, ValueError) as exc:
-            raise DataError(f"not the state of a stream ({exc}): {dict(values)!r}") from exc
-        numbers = (state.step, state.row, state.seed, *(n for part in state.skipped for n in part))
-        if not all(type(n) is int for n in numbers) or min(state.step, state.row) < 0:
-            raise DataError(f"not the state of a stream: {dict(values)!r}")
-        return state
+        return strict_json.parse(cls, values, "not the state of a stream", "give what to_dict returned")
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,9 +143,11 @@ class Stream:
     Attributes:
         state: state before the next batch.
 
+    Iterating over it yields the batches of `next`, without end.
+
     Raises:
-        DataError: the batch cannot be divided, or the state belongs to another sequence; the message names the
-            differences.
+        DataError: a number is not an integer, the batch cannot be divided, or the state belongs to another sequence;
+            the message names the differences.
     """
 
     def __init__(
@@ -151,6 +162,12 @@ class Stream:
         state: StreamState | None = None,
         ramp: BatchRamp | None = None,
     ) -> None:
+        if state is not None and not isinstance(state, StreamState):
+            raise DataError(f"state = {state!r}: not a StreamState; StreamState.from_dict makes one of saved values")
+        global_batch_size = _integer("global_batch_size", global_batch_size)
+        dp_rank, dp_size, seed = (
+            _integer(name, value) for name, value in (("dp_rank", dp_rank), ("dp_size", dp_size), ("seed", seed))
+        )
         if global_batch_size < 1 or dp_size < 1 or global_batch_size % dp_size:
             raise DataError(
                 f"global_batch_size = {global_batch_size}: must be a positive multiple of dp_size = {dp_size}, so that "
@@ -191,6 +208,12 @@ class Stream:
         """Rows that remain after `steps_per_epoch` batches; the next batch begins with them."""
         return self.reader.n_rows % self.global_batch_size
 
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> StreamBatch:
+        return self.next()
+
     def next(self) -> StreamBatch:
         """Return the next batch of this rank."""
         state = self.state
@@ -210,6 +233,7 @@ class Stream:
 
     def skip(self, n_rows: int) -> None:
         """Skip the next rows of the global sequence, the same on all ranks, and record it in the state."""
+        n_rows = _integer("skip n_rows", n_rows)
         if n_rows < 0:
             raise DataError(f"skip n_rows = {n_rows}: at least 0")
         begin, end = self.state.row, self.state.row + n_rows
@@ -225,6 +249,7 @@ class Stream:
 
     def state_after(self, n_batches: int) -> StreamState:
         """Return the state `n_batches` later; reads nothing and does not advance the stream."""
+        n_batches = _integer("n_batches", n_batches)
         step = self.state.step + n_batches
         rows = (
             n_batches * self.global_batch_size
@@ -243,7 +268,15 @@ class Stream:
 
     def _advance(self, state: StreamState, row: int, **changes: Any) -> StreamState:
         fingerprint = sequence_fingerprint(self.reader, shuffle=self.shuffle, position=row)
-        return replace(state, row=row, fingerprint=fingerprint, **changes)
+        return replace(state, row=int(row), fingerprint=fingerprint, **changes)
+
+
+def _integer(name: str, value: int) -> int:
+    """Return an integer of any kind, such as numpy's, as an int, which JSON can hold."""
+    try:
+        return int(operator.index(value))
+    except TypeError as exc:
+        raise DataError(f"{name} = {value!r}: give an integer") from exc
 
 
 def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0) -> str:
