@@ -1,4 +1,4 @@
-"""Check of the files that an import reads, which others made: regular files, and none outside the folder.
+"""Check of an import's files, which others made: regular files, and none outside the folder.
 
 Cost: one look at each entry of the folder.
 """

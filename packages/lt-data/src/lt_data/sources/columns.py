@@ -4,7 +4,7 @@ Used by `parquet.py` (files) and `hub.py` (datasets). A null or a string that is
 affect others.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
