@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_ckpt import Checkpoint, Shard, find_latest_valid, verify
+from lt_ckpt import Checkpoint, CheckpointError, Shard, convert_checkpoint, find_latest_valid, open_source, verify
+from lt_ckpt.formats import ConvertOptions
 from lt_ckpt.nxd.format import open_nxd
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.rank_writer import NxdRankWriter, optimizer_state_keys
@@ -106,8 +107,6 @@ def test_it_saves_keeps_stops_and_goes_on(recipe_base, nxd_engine, tmp_path, bac
     # What NxD's files hold is the engine's state at that step.
     config = found.manifest.model
     assert config["hidden_size"] == 16
-    from lt_ckpt import open_source
-
     source = open_nxd(found.path, config=open_source(found.path).config)
     with TensorReader(source.root) as reader:
         held = reader.read(source.weights, CARRIER).view(np.float64)
@@ -122,3 +121,18 @@ def test_the_rehearsal_asks_for_as_much_as_is_saved(recipe_base, nxd_engine, tmp
     records = [record for members in groups for record in members.values()]
     n_bytes = sum(record.slice_bytes(piece) for record in records for piece in record.slices)
     assert nxd_engine.opened[-1].state_bytes() == n_bytes
+
+
+@pytest.mark.guarantee("verified-reads")
+def test_a_flipped_bit_of_its_tensors_is_not_converted(recipe_base, nxd_engine, tmp_path) -> None:
+    """Their files are hashed as wholes; on the way out each tensor is compared with its CRC."""
+    assert start(recipe_base, "schedule.max_steps=1", "schedule.warmup_steps=0") == 0
+    path = tmp_path / "run" / "checkpoints" / "step-00000001"
+    convert_checkpoint(open_source(path), tmp_path / "good", ConvertOptions(format="hf"))
+    piece = Checkpoint.open(path).manifest.tensors["weights"][CARRIER].slices[0]
+    content = bytearray((path / piece.file).read_bytes())
+    content[piece.byte_offset] ^= 1
+    (path / piece.file).write_bytes(content)
+    with pytest.raises(CheckpointError, match="differ from their checksum"):
+        convert_checkpoint(open_source(path), tmp_path / "out", ConvertOptions(format="hf"))
+    assert not (tmp_path / "out").exists()
