@@ -69,6 +69,7 @@ from lt_trainer_gpu.mesh_layout import MeshLayout
 from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner, micro_batches
 from lt_trainer_gpu.model import build_stage, stage_params
 from lt_trainer_gpu.optimizer import GpuOptimizer
+from lt_trainer_gpu.optimizer_offload import OffloadedOptimizer
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.parallelize import parallelize
 from lt_trainer_gpu.parameter_shards import parameter_shard
@@ -170,7 +171,8 @@ class GpuEngine:
         init_parameters(parts, config, recipe.run.seed)
         self._weights.sync_model_params()
         decays = weight_decay_names(config, include_embeddings=recipe.optimizer.decay_embeddings)
-        self._optimizer = GpuOptimizer(
+        optimizer_class = OffloadedOptimizer if options.optimizer_offload else GpuOptimizer
+        self._optimizer = optimizer_class(
             optimizer_spec(recipe.optimizer.name),
             recipe.optimizer,
             {
@@ -191,7 +193,6 @@ class GpuEngine:
                 self._mesh_layout,
                 recipe.fault_tolerance.collective_timeout_s,
             ),
-            offload=options.optimizer_offload,
         )
         self._state_groups()  # raises if the optimizer's slots cannot be sharded by this layout
         name = device_name(self._torch_device)

@@ -25,13 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_trainer.config import OptimizerOptions
-from lt_trainer.optimizers import ADAMW, OptimizerSpec, ParamSlice
+from lt_trainer.optimizers import ADAMW
 from lt_trainer.optimizers.adamw import FIRST_MOMENT, SECOND_MOMENT
 from lt_trainer.optimizers.driver import OptimizerDriver
-from lt_trainer.optimizers.matrices import MatrixExchange
-from lt_trainer_gpu import optimizer_offload
-from lt_trainer_gpu.optimizer_offload import ChunkPipeline, zeros_on_host
 
 _torch: Any = torch  # its functions on lists of tensors have no types
 DEVICE_TEMPORARY_BYTES = 256 * 2**20
@@ -90,54 +86,21 @@ class ParamUpdate:
         )
 
 
+GroupKey = tuple[bool, float]
+"""Weight decay or not, and the factor of the learning rate, of updates that share a call."""
+UpdateGroup = Callable[[GroupKey, list[ParamUpdate]], None]
+
+
 class GpuOptimizer(OptimizerDriver):
-    """Optimizer state and step of this rank's weight slices.
-
-    Args:
-        spec: as in `OptimizerDriver`, like those that follow.
-        options: the recipe's `[optimizer]`.
-        params: places of the tensors in the model.
-        weights: the tensors.
-        seed: seed of stochastic rounding.
-        exchange: how slices become whole matrices.
-        offload: keep the slots in host memory.
-    """
-
-    def __init__(
-        self,
-        spec: OptimizerSpec,
-        options: OptimizerOptions,
-        params: Mapping[str, ParamSlice],
-        weights: Mapping[str, Tensor],
-        *,
-        seed: int = 0,
-        exchange: MatrixExchange | None = None,
-        offload: bool = False,
-    ) -> None:
-        self._device = next(iter(weights.values())).device
-        self._chunk_pipeline = ChunkPipeline(self._device) if offload else None
-        super().__init__(spec, options, params, weights, seed=seed, exchange=exchange)
-
-    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return zeros for a slot of a weight: on its device, or in host memory with offload."""
-        if self._chunk_pipeline is None:
-            return super().allocate_slot(weight, shape, dtype)
-        return zeros_on_host(shape, dtype, self._device)
-
-    def slots_of(self, name: str) -> dict[str, Tensor]:
-        """Return the slots of a parameter on the device: copies with offload."""
-        slots = super().slots_of(name)
-        if self._chunk_pipeline is None:
-            return slots
-        return {
-            slot: torch.empty_like(one, device=self._device).copy_(one, non_blocking=True)
-            for slot, one in slots.items()
-        }
+    """Optimizer state and step of this rank's weight slices, all of it on the device."""
 
     def wait_for_slots(self) -> None:
-        """Wait until the slots in host memory are those of the last step; at once without offload."""
-        if self._chunk_pipeline is not None and self._device.type != "cpu":
-            torch.accelerator.current_stream(self._device).synchronize()
+        """Wait until the slots can be read on the host; those on the device are in the order of its stream."""
+
+    def update_groups(self, groups: Mapping[GroupKey, list[ParamUpdate]], update_group: UpdateGroup) -> None:
+        """Call `update_group` for all updates of each group; a subclass may call it for parts of them."""
+        for key, updates in groups.items():
+            update_group(key, updates)
 
     def step_by_spec(
         self,
@@ -153,7 +116,7 @@ class GpuOptimizer(OptimizerDriver):
         fused = {name for name, spec in self.specs.items() if spec is ADAMW and has_kernel}
         others = {name: weight for name, weight in weights.items() if name not in fused}
         super().step_by_spec(others, gradients, lr, finite, scale)
-        groups: dict[tuple[bool, float], list[ParamUpdate]] = defaultdict(list)
+        groups: dict[GroupKey, list[ParamUpdate]] = defaultdict(list)
         for name, weight in weights.items():
             if name in fused:
                 first, second = (self.slots[slot][name] for slot in (FIRST_MOMENT, SECOND_MOMENT))
@@ -168,30 +131,13 @@ class GpuOptimizer(OptimizerDriver):
                 )
                 groups[self.params[name].decay, self.params[name].lr_scale].append(update)
 
-        def step_group(key: tuple[bool, float], updates: list[ParamUpdate]) -> None:
+        def update_group(key: GroupKey, updates: list[ParamUpdate]) -> None:
             decay, lr_scale = key
             weight_decay = self.options.weight_decay if decay else 0.0
             for bucket in split_buckets(updates, temporary_bytes(self.device_type), ParamUpdate.upcast_bytes):
                 self._step_fused(bucket, lr * lr_scale, weight_decay, finite, scale)
 
-        if self._chunk_pipeline is None:
-            for key, updates in groups.items():
-                step_group(key, updates)
-            return
-        chunks = [
-            (key, chunk)
-            for key, updates in groups.items()
-            for chunk in split_buckets(updates, optimizer_offload.CHUNK_BYTES, ParamUpdate.slot_bytes)
-        ]
-
-        def step_chunk(index: int, moments: list[Tensor]) -> None:
-            key, chunk = chunks[index]
-            on_device = zip(chunk, moments[::2], moments[1::2], strict=True)
-            step_group(key, [replace(row, first=first, second=second) for row, first, second in on_device])
-
-        self._chunk_pipeline.update(
-            [[m for row in chunk for m in (row.first, row.second)] for _, chunk in chunks], step_chunk
-        )
+        self.update_groups(groups, update_group)
 
     def _step_fused(
         self, rows: list[ParamUpdate], lr: Tensor | float, weight_decay: float, finite: Tensor, scale: Tensor | None

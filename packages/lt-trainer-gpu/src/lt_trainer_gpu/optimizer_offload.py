@@ -16,17 +16,60 @@ device two buffers of at most `CHUNK_BYTES` during the update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from lt_trainer.torch import allocate_host_memory
+from lt_trainer_gpu.optimizer import GpuOptimizer, GroupKey, ParamUpdate, UpdateGroup, split_buckets
 
 CHUNK_BYTES = 128 * 2**20
 """Optimizer state in one of the two buffers: some milliseconds of the bus, many times the latency of a copy."""
 ALIGN = 256
 """Alignment of tensors in a buffer, as in torch's allocator: kernels then load several elements at a time."""
+
+
+class OffloadedOptimizer(GpuOptimizer):
+    """Optimizer whose state is in host memory."""
+
+    def allocate_slot(self, weight: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Return zeros for a slot of a weight, in host memory."""
+        return zeros_on_host(shape, dtype, weight.device)
+
+    def slots_of(self, name: str) -> dict[str, Tensor]:
+        """Return copies of a parameter's slots on the device."""
+        return {
+            slot: torch.empty_like(one, device=self.step_count.device).copy_(one, non_blocking=True)
+            for slot, one in super().slots_of(name).items()
+        }
+
+    def wait_for_slots(self) -> None:
+        """Wait until the slots are those of the last step."""
+        if self.device_type != "cpu":
+            torch.accelerator.current_stream(self.step_count.device).synchronize()
+
+    def update_groups(self, groups: Mapping[GroupKey, list[ParamUpdate]], update_group: UpdateGroup) -> None:
+        """Call `update_group` for chunks whose moments are on the device."""
+        chunks = [
+            (key, chunk)
+            for key, updates in groups.items()
+            for chunk in split_buckets(updates, CHUNK_BYTES, ParamUpdate.slot_bytes)
+        ]
+
+        def update_chunk(index: int, moments: list[Tensor]) -> None:
+            key, chunk = chunks[index]
+            on_device = zip(chunk, moments[::2], moments[1::2], strict=True)
+            update_group(key, [replace(row, first=first, second=second) for row, first, second in on_device])
+
+        moments = [[moment for row in chunk for moment in (row.first, row.second)] for _, chunk in chunks]
+        self._chunk_pipeline.update(moments, update_chunk)
+
+    @cached_property
+    def _chunk_pipeline(self) -> ChunkPipeline:
+        return ChunkPipeline(self.step_count.device)
 
 
 def zeros_on_host(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
