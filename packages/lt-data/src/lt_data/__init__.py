@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from lt_data.preparation.merge import merge
     from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
     from lt_data.preparation.record_map import LeftOut
+    from lt_data.preparation.split import split
     from lt_data.progress import Progress
     from lt_data.remote.fetching import download
     from lt_data.remote.sending import upload
@@ -87,6 +88,7 @@ _MODULES = {
     "prepare": "preparation.prepare",
     "prepare_documents": "preparation.prepare",
     "read_documents": "sources.reader",
+    "split": "preparation.split",
     "stats": "analysis.stats",
     "steps_per_epoch": "analysis.steps",
     "train_bpe": "tokenizing.tokenizer",
@@ -143,6 +145,7 @@ __all__ = [
     "prepare",
     "prepare_documents",
     "read_documents",
+    "split",
     "stats",
     "steps_per_epoch",
     "train_bpe",

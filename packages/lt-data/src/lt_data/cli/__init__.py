@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
-from lt_data.cli import analysis, exports, prepare, remote
+from lt_data.cli import analysis, exports, prepare, remote, split
 from lt_data.display.terminal import echo
 
 if TYPE_CHECKING:
@@ -109,5 +109,6 @@ app.command()(exports.export)
 app.command("import")(exports.import_)
 app.command()(prepare.prepare)
 app.command()(prepare.merge)
+app.command()(split.split)
 app.command()(remote.upload)
 app.command()(remote.download)

@@ -177,6 +177,18 @@ class RecordMapInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StoreSplit:
+    """Side of a split: fingerprint of the store that was split, share held out, and the name."""
+
+    fingerprint: str
+    holdout: str
+    side: Literal["train", "validation"]
+
+    def __post_init__(self) -> None:
+        _check_hashes("fingerprint of the store that was split", [self.fingerprint])
+
+
+@dataclass(frozen=True, kw_only=True)
 class StorePart:
     """Part `index` of `num_parts` of a job, and the fingerprint of the whole job's source listing.
 
@@ -217,6 +229,7 @@ class StoreManifest:
         shard_tokens: target number of ids of a shard.
         sources: the source files.
         merged_from: number of parts that were merged; 1 if one process prepared the store.
+        split: the store and the side of the split that made this one, if any.
         part: the part of a job that this store is; None for a complete store.
         fingerprint: SHA-256 over everything that determines the tokens.
     """
@@ -238,6 +251,7 @@ class StoreManifest:
     shard_tokens: int
     sources: SourceFiles = field(default_factory=SourceFiles)
     merged_from: int = 1
+    split: StoreSplit | None = None
     part: StorePart | None = None
 
     def __post_init__(self) -> None:
@@ -299,8 +313,9 @@ class StoreManifest:
         for entry in (values["sources"], *values["sources"]["listed"]):
             if not entry["unchecked"]:
                 del entry["unchecked"]
-        if self.map is None:
-            del values["map"]
+        for name in ("map", "split"):
+            if values[name] is None:
+                del values[name]
         return {**values, "checksum": _checksum(values)}
 
     @classmethod

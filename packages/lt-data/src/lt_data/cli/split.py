@@ -1,0 +1,37 @@
+"""Command `split`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def split(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store; it is not changed.")],
+    holdout: Annotated[str, typer.Option(metavar="SHARE", help="Share of documents to hold out, such as 0.1%.")],
+    train: Annotated[Path, typer.Option(help="Folder of the new store of the other documents.")],
+    validation: Annotated[Path, typer.Option(help="Folder of the new store of the held-out documents.")],
+    by: Annotated[str, typer.Option(help="What decides: hash, that of the document's ids.")] = "hash",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token stores there.")] = False,
+    no_resume: Annotated[bool, typer.Option("--no-resume", help="Discard an interrupted run.")] = False,
+) -> None:
+    """Hold out documents of a store for validation, by the hash of each document."""
+    import lt_data
+    from lt_data.display.progress_bars import progress_bar
+    from lt_data.display.terminal import echo, echo_error
+
+    if by != "hash":
+        raise lt_data.DataError(f"--by {by}: there is only hash")
+    with progress_bar("split") as report:
+        manifests = lt_data.split(
+            lt_data.TokenStore.open(store),
+            holdout=holdout,
+            train=train,
+            validation=validation,
+            overwrite=overwrite,
+            no_resume=no_resume,
+            progress=report,
+            notify=echo_error,
+        )
+    for manifest, folder in zip(manifests, (train, validation), strict=True):
+        echo(f"{manifest.documents} documents, {manifest.tokens} tokens in {folder}")
