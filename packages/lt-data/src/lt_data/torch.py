@@ -5,7 +5,9 @@ document numbers are computed there too, so a batch of 2-byte ids costs an eight
 This is the only module of lt-data that imports torch (`pip install "lt-data[torch]"`).
 
 With N workers, worker w makes the batches w, w + N, ... and torch's DataLoader takes them in turn, so the sequence is
-that of one process for any N. The state counts the batches that were yielded, not those that workers prefetched.
+that of one process for any N. The state counts the batches that were yielded, not those that workers prefetched: in a
+`StreamLoader` of all workers together, in a `StreamDataset` of its own process, where torchdata's `StatefulDataLoader`
+saves and restores it.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -18,12 +20,26 @@ try:
 except ModuleNotFoundError as exc:
     raise ModuleNotFoundError('lt_data.torch needs torch: pip install "lt-data[torch]"', name="torch") from exc
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data._utils.collate import default_collate_fn_map  # where torch documents it for types of others
 
 from lt_data.errors import DataError
 from lt_data.streaming.rows import IGNORE_INDEX, TokenRows
 from lt_data.streaming.stream import RowSource, Stream, StreamBatch, StreamState
 
 TensorBatch = dict[str, torch.Tensor]
+
+
+class _WholeBatch(dict[str, Any]):
+    """Batch that is complete already: a loader that would make batches of batches is refused."""
+
+
+def _refuse_collation(batch: Any, *, collate_fn_map: Any = None) -> Any:
+    raise DataError(
+        "batch_size of the DataLoader: a StreamDataset yields whole batches; give DataLoader(..., batch_size=None)"
+    )
+
+
+default_collate_fn_map[_WholeBatch] = _refuse_collation
 
 
 def to_tensors(rows: TokenRows, device: torch.device | str = "cpu", *, dtype: torch.dtype = torch.int64) -> TensorBatch:
@@ -77,6 +93,8 @@ def to_cpu_tensors(batch: StreamBatch) -> TensorBatch:
 class StreamDataset(IterableDataset[Any]):
     """Batches of one data-parallel rank, for `DataLoader(dataset, batch_size=None, num_workers=N)`.
 
+    Has the protocol of torchdata's `StatefulDataLoader`: `state_dict` and `load_state_dict`.
+
     Args:
         source: a `RowReader`, a `Mixture` or `Buckets`.
         global_batch_size: as for `Stream`, like the other options.
@@ -87,7 +105,7 @@ class StreamDataset(IterableDataset[Any]):
         transform: function from a batch to the yielded item; worker processes must be able to import it.
 
     Attributes:
-        state: where the next iteration begins.
+        state: where the next iteration begins: after the last batch that this process has yielded.
 
     Raises:
         DataError: as `Stream` does.
@@ -124,12 +142,32 @@ class StreamDataset(IterableDataset[Any]):
         """Yield the batches from `state` on, without end; in a worker process every `num_workers`-th."""
         worker = get_worker_info()
         worker_id, num_workers = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        stream = self.stream()
-        stream.state = stream.state_after(worker_id)
+        everyones, own = self.stream(), self.stream()
+        own.state = own.state_after(worker_id)
         while True:
-            batch = stream.next()
-            stream.state = stream.state_after(num_workers - 1)
-            yield self._transform(batch)
+            item = self._transform(own.next())
+            own.state = own.state_after(num_workers - 1)
+            # That of worker 0, for each worker: the next iteration adds the worker's number again.
+            self.state = everyones.state = everyones.state_after(num_workers)
+            yield _WholeBatch(item) if type(item) is dict else item
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as JSON values."""
+        return self.state.to_dict()
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Restore a state for the next iteration, also one of another dp_size.
+
+        Raises:
+            DataError: not a state, or the state of another sequence.
+        """
+        before = self.state
+        self.state = StreamState.from_dict(values)
+        try:
+            self.stream()
+        except BaseException:
+            self.state = before
+            raise
 
 
 class StreamLoader:
@@ -180,7 +218,7 @@ class StreamLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON values."""
-        return self.state.to_dict()
+        return self._dataset.state_dict()
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
         """Restore a state for the next iteration, also one of another dp_size or number of workers.
@@ -188,10 +226,4 @@ class StreamLoader:
         Raises:
             DataError: not a state, or the state of another sequence.
         """
-        before = self._dataset.state
-        self._dataset.state = StreamState.from_dict(values)
-        try:
-            self._dataset.stream()
-        except BaseException:
-            self._dataset.state = before
-            raise
+        self._dataset.load_state_dict(values)

@@ -105,6 +105,55 @@ def test_any_number_of_workers_gives_the_sequence_of_the_stream(mixture: Mixture
     assert int(valid) == expected[0].valid_tokens
 
 
+def test_forgetting_that_batches_are_whole_is_an_error(mixture: Mixture) -> None:
+    for transform in (to_cpu_tensors, lambda batch: {"rows": torch.from_numpy(batch.row_ids)}):
+        dataset = StreamDataset(mixture, global_batch_size=6, seed=4, transform=transform)
+        for options in ({}, {"batch_size": 2}):
+            with pytest.raises(DataError, match=r"yields whole batches; give DataLoader\(\.\.\., batch_size=None\)"):
+                next(iter(DataLoader(dataset, **options)))
+        assert isinstance(next(iter(DataLoader(dataset, batch_size=None))), dict)
+
+
+def test_a_dataset_resumes_where_it_was_read(mixture: Mixture) -> None:
+    stream = Stream(mixture, global_batch_size=6, seed=4)
+    ids = [batch.rows.input_ids.tolist() for batch in islice(stream, 7)]
+    one = StreamDataset(mixture, global_batch_size=6, seed=4)
+    assert first(one, 3) == ids[:3]
+    saved = json.loads(json.dumps(one.state_dict()))
+    assert first(one, 2) == ids[3:5]
+    other = StreamDataset(mixture, global_batch_size=6, seed=4)
+    other.load_state_dict(saved)
+    assert first(other, 4) == ids[3:]
+    with pytest.raises(DataError, match="not the state of a stream"):
+        other.load_state_dict({"step": 1})
+    assert other.state == stream.state
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata 0.11 with torch 2.14
+@pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")  # where there are fewer cores
+def test_the_stateful_loader_of_torchdata(mixture: Mixture, workers: int) -> None:
+    module = pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+
+    def make() -> Any:
+        dataset = StreamDataset(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)
+        return module.StatefulDataLoader(dataset, batch_size=None, num_workers=workers)
+
+    stream = Stream(mixture, global_batch_size=6, dp_rank=1, dp_size=2, seed=4)
+    ids = [batch.rows.input_ids.tolist() for batch in islice(stream, 12)]
+    loader = make()
+    walk = iter(loader)
+    for n in range(1, 8):
+        assert next(walk)["input_ids"].tolist() == ids[n - 1]
+        if n in (1, 4, 7):
+            saved = pickle.loads(pickle.dumps(loader.state_dict()))
+            other = make()
+            other.load_state_dict(saved)
+            assert first(other, 4) == ids[n : n + 4]
+    with pytest.raises(DataError, match="batch_size=None"):
+        next(iter(module.StatefulDataLoader(StreamDataset(mixture, global_batch_size=6), batch_size=1)))
+
+
 def test_going_on_with_other_ranks(mixture: Mixture) -> None:
     whole = Stream(mixture, global_batch_size=6, seed=4)
     ids = [whole.next().rows.input_ids.tolist() for _ in range(4)]
