@@ -1,10 +1,14 @@
 """Damaged, edited and oversized input: no document is kept before the checksum of its member or page confirmed it."""
 
 import gzip
+import io
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
@@ -164,3 +168,117 @@ def test_the_reason_is_told_when_everything_is_skipped(tmp_path: Path, tokenizer
     ):
         prepare([path], tokenizer=tokenizer, out=tmp_path / "store", on_bad="skip")
     assert not (tmp_path / "store.building").exists()
+
+
+def parquet(texts: Any, **options: Any) -> bytes:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    import pyarrow.parquet
+
+    out = io.BytesIO()
+    pyarrow.parquet.write_table(pa.table({"n": list(range(len(texts))), "text": texts}), out, **options)
+    return out.getvalue()
+
+
+@pytest.mark.guarantee("sources-confirmed")
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_rows_of_a_damaged_page_are_never_read(tmp_path: Path, version: str) -> None:
+    path = tmp_path / "x.parquet"
+    written = {"data_page_size": 2000, "row_group_size": 400, "write_batch_size": 20, "data_page_version": version}
+    whole = parquet(TEXTS, write_page_checksum=True, compression="none", use_dictionary=False, **written)
+    path.write_bytes(whole)
+    reader = DocumentReader([path])
+    assert [d.text for d in reader] == TEXTS
+    assert reader.source_files().unchecked == {}
+    at = whole.index(TEXTS[649].encode())
+    path.write_bytes(flip(whole, at, bit=0))
+    with pytest.raises(DataError, match=r"x\.parquet: damaged parquet file: .*CRC"):
+        list(read_documents([path]))
+    reader = DocumentReader([path], on_bad="skip")
+    found = [d.text for d in reader]
+    assert found == TEXTS[: len(found)]
+    assert 500 < len(found) < 650
+    assert reader.skipped == {"damaged file": 1}
+    path.write_bytes(parquet(TEXTS, **written))
+    reader = DocumentReader([path])
+    assert [d.text for d in reader] == TEXTS
+    assert reader.source_files().unchecked == {"parquet": 1}
+    assert [d.text for d in reader.documents_from(0, 990)] == TEXTS[990:]
+    assert reader.source_files().unchecked == {"parquet": 1}
+
+
+def test_pages_with_other_numbers_of_rows_than_the_metadata(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    whole = parquet(TEXTS[:10], write_page_checksum=True, compression="none", use_dictionary=False)
+    path.write_bytes(whole)
+    reader = DocumentReader([path], on_bad="skip")
+    assert [d.text for d in reader] == TEXTS[:10]
+    number = whole.rindex(b"\x1c\x15\x14") + 1  # in the header of the last page: num_values = 10
+    path.write_bytes(whole[:number] + b"\x15\x12" + whole[number + 2 :])
+    with pytest.raises(DataError, match=r"pages of 9 values instead of 10"):
+        list(read_documents([path]))
+
+
+@pytest.mark.parametrize("kind", ["x.jsonl", "x.jsonl.gz", "x.txt", "x.json", "x.parquet", "ids.jsonl", "ids.parquet"])
+def test_the_limit_of_a_document(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / kind
+    field: dict[str, Any] = {"tokens_field": "text"} if kind.startswith("ids") else {}
+    values: list[Any] = [[1] * 20, [1] * 3000, [2] * 20] if field else ["a" * 50, "b" * 3_000_000, "c" * 50]
+    lines = [json.dumps({"text": value}, separators=(",", ":")).encode() for value in values]
+    limit = 1000 if kind != "x.json" else 2_000_000
+    if kind == "x.txt":
+        path.write_text(values[1], encoding="utf-8")
+    elif kind == "x.json":
+        path.write_bytes(b"[" + b",".join(lines) + b"]")
+    elif kind.endswith(".parquet"):
+        path.write_bytes(parquet(values, row_group_size=1))
+    else:
+        path.write_bytes({".gz": gzip.compress}.get(path.suffix, bytes)(b"\n".join(lines)))
+    assert len(list(read_documents([path], **field))) == (1 if kind == "x.txt" else 3)
+    with pytest.raises(DataError, match=rf"{kind}(:2)?: .* of more than {limit} bytes; .*--max-document-bytes"):
+        list(read_documents([path], max_document_bytes=limit, **field))
+    reader = DocumentReader([path], max_document_bytes=limit, on_bad="skip", **field)
+    assert [d.next_record for d in reader] == ([] if kind in ("x.txt", "x.json") else [1, 3])
+    assert reader.skipped == {"too large": 1}
+    with pytest.raises(DataError, match="max_document_bytes = 0: at least 1"):
+        read_documents([path], max_document_bytes=0)
+
+
+BOMB = """
+import re, sys
+from lt_data import DocumentReader
+reader = DocumentReader([sys.argv[1]], on_bad="skip", max_document_bytes=1 << 22)
+n = sum(1 for _ in reader)
+status = open("/proc/self/status", encoding="utf-8").read()
+print(n, dict(reader.skipped), int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1]) // 1024)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "line.jsonl.zst",
+        "rows.parquet",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lines.jsonl.zst", "line.jsonl.gz", "page.parquet")),
+    ],
+)
+def test_little_input_takes_little_memory(tmp_path: Path, kind: str) -> None:
+    size = 200_000_000
+    path = tmp_path / kind
+    if kind == "rows.parquet":
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        texts = pa.DictionaryArray.from_arrays([0] * 128, ["x" * 2**22])
+        path.write_bytes(parquet(texts, compression="zstd", store_schema=False))
+    elif kind == "page.parquet":
+        path.write_bytes(parquet(["x" * 2**26], compression="zstd", use_dictionary=False))
+    else:
+        line = b'{"text": "%s"}\n' % (b"x" * (size if kind.startswith("line.") else 2**20))
+        content = line * (size // len(line) or 1)
+        path.write_bytes(zstd(content) if kind.endswith(".zst") else gzip.compress(content, 1))
+        del content
+    assert path.stat().st_size < 2_000_000
+    run = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, encoding="utf-8", check=True)
+    documents, skipped, mebibytes = run.stdout.partition(" {")[0], run.stdout, int(run.stdout.split()[-1])
+    assert int(documents) == {"lines.jsonl.zst": size // 2**20, "rows.parquet": 128}.get(kind, 0)
+    assert ("'too large': 1" in skipped) == (int(documents) == 0)
+    assert mebibytes < (400 if kind.endswith(".parquet") else 180)

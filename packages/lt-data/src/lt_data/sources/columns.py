@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_data.sources.fields import ATTENTION_MASK, missing_field, strip_padding
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import BadRecord, SourceRecord
+from lt_data.sources.record import BadRecord, SourceRecord, too_large
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,9 +40,10 @@ def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[Sourc
     """
     if options.tokens_field:
         masks = table.column(ATTENTION_MASK) if ATTENTION_MASK in table.schema.names else None
-        values = _iter_ids(options.tokens_field, table.column(options.tokens_field), masks)
+        values = _iter_ids(options.tokens_field, table.column(options.tokens_field), masks, options.max_document_bytes)
     else:
-        values = ((value, 0) for value in _iter_texts(options.text_field, table.column(options.text_field)))
+        texts = _iter_texts(options.text_field, table.column(options.text_field), options.max_document_bytes)
+        values = ((value, 0) for value in texts)
     rows = _iter_rows(table) if options.keep_fields else repeat(None)
     for number, ((value, masked), fields) in enumerate(zip(values, rows, strict=False), start=first + 1):
         if isinstance(fields, BadRecord) and not isinstance(value, BadRecord):
@@ -60,10 +61,11 @@ def _iter_rows(table: Any) -> Iterator[dict[str, Any] | BadRecord]:
         yield fields if bad is None else BadRecord("unreadable column", f"column {bad!r}: {fields[bad]}")
 
 
-def _iter_texts(name: str, column: Any) -> Iterator[str | BadRecord]:
+def _iter_texts(name: str, column: Any, limit: int) -> Iterator[str | BadRecord]:
     for i, value in enumerate(_python_values(column)):
         if isinstance(value, str):
-            yield value
+            is_large = 4 * len(value) > limit and len(value.encode()) > limit
+            yield too_large(limit, "text") if is_large else value
         elif isinstance(value, UnicodeDecodeError):
             yield BadRecord("not UTF-8", f"not UTF-8 at byte {value.start} ({value.reason}); write the table again")
         else:
@@ -85,11 +87,14 @@ def _python_value(scalar: Any) -> Any:
         return exc
 
 
-def _iter_ids(name: str, column: Any, masks: Any) -> "Iterator[tuple[np.ndarray | BadRecord, int]]":
+def _iter_ids(name: str, column: Any, masks: Any, limit: int) -> "Iterator[tuple[np.ndarray | BadRecord, int]]":
     for i in range(len(column)):
         ids = _to_int64(column[i])
         if ids is None or (ids.size and (int(ids.min()) < 0 or int(ids.max()) >= 2**31)):
             yield BadRecord("not a list of ids", f"field {name!r} is not a list of whole numbers from 0 to 2^31 - 1"), 0
+            continue
+        if ids.nbytes > limit:
+            yield too_large(limit, "list of ids"), 0
             continue
         if masks is None or not masks[i].is_valid:
             yield ids, 0

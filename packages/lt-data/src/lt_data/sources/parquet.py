@@ -1,7 +1,8 @@
 """Parquet files, and Arrow files of `datasets`; the only source module that imports pyarrow.
 
-Only the required columns are read, 128 rows at a time; row groups before the start are skipped. pyarrow does not detect
-an Arrow stream that was truncated between two batches, so the end mark is checked.
+Only the required columns are read, 128 rows at a time, or fewer if the rows of a dictionary may be large; row groups
+before the start are skipped. The checksum of a page, if it has one, is compared before its rows are decoded. pyarrow
+does not detect an Arrow stream that was truncated between two batches, so the end mark is checked.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,13 @@ from lt_data.errors import DataError
 from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
-from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord
+from lt_data.sources.parquet_pages import read_pages
+from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, too_large
 
 _READ_BYTES = 1 << 20
+_BATCH_BYTES = 1 << 26  # of the texts of a batch, if each is as large as its dictionary
+_PAGE_LIMIT = 4  # a page may be as large as so many of the largest documents
+_VALUE_BYTES = 8
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _ARROW_FILE = b"ARROW1"
 
@@ -25,22 +30,38 @@ def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: Hash
     import pyarrow.parquet
 
     with _translate_errors("parquet"):
-        parquet = pyarrow.parquet.ParquetFile(file, buffer_size=_READ_BYTES, pre_buffer=False)
+        parquet = pyarrow.parquet.ParquetFile(
+            file, buffer_size=_READ_BYTES, pre_buffer=False, page_checksum_verification=True
+        )
         columns = select_columns(parquet.schema_arrow.names, options)
         if isinstance(columns, BadRecord):
             yield from _bad_rows(columns, start, parquet.metadata.num_rows)
             return
-        rows = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
-        group = row = 0
-        while group < len(rows) and row + rows[group] <= start:
-            row += rows[group]
-            group += 1
-        groups = list(range(group, len(rows)))
-        if not groups:  # pyarrow 18 raises on an empty list
-            return
-        for batch in parquet.iter_batches(BATCH_ROWS, row_groups=groups, columns=columns, use_threads=False):
-            yield from _batch_records(batch, options, row, start)
-            row += batch.num_rows
+        leaves = _leaf_columns(parquet.schema, columns)
+        end = 0
+        for group in range(parquet.num_row_groups):
+            row, metadata = end, parquet.metadata.row_group(group)
+            end += metadata.num_rows
+            pages = read_pages(file, [metadata.column(leaf) for leaf in leaves])
+            if not pages.is_checked:
+                counter.unchecked = "parquet"
+            if end <= start:
+                continue
+            if max(pages.max_page_bytes, _VALUE_BYTES * pages.max_values) > _PAGE_LIMIT * options.max_document_bytes:
+                yield from _bad_rows(too_large(options.max_document_bytes, "page with documents"), max(start, row), end)
+                continue
+            n_rows = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, pages.dictionary_bytes)))
+            for batch in parquet.iter_batches(n_rows, row_groups=[group], columns=columns, use_threads=False):
+                yield from _batch_records(batch, options, row, start)
+                row += batch.num_rows
+            if row != end:
+                raise DamagedFileError(f"damaged parquet file: {end - row} rows missing; write or download it again")
+
+
+def _leaf_columns(schema: Any, names: list[str]) -> list[int]:
+    """Return the indices of the columns of a parquet file that belong to columns of the table."""
+    paths = [schema.column(i).path for i in range(len(schema))]
+    return [i for i, path in enumerate(paths) if any(path == name or path.startswith(f"{name}.") for name in names)]
 
 
 def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
