@@ -13,7 +13,8 @@ from typing import Any
 import fsspec
 import pytest
 
-from lt_data import DataError, DocumentReader, Tokenizer, prepare, read_documents
+from lt_data import DataError, DocumentReader, Tokenizer, TokenStore, prepare, read_documents, stats
+from lt_data.display.stats_text import format_stats
 from lt_data.store.manifest import read_manifest
 
 LINES = [b'{"text": "%d %s"}\n' % (i, b"word " * (i % 50)) for i in range(1000)]
@@ -153,6 +154,8 @@ def test_formats_without_a_checksum_are_named(tmp_path: Path, tokenizer: Tokeniz
     assert manifest.sources.unchecked == {"jsonl": 2, "text": 1, "zstd": 1}
     assert [file.unchecked for file in manifest.sources.listed] == ["jsonl", "jsonl", "text", "", "", "zstd"]
     assert read_manifest(tmp_path / "store") == manifest
+    shown = format_stats(stats(TokenStore.open(tmp_path / "store")))
+    assert "no check, jsonl     2 source files without a checksum: damage in them may go unnoticed\n" in shown
     sound = prepare([folder / "d.jsonl.gz"], tokenizer=tokenizer, out=tmp_path / "sound", engine="hf")
     assert "unchecked" not in (tmp_path / "sound/manifest.json").read_text(encoding="utf-8")
     assert sound.sources.unchecked == {}

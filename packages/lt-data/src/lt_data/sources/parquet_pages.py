@@ -14,10 +14,11 @@ from lt_data.sources.record import DamagedFileError
 _HEADER_BYTES, _MAX_HEADER_BYTES = 1 << 9, 1 << 24
 _MAX_OFFSET = 1 << 60
 _MAX_DEPTH = 8
-_DICTIONARY_PAGE, _DATA_PAGES = 2, (0, 3)
-# thrift's numbers of the fields of a PageHeader, and of num_values in each header within
-_TYPE, _UNCOMPRESSED_BYTES, _COMPRESSED_BYTES, _CRC, _DATA, _DICTIONARY, _DATA_V2 = 1, 2, 3, 4, 5, 7, 8
+# thrift's numbers of the fields of a PageHeader, and of num_values in the header of a data page within
+_TYPE, _UNCOMPRESSED_BYTES, _COMPRESSED_BYTES, _CRC = 1, 2, 3, 4
 _N_VALUES = 1
+_DICTIONARY_PAGE = 2
+_DATA_PAGES = {0: 5, 3: 8}  # type of the page: field with its header
 _DAMAGED = "damaged parquet file: {}; write or download it again"
 
 
@@ -57,18 +58,17 @@ def read_pages(file: BinaryIO, chunks: Sequence[Any]) -> ColumnPages:
         end = at + chunk.total_compressed_size
         while at < end and n_values < chunk.num_values:
             header, size = _read_header(file, at)
-            kind, page_bytes = header[_TYPE], header[_UNCOMPRESSED_BYTES]
-            if page_bytes < 0 or header[_COMPRESSED_BYTES] < 0:
-                raise DamagedFileError(_DAMAGED.format("a page of negative size"))
-            at += size + header[_COMPRESSED_BYTES]
+            kind, page_bytes = _natural(header, _TYPE), _natural(header, _UNCOMPRESSED_BYTES)
+            at += size + _natural(header, _COMPRESSED_BYTES)
             is_checked &= _CRC in header
             max_page_bytes = max(max_page_bytes, page_bytes)
-            inner = header.get(_DATA) or header.get(_DATA_V2) or header.get(_DICTIONARY) or {}
-            max_values = max(max_values, inner.get(_N_VALUES, 0))
             if kind == _DICTIONARY_PAGE:
                 dictionary_bytes = max(dictionary_bytes, page_bytes)
             elif kind in _DATA_PAGES:
-                n_values += inner.get(_N_VALUES, 0)
+                inner = header.get(_DATA_PAGES[kind])
+                values = _natural(inner if isinstance(inner, dict) else {}, _N_VALUES)
+                max_values = max(max_values, values)
+                n_values += values
         if n_values != chunk.num_values:
             raise DamagedFileError(_DAMAGED.format(f"pages of {n_values} values instead of {chunk.num_values}"))
     return ColumnPages(
@@ -90,10 +90,15 @@ def _read_header(file: BinaryIO, at: int) -> tuple[dict[int, Any], int]:
                 break
             size *= 8
             continue
-        if not {_TYPE, _UNCOMPRESSED_BYTES, _COMPRESSED_BYTES} <= fields.keys():
-            break
         return fields, reader.position
     raise DamagedFileError(_DAMAGED.format(f"no page header at byte {at}"))
+
+
+def _natural(fields: dict[int, Any], field: int) -> int:
+    value = fields.get(field)
+    if type(value) is not int or value < 0:
+        raise DamagedFileError(_DAMAGED.format("a page header without its numbers"))
+    return value
 
 
 class _CompactReader:
