@@ -1,8 +1,8 @@
-"""Headers of the pages of a parquet column, which pyarrow does not show: checksums, sizes, numbers of values.
+"""Headers of the pages of a parquet column: checksums, sizes, numbers of values.
 
-They tell whether checksums confirm the content (CRC-32 of a page, which pyarrow compares before it decodes the page),
-and bound what a page becomes in memory before it is read. Headers are thrift structs in the compact protocol; only
-integers and booleans are kept. Cost: one small read per page, of usually 1 MiB.
+pyarrow does not show them. They tell whether checksums confirm the content (CRC-32 of a page, which pyarrow compares
+before it decodes the page), and bound what a page becomes in memory before it is read. Headers are thrift structs in
+the compact protocol; only integers and booleans are kept. Cost: one small read per page, of usually 1 MiB.
 """
 
 from collections.abc import Sequence
