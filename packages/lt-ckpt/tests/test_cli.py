@@ -196,3 +196,89 @@ def test_a_model_that_lies_here_is_not_said_to_be_downloaded(monkeypatch, tmp_pa
     monkeypatch.setattr(terminal, "progress_bar", lambda title: pytest.fail(title))
     with pytest.raises(ValueError, match="has no model configuration"):
         terminal.open_model(str(toy.save(tmp_path, 3)), None)
+
+
+def test_a_file_that_is_no_model_is_said_to_be_none(tmp_path, main):
+    import io
+    import zipfile
+
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("notes/a", "text")
+    wrong = {
+        "a.txt": b"some notes\n",
+        "b.npy": b"\x93NUMPY\x01\0",
+        "c.zip": archive.getvalue(),
+        "d": b"",
+        "e.gguf": b"GG",
+    }
+    for name, data in wrong.items():
+        (tmp_path / name).write_bytes(data)
+        for args in (("inspect", tmp_path / name), ("convert", tmp_path / name, tmp_path / "out", "--to", "hf")):
+            code, _, err = main(*args)
+            assert code == 64
+            assert "--config" not in err, err
+            assert "torch" in err, err
+
+
+def test_errors_name_flags_not_fields(tmp_path, main, models):
+    from lt_ckpt import ConvertOptions, convert_checkpoint, open_source
+    from lt_ckpt.torchfile.file import write_pt
+
+    hf = models.make(tmp_path / "hf")
+    lt = convert_checkpoint(open_source(hf), tmp_path / "lt", ConvertOptions(format="lt"))
+    to_nxd = (tmp_path / "out", "--to", "nxd")
+    for args, message in (
+        ((lt, *to_nxd, "--master-weights"), "has no group 'master'; it has weights"),
+        ((hf, *to_nxd, "--master-weights"), "--master-weights: no effect on hf"),
+        ((hf, *to_nxd, "--source-head-order", "trn2"), "--source-head-order: no effect on hf"),
+        ((hf, *to_nxd, "--tp", 0), "--tp = 0: must be a whole number"),
+        ((hf, *to_nxd, "--virtual-pp", 0), "--virtual-pp = 0: must be"),
+        ((hf, *to_nxd, "--tag", "a/b"), "--tag = 'a/b': must be the plain name"),
+        ((hf, *to_nxd, "--layout", "v3"), "--layout = 'v3': must be one of"),
+        ((hf, *to_nxd, "--tp", 4), "choose --qkv-linear with --kv-size-multiplier 2"),
+        ((hf, *to_nxd, "--tp", 2, "--coalesce-qkv"), "leave out --coalesce-qkv"),
+        ((hf, tmp_path / "out", "--to", "hf", "--max-shard-gb", 0), "--max-shard-gb = 0: must be at least 1"),
+    ):
+        code, _, err = main("convert", *args)
+        assert (code, message in err) == (64, True), err
+    write_pt(tmp_path / "x.pt", {"step": 3})
+    write_pt(tmp_path / "y.pt", {"model": {}, "module": {}, "other": {}})
+    for name, message in (
+        ("x.pt", "none of 'model', 'state_dict', 'model_state_dict', 'module' (it has no dictionary); save the"),
+        (
+            "y.pt",
+            "several of 'model', 'state_dict', 'model_state_dict', 'module' (its dictionaries: 'model', 'module',",
+        ),
+    ):
+        _, _, err = main("inspect", tmp_path / name, "--config", hf / "config.json")
+        assert message in err
+
+
+def test_export_of_another_group(tmp_path, main, models):
+    """fp32 master weights beside cast weights, of a tied model."""
+    from dataclasses import replace
+
+    from lt_ckpt import ConvertOptions, convert_checkpoint, open_source
+    from lt_ckpt.comparison import compare
+
+    one = open_source(models.make(tmp_path / "a", seed=0, tie_word_embeddings=True))
+    two = open_source(models.make(tmp_path / "b", seed=1, dtype="F32", tie_word_embeddings=True))
+
+    def from_above(source):
+        stored = source.weights.locations.items()
+        files = {name: tuple(replace(s, file=f"{source.path.name}/{s.file}") for s in found) for name, found in stored}
+        return replace(source.weights, locations=files)
+
+    both = replace(one, root=tmp_path, groups={"weights": from_above(one), "master": from_above(two)})
+    run = convert_checkpoint(both, tmp_path / "run", ConvertOptions(format="lt"))
+    assert main("export", run, "--out", tmp_path / "out", "--group", "master")[0] == 0
+    exported = open_source(tmp_path / "out")
+    assert exported.config["torch_dtype"] == "float32"
+    assert all(c.is_equal for c in compare(exported, two))
+    assert main("convert", run, tmp_path / "x.pt", "--to", "pt", "--master-weights")[0] == 0
+    assert all(c.is_equal for c in compare(open_source(tmp_path / "x.pt"), two))
+    assert main("export", run, "--out", tmp_path / "weights")[0] == 0
+    assert all(c.is_equal for c in compare(open_source(tmp_path / "weights"), one))
+    code, _, err = main("export", run, "--out", tmp_path / "y", "--group", "exp_avg")
+    assert (code, "has no group 'exp_avg'; it has weights, master" in err) == (64, True)

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from lt_ckpt import CheckpointError, convert_checkpoint, open_source
+from lt_ckpt import Checkpoint, CheckpointError, convert_checkpoint, list_steps, open_source
 from lt_ckpt.formats import ConvertOptions
+from lt_ckpt.torchfile.file import write_pt
 from lt_data import TokenStore
 from lt_model import LlamaConfig, RopeScaling, config_to_hf, param_specs
 from lt_trainer.checkpointing.pretrained import open_pretrained
@@ -180,8 +181,9 @@ def test_every_format_is_a_start(model, tmp_path) -> None:
             name = "model.layers.1.self_attn.k_proj.weight"
             found = joined(pretrained.read(name, (0, 0), (16, 32), "F32"), (16, 32))
             assert (np.abs(found - weights[name]) <= (2**-8 * np.abs(weights[name]) if path.suffix else 0)).all(), path
-    with pytest.raises(RecipeError, match=r"model\.init_from = .*one\.pt.*has no model configuration"):
-        load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "one.pt")}})
+    write_pt(tmp_path / "theirs.pt", {"model": {}})
+    with pytest.raises(RecipeError, match=r"model\.init_from = .*theirs\.pt.*has no model configuration"):
+        load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "theirs.pt")}})
 
 
 @pytest.mark.guarantee("verified-reads")
@@ -317,6 +319,8 @@ def start(base, overrides=()) -> int:
 def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engine, capsys) -> None:
     recipe_base["model"] = {"init_from": str(model)}
     recipe_base["data"]["seq_len"] = 32
+    (model / "generation_config.json").write_text('{"eos_token_id": [7, 9]}', encoding="utf-8")
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     out = Path(recipe_base["run"]["dir"])
     assert start(recipe_base, ["schedule.max_steps=6"]) == 0
     events = read_jsonl(out / "events.jsonl")
@@ -336,6 +340,11 @@ def test_a_run_starts_from_it_once_and_resume_wins(model, recipe_base, fake_engi
     assert "is not read when a run resumes" in said
     assert len([e for e in read_jsonl(out / "events.jsonl") if e["event"] == "init_from"]) == 1
     assert fake_engine.opened[1].lrs[0] != lrs[0]
+    saved = [Checkpoint.open(path).hf_files() for _, path in list_steps(out / "checkpoints")]
+    assert len(saved) > 1
+    for files in saved:
+        assert files["generation_config.json"] == b'{"eos_token_id": [7, 9]}'
+        assert json.loads(files["config.json"]) == config
 
     recipe_base["run"]["dir"] = str(out.parent / "other")
     with pytest.raises(RecipeError, match=r"model\.init_from"):

@@ -23,7 +23,7 @@ from lt_ckpt import files
 from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.folders import COMMIT, MANIFEST, TOKENIZER
+from lt_ckpt.folders import COMMIT, HF, MANIFEST, TOKENIZER
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
 from lt_ckpt.readahead import MIN_READ_AHEAD_BYTES, ReadRange, read_ranges
 from lt_ckpt.records import TensorRecord
@@ -305,12 +305,19 @@ class Checkpoint:
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files by name, checked against their hashes; empty without a tokenizer."""
+        return self._read_subfolder(TOKENIZER)
+
+    def hf_files(self) -> dict[str, bytes]:
+        """Return `config.json` and `generation_config.json` as saved with it, checked against their hashes."""
+        return self._read_subfolder(HF)
+
+    def _read_subfolder(self, subfolder: str) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         for name, record in self.manifest.files.items():
-            if name.startswith(f"{TOKENIZER}/"):
+            if name.startswith(f"{subfolder}/"):
                 with translate_os_errors("reading", self.path / name):
                     data = files.read_bounded(self.path / name, record.n_bytes)
                 if xxhash.xxh3_128_hexdigest(data) != record.xxh3_128:
                     raise CheckpointError(f"{self.path / name}: its bytes have changed since they were written")
-                found[name.removeprefix(f"{TOKENIZER}/")] = data
+                found[name.removeprefix(f"{subfolder}/")] = data
         return found

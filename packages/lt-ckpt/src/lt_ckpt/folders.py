@@ -27,7 +27,7 @@ from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.records import MANIFEST_FILE_PATTERNS, NXD_FOLDER
 
 SAVE_MARKER = "save.json"
-MANIFEST, COMMIT, TOKENIZER = "manifest.json", "COMMIT", "tokenizer"
+MANIFEST, COMMIT, TOKENIZER, HF = "manifest.json", "COMMIT", "tokenizer", "hf"
 STEP_FOLDER = re.compile(r"step-(\d{8,12})(\.aside-[0-9a-f]{16})?")
 TMP_FOLDER = re.compile(r"\.tmp-step-\d{8,12}-[0-9a-f]{16}")
 TRASH_FOLDER = re.compile(r"\.trash-[0-9a-f]{16}")
@@ -164,7 +164,7 @@ def remove_abandoned_saves(root: Path) -> list[Path]:
 
 def _is_checkpoint_subfolder(name: str) -> bool:
     """Return True if a checkpoint can have a subfolder of that relative name."""
-    return name == TOKENIZER or NXD_FOLDER.fullmatch(name) is not None
+    return name in (TOKENIZER, HF) or NXD_FOLDER.fullmatch(name) is not None
 
 
 def iter_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -14,7 +14,7 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_json
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
@@ -118,9 +118,11 @@ def open_source(
 
     Args:
         path: A file or folder; or `hf://org/name@revision`, which is downloaded first.
-        config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP).
+        config: A config.json, or a folder with one, for formats that have none (NxD, a .pt, DCP). The tokenizer's files
+            and generation_config.json beside it belong to the model too.
         cache_dir: Cache of hub models; by default the user's cache folder.
-        master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files.
+        master_weights: Of an NxD checkpoint, the fp32 master weights of its ZeRO-1 state instead of the model files; of
+            one of ours, its group `master`.
         optimizer: Of an NxD checkpoint, also the moments of its ZeRO-1 state; None: if it has one.
         head_order: Of an NxD checkpoint with the GQA layer: trn1 or trn2; the files do not show it.
         progress: Called with the bytes downloaded.
@@ -138,25 +140,34 @@ def open_source(
         return replace(source, format_info={**source.format_info, **fetched.about})
     local_path = Path(path)
     format_name = detect_format(local_path)
-    if format_name != "nxd" and (master_weights or optimizer or head_order != "trn1"):
-        raise CheckpointError(
-            f"{local_path}: master_weights, optimizer and head_order have no effect on {format_name}; leave them out"
-        )
+    nxd_only = {
+        "--master-weights": master_weights and format_name != "lt",
+        "--optimizer": optimizer,
+        "--source-head-order": head_order != "trn1",
+    }
+    useless = [flag for flag, is_given in nxd_only.items() if is_given and format_name != "nxd"]
+    if useless:
+        raise CheckpointError(f"{local_path}: {', '.join(useless)}: no effect on {format_name}; leave it out")
     if format_name == "lt":
         from lt_ckpt.discovery import describe_fallbacks, resolve_checkpoint
+        from lt_ckpt.llama_tensors import select_group
         from lt_ckpt.lt_format import open_lt
+        from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS
 
         checkpoint, rejected = resolve_checkpoint(local_path)
-        return replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
+        source = replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
+        return select_group(source, MASTER_WEIGHTS) if master_weights else source
     if format_name == "hf":
         from lt_ckpt.hf.format import open_hf
 
         return open_hf(local_path, config=given_config)
+    given_files = {} if config is None else read_aux_files(_config_file(Path(config)).parent)
     if format_name == "meta":
         from lt_ckpt.meta_llama.format import open_meta
 
-        return open_meta(local_path, config=given_config)
-    known = given_config or _read_adjacent_config(local_path)
+        return _with_files(open_meta(local_path, config=given_config), given_files)
+    known, other_files = _read_model_files(local_path, format_name)
+    known = given_config or known
     if known is None:
         raise CheckpointError(
             f"{local_path}: this format has no model configuration; give a Hugging Face one (--config config.json)"
@@ -167,20 +178,22 @@ def open_source(
 
         if head_order not in get_args(HeadOrder):
             raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
-        return open_nxd(
+        source = open_nxd(
             local_path,
             config=known,
             master_weights=master_weights,
             optimizer=optimizer,
             head_order=cast(HeadOrder, head_order),
         )
-    if format_name == "dcp":
+    elif format_name == "dcp":
         from lt_ckpt.dcp.format import open_dcp
 
-        return open_dcp(local_path, config=known)
-    from lt_ckpt.torchfile.format import open_pt
+        source = open_dcp(local_path, config=known)
+    else:
+        from lt_ckpt.torchfile.format import open_pt
 
-    return open_pt(local_path, config=known)
+        source = open_pt(local_path, config=known)
+    return _with_files(source, {**other_files, **given_files})
 
 
 def load_model_config(
@@ -211,13 +224,32 @@ def load_model_config(
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json, or the one in a folder."""
-    return read_json(path / CONFIG if path.is_dir() else path)
+    return read_json(_config_file(path))
 
 
-def _read_adjacent_config(path: Path) -> dict[str, Any] | None:
-    """Read the config.json in the folder or beside the file; None if there is none."""
-    folder = path if path.is_dir() else path.parent
-    return read_json(folder / CONFIG) if (folder / CONFIG).is_file() else None
+def _config_file(path: Path) -> Path:
+    return path / CONFIG if path.is_dir() else path
+
+
+def _with_files(source: Source, found: Mapping[str, bytes]) -> Source:
+    return replace(source, aux_files={**source.aux_files, **found})
+
+
+def _read_model_files(path: Path, format_name: str) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Read config.json, or None, and the model's other files: from the file, the folder, or beside it."""
+    from lt_ckpt.model_files import read_carried_files
+
+    if format_name == "pt":
+        from lt_ckpt.torchfile.format import read_pt_model_files
+
+        config, aux_files = read_pt_model_files(path)
+        return (config, aux_files) if config is not None else read_carried_files(path.parent)
+    folder = path
+    if format_name == "nxd" and not (path / CONFIG).is_file():
+        from lt_ckpt.nxd.discovery import find_nxd_files
+
+        folder = find_nxd_files(path).root  # of a folder of tags, the tag that is opened
+    return read_carried_files(folder)
 
 
 def convert_checkpoint(

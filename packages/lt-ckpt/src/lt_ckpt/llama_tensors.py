@@ -13,7 +13,7 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.shards import Ints
 from lt_ckpt.source import Source, TensorGroup, TensorReader
 from lt_ckpt.tensorfile import TensorSpec
-from lt_model import LlamaConfig
+from lt_model import LlamaConfig, config_from_hf
 from lt_model import param_specs as model_param_specs
 from lt_model.params import ParamSpec
 
@@ -60,6 +60,21 @@ def add_tied_head(group: TensorGroup, config: LlamaConfig) -> TensorGroup:
         specs={**group.specs, HEAD: group.specs[EMBED]},
         locations={**group.locations, HEAD: group.locations[EMBED]},
     )
+
+
+def select_group(source: Source, group: str) -> Source:
+    """Return a source whose weights are the tensors of another group, for example the fp32 master weights.
+
+    Raises:
+        CheckpointError: There is no such group.
+    """
+    if group == "weights":
+        return source
+    if group not in source.groups:
+        raise CheckpointError(f"{source.path}: has no group {group!r}; it has {', '.join(source.groups)}")
+    assert source.config is not None
+    weights = add_tied_head(source.groups[group], config_from_hf(dict(source.config)))
+    return replace(source, groups={"weights": weights}, optimizer=None)
 
 
 def target_specs(source: Source, shapes: Mapping[str, Ints], dtype: str | None) -> dict[str, TensorSpec]:

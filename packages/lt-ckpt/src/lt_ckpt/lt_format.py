@@ -1,10 +1,11 @@
 """Our own checkpoints as a source and as a target of conversions.
 
-As a source, a checkpoint has its groups (weights, moments), the manifest's model as configuration, and its tokenizer's
-files. As a target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, of
-which `READ_AHEAD_SLICES` + 1 are in memory; it holds what the source holds, so one converted from a Hugging Face model
-has weights only. Each slice that is read is compared with its hash; in the files of NxD that a checkpoint may have,
-which are hashed as a whole, each record with its CRC.
+As a source, a checkpoint has its groups (weights, moments), the manifest's model as configuration, and the files that
+were saved with it: the tokenizer's and, of a model that came from elsewhere, the rest of its configuration. As a
+target, a checkpoint is saved with the protocol of `lt_ckpt.save`, in slices of at most `SLICE_BYTES`, of which
+`READ_AHEAD_SLICES` + 1 are in memory; it holds what the source holds, so one converted from a Hugging Face model has
+weights only. Each slice that is read is compared with its hash; in the files of NxD that a checkpoint may have, which
+are hashed as a whole, each record with its CRC.
 """
 
 import os
@@ -25,8 +26,10 @@ from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.dtypes import item_bytes, torch_dtype_name
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.executors import ByteCounter, iter_in_order
+from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG
 from lt_ckpt.llama_tensors import HEAD, add_tied_head, stored_shapes
 from lt_ckpt.manifest import CheckpointManifest, CheckpointMetadata
+from lt_ckpt.model_files import with_architecture
 from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.records import SliceRecord
 from lt_ckpt.save import begin_save, commit_save, discard_save, write_rank_files
@@ -36,7 +39,6 @@ from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import read_checksums
 from lt_model import LlamaConfig, config_from_hf, config_to_hf
 
-GENERATION_CONFIG = "generation_config.json"
 SLICE_BYTES = 8 * 2**20
 
 READ_AHEAD_SLICES = 2
@@ -60,20 +62,15 @@ def open_lt(checkpoint: Checkpoint) -> Source:
     expected = {name: TensorSpec(stored[name].dtype if name in stored else "F32", shapes[name]) for name in shapes}
     checkpoint.check_specs({"weights": expected})
     groups["weights"] = add_tied_head(groups["weights"], config)
-    tokenizer = checkpoint.tokenizer_files()
-    parsed = {name: strict_json.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
-    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
-    generation = {name: value for name, value in ids.items() if value is not None}
     dtype = max((spec.dtype for spec in stored.values()), key=[s.dtype for s in stored.values()].count)
+    hf_config, aux_files = _model_files(checkpoint, config, torch_dtype_name(dtype))
     return Source(
         format="lt",
         path=path,
         root=path,
-        config=config_to_hf(
-            config, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=torch_dtype_name(dtype)
-        ),
+        config=hf_config,
         groups=groups,
-        aux_files={**tokenizer, GENERATION_CONFIG: strict_json.dumps(generation, GENERATION_CONFIG, indent=2)},
+        aux_files=aux_files,
         optimizer=manifest.optimizer,
         find_checksums=partial(_find_checksums, path, _slice_checksums(manifest)),
         format_info={
@@ -107,6 +104,26 @@ def _find_checksums(
 ) -> Sequence[StoredChecksum]:
     """Return the checksums of a file: hashes of slices or, in a file of NxD, the CRCs of its records."""
     return by_file[file] if file in by_file else read_checksums(folder / file)
+
+
+def _model_files(checkpoint: Checkpoint, model: LlamaConfig, dtype: str) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """Return config.json and the other files of the model.
+
+    They are those of the model that the run or the conversion began with. Without any, the token ids are the
+    tokenizer's.
+    """
+    saved, tokenizer = checkpoint.hf_files(), checkpoint.tokenizer_files()
+    if CONFIG in saved:
+        where = f"{checkpoint.path}: hf/{CONFIG}"
+        config = with_architecture(strict_json.loads(saved.pop(CONFIG), where), model)
+        config.pop("dtype", None)
+        return {**config, "torch_dtype": dtype}, {**tokenizer, **saved}
+    parsed = {name: strict_json.loads(data, name) for name, data in tokenizer.items() if name.endswith(".json")}
+    ids = {f"{kind}_token_id": _token_id(f"{kind}_token", parsed) for kind in ("bos", "eos", "pad")}
+    known = {name: value for name, value in ids.items() if value is not None}
+    config = config_to_hf(model, bos_token_id=ids["bos_token_id"], eos_token_id=ids["eos_token_id"], dtype=dtype)
+    generation = strict_json.dumps(known, GENERATION_CONFIG, indent=2)
+    return {**config, **known}, {**tokenizer, GENERATION_CONFIG: generation, **saved}
 
 
 def _param_groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
@@ -161,6 +178,12 @@ def _token_id(name: str, tokenizer: Mapping[str, dict[str, Any]]) -> int | None:
     return found
 
 
+def hf_model_files(source: Source) -> dict[str, bytes]:
+    """Return the configuration files that a checkpoint of a source's model holds."""
+    found = {name: data for name, data in source.aux_files.items() if name == GENERATION_CONFIG}
+    return found | {CONFIG: strict_json.dumps(dict(source.config or {}), CONFIG, indent=2)}
+
+
 def save_lt(
     source: Source,
     root: str | os.PathLike[str],
@@ -204,6 +227,7 @@ def save_lt(
                 step=step,
                 model=model.to_dict(),
                 tokenizer_files=tokenizer,
+                hf_files=hf_model_files(source),
                 layout=origin,
                 optimizer=source.optimizer,
             )

@@ -16,6 +16,7 @@ import xxhash
 from lt_ckpt import strict_json
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.records import (
+    HF_FILE,
     TOKENIZER_FILE,
     FileRecords,
     OptimizerRecord,
@@ -44,6 +45,8 @@ class CheckpointMetadata:
         scalars: Scalar state by name; types are preserved, also inf and nan.
         data: Position in the data stream as plain JSON values, or None.
         tokenizer_files: File name → content; stored in the folder `tokenizer/`.
+        hf_files: `config.json` and `generation_config.json` of the model that this one came from, with what `model`
+            does not say (token ids, sampling); stored in the folder `hf/`. Where the two disagree, `model` counts.
         layout: Parallelism of the saving ranks (degrees), for reports; reading does not need it.
         optimizer: The optimizer whose state the checkpoint holds, or None.
         created_at: Seconds since 1970 in UTC.
@@ -55,6 +58,7 @@ class CheckpointMetadata:
     scalars: Mapping[str, Scalar] = field(default_factory=dict)
     data: Mapping[str, Any] | None = None
     tokenizer_files: Mapping[str, bytes] = field(default_factory=dict)
+    hf_files: Mapping[str, bytes] = field(default_factory=dict)
     layout: Mapping[str, Any] = field(default_factory=dict)
     optimizer: OptimizerRecord | None = None
     created_at: float = field(default_factory=time.time)
@@ -68,6 +72,10 @@ class CheckpointMetadata:
         for name in self.tokenizer_files:
             if not TOKENIZER_FILE.fullmatch(f"tokenizer/{name}") or name.endswith(".tmp"):
                 raise CheckpointError(f"metadata: {name!r} is not a plain file name for the tokenizer")
+        for name, data in self.hf_files.items():
+            if not HF_FILE.fullmatch(f"hf/{name}"):
+                raise CheckpointError(f"metadata: hf_files has {name!r}, not config.json or generation_config.json")
+            strict_json.loads(data, f"metadata: hf_files: {name}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ from lt_ckpt.tensorfile import TensorSpec
 TENSOR_FILE = re.compile(r"[a-z][a-z0-9_]{0,63}-\d{5,9}\.safetensors")
 RANK_MANIFEST_FILE = re.compile(r"part-\d{5,9}\.json")
 TOKENIZER_FILE = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+HF_FILE = re.compile(r"hf/(config|generation_config)\.json")
 SAVE_MARKER_FILE = re.compile(r"save\.json")
 _NXD_RANK_FILE = r"dp_rank_\d{2,9}_tp_rank_\d{2,9}_pp_rank_\d{2,9}\.pt"
 NXD_FILE = re.compile(
@@ -35,7 +36,7 @@ NXD_FILE = re.compile(
 NXD_BEGIN_MARKER, NXD_DONE_MARKER = "checkpoint", "done"
 """Markers of an NxD tag. Each holds the text `1`."""
 NXD_FOLDER = re.compile(rf"(model|optim)(/{_NXD_RANK_FILE}\.tensors)?")
-MANIFEST_FILE_PATTERNS = (TENSOR_FILE, RANK_MANIFEST_FILE, TOKENIZER_FILE, SAVE_MARKER_FILE, NXD_FILE)
+MANIFEST_FILE_PATTERNS = (TENSOR_FILE, RANK_MANIFEST_FILE, TOKENIZER_FILE, HF_FILE, SAVE_MARKER_FILE, NXD_FILE)
 """Names that a manifest can list."""
 HASH_HEX = re.compile(r"[0-9a-f]{32}")
 

@@ -26,6 +26,7 @@ from lt_ckpt.checkpoint import spec_differences
 from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
 from lt_ckpt.folders import (
     COMMIT,
+    HF,
     MANIFEST,
     SAVE_MARKER,
     TOKENIZER,
@@ -279,13 +280,13 @@ def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankMani
     return manifests, own_files
 
 
-def _write_tokenizer(folder: Path, tokenizer: Mapping[str, bytes]) -> FileRecords:
-    if not tokenizer:
+def _write_subfolder(folder: Path, subfolder: str, contents: Mapping[str, bytes]) -> FileRecords:
+    if not contents:
         return {}
-    files.make_folder(folder / TOKENIZER)
-    for name in sorted(tokenizer):
-        files.write_file(folder / TOKENIZER / name, tokenizer[name])
-    return {f"{TOKENIZER}/{name}": _record_of_bytes(data) for name, data in sorted(tokenizer.items())}
+    files.make_folder(folder / subfolder)
+    for name in sorted(contents):
+        files.write_file(folder / subfolder / name, contents[name])
+    return {f"{subfolder}/{name}": _record_of_bytes(data) for name, data in sorted(contents.items())}
 
 
 def _write_nxd_markers(folder: Path, records: FileRecords) -> FileRecords:
@@ -362,7 +363,8 @@ def commit_save(
             files={
                 **written,
                 **own_files,
-                **_write_tokenizer(folder, metadata.tokenizer_files),
+                **_write_subfolder(folder, TOKENIZER, metadata.tokenizer_files),
+                **_write_subfolder(folder, HF, metadata.hf_files),
                 **_write_nxd_markers(folder, written),
             },
             tensors=tensors,

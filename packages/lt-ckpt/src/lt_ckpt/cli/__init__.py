@@ -18,6 +18,7 @@ from lt_ckpt.cli.terminal import (
     ModelArgument,
     OverflowOption,
     echo,
+    name_flags,
     open_model,
     open_with_optimizer,
     progress_bar,
@@ -127,6 +128,7 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
     from lt_ckpt.checksums import describe_checksums, iter_checksum_errors
     from lt_ckpt.comparison import compare, config_differences, find_replica_mismatches
     from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.model_files import carries_files, find_differences
 
     source = open_with_optimizer(path, config)
     if optimizer and source.groups.keys() == {"weights"}:
@@ -137,7 +139,10 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
         problems += find_replica_mismatches(source, progress=progress)
     if against:
         other = open_with_optimizer(against, config) if optimizer else open_model(against, config)
-        problems += config_differences(source, other)
+        problems += [*config_differences(source, other), *find_differences(source, other)]
+        for side in (source, other):
+            if not carries_files(side):
+                echo(f"not compared: {side.path} has no tokenizer and no generation config")
         with progress_bar("comparing") as progress:
             left = _select_groups(source, other, optimizer=optimizer)
             right = _select_groups(other, source, optimizer=optimizer)
@@ -153,7 +158,7 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
         echo(f"broken: {problem}")
     if problems:
         raise CheckpointError(f"{path}: {len(problems)} problems")
-    same = f", every tensor equal to {against}" if against else ""
+    same = f", every tensor and model file equal to {against}" if against else ""
     n_tensors = ", ".join(f"{len(group.specs)} tensors of {kind}" for kind, group in source.groups.items())
     echo(f"ok: {path} ({source.format}): {n_tensors}, all present{same}; {describe_checksums(source)}")
 
@@ -219,6 +224,9 @@ def export(
     path: ModelArgument,
     out: Annotated[Path, typer.Option("--out", help="Folder to make.")],
     config: ConfigOption = None,
+    group: Annotated[
+        str, typer.Option("--group", help="Group of tensors to write as the weights, e.g. master (see inspect).")
+    ] = "weights",
     dtype: DtypeOption = "",
     allow_overflow: OverflowOption = False,
     max_shard_gb: Annotated[float, typer.Option("--max-shard-gb", help="Maximum GB of tensors per file.")] = 5.0,
@@ -227,15 +235,17 @@ def export(
     from lt_ckpt.checksums import describe_checksums
     from lt_ckpt.dtypes import parse_float_dtype
     from lt_ckpt.formats import ConvertOptions, convert_checkpoint
+    from lt_ckpt.llama_tensors import select_group
 
-    source = open_model(path, config)
+    source = open_model(path, config) if group == "weights" else open_with_optimizer(path, config)
+    source = select_group(source, group)
     options = ConvertOptions(
         format="hf",
         dtype=parse_float_dtype(dtype) if dtype else None,
         max_shard_bytes=int(max_shard_gb * 1e9),
         allow_overflow=allow_overflow,
     )
-    with progress_bar("exporting") as progress:
+    with name_flags(), progress_bar("exporting") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
     step = f" step {source.format_info['step']}" if "step" in source.format_info else ""
     echo(f"exported{step} to {output}; {describe_checksums(source)}")

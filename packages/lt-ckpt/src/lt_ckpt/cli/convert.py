@@ -11,6 +11,7 @@ from lt_ckpt.cli.terminal import (
     ModelArgument,
     OverflowOption,
     echo,
+    name_flags,
     open_model,
     progress_bar,
 )
@@ -44,7 +45,9 @@ def convert(
     ] = "trn1",
     master_weights: Annotated[
         bool,
-        typer.Option("--master-weights", help="From NxD: the fp32 master weights of its ZeRO-1 state as the weights."),
+        typer.Option(
+            "--master-weights", help="From NxD or lt: the fp32 master weights of its optimizer as the weights."
+        ),
     ] = False,
     optimizer: Annotated[
         bool,
@@ -100,17 +103,18 @@ def convert(
         if fuse_qkv and not qkv_linear:
             raise CheckpointError("--fuse-qkv has no effect without --qkv-linear; give both")
         gqa = "gqa_fused" if fuse_qkv else "gqa"
-        nxd_options = NxdOptions(
-            tp=tp,
-            pp=pp,
-            virtual_pp=virtual_pp,
-            kv_size_multiplier=kv_size_multiplier,
-            qkv=gqa if qkv_linear else "coalesced" if coalesce_qkv else "separate",
-            layout=cast("Literal['v1', 'v2']", layout),
-            xser=xser,
-            tag=tag,
-            head_order=cast("Literal['trn1', 'trn2']", head_order),
-        )
+        with name_flags():
+            nxd_options = NxdOptions(
+                tp=tp,
+                pp=pp,
+                virtual_pp=virtual_pp,
+                kv_size_multiplier=kv_size_multiplier,
+                qkv=gqa if qkv_linear else "coalesced" if coalesce_qkv else "separate",
+                layout=cast("Literal['v1', 'v2']", layout),
+                xser=xser,
+                tag=tag,
+                head_order=cast("Literal['trn1', 'trn2']", head_order),
+            )
     with_optimizer = optimizer and not (to == "nxd" and has_optimizer_state(path))
     source = open_model(
         path, config, master_weights=master_weights, optimizer=with_optimizer, head_order=source_head_order
@@ -124,7 +128,7 @@ def convert(
         nxd=nxd_options,
         dp=dp,
     )
-    with progress_bar(f"converting to {to}") as progress:
+    with name_flags(), progress_bar(f"converting to {to}") as progress:
         output = convert_checkpoint(source, out, options, progress=progress)
     echo(f"{source.format} {path} converted to {to}: {output}; {describe_checksums(source)}")
 

@@ -1,5 +1,6 @@
 """Printing, progress and model arguments shared by the commands."""
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,27 @@ DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f1
 OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]
+
+FLAGS = {
+    name: f"--{name.replace('_', '-')}"
+    for name in ("virtual_pp", "kv_size_multiplier", "qkv_linear", "coalesce_qkv", "fuse_qkv", "head_order")
+} | {"max_shard_bytes": "--max-shard-gb", "nxd: tp": "--tp", "nxd: pp": "--pp", "nxd: tag": "--tag"}
+FLAGS |= {"nxd: layout": "--layout", "nxd: virtual_pp": "--virtual-pp", "nxd: head_order": "--head-order"}
+FLAGS |= {"nxd: kv_size_multiplier": "--kv-size-multiplier"}
+"""Name of an option in the library's messages → on the command line."""
+_FIELD = re.compile(rf"(?<![\w/.-])({'|'.join(sorted(FLAGS, key=len, reverse=True))})(?![\w/.-])")
+
+
+@contextmanager
+def name_flags() -> Iterator[None]:
+    """Name options as on the command line in the errors of a block."""
+    from lt_ckpt.errors import CheckpointError
+
+    try:
+        yield
+    except CheckpointError as exc:
+        exc.args = (_FIELD.sub(lambda match: FLAGS[match[1]], str(exc)),)
+        raise
 
 
 def echo(text: str) -> None:

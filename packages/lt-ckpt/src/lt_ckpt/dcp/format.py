@@ -24,9 +24,11 @@ from lt_ckpt.dcp.files import MAX_FILE_BYTES, METADATA, DcpWriter, locate_chunks
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpMetadata, parse_metadata
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.hf.folder import read_aux_files
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import EMBED, HEAD, IGNORED_BUFFERS, add_tied_head, param_specs, tensor_shapes
 from lt_ckpt.meta_llama.names import dialect_key, is_rope_permuted, meta_tensor_layout, split_chunk_into_row_pairs
+from lt_ckpt.model_files import model_files
 from lt_ckpt.records import TORCH_ADAMW
 from lt_ckpt.shards import intersect
 from lt_ckpt.source import Source, TensorGroup
@@ -97,6 +99,7 @@ def open_dcp(path: str | os.PathLike[str], *, config: Mapping[str, Any], prefix:
         path=folder,
         root=folder,
         config=dict(config),
+        aux_files=read_aux_files(folder),
         groups=groups,
         optimizer=TORCH_ADAMW if groups.keys() >= set(TORCH_ADAMW.slots) else None,
         find_checksums=partial(read_checksums, folder, metadata.tensors),
@@ -227,6 +230,7 @@ def dcp_target(source: Source, *, dtype: str | None = None, max_file_bytes: int 
         format="dcp",
         layout=Layout(files=(FileLayout(path="", tensors=tensors),)),
         specs=specs,
+        aux_files=model_files(source, specs),
         open_writer=partial(DcpWriter, max_file_bytes=max_file_bytes),
         check=lambda folder: _check_headers(folder, specs),
     )

@@ -7,6 +7,7 @@ from lt_ckpt import files
 from lt_ckpt.checkpoint import Checkpoint
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint
 from lt_ckpt.hf.format import MAX_SHARD_BYTES
+from lt_ckpt.llama_tensors import select_group
 from lt_ckpt.lt_format import open_lt
 
 
@@ -14,6 +15,7 @@ def export_hf(
     checkpoint: Checkpoint,
     out: str | os.PathLike[str],
     *,
+    group: str = "weights",
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     allow_overflow: bool = False,
@@ -25,8 +27,9 @@ def export_hf(
     checkpoint's tokenizer files. A tied model has no lm_head.
 
     Args:
-        checkpoint: What to export; the group `weights` must hold exactly the parameters of its model.
+        checkpoint: What to export; the group must hold exactly the parameters of its model.
         out: Folder to make; an existing one must be empty.
+        group: Group to write as the weights, for example `master`.
         dtype: Safetensors code to cast to (F64, F32, F16, BF16; rounding to nearest even); None: as stored.
         max_shard_bytes: Maximum bytes of tensors per file.
         allow_overflow: Let finite values beyond the range of `dtype` become infinite, instead of refusing.
@@ -36,9 +39,9 @@ def export_hf(
         The folder.
 
     Raises:
-        CheckpointError: `out` is not empty, values overflow, the weights are not those of the model, replicas of a
-            tensor differ, a tied model's head is not its embedding, or the disk fails.
+        CheckpointError: There is no such group, `out` is not empty, values overflow, the weights are not those of the
+            model, replicas of a tensor differ, a tied model's head is not its embedding, or the disk fails.
         lt_model.ModelError: The manifest's model is not a supported Llama.
     """
     options = ConvertOptions(format="hf", dtype=dtype, max_shard_bytes=max_shard_bytes, allow_overflow=allow_overflow)
-    return convert_checkpoint(open_lt(checkpoint), out, options, progress=progress)
+    return convert_checkpoint(select_group(open_lt(checkpoint), group), out, options, progress=progress)

@@ -27,6 +27,8 @@ TOKENIZER_NAMES = (
     "added_tokens.json",
     "chat_template.jinja",
     "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
 )
 GENERATION_CONFIG = "generation_config.json"
 MAX_JSON_BYTES = 2**28
@@ -36,6 +38,16 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file."""
     with translate_os_errors("reading", path):
         return strict_json.loads(files.read_bounded(path, MAX_JSON_BYTES), str(path))
+
+
+def read_aux_files(folder: Path) -> dict[str, bytes]:
+    """Read a model's files besides its configuration and tensors, by name."""
+    found: dict[str, bytes] = {}
+    for name in (*TOKENIZER_NAMES, GENERATION_CONFIG):
+        if (folder / name).is_file():
+            with translate_os_errors("reading", folder / name):
+                found[name] = files.read_bounded(folder / name, MAX_JSON_BYTES)
+    return found
 
 
 class HFFolder:
@@ -127,22 +139,9 @@ class HFFolder:
         """Return tensor → its file and the byte at which it begins."""
         return {name: (record.slices[0].file, record.slices[0].byte_offset) for name, record in self._records.items()}
 
-    def aux_files(self) -> dict[str, bytes]:
-        """Return the files to keep with the model: the tokenizer's files and generation_config.json."""
-        found = self.tokenizer_files()
-        if (self.path / GENERATION_CONFIG).is_file():
-            with translate_os_errors("reading", self.path / GENERATION_CONFIG):
-                found[GENERATION_CONFIG] = files.read_bounded(self.path / GENERATION_CONFIG, MAX_JSON_BYTES)
-        return found
-
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return the tokenizer's files by name; empty if there are none."""
-        found: dict[str, bytes] = {}
-        for name in TOKENIZER_NAMES:
-            if (self.path / name).is_file():
-                with translate_os_errors("reading", self.path / name):
-                    found[name] = files.read_bounded(self.path / name, MAX_JSON_BYTES)
-        return found
+        return {name: data for name, data in read_aux_files(self.path).items() if name != GENERATION_CONFIG}
 
 
 def _read_indexed_headers(folder: Path) -> list[SafetensorsHeader]:

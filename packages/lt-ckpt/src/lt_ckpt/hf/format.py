@@ -12,11 +12,11 @@ from typing import Any
 
 from lt_ckpt import strict_json
 from lt_ckpt.conversion import Target
-from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, HFFolder
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, HFFolder, read_aux_files
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs
+from lt_ckpt.model_files import model_files
 from lt_ckpt.source import Source, StoredArray, build_tensor_group
 from lt_ckpt.tensor_writers import SafetensorsWriter
 from lt_ckpt.tensorfile import TensorSpec, file_order
@@ -50,7 +50,7 @@ def open_hf(path: str | os.PathLike[str], *, config: Mapping[str, Any] | None = 
         root=folder.path,
         config=folder.config if config is None else dict(config),
         groups={"weights": group},
-        aux_files=folder.aux_files(),
+        aux_files=read_aux_files(folder.path),
     )
 
 
@@ -69,15 +69,7 @@ def hf_target(source: Source, *, dtype: str | None = None, max_shard_bytes: int 
     shapes = stored_shapes(model, not model.tie_word_embeddings)
     specs = target_specs(source, shapes, dtype)
     shards = _split_into_shards({name: specs[name] for name in file_order(specs)}, max_shard_bytes)
-    bytes_by_dtype: dict[str, int] = {}
-    for spec in specs.values():
-        bytes_by_dtype[spec.dtype] = bytes_by_dtype.get(spec.dtype, 0) + spec.n_bytes
-    config = {
-        **source.config,
-        "torch_dtype": torch_dtype_name(max(bytes_by_dtype, key=lambda kind: bytes_by_dtype[kind])),
-    }
-    config.pop("dtype", None)
-    aux_files = {**source.aux_files, CONFIG: strict_json.dumps(config, CONFIG, indent=2)}
+    aux_files = model_files(source, specs)
     if len(shards) > 1:
         weight_map = {name: file for file, group in shards.items() for name in group}
         index = {"metadata": {"total_size": sum(s.n_bytes for s in specs.values())}, "weight_map": weight_map}

@@ -13,7 +13,9 @@ from typing import Any
 
 from lt_ckpt.conversion import Target
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.hf.folder import read_aux_files
 from lt_ckpt.llama_tensors import target_specs, tensor_shapes
+from lt_ckpt.model_files import model_files
 from lt_ckpt.nxd.discovery import NxdFiles, has_optimizer_files
 from lt_ckpt.nxd.layout import nxd_layout
 from lt_ckpt.nxd.options import HeadOrder, NxdOptions
@@ -42,7 +44,7 @@ def open_nxd(
     master_weights: bool = False,
     head_order: HeadOrder = "trn1",
 ) -> Source:
-    """Open an NxD checkpoint.
+    """Open an NxD checkpoint, with the model's files that a conversion put into its folder.
 
     Args:
         path: The folder of the tags, of one tag, `model` itself, or of version 1.
@@ -102,6 +104,7 @@ def open_nxd(
         path=nxd_files.root,
         root=nxd_files.root,
         config=dict(config),
+        aux_files=read_aux_files(nxd_files.root),
         groups={"weights": weights, **(groups if optimizer else {})},
         optimizer=TORCH_ADAMW if optimizer and groups.keys() >= set(TORCH_ADAMW.slots) else None,
         format_info=format_info,
@@ -176,10 +179,12 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
     assert source.config is not None
     model = config_from_hf(dict(source.config), source=f"{source.path}: config")
     layout = nxd_layout(model, options)
+    specs = target_specs(source, tensor_shapes(model), dtype)
     return Target(
         format="nxd",
         layout=layout,
-        specs=target_specs(source, tensor_shapes(model), dtype),
+        specs=specs,
+        aux_files=model_files(source, specs, folder=options.tag),
         open_writer=XserWriter if options.xser else TorchWriter,
         marker_files={f"{options.tag}/{marker}": b"1" for marker in (NXD_BEGIN_MARKER, NXD_DONE_MARKER)}
         if options.tag

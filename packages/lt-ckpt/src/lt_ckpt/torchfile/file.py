@@ -48,6 +48,9 @@ ARCHIVE_ROOT = "archive"
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Usual keys of the state dict in files that hold more than it."""
 
+EXTRA_FOLDER = "extra"
+"""Folder of an archive for files that are not the pickle's; torch's own name for it."""
+MAX_EXTRA_BYTES = 2**28
 _METADATA_RECORD = ".data/metadata.json"
 _NUMPY_DTYPES = {
     "<f8": "F64",
@@ -86,8 +89,12 @@ def read_state_dict(
         keys = [name for name in STATE_DICT_KEYS if type(tree.get(name)) is dict]
         if len(keys) != 1:
             found = ", ".join(repr(name) for name, value in tree.items() if type(value) is dict)
+            usual = ", ".join(repr(name) for name in STATE_DICT_KEYS)
             raise CheckpointError(
-                f"{path}: has no tensors at the top; name the key of the state dict (one of: {found})"
+                f"{path}: holds no state dict: there are no tensors at the top, and "
+                + (f"several of {usual}" if keys else f"none of {usual}")
+                + (f" (its dictionaries: {found})" if found else " (it has no dictionary)")
+                + "; save the state dict alone with torch.save"
             )
         key = keys[0]
     if key is not None:
@@ -229,6 +236,28 @@ def read_custom_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     return {name: str(value) for name, value in strict_json.loads(raw, str(path)).items()}
 
 
+def read_extra_files(path: str | os.PathLike[str]) -> dict[str, bytes]:
+    """Return the files in the archive's folder `extra`, by name; none if a program without any wrote it.
+
+    Raises:
+        CheckpointError: A file is larger than `MAX_EXTRA_BYTES`, or differs from its checksum.
+    """
+    found: dict[str, bytes] = {}
+    with OpenFile(path) as opened:
+        archive = _read_archive(opened.read, 0, opened.size, str(path))
+        for name, record in archive.records.items():
+            folder, _, file = name.partition("/")
+            if folder != EXTRA_FOLDER:
+                continue
+            if record.n_bytes > MAX_EXTRA_BYTES:
+                raise CheckpointError(f"{path}: {name} has {record.n_bytes} bytes, more than {MAX_EXTRA_BYTES}")
+            data = opened.read(record.byte_offset, record.n_bytes)
+            if archive.has_checksums and crc32(data, 0) != record.crc32:
+                raise CheckpointError(f"{path}: the bytes of {name} differ from their checksum; it is damaged")
+            found[file] = data
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedTensor:
     """Tensor to write: its spec, and a function that returns its bytes in blocks, called in turn."""
@@ -245,19 +274,23 @@ class TorchArchiveWriter:
         tree: What to save: plain values, those of `safe_globals`, and for tensors a `TensorSpec`, a `StreamedTensor` or
             an array. Their bytes must be appended in the order of the tree.
         metadata: Text for a record that torch ignores.
+        extra_files: Files for the folder `extra`, which torch ignores, by name.
 
     Attributes:
         tensors: The leaves that represent tensors in the tree, in order.
         byte_offsets: Positions in the archive of the tensors begun so far.
     """
 
-    def __init__(self, write: WriteBytes, tree: Any, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, write: WriteBytes, tree: Any, metadata: Mapping[str, str], extra_files: Mapping[str, bytes] | None = None
+    ) -> None:
         self.tensors: list[Any] = []
         self._specs: list[TensorSpec] = []
         pickled = dumps(to_pickle_node(tree, self._add_tensor))
         self.byte_offsets: list[int] = []
         self._zip = StoredZipWriter(write, ARCHIVE_ROOT)
         self._metadata = dict(metadata)
+        self._extra_files = dict(extra_files or {})
         self._next = 0
         self._zip.write_record("data.pkl", pickled)
         for name, text in ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", b"little")):
@@ -289,9 +322,9 @@ class TorchArchiveWriter:
                 self._begin_next()
 
     @staticmethod
-    def count_bytes(tree: Any, metadata: Mapping[str, str]) -> int:
+    def count_bytes(tree: Any, metadata: Mapping[str, str], extra_files: Mapping[str, bytes] | None = None) -> int:
         """Return the size of the archive."""
-        archive = TorchArchiveWriter(lambda data: None, tree, metadata)
+        archive = TorchArchiveWriter(lambda data: None, tree, metadata, extra_files)
         while archive._zip.remaining:
             archive._zip.skip_record()
             archive._zip.end_record()
@@ -304,6 +337,8 @@ class TorchArchiveWriter:
         assert not self._zip.remaining, f"{self._zip.remaining} bytes of tensor {self._next - 1} are missing"
         if self._metadata:
             self._zip.write_record(_METADATA_RECORD, strict_json.dumps(self._metadata, "metadata"))
+        for name, data in self._extra_files.items():
+            self._zip.write_record(f"{EXTRA_FOLDER}/{name}", data)
         self._zip.write_record("version", b"3\n")
         self._zip.write_record(".data/serialization_id", self._zip.serialization_id().encode())
         self._zip.finish()
@@ -326,10 +361,17 @@ class TorchWriter:
         path: The file to make.
         tensors: Key → dtype and shape, in file order.
         metadata: Text for a record that torch ignores.
+        extra_files: Files for the folder `extra`, which torch ignores, by name.
     """
 
-    def __init__(self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str]) -> None:
-        self._begin(path, OrderedDict(tensors), metadata)
+    def __init__(
+        self,
+        path: Path,
+        tensors: TensorSpecs,
+        metadata: Mapping[str, str],
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self._begin(path, OrderedDict(tensors), metadata, extra_files=extra_files)
 
     @classmethod
     def from_tree(
@@ -340,11 +382,18 @@ class TorchWriter:
         writer._begin(path, tree, metadata or {}, create)
         return writer
 
-    def _begin(self, path: Path, tree: Any, metadata: Mapping[str, str], create: CreateFile = DirectFileWriter) -> None:
-        n_bytes = TorchArchiveWriter.count_bytes(tree, metadata)
+    def _begin(
+        self,
+        path: Path,
+        tree: Any,
+        metadata: Mapping[str, str],
+        create: CreateFile = DirectFileWriter,
+        extra_files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        n_bytes = TorchArchiveWriter.count_bytes(tree, metadata, extra_files)
         self._file = create(path, n_bytes)
         try:
-            self.archive = TorchArchiveWriter(self._file.write, tree, metadata)
+            self.archive = TorchArchiveWriter(self._file.write, tree, metadata, extra_files)
         except BaseException:
             self.abort()
             raise

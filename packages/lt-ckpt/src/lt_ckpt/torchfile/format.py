@@ -6,15 +6,29 @@ by an allow-list and never executed.
 
 import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lt_ckpt import strict_json
 from lt_ckpt.conversion import Target
+from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
+from lt_ckpt.model_files import model_files
 from lt_ckpt.source import Source, build_tensor_group
-from lt_ckpt.torchfile.file import TorchWriter, read_checksums, read_state_dict
+from lt_ckpt.torchfile.file import TorchWriter, read_checksums, read_extra_files, read_state_dict
 from lt_model import config_from_hf
+
+
+def read_pt_model_files(path: str | os.PathLike[str]) -> tuple[dict[str, Any] | None, dict[str, bytes]]:
+    """Read the configuration that a conversion put into a file, or None, and the model's other files."""
+    found = read_extra_files(path)
+    config = found.pop(CONFIG, None)
+    return (
+        None if config is None else strict_json.loads(config, f"{path}: {CONFIG}"),
+        {name: data for name, data in found.items() if name in (*TOKENIZER_NAMES, GENERATION_CONFIG)},
+    )
 
 
 def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Source:
@@ -42,6 +56,7 @@ def open_pt(path: str | os.PathLike[str], *, config: Mapping[str, Any]) -> Sourc
         config=dict(config),
         groups={"weights": group},
         find_checksums=lambda name: read_checksums(file.parent / name),
+        aux_files=read_pt_model_files(file)[1],
     )
 
 
@@ -61,6 +76,6 @@ def pt_target(source: Source, name: str, *, dtype: str | None = None) -> Target:
         format="pt",
         layout=Layout(files=(FileLayout(path=name, tensors=tensors),)),
         specs=specs,
-        open_writer=TorchWriter,
+        open_writer=partial(TorchWriter, extra_files=model_files(source, specs)),
         single_file=name,
     )

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,15 @@ class CheckpointManager:
     model: LlamaConfig
     tokenizer_files: Mapping[str, bytes]
     recipe_values: Mapping[str, Any]
+    hf_files: dict[str, bytes] = field(default_factory=dict)
+    """config.json and generation_config.json of the model that the run began with; see `carry_hf_files`."""
     protected: Callable[[], AbstractContextManager[Collection[Path]]] = lambda: nullcontext(())
     """Context with the checkpoints that retention must not delete while it is open."""
+
+    def carry_hf_files(self, found: Mapping[str, bytes]) -> None:
+        """Save these files with every checkpoint from now on, for its export."""
+        self.hf_files.clear()
+        self.hf_files.update(found)
 
     def save(self, engine: Engine, stream: StreamState) -> Path:
         """Save engine state and stream position as step `stream.step`; return the folder on every rank.
@@ -106,6 +113,7 @@ class CheckpointManager:
             scalars=snapshot.scalars,
             data=stream.to_dict(),
             tokenizer_files=self.tokenizer_files,
+            hf_files=dict(self.hf_files),
             layout={"world": topology.world_size, "dp_size": topology.dp_size, **snapshot.layout_metadata},
             optimizer=snapshot.optimizer,
         )

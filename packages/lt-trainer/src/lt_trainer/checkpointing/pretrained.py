@@ -30,6 +30,7 @@ from lt_ckpt import Source, open_source
 from lt_ckpt.checksums import iter_checksum_errors
 from lt_ckpt.dtypes import cast
 from lt_ckpt.hub.model import Address
+from lt_ckpt.lt_format import hf_model_files
 from lt_ckpt.source import TensorReader
 from lt_model import LlamaConfig, config_from_hf
 from lt_trainer.config import as_recipe_error
@@ -72,6 +73,10 @@ class PretrainedWeights:
     def metadata(self) -> dict[str, Any]:
         """Format, and the commit on a hub, for the run's records."""
         return {"format": self.source.format, **self.source.format_info}
+
+    def hf_files(self) -> dict[str, bytes]:
+        """Return the model's config.json and generation_config.json, if it has one, for the run's checkpoints."""
+        return hf_model_files(self.source)
 
     def describe(self) -> str:
         """Return a sentence for the log."""

@@ -100,6 +100,7 @@ class RunRestorer:
                 options, self.model, self.data.tokenizer_files, engine.control, engine.topology.rank, self.heartbeat
             ) as pretrained:
                 engine.load_weights(pretrained)
+                self.checkpoint_manager.carry_hf_files(pretrained.hf_files())
                 self.logger.log_event("init_from", address=options.init_from, model=pretrained.metadata)
                 self.logger.log_message(pretrained.describe())
         return batches
@@ -160,6 +161,7 @@ class RunRestorer:
     def _restore(self, checkpoint: Checkpoint) -> Batches:
         batches = self._open_batches(self.checkpoint_manager.data_state(checkpoint))  # raises before tensors are read
         try:
+            self.checkpoint_manager.carry_hf_files(checkpoint.hf_files())
             self.engine.restore(checkpoint)
         except BaseException:
             batches.close()

@@ -1,0 +1,279 @@
+"""What a model is besides its tensors comes back through every format: configuration, tokenizer, chat template.
+
+The models are published ones (`data/published_models.json` says where its values are from) with small weights, set so
+that greedy decoding reaches each of the model's end-of-text ids at a known place.
+"""
+
+import itertools
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lt_ckpt import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointMetadata,
+    ConvertOptions,
+    NxdOptions,
+    convert_checkpoint,
+    export_hf,
+    open_source,
+)
+from lt_ckpt.model_files import find_differences, with_architecture
+from lt_model import config_from_hf, param_specs
+
+PUBLISHED = json.loads((Path(__file__).parent / "data" / "published_models.json").read_text(encoding="utf-8"))
+MODELS = [name for name in PUBLISHED if name != "about"]
+SHRUNK = {"hidden_size": 32, "intermediate_size": 16, "num_attention_heads": 4, "num_hidden_layers": 2}
+CHAIN_STEPS = 4
+"""Tokens from the prompt to an end-of-text id."""
+FORMATS = {
+    "lt": ConvertOptions(format="lt"),
+    "nxd": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2)),
+    "nxd tag": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, pp=2, tag="step_3", xser=True)),
+    "nxd v1": ConvertOptions(format="nxd", nxd=NxdOptions(tp=2, layout="v1")),
+    "dcp": ConvertOptions(format="dcp"),
+    "pt": ConvertOptions(format="pt"),
+}
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def eos_ids(files: dict[str, Any]) -> list[int]:
+    found = files["generation_config.json"]["eos_token_id"]
+    return found if isinstance(found, list) else [found]
+
+
+def tokenizer_json(special: dict[str, int]) -> dict[str, Any]:
+    """Return a tokenizer with the special tokens and the bytes of ASCII."""
+    free = [i for i in range(3, 200) if i not in special.values()]
+    vocab = {chr(c): free[c - 32] for c in range(32, 127)}
+    added = [
+        {"id": i, "content": t, "special": True, "lstrip": False, "rstrip": False, "normalized": False}
+        | {"single_word": False}
+        for t, i in special.items()
+    ]
+    model = {"type": "BPE", "vocab": {**vocab, **special}, "merges": []}
+    return {"version": "1.0", "added_tokens": added, "normalizer": None, "pre_tokenizer": None, "model": model} | {
+        "truncation": None,
+        "padding": None,
+        "post_processor": None,
+        "decoder": None,
+    }
+
+
+def chain(eos: int, index: int) -> list[int]:
+    """Return the tokens of a chain: prompt, ..., end of text, and one after it."""
+    start = 300 + 10 * index
+    return [*range(start, start + CHAIN_STEPS), eos, start + CHAIN_STEPS]
+
+
+def chain_weights(config: dict[str, Any], eos: list[int]) -> dict[str, torch.Tensor]:
+    """Return weights whose greedy decoding follows `chain`: attention adds nothing, a neuron per token leads on."""
+    model = config_from_hf(config)
+    dtype = getattr(torch, config["torch_dtype"])
+    tensors = {p.name: torch.zeros(p.shape, dtype=dtype) for p in param_specs(model)}
+    chains = [chain(one, index) for index, one in enumerate(eos)]
+    direction = {token: i for i, token in enumerate(token for tokens in chains for token in tokens)}
+    assert len(direction) <= model.hidden_size
+    for token, axis in direction.items():
+        tensors["model.embed_tokens.weight"][token, axis] = 1
+        if "lm_head.weight" in tensors:
+            tensors["lm_head.weight"][token, axis] = 1
+    steps = [pair for tokens in chains for pair in itertools.pairwise(tokens)]
+    assert len(steps) <= model.intermediate_size
+    for neuron, (token, following) in enumerate(steps):
+        tensors["model.layers.0.mlp.gate_proj.weight"][neuron, direction[token]] = 1
+        tensors["model.layers.0.mlp.up_proj.weight"][neuron, direction[token]] = 1
+        tensors["model.layers.0.mlp.down_proj.weight"][direction[following], neuron] = 1
+    for name, tensor in tensors.items():
+        if name.endswith("norm.weight"):
+            tensor.fill_(1)
+    return tensors
+
+
+def make(folder: Path, name: str) -> Path:
+    """Write a published model with small weights; other files as published."""
+    files = PUBLISHED[name]
+    config = {**files["config.json"], **SHRUNK}
+    config["num_key_value_heads"] = min(2, config["num_key_value_heads"])
+    if "head_dim" in config:
+        config["head_dim"] = 8
+    folder.mkdir()
+    save_file(chain_weights(config, eos_ids(files)), folder / "model.safetensors", metadata={"format": "pt"})
+    contents = {**files, "config.json": config, "tokenizer.json": tokenizer_json(files["special_tokens"])}
+    del contents["special_tokens"]
+    for file, value in contents.items():
+        text = value if isinstance(value, str) else json.dumps(value, indent=2)
+        (folder / file).write_text(text, encoding="utf-8")
+    return folder
+
+
+def through(source: Path, root: Path, name: str) -> tuple[Path, Path]:
+    """Convert a Hugging Face folder to a format and back; return both outputs."""
+    options = FORMATS[name]
+    middle = root / ("middle.pt" if options.format == "pt" else "middle")
+    convert_checkpoint(open_source(source), middle, options)
+    back = convert_checkpoint(open_source(middle), root / "back", ConvertOptions(format="hf"))
+    return middle, back
+
+
+def read(folder: Path) -> dict[str, Any]:
+    return {
+        path.name: json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else path.read_bytes()
+        for path in folder.iterdir()
+        if path.suffix != ".safetensors"
+    }
+
+
+def decode(folder: Path, prompt: int) -> list[int]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    ids = torch.tensor([[prompt]])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8, pad_token_id=0)
+    return out[0].tolist()
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    root = tmp_path_factory.mktemp("published")
+    return lambda name: root / name if (root / name).exists() else make(root / name, name)
+
+
+@pytest.mark.guarantee("convert-model-files")
+@pytest.mark.parametrize("through_format", FORMATS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_file_of_a_published_model_comes_back(tmp_path: Path, published, name: str, through_format: str) -> None:
+    start = published(name)
+    middle, back = through(start, tmp_path, through_format)
+    assert read(back) == read(start)
+    for path in (middle, back):
+        assert list(find_differences(open_source(path), open_source(start))) == []
+
+
+@pytest.mark.guarantee("convert-model-files")
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_stops_at_each_end_of_text(tmp_path: Path, published, name: str) -> None:
+    ids = eos_ids(PUBLISHED[name])
+    back = convert_checkpoint(open_source(published(name)), tmp_path / "run", ConvertOptions(format="lt"))
+    out = export_hf(Checkpoint.open(back), tmp_path / "hf")
+    for index, eos in enumerate(ids):
+        assert decode(out, chain(eos, index)[0]) == chain(eos, index)[:-1]
+    # the same with one id dropped: greedy decoding runs past its place
+    dropped = {**json.loads((out / "generation_config.json").read_text()), "eos_token_id": ids[:-1] or None}
+    (out / "generation_config.json").write_text(json.dumps(dropped), encoding="utf-8")
+    last = chain(ids[-1], len(ids) - 1)
+    assert decode(out, last[0])[: len(last)] == last
+
+
+CHANGES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "bos": ("config.json", {"bos_token_id": 5}, "configuration: bos_token_id is 128000, in .* 5"),
+    "eos": ("config.json", {"eos_token_id": [128001]}, "configuration: eos_token_id is 128009, in .* 128001"),
+    "pad": ("config.json", {"pad_token_id": 128004}, "configuration: pad_token_id is None, in .* 128004"),
+    "initializer": ("config.json", {"initializer_range": 0.01}, "initializer_range is 0.02, in .* 0.01"),
+    "generation": ("generation_config.json", {"eos_token_id": [128001]}, r"eos_token_id is \[128001, 128009\]"),
+    "sampling": ("generation_config.json", {"temperature": 0.7}, "temperature is 0.6, in .* 0.7"),
+    "template": ("tokenizer_config.json", {"chat_template": "{{ x }}"}, "chat_template is "),
+    "vocabulary": ("tokenizer.json", {"version": "2.0"}, "version is '1.0', in .* '2.0'"),
+}
+
+
+@pytest.mark.guarantee("convert-model-files")
+@pytest.mark.parametrize("change", CHANGES)
+def test_verify_against_finds_what_differs(tmp_path: Path, published, monkeypatch, capsys, change: str) -> None:
+    from lt_ckpt.__main__ import main
+
+    def verify(path: Path, other: Path) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["lt-ckpt", "verify", str(path), "--against", str(other)])
+        return main(), capsys.readouterr().out
+
+    start, other = published("llama-3-8b-instruct"), tmp_path / "other"
+    other.mkdir()
+    for path in start.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    code, out = verify(start, other)
+    assert code == 0, out
+    assert "every tensor and model file equal" in out
+    file, values, message = CHANGES[change]
+    changed = {**json.loads((other / file).read_text()), **values, "transformers_version": "9", "_name_or_path": "x"}
+    (other / file).write_text(json.dumps(changed), encoding="utf-8")
+    code, out = verify(start, other)
+    assert code == 64
+    (line,) = [line for line in out.splitlines() if line.startswith("broken: ")]
+    assert re.search(message, line), line
+    (other / file).unlink()
+    if file != "config.json":
+        assert f"broken: {file}: not in {other}" in verify(start, other)[1]
+
+
+def test_values_that_mean_the_same_do_not_differ(tmp_path: Path, published) -> None:
+    start, other = published("llama-2-7b"), tmp_path / "other"
+    other.mkdir()
+    for path in start.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    config = json.loads((other / "config.json").read_text())
+    del config["bos_token_id"], config["initializer_range"], config["rope_scaling"]
+    config |= {"eos_token_id": [2], "pad_token_id": None, "dtype": config.pop("torch_dtype"), "rope_theta": 10000.0}
+    (other / "config.json").write_text(json.dumps(dict(reversed(config.items()))), encoding="utf-8")
+    assert list(find_differences(open_source(start), open_source(other))) == []
+
+
+def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, published) -> None:
+    start = published("llama-3-8b-instruct")
+    convert_checkpoint(open_source(start), tmp_path / "nxd", FORMATS["nxd"])
+    for path in (tmp_path / "nxd").iterdir():
+        if path.is_file():
+            path.unlink()  # as NxD itself writes
+    with pytest.raises(CheckpointError, match="no model configuration"):
+        open_source(tmp_path / "nxd")
+    out = convert_checkpoint(
+        open_source(tmp_path / "nxd", config=start / "config.json"), tmp_path / "hf", ConvertOptions(format="hf")
+    )
+    assert read(out) == read(start)
+
+
+def test_torch_reads_a_file_that_carries_a_model(tmp_path: Path, published) -> None:
+    start = published("tinyllama-1.1b-chat")
+    convert_checkpoint(open_source(start), tmp_path / "model.pt", FORMATS["pt"])
+    expected = chain_weights(json.loads((start / "config.json").read_text()), [2])
+    for mmap in (False, True):
+        found = torch.load(tmp_path / "model.pt", weights_only=True, mmap=mmap)
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert found.keys() == expected.keys()
+
+
+def test_a_trained_architecture_keeps_the_rest_of_the_configuration() -> None:
+    config = PUBLISHED["llama-3.2-1b-instruct"]["config.json"]
+    model = config_from_hf({**config, "vocab_size": 128300, "rope_theta": 1e6, "rope_scaling": None})
+    changed = with_architecture(config, model)
+    assert config_from_hf(changed) == model
+    assert changed["eos_token_id"] == [128001, 128008, 128009]
+    assert {name for name, value in changed.items() if config.get(name) != value} == {
+        "vocab_size",
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+    }
+    assert with_architecture(config, config_from_hf(config)) == config
+
+
+def test_a_checkpoint_names_only_these_files() -> None:
+    for files in ({"x.json": b"{}"}, {"config.json": b"no JSON"}):
+        with pytest.raises(CheckpointError, match="metadata: hf_files"):
+            CheckpointMetadata(step=1, hf_files=files)
+
+
+def test_a_damaged_file_in_a_torch_file_is_refused(tmp_path: Path, published) -> None:
+    path = convert_checkpoint(open_source(published("llama-2-7b")), tmp_path / "model.pt", FORMATS["pt"])
+    data = bytearray(path.read_bytes())
+    data[data.index(b'"eos_token_id": 2') + 16] = ord("3")
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"extra/(generation_)?config\.json differ from their checksum"):
+        open_source(path)
