@@ -15,6 +15,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.errors import RunDirError
 from lt_trainer.observability.watch.follower import JsonlFollower, RunView, RunWatcher
 from lt_trainer.observability.watch.terminal import _duration, render, watch_run
+from lt_trainer.run_directory import read_jsonl
 from lt_trainer.training.runner import run
 
 
@@ -56,6 +57,15 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / ".lt-run").write_text("{}")
     (tmp_path / "recipe.json").write_text(json.dumps({"recipe": {"schedule": {"max_steps": 400}}}))
     return tmp_path
+
+
+def test_a_line_nested_without_end(folder: Path) -> None:
+    append(folder / "metrics.jsonl", record(10))
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write("[" * 100_000 + "\n")
+    assert [one["step"] for one in JsonlFollower(folder / "metrics.jsonl").read()] == [10]
+    with pytest.raises(RunDirError, match=r"metrics\.jsonl:2: not a JSON object .*; remove the line"):
+        read_jsonl(folder / "metrics.jsonl")
 
 
 def test_what_a_run_wrote_is_neither_markup_nor_an_escape(folder: Path) -> None:

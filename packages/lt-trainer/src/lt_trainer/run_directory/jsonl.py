@@ -123,7 +123,7 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     for number, row in enumerate(text.split("\n")[:-1], start=1):
         try:
             values = json.loads(row)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:
             raise RunDirError(f"{path}:{number}: not a JSON object ({exc}); remove the line") from exc
         if not isinstance(values, dict):
             raise RunDirError(f"{path}:{number}: not a JSON object; remove the line")
@@ -142,6 +142,6 @@ def read_last_object(path: Path) -> dict[str, Any]:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             rows = file.read().split(b"\n")[:-1]
         values = json.loads(rows[-1]) if rows else {}
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -44,7 +44,7 @@ class JsonlFollower:
         for line in data[:end].splitlines():
             try:
                 values = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
             if isinstance(values, dict):
                 objects.append(
