@@ -22,6 +22,7 @@ def answer(case: dict) -> dict:
             "files": [[file.path, file.bytes, file.sha256] for file in reader.finished_files],
             "total_bytes": reader.total_bytes,
             "n_files": reader.n_files,
+            "fields": [d.fields for d in found],
             "skipped": reader.skipped,
             "fingerprint": reader.fingerprint,
         }

@@ -33,6 +33,8 @@ def readme(info: dict[str, Any]) -> bytes:
 
 CASES: dict[str, dict[str, Any]] = {
     "only split": {"sources": ["hf://org/one"]},
+    "all columns": {"sources": ["hf://org/one"], "options": {"keep_fields": True}},
+    "all columns, streamed": {"sources": ["hf://org/one"], "options": {"keep_fields": True, "streaming": True}},
     "again": {"sources": ["hf://org/one"], "position": [0, 18], "num_parts": 2},
     "by commit": {"sources": [f"hf://org/one@{COMMIT}"]},
     "not streamed": {"sources": ["hf://org/one?streaming=false"], "options": {"streaming": True}},
@@ -145,6 +147,13 @@ def test_whole_splits(answers: dict[str, dict[str, Any]]) -> None:
         assert texts(answers[name]) == TEST
         assert answers[name]["files"][0][0].startswith(f"hf://org/one@{COMMIT[::-1]}/default/train/")
     assert "the splits are train, test; choose with split (--split)" in answers["two splits"]["error"]
+
+
+def test_all_columns(answers: dict[str, dict[str, Any]]) -> None:
+    rows = [{"text": text, "n": i} for i, text in enumerate(TRAIN)]
+    assert answers["all columns"]["fields"] == answers["all columns, streamed"]["fields"] == rows
+    assert answers["all columns"]["documents"] == answers["only split"]["documents"]
+    assert answers["only split"]["fields"] == [None] * len(TRAIN)
 
 
 def test_slices(answers: dict[str, dict[str, Any]]) -> None:
