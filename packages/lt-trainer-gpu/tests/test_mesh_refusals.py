@@ -202,7 +202,9 @@ def test_tensor_parallel_ranks_are_on_one_node() -> None:
             SPEC.check(recipe, world)
 
 
-ACCEPTED = [(mesh, change) for change in CHANGES for mesh in MESHES if not CHANGES[change][1](MESHES[mesh])]
+NEEDS_CUDA = {"attention-of-equal-lengths"}
+RUNNABLE = [change for change in CHANGES if change not in NEEDS_CUDA]
+ACCEPTED = [(mesh, change) for change in RUNNABLE for mesh in MESHES if not CHANGES[change][1](MESHES[mesh])]
 SAMPLE = RANDOM.sample(ACCEPTED, math.ceil(len(ACCEPTED) / 8))
 
 
