@@ -208,7 +208,8 @@ def main() -> int:
     if options.child:
         run_child(options.child, seq_lens[0], options.steps)
         return 0
-    names, found = options.only.split(","), {"machine": machine_info()}
+    names = options.only.split(",")
+    found: dict[str, Any] = {"machine": machine_info()}
     with tempfile.TemporaryDirectory(prefix="lt-bench-env-") as folder:
         litgpt = options.python or (create_environment(Path(folder) / "env") if "litgpt" in names else "")
         found["seq_lens"] = {
