@@ -25,6 +25,7 @@ from lt_ckpt.conversion import convert
 from lt_ckpt.dcp.files import DcpWriter, locate_chunks, read_checksums
 from lt_ckpt.dcp.format import dcp_target, open_dcp, read_metadata
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpChunk, dump_metadata, parse_metadata
+from lt_ckpt.files import finished_name
 from lt_ckpt.meta_llama.names import dialect_key
 from lt_ckpt.read_verification import check_range
 from lt_ckpt.source import TensorReader
@@ -336,8 +337,8 @@ def test_the_marker_comes_last_and_everything_is_on_the_disk(tmp_path, calls, mo
     folder = tmp_path / "x"
     with calls.recording(monkeypatch):
         write(folder, state(), max_file_bytes=2000)
-    log = [(name, Path(what).name) for name, what in calls.log]
-    marker = log.index(("open", ".metadata.tmp"))
+    log = [(name, finished_name(Path(what).name)) for name, what in calls.log]
+    marker = log.index(("open", ".metadata"))
     n_files = len(list(folder.glob("*.distcp")))
     assert n_files > 2
     for i in range(n_files):
@@ -346,7 +347,7 @@ def test_the_marker_comes_last_and_everything_is_on_the_disk(tmp_path, calls, mo
     assert log.index(("fsync", "x")) < marker
     assert log[-1] in (("fsync", "x"), ("close", "x"))
     rename = next(i for i, (name, _) in enumerate(log) if name == "rename")
-    assert log.index(("fsync", ".metadata.tmp")) < rename
+    assert log.index(("fsync", ".metadata")) < rename
 
 
 def test_a_writer_that_fails_leaves_no_marker_and_no_descriptor(tmp_path):

@@ -14,7 +14,9 @@ from lt_ckpt.errors import translate_os_errors
 def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, calls, monkeypatch):
     with calls.recording(monkeypatch):
         files.write_file(tmp_path / "x.json", b"content")
-    temporary = str(tmp_path / "x.json.tmp")
+    temporary = calls.log[0][1]
+    assert temporary != str(tmp_path / "x.json")
+    assert files.finished_name(Path(temporary).name) == "x.json"
     assert [call for call in calls.log if call[0] != "close"] == [
         ("open", temporary),
         ("write", temporary),

@@ -47,6 +47,7 @@ from lt_ckpt import (
     write_rank_files,
 )
 from lt_ckpt.comparison import compare
+from lt_ckpt.files import finished_name
 from lt_ckpt.formats import open_source
 from lt_ckpt.tensorfile import read_header
 
@@ -59,7 +60,7 @@ def test_01_a_marker_comes_after_its_bytes_and_after_everything_else(fast_path, 
     source = models.make(fast_path / "src")
     with calls.recording(monkeypatch):
         models.output(source, fast_path / "out", name)
-    log = [(call, Path(what).name.removesuffix(".tmp"), Path(what)) for call, what in calls.log]
+    log = [(call, finished_name(Path(what).name), Path(what)) for call, what in calls.log]
     published = max(i for i, (call, _, _) in enumerate(log) if call == "rename")
     for marker in MARKERS[name]:
         written = [i for i, (call, what, _) in enumerate(log) if call in ("write", "pwrite") and what == marker]

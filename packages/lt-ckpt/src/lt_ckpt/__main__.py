@@ -26,6 +26,9 @@ def main() -> int:
         return 64 if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return 130
+    except MemoryError:
+        sys.stderr.write("error: there is too little memory: free some, or raise the limit (ulimit -v)\n")
+        return 64
     except Exception as exc:  # noqa: BLE001 - outermost handler: anything but a user error is a bug
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:

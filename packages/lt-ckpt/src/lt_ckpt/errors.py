@@ -23,7 +23,12 @@ _REMEDIES = {
     errno.EIO: "the disk or its server failed: check the system log before writing anything else there",
     errno.EMFILE: "too many open files: raise the limit with ulimit -n",
     errno.ESTALE: "the network file system lost that folder: remount it",
+    errno.ENOMEM: "there is too little memory: free some, or raise the limit (ulimit -v, or that of the container)",
 }
+
+
+_NO_THREAD = "can't start new thread"
+"""Python's own error, which has no class of its own."""
 
 
 class CheckpointError(ValueError):
@@ -60,11 +65,20 @@ def storage_error(exc: OSError, operation: str, path: str | os.PathLike[str]) ->
 
 @contextmanager
 def translate_os_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` in the block into a `CheckpointError` with operation, path and remedy."""
+    """Turn an `OSError` or a `MemoryError` in the block into a `CheckpointError` with operation, path and remedy."""
     try:
         yield
     except OSError as exc:
         raise storage_error(exc, operation, path) from exc
+    except MemoryError as exc:
+        raise storage_error(OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)), operation, path) from exc
+    except RuntimeError as exc:
+        if str(exc) != _NO_THREAD:
+            raise
+        raise CheckpointError(
+            f"{os.fspath(path)}: {operation} failed: no thread could be started; there is too little memory for its "
+            "stack, or there are too many processes: free some, or raise the limit (ulimit -v, ulimit -u)"
+        ) from exc
     except UnicodeEncodeError as exc:
         raise CheckpointError(
             f"{os.fspath(path)}: {operation} failed: under this locale file names are {exc.encoding}, which cannot "

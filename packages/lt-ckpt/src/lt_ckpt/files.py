@@ -9,6 +9,9 @@ These functions raise plain `OSError`; callers translate it (`lt_ckpt.errors.tra
 
 import errno
 import os
+import re
+import secrets
+import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +20,9 @@ from lt_ckpt.errors import CheckpointError
 
 ProgressCallback = Callable[[int, int, str], None]
 """Progress callback: (done, total, unit)."""
+
+TEMP_FILE = re.compile(r"(?P<name>.+)\.[0-9a-f]{16}\.tmp")
+"""Name of a file being written (`write_file`), with that of the finished one."""
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes hashed and written, or read and hashed, at a time."""
@@ -71,8 +77,35 @@ def make_folders(folder: Path) -> None:
 
 
 def create_file(path: Path) -> int:
-    """Create a new file for writing and return its descriptor; an existing file is an error."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    """Create a new file for writing and return its descriptor; an existing file or link is an error."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
+def temp_path(path: Path) -> Path:
+    """Return the path under which to write a file: beside it, and not to be guessed (`TEMP_FILE`)."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def finished_name(name: str) -> str:
+    """Return the name that a file gets once it is written; other names are returned as they are."""
+    match = TEMP_FILE.fullmatch(name)
+    return match["name"] if match else name
+
+
+def is_real_file(path: Path) -> bool:
+    """Return True for a file that is not a link."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def remove_temp_files(path: Path) -> None:
+    """Remove what killed writers of a file left beside it; nobody else may be writing the file."""
+    for entry in list(os.scandir(path.parent)):
+        match = TEMP_FILE.fullmatch(entry.name)
+        if match and match["name"] == path.name and entry.is_file(follow_symlinks=False):
+            os.unlink(entry.path)
 
 
 def write_all(descriptor: int, data: bytes | memoryview) -> None:
@@ -84,7 +117,7 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write a new file atomically: complete and on the disk, or absent."""
-    temporary = path.with_name(path.name + ".tmp")
+    temporary = temp_path(path)
     descriptor = create_file(temporary)
     try:
         write_all(descriptor, data)

@@ -2,7 +2,7 @@
 
     step-00001000                      a checkpoint
     step-00001000.aside-<id>           one moved aside for another of the same step
-    .tmp-step-00001000-<id>            a save in progress, or what a killed one left
+    .tmp-step-00001000-<id>            a save in progress, or what a killed one left; until it has its marker, empty
     .trash-<id>                        a folder of ours being removed
 
 Every folder that a save makes contains `save.json`: the save's id, step, world size and the process that began it. Only
@@ -156,10 +156,31 @@ def remove_abandoned_saves(root: Path) -> list[Path]:
             if trash and not os.listdir(folder):  # the marker is removed last; the removal was interrupted after it
                 os.rmdir(folder)
                 removed.append(folder)
-            elif (trash or (TMP_FOLDER.fullmatch(name) and _is_abandoned(folder))) and remove_checkpoint(folder):
+            elif (TMP_FOLDER.fullmatch(name) and remove_unmarked(folder)) or (
+                (trash or (TMP_FOLDER.fullmatch(name) and _is_abandoned(folder))) and remove_checkpoint(folder)
+            ):
                 removed.append(folder)
                 _last_seen.pop(folder, None)
     return removed
+
+
+def remove_unmarked(folder: Path) -> bool:
+    """Remove a save's folder that holds nothing yet but an unfinished marker.
+
+    A living process may be about to write the marker there. Both steps here fail, with nothing lost, once it is
+    written, and `begin_save` takes another folder when its own is gone.
+
+    Returns:
+        False if the folder holds anything else.
+    """
+    names = sorted(os.listdir(folder))
+    if folder.is_symlink() or any(name == SAVE_MARKER or files.finished_name(name) != SAVE_MARKER for name in names):
+        return False
+    for name in names:
+        os.unlink(folder / name)
+    os.rmdir(folder)
+    files.fsync_folder(folder.parent)
+    return True
 
 
 def _is_checkpoint_subfolder(name: str) -> bool:
@@ -183,7 +204,7 @@ def _list_known_files(folder: Path) -> list[str] | None:
     for name, entry in iter_files(folder):
         if not entry.is_file(follow_symlinks=False):
             return None
-        plain = name.removesuffix(".tmp")
+        plain = files.finished_name(name)
         if plain not in (MANIFEST, COMMIT) and not any(
             pattern.fullmatch(plain) for pattern in (*MANIFEST_FILE_PATTERNS, FAILED_FILE)
         ):

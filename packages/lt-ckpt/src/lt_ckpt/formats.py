@@ -50,6 +50,10 @@ class ConvertOptions:
     allow_replica_mismatch: bool = False
     allow_overflow: bool = False
 
+    def __post_init__(self) -> None:
+        if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
+            raise CheckpointError(f"max_shard_bytes = {self.max_shard_bytes!r}: must be a whole number of at least 1")
+
 
 def detect_format(path: Path) -> str:
     """Return the format of a path: one of `FORMATS`, or `meta`.

@@ -37,6 +37,7 @@ from lt_ckpt.folders import (
     read_save_marker,
     remove_abandoned_saves,
     remove_checkpoint,
+    remove_unmarked,
     step_folder_name,
 )
 from lt_ckpt.integrity import verify
@@ -57,6 +58,9 @@ from lt_ckpt.records import (
 )
 from lt_ckpt.shards import Shard
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec, file_order
+
+MAX_BEGIN_ATTEMPTS = 8
+"""Folders tried by `begin_save`; the sweep of another save can take one that has no marker yet."""
 
 
 def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> Path:
@@ -80,26 +84,35 @@ def begin_save(root: str | os.PathLike[str], *, step: int, world_size: int) -> P
     folder = Path(os.path.abspath(root))
     with translate_os_errors("beginning a save", folder):
         files.make_folders(folder)
-        save_id = random_id()
-        tmp = folder / f".tmp-{step_folder_name(step)}-{save_id}"
-        marker = SaveMarker(
-            save_id=save_id,
-            step=step,
-            world_size=world_size,
-            machine_id=machine_id(),
-            process_identity=process_identity(os.getpid()),
-        )
-        try:
-            files.make_folder(tmp)
-            files.write_file(tmp / SAVE_MARKER, marker.to_bytes())
-            remove_abandoned_saves(folder)
-        except BaseException:
-            # Without a complete marker it would never be removed, and each try on a full disk would leave one more.
-            with suppress(OSError):
-                for name in (f"{SAVE_MARKER}.tmp", SAVE_MARKER):
-                    (tmp / name).unlink(missing_ok=True)
-                tmp.rmdir()
-            raise
+        remove_abandoned_saves(folder)  # first: on a full disk what they hold makes the room
+        for attempt in range(1, MAX_BEGIN_ATTEMPTS + 1):
+            try:
+                return _make_save_folder(folder, step, world_size)
+            except FileNotFoundError:  # another save's sweep took the folder before it had its marker
+                if attempt == MAX_BEGIN_ATTEMPTS or not folder.is_dir():
+                    raise
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _make_save_folder(root: Path, step: int, world_size: int) -> Path:
+    """Make a save's temporary folder with its marker."""
+    save_id = random_id()
+    tmp = root / f".tmp-{step_folder_name(step)}-{save_id}"
+    marker = SaveMarker(
+        save_id=save_id,
+        step=step,
+        world_size=world_size,
+        machine_id=machine_id(),
+        process_identity=process_identity(os.getpid()),
+    )
+    try:
+        files.make_folder(tmp)
+        files.write_file(tmp / SAVE_MARKER, marker.to_bytes())
+    except BaseException:
+        with suppress(OSError):
+            (tmp / SAVE_MARKER).unlink(missing_ok=True)
+            remove_unmarked(tmp)
+        raise
     return tmp
 
 

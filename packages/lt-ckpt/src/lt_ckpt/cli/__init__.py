@@ -21,6 +21,7 @@ from lt_ckpt.cli.terminal import (
     name_flags,
     open_model,
     open_with_optimizer,
+    parse_shard_bytes,
     progress_bar,
 )
 
@@ -242,7 +243,7 @@ def export(
     options = ConvertOptions(
         format="hf",
         dtype=parse_float_dtype(dtype) if dtype else None,
-        max_shard_bytes=int(max_shard_gb * 1e9),
+        max_shard_bytes=parse_shard_bytes(max_shard_gb),
         allow_overflow=allow_overflow,
     )
     with name_flags(), progress_bar("exporting") as progress:

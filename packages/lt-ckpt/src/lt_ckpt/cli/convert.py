@@ -13,6 +13,7 @@ from lt_ckpt.cli.terminal import (
     echo,
     name_flags,
     open_model,
+    parse_shard_bytes,
     progress_bar,
 )
 
@@ -124,7 +125,7 @@ def convert(
         allow_overflow=allow_overflow,
         format=to,
         dtype=parse_float_dtype(dtype) if dtype else None,
-        max_shard_bytes=int(max_shard_gb * 1e9),
+        max_shard_bytes=parse_shard_bytes(max_shard_gb),
         nxd=nxd_options,
         dp=dp,
     )

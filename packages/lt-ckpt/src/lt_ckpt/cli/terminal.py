@@ -21,6 +21,9 @@ ConfigOption = Annotated[
 ]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="Cast to f32, bf16, f16 or f64; as stored if not given.")]
 
+MAX_SHARD_GB = 1e6
+"""Largest file that can be asked for, in GB; more than any file system holds in one."""
+
 OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]
@@ -53,6 +56,17 @@ def echo(text: str) -> None:
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
     sys.stdout.flush()
+
+
+def parse_shard_bytes(max_shard_gb: float) -> int:
+    """Return the bytes of `--max-shard-gb`; raise a CheckpointError if they are not a positive number."""
+    from lt_ckpt.errors import CheckpointError
+
+    if not 1e-9 <= max_shard_gb <= MAX_SHARD_GB:
+        raise CheckpointError(
+            f"--max-shard-gb {max_shard_gb}: must be a number above 0 and at most {MAX_SHARD_GB:g}, for example 5"
+        )
+    return round(max_shard_gb * 1e9)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ import numpy as np
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import read_slices
+from lt_ckpt.confined_files import read_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.records import SliceRecord, TensorRecord
 from lt_ckpt.shards import Ints, is_inside
@@ -42,12 +43,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_aux_files(folder: Path) -> dict[str, bytes]:
     """Read a model's files besides its configuration and tensors, by name."""
-    found: dict[str, bytes] = {}
-    for name in (*TOKENIZER_NAMES, GENERATION_CONFIG):
-        if (folder / name).is_file():
-            with translate_os_errors("reading", folder / name):
-                found[name] = files.read_bounded(folder / name, MAX_JSON_BYTES)
-    return found
+    found = {name: read_confined(folder, name, MAX_JSON_BYTES) for name in (*TOKENIZER_NAMES, GENERATION_CONFIG)}
+    return {name: data for name, data in found.items() if data is not None}
 
 
 class HFFolder:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_ckpt import files, strict_json
+from lt_ckpt.confined_files import read_confined
 from lt_ckpt.dtypes import torch_dtype_name
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.layout import FileLayout, Layout, shard_box
@@ -193,7 +194,5 @@ def _check_config(model: LlamaConfig, params: dict[str, Any], folder: Path) -> N
 
 
 def _read_tokenizer(folder: Path) -> dict[str, bytes]:
-    if not (folder / TOKENIZER).is_file():
-        return {}
-    with translate_os_errors("reading", folder / TOKENIZER):
-        return {TOKENIZER: files.read_bounded(folder / TOKENIZER, _MAX_TOKENIZER_BYTES)}
+    data = read_confined(folder, TOKENIZER, _MAX_TOKENIZER_BYTES)
+    return {} if data is None else {TOKENIZER: data}

@@ -213,8 +213,8 @@ class S3Folder:
             )
 
     def download_file(self, name: str, path: Path, on_bytes: Callable[[int], None]) -> None:
-        """Download an object into a new or replaced file; it is on the disk when this returns."""
-        with translate_os_errors("downloading", path), open(path, "wb") as file:
+        """Download an object into a new file; it is on the disk when this returns."""
+        with translate_os_errors("downloading", path), os.fdopen(files.create_file(path), "wb") as file:
             with _translate_boto_errors("downloading", f"{self.url}/{name}"):
                 self._client.download_fileobj(
                     Fileobj=file, **self._object_args(name), Callback=on_bytes, Config=_transfer_config()

@@ -209,7 +209,7 @@ def _download_new(
     tmp = target.with_name(f".{target.name}.{identity}.download")
     with translate_os_errors("downloading", tmp):
         files.make_folders(target.parent)
-        files.make_folders(tmp)
+        _make_real_folders(tmp.parent, tmp)
         with _lock_folder(tmp):
             reused = _download_missing(source, manifest, tmp, progress, check_stop)
             problems = _verify_downloaded(manifest, tmp, progress)
@@ -292,8 +292,9 @@ def _download_missing(
     reused = [
         name
         for name, content in manifest.files.items()
-        if (tmp / name).is_file() and (tmp / name).stat().st_size == content.n_bytes
+        if files.is_real_file(tmp / name) and (tmp / name).stat().st_size == content.n_bytes
     ]
+    files.remove_temp_files(tmp / PARTIAL_FILE)
     byte_progress = ByteProgress(manifest.n_bytes, progress, check_stop)
     byte_progress.add(sum(manifest.files[name].n_bytes for name in reused))
     required, free = manifest.n_bytes - byte_progress.done, shutil.disk_usage(tmp).free
@@ -302,16 +303,26 @@ def _download_missing(
             f"{tmp}: {format_bytes(required)} must be downloaded and {format_bytes(free)} are free; free some space"
         )
     for name in sorted(set(manifest.files) - set(reused)):
-        files.make_folders((tmp / name).parent)
-        source.download_file(name, tmp / PARTIAL_FILE, byte_progress.add)
-        files.rename(tmp / PARTIAL_FILE, tmp / name)
+        _make_real_folders(tmp, (tmp / name).parent)
+        part = files.temp_path(tmp / PARTIAL_FILE)
+        source.download_file(name, part, byte_progress.add)
+        files.rename(part, tmp / name)
         files.fsync_folder((tmp / name).parent)
     if manifest.is_checkpoint:
         for name, data in manifest.commit_objects:
-            for leftover in (name, f"{name}.tmp"):
-                (tmp / leftover).unlink(missing_ok=True)
+            files.remove_temp_files(tmp / name)
+            (tmp / name).unlink(missing_ok=True)
             files.write_file(tmp / name, data)
     return reused
+
+
+def _make_real_folders(root: Path, folder: Path) -> None:
+    """Make a folder below `root`, and those between; raise a CheckpointError if one of them is a link."""
+    files.make_folders(folder)
+    while folder != root:
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder}: is a link, and nothing is downloaded through one: remove it")
+        folder = folder.parent
 
 
 def _verify_downloaded(manifest: FolderManifest, tmp: Path, progress: files.ProgressCallback | None) -> list[str]:
@@ -338,7 +349,7 @@ def _remove_downloaded(manifest: FolderManifest, tmp: Path) -> None:
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
     """Hold an exclusive lock on a folder; it ends with the process."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,6 +44,7 @@ CreateFile = Callable[[Path, int], DirectFileWriter]
 """Creates a new file of a given size."""
 
 MAX_PICKLE_BYTES = 2**26
+MAX_SHOWN_NAME = 200
 ARCHIVE_ROOT = "archive"
 STATE_DICT_KEYS = ("model", "state_dict", "model_state_dict", "module")
 """Usual keys of the state dict in files that hold more than it."""
@@ -140,24 +141,26 @@ def load_pt_range(read: ReadBytesAt, begin: int, end: int, where: str) -> tuple[
         return found.byte_offset, found.n_bytes
 
     tree = loads(data, TORCH_SAFE_GLOBALS, where, persistent_load=make_persistent_load(find))
-    for name, tensor in iter_tensors(tree):
+    for keys, tensor in iter_tensors(tree):
         try:
             tensor.locate()
         except CheckpointError as exc:
-            raise CheckpointError(f"{where}: {name}: {exc}") from None
+            name = ".".join(map(str, keys))
+            shown = name if len(name) <= MAX_SHOWN_NAME else name[:MAX_SHOWN_NAME] + "..."
+            raise CheckpointError(f"{where}: {shown or 'the tensor'}: {exc}") from None
     return tree, archive
 
 
-def iter_tensors(tree: Any, name: str = "") -> Iterator[tuple[str, TorchTensor]]:
-    """Yield the tensors of a tree in order, each with the keys to it, joined by dots."""
+def iter_tensors(tree: Any, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], TorchTensor]]:
+    """Yield the tensors of a tree in order, each with the keys to it (not joined: a key may be long, and shared)."""
     if type(tree) is TorchTensor:
-        yield name or "the tensor", tree
+        yield keys, tree
     elif type(tree) is dict:
         for key, value in tree.items():
-            yield from iter_tensors(value, f"{name}.{key}" if name else str(key))
+            yield from iter_tensors(value, (*keys, key))
     elif type(tree) in (list, tuple):
         for i, value in enumerate(tree):
-            yield from iter_tensors(value, f"{name}.{i}" if name else str(i))
+            yield from iter_tensors(value, (*keys, i))
 
 
 def _read_archive(read: ReadBytesAt, begin: int, end: int, where: str) -> StoredZip:

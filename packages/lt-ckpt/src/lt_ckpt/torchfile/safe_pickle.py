@@ -7,10 +7,10 @@ of ours that checks its arguments and returns a value. A global outside the allo
 files do not need (sets, old text opcodes, extension codes, keyword arguments), is a `CheckpointError`. Nothing is ever
 imported, and no attribute of anything is read or set.
 
-A small pickle cannot become large: opcodes are counted, integers have a maximum width, and the result is measured
-before it is returned as if all shared values were expanded (lists that refer to one another a hundred times a level are
-refused), so that callers can traverse it safely. Strings become bytes once, not repeatedly, and keys that slow a
-dictionary down are refused. So are cycles and deep nesting.
+A small pickle cannot become large: opcodes are counted, the memory that they take is bounded by the pickle's size,
+integers have a maximum width, and the result is measured before it is returned as if all shared values were expanded
+(lists that refer to one another a hundred times a level are refused), so that callers can traverse it safely. Strings
+become bytes once, not repeatedly, and keys that slow a dictionary down are refused. So are cycles and deep nesting.
 
 Cost: about half a microsecond per opcode.
 """
@@ -24,8 +24,14 @@ from lt_ckpt.errors import CheckpointError
 
 MAX_OPCODES = 4_000_000
 MAX_DEPTH = 64
+MAX_OPEN_MARKS = 4 * MAX_DEPTH
 MAX_INT_BYTES = 32
 MAX_NAME_BYTES = 512
+BUDGET_PER_BYTE = 128
+"""Memory that a pickle may take per byte of its own, as counted here; torch's own take up to half of it."""
+BASE_BUDGET = 2**18
+CONTAINER_COST, MEMO_COST, ITEM_COST = 320, 100, 8
+"""Bytes of memory counted for a container (with what `_check_size` notes about it), a memo's entry, a tuple's item."""
 MAX_KEY = 2**60
 """Limit of integer keys: larger ones can be chosen to collide in a dictionary by the thousand."""
 
@@ -106,6 +112,12 @@ class _SafeUnpickler:
         """Stacks below the open marks."""
         self._memo: dict[int, Any] = {}
         self._constructed_bytes = 0
+        self._budget = BASE_BUDGET + BUDGET_PER_BYTE * len(data)
+
+    def _spend(self, n_bytes: int) -> None:
+        self._budget -= n_bytes
+        if self._budget < 0:
+            raise CheckpointError(f"its pickle grows beyond {BUDGET_PER_BYTE} times its size")
 
     def run(self, max_opcodes: int) -> Any:
         stop = ord(".")
@@ -181,17 +193,25 @@ class _SafeUnpickler:
 
     # Containers
 
+    def push_container(self, value: object) -> None:
+        self._spend(CONTAINER_COST)
+        self._stack.append(value)
+
     def mark(self) -> None:
+        if len(self._metastack) >= MAX_OPEN_MARKS:
+            raise CheckpointError(f"its pickle has more than {MAX_OPEN_MARKS} open marks")
         self._metastack.append(self._stack)
         self._stack = []
 
     def build_tuple_to_mark(self) -> None:
         items = self._pop_mark()
+        self._spend(CONTAINER_COST + ITEM_COST * len(items))
         self._stack.append(tuple(items))
 
     def build_tuple(self, n: int) -> None:
         if len(self._stack) < n:
             raise IndexError
+        self._spend(CONTAINER_COST)
         self._stack[-n:] = [tuple(self._stack[-n:])]
 
     def append(self) -> None:
@@ -206,6 +226,7 @@ class _SafeUnpickler:
         target = self._stack[-1]
         if type(target) is not list:
             raise CheckpointError(f"its pickle appends to a {type(target).__name__}")
+        self._spend(ITEM_COST * len(items))
         target.extend(items)
 
     def set_item(self) -> None:
@@ -236,9 +257,11 @@ class _SafeUnpickler:
         self._stack.append(self._memo[self._read_uint(n_bytes)])
 
     def put(self, n_bytes: int) -> None:
+        self._spend(MEMO_COST)
         self._memo[self._read_uint(n_bytes)] = self._stack[-1]
 
     def memoize(self) -> None:
+        self._spend(MEMO_COST)
         self._memo[len(self._memo)] = self._stack[-1]
 
     # Globals and objects
@@ -267,6 +290,7 @@ class _SafeUnpickler:
         arguments, constructor = self._stack.pop(), self._stack.pop()
         if type(constructor) is not Constructor or type(arguments) is not tuple:
             raise CheckpointError(f"its pickle calls a {type(constructor).__name__} with a {type(arguments).__name__}")
+        self._spend(CONTAINER_COST)
         value = constructor.construct(arguments)
         if type(value) is bytes:  # made of a string of the pickle, which a valid one does once
             self._constructed_bytes += len(value)
@@ -319,10 +343,10 @@ _OPCODE_HANDLERS: dict[int, Callable[[_SafeUnpickler], None]] = {
     0x85: lambda m: m.build_tuple(1),
     0x86: lambda m: m.build_tuple(2),
     0x87: lambda m: m.build_tuple(3),
-    ord("]"): lambda m: m.push([]),
+    ord("]"): lambda m: m.push_container([]),
     ord("a"): _SafeUnpickler.append,
     ord("e"): _SafeUnpickler.appends,
-    ord("}"): lambda m: m.push({}),
+    ord("}"): lambda m: m.push_container({}),
     ord("s"): _SafeUnpickler.set_item,
     ord("u"): _SafeUnpickler.set_items,
     ord("h"): lambda m: m.get(1),

@@ -1,0 +1,31 @@
+"""Small files of a model's folder, whose links may not lead elsewhere.
+
+Such files (tokenizer, chat template, generation config) are copied into every output, so a link to any file of the
+machine would publish it. A link may lead to another file of the folder, or, in the cache of the Hugging Face hub, whose
+snapshots consist of links, to the cache's blobs: `models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`.
+"""
+
+import os
+from pathlib import Path
+
+from lt_ckpt import files
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+
+
+def read_confined(folder: Path, name: str, max_bytes: int) -> bytes | None:
+    """Return the content of a folder's file; None if there is none.
+
+    Raises:
+        CheckpointError: It is a link out of the folder, too large, or cannot be read.
+    """
+    path = folder / name
+    with translate_os_errors("reading", path):
+        if not os.path.lexists(path):
+            return None
+        target, inside = path.resolve(), folder.resolve()
+        roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]
+        if path.is_symlink() and not any(target.is_relative_to(root) for root in roots):
+            raise CheckpointError(
+                f"{path}: is a link to {target}, outside of the model's folder; put the file itself there"
+            )
+        return files.read_bounded(target, max_bytes) if target.is_file() else None
