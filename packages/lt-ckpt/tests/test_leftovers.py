@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_ckpt import begin_save, discard_save, files, find_latest_valid, folders
+from lt_ckpt import CheckpointError, begin_save, discard_save, files, find_latest_valid, folders
+from lt_ckpt.source import TensorReader
 
 TESTS = str(Path(__file__).parent)
 DIES = """
@@ -100,30 +101,51 @@ def test_many_saves_that_begin_at_once_do_not_take_each_others_folders(tmp_path)
     assert all((tmp / "save.json").is_file() for tmp in made)
 
 
-def test_a_retry_on_a_full_disk_frees_what_the_failed_save_left(tmp_path, toy):
-    """A real file system, which a killed save has filled."""
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of 1 MiB."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk], capture_output=True, check=False)
     if mounted.returncode:
         pytest.skip("no tmpfs can be mounted here")
-    try:
-        root = disk / "checkpoints"
-        code = f"from lt_ckpt import begin_save; import os\ntmp = begin_save({str(root)!r}, step=1, world_size=1)\n"
-        code += (
-            "try:\n with open(tmp / 'weights-00000.safetensors', 'wb', 0) as f:\n  while f.write(bytes(4096)): pass\n"
-        )
-        code += "except OSError: os.kill(os.getpid(), 9)"
-        assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
-        (left,) = unfinished(root)
-        assert os.statvfs(disk).f_bavail == 0
-        toy.save(root, 2)
-        found, _ = find_latest_valid(root)
-        assert found is not None
-        assert found.step == 2
-        assert not left.exists()
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+FILLS = """
+import os, sys
+from lt_ckpt import begin_save
+folder = begin_save(sys.argv[1], step=1, world_size=1)
+try:
+    with open(folder / "weights-00000.safetensors", "wb", 0) as file:
+        while True:
+            file.write(bytes(4096))
+except OSError:
+    os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_retry_on_a_full_disk_frees_what_the_failed_save_left(small_disk, toy):
+    root = small_disk / "checkpoints"
+    done = subprocess.run([sys.executable, "-c", FILLS, str(root)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    (left,) = unfinished(root)
+    assert os.statvfs(small_disk).f_bavail == 0
+    toy.save(root, 2)
+    found, _ = find_latest_valid(root)
+    assert found is not None
+    assert found.step == 2
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("kind", ["hf", "lt", "dcp", "pt", "nxd v1"])
+def test_a_conversion_that_does_not_fit_writes_nothing(small_disk, tmp_path, models, monkeypatch, kind):
+    model = models.make(tmp_path / "model", n_layers=1, vocab_size=20_000)
+    monkeypatch.setattr(TensorReader, "read", lambda *_, **__: pytest.fail("it began to read"))
+    with pytest.raises(CheckpointError, match=r"bytes will be written and [\d,]+ are free"):
+        models.output(model, small_disk / "out", kind)
+    assert [path for path in small_disk.rglob("*") if path.is_file()] == []
 
 
 def test_a_planted_link_is_not_written_through(tmp_path, monkeypatch):

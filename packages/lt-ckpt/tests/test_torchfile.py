@@ -343,7 +343,7 @@ def test_trees_of_plain_values(tmp_path):
     assert type(loaded["shape"]) is torch.Size
     assert plain(loaded) == {**plain(TREE), "dtype": torch.bfloat16, "shape": torch.Size((2, 3))}
     ours = load_pt(path)
-    tensors = dict(iter_tensors(ours))
+    tensors = {".".join(map(str, keys)): tensor for keys, tensor in iter_tensors(ours)}
     assert list(tensors) == ["state.0.exp_avg", "state.1.exp_avg", "flags"]
     assert bits(path, tensors["state.0.exp_avg"].stored_array) == TREE["state"][0]["exp_avg"].tobytes()
     ours["state"][0]["exp_avg"] = TREE["state"][0]["exp_avg"]

@@ -154,6 +154,7 @@ def convert(
             hint = "" if target.single_file else " and not an empty folder"
             raise CheckpointError(f"{folder}: already exists{hint}; choose another path")
         files.make_folders(folder.parent)
+        files.check_free_space(folder.parent, target.n_bytes)
         with AtomicFolder(folder) as output, TensorReader(source.root, source.find_checksums) as reader:
             for path, data in target.aux_files.items():
                 output.write_file(path, data)

@@ -76,6 +76,17 @@ def make_folders(folder: Path) -> None:
                 raise
 
 
+def check_free_space(folder: Path, required_bytes: int) -> None:
+    """Raise a CheckpointError if a folder's file system has less free space than what will be written there."""
+    space = os.statvfs(folder)
+    free_bytes = space.f_bavail * space.f_frsize
+    if free_bytes < required_bytes:
+        raise CheckpointError(
+            f"{folder}: {required_bytes:,} bytes will be written and {free_bytes:,} are free; free some space on that "
+            "disk or choose another one"
+        )
+
+
 def create_file(path: Path) -> int:
     """Create a new file for writing and return its descriptor; an existing file or link is an error."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)

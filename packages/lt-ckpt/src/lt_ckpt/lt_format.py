@@ -218,8 +218,9 @@ def save_lt(
         count_bytes = ByteCounter(sum(shard.n_bytes for shard in planned), progress)
         reads = [partial(_read_shard, reader, source.groups[s.group], s, allow_overflow, count_bytes) for s in planned]
         shards = _attach_data(planned, iter_in_order(readers, reads, max_in_flight=READ_AHEAD_SLICES))
-        tmp = begin_save(root, step=step, world_size=1)
+        tmp = begin_save(root, step=step, world_size=1)  # removes abandoned saves, so that their space counts as free
         try:
+            files.check_free_space(tmp, sum(shard.n_bytes for shard in planned))
             write_rank_files(tmp, rank=0, shards=shards)
             reader.finish()
             origin = {"converted_from": source.format, **dict(source.format_info)}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from lt_ckpt import (
     Checkpoint,
@@ -501,3 +502,24 @@ def test_wrong_credentials(s3_server, aws, toy, tmp_path, monkeypatch, caplog):
             upload(path, "s3://bucket/x")
         for secret in (key["AccessKeyId"], key["SecretAccessKey"]):
             assert secret not in str(unknown.value) + str(denied.value) + caplog.text
+
+
+def test_a_download_follows_no_planted_link(bucket, toy, tmp_path, monkeypatch):
+    path, url = toy.save(tmp_path / "here", 7), f"s3://{bucket}/run/step-00000007"
+    upload(path, url)
+    theirs = tmp_path / "theirs"
+    theirs.write_bytes(b"theirs")
+    source = S3Folder(url)
+    (tmp_path / ".lt-part").symlink_to(theirs)
+    with pytest.raises(CheckpointError, match="already exists"):
+        source.download_file("COMMIT", tmp_path / ".lt-part", lambda n: None)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    identity = xxhash.xxh3_64_hexdigest((path / "COMMIT").read_bytes())
+    (tmp_path / f".there.{identity}.download").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="is a link"):
+        download(url, tmp_path / "there")
+    assert list(elsewhere.iterdir()) == []
+    (tmp_path / f".there.{identity}.download").unlink()
+    assert verify(download(url, tmp_path / "there").path).is_ok
+    assert theirs.read_bytes() == b"theirs"

@@ -213,8 +213,8 @@ def _fill(hub: "Hub", model: HubModel, listed: Mapping[str, HubFile], progress: 
     """Download all files of a model, and write the record last."""
     folder = model.path
     with translate_os_errors("clearing", folder):
-        for left in (RECORD, f"{RECORD}.tmp"):  # of a download that was cut off, or of files that are gone since
-            (folder / left).unlink(missing_ok=True)
+        files.remove_temp_files(folder / RECORD)
+        (folder / RECORD).unlink(missing_ok=True)  # of a download that was cut off, or of files that are gone since
     done = total = 0
 
     def count(n_bytes: int) -> None:

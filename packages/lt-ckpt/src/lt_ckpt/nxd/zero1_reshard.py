@@ -98,6 +98,7 @@ def reshard_optimizer(
             if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
                 raise CheckpointError(f"{folder}: already exists and not an empty folder; choose another path")
             files.make_folders(folder.parent)
+            files.check_free_space(folder.parent, n_bytes)
             with AtomicFolder(folder) as output:
                 for (tp_rank, pp_rank), file in checkpoint.rank_files.items():
                     for dp_rank in range(dp):
