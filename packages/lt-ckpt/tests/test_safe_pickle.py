@@ -272,7 +272,7 @@ def test_bombs_are_small():
     nested = b"\x80\x04(" + body[2:] + b"t."
     assert "grows beyond 4000000 values" in quick(nested)
     assert "open marks" in quick(b"\x80\x04" + b"](" * 20_000 + b"e" * 20_000 + b".")
-    assert "nested more than" in quick(b"\x80\x04)" + b"\x85" * 200_000 + b".")
+    assert "grows beyond" in quick(b"\x80\x04)" + b"\x85" * 200_000 + b".")
     assert "nested more than" in quick(b"\x80\x04N" + b"\x85" * 65 + b".")
     assert "refers to itself" in quick(b"\x80\x04]\x94h\0a.")
     assert "refers to itself" in quick(b"\x80\x04}\x94" + text("a") + b"]h\0as.")

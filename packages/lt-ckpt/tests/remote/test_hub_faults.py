@@ -357,4 +357,4 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(hub, model, monkeypatc
     monkeypatch.setattr(files_module, "fsync", follow)
     monkeypatch.setattr(files_module, "rename", check)
     fetch()
-    assert synced[-2:] == [".lt-hub.json.tmp", hub.commit]
+    assert [files_module.finished_name(name) for name in synced[-2:]] == [".lt-hub.json", hub.commit]
