@@ -65,7 +65,7 @@ def storage_error(exc: OSError, operation: str, path: str | os.PathLike[str]) ->
 
 @contextmanager
 def translate_os_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` or a `MemoryError` in the block into a `CheckpointError` with operation, path and remedy."""
+    """Turn errors of the system in the block into a `CheckpointError` with operation, path and remedy."""
     try:
         yield
     except OSError as exc:

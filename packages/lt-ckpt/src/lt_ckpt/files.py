@@ -77,7 +77,7 @@ def make_folders(folder: Path) -> None:
 
 
 def check_free_space(folder: Path, required_bytes: int) -> None:
-    """Raise a CheckpointError if a folder's file system has less free space than what will be written there."""
+    """Raise a CheckpointError if a folder's file system has less free space than will be written."""
     space = os.statvfs(folder)
     free_bytes = space.f_bavail * space.f_frsize
     if free_bytes < required_bytes:

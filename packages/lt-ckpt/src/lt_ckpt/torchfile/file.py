@@ -152,7 +152,10 @@ def load_pt_range(read: ReadBytesAt, begin: int, end: int, where: str) -> tuple[
 
 
 def iter_tensors(tree: Any, keys: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], TorchTensor]]:
-    """Yield the tensors of a tree in order, each with the keys to it (not joined: a key may be long, and shared)."""
+    """Yield the tensors of a tree in order, each with the keys to it.
+
+    They are not joined: a long key would be copied for each tensor.
+    """
     if type(tree) is TorchTensor:
         yield keys, tree
     elif type(tree) is dict:
