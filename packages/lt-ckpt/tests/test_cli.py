@@ -238,7 +238,7 @@ def test_errors_name_flags_not_fields(tmp_path, main, models):
         ((hf, *to_nxd, "--layout", "v3"), "--layout = 'v3': must be one of"),
         ((hf, *to_nxd, "--tp", 4), "choose --qkv-linear with --kv-size-multiplier 2"),
         ((hf, *to_nxd, "--tp", 2, "--coalesce-qkv"), "leave out --coalesce-qkv"),
-        ((hf, tmp_path / "out", "--to", "hf", "--max-shard-gb", 0), "--max-shard-gb = 0: must be at least 1"),
+        ((hf, tmp_path / "out", "--to", "hf", "--max-shard-gb", 0), "--max-shard-gb 0.0: must be a number above 0"),
     ):
         code, _, err = main("convert", *args)
         assert (code, message in err) == (64, True), err
