@@ -1,6 +1,7 @@
 """Folders of `datasets`: read by the real `load_from_disk` and by the loader of AWS Neuron's examples."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -83,6 +84,25 @@ def test_a_reader_that_shifts_predicts_what_the_store_does(
     np.testing.assert_array_equal(np.array(found["input_ids"][:]) * mask, rows.input_ids)
     np.testing.assert_array_equal(np.array(found["labels"][:])[:, 1:], rows.labels[:, :-1])
     assert report.dropped_labels == np.count_nonzero(rows.labels[:, -1] != -100)
+
+
+@pytest.mark.parametrize("seq_len", [17, 300])
+def test_best_fit_rows_say_where_their_documents_begin(store: TokenStore, tmp_path: Path, seq_len: int) -> None:
+    """Padding is one more document, so that the lengths of a row add up to its ids, as TRL's collator needs it."""
+    options = ExportOptions(to="hf", seq_len=seq_len, packing="bfd")
+    reader = RowReader(store, pack(store, seq_len=seq_len, mode="bfd"))
+    rows = reader.read_rows(np.arange(reader.n_rows))
+    export(store, out=tmp_path / "positions", options=options)
+    export(store, out=tmp_path / "lengths", options=replace(options, document_boundaries="seq_lengths"))
+    positions = np.array(loaded(tmp_path / "positions")["position_ids"][:])
+    filled = rows.doc_ids >= 0
+    np.testing.assert_array_equal(positions[filled], rows.position_ids[filled])
+    np.testing.assert_array_equal(positions[~filled], (np.cumsum(~filled, axis=1) - 1)[~filled])
+    assert filled.sum() < filled.size, "no padding in this case"
+    for row, lengths in zip(positions, loaded(tmp_path / "lengths")["seq_lengths"][:], strict=True):
+        np.testing.assert_array_equal(np.concatenate([np.arange(n) for n in lengths]), row)
+    with pytest.raises(DataError, match="document_boundaries: applies to to = hf with packing = bfd"):
+        ExportOptions(to="hf", seq_len=seq_len, document_boundaries="seq_lengths")
 
 
 def test_a_pack_in_the_store_is_used(store: TokenStore, tmp_path: Path) -> None:

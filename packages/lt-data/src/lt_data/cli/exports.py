@@ -21,6 +21,9 @@ def export(
         int | None, typer.Option(help="Id of padding.", show_default="the tokenizer's PAD, else its EOS")
     ] = None,
     labels: Annotated[str, typer.Option(help="hf: masked (-100 without a label) or copy.")] = "masked",
+    document_boundaries: Annotated[
+        str, typer.Option(help="hf with bfd: position_ids (transformers) or seq_lengths (TRL).")
+    ] = "position_ids",
     gz: Annotated[bool, typer.Option("--gz/--no-gz", help="smp: .json.gz or .json.")] = True,
     split: Annotated[str, typer.Option(help="hf, litespark, litpkds: train, validation or test.")] = "train",
     file_bytes: Annotated[
@@ -44,6 +47,7 @@ def export(
         last_row=cast(Any, last_row),
         pad_id=pad_id,
         labels=cast(Any, labels),
+        document_boundaries=cast(Any, document_boundaries),
         gz=gz,
         split=cast(Any, split),
         file_bytes=file_bytes,

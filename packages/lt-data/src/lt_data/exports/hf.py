@@ -9,6 +9,10 @@ attention_mask (int8, 0 in padding) and labels (int32). Those trainers shift wit
 t is compared with labels[t + 1]. So labels[t + 1] here is the label of lt_data.streaming.rows at t, or -100, and
 labels[0] is never used. Without padding and `bfd`, labels equal input_ids.
 
+Rows of `bfd`, which hold whole documents side by side, also say where each begins: by position_ids (int32), from which
+the flash attention of `transformers` finds them, or by seq_lengths (int32, as many as the row has documents), which
+TRL's collator reads. Padding counts as the last of them.
+
 Documents (without `seq_len`) have the column input_ids. Features are written as "Sequence", which old and new versions
 of `datasets` read. Memory: one batch of about a million tokens.
 """
@@ -41,13 +45,22 @@ DICT_FILE = "dataset_dict.json"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # end mark of an Arrow stream
 _ROW_COLUMNS = {"input_ids": "int32", "attention_mask": "int8", "labels": "int32"}
 _DOCUMENT_COLUMNS = {"input_ids": "int32"}
+_POSITIONS = "position_ids"
 
 
 def min_bytes(job: ExportJob) -> int:
     """Return the bytes that the export needs."""
     if job.options.seq_len is None:
         return 4 * job.store.n_tokens
-    return sum(np.dtype(dtype).itemsize for dtype in _ROW_COLUMNS.values()) * job.n_rows * job.options.seq_len
+    return sum(np.dtype(dtype).itemsize for dtype in _columns(job).values()) * job.n_rows * job.options.seq_len
+
+
+def _columns(job: ExportJob) -> dict[str, str]:
+    """Return the columns and their dtypes."""
+    if job.options.seq_len is None:
+        return _DOCUMENT_COLUMNS
+    boundaries = {job.options.document_boundaries: "int32"} if job.options.packing == "bfd" else {}
+    return {**_ROW_COLUMNS, **boundaries}
 
 
 def write(job: ExportJob, files: OutputFiles) -> WriteResult:
@@ -55,7 +68,7 @@ def write(job: ExportJob, files: OutputFiles) -> WriteResult:
     pyarrow = _import_pyarrow()
     file_bytes = job.options.file_bytes or FILE_BYTES
     seq_len = job.options.seq_len
-    columns = _DOCUMENT_COLUMNS if seq_len is None else _ROW_COLUMNS
+    columns = _columns(job)
     if seq_len is None:
         boundaries = split_by_size(4 * job.store.lengths.astype(np.int64), file_bytes)
     else:
@@ -70,7 +83,7 @@ def write(job: ExportJob, files: OutputFiles) -> WriteResult:
         with files.create(name) as file, pyarrow.ipc.new_stream(file, schema) as stream:
             if seq_len is None:
                 for batch in document_batches(job.store, first, last):
-                    stream.write_batch(_make_record_batch(pyarrow, schema, batch.lengths, [batch.tokens]))
+                    stream.write_batch(_make_record_batch(pyarrow, schema, [(batch.tokens, batch.lengths)]))
                     job.progress(done := done + batch.tokens.size, total, "tokens")
                 continue
             for rows in row_batches(job.row_reader, first, last):
@@ -78,7 +91,12 @@ def write(job: ExportJob, files: OutputFiles) -> WriteResult:
                 labels = _shift_labels(rows.input_ids, rows.labels, copy=job.options.labels == "copy")
                 lengths = np.full(len(mask), seq_len)
                 input_ids = np.where(mask, rows.input_ids, np.int32(job.pad_id))
-                stream.write_batch(_make_record_batch(pyarrow, schema, lengths, [input_ids, mask, labels]))
+                values = [(column, lengths) for column in (input_ids, mask, labels)]
+                if len(columns) > len(values):
+                    positions, document_lengths, n_documents = document_positions(rows.doc_ids)
+                    is_positions = job.options.document_boundaries == _POSITIONS
+                    values.append((positions, lengths) if is_positions else (document_lengths, n_documents))
+                stream.write_batch(_make_record_batch(pyarrow, schema, values))
                 padding += mask.size - int(mask.sum())
                 dropped_labels += int((rows.labels[:, -1] != IGNORE_INDEX).sum())
                 job.progress(done := done + int(mask.sum()), total, "tokens")
@@ -93,16 +111,33 @@ def _shift_labels(input_ids: np.ndarray, labels: np.ndarray, *, copy: bool) -> n
     return input_ids if copy else np.concatenate([input_ids[:, :1], labels[:, :-1]], axis=1)
 
 
-def _make_record_batch(pyarrow: Any, schema: Any, lengths: np.ndarray, columns: list[np.ndarray]) -> Any:
-    offsets = np.zeros(lengths.size + 1, np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    arrays = [
-        pyarrow.ListArray.from_arrays(
-            pyarrow.array(offsets),
-            pyarrow.array(values.reshape(-1).astype(field.type.value_type.to_pandas_dtype(), copy=False)),
-        )
-        for field, values in zip(schema, columns, strict=True)
-    ]
+def document_positions(doc_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the documents of rows in two forms; padding is one more document at the end of its row.
+
+    Args:
+        doc_ids: number of the document at each position, -1 in padding [n, seq_len].
+
+    Returns:
+        The positions within the documents [n, seq_len], the lengths of all documents in order, and how many of them
+        each row has [n].
+    """
+    n, seq_len = doc_ids.shape
+    begins = np.ones((n, seq_len), bool)
+    begins[:, 1:] = doc_ids[:, 1:] != doc_ids[:, :-1]
+    at = np.arange(seq_len)
+    positions = at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+    lengths = np.diff(np.append(np.flatnonzero(begins), n * seq_len))
+    return positions, lengths, begins.sum(axis=1)
+
+
+def _make_record_batch(pyarrow: Any, schema: Any, columns: list[tuple[np.ndarray, np.ndarray]]) -> Any:
+    """Return a batch of columns, each given by its values and the length of each row's list."""
+    arrays = []
+    for field, (values, lengths) in zip(schema, columns, strict=True):
+        offsets = np.zeros(lengths.size + 1, np.int32)
+        np.cumsum(lengths, out=offsets[1:])
+        flat = values.reshape(-1).astype(field.type.value_type.to_pandas_dtype(), copy=False)
+        arrays.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(flat)))
     return pyarrow.RecordBatch.from_arrays(arrays, schema=schema)
 
 

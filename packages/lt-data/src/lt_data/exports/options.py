@@ -11,6 +11,7 @@ PackingMode = Literal["concat", "bfd"]
 LastRow = Literal["pad", "drop"]
 Labels = Literal["masked", "copy"]
 Split = Literal["train", "validation", "test"]
+DocumentBoundaries = Literal["position_ids", "seq_lengths"]
 
 _BLOCKS = ("litespark", "litpkds")  # concatenated tokens, cut into blocks of seq_len + 1
 
@@ -28,6 +29,8 @@ class ExportOptions:
         pad_id: id of padding. None: the tokenizer's PAD, else its EOS, else 0.
         labels: hf rows: `masked` has -100 at positions without a label; `copy` repeats the ids, for trainers that do
             not support -100 (requires `concat` and `last_row="drop"`).
+        document_boundaries: hf rows of `bfd`: the column that says where documents begin: `position_ids`, which the
+            flash attention of transformers reads, or `seq_lengths`, for TRL's collator.
         gz: smp: whether the files are `.json.gz`.
         split: hf, litespark, litpkds: name of the split.
         file_bytes: target size of a file. None: the format's default.
@@ -42,12 +45,20 @@ class ExportOptions:
     last_row: LastRow = "pad"
     pad_id: int | None = None
     labels: Labels = "masked"
+    document_boundaries: DocumentBoundaries = "position_ids"
     gz: bool = True
     split: Split = "train"
     file_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        choices = {"to": FORMATS, "packing": PackingMode, "last_row": LastRow, "labels": Labels, "split": Split}
+        choices = {
+            "to": FORMATS,
+            "packing": PackingMode,
+            "last_row": LastRow,
+            "labels": Labels,
+            "document_boundaries": DocumentBoundaries,
+            "split": Split,
+        }
         for name, kind in choices.items():
             allowed = kind if isinstance(kind, tuple) else get_args(kind)
             if getattr(self, name) not in allowed:
@@ -76,6 +87,8 @@ class ExportOptions:
             raise DataError("seq_len: has no effect with to = megatron, which exports documents; leave it out")
         if self.seq_len is None and (self.packing, self.last_row, self.labels) != ("concat", "pad", "masked"):
             raise DataError("packing, last_row and labels apply to rows; give seq_len too (--seq-len)")
+        if self.document_boundaries != "position_ids" and (self.to, self.packing) != ("hf", "bfd"):
+            raise DataError("document_boundaries: applies to to = hf with packing = bfd; leave it out")
         if self.packing == "bfd" and self.to in _BLOCKS:
             raise DataError(f"packing = bfd: {self.to} has no mask; choose concat")
         if self.packing == "bfd" and self.last_row == "drop":
