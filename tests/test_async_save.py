@@ -210,7 +210,7 @@ def wait_for_a_save(run: RankProcesses, folder: Path, old: set[str]) -> None:
 
 
 @pytest.mark.guarantee("background-save-kill")
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_kill_9_while_a_save_is_in_flight(prepared: Path, tmp_path: Path, uninterrupted_run: Path, seed: int) -> None:
     """Of one rank or of both, twice in one run; each time the old checkpoint is there, or the new one."""
     rng, run = random.Random(seed), tmp_path / "run"

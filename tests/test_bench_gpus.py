@@ -65,6 +65,7 @@ def compare(train, layout: Any, dtype: str) -> dict[str, Any]:
     return module.compare_layout(*found, layout.ranks, *one, layouts.TOLERANCES[dtype])
 
 
+@pytest.mark.slow
 def test_a_layout_equals_one_device(train) -> None:
     layouts = importlib.import_module("gpus_layouts")
     found = compare(train, layouts.Layout(name="tp-sp", ranks=2, sets=layouts.SP), "float32")

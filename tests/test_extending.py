@@ -108,6 +108,7 @@ def test_a_patch_touches_only_the_files_of_its_row(name: str, row: str) -> None:
     assert [path for path in touched_files(name) if not any(re.fullmatch(one, path) for one in allowed)] == []
 
 
+@pytest.mark.slow
 def test_an_optimizer_is_added(tmp_path: Path) -> None:
     """Lion (arXiv:2302.06675), with one slot: it trains, is saved under its slot's name, and so is nothing else."""
     environ = patched_sources("optimizer", tmp_path)

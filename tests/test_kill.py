@@ -279,7 +279,7 @@ def trials(prepared: Path, tmp_path: Path) -> Callable[..., KillTrials]:
 @pytest.mark.guarantee("kill-resume")
 @pytest.mark.parametrize(
     ("ranks", "sets", "kills", "seed"),
-    [(1, (), 6, 1), (2, (), 2, 2), (2, PIPELINE, 1, 3), (2, CONTEXT, 1, 4)],
+    [(1, (), 6, 1), (2, (), 1, 2), (2, PIPELINE, 1, 3), (2, CONTEXT, 1, 4)],
     ids=["one", "fsdp", "pp", "cp"],
 )
 def test_killed_runs_end_with_the_same_bits(trials, reference, ranks: int, sets, kills: int, seed: int) -> None:

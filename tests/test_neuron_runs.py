@@ -181,7 +181,7 @@ def _checkpoints(run: Path) -> list[tuple[int, Path]]:
 
 @pytest.mark.parametrize(
     ("layout", "kills", "seed"),
-    [("tp2", 2, 3), ("dp2", 1, 4), *(pytest.param(layout, KILLS, 7, marks=pytest.mark.slow) for layout in LAYOUTS)],
+    [("tp2", 2, 3), *(pytest.param(layout, KILLS, 7, marks=pytest.mark.slow) for layout in LAYOUTS)],
 )
 def test_a_killed_run_ends_with_the_same_bits(
     recipe: Path, tmp_path: Path, uninterrupted_run: Callable[[str], Path], layout: str, kills: int, seed: int

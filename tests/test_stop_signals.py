@@ -57,7 +57,10 @@ def uninterrupted_losses(
 @pytest.mark.guarantee("stop-signals")
 @pytest.mark.parametrize(
     ("number", "to", "mesh"),
-    [(number, (None, 1)[i % 2], MESHES[i % len(MESHES)]) for i, number in enumerate(STOP_SIGNALS)],
+    [
+        pytest.param(number, (None, 1)[i % 2], MESHES[i % len(MESHES)], marks=pytest.mark.slow if i == 1 else ())
+        for i, number in enumerate(STOP_SIGNALS)
+    ],
 )
 def test_all_ranks_stop_at_the_same_step_and_go_on_bit_equal(
     prepared: Path,

@@ -31,6 +31,18 @@ def main(capsys, monkeypatch):
     return call
 
 
+def test_nothing_that_others_wrote_reaches_the_terminal_unescaped(tmp_path, toy, main):
+    folder = tmp_path / "a\x1b[2J\u202eb"
+    toy.save(folder, 3)
+    code, out, err = main("verify", folder)
+    assert (code, err) == (0, "")
+    assert "a\\x1b[2J\\u202eb" in out
+    code, out, err = main("inspect", folder / "no\x1b]0;title\x07where")
+    assert code == 64
+    assert "no\\x1b]0;title\\x07where" in err
+    assert not {"\x1b", "\x07", "\u202e"} & set(out + err)
+
+
 def test_inspect(tmp_path, toy, main):
     path = toy.save(tmp_path, 3)
     code, out, _ = main("inspect", tmp_path)

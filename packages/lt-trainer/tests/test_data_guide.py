@@ -32,7 +32,8 @@ def test_there_are_no_others() -> None:
 
 
 def test_the_loader_trains_and_goes_on(recipe_base, fake_engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    (source,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    (source,) = (block for block in blocks if "class Rows" in block)
     module = ModuleType("my_rows")
     exec(source, module.__dict__)
     monkeypatch.setitem(sys.modules, "my_rows", module)

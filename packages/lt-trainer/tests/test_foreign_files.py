@@ -85,7 +85,9 @@ def losses(base) -> dict[int, float]:
 
 
 @pytest.mark.guarantee("nxd-checkpoint-safety")
-@pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
+@pytest.mark.parametrize(
+    "background", [pytest.param(False, marks=pytest.mark.slow), True], ids=["foreground", "background"]
+)
 def test_it_saves_keeps_stops_and_goes_on(recipe_base, nxd_engine, tmp_path, background) -> None:
     assert start(recipe_base) == 0
     whole = losses(recipe_base)

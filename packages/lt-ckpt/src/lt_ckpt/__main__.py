@@ -7,6 +7,8 @@ interrupted.
 import sys
 import traceback
 
+from lt_ckpt.terminal_text import echo_error
+
 TYPER_USAGE_ERROR = 2
 
 
@@ -32,9 +34,9 @@ def main() -> int:
     except Exception as exc:  # noqa: BLE001 - outermost handler: anything but a user error is a bug
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
-            traceback.print_exc()
+            echo_error(traceback.format_exc())
             return 70
-        sys.stderr.write(f"error: {exc}\n")
+        echo_error(f"error: {exc}")
         return code
     return 0
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_data.display.terminal import echo_error
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline
 from lt_launch.profile import Profile
@@ -27,6 +26,7 @@ def launch(pipeline: Pipeline, profile: Profile, on: str, *, detach: bool = Fals
     Raises:
         LaunchError: and RecipeError, before anything is written or sent.
     """
+    from lt_data.display.terminal import echo_error
     from lt_launch import launch_dir
 
     target = get_target(on)

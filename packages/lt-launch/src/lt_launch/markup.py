@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from lt_data.display.terminal import escape_controls
-
 __all__ = ["escape"]
 
 
 def escape(text: str) -> str:
     """Return the text as rich must be given it: no markup, no ANSI escapes, one line."""
     from rich.markup import escape as escape_markup
+
+    from lt_data.display.terminal import escape_controls
 
     return escape_markup(escape_controls(text, keep=""))

@@ -4,7 +4,6 @@ Only the command line and its printing are here, in `convert.py` and `remote.py`
 which are imported when a command runs.
 """
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,13 +16,13 @@ from lt_ckpt.cli.terminal import (
     DtypeOption,
     ModelArgument,
     OverflowOption,
-    echo,
     name_flags,
     open_model,
     open_with_optimizer,
     parse_shard_bytes,
     progress_bar,
 )
+from lt_ckpt.terminal_text import echo, echo_error
 
 if TYPE_CHECKING:
     from lt_ckpt.checkpoint import Checkpoint
@@ -42,7 +41,7 @@ def _resolve_checkpoint(path: Path) -> "Checkpoint":
 
     found, rejected = resolve_checkpoint(path)
     for sentence in describe_fallbacks(found, rejected):
-        sys.stderr.write(f"{sentence}\n")
+        echo_error(sentence)
     return found
 
 

@@ -10,12 +10,12 @@ from lt_ckpt.cli.terminal import (
     DtypeOption,
     ModelArgument,
     OverflowOption,
-    echo,
     name_flags,
     open_model,
     parse_shard_bytes,
     progress_bar,
 )
+from lt_ckpt.terminal_text import echo
 
 
 def convert(

@@ -6,7 +6,8 @@ from typing import Annotated
 
 import typer
 
-from lt_ckpt.cli.terminal import echo, progress_bar
+from lt_ckpt.cli.terminal import progress_bar
+from lt_ckpt.terminal_text import echo
 
 
 def upload(

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lt_ckpt.terminal_text import echo_error
+
 if TYPE_CHECKING:
     from lt_ckpt.source import Source
 
@@ -48,14 +50,6 @@ def name_flags() -> Iterator[None]:
     except CheckpointError as exc:
         exc.args = (_FIELD.sub(lambda match: FLAGS[match[1]], str(exc)),)
         raise
-
-
-def echo(text: str) -> None:
-    r"""Print to standard output; characters outside its encoding are escaped, for example `\u6771`."""
-    # `typer.echo` would fail there, or write UTF-8 where ASCII was requested.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding) + "\n")
-    sys.stdout.flush()
 
 
 def parse_shard_bytes(max_shard_gb: float) -> int:
@@ -120,7 +114,7 @@ def open_model(path: str, config: Path | None, **nxd: Any) -> "Source":
     if not path.startswith(HUB):
         source = open_source(path, config=config, **nxd)
         for sentence in source.fallbacks:
-            sys.stderr.write(f"{sentence}\n")
+            echo_error(sentence)
         return source
     with progress_bar(f"downloading {path}") as progress:
         return open_source(path, config=config, progress=progress, **nxd)
