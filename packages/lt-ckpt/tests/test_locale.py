@@ -121,6 +121,9 @@ def test_every_command_prints_and_exports_the_same(saved, name, request):
         assert (rb"l\xe4uft-\u6771" if name == "ascii output" else rb"l\udcc3\udca4uft-\udce6\udc9d\udcb1") in printed
     elif name == "latin-1 output":
         assert "läuft-".encode("latin-1") + rb"\u6771" in printed
+    elif name == "latin-1":
+        given = "läuft-東".encode().replace(b"\x9d", rb"\x9d")
+        assert given in printed, "the bytes that were given, but for one that is a control character there"
     else:
         assert "läuft-東".encode() in printed, "the bytes that were given"
 
