@@ -30,12 +30,13 @@ OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]
 
+_OPTIONS = ("virtual_pp", "kv_size_multiplier", "qkv_linear", "coalesce_qkv", "fuse_qkv", "head_order")
+_NXD_OPTIONS = ("tp", "pp", "tag", "layout", "virtual_pp", "kv_size_multiplier", "head_order")
 FLAGS = {
-    name: f"--{name.replace('_', '-')}"
-    for name in ("virtual_pp", "kv_size_multiplier", "qkv_linear", "coalesce_qkv", "fuse_qkv", "head_order")
-} | {"max_shard_bytes": "--max-shard-gb", "nxd: tp": "--tp", "nxd: pp": "--pp", "nxd: tag": "--tag"}
-FLAGS |= {"nxd: layout": "--layout", "nxd: virtual_pp": "--virtual-pp", "nxd: head_order": "--head-order"}
-FLAGS |= {"nxd: kv_size_multiplier": "--kv-size-multiplier"}
+    **{name: f"--{name.replace('_', '-')}" for name in _OPTIONS},
+    **{f"nxd: {name}": f"--{name.replace('_', '-')}" for name in _NXD_OPTIONS},
+    "max_shard_bytes": "--max-shard-gb",
+}
 """Name of an option in the library's messages → on the command line."""
 _FIELD = re.compile(rf"(?<![\w/.-])({'|'.join(sorted(FLAGS, key=len, reverse=True))})(?![\w/.-])")
 

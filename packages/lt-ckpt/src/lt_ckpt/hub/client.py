@@ -315,7 +315,7 @@ class _PartialFile(io.BufferedWriter):
         return written
 
     def truncate(self, size: int | None = None, /) -> int:
-        """Cut the file; the library does so if the server begins anew."""
+        """Cut the file; the library does so if the server begins again."""
         result = super().truncate(size)
         self._resize(self.tell())
         return result

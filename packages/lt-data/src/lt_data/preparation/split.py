@@ -160,7 +160,7 @@ def _select_documents(store: TokenStore, share: Fraction, progress: Progress) ->
     sizes = _token_bytes(store.tokenizer()) if manifest.text_bytes else None
     first = done = 0
     for number in range(len(manifest.shards)):
-        for ids, lengths in _read_chunks(store, number):
+        for ids, lengths in _read_chunks(store, number, first):
             ends = np.cumsum(lengths)
             for i, (begin, end) in enumerate(zip((ends - lengths).tolist(), ends.tolist(), strict=True), start=first):
                 document = ids[begin + manifest.bos : end - manifest.eos]
@@ -217,7 +217,7 @@ def _write_side(
                 if not wanted[first : first + shard.documents].any():
                     first += shard.documents
                     continue
-                for ids, lengths in _read_chunks(store, number):
+                for ids, lengths in _read_chunks(store, number, first):
                     keep = wanted[first : first + lengths.size]
                     first += lengths.size
                     kept_ids, kept = ids[np.repeat(keep, lengths)], lengths[keep]
@@ -242,10 +242,9 @@ def _write_side(
     return manifest
 
 
-def _read_chunks(store: TokenStore, number: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the documents of a shard in chunks: concatenated ids, and the length of each (int64)."""
+def _read_chunks(store: TokenStore, number: int, before: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the documents of a shard, after `before` earlier ones, in chunks: ids and their lengths."""
     shard = store.manifest.shards[number]  # verified, so its lengths sum to its tokens
-    before = sum(earlier.documents for earlier in store.manifest.shards[:number])
     lengths = store.lengths[before : before + shard.documents].astype(np.int64)
     ends = np.cumsum(lengths)
     first = begin = 0

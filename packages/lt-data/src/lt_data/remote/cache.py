@@ -5,7 +5,7 @@
 
 A block is written under another name and renamed, so that who reads it sees all of it. Its bytes are counted before
 they are written, and counting, renaming and making room are done under the lock; a process that is killed in between
-leaves the count too high, never too low. When the count would go over the limit, the blocks are counted anew and those
+leaves the count too high, never too low. When the count would go over the limit, the blocks are counted again and those
 read longest ago go, down to nine tenths. Files on their way are locked by who writes them: those of the dead can
 be told and removed.
 
@@ -108,7 +108,7 @@ class BlockCache:
                 os.close(at)
 
     def usage(self) -> int:
-        """Bytes that the blocks take, counted anew."""
+        """Bytes that the blocks take, counted again."""
         with translate_os_errors("read", self.folder), self._locked() as lock:
             return self._recount(lock, self.limit)
 

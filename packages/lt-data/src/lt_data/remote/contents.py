@@ -141,7 +141,7 @@ class PartReader:
         path: the file.
         n_bytes: bytes that it must have.
         part_bytes: bytes of each part but the last, and of each call of `read`.
-        check: told the SHA-256 (hex) of the whole before the last part is given out; may raise.
+        check: called with the SHA-256 (hex) of the whole before the last part is given out; may raise.
     """
 
     def __init__(self, path: Path, n_bytes: int, part_bytes: int, check: Callable[[str], None]) -> None:

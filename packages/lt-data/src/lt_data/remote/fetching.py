@@ -69,8 +69,8 @@ def download(
         url: `s3://bucket/folder`.
         folder: the folder to make. If the very same is there already, nothing is fetched.
         options: how S3 is spoken to.
-        progress: told the bytes fetched.
-        checking: told the bytes read again to verify them.
+        progress: called with the bytes fetched.
+        checking: called with the bytes read again to verify them.
 
     Returns:
         What was fetched.

@@ -57,7 +57,7 @@ def of_folder(folder: Path) -> LocalParcel:
                 sizes[_name(path.relative_to(folder))] = path.stat().st_size
     if not sizes:
         raise DataError(f"{folder}: there is nothing to upload: no such folder, or no file in it")
-    sizes.pop(LISTING, None)  # of an earlier download: made anew
+    sizes.pop(LISTING, None)  # of an earlier download: written again
     content = _manifest_of(folder) if MANIFEST in sizes else None
     hashes: dict[str, str] = {}
     if content is not None:

@@ -232,8 +232,10 @@ class S3Folder:
             pause(attempt)
         raise RemoteError(f"{self.url}/{name}: reading failed: other bytes come than S3 says it holds, {_TRIES} times")
 
-    def read_range(self, name: str, begin: int, end: int, told: Callable[[int], None] = lambda _: None) -> bytes:
-        """The bytes [begin, end) of an object, at least one; `told` hears of those that came.
+    def read_range(self, name: str, begin: int, end: int, on_bytes: Callable[[int], None] = lambda _: None) -> bytes:
+        """Return the bytes [begin, end) of an object, at least one.
+
+        `on_bytes` is called with the number of those that came.
 
         Raises:
             RemoteError: they did not come, after several tries.
@@ -243,7 +245,7 @@ class S3Folder:
         while True:
             before = len(buffer)
             try:
-                self._read_some(name, begin, end, buffer, told)
+                self._read_some(name, begin, end, buffer, on_bytes)
             except RemoteError as exc:
                 tries = 0 if len(buffer) - before >= BLOCK_BYTES else tries + 1
                 if exc.code or tries >= _TRIES:  # what S3 itself refuses has been tried again by boto3
@@ -252,7 +254,7 @@ class S3Folder:
             else:
                 return bytes(buffer)
 
-    def _read_some(self, name: str, begin: int, end: int, buffer: bytearray, told: Callable[[int], None]) -> None:
+    def _read_some(self, name: str, begin: int, end: int, buffer: bytearray, on_bytes: Callable[[int], None]) -> None:
         """Append to the buffer what is missing of the range; what came before an error stays in it."""
         at = begin + len(buffer)
         url = f"{self.url}/{name}"
@@ -267,7 +269,7 @@ class S3Folder:
                     if not data:
                         raise RemoteError(f"{url}: reading failed: the body ended early")
                     buffer += data
-                    told(len(data))
+                    on_bytes(len(data))
             finally:
                 body.close()
 
@@ -359,10 +361,11 @@ class Transfers:
     def __init__(self, target: S3Folder, manager: Any, at: Callable[[str], dict[str, Any]]) -> None:
         self._target, self._manager, self._at = target, manager, at
 
-    def upload(self, name: str, content: PartReader, told: Callable[[int], None]) -> None:
-        """Upload a file in parts of `part_bytes`, read once from its beginning; `told` hears of the bytes that went.
+    def upload(self, name: str, content: PartReader, on_bytes: Callable[[int], None]) -> None:
+        """Upload a file in parts of `part_bytes`, read once from its beginning.
 
-        Every request carries the SHA-256 of its bytes. What the object holds in the end is for the caller to compare.
+        `on_bytes` is called with the number of the bytes that went. Every request carries the SHA-256 of its bytes.
+        What the object holds in the end is for the caller to compare.
 
         Raises:
             RemoteError: S3 refuses or cannot be reached.
@@ -370,13 +373,13 @@ class Transfers:
         """
         from s3transfer.subscribers import BaseSubscriber
 
-        class Told(BaseSubscriber):
+        class Subscriber(BaseSubscriber):
             def on_queued(self, future: Any, **_: Any) -> None:
                 future.meta.provide_transfer_size(content.n_bytes)  # by which the manager chooses the parts' size
 
             def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
-                told(bytes_transferred)
+                on_bytes(bytes_transferred)
 
         where, extra = self._at(name), {"ChecksumAlgorithm": "SHA256"}
         with _asking("uploading", f"{self._target.url}/{name}"):
-            self._manager.upload(content, where["Bucket"], where["Key"], extra, [Told()]).result()
+            self._manager.upload(content, where["Bucket"], where["Key"], extra, [Subscriber()]).result()

@@ -101,8 +101,8 @@ def upload(
         url: `s3://bucket/folder`: what the folder becomes.
         overwrite: let something else that stands whole at the address give way.
         options: how S3 is spoken to.
-        comparing: told the bytes read to compare what lies there already.
-        progress: told the bytes sent.
+        comparing: called with the bytes read to compare what lies there already.
+        progress: called with the bytes sent.
 
     Returns:
         What was sent.

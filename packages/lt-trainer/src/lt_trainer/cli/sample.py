@@ -5,7 +5,6 @@ Needs torch (`lt-trainer[torch]`) and memory for the weights; no engine, no proc
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from lt_ckpt import CheckpointError, HFFolder, resolve_checkpoint
 from lt_ckpt.discovery import describe_fallbacks
 from lt_data import Tokenizer
+from lt_data.display.terminal import echo_error
 from lt_model import LlamaConfig, generate
 from lt_model.llama import Llama
 from lt_trainer.torch import DTYPE_CODES
@@ -47,7 +47,7 @@ def load_model(path: Path) -> LoadedModel:
         )
     checkpoint, rejected = resolve_checkpoint(path)
     for sentence in describe_fallbacks(checkpoint, rejected):
-        sys.stderr.write(f"{sentence}\n")
+        echo_error(sentence)
     config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
     tensors = {
         name: _tensor(
