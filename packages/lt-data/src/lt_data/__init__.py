@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_rows
+    from lt_data.analysis.inspection import DocumentSpan, InspectedRow, inspect_batch, inspect_document, inspect_rows
     from lt_data.analysis.ngram import NgramCounts
     from lt_data.analysis.run_inspection import StepReport, inspect_step
     from lt_data.analysis.stats import StoreStats, stats
@@ -79,6 +79,7 @@ _MODULES = {
     "export": "exports.export",
     "import_tokens": "exports.import_tokens",
     "inspect_batch": "analysis.inspection",
+    "inspect_document": "analysis.inspection",
     "inspect_rows": "analysis.inspection",
     "inspect_step": "analysis.run_inspection",
     "merge": "preparation.merge",
@@ -136,6 +137,7 @@ __all__ = [
     "export",
     "import_tokens",
     "inspect_batch",
+    "inspect_document",
     "inspect_rows",
     "inspect_step",
     "merge",

@@ -23,14 +23,11 @@ from lt_data import (
     inspect_batch,
     inspect_step,
     pack,
-    prepare,
     prepare_documents,
 )
 from lt_data.__main__ import main
-from lt_data.analysis.inspection import document_sources
 from lt_data.display.inspection_text import escape, parse_rows, quote_line
 from lt_data.display.terminal import escape_controls
-from lt_data.store.manifest import SourceFile, SourceFiles
 
 SEQ_LEN = 32
 
@@ -318,41 +315,6 @@ def test_steps_are_counted_from_1(run: Run) -> None:
     for step in (0, -1):
         with pytest.raises(DataError, match=f"step = {step}: the first step of a run is 1"):
             inspect_step(run.path, step)
-
-
-def listed(*files: tuple[str, int]) -> SourceFiles:
-    return SourceFiles(
-        files=len(files), listed=tuple(SourceFile(path=path, bytes=size, sha256="0" * 64) for path, size in files)
-    )
-
-
-def test_the_source_is_named_where_there_is_no_doubt(store: TokenStore, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    assert document_sources(store.manifest) is None  # the documents were given, not read
-
-    def sources(documents: int, *files: tuple[str, int]) -> tuple[str, ...] | None:
-        shard = replace(store.manifest.shards[0], documents=documents)
-        return document_sources(replace(store.manifest, shards=(shard,), sources=listed(*files)))
-
-    assert sources(2, ("a.txt", 3), ("b.md", 1)) == ("a.txt", "b.md")
-    assert sources(2, ("a.txt", 3), ("empty", 0), ("b.md", 1)) == ("a.txt", "b.md")
-    assert sources(1, ("a.txt", 3), ("only a byte order mark", 3)) is None
-    assert sources(3, ("a.jsonl", 99)) == ("a.jsonl",) * 3
-    assert sources(2, ("a.jsonl", 9), ("b.txt", 1)) is None
-    assert sources(3, ("a.jsonl", 9), ("b.txt", 1)) is None
-    for name, text in (("a", "one"), ("b", ""), ("c", "two two")):
-        (tmp_path / f"{name}.txt").write_text(text, encoding="utf-8")
-    prepare([tmp_path], tokenizer=tokenizer, out=tmp_path / "made")
-    made = TokenStore.open(tmp_path / "made")
-    reader = RowReader(made, pack(made, seq_len=32))
-    found = {
-        piece.text: piece.source
-        for row in inspect_batch(Stream(reader, global_batch_size=1, shuffle=False))
-        for piece in row.spans
-    }
-    assert found == {
-        "<|bos|>one<|eos|>": str(tmp_path / "a.txt"),
-        "<|bos|>two two<|eos|>": str(tmp_path / "c.txt"),
-    }
 
 
 # The command.

@@ -1,10 +1,12 @@
+import html
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lt_data import Document, Tokenizer, TokenStore, pack, prepare_documents, stats
+from lt_data import Document, Tokenizer, TokenStore, pack, prepare_documents, split, stats
+from lt_data.display.report import render_page
 from lt_data.display.stats_text import format_stats
 
 
@@ -66,3 +68,33 @@ def test_exact_duplicates(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert found is not None
     assert (found.documents, found.tokens) == (3, int(store.lengths[[2, 4, 5]].sum()))
     assert "exact duplicates     3 documents" in format_stats(stats(store, duplicates=True))
+
+
+def test_map_and_split_that_made_a_store_are_shown(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "long_only.py").write_text(
+        "from lt_data import LeftOut\n\n"
+        "def keep(record, most):\n    return record if len(record['text']) < most else LeftOut('long')\n",
+        encoding="utf-8",
+    )
+    documents = [Document(text="x" * n, source=str(n)) for n in range(1, 80)]
+    prepare_documents(
+        documents, tokenizer=tokenizer, out=tmp_path / "all", record_map="long_only:keep", map_args={"most": 70}
+    )
+    split(
+        TokenStore.open(tmp_path / "all"), holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation"
+    )
+    whole, train = (TokenStore.open(tmp_path / name) for name in ("all", "train"))
+    assert whole.manifest.map is not None
+    line = f'long_only:keep, code {whole.manifest.map.sha256}, arguments {{"most": 70}}'
+    for store in (whole, train):
+        assert f"{'map':<20} {line}\n" in format_stats(stats(store))
+        assert html.escape(line) in render_page("x", stats(store), store.manifest)
+    assert "left out, map: long  10\n" in format_stats(stats(whole))
+    split_line = f"train of store {whole.manifest.fingerprint}, share 3/10 held out"
+    assert f"{'split':<20} {split_line}\n" in format_stats(stats(train))
+    assert split_line in render_page("x", stats(train), train.manifest)
+    assert json.loads(json.dumps(stats(train).to_dict()))["split"]["side"] == "train"
+    assert "\nsplit " not in format_stats(stats(whole))

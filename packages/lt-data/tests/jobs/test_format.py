@@ -48,6 +48,11 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
         assert len(content) == size * shard["tokens"]
         assert hashlib.sha256(content).hexdigest() == shard["sha256"]
         assert hashlib.sha256(index).hexdigest() == shard["idx_sha256"]
+        if "src_sha256" in shard:
+            sources = files[f"shards/{shard['name']}.src"]
+            assert hashlib.sha256(sources).hexdigest() == shard["src_sha256"]
+            numbers = struct.unpack(f"<{shard['documents']}Q", sources)
+            assert max(numbers) >> 40 < manifest["sources"]["files"]
         places = read_index(index, code)
         assert len(places) == shard["documents"]
         end = 0
@@ -67,7 +72,8 @@ def read_store(files: dict[str, bytes]) -> list[list[int]]:
         assert hashlib.sha256(content).hexdigest() == manifest["tokenizer"]["files"][name]
         digest.update(f"{name} {len(content)}\n".encode() + content)
     assert digest.hexdigest() == manifest["tokenizer"]["sha256"]
-    names = {name: manifest[name] for name in ("format", "bos", "eos", "dtype", "shards")}
+    names = {name: manifest[name] for name in ("format", "bos", "eos", "dtype")}
+    names["shards"] = [{name: s[name] for name in s if name != "src_sha256"} for s in manifest["shards"]]
     assert manifest["fingerprint"] == canonical({**names, "version": 1, "tokenizer": manifest["tokenizer"]["sha256"]})
     assert manifest["checksum"] == canonical({name: manifest[name] for name in manifest if name != "checksum"})
     check_counts(manifest)

@@ -34,7 +34,7 @@ def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
         "in folder",
         "any suffix when named",
     ]
-    assert found[2] == Document(text="two", source=f"{lines}:2", file_index=1, next_record=2)
+    assert found[2] == Document(text="two", source=f"{lines}:2", file_index=1, record_number=2, next_record=2)
     assert (found[3].file_index, found[3].next_record, found[4].file_index) == (2, 1, 3)
     assert found[0].source == str(alone)
 
@@ -54,8 +54,8 @@ def test_jsonl_without_last_newline_and_with_blank_lines(tmp_path: Path) -> None
     path = write(tmp_path / "x.jsonl", '\n{"body": "a\\u2028b", "n": 1}\n  \n{"body": ""}')
     found = list(read_documents([path], text_field="body"))
     assert found == [
-        Document(text="a\u2028b", source=f"{path}:2", next_record=2),
-        Document(text="", source=f"{path}:4", next_record=4),
+        Document(text="a\u2028b", source=f"{path}:2", record_number=2, next_record=2),
+        Document(text="", source=f"{path}:4", record_number=4, next_record=4),
     ]
 
 
@@ -119,7 +119,9 @@ def test_fsspec_urls() -> None:
     try:
         assert [d.text for d in read_documents(["memory://corpus/b.txt"])] == ["b"]
         documents = read_documents(["memory://corpus"])
-        assert next(documents) == Document(text="a", source="memory:///corpus/a/x.jsonl:1", next_record=1)
+        assert next(documents) == Document(
+            text="a", source="memory:///corpus/a/x.jsonl:1", record_number=1, next_record=1
+        )
         with pytest.raises(DataError, match=r"memory:///corpus/a/x\.jsonl:2: field 'text' holds int"):
             next(documents)
         with pytest.raises(DataError, match="cannot read memory://nowhere"):

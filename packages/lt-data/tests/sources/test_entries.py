@@ -149,7 +149,7 @@ def test_two_columns_of_one_name(tmp_path: Path, kind: str) -> None:
     else:
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    with pytest.raises(DataError, match=rf"two\.{kind}:1: several columns 'text'; rename all but one of them"):
+    with pytest.raises(DataError, match=rf"two\.{kind}#1: several columns 'text'; rename all but one of them"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert list(reader) == []

@@ -132,7 +132,7 @@ def texts(answer: dict[str, Any]) -> list[Any]:
 def test_whole_splits(answers: dict[str, dict[str, Any]]) -> None:
     only = answers["only split"]
     name = f"hf://org/one@{COMMIT}/default/train/0-20"
-    assert only["documents"] == [[text, f"{name}:{i}", 0, i] for i, text in enumerate(TRAIN, start=1)]
+    assert only["documents"] == [[text, f"{name}#{i}", 0, i] for i, text in enumerate(TRAIN, start=1)]
     content = b"".join(len(text.encode()).to_bytes(8, "little") + text.encode() for text in TRAIN)
     assert only["files"] == [[name, len(content), hashlib.sha256(content).hexdigest()]]
     assert answers["again"]["documents"] == only["documents"][18:]
@@ -171,15 +171,15 @@ def test_streams(answers: dict[str, dict[str, Any]]) -> None:
     assert texts(whole) == TRAIN
     parts = [f"hf://org/two@{COMMIT}/default/train/part-{i}-of-2" for i in (0, 1)]
     assert [document[1:] for document in whole["documents"]] == [
-        *([f"{parts[0]}:{i}", 0, i] for i in range(1, 13)),
-        *([f"{parts[1]}:{i}", 1, i] for i in range(1, 9)),
+        *([f"{parts[0]}#{i}", 0, i] for i in range(1, 13)),
+        *([f"{parts[1]}#{i}", 1, i] for i in range(1, 9)),
     ]
     later = answers["streamed from a point"]
     assert later["documents"] == whole["documents"][8:]
     assert later["files"] == whole["files"]
     assert later["parts"] == [TRAIN[:12], TRAIN[12:]]
     name = f"hf://org/two@{COMMIT}/default/train[5:18]"
-    assert answers["streamed rows"]["documents"] == [[TRAIN[i], f"{name}:{i + 1}", 0, i - 4] for i in range(7, 18)]
+    assert answers["streamed rows"]["documents"] == [[TRAIN[i], f"{name}#{i + 1}", 0, i - 4] for i in range(7, 18)]
     assert texts(answers["streamed to the end"]) == TRAIN[5:]
     assert texts(answers["streamed percent, size told"]) == TRAIN[10:15]
     assert "the hub does not report the number of rows of train" in answers["streamed percent"]["error"]
@@ -207,15 +207,15 @@ def test_long_splits_are_read_in_runs_that_ranks_share(answers: dict[str, dict[s
     name = f"hf://org/two@{COMMIT}/default/train"
     assert [file[0] for file in many["files"]] == [f"{name}/8-16", f"{name}/16-20"]
     assert many["documents"] == [
-        *([TRAIN[i], f"{name}/8-16:{i + 1}", 1, i - 7] for i in (14, 15)),
-        *([TRAIN[i], f"{name}/16-20:{i + 1}", 2, i - 15] for i in range(16, 20)),
+        *([TRAIN[i], f"{name}/8-16#{i + 1}", 1, i - 7] for i in (14, 15)),
+        *([TRAIN[i], f"{name}/16-20#{i + 1}", 2, i - 15] for i in range(16, 20)),
     ]
     assert many["parts"] == [TRAIN[:8], TRAIN[8:]]
     assert many["n_files"] == 3
 
 
 def test_bad_rows(answers: dict[str, dict[str, Any]]) -> None:
-    assert f"hf://org/nulls@{COMMIT}/default/train/0-3:2: field 'text' holds null" in answers["nulls"]["error"]
+    assert f"hf://org/nulls@{COMMIT}/default/train/0-3#2: field 'text' holds null" in answers["nulls"]["error"]
     left = answers["nulls left out"]
     assert (texts(left), left["skipped"]) == (["a", "c"], {"not a string": 1})
     assert [document[3] for document in left["documents"]] == [1, 3]

@@ -120,7 +120,7 @@ def test_bad_ids_in_columns(tmp_path: Path) -> None:
         kept = [d.ids.tolist() for d in reader if d.ids is not None]
         all_bad = name in ("float", "text", "number")
         assert (kept, reader.skipped) == ([] if all_bad else [[1], [2]], {"not a list of ids": 3 if all_bad else 1})
-        with pytest.raises(DataError, match=rf"{name}\.parquet:{1 if all_bad else 2}: field 'tokens' is not a list"):
+        with pytest.raises(DataError, match=rf"{name}\.parquet#{1 if all_bad else 2}: field 'tokens' is not a list"):
             list(read_documents([path], tokens_field="tokens"))
 
 
@@ -130,13 +130,13 @@ def test_bad_strings_in_columns(tmp_path: Path) -> None:
     text = pa.Array.from_buffers(pa.string(), 4, binary.buffers())
     path = tmp_path / "x.parquet"
     path.write_bytes(parquet_of({"text": text}))
-    with pytest.raises(DataError, match=r"x\.parquet:2: not UTF-8 at byte 0"):
+    with pytest.raises(DataError, match=r"x\.parquet#2: not UTF-8 at byte 0"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert [(d.text, d.next_record) for d in reader] == [("good", 1), ("good", 4)]
     assert reader.skipped == {"not UTF-8": 1, "not a string": 1}
     path.write_bytes(parquet_of({"text": list(range(300)), "n": list(range(300))}))
-    with pytest.raises(DataError, match=r"x\.parquet:1: field 'text' holds int64, not a string"):
+    with pytest.raises(DataError, match=r"x\.parquet#1: field 'text' holds int64, not a string"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert list(reader) == []
@@ -153,7 +153,7 @@ def test_a_table_without_the_column(tmp_path: Path, suffix: str) -> None:
         with pa.OSFile(str(path), "wb") as out, pa.ipc.new_stream(out, pa.schema([("body", "string")])) as writer:
             writer.write_batch(pa.record_batch({"body": ["a"]}))
             writer.write_batch(pa.record_batch({"body": ["b"]}))
-    with pytest.raises(DataError, match=rf"x{suffix}:1: no field 'text' \(found fields 'body'"):
+    with pytest.raises(DataError, match=rf"x{suffix}#1: no field 'text' \(found fields 'body'"):
         list(read_documents([path]))
     reader = DocumentReader([path], on_bad="skip")
     assert list(reader) == []

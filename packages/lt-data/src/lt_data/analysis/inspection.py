@@ -1,8 +1,7 @@
 """Inspection of rows: their documents, tokens and text.
 
-The stream gives the rows of the next batch on all ranks, the pack the slices of each row, and the store the tokens.
-Nothing is run or changed. The source of a document is known only if the manifest's list of files determines it, since a
-store does not record the source of each document.
+The stream gives the rows of the next batch on all ranks, the pack the slices of each row, and the store the tokens and
+the source of each document, unless they were given by the caller. Nothing is run or changed.
 
 Cost: the row indices of one batch, and decoding the tokens of the requested rows.
 """
@@ -15,7 +14,6 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.packing.packs import PackIndex
-from lt_data.store.manifest import StoreManifest
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.buckets import Buckets
 from lt_data.streaming.mixture import Mixture
@@ -29,7 +27,7 @@ class DocumentSpan:
 
     Attributes:
         document: index of the document in the store.
-        source: source of the document; None if unknown.
+        source: source of the document, as `path:line` or `path#row`; None if unknown.
         begin: first token of the span, counted in the document.
         end: one past its last token.
         document_tokens: tokens of the whole document.
@@ -109,14 +107,11 @@ def inspect_batch(stream: Stream, rows: Sequence[int] | None = None) -> tuple[In
         if not 0 <= index < numbers.size:
             raise DataError(f"row {index}: the batch has the rows 0 to {numbers.size - 1}")
     tokenizer = stream.reader.locate(int(numbers[0]))[0].store.tokenizer()  # the same for all sources of a mixture
-    sources: dict[int, Sequence[str] | None] = {}  # by id of the reader
     per_rank = numbers.size // stream.dp_size
     inspected: list[InspectedRow] = []
     for index in selected:
         reader, row = stream.reader.locate(int(numbers[index]))
-        if id(reader) not in sources:
-            sources[id(reader)] = document_sources(reader.store.manifest)
-        spans = _document_spans(reader.store, reader.pack, row, tokenizer, sources[id(reader)])
+        spans = _document_spans(reader.store, reader.pack, row, tokenizer)
         inspected.append(
             InspectedRow(
                 index=index,
@@ -148,12 +143,12 @@ def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tup
     for row in rows:
         if not 0 <= row < pack.n_rows:
             raise DataError(f"row {row}: the pack has the rows 0 to {pack.n_rows - 1}")
-    tokenizer, sources = store.tokenizer(), document_sources(store.manifest)
+    tokenizer = store.tokenizer()
     kinds = pack.buckets or ((pack.seq_len, pack.n_rows),)
     ends = np.cumsum([n_rows for _, n_rows in kinds])
     inspected: list[InspectedRow] = []
     for row in rows:
-        spans = _document_spans(store, pack, row, tokenizer, sources)
+        spans = _document_spans(store, pack, row, tokenizer)
         seq_len = kinds[int(np.searchsorted(ends, row, side="right"))][0]
         inspected.append(
             InspectedRow(
@@ -170,9 +165,27 @@ def inspect_rows(store: TokenStore, pack: PackIndex, rows: Sequence[int]) -> tup
     return tuple(inspected)
 
 
-def _document_spans(
-    store: TokenStore, pack: PackIndex, row: int, tokenizer: Tokenizer, sources: Sequence[str] | None
-) -> tuple[DocumentSpan, ...]:
+def inspect_document(store: TokenStore, document: int) -> DocumentSpan:
+    """Inspect a whole document of a store, without a pack; it has no labels.
+
+    Raises:
+        DataError: no such document, or the store's tokenizer is damaged.
+    """
+    if not 0 <= document < store.n_documents:
+        raise DataError(f"document {document}: the store has the documents 0 to {store.n_documents - 1}")
+    begin, length = store.document_span(document)
+    return DocumentSpan(
+        document=document,
+        source=_describe_source(store, document),
+        begin=0,
+        end=length,
+        document_tokens=length,
+        labels=0,
+        text=store.tokenizer().decode(store.tokens(begin, length)),
+    )
+
+
+def _document_spans(store: TokenStore, pack: PackIndex, row: int, tokenizer: Tokenizer) -> tuple[DocumentSpan, ...]:
     spans: list[DocumentSpan] = []
     for i in range(int(pack.row_offsets[row]), int(pack.row_offsets[row + 1])):
         document, start, length = int(pack.document[i]), int(pack.start[i]), int(pack.length[i])
@@ -181,7 +194,7 @@ def _document_spans(
         spans.append(
             DocumentSpan(
                 document=document,
-                source=None if sources is None else sources[document],
+                source=_describe_source(store, document),
                 begin=begin,
                 end=begin + length,
                 document_tokens=document_tokens,
@@ -192,15 +205,6 @@ def _document_spans(
     return tuple(spans)
 
 
-def document_sources(manifest: StoreManifest) -> tuple[str, ...] | None:
-    """Return the source file of each document if the manifest determines it, else None.
-
-    The manifest lists files, not documents. The source is known if all documents come from one file, or if each
-    non-empty file is one document (so none is a `.jsonl`), and unknown if there were too many files to list.
-    """
-    files = [file.path for file in manifest.sources.listed if file.bytes]
-    if len(files) == 1:
-        return tuple(files * manifest.documents)
-    if len(files) != manifest.documents or any(path.endswith(".jsonl") for path in files):
-        return None
-    return tuple(files)
+def _describe_source(store: TokenStore, document: int) -> str | None:
+    source = store.document_source(document)
+    return None if source is None else str(source)

@@ -2,7 +2,8 @@
 
     manifest.json   its checksum, its totals, and its exact formatting
     tokenizer/      SHA-256 of each file, and of the tokenizer
-    shards          SHA-256 of both files; sums of lengths; offsets; ids within the vocabulary
+    shards          SHA-256 of all files; sums of lengths; offsets; ids within the vocabulary; indices of source files
+    sources.jsonl   SHA-256; number of files
     packs           fingerprints and headers; every token of the store in exactly one row; labels; row lengths
 
 All problems are reported, not only the first, so that one pass shows what to copy again. A single flipped bit in any of
@@ -34,12 +35,14 @@ def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterat
     """Check a store and its packs; yield each problem with the name of its file."""
     yield from _check_json(store.path / MANIFEST)
     yield from _check_tokenizer(store)
+    yield from _check_source_files(store)
     done, total = 0, store.n_tokens * store.dtype.itemsize
     indexes_valid = True
     for number in range(len(store.manifest.shards)):
         for problem in _check_index(store, number):
             indexes_valid = False
             yield problem
+        yield from _check_sources(store, number)
         for n_bytes, problem in _check_ids(store, number):
             done += n_bytes
             if problem:
@@ -114,6 +117,25 @@ def _check_index(store: TokenStore, number: int) -> Iterator[str]:
         yield f"{path}: {lengths.size} documents, the manifest says {shard.documents}"
     if int(lengths.sum(dtype=np.int64)) != shard.tokens:
         yield f"{path}: its lengths sum to {int(lengths.sum(dtype=np.int64))} ids, the manifest says {shard.tokens}"
+
+
+def _check_source_files(store: TokenStore) -> Iterator[str]:
+    try:
+        _ = store.source_files
+    except DataError as exc:
+        yield str(exc)
+
+
+def _check_sources(store: TokenStore, number: int) -> Iterator[str]:
+    shard = store.manifest.shards[number]
+    path = store.path / SHARD_FOLDER / f"{shard.name}.src"
+    try:
+        sources = store.shard_sources(number)
+    except DataError as exc:
+        yield str(exc)
+        return
+    if sources is not None and hashlib.sha256(sources.tobytes()).hexdigest() != shard.src_sha256:
+        yield f"{path}: SHA-256 differs from the manifest"
 
 
 def _check_ids(store: TokenStore, number: int) -> Iterator[tuple[int, str]]:

@@ -103,19 +103,22 @@ def inspect(
     rows: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only the rows A to B - 1.", show_default="0:4 of a store")
     ] = None,
+    document: Annotated[
+        int | None, typer.Option(help="This document of the store, from 0; needs no pack.", show_default=False)
+    ] = None,
     full_text: Annotated[bool, typer.Option("--full-text", help="Print the complete text.")] = False,
     color: Annotated[
         bool | None, typer.Option("--color/--no-color", help="Use color.", show_default="on a terminal")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with the complete text.")] = False,
 ) -> None:
-    """Show the documents in rows of a store's pack, or in the rows that a step of a training run read."""
+    """Show documents and their sources: of rows of a pack, of a step of a run, or one document."""
     from shutil import get_terminal_size
 
-    from lt_data.analysis.inspection import inspect_rows
+    from lt_data.analysis.inspection import inspect_document, inspect_rows
     from lt_data.analysis.run_inspection import inspect_step
     from lt_data.display.color import AnsiStyle, should_use_color
-    from lt_data.display.inspection_text import pack_lines, parse_rows, step_lines
+    from lt_data.display.inspection_text import pack_lines, parse_rows, span_lines, step_lines
     from lt_data.display.terminal import echo
     from lt_data.errors import DataError
     from lt_data.store.token_store import TokenStore
@@ -125,8 +128,8 @@ def inspect(
     if (folder is None) == (run is None):
         raise DataError("give either a store, to show rows of a pack, or --run and --step, to show the rows of a step")
     if run is not None:
-        if step is None:
-            raise DataError("--run: requires --step, from 1")
+        if step is None or document is not None:
+            raise DataError("--run: requires --step, from 1, and shows its documents (--document is for a store)")
         pairs = [item.partition("=") for item in source or ()]
         if wrong := [name for name, equals, path in pairs if not (name and equals and path)]:
             raise DataError(f"--source {wrong[0]}: give NAME=STORE")
@@ -139,6 +142,13 @@ def inspect(
     if step is not None or store is not None or source:
         raise DataError("--step, --store and --source: require --run")
     opened = TokenStore.open(folder)
+    if document is not None:
+        if (seq_len, mode, selected) != (None, None, None):
+            raise DataError("--document: not with --seq-len, --mode, --row or --rows, which are of a pack")
+        span = inspect_document(opened, document)
+        lines = span_lines(span, columns=columns, full_text=full_text, style=style)
+        echo(json.dumps(span.to_dict(), indent=2) if as_json else "\n".join(lines), is_styled=True)
+        return
     pack = _find_pack(opened, seq_len, mode)
     inspected = inspect_rows(opened, pack, range(min(4, pack.n_rows)) if selected is None else selected)
     lines = pack_lines(inspected, columns=columns, full_text=full_text, style=style)

@@ -88,19 +88,34 @@ def _row_lines(row: InspectedRow, header: str, columns: int, full_text: bool, st
     padding = f", {row.padding} padding" if row.padding else ""
     yield style.bold(f"{header}, {row.labels} labels{padding}")
     for number, span in enumerate(row.spans):
-        source = "" if span.source is None else f" ({escape(span.source)})"
-        title = (
-            f"document {span.document}{source}: tokens {span.begin} to {span.end - 1} of {span.document_tokens}, "
-            f"{_describe_extent(span)}, {span.labels} labels"
+        extent = (
+            f"tokens {span.begin} to {span.end - 1} of {span.document_tokens}, {_describe_extent(span)}, "
+            f"{span.labels} labels"
         )
-        yield f"  {style.color_span(number, title)}"
-        if full_text:
-            bar = style.color_span(number, "|")
-            yield from (f"    {bar} {line}" for line in escape_controls(span.text).split("\n"))
-        elif style.enabled:
-            yield f"    {style.color_span(number, '|')} {quote_line(span.text, columns - 6)}"
-        else:
-            yield f"    {quote_line(span.text, columns - 4)}"
+        yield f"  {style.color_span(number, f'{_name_document(span)}: {extent}')}"
+        yield from (f"    {line}" for line in _text_lines(span, number, columns - 4, full_text, style))
+
+
+def span_lines(
+    span: DocumentSpan, *, columns: int, full_text: bool = False, style: AnsiStyle = NO_STYLE
+) -> Iterator[str]:
+    """Yield the lines of a whole document; see `step_lines`."""
+    yield style.bold(f"{_name_document(span)}: {span.document_tokens} tokens")
+    yield from (f"  {line}" for line in _text_lines(span, 0, max(columns, MIN_COLUMNS) - 2, full_text, style))
+
+
+def _name_document(span: DocumentSpan) -> str:
+    return f"document {span.document}{'' if span.source is None else f' ({escape(span.source)})'}"
+
+
+def _text_lines(span: DocumentSpan, number: int, columns: int, full_text: bool, style: AnsiStyle) -> Iterator[str]:
+    bar = style.color_span(number, "|")
+    if full_text:
+        yield from (f"{bar} {line}" for line in escape_controls(span.text).split("\n"))
+    elif style.enabled:
+        yield f"{bar} {quote_line(span.text, columns - 2)}"
+    else:
+        yield quote_line(span.text, columns)
 
 
 def _describe_extent(span: DocumentSpan) -> str:

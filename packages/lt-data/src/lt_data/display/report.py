@@ -16,7 +16,7 @@ from pathlib import Path
 
 from lt_data.analysis.stats import PackStats, StoreStats, stats
 from lt_data.display.progress_bars import format_si
-from lt_data.display.stats_text import format_epoch_steps
+from lt_data.display.stats_text import format_epoch_steps, provenance_facts
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.progress import Progress, no_progress
@@ -296,6 +296,7 @@ def _render_provenance(manifest: StoreManifest, store_stats: StoreStats) -> str:
         ("BOS, EOS", f"{'BOS' if manifest.bos else 'no BOS'}, {'EOS' if manifest.eos else 'no EOS'}"),
         ("special strings in text", f"encoded as {manifest.special_tokens_as}"),
         *([("engine", str(engine))] if engine else []),
+        *provenance_facts(store_stats),
         ("fingerprint", store_stats.fingerprint),
     ]
     return _facts(rows)

@@ -1,5 +1,6 @@
 """Text output of `lt data stats` and `lt data steps-per-epoch`."""
 
+import json
 from typing import Any
 
 from lt_data.analysis.stats import PackStats, StoreStats
@@ -30,9 +31,10 @@ def format_stats(stats: StoreStats) -> str:
             if duplicates
             else []
         ),
+        *provenance_facts(stats),
         ("fingerprint", stats.fingerprint),
     ]
-    lines = [f"{_one_line(name):<20} {value}" for name, value in facts]
+    lines = [f"{_one_line(name):<20} {_one_line(str(value))}" for name, value in facts]
     lines += ["", f"{'length in tokens':<20} {'documents':>12} {'tokens':>16}"]
     lines += [
         f"{f'{bin.min_tokens} to {bin.max_tokens}':<20} {bin.documents:>12} {bin.tokens:>16}"
@@ -46,6 +48,19 @@ def format_stats(stats: StoreStats) -> str:
         if pack.steps:
             lines += ["", f"{_one_line(pack.name)}:", *(f"  {format_epoch_steps(steps)}" for steps in pack.steps)]
     return "\n".join(lines)
+
+
+def provenance_facts(stats: StoreStats) -> list[tuple[str, str]]:
+    """Return what describes the map and the split that made a store, if any: (name, value)."""
+    facts: list[tuple[str, str]] = []
+    if stats.map is not None:
+        arguments = f", arguments {json.dumps(stats.map.arguments)}" if stats.map.arguments else ""
+        facts.append(("map", f"{stats.map.function}, code {stats.map.sha256}{arguments}"))
+    if stats.split is not None:
+        facts.append(
+            ("split", f"{stats.split.side} of store {stats.split.fingerprint}, share {stats.split.holdout} held out")
+        )
+    return facts
 
 
 def _format_files(count: int) -> str:

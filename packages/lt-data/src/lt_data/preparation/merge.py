@@ -40,6 +40,7 @@ from lt_data.preparation.store_writer import (
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
+from lt_data.store.document_sources import decode_sources, shift_files
 from lt_data.store.manifest import (
     DUPLICATE,
     MANIFEST_FILE,
@@ -131,18 +132,21 @@ def merge(
         seen = DocumentHashSet()
         skip = sum(shard.documents for shard in finished)
         total = sum(part.manifest.tokens for part in parts) * np.dtype(first.dtype).itemsize
-        done = 0
+        done = files_before = 0
+        has_sources = all(shard.src_sha256 for part in parts for shard in part.manifest.shards)
         with ShardWriter(
             folder, first.shard_tokens, first.dtype, on_shard_closed=on_shard_closed, finished=finished
         ) as writer:
             for part in parts:
                 is_new = _add_part_counts(part, seen, counts)
-                for tokens, lengths in _read_documents(part, is_new):
+                for tokens, lengths, sources in _read_documents(part, is_new, files_before if has_sources else None):
                     drop = min(skip, lengths.size)
                     skip -= drop
-                    writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:])
+                    sources = None if sources is None else sources[drop:]
+                    writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], sources)
                     done += tokens.nbytes
                     progress(done, total, "bytes")
+                files_before += part.manifest.sources.files
             shards = writer.finish()
         assert skip == 0
         listed = [file for part in parts for file in read_sources(part.path / PART_FOLDER / SOURCES)]
@@ -165,7 +169,7 @@ def merge(
             sources=summarize_sources(listed, skipped_links=first.sources.skipped_links),
             merged_from=len(parts),
         )
-        publish_store(build_folder, _read_tokenizer_files(parts[0]), manifest, overwrite=overwrite)
+        publish_store(build_folder, _read_tokenizer_files(parts[0]), manifest, listed, overwrite=overwrite)
     return manifest
 
 
@@ -290,8 +294,14 @@ def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.n
             counts.special_strings -= Counter(found.special)
 
 
-def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield selected documents of a part in chunks: concatenated ids, and the length of each (int64)."""
+def _read_documents(
+    part: _LoadedPart, selected: np.ndarray | None, files_before: int | None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+    """Yield selected documents of a part in chunks.
+
+    A chunk is concatenated ids, the length of each document (int64), and its source (u64). `files_before` counts the
+    source files of earlier parts; with None no sources are read.
+    """
     dtype = np.dtype(part.manifest.dtype).newbyteorder("<")
     before = 0
     for shard in part.manifest.shards:
@@ -300,6 +310,7 @@ def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[
             check_inside(path, part.path)
             index = read_file(path.with_suffix(".idx"), max_bytes=index_size(shard.documents), inside=part.path)
             ids = np.asarray(np.memmap(path, dtype, mode="r"))
+        sources = None if files_before is None else shift_files(_read_sources(part, shard), files_before)
         lengths = decode_index(index, str(path.with_suffix(".idx")))[0].astype(np.int64)
         if ids.size != shard.tokens or lengths.size != shard.documents or int(lengths.sum()) != shard.tokens:
             raise DataError(f"{path}: size differs from the manifest: copy the part again or prepare it again")
@@ -309,17 +320,32 @@ def _read_documents(part: _LoadedPart, selected: np.ndarray | None) -> Iterator[
         while first < lengths.size:
             last = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
             end = int(ends[last - 1])
-            chunk, sizes = ids[begin:end], lengths[first:last]
+            chunk, sizes, origins = (
+                ids[begin:end],
+                lengths[first:last],
+                None if sources is None else sources[first:last],
+            )
             digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
             if selected is not None:
                 keep = selected[before + first : before + last]
                 if not keep.all():
                     chunk, sizes = chunk[np.repeat(keep, sizes)], sizes[keep]
-            yield chunk, sizes
+                    origins = None if origins is None else origins[keep]
+            yield chunk, sizes, origins
             first, begin = last, end
         if digest.hexdigest() != shard.sha256 or hashlib.sha256(index).hexdigest() != shard.idx_sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again or prepare it again")
         before += shard.documents
+
+
+def _read_sources(part: _LoadedPart, shard: ShardFile) -> np.ndarray:
+    path = part.path / SHARD_FOLDER / f"{shard.name}.src"
+    with translate_os_errors("read", path):
+        content = read_file(path, max_bytes=8 * shard.documents, inside=part.path)
+    if hashlib.sha256(content).hexdigest() != shard.src_sha256:
+        raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again or prepare it again")
+    n_files = part.manifest.sources.files
+    return decode_sources(content, documents=shard.documents, files=n_files, path=str(path))
 
 
 def _read_tokenizer_files(part: _LoadedPart) -> dict[str, bytes]:

@@ -31,6 +31,7 @@ from lt_data.sources.document import Document
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader, summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors, write_file
+from lt_data.store.document_sources import MAX_SOURCE_FILES, SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import (
     MANIFEST_FILE,
     PACK_FOLDER,
@@ -38,6 +39,7 @@ from lt_data.store.manifest import (
     TOKENIZER_FOLDER,
     Selection,
     ShardFile,
+    SourceFile,
     SourceFiles,
     StoreManifest,
     StorePart,
@@ -193,12 +195,10 @@ def prepare_documents(
     Only a job over a `DocumentReader` can be resumed and have parts: other documents may differ between runs.
     """
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
-    for name, value in (("workers", workers), ("shard_tokens", shard_tokens)):
-        if value < 1:
-            raise DataError(f"{name} = {value}: at least 1")
     selection = selection or Selection()
     encoder = Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as)
     reader = documents if isinstance(documents, DocumentReader) else None
+    _check_sizes(workers, shard_tokens, reader)
     loaded_map = load_record_map(record_map, map_args, reader)
     out = Path(out)
     part: StorePart | None = None
@@ -266,12 +266,22 @@ def prepare_documents(
             else SourceFiles(),
             part=part,
         )
-        publish_store(build_folder, tokenizer.files, manifest, overwrite=overwrite)
+        publish_store(build_folder, tokenizer.files, manifest, listed, overwrite=overwrite)
     for reason, example in sorted(reader.skip_examples.items()) if reader else ():
         notify(f"skipped as {reason}: for example {example}")
     for message in reader.unreadable_files[:MAX_NAMED_FILES] if reader else ():
         notify(f"skipped {message}")
     return manifest
+
+
+def _check_sizes(workers: int, shard_tokens: int, reader: DocumentReader | None) -> None:
+    for name, value in (("workers", workers), ("shard_tokens", shard_tokens)):
+        if value < 1:
+            raise DataError(f"{name} = {value}: at least 1")
+    if reader is not None and reader.n_files > MAX_SOURCE_FILES:
+        raise DataError(
+            f"sources: {reader.n_files} files; a store has at most {MAX_SOURCE_FILES}: join small files into JSON lines"
+        )
 
 
 def _encode_documents(
@@ -303,6 +313,7 @@ def _encode_documents(
                 read_prefix=batch.read_prefix,
                 document_filter=document_filter,
                 sources=reader.finished_files if reader else (),
+                document_sources=batch.sources,
             )
             if reader:
                 progress(batch.read_bytes, reader.total_bytes, "bytes")
@@ -324,14 +335,21 @@ def tokenizer_info(tokenizer: Tokenizer) -> TokenizerInfo:
 
 
 def publish_store(
-    build_folder: BuildFolder, tokenizer_files: Mapping[str, bytes], manifest: StoreManifest, *, overwrite: bool
+    build_folder: BuildFolder,
+    tokenizer_files: Mapping[str, bytes],
+    manifest: StoreManifest,
+    source_files: Sequence[SourceFile],
+    *,
+    overwrite: bool,
 ) -> None:
-    """Add tokenizer and manifest to the finished shards, and move the store to its target."""
+    """Add tokenizer, list of sources and manifest to the finished shards, and move the store."""
     assert manifest.is_consistent, "documents or tokens were lost"
     with translate_os_errors("write", build_folder.store_path):
         make_folder_synced(build_folder.store_path / TOKENIZER_FOLDER)
     for name, content in tokenizer_files.items():
         write_file(build_folder.store_path / TOKENIZER_FOLDER / name, content)
+    if manifest.sources.list_sha256:
+        write_file(build_folder.store_path / SOURCES_FILE, encode_source_files(source_files))
     write_file(build_folder.store_path / MANIFEST_FILE, (json.dumps(manifest.to_dict(), indent=2) + "\n").encode())
     build_folder.publish(manifest.fingerprint, overwrite=overwrite)
 
@@ -354,7 +372,7 @@ def check_output(out: Path, *, overwrite: bool) -> bool:
         raise DataError(
             f"out = {out}: holds a token store already; choose another folder, or overwrite it (--overwrite)"
         )
-    known = {MANIFEST_FILE, SHARD_FOLDER, TOKENIZER_FOLDER, PACK_FOLDER, PART_FOLDER}
+    known = {MANIFEST_FILE, SOURCES_FILE, SHARD_FOLDER, TOKENIZER_FOLDER, PACK_FOLDER, PART_FOLDER}
     with translate_os_errors("read", out):
         foreign = sorted(entry.name for entry in out.iterdir() if entry.name not in known)
     if foreign:

@@ -210,6 +210,7 @@ def _write_side(
 
         wanted = selected.held_out if side == "validation" else ~selected.held_out
         first = 0
+        has_sources = all(shard.src_sha256 for shard in base.shards)
         with ShardWriter(
             folder, base.shard_tokens, base.dtype, on_shard_closed=on_shard_closed, finished=finished
         ) as writer:
@@ -217,13 +218,17 @@ def _write_side(
                 if not wanted[first : first + shard.documents].any():
                     first += shard.documents
                     continue
+                sources = store.shard_sources(number) if has_sources else None
+                begin = first
                 for ids, lengths in _read_chunks(store, number, first):
                     keep = wanted[first : first + lengths.size]
-                    first += lengths.size
                     kept_ids, kept = ids[np.repeat(keep, lengths)], lengths[keep]
                     drop = min(skip, kept.size)
                     skip -= drop
-                    writer.append(kept_ids[int(kept[:drop].sum()) :], kept[drop:])
+                    here = slice(first - begin, first - begin + lengths.size)
+                    kept_sources = None if sources is None else sources[here][keep][drop:]
+                    writer.append(kept_ids[int(kept[:drop].sum()) :], kept[drop:], kept_sources)
+                    first += lengths.size
             shards = writer.finish()
         totals = selected.totals
         other: _Side = "train" if side == "validation" else "validation"
@@ -238,7 +243,7 @@ def _write_side(
             merged_from=1,
             split=origin,
         )
-        publish_store(build_folder, store.tokenizer().files, manifest, overwrite=overwrite)
+        publish_store(build_folder, store.tokenizer().files, manifest, store.source_files, overwrite=overwrite)
     return manifest
 
 

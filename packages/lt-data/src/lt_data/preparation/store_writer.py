@@ -20,7 +20,6 @@ from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
-from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import BuildFolder
 from lt_data.preparation.counts import DocumentCounts
@@ -28,8 +27,8 @@ from lt_data.preparation.deduplication import HASH_DTYPE
 from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
+from lt_data.store.document_sources import decode_source_files, encode_source_files
 from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile
-from lt_data.store.megatron import index_size
 from lt_data.store.shards import ShardWriter
 
 _PART_REMEDY = "prepare this part again"
@@ -52,11 +51,8 @@ def filter_by_tokens(tokens: np.ndarray, selection: Selection) -> list[tuple[str
 def read_sources(path: Path) -> list[SourceFile]:
     """Read the files listed in a `sources` file."""
     with translate_os_errors("read", path):
-        lines = path.read_bytes().splitlines()
-    return [
-        strict_json.parse(SourceFile, strict_json.loads(line, at, _PART_REMEDY), at, _PART_REMEDY)
-        for at, line in ((f"{path}:{number}", line) for number, line in enumerate(lines, start=1))
-    ]
+        content = path.read_bytes()
+    return list(decode_source_files(content, str(path), _PART_REMEDY))
 
 
 def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence[ShardFile], dtype: str) -> None:
@@ -68,7 +64,7 @@ def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence
         finished: the recorded shards.
         dtype: dtype of the ids.
     """
-    known = {f"{shard.name}.{kind}" for shard in finished for kind in ("bin", "idx")}
+    known = {name for shard in finished for name in shard.hashes}
     with translate_os_errors("clear", content):
         for path in content.iterdir():
             if path not in folders:
@@ -77,11 +73,12 @@ def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence
             if path.name not in known:
                 path.unlink()
     for shard in finished:
-        path = folders[0] / f"{shard.name}.bin"
-        with translate_os_errors("resume after the shard", path):
-            sizes = (path.stat().st_size, path.with_suffix(".idx").stat().st_size)
-        if sizes != (shard.tokens * np.dtype(dtype).itemsize, index_size(shard.documents)):
-            raise DataError(f"{path}: size differs from the journal; start over (--no-resume)")
+        for name, size in shard.sizes(dtype).items():
+            path = folders[0] / name
+            with translate_os_errors("resume after the shard", path):
+                actual = path.stat().st_size
+            if actual != size:
+                raise DataError(f"{path}: size differs from the journal; start over (--no-resume)")
 
 
 class StoreWriter:
@@ -172,6 +169,7 @@ class StoreWriter:
         read_prefix: HashedPrefix | None,
         document_filter: DocumentFilter,
         sources: Sequence[SourceFile],
+        document_sources: np.ndarray | None,
     ) -> None:
         """Write a batch.
 
@@ -185,6 +183,7 @@ class StoreWriter:
             read_prefix: what was read of the file at that position.
             document_filter: filter that the documents passed.
             sources: files read completely since the job started or resumed, in order.
+            document_sources: source of each document (u64; lt_data.store.document_sources), if known.
         """
         dropped = np.zeros(lengths.size, bool)
         left_out: list[tuple[str, np.ndarray]] = []
@@ -201,7 +200,8 @@ class StoreWriter:
         self.read_prefixes = {first + i: HashedPrefix(file.bytes, file.sha256) for i, file in enumerate(files)}
         if read_prefix is not None:
             self.read_prefixes[last] = read_prefix
-        self._append(tokens, lengths[~dropped])
+        kept_sources = None if document_sources is None else document_sources[~dropped]
+        self._append(tokens, lengths[~dropped], kept_sources)
         # Only now the counts include the batch: a shard that was closed above has recorded those before it.
         self._count_batch(lengths, texts, text_bytes, special_strings, left_out, dropped, document_filter)
         self._write_sources(sources, below=source_position[0])
@@ -233,10 +233,11 @@ class StoreWriter:
         assert sum(shard.documents for shard in shards) + _n_left_out(self.counts) == self.counts.read.documents
         return shards
 
-    def _append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray | None) -> None:
         drop = min(self._skip, lengths.size)
         self._skipped_here = drop
-        self._writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:])
+        sources = None if sources is None else sources[drop:]
+        self._writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], sources)
         self._skip -= drop
         self._skipped_here = 0
 
@@ -294,7 +295,7 @@ class StoreWriter:
         """List the files that were read completely, up to that of the next document."""
         end = len(files) if below is None else min(len(files), below - self._first_file)
         for file in files[self._n_listed - self._first_file : end]:
-            self._write(self._sources_file, f"{json.dumps(asdict(file))}\n".encode())
+            self._write(self._sources_file, encode_source_files([file]))
             self._n_listed += 1
 
     def _write(self, side: BinaryIO, content: bytes) -> None:

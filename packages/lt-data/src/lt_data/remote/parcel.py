@@ -14,9 +14,9 @@ from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
+from lt_data.store.document_sources import SOURCES_FILE
 from lt_data.store.manifest import FORMAT, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.megatron import index_size
 
 _LARGEST_MARK = 2**31
 _REMEDY = "upload the store again"
@@ -35,8 +35,9 @@ def file_hashes(manifest: StoreManifest) -> dict[str, str]:
     """The SHA-256 (hex) of every file that a store's manifest names."""
     found = {f"{TOKENIZER_FOLDER}/{name}": sha256 for name, sha256 in manifest.tokenizer.files.items()}
     for shard in manifest.shards:
-        found[f"{SHARD_FOLDER}/{shard.name}.bin"] = shard.sha256
-        found[f"{SHARD_FOLDER}/{shard.name}.idx"] = shard.idx_sha256
+        found |= {f"{SHARD_FOLDER}/{name}": sha256 for name, sha256 in shard.hashes.items()}
+    if manifest.sources.list_sha256:
+        found[SOURCES_FILE] = manifest.sources.list_sha256
     return found
 
 
@@ -123,14 +124,10 @@ def of_bucket(source: S3Folder) -> RemoteParcel:
 
 def _files_of(manifest: StoreManifest, there: Mapping[str, int], url: str) -> dict[str, RemoteFile]:
     """The files of a store that has no listing: those that the manifest names, and the packs that are there."""
-    item = 2 if manifest.dtype == "uint16" else 4
-    sizes = {
-        f"{TOKENIZER_FOLDER}/{name}": there.get(f"{TOKENIZER_FOLDER}/{name}", -1) for name in manifest.tokenizer.files
-    }
-    for shard in manifest.shards:
-        sizes[f"{SHARD_FOLDER}/{shard.name}.bin"] = shard.tokens * item
-        sizes[f"{SHARD_FOLDER}/{shard.name}.idx"] = index_size(shard.documents)
     hashes = file_hashes(manifest)
+    sizes = {name: there.get(name, -1) for name in hashes}
+    for shard in manifest.shards:
+        sizes |= {f"{SHARD_FOLDER}/{name}": size for name, size in shard.sizes(manifest.dtype).items()}
     files = {check_name(name, url): RemoteFile(n_bytes=size, sha256=hashes[name]) for name, size in sizes.items()}
     for name, size in there.items():
         if name.startswith(f"{PACK_FOLDER}/"):

@@ -48,7 +48,7 @@ def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[Sourc
     for number, ((value, masked), fields) in enumerate(zip(values, rows, strict=False), start=first + 1):
         if isinstance(fields, BadRecord) and not isinstance(value, BadRecord):
             value = fields
-        yield SourceRecord(number, f":{number}", value, masked, None if isinstance(fields, BadRecord) else fields)
+        yield SourceRecord(number, number, value, masked, None if isinstance(fields, BadRecord) else fields)
 
 
 def _iter_rows(table: Any) -> Iterator[dict[str, Any] | BadRecord]:

@@ -16,8 +16,9 @@ class Document:
     Attributes:
         text: the document as text.
         ids: the document as token ids, [tokens] int64.
-        source: path of the file, with `:n` for its n-th line, row or record (from 1) if a file holds several.
+        source: path of the file, with `:n` for its n-th line or `#n` for its n-th row (from 1) if it holds several.
         file_index: index of the file in its reader's list.
+        record_number: number of the line, row or record in that file, from 1; 0 if the file is one document.
         next_record: index in that file of the next record, from which reading continues after this document.
         fields: all fields or columns of its record, if the reader keeps them.
     """
@@ -26,6 +27,7 @@ class Document:
     ids: "np.ndarray | None" = None
     source: str
     file_index: int = 0
+    record_number: int = 0
     next_record: int = 0
     fields: dict[str, Any] | None = None
 

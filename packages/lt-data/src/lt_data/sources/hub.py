@@ -59,7 +59,7 @@ class HubRows:
                     if record.next_index - self.first > start:
                         yield SourceRecord(
                             record.next_index - self.first,
-                            record.location,
+                            record.number,
                             record.value,
                             record.n_masked,
                             record.fields,

@@ -36,7 +36,7 @@ def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> I
         value = text if isinstance(text, BadRecord) else _parse_json(text)
         text = ""
         yield (
-            SourceRecord(number, f":{number}", value)
+            SourceRecord(number, number, value)
             if isinstance(value, BadRecord)
             else _make_record(value, options, number)
         )
@@ -97,7 +97,7 @@ def read_json(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> It
     content = read_whole(stream, options.max_document_bytes, "JSON array, which is parsed as a whole,")
     if isinstance(content, BadRecord):
         if start == 0:
-            yield SourceRecord(1, "", content)
+            yield SourceRecord(1, 0, content)
         return
     text = decode_utf8(remove_bom(content))
     if isinstance(text, BadRecord):
@@ -114,7 +114,7 @@ def _make_record(value: Any, options: ReadOptions, number: int) -> SourceRecord:
     fields = value if options.keep_fields and isinstance(value, dict) else None
     value, masked = extract_value(value, options)
     value = check_surrogates(value) if isinstance(value, str) else value
-    return SourceRecord(number, f":{number}", value, masked, fields)
+    return SourceRecord(number, number, value, masked, fields)
 
 
 def _parse_json(text: str) -> Any:

@@ -118,7 +118,7 @@ def _batch_records(batch: Any, options: ReadOptions, first: int, start: int) -> 
 
 def _bad_rows(bad: BadRecord, start: int, rows: int) -> Iterator[SourceRecord]:
     for row in range(start, rows):
-        yield SourceRecord(row + 1, f":{row + 1}", bad)
+        yield SourceRecord(row + 1, row + 1, bad)
 
 
 def _require_pyarrow(kind: str) -> None:

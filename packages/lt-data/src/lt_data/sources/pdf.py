@@ -39,7 +39,7 @@ def read_pdf(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Ite
         logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns of everything that it repairs itself
         value = content if isinstance(content, BadRecord) else _text(pypdf, content)
         is_large = isinstance(value, str) and len(value) > options.max_document_bytes
-        yield SourceRecord(1, "", too_large(options.max_document_bytes, "text") if is_large else value)
+        yield SourceRecord(1, 0, too_large(options.max_document_bytes, "text") if is_large else value)
 
 
 def _text(pypdf: Any, content: bytearray) -> str | BadRecord:

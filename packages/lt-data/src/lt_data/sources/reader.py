@@ -22,6 +22,7 @@ from lt_data.sources.listing import SourceListing
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad, ReadOptions
 from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import SourceUnit
+from lt_data.store.document_sources import encode_source_files, format_source
 from lt_data.store.manifest import MAX_LISTED_SOURCES, SourceFile, SourceFiles
 
 UNCONFIRMED = "unconfirmed before damage"
@@ -251,17 +252,22 @@ class DocumentReader:
 
     def _make_document(self, record: SourceRecord, name: str, index: int) -> Document | None:
         value = record.value
-        source = f"{name}{record.location}"
+        source = format_source(name, record.number)
         if isinstance(value, BadRecord):
             self._handle_bad(value.reason, f"{source}: {value.message}")
             return None
         if record.n_masked:
             self.skipped["ids that the attention mask hides"] += record.n_masked
-        if isinstance(value, str):
-            return Document(
-                text=value, source=source, file_index=index, next_record=record.next_index, fields=record.fields
-            )
-        return Document(ids=value, source=source, file_index=index, next_record=record.next_index, fields=record.fields)
+        is_text = isinstance(value, str)
+        return Document(
+            text=value if is_text else None,
+            ids=None if is_text else value,
+            source=source,
+            file_index=index,
+            record_number=record.number,
+            next_record=record.next_index,
+            fields=record.fields,
+        )
 
     @contextmanager
     def _handle_damage(self, name: str) -> Iterator[None]:
@@ -289,12 +295,14 @@ def summarize_sources(files: Sequence[SourceFile], *, skipped_links: int = 0) ->
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.sha256} {file.bytes} {file.path}\n".encode("utf-8", "surrogateescape"))
+    is_listed = len(files) <= MAX_LISTED_SOURCES
     return SourceFiles(
         files=len(files),
         bytes=sum(file.bytes for file in files),
         sha256=digest.hexdigest(),
         skipped_links=skipped_links,
-        listed=tuple(files) if len(files) <= MAX_LISTED_SOURCES else (),
+        listed=tuple(files) if is_listed else (),
+        list_sha256="" if is_listed else hashlib.sha256(encode_source_files(files)).hexdigest(),
         unchecked=dict(sorted(Counter(file.unchecked for file in files if file.unchecked).items())),
     )
 

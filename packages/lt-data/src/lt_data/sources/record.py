@@ -29,14 +29,14 @@ class SourceRecord(NamedTuple):
 
     Attributes:
         next_index: index of the next record.
-        location: suffix of the file's name in `Document.source`, such as ":3"; "" for a whole file.
+        number: number of the record from 1, such as its line or row; 0 for a whole file.
         value: its text, its ids ([tokens] int64), or its problem.
         n_masked: ids that were removed because the attention_mask is 0.
         fields: all fields or columns of the record, if they are kept.
     """
 
     next_index: int
-    location: str
+    number: int
     value: "str | np.ndarray | BadRecord"
     n_masked: int = 0
     fields: "dict[str, Any] | None" = None

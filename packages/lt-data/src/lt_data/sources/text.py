@@ -12,4 +12,4 @@ def read_text(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> It
     """Yield the single record of a text file."""
     if start == 0:
         content = read_whole(stream, options.max_document_bytes, "text")
-        yield SourceRecord(1, "", content if isinstance(content, BadRecord) else decode_utf8(remove_bom(content)))
+        yield SourceRecord(1, 0, content if isinstance(content, BadRecord) else decode_utf8(remove_bom(content)))

@@ -15,10 +15,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
 from lt_data.storage import read_file, translate_os_errors
+from lt_data.store.megatron import index_size
 
 FORMAT = "lt-data-store"
 VERSION = 1
@@ -26,7 +29,7 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_FOLDER = "shards"
 PACK_FOLDER = "packs"
-MAX_LISTED_SOURCES = 1000  # with more source files only their digest is recorded
+MAX_LISTED_SOURCES = 1000  # more source files are listed in a file of their own
 MAX_MANIFEST_BYTES = 2**31
 MAX_TOKENIZER_BYTES = 2**28
 EMPTY = "empty"
@@ -71,7 +74,8 @@ class SourceFile:
 class SourceFiles:
     """Source files: their number, total bytes, and a SHA-256 over the lines "sha256 bytes path" in order.
 
-    `listed` holds each file if there are at most `MAX_LISTED_SOURCES`. `skipped_links` counts symbolic links that led
+    `listed` holds each file if there are at most `MAX_LISTED_SOURCES`; otherwise they are in `sources.jsonl`, whose
+    SHA-256 is `list_sha256`. `skipped_links` counts symbolic links that led
     out of a source folder (or to a folder) and were not followed. `unchecked` counts, by format, the files in which no
     checksum confirms the content, so that damage may have gone unnoticed.
     """
@@ -82,11 +86,12 @@ class SourceFiles:
     skipped_links: int = 0
     listed: tuple[SourceFile, ...] = ()
     unchecked: Mapping[str, int] = field(default_factory=dict)
+    list_sha256: str = ""
 
     def __post_init__(self) -> None:
         _check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
         _check_counts(**self.unchecked)
-        _check_hashes("sha256 of the sources", [self.sha256])
+        _check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,18 +111,38 @@ class TokenizerInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """Pair of files `shards/<name>.bin` and `.idx`: its totals, and the SHA-256 of each file."""
+    """Files `shards/<name>.bin`, `.idx` and `.src`: their totals, and the SHA-256 of each file.
+
+    `src_sha256` is "" if the sources of the documents are unknown; then there is no `.src` file.
+    """
 
     name: str
     tokens: int
     documents: int
     sha256: str
     idx_sha256: str
+    src_sha256: str = ""
 
     def __post_init__(self) -> None:
         _check_names("shard", [self.name])
         _check_counts(tokens=self.tokens, documents=self.documents)
-        _check_hashes(f"sha256 of shard {self.name}", [self.sha256, self.idx_sha256])
+        _check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
+
+    @property
+    def hashes(self) -> dict[str, str]:
+        """SHA-256 (hex) of each file of the shard, by name."""
+        hashes = {f"{self.name}.bin": self.sha256, f"{self.name}.idx": self.idx_sha256}
+        return {**hashes, f"{self.name}.src": self.src_sha256} if self.src_sha256 else hashes
+
+    def sizes(self, dtype: str) -> dict[str, int]:
+        """Return the bytes of each file of the shard, by name; `dtype` is that of the ids."""
+        sizes = (self.tokens * np.dtype(dtype).itemsize, index_size(self.documents), 8 * self.documents)
+        return dict(zip(self.hashes, sizes, strict=False))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What of the shard determines the tokens, for the fingerprint."""
+        return {name: value for name, value in asdict(self).items() if name != "src_sha256"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +321,7 @@ class StoreManifest:
             "bos": self.bos,
             "eos": self.eos,
             "dtype": self.dtype,
-            "shards": [asdict(shard) for shard in self.shards],
+            "shards": [shard.identity for shard in self.shards],
         }
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
@@ -313,6 +338,11 @@ class StoreManifest:
         for entry in (values["sources"], *values["sources"]["listed"]):
             if not entry["unchecked"]:
                 del entry["unchecked"]
+        for shard in values["shards"]:
+            if not shard["src_sha256"]:
+                del shard["src_sha256"]
+        if not values["sources"]["list_sha256"]:
+            del values["sources"]["list_sha256"]
         for name in ("map", "split"):
             if values[name] is None:
                 del values[name]

@@ -1,8 +1,8 @@
-"""Shard writer: ids and document lengths to pairs of `.bin` and `.idx` files.
+"""Shard writer: ids, document lengths and document sources to files `.bin`, `.idx` and `.src`.
 
 Documents are appended whole and in order; a shard is closed before the document that would exceed its size. Bytes are
 hashed as they are written, and each file is synced when it is closed; then a callback is called, so that the caller can
-resume after the closed shards. Memory: 8 bytes per document of the open shard.
+resume after the closed shards. Memory: 16 bytes per document of the open shard.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.storage import create_file, fsync, translate_os_errors, write, write_file
+from lt_data.store.document_sources import SOURCE_DTYPE
 from lt_data.store.manifest import ShardFile
 from lt_data.store.megatron import encode_index
 
@@ -50,6 +51,7 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
+        self._sources: list[np.ndarray] = []
         self._tokens = 0
 
     def __enter__(self) -> "ShardWriter":
@@ -62,12 +64,13 @@ class ShardWriter:
             with suppress(OSError):
                 self._file.close()
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray | None = None) -> None:
         """Append documents.
 
         Args:
             tokens: their concatenated ids, in the dtype of the store.
             lengths: ids of each (int64), all positive.
+            sources: source of each (u64; lt_data.store.document_sources); None in all calls if they are unknown.
 
         Raises:
             DataError: a file system error, or a document has 2^31 tokens or more.
@@ -86,6 +89,8 @@ class ShardWriter:
             last = max(last, first + 1)  # a document longer than a shard has its own
             end = int(ends[last - 1])
             self._write(tokens[begin:end], lengths[first:last])
+            if sources is not None:
+                self._sources.append(sources[first:last])
             first, begin = last, end
 
     def finish(self) -> tuple[ShardFile, ...]:
@@ -117,16 +122,23 @@ class ShardWriter:
         lengths = np.concatenate(self._lengths)
         index = encode_index(lengths, self._dtype)
         write_file(self._path.with_suffix(".idx"), index)
+        src_sha256 = ""
+        if self._sources:
+            sources = np.concatenate(self._sources)
+            assert (sources.dtype, sources.size) == (SOURCE_DTYPE, lengths.size)
+            write_file(self._path.with_suffix(".src"), sources.tobytes())
+            src_sha256 = hashlib.sha256(sources.tobytes()).hexdigest()
         shard = ShardFile(
             name=self._path.stem,
             tokens=self._tokens,
             documents=lengths.size,
             sha256=self._digest.hexdigest(),
             idx_sha256=hashlib.sha256(index).hexdigest(),
+            src_sha256=src_sha256,
         )
         self._shards.append(shard)
         self._file = None
         self._digest = hashlib.sha256()
-        self._lengths = []
+        self._lengths, self._sources = [], []
         self._tokens = 0
         self._on_shard_closed(shard, appended)

@@ -4,6 +4,7 @@
     tokenizer/               the tokenizer's files
     shards/00000.bin         ids as little-endian uint16 or uint32, no header
     shards/00000.idx         a Megatron index: the pair is an IndexedDataset (lt_data.store.megatron)
+    shards/00000.src         source file and record of each document (lt_data.store.document_sources)
     packs/<name>/            indexes over the store (lt_data.packing.packs)
 
 A document is never split across shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read.
@@ -24,11 +25,20 @@ from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import check_inside, open_regular, read_file, translate_os_errors
 from lt_data.store.concat_mmap import concat_mmaps
+from lt_data.store.document_sources import (
+    SOURCES_FILE,
+    DocumentSource,
+    decode_source,
+    decode_source_files,
+    decode_sources,
+)
 from lt_data.store.manifest import (
+    MAX_MANIFEST_BYTES,
     MAX_TOKENIZER_BYTES,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
     ShardFile,
+    SourceFile,
     StoreManifest,
     read_manifest,
 )
@@ -37,6 +47,7 @@ from lt_data.tokenizing.tokenizer import Tokenizer
 
 _READ_IDS = 2**22  # ids per read of a shard that is not a local file
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
+_HELD_SOURCES = 16  # shards whose document sources stay in memory
 
 
 class ShardReader(Protocol):
@@ -72,6 +83,7 @@ class TokenStore:
         self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
         self._mmap_index = lru_cache(maxsize=_OPEN_SHARDS)(self._open_index)
+        self._shard_sources = lru_cache(maxsize=_HELD_SOURCES)(self._read_sources)
         self._mmap_cache = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -116,8 +128,8 @@ class TokenStore:
         with translate_os_errors("read", path):
             check_inside(path / SHARD_FOLDER, path)
         for shard in store.manifest.shards:
-            store._check_size(store._bin_path(shard), shard.tokens * store.dtype.itemsize)
-            store._check_size(store._idx_path(shard), index_size(shard.documents))
+            for name, size in shard.sizes(store.manifest.dtype).items():
+                store._check_size(path / SHARD_FOLDER / name, size)
         return store
 
     @property
@@ -195,6 +207,51 @@ class TokenStore:
                 f"{self._idx_path(shard)}: broken index (document {place}); copy it again or prepare it again"
             )
         return int(self._token_boundaries[number]) + begin, length
+
+    @cached_property
+    def source_files(self) -> tuple[SourceFile, ...]:
+        """Source files, in the order of their index; empty if the store does not list them.
+
+        Raises:
+            DataError: their list is missing or broken.
+        """
+        sources = self.manifest.sources
+        if not sources.list_sha256:
+            return sources.listed
+        self.download(SOURCES_FILE)
+        path = self.path / SOURCES_FILE
+        content = self._read_file(path, MAX_MANIFEST_BYTES)
+        if hashlib.sha256(content).hexdigest() != sources.list_sha256:
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
+        files = decode_source_files(content, str(path), "copy it again or prepare it again")
+        if len(files) != sources.files:
+            raise DataError(f"{path}: {len(files)} files, the manifest says {sources.files}: prepare it again")
+        return files
+
+    def document_source(self, index: int) -> DocumentSource | None:
+        """Return source file and record of one document; None if the store does not have them.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        if not 0 <= index < self.n_documents:
+            raise IndexError(f"document {index} of {self.n_documents}")
+        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
+        sources = self._shard_sources(number)
+        if sources is None or not self.source_files:
+            return None
+        file, record = decode_source(int(sources[index - int(self._document_boundaries[number])]))
+        return DocumentSource(path=self.source_files[file].path, record=record)
+
+    def shard_sources(self, number: int) -> np.ndarray | None:
+        """Return the source of each document of a shard (u64), if known.
+
+        Their bits: lt_data.store.document_sources.
+
+        Raises:
+            DataError: they cannot be read.
+        """
+        return self._shard_sources(number)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
@@ -284,11 +341,14 @@ class TokenStore:
         for name, sha256 in tokenizer.files.items():
             self._check_hash(self.path / TOKENIZER_FOLDER / name, sha256)
         self.tokenizer()
+        _ = self.source_files  # compared with its hash
         for number, shard in enumerate(self.manifest.shards):
             self._check_hash(self._idx_path(shard), shard.idx_sha256)
             lengths = self._shard_lengths(shard)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
                 raise DataError(f"{self._idx_path(shard)}: the lengths do not sum to {shard.tokens} tokens")
+            if self.shard_sources(number) is not None:
+                self._check_hash(self.path / SHARD_FOLDER / f"{shard.name}.src", shard.src_sha256)
             if self._shard_reader is None:
                 self._check_hash(self._bin_path(shard), shard.sha256)
             else:
@@ -321,6 +381,16 @@ class TokenStore:
         lengths_end = LENGTHS_OFFSET + 4 * shard.documents
         lengths = content[LENGTHS_OFFSET:lengths_end].view("<i4")
         return lengths, content[lengths_end : lengths_end + 8 * shard.documents].view("<i8")
+
+    def _read_sources(self, number: int) -> np.ndarray | None:
+        shard = self.manifest.shards[number]
+        if not shard.src_sha256:
+            return None
+        name = f"{SHARD_FOLDER}/{shard.name}.src"
+        self.download(name)
+        content = self._read_file(self.path / name, 8 * shard.documents)
+        n_files = self.manifest.sources.files
+        return decode_sources(content, documents=shard.documents, files=n_files, path=str(self.path / name))
 
     def _shard_lengths(self, shard: ShardFile) -> np.ndarray:
         path = self._idx_path(shard)

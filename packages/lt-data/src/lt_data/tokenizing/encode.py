@@ -25,6 +25,7 @@ from lt_data.errors import DataError
 from lt_data.sources.document import Document
 from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.sources.reader import DocumentReader
+from lt_data.store.document_sources import SOURCE_DTYPE, encode_source
 from lt_data.tokenizing.encoder import EncodedBatch, Encoder
 from lt_data.tokenizing.engine_selection import EngineChoice
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
@@ -52,6 +53,7 @@ class EncoderBatch:
         file_index: source position of the next document: index of the file in the reader's list, ...
         next_record: ... and index of the next record in that file.
         read_prefix: hash of what was read of that file.
+        sources: source of each document (u64; lt_data.store.document_sources); None without a reader.
     """
 
     texts: list[str] = field(default_factory=list)
@@ -61,6 +63,7 @@ class EncoderBatch:
     file_index: int = 0
     next_record: int = 0
     read_prefix: HashedPrefix | None = None
+    sources: np.ndarray | None = None
 
     @property
     def documents(self) -> int:
@@ -162,6 +165,7 @@ def _iter_batches(
 ) -> Iterator[EncoderBatch]:
     texts: list[str] = []
     ids: list[np.ndarray] = []
+    sources: list[int] = []
     size = text_bytes = file = record = 0
 
     def batch() -> EncoderBatch:
@@ -173,6 +177,7 @@ def _iter_batches(
             file_index=file,
             next_record=record,
             read_prefix=reader.hashed_prefix(file) if reader else None,
+            sources=np.array(sources, SOURCE_DTYPE) if reader else None,
         )
 
     for document in documents:
@@ -181,7 +186,7 @@ def _iter_batches(
         if (texts and is_ids) or (ids and not is_ids) or (texts and own_bytes >= _LONG_BYTES):
             # The reader is past this batch already: its bytes are counted a little early, its position is exact.
             yield batch()
-            texts, ids, size, text_bytes = [], [], 0, 0
+            texts, ids, sources, size, text_bytes = [], [], [], 0, 0
         if is_ids:
             ids.append(encoder.check_ids(document.ids, document.source))
             size += 4 * ids[-1].size
@@ -190,9 +195,11 @@ def _iter_batches(
             size = text_bytes
             texts.append(document.as_text())
         file, record = document.file_index, document.next_record
+        if reader:
+            sources.append(encode_source(file, document.record_number))
         if size >= _BATCH_BYTES or own_bytes >= _LONG_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
-            texts, ids, size, text_bytes = [], [], 0, 0
+            texts, ids, sources, size, text_bytes = [], [], [], 0, 0
     if texts or ids:
         yield batch()
 

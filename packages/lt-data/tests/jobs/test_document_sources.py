@@ -1,0 +1,376 @@
+"""From a document of a store back to its source: the text at the named place is the one that was decoded."""
+
+import gzip
+import json
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lt_data
+from lt_data import DataError, Document, DocumentReader, Selection, Tokenizer, TokenStore, part_folder
+from lt_data.analysis.verification import find_problems
+from lt_data.cli import app
+from lt_data.preparation.split import split
+from lt_data.store.document_sources import decode_source, encode_source, format_source
+
+FORMATS = ("jsonl", "jsonl.gz", "json", "parquet", "arrow", "txt")
+BAD = None  # stands for a record that cannot be read
+
+
+def write_file(folder: Path, number: int, kind: str, records: list[str | None]) -> Path:
+    """Write records in a format; a bad one is a broken line, a null or (text) no file at all."""
+    path = folder / f"{number}.{kind}"
+    lines = [json.dumps({"text": text}) if text is not BAD else '{"text": broken' for text in records]
+    if kind == "jsonl":
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")  # every second line is blank
+    elif kind == "jsonl.gz":
+        path.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode()))
+    elif kind == "json":
+        path.write_text(json.dumps([{"text": text} for text in records]), encoding="utf-8")
+    elif kind == "txt":
+        path.write_text(records[0] or "", encoding="utf-8")
+    else:
+        pa = pytest.importorskip("pyarrow")
+        table = pa.table({"text": pa.array(records, pa.string())})
+        if kind == "parquet":
+            import pyarrow.parquet
+
+            pyarrow.parquet.write_table(table, path, row_group_size=2)
+        else:
+            with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=3)
+    return path
+
+
+def read_place(place: str) -> str:
+    """Return the text at `path:line`, `path#row` or `path`, read without lt_data."""
+    if place.endswith(".txt"):
+        return Path(place).read_text(encoding="utf-8")
+    separator = ":" if ".json" in place else "#"
+    name, _, number = place.rpartition(separator)
+    if ".jsonl" in name:
+        content = Path(name).read_bytes()
+        lines = (gzip.decompress(content) if name.endswith(".gz") else content).split(b"\n")
+        return json.loads(lines[int(number) - 1])["text"]
+    if name.endswith(".json"):
+        return json.loads(Path(name).read_text(encoding="utf-8"))[int(number) - 1]["text"]
+    pa = pytest.importorskip("pyarrow")
+    if name.endswith(".parquet"):
+        import pyarrow.parquet
+
+        table = pyarrow.parquet.read_table(name)
+    else:
+        table = pa.ipc.open_stream(Path(name).read_bytes()).read_all()
+    return table.column("text")[int(number) - 1].as_py()
+
+
+def check_sources(folder: Path) -> TokenStore:
+    """Check that each document is the text at its source, in the order of the sources."""
+    store = TokenStore.open(folder)
+    store.verify()
+    assert list(find_problems(store)) == []
+    tokenizer = store.tokenizer()
+    for index in range(store.n_documents):
+        source = store.document_source(index)
+        text = tokenizer.decode(store.document(index), skip_special_tokens=True)
+        assert source is not None
+        assert text == read_place(str(source)), source
+    return store
+
+
+TEXT = st.one_of(st.sampled_from(["repeated", "again and again", "", "東京 🦊", "x\ny"]), st.text("abc é", max_size=20))
+FILES = st.lists(
+    st.tuples(st.sampled_from(FORMATS), st.lists(st.one_of(st.just(BAD), TEXT), min_size=1, max_size=8)),
+    min_size=1,
+    max_size=5,
+)
+
+
+def has_text(files: list[tuple[str, list[str | None]]]) -> bool:
+    return any(any(records[:1] if kind == "txt" else records) for kind, records in files)
+
+
+def check_random(
+    memory: Path,
+    tok: Tokenizer,
+    files: list[tuple[str, list[str | None]]],
+    *,
+    workers: int,
+    drop: bool,
+    parts: int,
+    shard_tokens: int,
+) -> None:
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        folder = Path(name)
+        paths = [write_file(folder, i, kind, records) for i, (kind, records) in enumerate(files)]
+        options: dict[str, Any] = {
+            "tokenizer": tok,
+            "engine": "hf",
+            "on_bad": "skip",
+            "selection": Selection(drop_duplicates=drop),
+            "shard_tokens": shard_tokens,
+            "workers": workers,
+        }
+        if not has_text(files):
+            with pytest.raises(DataError, match="no text in"):
+                lt_data.prepare(paths, out=folder / "store", **options)
+            return
+        lt_data.prepare(paths, out=folder / "store", **options)
+        store = check_sources(folder / "store")
+        for index in range(parts):
+            lt_data.prepare(paths, out=folder / "merged", part_index=index, num_parts=parts, **options)
+        lt_data.merge(folder / "merged")
+        for shard in store.manifest.shards:
+            for file in shard.hashes:
+                one, other = (folder / out / "shards" / file for out in ("store", "merged"))
+                assert one.read_bytes() == other.read_bytes()
+        if store.n_documents > 20:
+            split(store, holdout="30%", train=folder / "train", validation=folder / "held out")
+            n = [check_sources(folder / out).n_documents for out in ("train", "held out")]
+            assert sum(n) == store.n_documents
+
+
+@given(files=FILES, drop=st.booleans(), parts=st.integers(2, 3), shard_tokens=st.sampled_from([7, 10_000]))
+@settings(max_examples=8)
+@pytest.mark.guarantee("document-source")
+def test_any_document_is_the_text_at_its_source(
+    memory: Path,
+    tokenizer: Tokenizer,
+    files: list[tuple[str, list[str | None]]],
+    drop: bool,
+    parts: int,
+    shard_tokens: int,
+) -> None:
+    check_random(memory, tokenizer, files, workers=1, drop=drop, parts=parts, shard_tokens=shard_tokens)
+
+
+@pytest.mark.slow
+@given(
+    files=FILES,
+    workers=st.integers(1, 3),
+    drop=st.booleans(),
+    parts=st.integers(2, 3),
+    shard_tokens=st.sampled_from([7, 100, 10_000]),
+)
+@settings(max_examples=60)
+def test_any_document_is_the_text_at_its_source_with_any_number_of_workers(
+    memory: Path,
+    tokenizer: Tokenizer,
+    files: list[tuple[str, list[str | None]]],
+    workers: int,
+    drop: bool,
+    parts: int,
+    shard_tokens: int,
+) -> None:
+    check_random(memory, tokenizer, files, workers=workers, drop=drop, parts=parts, shard_tokens=shard_tokens)
+
+
+def test_the_corpus_of_the_jobs(
+    fast_path: Path, whole: dict[str, bytes], corpus: Path, options: dict[str, Any], small_batches: None
+) -> None:
+    lt_data.prepare([corpus], out=fast_path / "store", **options)
+    store = check_sources(fast_path / "store")
+    assert store.n_documents > 20
+    for name, content in whole.items():  # batches do not matter
+        if name.endswith(".src"):
+            assert (fast_path / "store" / name).read_bytes() == content
+            assert len(content) % 8 == 0
+    split(store, holdout="30%", train=fast_path / "train", validation=fast_path / "held out")
+    assert sum(check_sources(fast_path / out).n_documents for out in ("train", "held out")) == store.n_documents
+
+
+def test_more_source_files_than_the_manifest_lists(
+    fast_path: Path, corpus: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lt_data.sources.reader.MAX_LISTED_SOURCES", 3)
+    out = fast_path / "store"
+    manifest = lt_data.prepare([corpus], out=out, **options)
+    assert manifest.sources.listed == ()
+    store = check_sources(out)
+    assert len(store.source_files) == 9
+    split(store, holdout="30%", train=fast_path / "train", validation=fast_path / "held out")
+    assert check_sources(fast_path / "train").source_files == store.source_files
+    for part in range(2):
+        lt_data.prepare([corpus], out=fast_path / "merged", part_index=part, num_parts=2, **options)
+    lt_data.merge(fast_path / "merged")
+    assert (fast_path / "merged" / "sources.jsonl").read_bytes() == (out / "sources.jsonl").read_bytes()
+    lt_data.prepare([corpus], out=out, overwrite=True, **options)
+
+    content = (out / "sources.jsonl").read_bytes()
+    (out / "sources.jsonl").write_bytes(content.replace(b"0.jsonl", b"9.jsonl"))
+    assert [p for p in find_problems(TokenStore.open(out)) if "sources.jsonl: SHA-256 differs" in p]
+    with pytest.raises(DataError, match=r"sources\.jsonl: SHA-256 differs"):
+        TokenStore.open(out).document_source(0)
+    (out / "sources.jsonl").unlink()
+    with pytest.raises(DataError, match=r"cannot read .*sources\.jsonl"):
+        TokenStore.open(out).verify()
+
+
+def test_a_store_of_documents_of_the_caller_has_no_sources(store: TokenStore) -> None:
+    assert not list((store.path / "shards").glob("*.src"))
+    assert "src_sha256" not in (store.path / "manifest.json").read_text(encoding="utf-8")
+    assert store.document_source(0) is None
+    with pytest.raises(IndexError):
+        store.document_source(store.n_documents)
+
+
+def test_the_fingerprint_is_that_of_the_tokens(
+    tmp_path: Path, tokenizer: Tokenizer, texts: list[str], documents: list[Document]
+) -> None:
+    path = tmp_path / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    read = lt_data.prepare([path], tokenizer=tokenizer, out=tmp_path / "read", shard_tokens=2000)
+    given_ = lt_data.prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "given", shard_tokens=2000)
+    assert all(shard.src_sha256 for shard in read.shards)
+    assert tuple(replace(shard, src_sha256="") for shard in read.shards) == given_.shards
+    assert read.fingerprint == given_.fingerprint
+
+
+@pytest.mark.parametrize("kind", ["flipped", "missing", "short", "elsewhere"])
+def test_damage_is_found(
+    fast_path: Path, corpus: Path, options: dict[str, Any], kind: str, rewrite: Callable[..., None]
+) -> None:
+    out = fast_path / "store"
+    lt_data.prepare([corpus], out=out, **options)
+    path = out / "shards/00000.src"
+    content = bytearray(path.read_bytes())
+    if kind == "flipped":
+        content[0] ^= 1
+        path.write_bytes(content)
+        assert list(find_problems(TokenStore.open(out))) == [f"{path}: SHA-256 differs from the manifest"]
+        with pytest.raises(DataError, match=r"00000\.src: SHA-256 differs"):
+            TokenStore.open(out).verify()
+        return
+    if kind == "elsewhere":  # of a stranger, with its right hash
+        content[:8] = encode_source(9, 1).to_bytes(8, "little")
+        rewrite(out, bytes(content))
+        with pytest.raises(DataError, match=r"00000\.src: names source file 9, the manifest has 9"):
+            TokenStore.open(out).document_source(0)
+        assert any("names source file 9" in problem for problem in find_problems(TokenStore.open(out)))
+        return
+    path.unlink() if kind == "missing" else path.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=r"00000\.src"):
+        TokenStore.open(out)
+
+
+def test_a_merge_refuses_sources_of_a_stranger(
+    fast_path: Path, corpus: Path, options: dict[str, Any], rewrite: Callable[..., None]
+) -> None:
+    out = fast_path / "store"
+    for part in range(2):
+        lt_data.prepare([corpus], out=out, part_index=part, num_parts=2, **options)
+    first = part_folder(out, 0, 2)
+    kept = fast_path / "kept"
+    shutil.copytree(first, kept)
+    content = bytearray((first / "shards/00000.src").read_bytes())
+    content[:8] = b"\xff" * 8
+    rewrite(first, bytes(content))
+    with pytest.raises(DataError, match=r"00000\.src: names source file 16777215"):
+        lt_data.merge(out)
+    shutil.rmtree(first)
+    shutil.copytree(kept, first)
+    content[:8] = b"\0" * 8
+    (first / "shards/00000.src").write_bytes(content)
+    with pytest.raises(DataError, match=r"00000\.src: SHA-256 differs"):
+        lt_data.merge(out, no_resume=True)
+
+
+@pytest.fixture(scope="session")
+def rewrite() -> Callable[[Path, bytes], None]:
+    """Replaces the sources of a store's first shard, with the right hashes in its manifest."""
+    import hashlib
+
+    def write(folder: Path, content: bytes) -> None:
+        manifest = lt_data.StoreManifest.from_dict(json.loads((folder / "manifest.json").read_bytes()), "x")
+        first, *rest = manifest.shards
+        shards = (replace(first, src_sha256=hashlib.sha256(content).hexdigest()), *rest)
+        values = replace(manifest, shards=shards).to_dict()
+        (folder / "manifest.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        (folder / "shards/00000.src").write_bytes(content)
+
+    return write
+
+
+def test_the_bits() -> None:
+    largest = 2**24 - 1, 2**40 - 1
+    assert encode_source(*largest) == 2**64 - 1
+    assert decode_source(2**64 - 1) == largest
+    assert decode_source(encode_source(5, 0)) == (5, 0)
+    with pytest.raises(DataError, match=r"^record 1099511627776: "):
+        encode_source(0, 2**40)
+
+
+@pytest.mark.parametrize(
+    ("path", "record", "expected"),
+    [
+        ("a/b.jsonl.gz", 3, "a/b.jsonl.gz:3"),
+        ("s3://b/x.NDJSON", 3, "s3://b/x.NDJSON:3"),
+        ("https://h/x.jsonl?v=1", 3, "https://h/x.jsonl?v=1:3"),
+        ("c4.json.gz", 3, "c4.json.gz:3"),
+        ("x.parquet", 3, "x.parquet#3"),
+        ("hf://org/name@c/default/train/0-9", 3, "hf://org/name@c/default/train/0-9#3"),
+        ("x.txt", 0, "x.txt"),
+    ],
+)
+def test_the_name_of_a_place(path: str, record: int, expected: str) -> None:
+    assert format_source(path, record) == expected
+
+
+def test_too_many_files_are_refused_before_anything_is_written(
+    tmp_path: Path, corpus: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lt_data.preparation.prepare.MAX_SOURCE_FILES", 8)
+    with pytest.raises(DataError, match=r"^sources: 9 files; a store has at most 8: join"):
+        lt_data.prepare_documents(DocumentReader([corpus], on_bad="skip"), tokenizer=tokenizer, out=tmp_path / "store")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_names_the_place(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("in.jsonl").write_text('\n{"text": "one"}\n{"text": ""}\n{"text": "two"}\n', encoding="utf-8")
+    lt_data.prepare(["in.jsonl"], tokenizer=tokenizer, out="store")
+    lt_data.pack(TokenStore.open("store"), seq_len=32)
+
+    def inspect(*arguments: object) -> str:
+        app(["inspect", *map(str, arguments)], standalone_mode=False)
+        return capsys.readouterr().out
+
+    assert inspect("store", "--document", 1, "--no-color") == (
+        'document 1 (in.jsonl:4): 5 tokens\n  "<|bos|>two<|eos|>"\n'
+    )
+    assert "document 0 (in.jsonl:2): tokens 0 to " in inspect("store", "--no-color")
+    values = json.loads(inspect("store", "--document", 0, "--json"))
+    assert (values["source"], values["text"], values["labels"]) == ("in.jsonl:2", "<|bos|>one<|eos|>", 0)
+    for arguments, message in (
+        (("store", "--document", 2), "document 2: the store has the documents 0 to 1"),
+        (("store", "--document", 1, "--row", 0), "--document: not with --seq-len"),
+        (("--run", "x", "--step", 1, "--document", 1), "--run: requires --step"),
+    ):
+        with pytest.raises(DataError, match=message):
+            inspect(*arguments)
+
+
+def test_the_records_are_those_of_the_source_after_a_map(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "odd_only.py").write_text(
+        "def odd(record):\n    return {'text': record['text'] * 2} if record['n'] % 2 else None\n", encoding="utf-8"
+    )
+    lines = "".join(json.dumps({"text": f"text {n}", "n": n}) + "\n" for n in range(1, 9))
+    (tmp_path / "in.jsonl").write_text(lines, encoding="utf-8")
+    lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "store", record_map="odd_only:odd")
+    store = TokenStore.open(tmp_path / "store")
+    found = [store.document_source(i) for i in range(store.n_documents)]
+    assert [source.record for source in found if source] == [1, 3, 5, 7]
+    assert np.array_equal(store.shard_sources(0), [1, 3, 5, 7])
