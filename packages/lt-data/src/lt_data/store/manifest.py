@@ -141,7 +141,7 @@ class ShardFile:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What of the shard determines the tokens, for the fingerprint."""
+        """Part that determines the tokens, for the fingerprint."""
         return {name: value for name, value in asdict(self).items() if name != "src_sha256"}
 
 
