@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lt_data.exports.import_tokens import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
     from lt_data.packing.packs import PackIndex, open_pack, pack
+    from lt_data.preparation.join import join
     from lt_data.preparation.merge import merge
     from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
     from lt_data.preparation.record_map import LeftOut
@@ -82,6 +83,7 @@ _MODULES = {
     "inspect_document": "analysis.inspection",
     "inspect_rows": "analysis.inspection",
     "inspect_step": "analysis.run_inspection",
+    "join": "preparation.join",
     "merge": "preparation.merge",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
@@ -140,6 +142,7 @@ __all__ = [
     "inspect_document",
     "inspect_rows",
     "inspect_step",
+    "join",
     "merge",
     "open_pack",
     "pack",

@@ -24,7 +24,7 @@ from lt_data.packing.packs import PackIndex
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.manifest import MAX_MANIFEST_BYTES, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER
+from lt_data.store.manifest import MAX_MANIFEST_BYTES, PACK_FOLDER, TOKENIZER_FOLDER
 from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.token_store import TokenStore
 
@@ -33,7 +33,8 @@ _CHUNK = 2**22  # ids checked at a time
 
 def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterator[str]:
     """Check a store and its packs; yield each problem with the name of its file."""
-    yield from _check_json(store.path / MANIFEST)
+    for folder in dict.fromkeys([store.path, *store.part_folders]):
+        yield from _check_json(folder / MANIFEST)
     yield from _check_tokenizer(store)
     yield from _check_source_files(store)
     done, total = 0, store.n_tokens * store.dtype.itemsize
@@ -79,10 +80,11 @@ def _check_json(path: Path) -> Iterator[str]:
 
 def _check_tokenizer(store: TokenStore) -> Iterator[str]:
     valid = True
-    for name, sha256 in store.manifest.tokenizer.files.items():
-        path = store.path / TOKENIZER_FOLDER / name
+    names = store.manifest.tokenizer.files.items()
+    files = [(part, part / TOKENIZER_FOLDER / name, sha256) for part in store.part_folders for name, sha256 in names]
+    for part, path, sha256 in files:
         try:
-            with translate_os_errors("read", path), open_regular(path, inside=store.path) as file:
+            with translate_os_errors("read", path), open_regular(path, inside=part) as file:
                 actual = hashlib.file_digest(file, "sha256").hexdigest()
         except DataError as exc:
             valid = False
@@ -100,11 +102,10 @@ def _check_tokenizer(store: TokenStore) -> Iterator[str]:
 
 def _check_index(store: TokenStore, number: int) -> Iterator[str]:
     shard = store.manifest.shards[number]
-    path = store.path / SHARD_FOLDER / f"{shard.name}.idx"
+    path = store.shard_path(number, "idx")
     try:
-        store.download(f"{SHARD_FOLDER}/{shard.name}.idx")
         with translate_os_errors("read", path):
-            content = read_file(path, max_bytes=index_size(shard.documents), inside=store.path)
+            content = read_file(path, max_bytes=index_size(shard.documents), inside=store.shard_location(number).folder)
         if hashlib.sha256(content).hexdigest() != shard.idx_sha256:
             yield f"{path}: SHA-256 differs from the manifest"
         lengths, dtype = decode_index(content, str(path))
@@ -127,21 +128,24 @@ def _check_source_files(store: TokenStore) -> Iterator[str]:
 
 
 def _check_sources(store: TokenStore, number: int) -> Iterator[str]:
-    shard = store.manifest.shards[number]
-    path = store.path / SHARD_FOLDER / f"{shard.name}.src"
+    location = store.shard_location(number)
     try:
-        sources = store.shard_sources(number)
+        if store.shard_sources(number) is None:
+            return
+        path = store.shard_path(number, "src")
+        with translate_os_errors("read", path), open_regular(path, inside=location.folder) as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
     except DataError as exc:
         yield str(exc)
         return
-    if sources is not None and hashlib.sha256(sources.tobytes()).hexdigest() != shard.src_sha256:
+    if actual != location.shard.src_sha256:
         yield f"{path}: SHA-256 differs from the manifest"
 
 
 def _check_ids(store: TokenStore, number: int) -> Iterator[tuple[int, str]]:
     """Check the ids of a shard; yield the bytes read, and a problem or ""."""
     shard = store.manifest.shards[number]
-    path = store.path / SHARD_FOLDER / f"{shard.name}.bin"
+    path = store.shard_path(number, "bin")
     digest = hashlib.sha256()
     highest = -1
     for begin in range(0, shard.tokens, _CHUNK):

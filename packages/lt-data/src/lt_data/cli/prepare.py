@@ -1,4 +1,4 @@
-"""Commands `prepare` and `merge`."""
+"""Commands `prepare`, `merge` and `join`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -174,6 +174,19 @@ def merge(
     for line in _summary_lines(manifest, out):
         echo(line)
     echo(f"merged from {manifest.merged_from} parts, which are no longer needed")
+
+
+def join(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder of the joined store; may contain the stores.")],
+    stores: Annotated[list[Path], typer.Argument(metavar="STORE...", help="Token stores of one tokenizer, in order.")],
+) -> None:
+    """Put stores together without copying: OUT gets a manifest that names them."""
+    import lt_data
+    from lt_data.display.terminal import echo, echo_error
+
+    manifest = lt_data.join(out, stores, notify=echo_error)
+    for line in _summary_lines(manifest, out):
+        echo(line)
 
 
 def _summary_lines(manifest: "StoreManifest", folder: Path) -> list[str]:

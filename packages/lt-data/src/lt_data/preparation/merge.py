@@ -14,10 +14,9 @@ written and hashed once.
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -41,6 +40,7 @@ from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
 from lt_data.store.document_sources import decode_sources, shift_files
+from lt_data.store.joined import SHARED_FIELDS, merge_engines
 from lt_data.store.manifest import (
     DUPLICATE,
     MANIFEST_FILE,
@@ -58,11 +58,6 @@ from lt_data.store.shards import ShardWriter
 _CHUNK_TOKENS = 1 << 22
 
 _REMEDY = "prepare this part again"
-
-_CHECKED_BYTES = "checked_bytes"
-
-_SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "map", "shard_tokens")
-"""Manifest fields that the parts of a job share, besides tokenizer and listing of the sources."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,7 +159,7 @@ def merge(
             special_tokens_as=first.special_tokens_as,
             selection=first.selection,
             map=first.map,
-            engine=_merge_engines(parts),
+            engine=merge_engines([part.manifest for part in parts]),
             shard_tokens=first.shard_tokens,
             sources=summarize_sources(listed, skipped_links=first.sources.skipped_links),
             merged_from=len(parts),
@@ -209,7 +204,7 @@ def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_part
     pairs = [
         ("tokenizer", first.manifest.tokenizer.sha256, part.manifest.tokenizer.sha256),
         ("listing of the sources", first.manifest.part.listing_fingerprint, entry.listing_fingerprint),
-        *((name, getattr(first.manifest, name), getattr(part.manifest, name)) for name in _SHARED_FIELDS),
+        *((name, getattr(first.manifest, name), getattr(part.manifest, name)) for name in SHARED_FIELDS),
     ]
     if differences := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
         raise DataError(f"{part.path}: of another job than {first.path}: {'; '.join(differences)}; prepare it again")
@@ -357,14 +352,3 @@ def _read_tokenizer_files(part: _LoadedPart) -> dict[str, bytes]:
         if hashlib.sha256(files[name]).hexdigest() != sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
     return files
-
-
-def _merge_engines(parts: Sequence[_LoadedPart]) -> dict[str, Any]:
-    """Return the engine entry: that of the parts with summed checked bytes, or all if they differ."""
-    engines = [dict(part.manifest.engine) for part in parts if part.manifest.engine]
-    checked = sum(engine.get(_CHECKED_BYTES, 0) for engine in engines)
-    distinct: list[dict[str, Any]] = []
-    for engine in engines:
-        if all(engine | {_CHECKED_BYTES: 0} != other | {_CHECKED_BYTES: 0} for other in distinct):
-            distinct.append(engine)
-    return distinct[0] | {_CHECKED_BYTES: checked} if len(distinct) == 1 else {"parts": distinct}

@@ -12,7 +12,6 @@ Several machines can share a job without communication: each prepares one part, 
 """
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
@@ -44,6 +43,7 @@ from lt_data.store.manifest import (
     StoreManifest,
     StorePart,
     TokenizerInfo,
+    encode_manifest,
     read_manifest,
 )
 from lt_data.tokenizing.encode import encode_documents
@@ -350,7 +350,7 @@ def publish_store(
         write_file(build_folder.store_path / TOKENIZER_FOLDER / name, content)
     if manifest.sources.list_sha256:
         write_file(build_folder.store_path / SOURCES_FILE, encode_source_files(source_files))
-    write_file(build_folder.store_path / MANIFEST_FILE, (json.dumps(manifest.to_dict(), indent=2) + "\n").encode())
+    write_file(build_folder.store_path / MANIFEST_FILE, encode_manifest(manifest))
     build_folder.publish(manifest.fingerprint, overwrite=overwrite)
 
 

@@ -26,6 +26,7 @@ from lt_data.preparation.build_folder import SUFFIX, open_build_folder
 from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, publish_store
 from lt_data.preparation.store_writer import remove_unrecorded
 from lt_data.progress import Progress, no_progress
+from lt_data.sources.reader import summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors
 from lt_data.store.manifest import (
     MANIFEST_FILE,
@@ -210,7 +211,6 @@ def _write_side(
 
         wanted = selected.held_out if side == "validation" else ~selected.held_out
         first = 0
-        has_sources = all(shard.src_sha256 for shard in base.shards)
         with ShardWriter(
             folder, base.shard_tokens, base.dtype, on_shard_closed=on_shard_closed, finished=finished
         ) as writer:
@@ -218,7 +218,7 @@ def _write_side(
                 if not wanted[first : first + shard.documents].any():
                     first += shard.documents
                     continue
-                sources = store.shard_sources(number) if has_sources else None
+                sources = store.shard_sources(number) if store.has_sources else None
                 begin = first
                 for ids, lengths in _read_chunks(store, number, first):
                     keep = wanted[first : first + lengths.size]
@@ -240,6 +240,9 @@ def _write_side(
             left_out={_LEFT_OUT[side]: totals[other]},
             skipped={},
             special_strings={},
+            sources=summarize_sources(store.source_files, skipped_links=base.sources.skipped_links)
+            if store.source_files
+            else base.sources,
             merged_from=1,
             split=origin,
         )

@@ -4,16 +4,17 @@ Cost: each file is looked at, and none but a store's manifest is read.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.packing.packs import PACK_FILE as PACK_HEADER
 from lt_data.remote.contents import LISTING, check_name
-from lt_data.remote.parcel import file_hashes, is_store
+from lt_data.remote.parcel import file_hashes, is_joined, is_store
 from lt_data.storage import translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
+from lt_data.store.manifest import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
 from lt_data.store.token_store import TokenStore
 
 
@@ -23,6 +24,7 @@ class LocalParcel:
 
     Attributes:
         folder: where it is.
+        paths: the files that lie elsewhere, those of the parts of a joined store, which becomes a flat one.
         sizes: its files in the order in which they are sent, a store's manifest left out: name → bytes.
         hashes: the SHA-256 (hex) that the store's manifest tells of some of them.
         manifest: the bytes of the store's manifest; None for a folder of another kind.
@@ -32,6 +34,11 @@ class LocalParcel:
     sizes: dict[str, int]
     hashes: dict[str, str]
     manifest: bytes | None
+    paths: dict[str, Path] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path:
+        """Return where a file is."""
+        return self.paths.get(name, self.folder / name)
 
     @property
     def n_bytes(self) -> int:
@@ -60,12 +67,31 @@ def of_folder(folder: Path) -> LocalParcel:
     sizes.pop(LISTING, None)  # of an earlier download: written again
     content = _manifest_of(folder) if MANIFEST in sizes else None
     hashes: dict[str, str] = {}
+    paths: dict[str, Path] = {}
     if content is not None:
-        hashes = file_hashes(TokenStore.open(folder).manifest)
-        del sizes[MANIFEST]
+        store = TokenStore.open(folder)
+        hashes = file_hashes(store.manifest)
+        if store.is_joined:
+            content = encode_manifest(store.manifest)
+            paths = _paths_of(store)
+            sizes = {name: size for name, size in sizes.items() if name.startswith(f"{PACK_FOLDER}/")}
+            with translate_os_errors("look at", folder):
+                sizes |= {name: path.stat().st_size for name, path in paths.items()}
+        sizes.pop(MANIFEST, None)
     # A pack's description after its arrays, as everywhere: what makes a thing whole comes last.
     ordered = sorted(sizes, key=lambda name: (name.endswith(f"/{PACK_HEADER}"), name.encode("utf-8", "replace")))
-    return LocalParcel(folder=folder, sizes={n: sizes[n] for n in ordered}, hashes=hashes, manifest=content)
+    return LocalParcel(
+        folder=folder, sizes={n: sizes[n] for n in ordered}, hashes=hashes, manifest=content, paths=paths
+    )
+
+
+def _paths_of(store: TokenStore) -> dict[str, Path]:
+    """Return the files of a joined store but for its packs, by their names in a flat store."""
+    paths = {f"{TOKENIZER_FOLDER}/{name}": store.tokenizer_folder / name for name in store.manifest.tokenizer.files}
+    for number, shard in enumerate(store.manifest.shards):
+        paths[f"{SHARD_FOLDER}/{shard.name}.bin"] = store.shard_path(number, "bin")
+        paths[f"{SHARD_FOLDER}/{shard.name}.idx"] = store.shard_path(number, "idx")
+    return paths
 
 
 def _raise(error: OSError) -> None:
@@ -82,4 +108,4 @@ def _name(path: Path) -> str:
 def _manifest_of(folder: Path) -> bytes | None:
     with translate_os_errors("read", folder / MANIFEST):
         content = (folder / MANIFEST).read_bytes()
-    return content if is_store(content) else None
+    return content if is_store(content) or is_joined(content) else None

@@ -9,12 +9,14 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
 from lt_data.store.document_sources import SOURCES_FILE
+from lt_data.store.joined import FORMAT as JOINED_FORMAT
 from lt_data.store.manifest import FORMAT, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 
@@ -24,11 +26,20 @@ _REMEDY = "upload the store again"
 
 def is_store(content: bytes) -> bool:
     """Whether a `manifest.json` is one of a token store; other folders may have one of their own."""
+    return _format(content) == FORMAT
+
+
+def is_joined(content: bytes) -> bool:
+    """Return True if a `manifest.json` is that of a joined store."""
+    return _format(content) == JOINED_FORMAT
+
+
+def _format(content: bytes) -> Any:
     try:
         values = json.loads(content)
     except (ValueError, RecursionError):
-        return False
-    return isinstance(values, dict) and values.get("format") == FORMAT
+        return None
+    return values.get("format") if isinstance(values, dict) else None
 
 
 def file_hashes(manifest: StoreManifest) -> dict[str, str]:

@@ -43,12 +43,14 @@ def _check_names(what: str, names: Iterable[str]) -> None:
         raise DataError(f"{what} {wrong[0]!r} is not the name of a file in its folder")
 
 
-def _check_hashes(what: str, hashes: Iterable[str]) -> None:
+def check_hashes(what: str, hashes: Iterable[str]) -> None:
+    """Raise DataError if one is not a SHA-256 in hexadecimal."""
     if wrong := [value for value in hashes if not _SHA256.fullmatch(value)]:
         raise DataError(f"{what} = {wrong[0][:80]!r} is not a SHA-256 in hexadecimal")
 
 
-def _check_counts(**counts: int) -> None:
+def check_counts(**counts: int) -> None:
+    """Raise DataError if one is not a count."""
     if wrong := [name for name, value in counts.items() if not 0 <= value < 2**63]:
         raise DataError(f"{wrong[0]} = {counts[wrong[0]]}: not a count")
 
@@ -66,8 +68,8 @@ class SourceFile:
     unchecked: str = ""
 
     def __post_init__(self) -> None:
-        _check_counts(bytes=self.bytes)
-        _check_hashes(f"sha256 of {self.path}", [self.sha256])
+        check_counts(bytes=self.bytes)
+        check_hashes(f"sha256 of {self.path}", [self.sha256])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,9 +91,9 @@ class SourceFiles:
     list_sha256: str = ""
 
     def __post_init__(self) -> None:
-        _check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
-        _check_counts(**self.unchecked)
-        _check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
+        check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
+        check_counts(**self.unchecked)
+        check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +106,9 @@ class TokenizerInfo:
     name: str
 
     def __post_init__(self) -> None:
-        _check_counts(vocab_size=self.vocab_size)
+        check_counts(vocab_size=self.vocab_size)
         _check_names("tokenizer file", self.files)
-        _check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
+        check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,8 +127,8 @@ class ShardFile:
 
     def __post_init__(self) -> None:
         _check_names("shard", [self.name])
-        _check_counts(tokens=self.tokens, documents=self.documents)
-        _check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
+        check_counts(tokens=self.tokens, documents=self.documents)
+        check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
 
     @property
     def hashes(self) -> dict[str, str]:
@@ -198,7 +200,7 @@ class RecordMapInfo:
     sha256: str
 
     def __post_init__(self) -> None:
-        _check_hashes(f"sha256 of {self.function}", [self.sha256])
+        check_hashes(f"sha256 of {self.function}", [self.sha256])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +212,7 @@ class StoreSplit:
     side: Literal["train", "validation"]
 
     def __post_init__(self) -> None:
-        _check_hashes("fingerprint of the store that was split", [self.fingerprint])
+        check_hashes("fingerprint of the store that was split", [self.fingerprint])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ class StorePart:
 
     def __post_init__(self) -> None:
         _check_names("file of the part", self.files)
-        _check_hashes("sha256 of a file of the part", self.files.values())
+        check_hashes("sha256 of a file of the part", self.files.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -281,10 +283,10 @@ class StoreManifest:
 
     def __post_init__(self) -> None:
         for totals in (self.read, *self.left_out.values()):
-            _check_counts(**asdict(totals))
+            check_counts(**asdict(totals))
         for counts in (self.skipped, self.special_strings):
-            _check_counts(**counts)
-        _check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
+            check_counts(**counts)
+        check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
 
     @property
     def tokens(self) -> int:
@@ -346,7 +348,7 @@ class StoreManifest:
         for name in ("map", "split"):
             if values[name] is None:
                 del values[name]
-        return {**values, "checksum": _checksum(values)}
+        return {**values, "checksum": checksum_of(values)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], source: str) -> "StoreManifest":
@@ -370,14 +372,19 @@ class StoreManifest:
         if wrong or not manifest.is_consistent:
             wrong = wrong or ["read"]
             raise DataError(f"{source}: {', '.join(wrong)} does not match the other fields; {_REMEDY}")
-        if checksum != _checksum({name: values[name] for name in values if name != "checksum"}):
+        if checksum != checksum_of({name: values[name] for name in values if name != "checksum"}):
             raise DataError(f"{source}: checksum does not match the fields; {_REMEDY}")
         return manifest
 
 
-def _checksum(values: Mapping[str, Any]) -> str:
+def checksum_of(values: Mapping[str, Any]) -> str:
     """Return SHA-256 (hex) over all other fields, as JSON with sorted keys and no spaces."""
     return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def encode_manifest(manifest: StoreManifest) -> bytes:
+    """Return the bytes of `manifest.json`."""
+    return (json.dumps(manifest.to_dict(), indent=2) + "\n").encode()
 
 
 def read_manifest(folder: Path) -> StoreManifest:

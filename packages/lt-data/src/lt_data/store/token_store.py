@@ -7,6 +7,7 @@
     shards/00000.src         source file and record of each document (lt_data.store.document_sources)
     packs/<name>/            indexes over the store (lt_data.packing.packs)
 
+A joined store has a `manifest.json` that names other stores, and is read like one flat store (lt_data.store.joined).
 A document is never split across shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read.
 Tokens and offsets of single documents are read through the map, so a store of any size needs no memory; `lengths` and
 `offsets`, which packing needs, hold all documents (4 and 8 bytes each). `verify` reads everything.
@@ -14,10 +15,10 @@ Tokens and offsets of single documents are read through the map, so a store of a
 
 import hashlib
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -31,16 +32,17 @@ from lt_data.store.document_sources import (
     decode_source,
     decode_source_files,
     decode_sources,
+    shift_files,
 )
+from lt_data.store.joined import ShardLocation, load_store, locate_shards
 from lt_data.store.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_TOKENIZER_BYTES,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
-    ShardFile,
     SourceFile,
+    SourceFiles,
     StoreManifest,
-    read_manifest,
 )
 from lt_data.store.megatron import LENGTHS_OFFSET, decode_index, index_size
 from lt_data.tokenizing.tokenizer import Tokenizer
@@ -73,12 +75,21 @@ class TokenStore:
         path: its folder.
         manifest: its manifest.
         shard_reader: reader of the shards if they are not files in the folder.
+        locations: where each shard is; in this folder by default.
     """
 
-    def __init__(self, path: Path, manifest: StoreManifest, *, shard_reader: ShardReader | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        manifest: StoreManifest,
+        *,
+        shard_reader: ShardReader | None = None,
+        locations: Sequence[ShardLocation] | None = None,
+    ) -> None:
         self.path = path
         self.manifest = manifest
         self._shard_reader = shard_reader
+        self._locations = locations or locate_shards(path, manifest)
         self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
@@ -88,7 +99,7 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself: pickling a map would copy it.
-        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader))
+        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._locations))
 
     @classmethod
     def open(
@@ -124,12 +135,14 @@ class TokenStore:
         if (cache, cache_bytes, endpoint_url) != (None, None, None):
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
-        store = cls(path, read_manifest(path))
-        with translate_os_errors("read", path):
-            check_inside(path / SHARD_FOLDER, path)
-        for shard in store.manifest.shards:
-            for name, size in shard.sizes(store.manifest.dtype).items():
-                store._check_size(path / SHARD_FOLDER / name, size)
+        loaded = load_store(path)
+        store = cls(path, loaded.manifest, locations=loaded.locations)
+        for part in store.part_folders:
+            with translate_os_errors("read", part):
+                check_inside(part / SHARD_FOLDER, part)
+        for location in store._locations:
+            for name, size in location.shard.sizes(store.manifest.dtype).items():
+                _check_size(location.folder / SHARD_FOLDER / name, size, location.folder)
         return store
 
     @property
@@ -153,6 +166,21 @@ class TokenStore:
         return np.dtype(self.manifest.dtype).newbyteorder("<")
 
     @property
+    def part_folders(self) -> list[Path]:
+        """Folders of the stores that a joined store consists of; of another store its own."""
+        return list(dict.fromkeys(location.folder for location in self._locations)) or [self.path]
+
+    @property
+    def is_joined(self) -> bool:
+        """True if the shards are files of other stores, or have other names there."""
+        return [*self._locations] != locate_shards(self.path, self.manifest)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of the tokenizer's files."""
+        return self.part_folders[0] / TOKENIZER_FOLDER
+
+    @property
     def shard_boundaries(self) -> np.ndarray:
         """Global token offset at which each shard begins, and the end of the last (int64 [shards + 1])."""
         return self._token_boundaries
@@ -161,7 +189,7 @@ class TokenStore:
     def lengths(self) -> np.ndarray:
         """Tokens of each document, in order (int32 [n_documents])."""
         # a part of a job may have no shard
-        return np.concatenate([np.zeros(0, np.int32), *(self._shard_lengths(shard) for shard in self.manifest.shards)])
+        return np.concatenate([np.zeros(0, np.int32), *map(self._shard_lengths, range(len(self.manifest.shards)))])
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -177,12 +205,12 @@ class TokenStore:
             DataError: its files are not those of the manifest.
         """
         files = {
-            name: self._read_file(self.path / TOKENIZER_FOLDER / name, MAX_TOKENIZER_BYTES)
+            name: _read_file(self.tokenizer_folder / name, MAX_TOKENIZER_BYTES, self.tokenizer_folder.parent)
             for name in self.manifest.tokenizer.files
         }
         tokenizer = Tokenizer.from_bytes(files, name=self.manifest.tokenizer.name)
         if tokenizer.sha256 != self.manifest.tokenizer.sha256:
-            raise DataError(f"{self.path / TOKENIZER_FOLDER}: not the tokenizer of this store; restore its files")
+            raise DataError(f"{self.tokenizer_folder}: not the tokenizer of this store; restore its files")
         return tokenizer
 
     def document(self, index: int) -> np.ndarray:
@@ -204,7 +232,7 @@ class TokenStore:
         shard = self.manifest.shards[number]
         if not 0 <= begin < begin + length <= shard.tokens:
             raise DataError(
-                f"{self._idx_path(shard)}: broken index (document {place}); copy it again or prepare it again"
+                f"{self.shard_path(number, 'idx')}: broken index (document {place}); copy it again or prepare it again"
             )
         return int(self._token_boundaries[number]) + begin, length
 
@@ -215,18 +243,16 @@ class TokenStore:
         Raises:
             DataError: their list is missing or broken.
         """
-        sources = self.manifest.sources
-        if not sources.list_sha256:
-            return sources.listed
-        self.download(SOURCES_FILE)
-        path = self.path / SOURCES_FILE
-        content = self._read_file(path, MAX_MANIFEST_BYTES)
-        if hashlib.sha256(content).hexdigest() != sources.list_sha256:
-            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
-        files = decode_source_files(content, str(path), "copy it again or prepare it again")
-        if len(files) != sources.files:
-            raise DataError(f"{path}: {len(files)} files, the manifest says {sources.files}: prepare it again")
-        return files
+        by_part = {location.folder: location.sources for location in self._locations}
+        lists = [self._read_source_files(folder, sources) for folder, sources in by_part.items()]
+        if [len(files) for files in lists] != [sources.files for sources in by_part.values()]:
+            return ()
+        return tuple(file for files in lists for file in files)
+
+    @property
+    def has_sources(self) -> bool:
+        """True if the source of each document is known."""
+        return all(location.shard.src_sha256 for location in self._locations)
 
     def document_source(self, index: int) -> DocumentSource | None:
         """Return source file and record of one document; None if the store does not have them.
@@ -237,7 +263,7 @@ class TokenStore:
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document {index} of {self.n_documents}")
         number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
-        sources = self._shard_sources(number)
+        sources = self.shard_sources(number)
         if sources is None or not self.source_files:
             return None
         file, record = decode_source(int(sources[index - int(self._document_boundaries[number])]))
@@ -251,7 +277,8 @@ class TokenStore:
         Raises:
             DataError: they cannot be read.
         """
-        return self._shard_sources(number)
+        sources = self._shard_sources(number)
+        return None if sources is None else shift_files(sources, self._locations[number].first_file)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
@@ -339,86 +366,84 @@ class TokenStore:
         done = 0
         tokenizer = self.manifest.tokenizer
         for name, sha256 in tokenizer.files.items():
-            self._check_hash(self.path / TOKENIZER_FOLDER / name, sha256)
+            _check_hash(self.tokenizer_folder / name, sha256, self.tokenizer_folder.parent)
         self.tokenizer()
         _ = self.source_files  # compared with its hash
         for number, shard in enumerate(self.manifest.shards):
-            self._check_hash(self._idx_path(shard), shard.idx_sha256)
-            lengths = self._shard_lengths(shard)
+            index, location = self.shard_path(number, "idx"), self._locations[number]
+            _check_hash(index, shard.idx_sha256, location.folder)
+            lengths = self._shard_lengths(number)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
-                raise DataError(f"{self._idx_path(shard)}: the lengths do not sum to {shard.tokens} tokens")
+                raise DataError(f"{index}: the lengths do not sum to {shard.tokens} tokens")
             if self.shard_sources(number) is not None:
-                self._check_hash(self.path / SHARD_FOLDER / f"{shard.name}.src", shard.src_sha256)
+                _check_hash(self.shard_path(number, "src"), location.shard.src_sha256, location.folder)
             if self._shard_reader is None:
-                self._check_hash(self._bin_path(shard), shard.sha256)
+                _check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
             else:
                 self._check_ids(number)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
 
-    def _bin_path(self, shard: ShardFile) -> Path:
-        return self.path / SHARD_FOLDER / f"{shard.name}.bin"
+    def shard_location(self, number: int) -> ShardLocation:
+        """Return where a shard is."""
+        return self._locations[number]
 
-    def _idx_path(self, shard: ShardFile) -> Path:
-        self.download(f"{SHARD_FOLDER}/{shard.name}.idx")
-        return self.path / SHARD_FOLDER / f"{shard.name}.idx"
+    def shard_path(self, number: int, kind: Literal["bin", "idx", "src"]) -> Path:
+        """Return the path of a file of a shard; an index or sources in S3 are downloaded."""
+        location = self._locations[number]
+        name = f"{SHARD_FOLDER}/{location.shard.name}.{kind}"
+        if kind != "bin":
+            self.download(name)
+        return location.folder / name
 
     def _open_tokens(self, number: int) -> np.ndarray:
-        path = self._bin_path(self.manifest.shards[number])
+        path = self.shard_path(number, "bin")
         with translate_os_errors("open", path):
             # a plain array over the map: slicing np.memmap itself is several times slower
             ids = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
         if ids.size != self.manifest.shards[number].tokens:
-            self._check_size(path, self.manifest.shards[number].tokens * self.dtype.itemsize)
+            _check_size(path, self.manifest.shards[number].tokens * self.dtype.itemsize, self._locations[number].folder)
         return ids
 
     def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Return lengths (ids) and offsets (bytes) of a shard's documents as views of its mapped index."""
         shard = self.manifest.shards[number]
-        path = self._idx_path(shard)
+        path = self.shard_path(number, "idx")
         with translate_os_errors("open", path):
             content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
         lengths_end = LENGTHS_OFFSET + 4 * shard.documents
         lengths = content[LENGTHS_OFFSET:lengths_end].view("<i4")
         return lengths, content[lengths_end : lengths_end + 8 * shard.documents].view("<i8")
 
-    def _read_sources(self, number: int) -> np.ndarray | None:
-        shard = self.manifest.shards[number]
-        if not shard.src_sha256:
-            return None
-        name = f"{SHARD_FOLDER}/{shard.name}.src"
-        self.download(name)
-        content = self._read_file(self.path / name, 8 * shard.documents)
-        n_files = self.manifest.sources.files
-        return decode_sources(content, documents=shard.documents, files=n_files, path=str(self.path / name))
+    def _read_source_files(self, folder: Path, sources: SourceFiles) -> tuple[SourceFile, ...]:
+        """Return the list of source files of a part."""
+        if not sources.list_sha256:
+            return sources.listed
+        self.download(SOURCES_FILE)
+        path = folder / SOURCES_FILE
+        content = _read_file(path, MAX_MANIFEST_BYTES, folder)
+        if hashlib.sha256(content).hexdigest() != sources.list_sha256:
+            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
+        files = decode_source_files(content, str(path), "copy it again or prepare it again")
+        if len(files) != sources.files:
+            raise DataError(f"{path}: {len(files)} files, the manifest says {sources.files}: prepare it again")
+        return files
 
-    def _shard_lengths(self, shard: ShardFile) -> np.ndarray:
-        path = self._idx_path(shard)
-        lengths, dtype = decode_index(self._read_file(path, index_size(shard.documents)), str(path))
+    def _read_sources(self, number: int) -> np.ndarray | None:
+        location = self._locations[number]
+        if not location.shard.src_sha256:
+            return None
+        path, documents = self.shard_path(number, "src"), location.shard.documents
+        content = _read_file(path, 8 * documents, location.folder)
+        return decode_sources(content, documents=documents, files=location.sources.files, path=str(path))
+
+    def _shard_lengths(self, number: int) -> np.ndarray:
+        shard, path = self.manifest.shards[number], self.shard_path(number, "idx")
+        content = _read_file(path, index_size(shard.documents), self._locations[number].folder)
+        lengths, dtype = decode_index(content, str(path))
         if lengths.size != shard.documents or dtype != self.manifest.dtype:
             raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
         return lengths
-
-    def _read_file(self, path: Path, max_bytes: int) -> bytes:
-        with translate_os_errors("read", path):
-            return read_file(path, max_bytes=max_bytes, inside=self.path)
-
-    def _check_size(self, path: Path, expected: int) -> None:
-        with translate_os_errors("open the shard", path):
-            found = path.lstat()
-            if stat.S_ISLNK(found.st_mode):
-                check_inside(path, self.path)
-                found = path.stat()
-        if not stat.S_ISREG(found.st_mode):
-            raise DataError(f"{path}: not a regular file; copy it again or prepare it again")
-        if (size := found.st_size) != expected:
-            raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare it again")
-
-    def _check_hash(self, path: Path, expected: str) -> None:
-        with translate_os_errors("read", path), open_regular(path, inside=self.path) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-        if actual != expected:
-            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
 
     def _check_ids(self, number: int) -> None:
         shard, digest = self.manifest.shards[number], hashlib.sha256()
@@ -428,7 +453,35 @@ class TokenStore:
             raise DataError(f"shard {shard.name}: SHA-256 differs from the manifest: upload it again")
 
 
+def _read_file(path: Path, max_bytes: int, inside: Path) -> bytes:
+    with translate_os_errors("read", path):
+        return read_file(path, max_bytes=max_bytes, inside=inside)
+
+
+def _check_size(path: Path, expected: int, inside: Path) -> None:
+    with translate_os_errors("open the shard", path):
+        found = path.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            check_inside(path, inside)
+            found = path.stat()
+    if not stat.S_ISREG(found.st_mode):
+        raise DataError(f"{path}: not a regular file; copy it again or prepare it again")
+    if (size := found.st_size) != expected:
+        raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare it again")
+
+
+def _check_hash(path: Path, expected: str, inside: Path) -> None:
+    with translate_os_errors("read", path), open_regular(path, inside=inside) as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != expected:
+        raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
+
+
 def _reopen(
-    kind: type[TokenStore], path: Path, manifest: StoreManifest, shard_reader: ShardReader | None
+    kind: type[TokenStore],
+    path: Path,
+    manifest: StoreManifest,
+    shard_reader: ShardReader | None,
+    locations: Sequence[ShardLocation],
 ) -> TokenStore:  # for pickle
-    return kind(path, manifest, shard_reader=shard_reader)
+    return kind(path, manifest, shard_reader=shard_reader, locations=locations)
