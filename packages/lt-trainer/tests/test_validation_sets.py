@@ -1,16 +1,29 @@
 """Several validation sets: each whole, at each interval, over any number of ranks, with bits per byte of its text."""
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_documents, read_documents
+from lt_data import (
+    DataError,
+    Document,
+    RowReader,
+    TokenStore,
+    inspect_step,
+    open_pack,
+    pack,
+    prepare_documents,
+    read_documents,
+)
 from lt_trainer.config.recipe import load
 from lt_trainer.data.training_data import open_data, validation_batches
 from lt_trainer.engine import Topology
 from lt_trainer.errors import RecipeError
+from lt_trainer.observability.report.data_section import data_section
+from lt_trainer.observability.report.run_history import read_run
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.runner import run
 
@@ -103,3 +116,19 @@ def test_a_set_of_another_tokenizer_is_refused_by_name(recipe_base, little_data,
     recipe_base["data"]["validation_sets"] = {"web": {"store": str(tmp_path / "other")}}
     with pytest.raises(RecipeError, match=r"data\.validation_sets\.web\.store = .* another tokenizer"):
         open_data(load(base=recipe_base).recipe)
+
+
+def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_data, tmp_path: Path) -> None:
+    for name in ("train", "validation"):
+        folder = shutil.copytree(little_data / name, tmp_path / name, ignore=shutil.ignore_patterns("packs"))
+        (folder / "packs").touch()  # nothing can be written there
+        store = TokenStore.open(folder, packs=tmp_path / "packs")
+        pack(store, seq_len=recipe_base["data"]["seq_len"], mode="bfd")
+    recipe_base["data"] |= {"store": str(tmp_path / "train"), "validation": str(tmp_path / "validation")}
+    with pytest.raises(DataError, match="has no pack bfd-32"):
+        open_data(load(base=recipe_base).recipe)
+    recipe_base["data"]["packs"] = str(tmp_path / "packs")
+    assert start(recipe_base) == 0
+    run_folder = Path(recipe_base["run"]["dir"])
+    assert inspect_step(run_folder, 1).rows
+    assert "bfd-32" in data_section(read_run(run_folder))

@@ -274,6 +274,7 @@ def _read_data_section(run: Path) -> dict[str, Any]:
     try:
         data = strict_json.load_object(content, str(path), "give another run directory")["recipe"]["data"]
         kinds = {"store": str, "seq_len": int, "packing": str, "document_mask": bool, "shuffle": bool}
+        kinds |= {"packs": str} if "packs" in data else {}
         wrong = [name for name, kind in kinds.items() if type(data[name]) is not kind]
     except (TypeError, KeyError) as exc:
         raise DataError(f"{path}: not the recipe of a run ({type(exc).__name__}: {exc})") from exc
@@ -294,7 +295,7 @@ def _open_rows(
     kind = spec.get("kind")
     if kind not in (None, "mixture", "buckets"):
         raise DataError(f"{run}: from step {event.step + 1} on it read {kind} rows, which have no token store")
-    seq_len, mask = data["seq_len"], data["document_mask"]
+    seq_len, mask, packs = data["seq_len"], data["document_mask"], data.get("packs", "")
     unknown = sorted(set(sources) - set(spec.get("stores", ())))
     if unknown or (kind == "mixture" and store is not None):
         option = f"source {unknown[0]!r}" if unknown else "--store"
@@ -304,7 +305,7 @@ def _open_rows(
         phases = tuple(Phase(weights=phase["weights"], from_row=phase["from_row"]) for phase in spec.get("phases", ()))
         if kind == "mixture":
             opened = {
-                name: _open_store(run, f"the source {name}", path, sources.get(name), "--source NAME=FOLDER")
+                name: _open_store(run, f"the source {name}", path, sources.get(name), "--source NAME=FOLDER", packs)
                 for name, path in spec["stores"].items()
             }
             readers = {
@@ -315,7 +316,7 @@ def _open_rows(
             }
             return Mixture(readers, phases, max_epochs=spec["max_epochs"])
         path = spec["store"] if kind == "buckets" else data["store"]
-        opened_store = _open_store(run, "data.store", path, store, "--store")
+        opened_store = _open_store(run, "data.store", path, store, "--store", packs)
         if kind is None:
             index = open_pack(opened_store, seq_len=seq_len, mode=data["packing"])
             return RowReader(opened_store, index, document_mask=mask)
@@ -327,10 +328,12 @@ def _open_rows(
         raise DataError(f"{run / EVENTS_FILE}: not rows of this version ({exc!r}): {dict(spec)!r}") from exc
 
 
-def _open_store(run: Path, field: str, recorded: str, override: str | Path | None, option: str) -> TokenStore:
+def _open_store(
+    run: Path, field: str, recorded: str, override: str | Path | None, option: str, packs: str
+) -> TokenStore:
     path = Path(to_local_name(recorded) if override is None else override)
     try:
-        return TokenStore.open(path)
+        return TokenStore.open(path, packs=packs)
     except DataError as exc:
         if override is not None:
             raise

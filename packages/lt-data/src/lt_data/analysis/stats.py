@@ -15,7 +15,7 @@ from lt_data.errors import DataError
 from lt_data.packing.packs import PACK_FILE, PackIndex
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet
 from lt_data.progress import Progress, no_progress
-from lt_data.store.manifest import PACK_FOLDER, RecordMapInfo, StoreSplit
+from lt_data.store.manifest import RecordMapInfo, StoreSplit
 from lt_data.store.token_store import TokenStore
 
 _BLOCK = 2**16  # documents per hash lookup
@@ -155,8 +155,7 @@ def stats(
     if not lengths.size:
         raise DataError(f"{store.path}: the store has no documents")
     text_tokens = store.n_tokens - store.n_documents * (manifest.bos + manifest.eos)
-    store.download(PACK_FOLDER)
-    folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{PACK_FILE}"))
+    folders = sorted(path.parent for path in store.pack_folder().glob(f"*/{PACK_FILE}"))
     return StoreStats(
         documents=store.n_documents,
         tokens=store.n_tokens,

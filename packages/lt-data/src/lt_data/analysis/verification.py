@@ -24,7 +24,7 @@ from lt_data.packing.packs import PackIndex
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
-from lt_data.store.manifest import MAX_MANIFEST_BYTES, PACK_FOLDER, TOKENIZER_FOLDER
+from lt_data.store.manifest import MAX_MANIFEST_BYTES, TOKENIZER_FOLDER
 from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.token_store import TokenStore
 
@@ -60,8 +60,7 @@ def verify(store: TokenStore, progress: Progress = no_progress) -> list[str]:
 
 def list_pack_folders(store: TokenStore) -> list[Path]:
     """Return the folders of the packs of a store, by name."""
-    store.download(PACK_FOLDER)
-    folder = store.path / PACK_FOLDER
+    folder = store.pack_folder()
     return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
 
 

@@ -82,13 +82,14 @@ def pack(
         int | None, typer.Option(help="Tokens in the shortest rows of buckets.", show_default="256")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the pack.", show_default="MODE-SEQ_LEN")] = None,
+    packs: analysis.Packs = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Make it again if it exists.")] = False,
 ) -> None:
     """Pack documents into training rows, as an index; tokens are not copied."""
     import lt_data
     from lt_data.packing.packs import PackMode
 
-    opened = lt_data.TokenStore.open(store)
+    opened = lt_data.TokenStore.open(store, packs=packs)
     index = lt_data.pack(
         opened, seq_len=seq_len, mode=cast(PackMode, mode), min_seq_len=min_seq_len, name=name, overwrite=overwrite
     )

@@ -14,6 +14,10 @@ _Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token 
 _Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 _Batch = Annotated[int | None, typer.Option(help="Rows in a step, over all ranks.", show_default=False)]
 _Ranks = Annotated[int, typer.Option(help="Data-parallel ranks.")]
+Packs = Annotated[
+    Path | None,
+    typer.Option(help="Folder for packs of several stores, if they are not in STORE.", show_default="STORE/packs"),
+]
 _SeqLen = Annotated[int | None, typer.Option(help="Of the pack, if the store has several.", show_default=False)]
 _Mode = Annotated[str | None, typer.Option(help="Of the pack, if the store has several.", show_default=False)]
 
@@ -23,6 +27,7 @@ def stats(
     duplicates: Annotated[bool, typer.Option("--duplicates", help="Count exact duplicates; reads all ids.")] = False,
     global_batch_size: _Batch = None,
     dp_size: _Ranks = 1,
+    packs: Packs = None,
     as_json: _Json = False,
 ) -> None:
     """Show documents, tokens, lengths, and the fill, padding and truncation of each pack."""
@@ -33,7 +38,7 @@ def stats(
 
     with progress_bar("read") as bar:
         store_stats = lt_data.stats(
-            lt_data.TokenStore.open(store),
+            lt_data.TokenStore.open(store, packs=packs),
             duplicates=duplicates,
             global_batch_size=global_batch_size,
             dp_size=dp_size,
@@ -46,6 +51,7 @@ def steps_per_epoch(
     store: _Store,
     global_batch_size: Annotated[int, typer.Option(help="Rows in a step, over all ranks.")],
     dp_size: _Ranks = 1,
+    packs: Packs = None,
     seq_len: _SeqLen = None,
     mode: _Mode = None,
     as_json: _Json = False,
@@ -56,7 +62,7 @@ def steps_per_epoch(
     from lt_data.display.terminal import echo
     from lt_data.store.token_store import TokenStore
 
-    pack = _find_pack(TokenStore.open(store), seq_len, mode)
+    pack = _find_pack(TokenStore.open(store, packs=packs), seq_len, mode)
     by_length = count(pack, global_batch_size=global_batch_size, dp_size=dp_size)
     if as_json:
         echo(json.dumps([steps.to_dict() for steps in by_length], indent=2))
@@ -64,7 +70,7 @@ def steps_per_epoch(
         echo("\n".join(format_epoch_steps(steps) for steps in by_length))
 
 
-def verify(store: _Store) -> None:
+def verify(store: _Store, packs: Packs = None) -> None:
     """Read and verify everything in a store; report every problem."""
     from lt_data.analysis.verification import find_problems, list_pack_folders
     from lt_data.display.progress_bars import progress_bar
@@ -72,14 +78,14 @@ def verify(store: _Store) -> None:
     from lt_data.errors import DataError
     from lt_data.store.token_store import TokenStore
 
-    opened = TokenStore.open(store)
+    opened = TokenStore.open(store, packs=packs)
     with progress_bar("verify") as report:
         problems = list(find_problems(opened, report))
     if problems:
         echo("\n".join(problems))
         raise DataError(f"{store}: {len(problems)} problem{'' if len(problems) == 1 else 's'}, listed above")
-    packs = len(list_pack_folders(opened))
-    echo(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {packs} packs: verified")
+    n_packs = len(list_pack_folders(opened))
+    echo(f"{store}: {opened.n_documents} documents, {opened.n_tokens} tokens, {n_packs} packs: verified")
 
 
 def inspect(
@@ -99,6 +105,7 @@ def inspect(
     ] = None,
     seq_len: _SeqLen = None,
     mode: _Mode = None,
+    packs: Packs = None,
     row: Annotated[int | None, typer.Option(help="Only this row, from 0.", show_default=False)] = None,
     rows: Annotated[
         str | None, typer.Option(metavar="A:B", help="Only the rows A to B - 1.", show_default="0:4 of a store")
@@ -128,6 +135,8 @@ def inspect(
     if (folder is None) == (run is None):
         raise DataError("give either a store, to show rows of a pack, or --run and --step, to show the rows of a step")
     if run is not None:
+        if packs is not None:
+            raise DataError("--packs: those of a run are in data.packs of its recipe; leave it out")
         if step is None or document is not None:
             raise DataError("--run: requires --step, from 1, and shows its documents (--document is for a store)")
         pairs = [item.partition("=") for item in source or ()]
@@ -141,7 +150,7 @@ def inspect(
     assert folder is not None
     if step is not None or store is not None or source:
         raise DataError("--step, --store and --source: require --run")
-    opened = TokenStore.open(folder)
+    opened = TokenStore.open(folder, packs=packs)
     if document is not None:
         if (seq_len, mode, selected) != (None, None, None):
             raise DataError("--document: not with --seq-len, --mode, --row or --rows, which are of a pack")
@@ -162,6 +171,7 @@ def report(
     duplicates: Annotated[bool, typer.Option("--duplicates", help="Count exact duplicates; reads all ids.")] = False,
     global_batch_size: _Batch = None,
     dp_size: _Ranks = 1,
+    packs: Packs = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
     """Write a self-contained HTML report of a store: lengths, packs, sources."""
@@ -170,7 +180,7 @@ def report(
     from lt_data.display.terminal import echo
     from lt_data.store.token_store import TokenStore
 
-    opened = TokenStore.open(store)
+    opened = TokenStore.open(store, packs=packs)
     with progress_bar("read") as bar:
         written = write_report(
             opened,

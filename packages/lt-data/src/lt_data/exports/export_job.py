@@ -7,7 +7,6 @@ from lt_data.errors import DataError
 from lt_data.exports.options import ExportOptions
 from lt_data.packing.packs import PACK_FILE, PackIndex, build_index, open_pack
 from lt_data.progress import Progress, no_progress
-from lt_data.store.manifest import PACK_FOLDER
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.rows import RowReader
 
@@ -41,7 +40,7 @@ class ExportJob:
         """Reader of the rows of the store's pack, or of a temporary pack if the store has none."""
         seq_len, mode = self.options.seq_len, self.options.packing
         assert seq_len is not None
-        if (self.store.path / PACK_FOLDER / f"{mode}-{seq_len}" / PACK_FILE).exists():
+        if (self.store.pack_folder(f"{mode}-{seq_len}") / PACK_FILE).exists():
             return RowReader(self.store, open_pack(self.store, seq_len=seq_len, mode=mode))
         fingerprint = self.store.manifest.fingerprint
         pack: PackIndex = build_index(self.store.lengths, seq_len=seq_len, mode=mode, store_fingerprint=fingerprint)

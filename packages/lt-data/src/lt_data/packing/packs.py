@@ -11,11 +11,14 @@ the slice ends its document (`concat`: the store). So the number of labels of an
 Cost: 28 bytes per slice on disk, opened without reading.
 """
 
+import errno
 import hashlib
 import io
 import json
+import os
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -26,8 +29,7 @@ from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.packing.algorithms import fill_best_fit, fill_buckets, fill_concat
 from lt_data.packing.npy import mmap_npy
-from lt_data.storage import atomic_folder, read_file, translate_os_errors, write_file
-from lt_data.store.manifest import PACK_FOLDER
+from lt_data.storage import atomic_folder, make_folder_synced, read_file, translate_os_errors, write_file
 from lt_data.store.token_store import TokenStore
 
 FORMAT = "lt-data-pack"
@@ -241,7 +243,7 @@ def pack(
     """Make the pack of a store, or open it if it exists.
 
     Args:
-        store: the token store; the pack is written to `packs/<name>` in its folder.
+        store: the token store; the pack is written to the folder `<name>` in its `pack_folder`.
         seq_len: tokens in a row; with `buckets`, in the longest.
         mode: `bfd`, `concat` or `buckets`.
         min_seq_len: only with `buckets`: tokens in the shortest rows, `seq_len` divided by a power of two; default 256.
@@ -261,11 +263,27 @@ def pack(
         if foreign := sorted(entry.name for entry in folder.iterdir() if entry.name not in known):
             raise DataError(f"{folder} holds {', '.join(foreign)} beside the pack: move them away before overwriting")
     fingerprint = store.manifest.fingerprint
-    index = build_index(
-        store.lengths, seq_len=seq_len, mode=mode, min_seq_len=min_seq_len, store_fingerprint=fingerprint
-    )
-    index.save(folder, overwrite=True)
+    with _suggest_folder(store):
+        with translate_os_errors("create", folder.parent):
+            make_folder_synced(folder.parent)
+            if not os.access(folder.parent, os.W_OK):  # before hours of work
+                raise PermissionError(errno.EACCES, "not writable")
+        index = build_index(
+            store.lengths, seq_len=seq_len, mode=mode, min_seq_len=min_seq_len, store_fingerprint=fingerprint
+        )
+        index.save(folder, overwrite=True)
     return PackIndex.load(folder)
+
+
+@contextmanager
+def _suggest_folder(store: TokenStore) -> Iterator[None]:
+    """Add to a file system error that packs may be elsewhere."""
+    try:
+        yield
+    except DataError as exc:
+        if store.packs is not None or not isinstance(exc.__cause__, OSError):
+            raise
+        raise DataError(f"{exc}; or give another folder for packs (--packs, in a recipe data.packs)") from exc
 
 
 def open_pack(
@@ -279,8 +297,9 @@ def open_pack(
     lengths = _row_lengths(seq_len, mode, min_seq_len)
     folder = _pack_folder(store, lengths, mode, name)
     if not folder.exists():
+        place = "" if store.packs is None else f" in {store.packs}"
         raise DataError(
-            f"store {store.path} has no pack {folder.name}; make it with: {_pack_command(store, lengths, mode)}"
+            f"store {store.path} has no pack {folder.name}{place}; make it with: {_pack_command(store, lengths, mode)}"
         )
     return _open_checked(folder, store, lengths, mode)
 
@@ -298,7 +317,8 @@ def _open_checked(folder: Path, store: TokenStore, lengths: list[int], mode: Pac
 
 def _pack_command(store: TokenStore, lengths: list[int], mode: PackMode) -> str:
     min_seq_len = f" --min-seq-len {lengths[-1]}" if mode == "buckets" else ""
-    return f"lt data pack {store.path} --seq-len {lengths[0]} --mode {mode}{min_seq_len}"
+    packs = "" if store.packs is None else f" --packs {store.packs}"
+    return f"lt data pack {store.path} --seq-len {lengths[0]} --mode {mode}{min_seq_len}{packs}"
 
 
 def _pack_name(lengths: list[int], mode: PackMode) -> str:
@@ -315,8 +335,7 @@ def verify_packs(store: TokenStore) -> int:
     Raises:
         DataError: one differs.
     """
-    store.download(PACK_FOLDER)
-    folders = sorted(path.parent for path in (store.path / PACK_FOLDER).glob(f"*/{PACK_FILE}"))
+    folders = sorted(path.parent for path in store.pack_folder().glob(f"*/{PACK_FILE}"))
     for folder in folders:
         index = PackIndex.load(folder)
         _open_checked(folder, store, _row_lengths_of(index), index.mode).verify()
@@ -413,8 +432,7 @@ def _pack_folder(store: TokenStore, lengths: list[int], mode: PackMode, name: st
     name = _pack_name(lengths, mode) if name is None else name
     if not name or name in (".", "..") or "/" in name:
         raise DataError(f"name = {name!r}: give a folder name without a path")
-    store.download(f"{PACK_FOLDER}/{name}")
-    return store.path / PACK_FOLDER / name
+    return store.pack_folder(name)
 
 
 def _row_lengths(seq_len: int, mode: str, min_seq_len: int | None) -> list[int]:

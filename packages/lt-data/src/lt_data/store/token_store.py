@@ -38,6 +38,7 @@ from lt_data.store.joined import ShardLocation, load_store, locate_shards
 from lt_data.store.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_TOKENIZER_BYTES,
+    PACK_FOLDER,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
     SourceFile,
@@ -76,6 +77,7 @@ class TokenStore:
         manifest: its manifest.
         shard_reader: reader of the shards if they are not files in the folder.
         locations: where each shard is; in this folder by default.
+        packs: folder of the packs of several stores, if they are not in the folder of each store.
     """
 
     def __init__(
@@ -85,10 +87,12 @@ class TokenStore:
         *,
         shard_reader: ShardReader | None = None,
         locations: Sequence[ShardLocation] | None = None,
+        packs: Path | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self._shard_reader = shard_reader
+        self._packs = packs
         self._locations = locations or locate_shards(path, manifest)
         self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
@@ -99,13 +103,14 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself: pickling a map would copy it.
-        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._locations))
+        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._locations, self._packs))
 
     @classmethod
     def open(
         cls,
         path: str | Path,
         *,
+        packs: str | Path | None = None,
         cache: str | Path | None = None,
         cache_bytes: int | None = None,
         endpoint_url: str | None = None,
@@ -114,6 +119,7 @@ class TokenStore:
 
         Args:
             path: the folder, or `s3://bucket/folder`.
+            packs: folder for the packs of this and other stores, such as one that cannot be written.
             cache: cache folder of a store in S3; `lt-data` in the user's cache folder if not given.
             cache_bytes: limit of the cached blocks; 20 GiB if not given.
             endpoint_url: endpoint of an S3-compatible object store.
@@ -121,6 +127,7 @@ class TokenStore:
         Raises:
             DataError: no store, another version, or a shard that is missing or not of the manifest's size.
         """
+        packs = None if not packs else Path(packs)
         if isinstance(path, str) and path.startswith("s3://"):
             from lt_data.remote.reading import DEFAULT_CACHE_BYTES, RemoteShards
             from lt_data.remote.s3 import S3Options
@@ -131,12 +138,12 @@ class TokenStore:
                 cache_bytes=DEFAULT_CACHE_BYTES if cache_bytes is None else cache_bytes,
                 options=S3Options(endpoint_url=endpoint_url),
             )
-            return cls(shards.folder, shards.manifest, shard_reader=shards)
+            return cls(shards.folder, shards.manifest, shard_reader=shards, packs=packs)
         if (cache, cache_bytes, endpoint_url) != (None, None, None):
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
         loaded = load_store(path)
-        store = cls(path, loaded.manifest, locations=loaded.locations)
+        store = cls(path, loaded.manifest, locations=loaded.locations, packs=packs)
         for part in store.part_folders:
             with translate_os_errors("read", part):
                 check_inside(part / SHARD_FOLDER, part)
@@ -164,6 +171,11 @@ class TokenStore:
     def dtype(self) -> np.dtype:
         """Data type of the ids on disk."""
         return np.dtype(self.manifest.dtype).newbyteorder("<")
+
+    @property
+    def packs(self) -> Path | None:
+        """Folder for the packs of several stores, if it was given."""
+        return self._packs
 
     @property
     def part_folders(self) -> list[Path]:
@@ -212,6 +224,13 @@ class TokenStore:
         if tokenizer.sha256 != self.manifest.tokenizer.sha256:
             raise DataError(f"{self.tokenizer_folder}: not the tokenizer of this store; restore its files")
         return tokenizer
+
+    def pack_folder(self, name: str = "") -> Path:
+        """Return the folder of a pack, or of all packs of this store; those in S3 are downloaded."""
+        if self._packs is not None:
+            return self._packs / self.manifest.fingerprint[:16] / name
+        self.download(f"{PACK_FOLDER}/{name}".rstrip("/"))
+        return self.path / PACK_FOLDER / name
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document (a view of the mapped file)."""
@@ -483,5 +502,6 @@ def _reopen(
     manifest: StoreManifest,
     shard_reader: ShardReader | None,
     locations: Sequence[ShardLocation],
+    packs: Path | None,
 ) -> TokenStore:  # for pickle
-    return kind(path, manifest, shard_reader=shard_reader, locations=locations)
+    return kind(path, manifest, shard_reader=shard_reader, locations=locations, packs=packs)

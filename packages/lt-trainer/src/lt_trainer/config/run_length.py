@@ -70,7 +70,7 @@ def steps_from_epochs(epochs: Fraction, values: Mapping[str, Any]) -> tuple[int,
         dotted = f"{'data' if section is DataOptions else 'batch'}.{name}"
         return values.get(dotted, getattr(section, name))
 
-    store, seq_len, mode = (value(DataOptions, name) for name in ("store", "seq_len", "packing"))
+    store, packs, seq_len, mode = (value(DataOptions, name) for name in ("store", "packs", "seq_len", "packing"))
     remedy = "set schedule.max_steps (MAX_STEPS) to a number"
     if not store or mode == "buckets" or any(name.startswith("batch.ramp.") for name in values):
         raise RecipeError(
@@ -86,7 +86,7 @@ def steps_from_epochs(epochs: Fraction, values: Mapping[str, Any]) -> tuple[int,
         )
     from lt_data import TokenStore, open_pack
 
-    rows = open_pack(TokenStore.open(store), seq_len=seq_len, mode=mode).n_rows
+    rows = open_pack(TokenStore.open(store, packs=packs), seq_len=seq_len, mode=mode).n_rows
     batch = value(BatchOptions, "global_batch_size")
     steps, left = divmod(int(epochs * rows), batch)
     if not steps:

@@ -96,7 +96,7 @@ def _open_stores(data: DataOptions) -> dict[str, TokenStore]:
     paths |= {f"data.mixture.{name}.store": source.store for name, source in data.mixture.items()}
     paths |= {"data.validation": data.validation}
     paths |= {f"data.validation_sets.{name}.store": entry.store for name, entry in data.validation_sets.items()}
-    stores = {name: TokenStore.open(path) for name, path in paths.items() if path}
+    stores = {name: TokenStore.open(path, packs=data.packs) for name, path in paths.items() if path}
     if not stores:
         return {}
     first = next(iter(stores))

@@ -59,6 +59,7 @@ class DataOptions:
         "best-fit rows of whole documents (bfd), documents concatenated and cut, or rows of several lengths",
         former_name="pack",
     )
+    packs: str = option("", "folder for the packs of all stores; empty = in each store")
     min_seq_len: int = option(256, "positions of the shortest rows with buckets", unit="tokens", former_name="shortest")
     bucket_weights: Mapping[str, BucketOptions] = field(default_factory=dict)
     phase_steps: tuple[int, ...] = option((), "steps after which the weights of a mixture or of buckets change")

@@ -24,7 +24,7 @@ def data_section(run: RunHistory) -> str:
     if not folders:
         kind = "a custom loader" if data.get("loader") else "synthetic rows" if data.get("synthetic") else ""
         return position + (f"<p>Training data: {kind}, no token store.</p>" if kind else "")
-    return position + "".join(_store(name, folder) for name, folder in folders.items())
+    return position + "".join(_store(name, folder, data.get("packs", "")) for name, folder in folders.items())
 
 
 def named_stores(data: Mapping[str, Any]) -> dict[str, str]:
@@ -58,12 +58,12 @@ def _position(run: RunHistory, data: Mapping[str, Any]) -> list[tuple[str, str]]
     return rows
 
 
-def _store(name: str, folder: str) -> str:
+def _store(name: str, folder: str, packs: str) -> str:
     title = f"<h3>{escape(name)} <small>{escape(folder)}</small></h3>"
     if not Path(folder).exists():
         return f"{title}<p>No store at this path (relative to {escape(str(Path.cwd()))}).</p>"
     try:
-        store = TokenStore.open(folder)
+        store = TokenStore.open(folder, packs=packs)
         sections = render_sections(stats(store), store.manifest, level=4)
     except DataError as exc:
         return f"{title}<p>The store cannot be read: {escape(str(exc))}</p>"
