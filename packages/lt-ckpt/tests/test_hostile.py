@@ -14,12 +14,13 @@ import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
 import zipfile
 import zlib
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
@@ -184,6 +185,34 @@ def fuzz(every, name: str, seed: int, n: int) -> dict[str, int]:
 def test_a_changed_file_is_refused_or_read(every, name):
     results = fuzz(every, name, SEED, CHANGES)
     assert results["refused"] > CHANGES // 4
+
+
+def _waits_for_ever(*_: object) -> None:
+    raise AssertionError("it waits for a writer of the pipe")
+
+
+@pytest.mark.guarantee("hostile-files")
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_pipe_in_the_place_of_a_file_is_refused_at_once(every, name):
+    place, rng = every[name], random.Random(name)
+    files = [place] if place.is_file() else sorted(path for path in place.rglob("*") if path.is_file())
+    aside = place.parent / "aside"
+    before = signal.signal(signal.SIGALRM, _waits_for_ever)
+    try:
+        for path in rng.sample(files, min(len(files), 6)):
+            path.rename(aside)
+            os.mkfifo(path)
+            signal.alarm(20)
+            try:  # NxD's markers and checksums' absence are no errors
+                with suppress(CheckpointError, ModelError):
+                    use(place, every["model"])
+            finally:
+                signal.alarm(0)
+                path.unlink()
+                aside.rename(path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    use(place, every["model"])
 
 
 @pytest.mark.guarantee("hostile-files")

@@ -15,6 +15,7 @@ from lt_launch.launch_dir import (
     list_launch_dirs,
     load_launch,
     lock_owner,
+    read_events,
     save_job_ids,
 )
 from lt_launch.profile import Profile
@@ -148,6 +149,10 @@ def test_a_launch_is_held_by_one_process(made) -> None:
 
 def test_damage_is_named(made) -> None:
     launch = made()
-    (launch.directory / "launch.json").write_text("{")
-    with pytest.raises(LaunchError, match=r"launch\.json is damaged"):
-        load_launch("runs/x")
+    for content in (b"{", b"[]", b"\xff", b'{"format": "lt-launch", "version": 1, "profile": 3}', b"[" * 10**6):
+        (launch.directory / "launch.json").write_bytes(content)
+        with pytest.raises(LaunchError, match=r"launch\.json is damaged"):
+            load_launch("runs/x")
+    with (launch.directory / "events.jsonl").open("ab") as file:
+        file.write(b"[" * 10**6 + b"\n")
+    assert all("event" in event for event in read_events(launch))

@@ -166,7 +166,7 @@ def test_token_ids_and_dtype_are_checked(gqa_config):
 def test_files_that_cannot_be_read_name_the_file(tmp_path):
     with pytest.raises(ModelError, match=r"none\.json: cannot be read: No such file"):
         read_config(tmp_path / "none.json")
-    for content in (b"{", b"\xff\xfe\x00"):
+    for content in (b"{", b"\xff\xfe\x00", b"[" * 10**6):
         (tmp_path / "config.json").write_bytes(content)
         with pytest.raises(ModelError, match=r"config\.json: not a JSON file"):
             read_config(tmp_path)

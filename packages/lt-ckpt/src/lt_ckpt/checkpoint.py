@@ -126,7 +126,7 @@ def read_slices_into(
                 if descriptor >= 0:
                     os.close(descriptor)
                     descriptor = -1
-                descriptor, opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC), file
+                descriptor, opened = files.open_for_reading(path), file
             files.read_exactly(descriptor, position, buffer, path)
 
     def defer(file: str, position: int, buffer: memoryview) -> None:

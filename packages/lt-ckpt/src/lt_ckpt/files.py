@@ -155,9 +155,18 @@ def read_exactly(descriptor: int, position: int, buffer: memoryview, path: Path)
         done += n_read
 
 
+def open_for_reading(path: str | os.PathLike[str]) -> int:
+    """Open a regular file and return its descriptor; a pipe, which nobody may ever write to, is an error."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"{os.fspath(path)}: is no regular file; put the file itself there")
+    return descriptor
+
+
 def read_bounded(path: Path, max_bytes: int) -> bytes:
-    """Return the bytes of a file of at most `max_bytes`."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Return the bytes of a regular file of at most `max_bytes`."""
+    descriptor = open_for_reading(path)
     try:
         size = os.fstat(descriptor).st_size
         if size > max_bytes:

@@ -160,7 +160,7 @@ def _check_file(
     """Return the problems of one file."""
     problems: list[str] = []
     with translate_os_errors("verifying", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_for_reading(path)
         try:
             size = os.fstat(descriptor).st_size
             if size != record.n_bytes:

@@ -240,7 +240,7 @@ def _check_value(path: Path, stored: StoredChecksum, value: int | str) -> None:
 
 def _read_blocks(path: Path, position: int, n_bytes: int) -> Iterator[tuple[int, memoryview]]:
     with translate_os_errors("reading", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_for_reading(path)
         try:
             buffer = memoryview(bytearray(min(n_bytes, files.BLOCK_BYTES)))
             for start in range(0, n_bytes, files.BLOCK_BYTES):

@@ -57,7 +57,7 @@ class DirectFileReader:
 
     def __init__(self, path: Path) -> None:
         self.path, self.n_pending_reads = path, 0
-        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = files.open_for_reading(path)
         try:
             self.direct = direct_io.enable_direct_io(self.descriptor)
         except BaseException:
@@ -109,7 +109,7 @@ class DirectFileReader:
         os.close(self.descriptor)
 
     def _read_buffered(self, view: memoryview, begin: int) -> None:
-        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_for_reading(self.path)
         try:
             files.read_exactly(descriptor, begin, view, self.path)
         finally:

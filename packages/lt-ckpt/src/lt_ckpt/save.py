@@ -259,7 +259,7 @@ def wait_for_rank_manifests(
 
 def _hash_file(path: Path, hashed_bytes: int) -> FileRecord:
     """Return a file's record as this machine sees it: its size and the hash of its leading bytes."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = files.open_for_reading(path)
     try:
         size = os.fstat(descriptor).st_size
         hashed, digest = min(hashed_bytes, size), xxhash.xxh3_128()

@@ -183,7 +183,7 @@ class _OpenSourceFile:
             self._direct.read_into(position, buffer)
             return
         if self._descriptor is None:
-            self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = files.open_for_reading(self._path)
         files.read_exactly(self._descriptor, position, buffer, self._path)
 
     def read_aligned(self, position: int, n_bytes: int, memory: np.ndarray) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Strict JSON.
 
-Reading refuses what the standard reader accepts: duplicate keys, NaN and Infinity, unlimited nesting, a field of
+Reading refuses what the standard reader accepts: duplicate keys, NaN and Infinity, nesting of any depth, a field of
 another type (`true` is not an integer here). Every message names the file and the field.
 """
 
@@ -8,6 +8,9 @@ import json
 from typing import Any, TypeVar
 
 from lt_ckpt.errors import CheckpointError
+
+MAX_DEPTH = 64
+"""Lists and objects inside each other; deeper ones would overflow the stack of whatever walks over them."""
 
 T = TypeVar("T")
 
@@ -37,6 +40,17 @@ def _reject_constant(text: str) -> Any:
     raise ValueError(f"{text} is not JSON")
 
 
+def _check_depth(value: Any) -> None:
+    """Raise a RecursionError if lists and objects are nested more than `MAX_DEPTH` deep."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise RecursionError
+
+
 def loads(raw: bytes, source: str) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -45,12 +59,14 @@ def loads(raw: bytes, source: str) -> dict[str, Any]:
         source: The file, for messages.
 
     Raises:
-        CheckpointError: Not UTF-8, not JSON, not an object, or a duplicate key.
+        CheckpointError: Not UTF-8, not JSON, not an object, nested more than `MAX_DEPTH` deep, or a duplicate key.
     """
     try:
         value = json.loads(raw.decode(), object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+        _check_depth(value)
     except (ValueError, RecursionError) as exc:
-        raise CheckpointError(f"{source}: not readable as JSON ({exc}); the file is damaged or not ours") from exc
+        reason = f"nested more than {MAX_DEPTH} deep" if isinstance(exc, RecursionError) else str(exc)
+        raise CheckpointError(f"{source}: not readable as JSON ({reason}); the file is damaged or not ours") from exc
     if not isinstance(value, dict):
         raise CheckpointError(f"{source}: must hold a JSON object, not {type(value).__name__}")
     return value

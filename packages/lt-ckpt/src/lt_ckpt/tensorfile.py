@@ -183,7 +183,7 @@ def read_header(path: Path) -> SafetensorsHeader:
         CheckpointError: The file cannot be read, or violates the format.
     """
     with translate_os_errors("reading", path):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = files.open_for_reading(path)
         try:
             n_bytes = os.fstat(descriptor).st_size
             if n_bytes < 10:

@@ -98,7 +98,7 @@ class Channel:
         """A record in a line; what a login shell prints on its own is kept as a complaint."""
         try:
             values = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             values = None
         if isinstance(values, dict):
             return [values]

@@ -142,7 +142,9 @@ def load_launch(path: str | Path) -> Launch:
             profile=Profile(values=assignments),
             job_ids=values["job_ids"],
         )
-    except (OSError, KeyError, TypeError, json.JSONDecodeError) as exc:
+    except LaunchError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise LaunchError(f"{file} is damaged ({exc}); launch again with the same --out") from exc
 
 

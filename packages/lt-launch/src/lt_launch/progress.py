@@ -105,7 +105,7 @@ def _read_run_size(folder: Path) -> tuple[int, int]:
     try:
         recipe = json.loads((folder / "recipe.json").read_bytes())["recipe"]
         return recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"] * recipe["data"]["seq_len"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0, 0
 
 
@@ -130,7 +130,7 @@ def _read_jsonl_tail(path: Path) -> list[Mapping[str, Any]]:
     for row in rows:
         try:
             values = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(values, dict):
             records.append(values)

@@ -146,7 +146,7 @@ def read_config(path: str | Path) -> LlamaConfig:
         values = json.loads(file.read_text(encoding="utf-8"))
     except OSError as exc:
         raise ModelError(f"{file}: cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:  # broken JSON, or bytes that are not UTF-8
+    except (ValueError, RecursionError) as exc:  # broken JSON, nested without end, or bytes that are not UTF-8
         raise ModelError(f"{file}: not a JSON file: {exc}") from exc
     if not isinstance(values, Mapping):
         raise ModelError(f"{file}: expected a JSON object, not {type(values).__name__}")

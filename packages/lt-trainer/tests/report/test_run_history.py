@@ -107,7 +107,7 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
         read_run(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[1]"])
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 10**6], ids=["cut", "list", "nested"])
 def test_a_damaged_file_is_named(make_run, content: str) -> None:
     folder = make_run()
     (folder / "recipe.json").write_text(content)

@@ -192,7 +192,7 @@ class OpenFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
         with translate_os_errors("reading", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = files.open_for_reading(path)
             self.size = os.fstat(self._descriptor).st_size
 
     def read(self, position: int, n: int) -> bytes:

@@ -85,7 +85,7 @@ def read_table(path: Path) -> Table | None:
     """A JSON object; None where there is none, or it cannot be read as one."""
     try:
         found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 
@@ -111,7 +111,7 @@ def read_lines(path: Path) -> list[Table]:
     for row in rows:
         try:
             values = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(values, dict):
             found.append(values)
@@ -156,7 +156,7 @@ def completed(run_dir: str, since: int = 0) -> bool:
     for row in rows:
         try:
             kind = json.loads(row).get("event")
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             continue
         if kind in ("start", "stop", "completed"):
             last = kind

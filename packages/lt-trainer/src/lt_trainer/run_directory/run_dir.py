@@ -169,7 +169,7 @@ def read_mirror_name(path: str | Path) -> str:
         return ""
     try:
         name = json.loads(file.read_bytes())["run"]
-    except (ValueError, KeyError, TypeError) as exc:
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise RunDirError(f"{file} is damaged ({exc}); remove it to compare the run with its mirror again") from exc
     return str(name)
 
@@ -187,7 +187,7 @@ def _is_run_dir(path: Path) -> bool:
     if marker.exists():
         try:
             values = json.loads(marker.read_bytes())
-        except ValueError:
+        except (ValueError, RecursionError):
             values = {}
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise RunDirError(f"run.dir = {str(path)!r}: {marker} is damaged; set run.dir to a new folder")

@@ -206,7 +206,7 @@ def _json(path: Path) -> dict[str, Any]:
     text = _text(path)
     try:
         values = json.loads(text) if text else {}
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise RunDirError(f"{path} is damaged ({exc}); start the run again to rewrite it") from exc
     if not isinstance(values, dict):
         raise RunDirError(f"{path} is damaged (not a JSON object); start the run again to rewrite it")
