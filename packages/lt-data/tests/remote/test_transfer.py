@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, TokenStore, pack
+from lt_data import DataError, Tokenizer, TokenStore, pack, prepare
 from lt_data.__main__ import main
 from lt_data.packing.packs import verify_packs
 from lt_data.remote.contents import LISTING
@@ -200,6 +200,39 @@ def test_a_store_that_another_program_copied(store: TokenStore, bucket: Any, tmp
         bucket.put(name, content)
         download(bucket.url, target)
         assert tree(target) == tree(store.path)
+
+
+def test_sources_and_columns_of_documents_go_along(
+    tokenizer: Tokenizer, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    monkeypatch.setattr("lt_data.sources.reader.MAX_LISTED_SOURCES", 1)
+    for name in "ab":
+        lines = [json.dumps({"text": f"{name} {n}", "n": n}) for n in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    prepare(
+        [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
+        tokenizer=tokenizer,
+        out=tmp_path / "store",
+        keep=["n:int"],
+        shard_tokens=100,
+    )
+    before = tree(tmp_path / "store")
+    assert {"sources.jsonl", "shards/00001.src", "shards/00001.arrow"} <= set(before)
+    upload(tmp_path / "store", bucket.url)
+    download(bucket.url, tmp_path / "copy")
+    assert tree(tmp_path / "copy") == before
+    remote = TokenStore.open(bucket.url, cache=tmp_path / "cache")
+    assert (str(remote.document_source(45)), remote.document_columns(45)) == (f"{tmp_path}/b.jsonl:16", {"n": 15})
+    remote.verify()
+    bucket.delete(LISTING)  # as another program copies it
+    for name in ("sources.jsonl", "shards/00001.src", "shards/00001.arrow"):
+        bucket.put(name, before[name][:-1] + b"?")
+        with pytest.raises(DataError):
+            download(bucket.url, tmp_path / f"bad{Path(name).suffix}")
+        bucket.put(name, before[name])
+    download(bucket.url, tmp_path / "again")
+    assert tree(tmp_path / "again") == before
 
 
 def test_objects_that_are_missing_or_cut_are_told_before_anything_is_fetched(

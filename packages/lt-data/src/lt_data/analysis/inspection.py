@@ -6,7 +6,7 @@ the source of each document, unless they were given by the caller. Nothing is ru
 Cost: the row indices of one batch, and decoding the tokens of the requested rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ class DocumentSpan:
         end: one past its last token.
         document_tokens: tokens of the whole document.
         labels: positions of the span with a label.
+        columns: kept columns of the document, by name.
         text: decoded tokens, including special ones; a character that is split at the span's boundary is U+FFFD.
     """
 
@@ -41,6 +42,7 @@ class DocumentSpan:
     end: int
     document_tokens: int
     labels: int
+    columns: Mapping[str, Any]
     text: str
 
     @property
@@ -181,6 +183,7 @@ def inspect_document(store: TokenStore, document: int) -> DocumentSpan:
         end=length,
         document_tokens=length,
         labels=0,
+        columns=store.document_columns(document),
         text=store.tokenizer().decode(store.tokens(begin, length)),
     )
 
@@ -199,6 +202,7 @@ def _document_spans(store: TokenStore, pack: PackIndex, row: int, tokenizer: Tok
                 end=begin + length,
                 document_tokens=document_tokens,
                 labels=int(pack.labels[i]),
+                columns=store.document_columns(document),
                 text=tokenizer.decode(store.tokens(start, length)),
             )
         )

@@ -15,7 +15,7 @@ from lt_data.errors import DataError
 from lt_data.packing.packs import PACK_FILE, PackIndex
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet
 from lt_data.progress import Progress, no_progress
-from lt_data.store.manifest import RecordMapInfo, StoreSplit
+from lt_data.store.manifest import ColumnInfo, RecordMapInfo, StoreSplit
 from lt_data.store.token_store import TokenStore
 
 _BLOCK = 2**16  # documents per hash lookup
@@ -98,6 +98,7 @@ class StoreStats:
         special_strings: counts of literal special strings in the text.
         duplicates: exact duplicates, if requested.
         packs: statistics of the packs, by name.
+        columns: the kept columns.
         map: function of the user that was applied to the records, if any.
         split: the store and the side of the split that made this one, if any.
         fingerprint: fingerprint of the store.
@@ -120,6 +121,7 @@ class StoreStats:
     special_strings: dict[str, int]
     duplicates: DuplicateStats | None
     packs: tuple[PackStats, ...]
+    columns: tuple[ColumnInfo, ...]
     map: RecordMapInfo | None
     split: StoreSplit | None
     fingerprint: str
@@ -176,6 +178,7 @@ def stats(
         packs=tuple(
             _pack_stats(folder.name, PackIndex.load(folder), store, global_batch_size, dp_size) for folder in folders
         ),
+        columns=manifest.columns,
         map=manifest.map,
         split=manifest.split,
         fingerprint=manifest.fingerprint,

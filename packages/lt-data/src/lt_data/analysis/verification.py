@@ -2,7 +2,8 @@
 
     manifest.json   its checksum, its totals, and its exact formatting
     tokenizer/      SHA-256 of each file, and of the tokenizer
-    shards          SHA-256 of all files; sums of lengths; offsets; ids within the vocabulary; indices of source files
+    shards          SHA-256 of all files; sums of lengths; offsets; ids within the vocabulary; indices of source files;
+                    columns
     sources.jsonl   SHA-256; number of files
     packs           fingerprints and headers; every token of the store in exactly one row; labels; row lengths
 
@@ -43,7 +44,7 @@ def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterat
         for problem in _check_index(store, number):
             indexes_valid = False
             yield problem
-        yield from _check_sources(store, number)
+        yield from _check_metadata(store, number)
         for n_bytes, problem in _check_ids(store, number):
             done += n_bytes
             if problem:
@@ -126,19 +127,24 @@ def _check_source_files(store: TokenStore) -> Iterator[str]:
         yield str(exc)
 
 
-def _check_sources(store: TokenStore, number: int) -> Iterator[str]:
+def _check_metadata(store: TokenStore, number: int) -> Iterator[str]:
+    """Check the sources and the columns of the documents of a shard."""
     location = store.shard_location(number)
-    try:
-        if store.shard_sources(number) is None:
-            return
-        path = store.shard_path(number, "src")
-        with translate_os_errors("read", path), open_regular(path, inside=location.folder) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-    except DataError as exc:
-        yield str(exc)
-        return
-    if actual != location.shard.src_sha256:
-        yield f"{path}: SHA-256 differs from the manifest"
+    shard = location.shard
+    for kind, expected, decode in (
+        ("src", shard.src_sha256, store.shard_sources),
+        ("arrow", shard.arrow_sha256, store.shard_columns),
+    ):
+        if not expected:
+            continue
+        try:
+            path = store.shard_path(number, kind)
+            with translate_os_errors("read", path), open_regular(path, inside=location.folder) as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                    yield f"{path}: SHA-256 differs from the manifest"
+            decode(number)
+        except DataError as exc:
+            yield str(exc)
 
 
 def _check_ids(store: TokenStore, number: int) -> Iterator[tuple[int, str]]:

@@ -99,6 +99,15 @@ def prepare(
         str | None,
         typer.Option(help="Its other arguments, as a JSON object.", rich_help_panel=_SELECTION),
     ] = None,
+    keep: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD[:TYPE],...",
+            help="Fields or columns to keep beside each document; string, int, float or bool.",
+            show_default=False,
+            rich_help_panel=_SOURCES,
+        ),
+    ] = None,
     part: Annotated[
         int,
         typer.Option(help="Part of the job to prepare, from 0; lt data merge joins the parts.", rich_help_panel=_JOB),
@@ -138,6 +147,7 @@ def prepare(
             selection=selection,
             record_map=map_,
             map_args=None if map_args is None else strict_json.load_object(map_args, "--map-args", "give an object"),
+            keep=[field for fields in keep or () for field in fields.split(",")],
             suffixes=suffix,
             text_field=text_field,
             tokens_field=tokens_field,

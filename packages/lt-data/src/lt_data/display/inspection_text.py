@@ -6,6 +6,7 @@ The text of a document must not change the terminal or the layout, so non-printa
 terminal columns, so that Chinese text takes no more space.
 """
 
+import json
 import unicodedata
 from collections.abc import Iterator, Sequence
 
@@ -93,6 +94,7 @@ def _row_lines(row: InspectedRow, header: str, columns: int, full_text: bool, st
             f"{span.labels} labels"
         )
         yield f"  {style.color_span(number, f'{_name_document(span)}: {extent}')}"
+        yield from (f"    {line}" for line in _column_lines(span, columns - 4))
         yield from (f"    {line}" for line in _text_lines(span, number, columns - 4, full_text, style))
 
 
@@ -101,7 +103,14 @@ def span_lines(
 ) -> Iterator[str]:
     """Yield the lines of a whole document; see `step_lines`."""
     yield style.bold(f"{_name_document(span)}: {span.document_tokens} tokens")
+    yield from (f"  {line}" for line in _column_lines(span, max(columns, MIN_COLUMNS) - 2))
     yield from (f"  {line}" for line in _text_lines(span, 0, max(columns, MIN_COLUMNS) - 2, full_text, style))
+
+
+def _column_lines(span: DocumentSpan, columns: int) -> Iterator[str]:
+    for name, value in span.columns.items():
+        shown = quote_line(value, max(columns - len(name) - 1, 5)) if isinstance(value, str) else json.dumps(value)
+        yield f"{escape(name)} {shown}"
 
 
 def _name_document(span: DocumentSpan) -> str:

@@ -51,8 +51,11 @@ def format_stats(stats: StoreStats) -> str:
 
 
 def provenance_facts(stats: StoreStats) -> list[tuple[str, str]]:
-    """Return what describes the map and the split that made a store, if any: (name, value)."""
-    facts: list[tuple[str, str]] = []
+    """Return columns, map and split of a store, as far as it has them: (name, value)."""
+    facts = [
+        (f"column {column.name}", f"{column.type}, {column.nulls} of {stats.documents} documents without it")
+        for column in stats.columns
+    ]
     if stats.map is not None:
         arguments = f", arguments {json.dumps(stats.map.arguments)}" if stats.map.arguments else ""
         facts.append(("map", f"{stats.map.function}, code {stats.map.sha256}{arguments}"))

@@ -39,6 +39,8 @@ from lt_data.preparation.store_writer import (
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
+from lt_data.store.document_columns import count_nulls, decode_columns
+from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_sources, shift_files
 from lt_data.store.joined import SHARED_FIELDS, merge_engines
 from lt_data.store.manifest import (
@@ -134,11 +136,10 @@ def merge(
         ) as writer:
             for part in parts:
                 is_new = _add_part_counts(part, seen, counts)
-                for tokens, lengths, sources in _read_documents(part, is_new, files_before if has_sources else None):
+                for tokens, lengths, metadata in _read_documents(part, is_new, files_before if has_sources else None):
                     drop = min(skip, lengths.size)
                     skip -= drop
-                    sources = None if sources is None else sources[drop:]
-                    writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], sources)
+                    writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], metadata.slice(drop))
                     done += tokens.nbytes
                     progress(done, total, "bytes")
                 files_before += part.manifest.sources.files
@@ -158,6 +159,7 @@ def merge(
             special_strings=dict(sorted(counts.special_strings.items())),
             special_tokens_as=first.special_tokens_as,
             selection=first.selection,
+            columns=count_nulls(first.columns, folder, shards),
             map=first.map,
             engine=merge_engines([part.manifest for part in parts]),
             shard_tokens=first.shard_tokens,
@@ -204,6 +206,7 @@ def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_part
     pairs = [
         ("tokenizer", first.manifest.tokenizer.sha256, part.manifest.tokenizer.sha256),
         ("listing of the sources", first.manifest.part.listing_fingerprint, entry.listing_fingerprint),
+        ("columns", _column_types(first), _column_types(part)),
         *((name, getattr(first.manifest, name), getattr(part.manifest, name)) for name in SHARED_FIELDS),
     ]
     if differences := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
@@ -217,6 +220,10 @@ def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_part
             actual = hashlib.file_digest(file, "sha256").hexdigest()
         if actual != sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
+
+
+def _column_types(part: _LoadedPart) -> list[tuple[str, str]]:
+    return [(column.name, column.type) for column in part.manifest.columns]
 
 
 def _add_part_counts(part: _LoadedPart, seen: DocumentHashSet, counts: DocumentCounts) -> np.ndarray | None:
@@ -291,10 +298,10 @@ def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.n
 
 def _read_documents(
     part: _LoadedPart, selected: np.ndarray | None, files_before: int | None
-) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray | None]]:
+) -> Iterator[tuple[np.ndarray, np.ndarray, DocumentMetadata]]:
     """Yield selected documents of a part in chunks.
 
-    A chunk is concatenated ids, the length of each document (int64), and its source (u64). `files_before` counts the
+    A chunk is concatenated ids, the length of each document (int64), and their metadata. `files_before` counts the
     source files of earlier parts; with None no sources are read.
     """
     dtype = np.dtype(part.manifest.dtype).newbyteorder("<")
@@ -305,7 +312,7 @@ def _read_documents(
             check_inside(path, part.path)
             index = read_file(path.with_suffix(".idx"), max_bytes=index_size(shard.documents), inside=part.path)
             ids = np.asarray(np.memmap(path, dtype, mode="r"))
-        sources = None if files_before is None else shift_files(_read_sources(part, shard), files_before)
+        metadata = _read_metadata(part, shard, files_before)
         lengths = decode_index(index, str(path.with_suffix(".idx")))[0].astype(np.int64)
         if ids.size != shard.tokens or lengths.size != shard.documents or int(lengths.sum()) != shard.tokens:
             raise DataError(f"{path}: size differs from the manifest: copy the part again or prepare it again")
@@ -315,32 +322,41 @@ def _read_documents(
         while first < lengths.size:
             last = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
             end = int(ends[last - 1])
-            chunk, sizes, origins = (
-                ids[begin:end],
-                lengths[first:last],
-                None if sources is None else sources[first:last],
-            )
+            chunk, sizes, details = ids[begin:end], lengths[first:last], metadata.slice(first, last)
             digest.update(np.ascontiguousarray(chunk).view(np.uint8).data)
             if selected is not None:
                 keep = selected[before + first : before + last]
                 if not keep.all():
                     chunk, sizes = chunk[np.repeat(keep, sizes)], sizes[keep]
-                    origins = None if origins is None else origins[keep]
-            yield chunk, sizes, origins
+                    details = details.select(keep)
+            yield chunk, sizes, details
             first, begin = last, end
         if digest.hexdigest() != shard.sha256 or hashlib.sha256(index).hexdigest() != shard.idx_sha256:
             raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again or prepare it again")
         before += shard.documents
 
 
-def _read_sources(part: _LoadedPart, shard: ShardFile) -> np.ndarray:
-    path = part.path / SHARD_FOLDER / f"{shard.name}.src"
+def _read_metadata(part: _LoadedPart, shard: ShardFile, files_before: int | None) -> DocumentMetadata:
+    sources = columns = None
+    if files_before is not None:
+        path, content = _read_shard_file(part, shard, "src")
+        n_files = part.manifest.sources.files
+        found = decode_sources(content, documents=shard.documents, files=n_files, path=path)
+        sources = shift_files(found, files_before)
+    if part.manifest.columns:
+        path, content = _read_shard_file(part, shard, "arrow")
+        columns = decode_columns(content, part.manifest.columns, documents=shard.documents, path=path)
+    return DocumentMetadata(sources=sources, columns=columns)
+
+
+def _read_shard_file(part: _LoadedPart, shard: ShardFile, kind: str) -> tuple[str, bytes]:
+    name = f"{shard.name}.{kind}"
+    path = part.path / SHARD_FOLDER / name
     with translate_os_errors("read", path):
-        content = read_file(path, max_bytes=8 * shard.documents, inside=part.path)
-    if hashlib.sha256(content).hexdigest() != shard.src_sha256:
+        content = read_file(path, max_bytes=shard.sizes(part.manifest.dtype)[name], inside=part.path)
+    if hashlib.sha256(content).hexdigest() != shard.hashes[name]:
         raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again or prepare it again")
-    n_files = part.manifest.sources.files
-    return decode_sources(content, documents=shard.documents, files=n_files, path=str(path))
+    return str(path), content
 
 
 def _read_tokenizer_files(part: _LoadedPart) -> dict[str, bytes]:

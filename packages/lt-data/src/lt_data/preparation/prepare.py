@@ -30,12 +30,15 @@ from lt_data.sources.document import Document
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader, summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors, write_file
+from lt_data.store.document_columns import count_nulls, make_batch, parse_columns
+from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import MAX_SOURCE_FILES, SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import (
     MANIFEST_FILE,
     PACK_FOLDER,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
+    ColumnInfo,
     Selection,
     ShardFile,
     SourceFile,
@@ -74,6 +77,7 @@ def prepare(
     selection: Selection | None = None,
     record_map: str | None = None,
     map_args: Mapping[str, Any] | None = None,
+    keep: Sequence[str] = (),
     suffixes: Sequence[str] | None = None,
     text_field: str = "text",
     tokens_field: str | None = None,
@@ -111,6 +115,8 @@ def prepare(
         record_map: function `module:function` that is called with each record (a dict) before the selection and returns
             a record, None or `LeftOut`. It must depend on nothing but the record and its arguments.
         map_args: further arguments of that function, by name: JSON values, which the manifest records.
+        keep: fields or columns of each record, after the map, to keep beside the document: "url" as text, or "n:int",
+            "score:float", "safe:bool".
         suffixes: suffixes of the files to read in a folder.
         text_field: field or column of the text.
         tokens_field: field or column of ids, instead of text.
@@ -145,7 +151,7 @@ def prepare(
         split=split,
         revision=revision,
         streaming=streaming,
-        keep_fields=record_map is not None,
+        keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
     )
     return prepare_documents(
         reader,
@@ -160,6 +166,7 @@ def prepare(
         selection=selection,
         record_map=record_map,
         map_args=map_args,
+        keep=keep,
         part_index=part_index,
         num_parts=num_parts,
         overwrite=overwrite,
@@ -183,6 +190,7 @@ def prepare_documents(
     selection: Selection | None = None,
     record_map: str | None = None,
     map_args: Mapping[str, Any] | None = None,
+    keep: Sequence[str] = (),
     part_index: int = 0,
     num_parts: int = 1,
     overwrite: bool = False,
@@ -200,6 +208,7 @@ def prepare_documents(
     reader = documents if isinstance(documents, DocumentReader) else None
     _check_sizes(workers, shard_tokens, reader)
     loaded_map = load_record_map(record_map, map_args, reader)
+    columns = _parse_kept_columns(keep, reader)
     out = Path(out)
     part: StorePart | None = None
     if num_parts > 1 or part_index:
@@ -216,7 +225,7 @@ def prepare_documents(
     if not out.with_name(out.name + SUFFIX).exists():
         check_output(out, overwrite=overwrite)  # before anything is written
 
-    job = _describe_job(encoder, selection, loaded_map, shard_tokens, reader, part)
+    job = _describe_job(encoder, selection, loaded_map, columns, shard_tokens, reader, part)
     with open_build_folder(out, job=job, resumable=reader is not None, no_resume=no_resume) as build_folder:
         if build_folder.is_published:
             notify(f"{out} is complete already")
@@ -233,7 +242,9 @@ def prepare_documents(
             if build_folder.records:
                 notify(f"resuming after {len(build_folder.records)} finished shards in {build_folder.path}")
                 encoder.engine_choice = EngineChoice.from_dict(writer.metadata["engine"])
-            shards = _encode_documents(documents, reader, encoder, writer, selection, loaded_map, workers, progress)
+            shards = _encode_documents(
+                documents, reader, encoder, writer, selection, loaded_map, columns, workers, progress
+            )
             listed = writer.read_listed_sources()
             part = replace(part, files=writer.side_file_hashes()) if part else None
         counts = writer.counts
@@ -258,6 +269,7 @@ def prepare_documents(
             special_strings=dict(sorted(counts.special_strings.items())),
             special_tokens_as=special_tokens_as,
             selection=selection,
+            columns=count_nulls(columns, build_folder.store_path / SHARD_FOLDER, shards),
             map=loaded_map.info if loaded_map else None,
             engine=encoder.engine_choice.to_dict() if encoder.engine_choice else {},
             shard_tokens=shard_tokens,
@@ -269,9 +281,21 @@ def prepare_documents(
         publish_store(build_folder, tokenizer.files, manifest, listed, overwrite=overwrite)
     for reason, example in sorted(reader.skip_examples.items()) if reader else ():
         notify(f"skipped as {reason}: for example {example}")
+    for column in manifest.columns:
+        if manifest.documents and column.nulls == manifest.documents:
+            notify(f"keep: no document has a field {column.name!r}; check the name")
     for message in reader.unreadable_files[:MAX_NAMED_FILES] if reader else ():
         notify(f"skipped {message}")
     return manifest
+
+
+def _parse_kept_columns(keep: Sequence[str], reader: DocumentReader | None) -> tuple[ColumnInfo, ...]:
+    """Return the columns to keep; raise if the reader does not keep their fields."""
+    columns = parse_columns(keep)
+    kept = True if reader is None else reader.options.keep_fields
+    if missing := [column.name for column in columns if kept is not True and column.name not in (kept or ())]:
+        raise DataError(f"keep = {missing[0]!r}: the DocumentReader does not keep it; create it with keep_fields")
+    return columns
 
 
 def _check_sizes(workers: int, shard_tokens: int, reader: DocumentReader | None) -> None:
@@ -291,6 +315,7 @@ def _encode_documents(
     writer: StoreWriter,
     selection: Selection,
     record_map: RecordMap | None,
+    columns: Sequence[ColumnInfo],
     workers: int,
     progress: Progress,
 ) -> tuple[ShardFile, ...]:
@@ -300,7 +325,7 @@ def _encode_documents(
     document_filter = DocumentFilter(
         start, selection, reader=reader, seen_hashes=writer.read_seen_hashes(), record_map=record_map
     )
-    with closing(encode_documents(document_filter, encoder, workers, reader=reader)) as batches:
+    with closing(encode_documents(document_filter, encoder, workers, reader=reader, columns=columns)) as batches:
         for batch, encoded in batches:
             writer.metadata = {"engine": encoder.select_engine([]).to_dict()}
             writer.write(
@@ -313,7 +338,9 @@ def _encode_documents(
                 read_prefix=batch.read_prefix,
                 document_filter=document_filter,
                 sources=reader.finished_files if reader else (),
-                document_sources=batch.sources,
+                metadata=DocumentMetadata(
+                    sources=batch.sources, columns=make_batch(columns, batch.rows) if columns else None
+                ),
             )
             if reader:
                 progress(batch.read_bytes, reader.total_bytes, "bytes")
@@ -384,6 +411,7 @@ def _describe_job(
     encoder: Encoder,
     selection: Selection,
     record_map: RecordMap | None,
+    columns: Sequence[ColumnInfo],
     shard_tokens: int,
     reader: DocumentReader | None,
     part: StorePart | None,
@@ -401,6 +429,7 @@ def _describe_job(
         "shard_tokens": shard_tokens,
         "part": f"{part.index} of {part.num_parts}" if part else "all",
         **asdict(selection),
+        **({"keep": [f"{column.name}:{column.type}" for column in columns]} if columns else {}),
         **({f"map ({name})": value for name, value in asdict(record_map.info).items()} if record_map else {}),
         **{f"{package} (version)": _package_version(package) for package in ("tokenizers", "gigatoken")},
     }

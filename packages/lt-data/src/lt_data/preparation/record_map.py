@@ -98,8 +98,8 @@ class RecordMap:
         if isinstance(value, BadRecord):
             raise DataError(f"{where} returned a record with {value.message}")
         if isinstance(value, str):
-            return replace(document, text=value, ids=None, fields=None)
-        return replace(document, text=None, ids=value, fields=None)
+            return replace(document, text=value, ids=None, fields=result)
+        return replace(document, text=None, ids=value, fields=result)
 
 
 def load_record_map(
@@ -120,7 +120,7 @@ def load_record_map(
         if arguments is not None:
             raise DataError("map_args (--map-args): only with record_map (--map)")
         return None
-    if reader is not None and not reader.options.keep_fields:
+    if reader is not None and reader.options.keep_fields is not True:
         raise DataError("record_map: the DocumentReader keeps no fields; create it with keep_fields=True")
     at = f"map = {function!r}"
     name, _, attribute = function.partition(":")

@@ -28,6 +28,8 @@ from lt_data.preparation.store_writer import remove_unrecorded
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors
+from lt_data.store.document_columns import count_nulls
+from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.manifest import (
     MANIFEST_FILE,
     SHARD_FOLDER,
@@ -218,16 +220,18 @@ def _write_side(
                 if not wanted[first : first + shard.documents].any():
                     first += shard.documents
                     continue
-                sources = store.shard_sources(number) if store.has_sources else None
+                metadata = DocumentMetadata(
+                    sources=store.shard_sources(number) if store.has_sources else None,
+                    columns=store.shard_columns(number) if base.columns else None,
+                )
                 begin = first
                 for ids, lengths in _read_chunks(store, number, first):
                     keep = wanted[first : first + lengths.size]
                     kept_ids, kept = ids[np.repeat(keep, lengths)], lengths[keep]
                     drop = min(skip, kept.size)
                     skip -= drop
-                    here = slice(first - begin, first - begin + lengths.size)
-                    kept_sources = None if sources is None else sources[here][keep][drop:]
-                    writer.append(kept_ids[int(kept[:drop].sum()) :], kept[drop:], kept_sources)
+                    details = metadata.slice(first - begin, first - begin + lengths.size).select(keep)
+                    writer.append(kept_ids[int(kept[:drop].sum()) :], kept[drop:], details.slice(drop))
                     first += lengths.size
             shards = writer.finish()
         totals = selected.totals
@@ -235,6 +239,7 @@ def _write_side(
         manifest = replace(
             base,
             shards=shards,
+            columns=count_nulls(base.columns, folder, shards),
             text_bytes=totals[side].text_bytes,
             read=totals[side] + totals[other],
             left_out={_LEFT_OUT[side]: totals[other]},

@@ -27,6 +27,7 @@ from lt_data.preparation.deduplication import HASH_DTYPE
 from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
+from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_source_files, encode_source_files
 from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile
 from lt_data.store.shards import ShardWriter
@@ -169,7 +170,7 @@ class StoreWriter:
         read_prefix: HashedPrefix | None,
         document_filter: DocumentFilter,
         sources: Sequence[SourceFile],
-        document_sources: np.ndarray | None,
+        metadata: DocumentMetadata,
     ) -> None:
         """Write a batch.
 
@@ -183,7 +184,7 @@ class StoreWriter:
             read_prefix: what was read of the file at that position.
             document_filter: filter that the documents passed.
             sources: files read completely since the job started or resumed, in order.
-            document_sources: source of each document (u64; lt_data.store.document_sources), if known.
+            metadata: sources and columns of the documents.
         """
         dropped = np.zeros(lengths.size, bool)
         left_out: list[tuple[str, np.ndarray]] = []
@@ -200,8 +201,7 @@ class StoreWriter:
         self.read_prefixes = {first + i: HashedPrefix(file.bytes, file.sha256) for i, file in enumerate(files)}
         if read_prefix is not None:
             self.read_prefixes[last] = read_prefix
-        kept_sources = None if document_sources is None else document_sources[~dropped]
-        self._append(tokens, lengths[~dropped], kept_sources)
+        self._append(tokens, lengths[~dropped], metadata.select(~dropped) if dropped.any() else metadata)
         # Only now the counts include the batch: a shard that was closed above has recorded those before it.
         self._count_batch(lengths, texts, text_bytes, special_strings, left_out, dropped, document_filter)
         self._write_sources(sources, below=source_position[0])
@@ -233,11 +233,10 @@ class StoreWriter:
         assert sum(shard.documents for shard in shards) + _n_left_out(self.counts) == self.counts.read.documents
         return shards
 
-    def _append(self, tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray | None) -> None:
+    def _append(self, tokens: np.ndarray, lengths: np.ndarray, metadata: DocumentMetadata) -> None:
         drop = min(self._skip, lengths.size)
         self._skipped_here = drop
-        sources = None if sources is None else sources[drop:]
-        self._writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], sources)
+        self._writer.append(tokens[int(lengths[:drop].sum()) :], lengths[drop:], metadata.slice(drop))
         self._skip -= drop
         self._skipped_here = 0
 

@@ -89,8 +89,8 @@ def _paths_of(store: TokenStore) -> dict[str, Path]:
     """Return the files of a joined store but for its packs, by their names in a flat store."""
     paths = {f"{TOKENIZER_FOLDER}/{name}": store.tokenizer_folder / name for name in store.manifest.tokenizer.files}
     for number, shard in enumerate(store.manifest.shards):
-        paths[f"{SHARD_FOLDER}/{shard.name}.bin"] = store.shard_path(number, "bin")
-        paths[f"{SHARD_FOLDER}/{shard.name}.idx"] = store.shard_path(number, "idx")
+        for name in shard.hashes:
+            paths[f"{SHARD_FOLDER}/{name}"] = store.shard_path(number, name.rpartition(".")[2])
     return paths
 
 

@@ -24,7 +24,8 @@ def select_columns(names: list[str], options: ReadOptions) -> list[str] | BadRec
     if name not in names:
         return missing_field(name, "tokens_field" if options.tokens_field else "text_field", names)
     columns = [name, ATTENTION_MASK] if options.tokens_field and ATTENTION_MASK in names else [name]
-    columns = names if options.keep_fields else columns
+    wanted = {*columns, *_kept_columns(names, options)}
+    columns = [column for column in names if column in wanted]
     if twice := [column for column in columns if names.count(column) > 1]:
         return BadRecord("two columns of one name", f"several columns {twice[0]!r}; rename all but one of them")
     return columns
@@ -44,18 +45,22 @@ def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[Sourc
     else:
         texts = _iter_texts(options.text_field, table.column(options.text_field), options.max_document_bytes)
         values = ((value, 0) for value in texts)
-    rows = _iter_rows(table) if options.keep_fields else repeat(None)
+    rows = _iter_rows(table, _kept_columns(table.schema.names, options)) if options.keep_fields else repeat(None)
     for number, ((value, masked), fields) in enumerate(zip(values, rows, strict=False), start=first + 1):
         if isinstance(fields, BadRecord) and not isinstance(value, BadRecord):
             value = fields
         yield SourceRecord(number, number, value, masked, None if isinstance(fields, BadRecord) else fields)
 
 
-def _iter_rows(table: Any) -> Iterator[dict[str, Any] | BadRecord]:
-    """Yield all columns of each row, or a `BadRecord` if one of them cannot be read."""
-    names = table.schema.names
-    columns = [_python_values(table.column(i)) for i in range(len(names))]
-    for row in zip(*columns, strict=True):
+def _kept_columns(names: list[str], options: ReadOptions) -> list[str]:
+    kept = options.keep_fields
+    return [name for name in names if kept is True or (kept and name in kept)]
+
+
+def _iter_rows(table: Any, names: list[str]) -> Iterator[dict[str, Any] | BadRecord]:
+    """Yield the kept columns of each row, or a `BadRecord` if one of them cannot be read."""
+    columns = [_python_values(table.column(name)) for name in names]
+    for row in zip(*columns, strict=True) if columns else repeat((), table.num_rows):
         fields = dict(zip(names, row, strict=True))
         bad = next((name for name, value in fields.items() if isinstance(value, ValueError)), None)
         yield fields if bad is None else BadRecord("unreadable column", f"column {bad!r}: {fields[bad]}")

@@ -42,7 +42,7 @@ class ReadOptions:
         split: split of a hub dataset or saved dataset; of a hub dataset also a slice, such as `train[:10%]`.
         revision: commit, branch or tag of a hub dataset.
         streaming: read a hub dataset without storing it on disk.
-        keep_fields: keep all fields or columns of a record in `Document.fields`.
+        keep_fields: fields or columns of a record to keep in `Document.fields`; True for all.
 
     Raises:
         DataError: an invalid value.
@@ -57,7 +57,7 @@ class ReadOptions:
     split: str | None = None
     revision: str | None = None
     streaming: bool = False
-    keep_fields: bool = False
+    keep_fields: bool | Sequence[str] = False
 
     def __post_init__(self) -> None:
         suffixes = self.suffixes
@@ -68,6 +68,8 @@ class ReadOptions:
         for name in ("text_field", "tokens_field", "config", "split", "revision"):
             if getattr(self, name) == "":
                 raise DataError(f"{name} = '': give a name, or leave it out")
+        if isinstance(self.keep_fields, str):
+            raise DataError(f"keep_fields = {self.keep_fields!r}: a single name; pass a list of names")
         if self.max_document_bytes < 1:
             raise DataError(f"max_document_bytes = {self.max_document_bytes}: at least 1")
         object.__setattr__(self, "suffixes", tuple(suffix.lower() for suffix in suffixes))

@@ -107,7 +107,7 @@ class DocumentReader:
         split: str | None = None,
         revision: str | None = None,
         streaming: bool = False,
-        keep_fields: bool = False,
+        keep_fields: bool | Sequence[str] = False,
     ) -> None:
         if isinstance(sources, str | Path):
             raise DataError(f"sources = {str(sources)!r}: a single path; pass a list of paths")

@@ -34,6 +34,7 @@ from lt_data.store.manifest import (
     MANIFEST_FILE,
     MAX_LISTED_SOURCES,
     MAX_MANIFEST_BYTES,
+    ColumnInfo,
     DocumentTotals,
     ShardFile,
     SourceFiles,
@@ -132,12 +133,14 @@ class ShardLocation:
         folder: the flat store that it is in.
         shard: its entry in the manifest there.
         sources: the source files of that store.
+        columns: its kept columns.
         first_file: source files of the parts before.
     """
 
     folder: Path
     shard: ShardFile
     sources: SourceFiles
+    columns: tuple[ColumnInfo, ...] = ()
     first_file: int = 0
 
 
@@ -162,7 +165,9 @@ class LoadedStore:
 def locate_shards(folder: Path, manifest: StoreManifest, first_file: int = 0) -> list[ShardLocation]:
     """Return the location of each shard of a flat store; `first_file` is that of its source files."""
     return [
-        ShardLocation(folder=folder, shard=shard, sources=manifest.sources, first_file=first_file)
+        ShardLocation(
+            folder=folder, shard=shard, sources=manifest.sources, columns=manifest.columns, first_file=first_file
+        )
         for shard in manifest.shards
     ]
 
@@ -229,6 +234,7 @@ def combine_manifests(parts: Sequence[LoadedPart]) -> StoreManifest:
     shards = [shard for manifest in manifests for shard in manifest.shards]
     if (files := sum(manifest.sources.files for manifest in manifests)) > MAX_SOURCE_FILES:
         raise DataError(f"{files} source files: a joined store has at most {MAX_SOURCE_FILES}; use them as a mixture")
+    columns = _combine_columns([manifest.columns for manifest in manifests])
     has_text = all(manifest.text_bytes or not manifest.documents for manifest in manifests)
 
     def total(amounts: Iterable[DocumentTotals]) -> DocumentTotals:
@@ -238,7 +244,7 @@ def combine_manifests(parts: Sequence[LoadedPart]) -> StoreManifest:
     left_out = [manifest.left_out for manifest in manifests]
     return replace(
         first,
-        shards=tuple(_renumbered(shard, number) for number, shard in enumerate(shards)),
+        shards=tuple(_renumbered(shard, number, bool(columns)) for number, shard in enumerate(shards)),
         text_bytes=sum(manifest.text_bytes for manifest in manifests) if has_text else 0,
         read=total(manifest.read for manifest in manifests),
         left_out=_by_key(left_out, total),
@@ -247,6 +253,7 @@ def combine_manifests(parts: Sequence[LoadedPart]) -> StoreManifest:
         # equal documents in different parts were not compared
         selection=first.selection if len(parts) == 1 else replace(first.selection, drop_duplicates=False),
         engine=merge_engines(manifests),
+        columns=columns,
         sources=_combine_sources([manifest.sources for manifest in manifests]),
         merged_from=first.merged_from if len(parts) == 1 else 1,
         split=first.split if len(parts) == 1 else None,
@@ -266,9 +273,17 @@ def merge_engines(manifests: Sequence[StoreManifest]) -> dict[str, Any]:
     return distinct[0] | {_CHECKED_BYTES: checked} if len(distinct) == 1 else {"parts": distinct}
 
 
-def _renumbered(shard: ShardFile, number: int) -> ShardFile:
+def _renumbered(shard: ShardFile, number: int, has_columns: bool) -> ShardFile:
     # a flat store would have other source files: `src_sha256` of the part is in its location
-    return replace(shard, name=f"{number:05d}", src_sha256="")
+    shard = replace(shard, name=f"{number:05d}", src_sha256="")
+    return shard if has_columns else replace(shard, arrow_sha256="", arrow_bytes=0)
+
+
+def _combine_columns(columns: Sequence[tuple[ColumnInfo, ...]]) -> tuple[ColumnInfo, ...]:
+    """Return the columns of all parts together; none if parts have others than the first."""
+    if len({tuple((column.name, column.type) for column in each) for each in columns}) > 1:
+        return ()
+    return tuple(replace(same[0], nulls=sum(column.nulls for column in same)) for same in zip(*columns, strict=True))
 
 
 def _by_key(mappings: Sequence[Mapping[str, T]], total: Callable[[Iterable[T]], T]) -> dict[str, T]:

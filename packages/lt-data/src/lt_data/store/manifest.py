@@ -111,11 +111,30 @@ class TokenizerInfo:
         check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
 
 
+ColumnType = Literal["string", "int", "float", "bool"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnInfo:
+    """Kept column: field of the records, type of its values, and number of documents without one."""
+
+    name: str
+    type: ColumnType
+    nulls: int
+
+    def __post_init__(self) -> None:
+        check_counts(nulls=self.nulls)
+
+
+_METADATA_FIELDS = ("src_sha256", "arrow_sha256", "arrow_bytes")  # of a shard, outside the fingerprint
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardFile:
-    """Files `shards/<name>.bin`, `.idx` and `.src`: their totals, and the SHA-256 of each file.
+    """Files `shards/<name>.bin`, `.idx`, `.src` and `.arrow`: their totals, and the SHA-256 of each file.
 
-    `src_sha256` is "" if the sources of the documents are unknown; then there is no `.src` file.
+    `src_sha256` is "" if the sources of the documents are unknown; then there is no `.src` file. Likewise
+    `arrow_sha256` is "" if no columns are kept.
     """
 
     name: str
@@ -124,27 +143,31 @@ class ShardFile:
     sha256: str
     idx_sha256: str
     src_sha256: str = ""
+    arrow_sha256: str = ""
+    arrow_bytes: int = 0
 
     def __post_init__(self) -> None:
         _check_names("shard", [self.name])
-        check_counts(tokens=self.tokens, documents=self.documents)
+        check_counts(tokens=self.tokens, documents=self.documents, arrow_bytes=self.arrow_bytes)
         check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
 
     @property
     def hashes(self) -> dict[str, str]:
         """SHA-256 (hex) of each file of the shard, by name."""
-        hashes = {f"{self.name}.bin": self.sha256, f"{self.name}.idx": self.idx_sha256}
-        return {**hashes, f"{self.name}.src": self.src_sha256} if self.src_sha256 else hashes
+        hashes = {"bin": self.sha256, "idx": self.idx_sha256, "src": self.src_sha256, "arrow": self.arrow_sha256}
+        return {f"{self.name}.{kind}": sha256 for kind, sha256 in hashes.items() if sha256 or kind in ("bin", "idx")}
 
     def sizes(self, dtype: str) -> dict[str, int]:
         """Return the bytes of each file of the shard, by name; `dtype` is that of the ids."""
-        sizes = (self.tokens * np.dtype(dtype).itemsize, index_size(self.documents), 8 * self.documents)
-        return dict(zip(self.hashes, sizes, strict=False))
+        n_bytes = self.tokens * np.dtype(dtype).itemsize
+        sizes = {"bin": n_bytes, "idx": index_size(self.documents), "src": 8 * self.documents}
+        sizes["arrow"] = self.arrow_bytes
+        return {name: sizes[name.rpartition(".")[2]] for name in self.hashes}
 
     @property
     def identity(self) -> dict[str, Any]:
         """Part that determines the tokens, for the fingerprint."""
-        return {name: value for name, value in asdict(self).items() if name != "src_sha256"}
+        return {name: value for name, value in asdict(self).items() if name not in _METADATA_FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +274,7 @@ class StoreManifest:
         special_strings: counts of literal special strings in the text of the stored documents.
         special_tokens_as: whether such strings were encoded as text or as the special ids.
         selection: the document filter.
+        columns: the kept columns.
         map: function of the user that was applied to the records, if any.
         engine: tokenizer engine, and the check that selected it.
         shard_tokens: target number of ids of a shard.
@@ -273,6 +297,7 @@ class StoreManifest:
     special_strings: Mapping[str, int] = field(default_factory=dict)
     special_tokens_as: Literal["text", "ids"] = "text"
     selection: Selection = field(default_factory=Selection)
+    columns: tuple[ColumnInfo, ...] = ()
     map: RecordMapInfo | None = None
     engine: Mapping[str, Any] = field(default_factory=dict)
     shard_tokens: int
@@ -286,6 +311,10 @@ class StoreManifest:
             check_counts(**asdict(totals))
         for counts in (self.skipped, self.special_strings):
             check_counts(**counts)
+        if len({column.name for column in self.columns}) < len(self.columns):
+            raise DataError("columns: two of one name")
+        if without := [shard.name for shard in self.shards if bool(shard.arrow_sha256) != bool(self.columns)]:
+            raise DataError(f"shard {without[0]}: arrow_sha256 is {'missing' if self.columns else 'of no column'}")
         check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
 
     @property
@@ -341,12 +370,13 @@ class StoreManifest:
             if not entry["unchecked"]:
                 del entry["unchecked"]
         for shard in values["shards"]:
-            if not shard["src_sha256"]:
-                del shard["src_sha256"]
+            for name in _METADATA_FIELDS:
+                if not shard[name]:
+                    del shard[name]
         if not values["sources"]["list_sha256"]:
             del values["sources"]["list_sha256"]
-        for name in ("map", "split"):
-            if values[name] is None:
+        for name in ("columns", "map", "split"):
+            if not values[name]:
                 del values[name]
         return {**values, "checksum": checksum_of(values)}
 

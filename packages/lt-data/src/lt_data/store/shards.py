@@ -1,8 +1,8 @@
-"""Shard writer: ids, document lengths and document sources to files `.bin`, `.idx` and `.src`.
+"""Shard writer: ids, document lengths and metadata to files `.bin`, `.idx`, `.src` and `.arrow`.
 
 Documents are appended whole and in order; a shard is closed before the document that would exceed its size. Bytes are
 hashed as they are written, and each file is synced when it is closed; then a callback is called, so that the caller can
-resume after the closed shards. Memory: 16 bytes per document of the open shard.
+resume after the closed shards. Memory: 16 bytes per document of the open shard, and its columns.
 """
 
 import hashlib
@@ -16,6 +16,8 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.storage import create_file, fsync, translate_os_errors, write, write_file
+from lt_data.store.document_columns import encode_columns
+from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import SOURCE_DTYPE
 from lt_data.store.manifest import ShardFile
 from lt_data.store.megatron import encode_index
@@ -51,7 +53,7 @@ class ShardWriter:
         self._file: BinaryIO | None = None
         self._digest = hashlib.sha256()
         self._lengths: list[np.ndarray] = []
-        self._sources: list[np.ndarray] = []
+        self._metadata: list[DocumentMetadata] = []
         self._tokens = 0
 
     def __enter__(self) -> "ShardWriter":
@@ -64,13 +66,13 @@ class ShardWriter:
             with suppress(OSError):
                 self._file.close()
 
-    def append(self, tokens: np.ndarray, lengths: np.ndarray, sources: np.ndarray | None = None) -> None:
+    def append(self, tokens: np.ndarray, lengths: np.ndarray, metadata: DocumentMetadata | None = None) -> None:
         """Append documents.
 
         Args:
             tokens: their concatenated ids, in the dtype of the store.
             lengths: ids of each (int64), all positive.
-            sources: source of each (u64; lt_data.store.document_sources); None in all calls if they are unknown.
+            metadata: their sources and columns, in all calls the same ones; None for neither.
 
         Raises:
             DataError: a file system error, or a document has 2^31 tokens or more.
@@ -89,8 +91,8 @@ class ShardWriter:
             last = max(last, first + 1)  # a document longer than a shard has its own
             end = int(ends[last - 1])
             self._write(tokens[begin:end], lengths[first:last])
-            if sources is not None:
-                self._sources.append(sources[first:last])
+            if metadata is not None:
+                self._metadata.append(metadata.slice(first, last))
             first, begin = last, end
 
     def finish(self) -> tuple[ShardFile, ...]:
@@ -122,12 +124,18 @@ class ShardWriter:
         lengths = np.concatenate(self._lengths)
         index = encode_index(lengths, self._dtype)
         write_file(self._path.with_suffix(".idx"), index)
-        src_sha256 = ""
-        if self._sources:
-            sources = np.concatenate(self._sources)
+        src_sha256 = arrow_sha256 = ""
+        arrow_bytes = 0
+        if parts := [each.sources for each in self._metadata if each.sources is not None]:
+            sources = np.concatenate(parts)
             assert (sources.dtype, sources.size) == (SOURCE_DTYPE, lengths.size)
             write_file(self._path.with_suffix(".src"), sources.tobytes())
             src_sha256 = hashlib.sha256(sources.tobytes()).hexdigest()
+        if batches := [each.columns for each in self._metadata if each.columns is not None]:
+            content = encode_columns(batches)
+            assert sum(batch.num_rows for batch in batches) == lengths.size
+            write_file(self._path.with_suffix(".arrow"), content)
+            arrow_sha256, arrow_bytes = hashlib.sha256(content).hexdigest(), content.nbytes
         shard = ShardFile(
             name=self._path.stem,
             tokens=self._tokens,
@@ -135,10 +143,12 @@ class ShardWriter:
             sha256=self._digest.hexdigest(),
             idx_sha256=hashlib.sha256(index).hexdigest(),
             src_sha256=src_sha256,
+            arrow_sha256=arrow_sha256,
+            arrow_bytes=arrow_bytes,
         )
         self._shards.append(shard)
         self._file = None
         self._digest = hashlib.sha256()
-        self._lengths, self._sources = [], []
+        self._lengths, self._metadata = [], []
         self._tokens = 0
         self._on_shard_closed(shard, appended)

@@ -18,7 +18,7 @@ import stat
 from collections.abc import Iterable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import check_inside, open_regular, read_file, translate_os_errors
 from lt_data.store.concat_mmap import concat_mmaps
+from lt_data.store.document_columns import decode_columns
 from lt_data.store.document_sources import (
     SOURCES_FILE,
     DocumentSource,
@@ -51,6 +52,7 @@ from lt_data.tokenizing.tokenizer import Tokenizer
 _READ_IDS = 2**22  # ids per read of a shard that is not a local file
 _OPEN_SHARDS = 256  # each open map holds a file descriptor
 _HELD_SOURCES = 16  # shards whose document sources stay in memory
+_HELD_COLUMNS = 2  # likewise kept columns
 
 
 class ShardReader(Protocol):
@@ -99,6 +101,7 @@ class TokenStore:
         self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
         self._mmap_index = lru_cache(maxsize=_OPEN_SHARDS)(self._open_index)
         self._shard_sources = lru_cache(maxsize=_HELD_SOURCES)(self._read_sources)
+        self._shard_columns = lru_cache(maxsize=_HELD_COLUMNS)(self._read_columns)
         self._mmap_cache = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -299,6 +302,28 @@ class TokenStore:
         sources = self._shard_sources(number)
         return None if sources is None else shift_files(sources, self._locations[number].first_file)
 
+    def document_columns(self, index: int) -> dict[str, Any]:
+        """Return the kept columns of one document by name; empty if the store has none.
+
+        Raises:
+            DataError: they cannot be read, or pyarrow is missing.
+        """
+        if not 0 <= index < self.n_documents:
+            raise IndexError(f"document {index} of {self.n_documents}")
+        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
+        columns = self.shard_columns(number)
+        if columns is None:
+            return {}
+        return columns.slice(index - int(self._document_boundaries[number]), 1).to_pylist()[0]
+
+    def shard_columns(self, number: int) -> Any:
+        """Return the kept columns of the documents of a shard (pyarrow.RecordBatch); None if it has none.
+
+        Raises:
+            DataError: they cannot be read, or pyarrow is missing.
+        """
+        return self._shard_columns(number)
+
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
         if not (0 <= start <= start + length <= self.n_tokens):
@@ -396,6 +421,8 @@ class TokenStore:
                 raise DataError(f"{index}: the lengths do not sum to {shard.tokens} tokens")
             if self.shard_sources(number) is not None:
                 _check_hash(self.shard_path(number, "src"), location.shard.src_sha256, location.folder)
+            if self.shard_columns(number) is not None:
+                _check_hash(self.shard_path(number, "arrow"), location.shard.arrow_sha256, location.folder)
             if self._shard_reader is None:
                 _check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
             else:
@@ -407,8 +434,8 @@ class TokenStore:
         """Return where a shard is."""
         return self._locations[number]
 
-    def shard_path(self, number: int, kind: Literal["bin", "idx", "src"]) -> Path:
-        """Return the path of a file of a shard; an index or sources in S3 are downloaded."""
+    def shard_path(self, number: int, kind: str) -> Path:
+        """Return the path of a file of a shard by its suffix; those in S3 are downloaded, except `bin`."""
         location = self._locations[number]
         name = f"{SHARD_FOLDER}/{location.shard.name}.{kind}"
         if kind != "bin":
@@ -455,6 +482,15 @@ class TokenStore:
         path, documents = self.shard_path(number, "src"), location.shard.documents
         content = _read_file(path, 8 * documents, location.folder)
         return decode_sources(content, documents=documents, files=location.sources.files, path=str(path))
+
+    def _read_columns(self, number: int) -> Any:
+        location = self._locations[number]
+        shard = location.shard
+        if not shard.arrow_sha256:
+            return None
+        path = self.shard_path(number, "arrow")
+        content = _read_file(path, shard.arrow_bytes, location.folder)
+        return decode_columns(content, location.columns, documents=shard.documents, path=str(path))
 
     def _shard_lengths(self, number: int) -> np.ndarray:
         shard, path = self.manifest.shards[number], self.shard_path(number, "idx")

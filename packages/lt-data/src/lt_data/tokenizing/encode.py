@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import chain
 from multiprocessing import connection, get_context, parent_process
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,9 @@ from lt_data.errors import DataError
 from lt_data.sources.document import Document
 from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.sources.reader import DocumentReader
+from lt_data.store.document_columns import make_row
 from lt_data.store.document_sources import SOURCE_DTYPE, encode_source
+from lt_data.store.manifest import ColumnInfo
 from lt_data.tokenizing.encoder import EncodedBatch, Encoder
 from lt_data.tokenizing.engine_selection import EngineChoice
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
@@ -54,6 +57,7 @@ class EncoderBatch:
         next_record: ... and index of the next record in that file.
         read_prefix: hash of what was read of that file.
         sources: source of each document (u64; lt_data.store.document_sources); None without a reader.
+        rows: kept columns of each document (lt_data.store.document_columns).
     """
 
     texts: list[str] = field(default_factory=list)
@@ -64,6 +68,7 @@ class EncoderBatch:
     next_record: int = 0
     read_prefix: HashedPrefix | None = None
     sources: np.ndarray | None = None
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
 
     @property
     def documents(self) -> int:
@@ -72,7 +77,12 @@ class EncoderBatch:
 
 
 def encode_documents(
-    documents: Iterable[Document], encoder: Encoder, workers: int, *, reader: DocumentReader | None = None
+    documents: Iterable[Document],
+    encoder: Encoder,
+    workers: int,
+    *,
+    reader: DocumentReader | None = None,
+    columns: Sequence[ColumnInfo] = (),
 ) -> Generator[tuple[EncoderBatch, EncodedBatch]]:
     """Encode documents in order; yield each batch with its ids.
 
@@ -81,6 +91,7 @@ def encode_documents(
         encoder: the encoder.
         workers: worker processes; with 1 this process encodes.
         reader: reader behind the documents; default: the documents, if they are a `DocumentReader`.
+        columns: columns to keep of their fields.
 
     Raises:
         DataError: a document has an unpaired surrogate or ids outside the vocabulary (the message names its source), or
@@ -88,7 +99,7 @@ def encode_documents(
     """
     if reader is None and isinstance(documents, DocumentReader):
         reader = documents
-    batches = _batches_after_engine_selection(_iter_batches(documents, encoder, reader), encoder)
+    batches = _batches_after_engine_selection(_iter_batches(documents, encoder, reader, columns), encoder)
     if workers == 1:
         for batch in batches:
             yield batch, _encode_in_process(batch, encoder)
@@ -161,11 +172,12 @@ def _split_long_document(batch: EncoderBatch, encoder: Encoder) -> Sequence[str]
 
 
 def _iter_batches(
-    documents: Iterable[Document], encoder: Encoder, reader: DocumentReader | None
+    documents: Iterable[Document], encoder: Encoder, reader: DocumentReader | None, columns: Sequence[ColumnInfo]
 ) -> Iterator[EncoderBatch]:
     texts: list[str] = []
     ids: list[np.ndarray] = []
     sources: list[int] = []
+    rows: list[tuple[Any, ...]] = []
     size = text_bytes = file = record = 0
 
     def batch() -> EncoderBatch:
@@ -178,6 +190,7 @@ def _iter_batches(
             next_record=record,
             read_prefix=reader.hashed_prefix(file) if reader else None,
             sources=np.array(sources, SOURCE_DTYPE) if reader else None,
+            rows=rows,
         )
 
     for document in documents:
@@ -186,7 +199,7 @@ def _iter_batches(
         if (texts and is_ids) or (ids and not is_ids) or (texts and own_bytes >= _LONG_BYTES):
             # The reader is past this batch already: its bytes are counted a little early, its position is exact.
             yield batch()
-            texts, ids, sources, size, text_bytes = [], [], [], 0, 0
+            texts, ids, sources, rows, size, text_bytes = [], [], [], [], 0, 0
         if is_ids:
             ids.append(encoder.check_ids(document.ids, document.source))
             size += 4 * ids[-1].size
@@ -197,9 +210,11 @@ def _iter_batches(
         file, record = document.file_index, document.next_record
         if reader:
             sources.append(encode_source(file, document.record_number))
+        if columns:
+            rows.append(make_row(columns, document.fields, document.source))
         if size >= _BATCH_BYTES or own_bytes >= _LONG_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
-            texts, ids, sources, size, text_bytes = [], [], [], 0, 0
+            texts, ids, sources, rows, size, text_bytes = [], [], [], [], 0, 0
     if texts or ids:
         yield batch()
 

@@ -1,0 +1,429 @@
+"""Columns that are kept beside the documents: values, types, counts, and the same bytes from any way to a store."""
+
+import gzip
+import hashlib
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lt_data
+from lt_data import DataError, Document, DocumentReader, Selection, Tokenizer, TokenStore, stats
+from lt_data.analysis.verification import find_problems
+from lt_data.cli import app
+from lt_data.display.stats_text import format_stats
+from lt_data.preparation.join import join
+from lt_data.preparation.split import split
+from lt_data.preparation.store_writer import remove_unrecorded
+from lt_data.store.document_columns import make_row, parse_columns
+
+pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+
+KEEP = ("url", "n:int", "score:float", "safe:bool")
+VALUES = st.fixed_dictionaries(
+    {"text": st.one_of(st.sampled_from(["repeated", "x", ""]), st.text("ab é", max_size=8))},
+    optional={
+        "url": st.one_of(st.none(), st.text(max_size=8), st.integers(), st.lists(st.integers(), max_size=2)),
+        "n": st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)),
+        "score": st.one_of(st.none(), st.integers(-9, 9), st.floats(allow_nan=False)),
+        "safe": st.one_of(st.none(), st.booleans()),
+    },
+)
+
+
+def as_kept(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a record as they are to be read again."""
+    url, score = record.get("url"), record.get("score")
+    return {
+        "url": url if url is None or isinstance(url, str) else json.dumps(url, ensure_ascii=False),
+        "n": record.get("n"),
+        "score": None if score is None else float(score),
+        "safe": record.get("safe"),
+    }
+
+
+def write_records(path: Path, records: list[dict[str, Any]]) -> None:
+    lines = "".join(json.dumps(record) + "\n" for record in records).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+
+
+def kept(store: TokenStore) -> list[dict[str, Any]]:
+    return [store.document_columns(i) for i in range(store.n_documents)]
+
+
+def check_store(folder: Path) -> TokenStore:
+    store = TokenStore.open(folder)
+    store.verify()
+    assert list(find_problems(store)) == []
+    for i, column in enumerate(store.manifest.columns):
+        batches = [store.shard_columns(number) for number in range(len(store.manifest.shards))]
+        assert sum(batch.column(i).null_count for batch in batches) == column.nulls
+    return store
+
+
+@given(
+    files=st.lists(st.lists(VALUES, min_size=1, max_size=12), min_size=2, max_size=4),
+    drop=st.booleans(),
+    shard_tokens=st.sampled_from([9, 10_000]),
+)
+@settings(max_examples=20)
+def test_columns_are_those_of_the_records(
+    tmp_path_factory: pytest.TempPathFactory,
+    memory: Path,
+    tokenizer: Tokenizer,
+    files: list[list[dict[str, Any]]],
+    drop: bool,
+    shard_tokens: int,
+) -> None:
+    folder = memory / tmp_path_factory.mktemp("columns").name
+    folder.mkdir()
+    files[0][0] = {"text": "there is always one", "url": "u"}
+    for number, records in enumerate(files):
+        write_records(folder / f"{number}.jsonl{'.gz' if number % 2 else ''}", records)
+    paths = sorted(folder.iterdir())
+    options: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "engine": "hf",
+        "keep": KEEP,
+        "selection": Selection(drop_duplicates=drop),
+        "shard_tokens": shard_tokens,
+    }
+    lt_data.prepare(paths, out=folder / "store", **options)
+    store = check_store(folder / "store")
+    records = [record for records in files for record in records if record["text"]]
+    if drop:
+        texts = [record["text"] for record in records]
+        records = [record for i, record in enumerate(records) if record["text"] not in texts[:i]]
+    assert kept(store) == [as_kept(record) for record in records]
+    for part in range(2):
+        lt_data.prepare(paths, out=folder / "merged", part_index=part, num_parts=2, **options)
+    merged = lt_data.merge(folder / "merged")
+    assert (merged.columns, merged.shards) == (store.manifest.columns, store.manifest.shards)
+    check_store(folder / "merged")
+
+
+def test_a_table_gives_its_columns_without_the_others(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datetime
+
+    import pyarrow.parquet
+
+    table = pa.table(
+        {
+            "other": ["o"] * 3,
+            "url": ["a", None, "c"],
+            "text": ["one", "two", "three"],
+            "at": [datetime.date(2026, 1, 2)] * 3,
+            "tags": [["x", "y"], [], None],
+        }
+    )
+    pyarrow.parquet.write_table(table, tmp_path / "x.parquet")
+    reader = DocumentReader([tmp_path / "x.parquet"], keep_fields=["url", "at", "missing"])
+    assert [document.fields for document in reader] == [
+        {"url": url, "at": datetime.date(2026, 1, 2)} for url in ("a", None, "c")
+    ]
+    keep = ("url", "at", "tags", "missing")
+    notices: list[str] = []
+    manifest = lt_data.prepare(
+        [tmp_path / "x.parquet"], tokenizer=tokenizer, out=tmp_path / "store", keep=keep, notify=notices.append
+    )
+    assert [column.nulls for column in manifest.columns] == [1, 0, 1, 3]
+    assert notices == ["keep: no document has a field 'missing'; check the name"]
+    store = check_store(tmp_path / "store")
+    assert kept(store)[0] == {"url": "a", "at": '"2026-01-02"', "tags": '["x", "y"]', "missing": None}
+    with pytest.raises(IndexError):
+        store.document_columns(3)
+    text = format_stats(stats(store))
+    assert "column url           string, 1 of 3 documents without it\n" in text
+    assert json.loads(json.dumps(stats(store).to_dict()))["columns"][3] == {
+        "name": "missing",
+        "type": "string",
+        "nulls": 3,
+    }
+
+
+def test_columns_after_a_map_and_of_documents_of_the_caller(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scores.py").write_text("def add(record):\n    return {**record, 'n': len(record['text'])}\n")
+    write_records(tmp_path / "in.jsonl", [{"text": "one", "url": "a"}, {"text": "three", "url": "b"}])
+    lt_data.prepare(
+        [tmp_path / "in.jsonl"],
+        tokenizer=tokenizer,
+        out=tmp_path / "mapped",
+        record_map="scores:add",
+        keep=["n:int", "url"],
+    )
+    assert kept(check_store(tmp_path / "mapped")) == [{"n": 3, "url": "a"}, {"n": 5, "url": "b"}]
+    documents = [Document(text="one", source="", fields={"url": "a"}), Document(text="two", source="")]
+    lt_data.prepare_documents(documents, tokenizer=tokenizer, out=tmp_path / "given", keep=["url"])
+    assert kept(check_store(tmp_path / "given")) == [{"url": "a"}, {"url": None}]
+
+
+def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    records = [{"text": f"text {n}", "n": n if n % 3 else None} for n in range(60)]
+    for name, some in (("a", records[:30]), ("b", records[30:])):
+        write_records(tmp_path / f"{name}.jsonl", some)
+        lt_data.prepare([tmp_path / f"{name}.jsonl"], tokenizer=tokenizer, out=tmp_path / name, keep=["n:int"])
+    join(tmp_path, [tmp_path / "a", tmp_path / "b"])
+    joined = check_store(tmp_path)
+    assert [column["n"] for column in kept(joined)] == [record["n"] for record in records]
+    split(joined, holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation")
+    both = [check_store(tmp_path / side) for side in ("train", "validation")]
+    assert [len(kept(side)) > 5 for side in both] == [True, True]
+    for side in both:
+        decode = side.tokenizer().decode
+        texts = [decode(side.document(i), skip_special_tokens=True) for i in range(side.n_documents)]
+        assert [{"text": text, **columns} for text, columns in zip(texts, kept(side), strict=True)] == [
+            record for record in records if record["text"] in texts
+        ]
+        for i, text in enumerate(texts):
+            number = int(text.split()[1])
+            assert str(side.document_source(i)) == f"{tmp_path / 'ab'[number // 30]}.jsonl:{number % 30 + 1}"
+
+
+def test_stores_of_other_columns_join_without_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    for name, keep in (("a", ["n:int"]), ("b", ["n"])):
+        write_records(tmp_path / f"{name}.jsonl", [{"text": name, "n": 1}])
+        lt_data.prepare([tmp_path / f"{name}.jsonl"], tokenizer=tokenizer, out=tmp_path / name, keep=keep)
+    manifest = join(tmp_path, [tmp_path / "a", tmp_path / "b"])
+    assert manifest.columns == ()
+    assert kept(check_store(tmp_path)) == [{"n": 1}, {"n": "1"}]
+
+
+def test_parts_of_other_columns_do_not_merge(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    write_records(tmp_path / "a.jsonl", [{"text": "a", "n": 1}])
+    write_records(tmp_path / "b.jsonl", [{"text": "b", "n": 1}])
+    for part, keep in enumerate((["n:int"], ["n"])):
+        lt_data.prepare(
+            [tmp_path / "a.jsonl", tmp_path / "b.jsonl"],
+            tokenizer=tokenizer,
+            out=tmp_path / "out",
+            keep=keep,
+            part_index=part,
+            num_parts=2,
+        )
+    with pytest.raises(DataError, match=r"of another job .*: columns \(\[\('n', 'int'\)\] and \[\('n', 'string'\)\]\)"):
+        lt_data.merge(tmp_path / "out")
+
+
+def test_a_resumed_job_keeps_the_same_columns(
+    fast_path: Path, corpus: Path, options: dict[str, Any], small_batches: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(out: str, stop: int | None, **other: Any) -> None:
+        def progress(done: int, total: int, unit: str) -> None:
+            if stop is not None and len(list((fast_path / f"{out}.building/store/shards").glob("*.arrow"))) > stop:
+                raise KeyboardInterrupt
+
+        given_ = {**options, "keep": ["text", "text2:int"], **other}
+        lt_data.prepare([corpus], out=fast_path / out, progress=progress, **given_)
+
+    run("whole", None)
+    for stop in (1, 2, 4):
+        with pytest.raises(KeyboardInterrupt):
+            run("resumed", stop)
+    with pytest.raises(DataError, match=r"other settings: keep .*text2:int"):
+        run("resumed", None, keep=["text"])
+    run("resumed", None)
+    one, other = (
+        {path.name: path.read_bytes() for path in (fast_path / name / "shards").iterdir()}
+        for name in ("whole", "resumed")
+    )
+    assert one == other
+    store = check_store(fast_path / "resumed")
+    for i in range(store.n_documents):
+        text = store.tokenizer().decode(store.document(i), skip_special_tokens=True)
+        source = str(store.document_source(i))
+        assert store.document_columns(i)["text"] == (None if source.endswith(".txt") else text)
+
+
+def test_unrecorded_columns_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards/00000.arrow").touch()
+    remove_unrecorded(tmp_path, [tmp_path / "shards"], [], "uint16")
+    assert list((tmp_path / "shards").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("keep", "message"),
+    [
+        ("url", "a single name; pass a list"),
+        (["url", "url:int"], "'url:int' has the name of another"),
+        ([""], "'' has no name"),
+        ([":int"], "':int' has no name"),
+        (["url:text"], "type 'text'; choose string, int, float, bool"),
+    ],
+)
+def test_names_are_checked_before_anything_is_written(
+    tmp_path: Path, tokenizer: Tokenizer, keep: Any, message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        lt_data.prepare_documents([Document(text="x", source="")], tokenizer=tokenizer, out=tmp_path / "s", keep=keep)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_must_keep_the_fields(tmp_path: Path, tokenizer: Tokenizer, corpus: Path) -> None:
+    for fields in (False, ["other"]):
+        with pytest.raises(DataError, match=r"keep = 'url': the DocumentReader does not keep it"):
+            lt_data.prepare_documents(
+                DocumentReader([corpus], keep_fields=fields), tokenizer=tokenizer, out=tmp_path / "s", keep=["url"]
+            )
+    with pytest.raises(DataError, match=r"keep_fields = 'url': a single name"):
+        DocumentReader([corpus], keep_fields="url")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "shown"),
+    [
+        ("n:int", 1.5, "1.5"),
+        ("n:int", True, "true"),
+        ("n:int", 2**63, "9223372036854775808"),
+        ("n:float", "1", '"1"'),
+        ("n:bool", 1, "1"),
+    ],
+)
+def test_a_value_of_another_type_is_named_with_its_place(column: str, value: Any, shown: str) -> None:
+    with pytest.raises(
+        DataError, match=rf"^x\.jsonl:3: field 'n' holds {shown}, not {column[2:]}; keep it as a string"
+    ):
+        make_row(parse_columns([column]), {"n": value}, "x.jsonl:3")
+
+
+def test_values_that_json_or_arrow_do_not_have() -> None:
+    columns = parse_columns(["n"])
+    for value, text in (
+        (b"\xff", '"ff"'),
+        ("a\ud800b", "a\ufffdb"),
+        (["\ud800"], '["\ufffd"]'),
+        ({"é": 1}, '{"é": 1}'),
+    ):
+        assert make_row(columns, {"n": value}, "") == (text,)
+    with pytest.raises(DataError, match="beyond a float"):
+        make_row(parse_columns(["n:float"]), {"n": 10**400}, "")
+
+
+@pytest.fixture
+def small(tmp_path: Path, tokenizer: Tokenizer) -> Path:
+    write_records(tmp_path / "in.jsonl", [{"text": "one", "url": "a"}, {"text": "two", "url": "b"}])
+    lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "store", keep=["url"])
+    return tmp_path / "store"
+
+
+def file_of(batch: Any) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    return sink.getvalue().to_pybytes()
+
+
+STRINGS = pa.large_string()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"ARROW1", "not an Arrow file"),
+        (file_of(pa.record_batch({"url": pa.array(["a"], STRINGS)})), "1 rows for 2 documents"),
+        (file_of(pa.record_batch({"uri": pa.array(["a", "b"], STRINGS)})), "not the columns of the manifest"),
+        (file_of(pa.record_batch({"url": pa.array([1, 2])})), "not the columns of the manifest"),
+        (
+            file_of(
+                pa.record_batch(
+                    [
+                        pa.Array.from_buffers(
+                            STRINGS, 2, [None, pa.array([0, 1 << 40, 2]).buffers()[1], pa.py_buffer(b"ab")]
+                        )
+                    ],
+                    ["url"],
+                )
+            ),
+            "not an Arrow file",
+        ),
+    ],
+)
+def test_columns_of_strangers(small: Path, content: bytes, message: str) -> None:
+    manifest = TokenStore.open(small).manifest
+    shard = replace(manifest.shards[0], arrow_sha256=hashlib.sha256(content).hexdigest(), arrow_bytes=len(content))
+    values = replace(manifest, shards=(shard,)).to_dict()
+    (small / "manifest.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    (small / "shards/00000.arrow").write_bytes(content)
+    store = TokenStore.open(small)
+    with pytest.raises(DataError, match=rf"00000\.arrow: {message}"):
+        store.document_columns(0)
+    assert any(message in problem for problem in find_problems(store))
+    with pytest.raises(DataError, match=rf"00000\.arrow: {message}"):
+        store.verify()
+
+
+def test_damaged_columns_are_found(small: Path) -> None:
+    path = small / "shards/00000.arrow"
+    content = bytearray(path.read_bytes())
+    content[content.index(b"ab")] ^= 1
+    path.write_bytes(content)
+    assert list(find_problems(TokenStore.open(small))) == [f"{path}: SHA-256 differs from the manifest"]
+    path.write_bytes(content[:-1])
+    with pytest.raises(DataError, match=r"00000\.arrow: \d+ bytes, the manifest says"):
+        TokenStore.open(small)
+
+
+def test_columns_in_the_manifest_and_in_the_shards_belong_together(small: Path) -> None:
+    manifest = TokenStore.open(small).manifest
+    with pytest.raises(DataError, match="shard 00000: arrow_sha256 is of no column"):
+        replace(manifest, columns=())
+    with pytest.raises(DataError, match="columns: two of one name"):
+        replace(manifest, columns=manifest.columns * 2)
+    with pytest.raises(DataError, match="shard 00000: arrow_sha256 is missing"):
+        replace(manifest, shards=(replace(manifest.shards[0], arrow_sha256=""),))
+
+
+def test_the_fingerprint_does_not_change(small: Path, tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "plain")
+    assert plain.fingerprint == TokenStore.open(small).manifest.fingerprint
+    text = (tmp_path / "plain/manifest.json").read_text(encoding="utf-8")
+    assert "arrow" not in text
+    assert "columns" not in text
+
+
+def test_the_command(
+    tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer.save(Path("tok"))
+    write_records(Path("in.jsonl"), [{"text": "one", "url": "a\x1b", "n": 7}, {"text": "two"}])
+
+    def run(*arguments: object) -> str:
+        app(list(map(str, arguments)), standalone_mode=False)
+        return capsys.readouterr().out
+
+    run("prepare", "in.jsonl", "--tokenizer", "tok", "--out", "store", "--keep", "url,n:int")
+    assert run("inspect", "store", "--document", 0, "--no-color").splitlines() == [
+        "document 0 (in.jsonl:1): 5 tokens",
+        r'  url "a\x1b"',
+        "  n 7",
+        '  "<|bos|>one<|eos|>"',
+    ]
+    lt_data.pack(TokenStore.open("store"), seq_len=32)
+    assert "    url null\n    n null\n" in run("inspect", "store", "--no-color")
+    assert json.loads(run("inspect", "store", "--json"))[0]["spans"][0]["columns"] in (
+        {"url": "a\x1b", "n": 7},
+        {"url": None, "n": None},
+    )
+
+
+def test_without_pyarrow(small: Path, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(DataError, match=r'kept columns need the pyarrow package: pip install "lt-data\[parquet\]"'):
+        lt_data.prepare([tmp_path / "in.jsonl"], tokenizer=tokenizer, out=tmp_path / "other", keep=["url"])
+    assert not (tmp_path / "other").exists()
+    store = TokenStore.open(small)  # the tokens need no pyarrow
+    assert store.document(0).size
+    with pytest.raises(DataError, match="kept columns need"):
+        store.document_columns(0)
