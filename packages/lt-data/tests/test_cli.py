@@ -94,7 +94,7 @@ def test_help_and_no_arguments(run: Run) -> None:
 
 
 def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(_: object) -> None:
+    def broken(_: object, **options: object) -> None:
         raise ZeroDivisionError("a defect")
 
     monkeypatch.setattr(TokenStore, "open", broken)
@@ -103,7 +103,7 @@ def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.M
     assert "Traceback" in err
     assert "a defect" in err
 
-    def plain_value_error(_: object) -> None:
+    def plain_value_error(_: object, **options: object) -> None:
         raise ValueError("not meant for users")
 
     monkeypatch.setattr(TokenStore, "open", plain_value_error)
@@ -111,7 +111,7 @@ def test_our_errors_exit_with_70_and_a_traceback(run: Run, monkeypatch: pytest.M
 
 
 def test_interrupt_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object) -> None:
+    def interrupted(_: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(TokenStore, "open", interrupted)

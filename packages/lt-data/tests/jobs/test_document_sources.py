@@ -15,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lt_data
-from lt_data import DataError, Document, DocumentReader, Selection, Tokenizer, TokenStore, part_folder
+from lt_data import (
+    DataError,
+    Document,
+    DocumentReader,
+    RowReader,
+    Selection,
+    Stream,
+    Tokenizer,
+    TokenStore,
+    inspect_batch,
+    open_pack,
+    part_folder,
+)
 from lt_data.analysis.verification import find_problems
 from lt_data.cli import app
 from lt_data.preparation.split import split
@@ -108,7 +120,8 @@ def check_random(
     parts: int,
     shard_tokens: int,
 ) -> None:
-    with tempfile.TemporaryDirectory(dir=memory) as name:
+    with tempfile.TemporaryDirectory(dir=memory) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lt_data.tokenizing.encode._BATCH_DOCUMENTS", 3)
         folder = Path(name)
         paths = [write_file(folder, i, kind, records) for i, (kind, records) in enumerate(files)]
         options: dict[str, Any] = {
@@ -349,6 +362,10 @@ def test_inspect_names_the_place(
         'document 1 (in.jsonl:4): 5 tokens\n  "<|bos|>two<|eos|>"\n'
     )
     assert "document 0 (in.jsonl:2): tokens 0 to " in inspect("store", "--no-color")
+    opened = TokenStore.open("store")
+    stream = Stream(RowReader(opened, open_pack(opened, seq_len=32)), global_batch_size=1)
+    (row,) = inspect_batch(stream)
+    assert sorted(span.source or "" for span in row.spans) == ["in.jsonl:2", "in.jsonl:4"]
     values = json.loads(inspect("store", "--document", 0, "--json"))
     assert (values["source"], values["text"], values["labels"]) == ("in.jsonl:2", "<|bos|>one<|eos|>", 0)
     for arguments, message in (

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ WaitFor = Callable[[Callable[[], bool]], None]
 KILLS = int(os.environ.get("LT_KILLS", "100"))
 SEED = int(os.environ.get("LT_SEED", "0"))
 OPTIONS = ["--engine", "hf", "--shard-tokens", "4000", "--drop-duplicates", "--min-tokens", "20"]
+KEEP = ["n:int"] if find_spec("pyarrow") else []
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +34,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> P
     known = [" ".join(map(str, rng.integers(0, 10**9, 40))) for _ in range(40)]
     for number in range(8):
         texts = [" ".join(map(str, rng.integers(0, 10**9, int(n)))) for n in rng.integers(1, 300, 40)]
-        lines = [f'{{"text": "{text}"}}\n' for text in (*texts, *known[number * 5 :])]
+        lines = [f'{{"text": "{text}", "n": {n}}}\n' for n, text in enumerate((*texts, *known[number * 5 :]))]
         (folder / f"in/{number}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 
@@ -42,7 +44,17 @@ def command(sources: Path, *arguments: object) -> list[str]:
 
 
 def prepare_command(sources: Path, out: Path, *more: object) -> list[str]:
-    given = ("prepare", sources / "in", "--tokenizer", sources / "tok", "--out", out, *OPTIONS, *more)
+    given = (
+        "prepare",
+        sources / "in",
+        "--tokenizer",
+        sources / "tok",
+        "--out",
+        out,
+        *OPTIONS,
+        *(["--keep", *KEEP] if KEEP else []),
+        *more,
+    )
     return command(sources, *given)
 
 
@@ -50,6 +62,11 @@ def prepare_command(sources: Path, out: Path, *more: object) -> list[str]:
 def whole(sources: Path, tmp_path_factory: pytest.TempPathFactory, contents: Contents) -> dict[str, bytes]:
     out = tmp_path_factory.mktemp("whole") / "store"
     subprocess.run(prepare_command(sources, out), check=True, capture_output=True)
+    n_shards = len(list(out.glob("shards/*.bin")))
+    assert (len(list(out.glob("shards/*.src"))), len(list(out.glob("shards/*.arrow")))) == (
+        n_shards,
+        n_shards if KEEP else 0,
+    )
     return contents(out)
 
 
@@ -156,14 +173,15 @@ def wait(done, total, unit):
     print("at work", flush=True)
     sys.stdin.readline()
 lt_data.prepare([{sources!r} + "/in"], tokenizer={sources!r} + "/tok", out={out!r}, engine="hf", shard_tokens=4000,
-                selection=lt_data.Selection(drop_duplicates=True, min_tokens=20), progress=wait)
+                selection=lt_data.Selection(drop_duplicates=True, min_tokens=20), progress=wait,
+                keep={keep!r})
 """
 
 
 @pytest.fixture
 def holder(fast_path: Path, sources: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process at work on fast_path/store, which goes on line by line."""
-    code = HOLD.format(sources=str(sources), out=str(fast_path / "store"))
+    code = HOLD.format(sources=str(sources), out=str(fast_path / "store"), keep=KEEP)
     child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdout is not None
     assert child.stdin is not None
