@@ -19,9 +19,11 @@ import os
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
+from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.journal import Journal
 from lt_data.storage import (
@@ -34,11 +36,34 @@ from lt_data.storage import (
     remove_tree,
     translate_os_errors,
 )
-from lt_data.store.manifest import MANIFEST_FILE, read_manifest
+from lt_data.store.manifest import MANIFEST_FILE, ShardFile, check_counts, read_manifest
 
 SUFFIX = ".building"
+START_OVER = "start over (--no-resume)"
 _LOCK, _JOURNAL, _STORE, _REPLACED, _SIDE = "lock", "journal", "store", "old", ".side"
 _LOCK_ATTEMPTS = 100  # to acquire a lock that another process is just releasing
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """First record of a journal: the job's settings, and whether it can be resumed."""
+
+    job: Mapping[str, Any]
+    resumable: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardRecord:
+    """Record of a finished shard, and the sizes of the side files."""
+
+    shard: ShardFile
+    sides: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        check_counts(**self.sides)
+
+
+R = TypeVar("R", bound=ShardRecord)
 
 
 class BuildFolder:
@@ -50,6 +75,7 @@ class BuildFolder:
         store_path: folder in it that becomes the result.
         records: records of the finished shards, in order.
         is_published: whether the result is in place.
+        was_resumed: whether the job began in an earlier process.
     """
 
     def __init__(self, target: Path, lock: int, *, no_resume: bool) -> None:
@@ -57,6 +83,7 @@ class BuildFolder:
         self.path = target.with_name(target.name + SUFFIX)
         self.store_path = self.path / _STORE
         self.is_published = False
+        self.was_resumed = False
         self._old = self.path / _REPLACED
         self._lock = lock
         self._side_files: dict[str, BinaryIO] = {}
@@ -70,7 +97,20 @@ class BuildFolder:
     @property
     def can_resume(self) -> bool:
         """True if the same job can resume from finished shards."""
-        return self.has_started and self._journal.records[0]["resumable"] and bool(self.records)
+        return self.has_started and self._journal.records[0].get("resumable") is True and bool(self.records)
+
+    def parse_records(self, kind: type[R]) -> list[R]:
+        """Return the records of the finished shards as dataclasses.
+
+        Raises:
+            DataError: a record is not of this kind.
+        """
+        journal = self.path / _JOURNAL
+        return [
+            strict_json.parse(kind, record, f"{journal}:{number}", START_OVER)
+            for number, record in enumerate(self._journal.records[1:], start=2)
+            if "finished" not in record
+        ]
 
     @property
     def records(self) -> list[dict[str, Any]]:
@@ -151,7 +191,7 @@ class BuildFolder:
 
     @property
     def _damage_message(self) -> str:
-        return "it was changed by another program; start over (--no-resume)"
+        return f"it was changed by another program; {START_OVER}"
 
     def _start_or_resume(self, job: Mapping[str, Any], *, resumable: bool, no_resume: bool) -> None:
         """Resume the job that is in the folder, or start a new one."""
@@ -165,15 +205,18 @@ class BuildFolder:
                     self.is_published = True
                     self._remove()
                     return
-        header: dict[str, Any] = records[0] if records else {"resumable": False}
-        if header["resumable"] and not no_resume:
+        header = JobRecord(job={}, resumable=False)
+        if records and not no_resume:
+            header = strict_json.parse(JobRecord, records[0], f"{self.path / _JOURNAL}:1", START_OVER)
+        if header.resumable:
             if not resumable:
-                raise DataError(f"{self.path}: holds another interrupted job; finish it, or start over (--no-resume)")
-            if changed := _diff_jobs(header["job"], job):
+                raise DataError(f"{self.path}: holds another interrupted job; finish it, or {START_OVER}")
+            if changed := _diff_jobs(header.job, job):
                 raise DataError(
                     f"{self.path}: holds an interrupted job with other settings: {'; '.join(changed)}; resume with the "
-                    "same settings, or start over (--no-resume)"
+                    "same settings, or " + START_OVER
                 )
+            self.was_resumed = bool(self.records)
             return
         with translate_os_errors("write", self.path):
             self._discard()

@@ -11,6 +11,17 @@ from typing import Any
 from lt_data.store.manifest import DocumentTotals
 
 
+@dataclass(frozen=True, kw_only=True)
+class SavedCounts:
+    """Totals of a job in its journal; see `DocumentCounts`."""
+
+    text_bytes: int
+    read: DocumentTotals
+    left_out: Mapping[str, DocumentTotals]
+    skipped: Mapping[str, int]
+    special_strings: Mapping[str, int]
+
+
 @dataclass(kw_only=True)
 class DocumentCounts:
     """Running totals of a job.
@@ -45,12 +56,12 @@ class DocumentCounts:
         }
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "DocumentCounts":
-        """Restore totals from the values of `to_dict`."""
+    def restore(cls, saved: SavedCounts) -> "DocumentCounts":
+        """Restore totals from the parsed values of `to_dict`."""
         return cls(
-            text_bytes=values["text_bytes"],
-            read=DocumentTotals(**values["read"]),
-            left_out={reason: DocumentTotals(**amount) for reason, amount in values["left_out"].items()},
-            skipped=Counter(values["skipped"]),
-            special_strings=Counter(values["special_strings"]),
+            text_bytes=saved.text_bytes,
+            read=saved.read,
+            left_out=dict(saved.left_out),
+            skipped=Counter(saved.skipped),
+            special_strings=Counter(saved.special_strings),
         )

@@ -22,7 +22,7 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import SUFFIX, open_build_folder
+from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import DocumentHashSet
 from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, part_folder, publish_store
@@ -117,7 +117,7 @@ def merge(
         folder = build_folder.store_path / SHARD_FOLDER
         with translate_os_errors("write", folder):
             make_folder_synced(folder)
-        finished = [ShardFile(**record["shard"]) for record in build_folder.records]
+        finished = [record.shard for record in build_folder.parse_records(ShardRecord)]
         remove_unrecorded(build_folder.store_path, [folder], finished, first.dtype)
         if finished:
             notify(f"resuming after {len(finished)} finished shards in {build_folder.path}")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import SUFFIX, BuildFolder, open_build_folder
+from lt_data.preparation.build_folder import START_OVER, SUFFIX, BuildFolder, open_build_folder
 from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.preparation.record_map import RecordMap, load_record_map
 from lt_data.preparation.store_writer import PART_FOLDER, StoreWriter
@@ -51,7 +51,7 @@ from lt_data.store.manifest import (
 )
 from lt_data.tokenizing.encode import encode_documents
 from lt_data.tokenizing.encoder import Encoder
-from lt_data.tokenizing.engine_selection import EngineChoice, EngineRequest
+from lt_data.tokenizing.engine_selection import EngineRequest
 from lt_data.tokenizing.tokenizer import SpecialTokensAs, Tokenizer
 
 DEFAULT_SHARD_TOKENS = 2**27
@@ -241,7 +241,9 @@ def prepare_documents(
         ) as writer:
             if build_folder.records:
                 notify(f"resuming after {len(build_folder.records)} finished shards in {build_folder.path}")
-                encoder.engine_choice = EngineChoice.from_dict(writer.metadata["engine"])
+                encoder.engine_choice = writer.engine
+                if reader is not None and writer.source_position[0] > reader.n_files:
+                    raise DataError(f"{build_folder.path}: the journal names other sources; {START_OVER}")
             shards = _encode_documents(
                 documents, reader, encoder, writer, selection, loaded_map, columns, workers, progress
             )
@@ -327,7 +329,7 @@ def _encode_documents(
     )
     with closing(encode_documents(document_filter, encoder, workers, reader=reader, columns=columns)) as batches:
         for batch, encoded in batches:
-            writer.metadata = {"engine": encoder.select_engine([]).to_dict()}
+            writer.engine = encoder.select_engine([])
             writer.write(
                 encoded.tokens,
                 encoded.lengths,

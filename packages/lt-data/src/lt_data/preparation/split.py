@@ -22,7 +22,7 @@ from typing import Literal
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import SUFFIX, open_build_folder
+from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
 from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, publish_store
 from lt_data.preparation.store_writer import remove_unrecorded
 from lt_data.progress import Progress, no_progress
@@ -204,7 +204,7 @@ def _write_side(
         folder = build_folder.store_path / SHARD_FOLDER
         with translate_os_errors("write", folder):
             make_folder_synced(folder)
-        finished = [ShardFile(**record["shard"]) for record in build_folder.records]
+        finished = [record.shard for record in build_folder.parse_records(ShardRecord)]
         remove_unrecorded(build_folder.store_path, [folder], finished, base.dtype)
         skip = sum(shard.documents for shard in finished)
 

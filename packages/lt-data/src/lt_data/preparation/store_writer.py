@@ -14,23 +14,24 @@ per encoded document, and `special`, the special strings of each document that h
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.preparation.build_folder import BuildFolder
-from lt_data.preparation.counts import DocumentCounts
+from lt_data.preparation.build_folder import START_OVER, BuildFolder, ShardRecord
+from lt_data.preparation.counts import DocumentCounts, SavedCounts
 from lt_data.preparation.deduplication import HASH_DTYPE
 from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_source_files, encode_source_files
-from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile
+from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile, check_counts
 from lt_data.store.shards import ShardWriter
+from lt_data.tokenizing.engine_selection import EngineChoice
 
 _PART_REMEDY = "prepare this part again"
 PART_FOLDER = "part"  # files that merge needs, in the store of a part
@@ -79,7 +80,22 @@ def remove_unrecorded(content: Path, folders: Sequence[Path], finished: Sequence
             with translate_os_errors("resume after the shard", path):
                 actual = path.stat().st_size
             if actual != size:
-                raise DataError(f"{path}: size differs from the journal; start over (--no-resume)")
+                raise DataError(f"{path}: size differs from the journal; {START_OVER}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _BatchRecord(ShardRecord):
+    """Record of a finished shard; see the top of this file."""
+
+    source_position: tuple[int, int]
+    skip: int
+    counts: SavedCounts
+    engine: EngineChoice
+    read_prefixes: tuple[tuple[int, int, str], ...]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_counts(skip=self.skip, file=self.source_position[0], record=self.source_position[1])
 
 
 class StoreWriter:
@@ -88,6 +104,7 @@ class StoreWriter:
     Attributes:
         counts: totals up to the end of the last written batch.
         source_position: position in the sources (file, record) after that batch.
+        engine: tokenizer engine of the shards.
         read_prefixes: what the finished shards come from, by index of the file, in the files that are read again.
     """
 
@@ -114,17 +131,20 @@ class StoreWriter:
         self._build_folder = build_folder
         self._selection = selection
         self._special_strings = special_strings
-        last = (
-            build_folder.records[-1]
-            if build_folder.records
-            else {"source_position": (0, 0), "skip": 0, "counts": DocumentCounts().to_dict(), "read_prefixes": []}
-        )
-        finished = [ShardFile(**record["shard"]) for record in build_folder.records]
-        self.counts = DocumentCounts.from_dict(last["counts"])
-        self.source_position: tuple[int, int] = tuple(last["source_position"])
-        self.read_prefixes = {file: HashedPrefix(*prefix) for file, *prefix in last["read_prefixes"]}
-        self.metadata: Mapping[str, Any] = last.get("metadata", {})
-        self._skip: int = last["skip"]
+        records = build_folder.parse_records(_BatchRecord)
+        finished = [record.shard for record in records]
+        self.counts = DocumentCounts()
+        self.source_position = (0, 0)
+        self.read_prefixes: dict[int, HashedPrefix] = {}
+        self.engine: EngineChoice | None = None
+        self._skip = 0
+        if records:
+            last = records[-1]
+            self.counts = DocumentCounts.restore(last.counts)
+            self.source_position = last.source_position
+            self.read_prefixes = {file: HashedPrefix(size, sha256) for file, size, sha256 in last.read_prefixes}
+            self.engine = last.engine
+            self._skip = last.skip
         self._skipped_here = 0
         self._shard_folder = build_folder.store_path / SHARD_FOLDER
         side_folder = build_folder.store_path / PART_FOLDER if keep_side_files else None
@@ -226,11 +246,17 @@ class StoreWriter:
 
     def finish(self, document_filter: DocumentFilter, sources: Sequence[SourceFile]) -> tuple[ShardFile, ...]:
         """Close the last shard, count the exclusions after the last batch, and return all shards."""
-        assert self._skip == 0
         shards = self._writer.finish()
         document_filter.count_remaining(self.counts)
         self._write_sources(sources, below=None)
-        assert sum(shard.documents for shard in shards) + _n_left_out(self.counts) == self.counts.read.documents
+        kept = DocumentTotals(
+            documents=sum(shard.documents for shard in shards),
+            text_bytes=self.counts.text_bytes,
+            tokens=sum(shard.tokens for shard in shards),
+        )
+        if self._skip or self.counts.read != sum(self.counts.left_out.values(), kept):
+            assert self._build_folder.was_resumed, "documents or tokens were lost"
+            raise DataError(f"{self._build_folder.path}: the journal does not match what was read; {START_OVER}")
         return shards
 
     def _append(self, tokens: np.ndarray, lengths: np.ndarray, metadata: DocumentMetadata) -> None:
@@ -246,7 +272,7 @@ class StoreWriter:
             "source_position": self.source_position,
             "skip": self._skipped_here + appended,
             "counts": self.counts.to_dict(),
-            "metadata": self.metadata,
+            "engine": self.engine.to_dict() if self.engine else {},
             "read_prefixes": [(file, *prefix) for file, prefix in sorted(self.read_prefixes.items())],
         }
         self._build_folder.add_record(record, self._folders)
@@ -300,7 +326,3 @@ class StoreWriter:
     def _write(self, side: BinaryIO, content: bytes) -> None:
         with translate_os_errors("write", side.name):
             write(side, content)
-
-
-def _n_left_out(counts: DocumentCounts) -> int:
-    return sum(amount.documents for amount in counts.left_out.values())

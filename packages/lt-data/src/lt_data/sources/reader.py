@@ -241,7 +241,8 @@ class DocumentReader:
                 document = self._make_document(record, listed.name, index)
                 if document is not None:
                     yield document
-        counter.finish()
+        with self._handle_damage(listed.name):
+            counter.finish()
         self.finished_files.append(
             SourceFile(
                 path=listed.manifest_name, bytes=counter.bytes, sha256=counter.sha256, unchecked=counter.unchecked
