@@ -111,7 +111,8 @@ def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
 def read_file(path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:
     """Return the content of a regular file of at most `max_bytes`; for the rest see `open_regular`."""
     with open_regular(path, inside=inside) as file:
-        content = file.read(max_bytes + 1)
+        # `read` allocates as many bytes as it is asked for
+        content = file.read(min(max_bytes, os.fstat(file.fileno()).st_size) + 1)
     if len(content) > max_bytes:
         raise DataError(f"{path}: more than the {max_bytes} bytes that such a file may have; check what it is")
     return content

@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import json
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 import zstandard
 
 from lt_data import DataError, RowReader, Tokenizer, TokenStore, pack
+from lt_data.exports import mds
 from lt_data.exports.export import export
 from lt_data.exports.import_tokens import ImportOptions, import_tokens
 from lt_data.exports.options import ExportOptions
@@ -213,3 +215,28 @@ def test_a_broken_index(tmp_path: Path, wide_tokenizer: Tokenizer) -> None:
                 tokenizer=wide_tokenizer,
                 out=tmp_path / "st",
             )
+
+
+@pytest.mark.parametrize("kind", ["gz", "zstd"])
+def test_compressed_shards_are_bounded_and_checked(tmp_path: Path, kind: str) -> None:
+    def read(content: bytes, n_bytes: int) -> None:
+        folder = tmp_path / "in"
+        foreign(folder, "ndarray:int32", [b"\x04\x01" + struct.pack("<i", 5)], {"compression": kind})
+        index = json.loads((folder / "index.json").read_text())
+        index["shards"][0]["raw_data"]["bytes"] = n_bytes
+        (folder / "index.json").write_text(json.dumps(index))
+        (folder / "shard.00000.mds.x").write_bytes(content)
+        list(mds.read(folder, "ids"))
+
+    pack = gzip.compress if kind == "gz" else zstandard.ZstdCompressor().compress
+    bomb = pack(bytes(1 << 26))
+    assert len(bomb) < 1 << 17
+    tracemalloc.start()
+    with pytest.raises(DataError, match="does not match its index"):
+        read(bomb, 1000)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 24
+    tracemalloc.stop()
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.x: 5000000000 bytes without compression: decompress it"):
+        read(bomb, 5_000_000_000)
+    with pytest.raises(DataError, match=r"shard\.00000\.mds\.x: (truncated|damaged) "):
+        read(bomb[: len(bomb) // 2], 1 << 26)

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -312,3 +313,43 @@ def test_a_missing_package_is_named_with_its_extra(
         (tmp_path / name).write_bytes(b"x")
     with pytest.raises(DataError, match=rf'pip install "lt-data\[{extra}\]"'):
         list(read_documents([source]))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("codec", ["zstd", "lz4"])
+def test_a_small_compressed_arrow_file_does_not_fill_the_memory(tmp_path: Path, stream: bool, codec: str) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    path = tmp_path / "x.arrow"
+
+    def write(texts: Any) -> None:
+        options = pa.ipc.IpcWriteOptions(compression=codec)
+        make = pa.ipc.new_stream if stream else pa.ipc.new_file
+        with make(str(path), pa.schema([("text", texts.type)]), options=options) as writer:
+            writer.write(pa.record_batch([texts], names=["text"]))
+
+    write(pa.array(["x" * 500, "y" * 400]))
+    assert [len(document.text or "") for document in read_documents([path], max_document_bytes=500)] == [500, 400]
+    for texts in (pa.array(["x" * 1000, "y" * 1000, "z" * 1000]), pa.array(["x" * 3000, "y"]).dictionary_encode()):
+        write(texts)
+        with pytest.raises(DataError, match=r"arrow batch of \d+ bytes without compression; write it in smaller"):
+            list(read_documents([path], max_document_bytes=500))
+    write(pa.array(["x" * (1 << 24)]))
+    assert path.stat().st_size < 1 << 17
+    before = pa.total_allocated_bytes()
+    peak = pa.default_memory_pool().max_memory()
+    with pytest.raises(DataError, match="arrow batch of"):
+        list(read_documents([path], max_document_bytes=1 << 20))
+    assert (pa.total_allocated_bytes(), pa.default_memory_pool().max_memory()) == (before, peak)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_damaged_arrow_headers_are_one_error(tmp_path: Path, stream: bool) -> None:
+    content = arrow_of({"text": [f"text {i}" for i in range(9)]}, stream=stream)
+    rng = np.random.default_rng(5)
+    for _ in range(300):
+        damaged = bytearray(content)
+        for place in rng.integers(0, len(content), 3).tolist():
+            damaged[place] ^= 1 << int(rng.integers(8))
+        (tmp_path / "x.arrow").write_bytes(damaged)
+        with suppress(DataError):
+            list(read_documents([tmp_path / "x.arrow"]))

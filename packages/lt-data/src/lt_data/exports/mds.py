@@ -11,7 +11,7 @@ that offsets fit into 32 bits; a document of 4 GiB raises an error. Memory: one 
 
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,11 +26,17 @@ from lt_data.exports.files import OutputFiles
 from lt_data.exports.input_files import MAX_DESCRIPTION_BYTES
 from lt_data.exports.samples import document_batches, row_batches
 from lt_data.file_names import is_plain_name
+from lt_data.sources.decompression import decompress_stream
+from lt_data.sources.hashing_reader import HashingCounter
+from lt_data.sources.record import DamagedFileError
 from lt_data.storage import read_file, translate_os_errors
 
 FILE_BYTES = 1 << 26
 INDEX_FILE = "index.json"
 _HASH = "sha256"
+_SUFFIXES = {"gz": ".gz", "zstd": ".zst"}
+_MAX_SHARD_BYTES = 1 << 30  # of a compressed shard, which is held in memory; a usual one has 64 MiB
+_READ_BYTES = 1 << 20
 # Header of an array without a fixed shape: one byte for dimensions and width of the length, then the length.
 _WIDTHS = ((1 << 8, "<B", 0), (1 << 16, "<H", 1), (1 << 32, "<I", 2))
 _VALUE_TYPES = {8: "u1", 9: "i1", 16: "<u2", 17: "<i2", 32: "<u4", 33: "<i4", 64: "<u8", 65: "<i8"}
@@ -262,24 +268,23 @@ def _shard(path: Path, values: dict[str, Any]) -> _MdsShard:
 
 
 def _read_shard(shard: _MdsShard) -> memoryview:
-    """Return the bytes of a shard: memory-mapped, or decompressed in memory."""
-    with translate_os_errors("read", shard.path):
-        if shard.compression is None:
+    """Return the bytes of a shard: memory-mapped, or decompressed in memory, as many as the index says."""
+    if shard.compression is None:
+        with translate_os_errors("read", shard.path):
             return np.asarray(np.memmap(shard.path, np.uint8, "r")).data
-        compressed = shard.path.read_bytes()
-    decompress = _decompressor(shard.compression.partition(":")[0], shard.path)
-    return memoryview(decompress(compressed))
-
-
-def _decompressor(kind: str, path: Path) -> Callable[[bytes], bytes]:
-    if kind == "gz":
-        import gzip
-
-        return gzip.decompress
-    if kind != "zstd":
-        raise DataError(f"{path}: compressed with {kind}; only zstd and gz are supported: decompress it first")
+    kind = shard.compression.partition(":")[0]
+    if kind not in _SUFFIXES:
+        raise DataError(f"{shard.path}: compressed with {kind}; only zstd and gz are supported: decompress it first")
+    if shard.bytes > _MAX_SHARD_BYTES:
+        raise DataError(
+            f"{shard.path}: {shard.bytes} bytes without compression: decompress it first, or write smaller shards"
+        )
+    content = bytearray()
     try:
-        import zstandard
-    except ImportError as exc:
-        raise DataError(f'{path}: needs zstandard ({exc}); install it with: pip install "lt-data[zstd]"') from exc
-    return lambda compressed: zstandard.ZstdDecompressor().decompressobj().decompress(compressed)
+        with translate_os_errors("read", shard.path), shard.path.open("rb") as file:
+            stream = decompress_stream(file, _SUFFIXES[kind], HashingCounter(), None)
+            while len(content) <= shard.bytes and (chunk := stream.read(_READ_BYTES)):
+                content += chunk
+    except DamagedFileError as exc:
+        raise DataError(f"{shard.path}: {exc}") from exc
+    return memoryview(content)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
+from lt_data.sources.arrow_messages import check_sizes
 from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
@@ -18,10 +19,10 @@ from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, to
 
 _READ_BYTES = 1 << 20
 _BATCH_BYTES = 1 << 26  # of the texts of a batch, if each is as large as its dictionary
-_PAGE_LIMIT = 4  # a page may be as large as so many of the largest documents
+_PAGE_LIMIT = 4  # a page, or a compressed Arrow batch, may be as large as so many of the largest documents
 _VALUE_BYTES = 8
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
-_ARROW_FILE = b"ARROW1"
+_ARROW_FILE, _ARROW_FILE_HEADER_BYTES = b"ARROW1", 8
 
 
 def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
@@ -72,7 +73,7 @@ def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: Hashin
 
     with _translate_errors("arrow"):
         row = 0
-        for batch in _read_batches(pa, file):
+        for batch in _read_batches(pa, file, _PAGE_LIMIT * options.max_document_bytes):
             columns = select_columns(batch.schema.names, options)
             if isinstance(columns, BadRecord):
                 yield from _bad_rows(columns, max(start, row), row + batch.num_rows)
@@ -84,17 +85,18 @@ def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: Hashin
             row += batch.num_rows
 
 
-def _read_batches(pa: Any, file: BinaryIO) -> Iterator[Any]:
-    if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
-        reader = pa.ipc.open_file(file)
-        for i in range(reader.num_record_batches):
-            yield _validate_batch(pa, reader.get_batch(i))
-        return
+def _read_batches(pa: Any, file: BinaryIO, max_batch_bytes: int) -> Iterator[Any]:
+    is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+    end = _ARROW_FILE if is_file else _END_OF_STREAM
     size = file.seek(0, 2)
-    file.seek(max(0, size - len(_END_OF_STREAM)))
-    if file.read() != _END_OF_STREAM:
-        raise DamagedFileError("truncated arrow stream: its end mark is missing; write or download it again")
-    file.seek(0)
+    file.seek(max(0, size - len(end)))
+    if file.read() != end:
+        kind = "file" if is_file else "stream"
+        raise DamagedFileError(f"truncated arrow {kind}: its end mark is missing; write or download it again")
+    # A file is a stream between its marks. Its footer, which may name other batches, is not read.
+    begin = _ARROW_FILE_HEADER_BYTES if is_file else 0
+    check_sizes(file, begin, max_batch_bytes)
+    file.seek(begin)
     for batch in pa.ipc.open_stream(file):
         yield _validate_batch(pa, batch)
 
@@ -134,7 +136,7 @@ def _translate_errors(kind: str) -> Iterator[None]:
 
     try:
         yield
-    except pa.ArrowException as exc:
+    except (pa.ArrowException, UnicodeDecodeError) as exc:  # of the names of columns
         raise DamagedFileError(f"damaged {kind} file: {exc}; write or download it again") from exc
     except OSError as exc:
         if exc.errno is not None:  # an error of the disk, not of pyarrow
