@@ -242,8 +242,6 @@ def prepare_documents(
             if build_folder.records:
                 notify(f"resuming after {len(build_folder.records)} finished shards in {build_folder.path}")
                 encoder.engine_choice = writer.engine
-                if reader is not None and writer.source_position[0] > reader.n_files:
-                    raise DataError(f"{build_folder.path}: the journal names other sources; {START_OVER}")
             shards = _encode_documents(
                 documents, reader, encoder, writer, selection, loaded_map, columns, workers, progress
             )
@@ -322,6 +320,8 @@ def _encode_documents(
     progress: Progress,
 ) -> tuple[ShardFile, ...]:
     """Encode and write everything from the writer's source position on; return all shards."""
+    if reader is not None and writer.source_position[0] > reader.n_files:
+        raise DataError(f"{writer.journal}: names file {writer.source_position[0]} of {reader.n_files}; {START_OVER}")
     before = writer.counts.read.documents
     start = documents if reader is None else reader.documents_from(*writer.source_position, writer.read_prefixes)
     document_filter = DocumentFilter(

@@ -171,6 +171,11 @@ class StoreWriter:
     def __exit__(self, *error: Any) -> None:
         self._writer.__exit__(*error)
 
+    @property
+    def journal(self) -> Path:
+        """Folder of the journal, for messages."""
+        return self._build_folder.path
+
     def read_seen_hashes(self) -> np.ndarray:
         """Read the hashes of the documents up to the source position (S16)."""
         if self._documents_file is None:

@@ -1,4 +1,4 @@
-"""Sizes of the record batches of an Arrow file without compression, from their headers, before pyarrow decodes them.
+"""Sizes of the record batches of an Arrow file without compression, before they are decoded.
 
 The file is a sequence of messages (after the first 8 bytes, if it begins with ARROW1): FF FF FF FF, an i32 size, a
 flatbuffer of that size, and a body. The flatbuffer says where the body's buffers are; one that is compressed begins
