@@ -165,6 +165,7 @@ def test_any_document_is_the_text_at_its_source(
     check_random(memory, tokenizer, files, workers=1, drop=drop, parts=parts, shard_tokens=shard_tokens)
 
 
+@pytest.mark.guarantee("document-source")
 @pytest.mark.slow
 @given(
     files=FILES,

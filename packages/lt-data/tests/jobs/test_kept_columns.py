@@ -71,6 +71,7 @@ def check_store(folder: Path) -> TokenStore:
     shard_tokens=st.sampled_from([9, 10_000]),
 )
 @settings(max_examples=20)
+@pytest.mark.guarantee("document-columns")
 def test_columns_are_those_of_the_records(
     tmp_path_factory: pytest.TempPathFactory,
     memory: Path,
@@ -166,6 +167,7 @@ def test_columns_after_a_map_and_of_documents_of_the_caller(
     assert kept(check_store(tmp_path / "given")) == [{"url": "a"}, {"url": None}]
 
 
+@pytest.mark.guarantee("document-columns")
 def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -> None:
     records = [{"text": f"text {n}", "n": n if n % 3 else None} for n in range(60)]
     for name, some in (("a", records[:30]), ("b", records[30:])):
@@ -213,6 +215,7 @@ def test_parts_of_other_columns_do_not_merge(tmp_path: Path, tokenizer: Tokenize
         lt_data.merge(tmp_path / "out")
 
 
+@pytest.mark.guarantee("document-columns")
 def test_a_resumed_job_keeps_the_same_columns(
     fast_path: Path, corpus: Path, options: dict[str, Any], small_batches: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +289,8 @@ def test_a_reader_must_keep_the_fields(tmp_path: Path, tokenizer: Tokenizer, cor
         ("n:int", 2**63, "9223372036854775808"),
         ("n:float", "1", '"1"'),
         ("n:bool", 1, "1"),
+        ("n:bool", [1], "list"),
+        pytest.param("n:int", 10**5000, "int", id="thousands of digits"),
     ],
 )
 def test_a_value_of_another_type_is_named_with_its_place(column: str, value: Any, shown: str) -> None:
@@ -304,6 +309,11 @@ def test_values_that_json_or_arrow_do_not_have() -> None:
         ({"é": 1}, '{"é": 1}'),
     ):
         assert make_row(columns, {"n": value}, "") == (text,)
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(DataError, match=r"^x:1: field 'n' has no JSON text \(.*\); leave it out"):
+        make_row(columns, {"n": nested}, "x:1")
     with pytest.raises(DataError, match="beyond a float"):
         make_row(parse_columns(["n:float"]), {"n": 10**400}, "")
 

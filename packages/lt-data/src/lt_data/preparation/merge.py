@@ -1,9 +1,10 @@
 """Merge of the parts of a job to the store that one machine would have made.
 
 Parts are consecutive ranges of whole files, so their concatenated documents are those of the whole job. `merge` writes
-them into new shards, which are therefore split at the same documents: shards, indexes and tokenizer are byte-identical,
-and so is the manifest except `merged_from` and the checked bytes of `engine` (each part checked the faster engine on
-its own text). Each shard is compared with its hash while it is read.
+them into new shards, which are therefore split at the same documents: shards, indexes, sources (the files of a part
+come after those of earlier ones), columns and tokenizer are byte-identical, and so is the manifest except `merged_from`
+and the checked bytes of `engine` (each part checked the faster engine on its own text). Each shard is compared with its
+hash while it is read.
 
 If duplicates are dropped, each part has dropped its own; documents that an earlier part has too are dropped here, by
 the hashes in the parts, and all counts become those of the whole job. Memory: 16 to 32 bytes per distinct document as

@@ -4,10 +4,10 @@ A document is held out if the first 8 bytes of the SHA-256 of `lt-data split 1`,
 BOS and EOS), read as a big-endian number, are below the fraction times 2^64. So only its own ids decide: equal
 documents are on one side, and none changes sides when others are added, removed or reordered, or shards change.
 
-The store is verified; a second pass selects, and each side is written, resumably, in a third one.
-Text bytes are counted from the ids of a byte-level tokenizer, and unknown (0) if they do not sum to those of the store;
-special strings are not counted again. Memory: 13 bytes per document. Cost: every byte is read three
-times and hashed three times.
+The store is verified; a second pass selects, and each side is written, resumably, in a third one. Text bytes are
+counted from the ids of a byte-level tokenizer, and unknown (0) if they do not sum to those of the store; special
+strings are not counted again. Sources and kept columns stay with their documents. Memory: 13 bytes per document. Cost:
+every byte is read three times and hashed three times.
 """
 
 import hashlib

@@ -62,11 +62,15 @@ def _convert(column: ColumnInfo, value: Any, source: str) -> Any:
     if value is None:
         return None
     if column.type == "string":
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_describe)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_describe)
+        except (RecursionError, ValueError) as exc:  # ValueError: a number of thousands of digits, a loop
+            raise DataError(f"{source}: field {column.name!r} has no JSON text ({exc}); leave it out") from exc
         return text if text.isascii() else _SURROGATES.sub("\ufffd", text)
     is_of_type = isinstance(value, _TYPES[column.type]) and (column.type == "bool" or not isinstance(value, bool))
     if not is_of_type or (column.type == "int" and not -(2**63) <= value < 2**63):
-        shown = json.dumps(value, default=_describe)[:80]
+        is_short = isinstance(value, str | float) or (isinstance(value, int) and value.bit_length() < 256)
+        shown = json.dumps(value)[:80] if is_short else type(value).__name__
         raise DataError(
             f"{source}: field {column.name!r} holds {shown}, not {column.type}; keep it as a string (--keep "
             f"{column.name})"

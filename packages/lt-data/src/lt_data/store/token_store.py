@@ -285,11 +285,11 @@ class TokenStore:
         if not 0 <= index < self.n_documents:
             raise IndexError(f"document {index} of {self.n_documents}")
         number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
-        sources = self.shard_sources(number)
+        sources = self._shard_sources(number)
         if sources is None or not self.source_files:
             return None
         file, record = decode_source(int(sources[index - int(self._document_boundaries[number])]))
-        return DocumentSource(path=self.source_files[file].path, record=record)
+        return DocumentSource(path=self.source_files[self._locations[number].first_file + file].path, record=record)
 
     def shard_sources(self, number: int) -> np.ndarray | None:
         """Return the source of each document of a shard (u64), if known.
