@@ -104,7 +104,7 @@ def test_prepare_and_its_errors(
 
 
 def test_a_traceback_is_escaped(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def broken(path: object) -> None:
+    def broken(path: object, **options: object) -> None:
         raise KeyError(EVIL) from Exception(EVIL)
 
     monkeypatch.setattr("lt_data.store.token_store.TokenStore.open", broken)
