@@ -219,7 +219,7 @@ def test_a_failure_at_any_call_leaves_nothing_behind(fast_path, calls, monkeypat
     renamed = max(i for i, (name, _) in enumerate(calls.log) if name == "rename")
     name, what = calls.log[renamed - 2]  # the folder's entries are on the disk before it gets its name
     assert name == "fsync"
-    assert Path(what).name.startswith(".dry.tmp-")
+    assert Path(what) == fast_path / ".dry.converting" / "output"
     for index in points:
         out = fast_path / f"{index}"
         with calls.recording(monkeypatch, fail_at=index), pytest.raises(CheckpointError, match="No space left"):

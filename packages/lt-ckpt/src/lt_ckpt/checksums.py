@@ -18,7 +18,7 @@ from lt_ckpt.source import Source
 MAX_NAMED_FILES = 3
 
 
-def _files_with_tensors(source: Source) -> set[str]:
+def files_with_tensors(source: Source) -> set[str]:
     """Return the files that hold tensors."""
     groups = source.groups.values()
     return {s.file for g in groups for slices in (*g.locations.values(), *g.replicas.values()) for s in slices}
@@ -27,12 +27,12 @@ def _files_with_tensors(source: Source) -> set[str]:
 def files_without_checksums(source: Source) -> list[str]:
     """Return the files that hold tensors without any checksum."""
     find = source.find_checksums
-    return sorted(file for file in _files_with_tensors(source) if find is None or not find(file))
+    return sorted(file for file in files_with_tensors(source) if find is None or not find(file))
 
 
 def describe_checksums(source: Source) -> str:
     """Return a sentence on which of a source's files have checksums."""
-    unchecked, n_files = files_without_checksums(source), len(_files_with_tensors(source))
+    unchecked, n_files = files_without_checksums(source), len(files_with_tensors(source))
     if not unchecked:
         return "every file has checksums"
     if len(unchecked) == n_files:
@@ -46,7 +46,7 @@ def iter_checksum_errors(source: Source, *, progress: ProgressCallback | None = 
     if source.find_checksums is None:
         return
     ranges: list[tuple[str, StoredChecksum]] = []
-    for file in sorted(_files_with_tensors(source) | set(source.other_files)):
+    for file in sorted(files_with_tensors(source) | set(source.other_files)):
         try:
             ranges += [(file, stored) for stored in source.find_checksums(file)]
         except CheckpointError as exc:

@@ -8,6 +8,7 @@ file. Threads read the next blocks while others write; each file belongs to one 
 
 Every byte is compared with its checksum while it is read, where the source has some (`read_verification.py`).
 Everything is written into a hidden sibling folder, fsynced, and renamed: the output appears complete or not at all.
+What a killed conversion leaves there is continued by the same one, file by file (`atomic_folder.py`).
 Invalid requests are refused before the first byte is written.
 
 Memory: blocks of `READ_AHEAD_BYTES` and `WRITE_BEHIND_BYTES` together (or five of one row each, if rows are longer),
@@ -15,13 +16,15 @@ reused; per thread up to a block for a cast or a column cut; the planner's stagi
 `lt_ckpt.direct_io`.
 """
 
+import hashlib
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
@@ -30,6 +33,7 @@ import numpy as np
 from lt_ckpt import direct_io, files
 from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.checked_cast import read_cast
+from lt_ckpt.checksums import files_with_tensors, iter_checksum_errors
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.executors import ByteCounter, KeyedExecutor, iter_in_order, wait_all
@@ -75,6 +79,7 @@ class Target:
         marker_files: Completion markers, written last, in this order.
         single_file: The path in the layout of the one file that is the output, instead of a folder.
         tensor_order: Model tensors in processing order, where the order of the files does not determine it.
+        options: The options of the conversion as a text, by which a killed one is recognized.
         allow_overflow: Let finite values beyond the range of the target's dtype become infinite, instead of refusing.
         check: Validates the finished tensor files in the still hidden folder; raises if something is wrong.
     """
@@ -89,6 +94,7 @@ class Target:
     single_file: str = ""
     check: Callable[[Path], None] = lambda folder: None
     tensor_order: Sequence[str] = ()
+    options: str = ""
     allow_overflow: bool = False
 
     def tensors(self, index: int) -> list[tuple[str, TensorSpec]]:
@@ -150,22 +156,65 @@ def convert(
     folder = Path(os.path.abspath(out))
     writes = _plan_writes(source.weights, target)
     with translate_os_errors("converting", folder):
-        if os.path.lexists(folder) and (target.single_file or not (folder.is_dir() and not any(folder.iterdir()))):
-            hint = "" if target.single_file else " and not an empty folder"
-            raise CheckpointError(f"{folder}: already exists{hint}; choose another path")
-        files.make_folders(folder.parent)
-        files.check_free_space(folder.parent, target.n_bytes)
-        with AtomicFolder(folder) as output, TensorReader(source.root, source.find_checksums) as reader:
+        job = _describe_job(source, target)
+        with (
+            AtomicFolder(folder, single_file=target.single_file, job=job) as output,
+            TensorReader(source.root, source.find_checksums) as reader,
+        ):
+            finished = {i for i, file in enumerate(target.layout.files) if output.is_finished(file.path)}
+            finished_bytes = sum(spec.n_bytes for i in finished for _, spec in target.tensors(i))
+            files.check_free_space(folder.parent, target.n_bytes - finished_bytes)
             for path, data in target.aux_files.items():
                 output.write_file(path, data)
-            _write_tensors(source, target, writes, output, reader, ByteCounter(target.n_bytes, progress))
+            count_bytes = ByteCounter(target.n_bytes, progress)
+            count_bytes(finished_bytes)
+            remaining = _skip_finished(source, writes, finished)
+            _write_tensors(source, target, remaining, finished, output, reader, count_bytes)
             reader.finish()
             target.check(output.temp_path)
             for path, data in target.marker_files.items():
                 output.write_file(path, data)
-            if target.single_file:
-                output.publish_file(target.single_file)
     return folder
+
+
+def _describe_job(source: Source, target: Target) -> str:
+    """Return a hash of all that determines the bytes of a conversion: options, version, the source's files.
+
+    A file is the same if its size, its times and its inode are; the time of the last change cannot be set back.
+    """
+    digest = hashlib.sha256()
+    stats = {name: os.stat(source.root / name) for name in sorted(files_with_tensors(source))}
+    for part in (
+        (version("lt-ckpt"), target.format, target.options, str(source.root)),
+        [(name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for name, s in stats.items()],
+        [(kind, group.specs, group.locations) for kind, group in source.groups.items()],
+        (target.layout, target.specs, target.metadata, target.tensor_order, target.allow_overflow),
+        (target.aux_files, target.marker_files),
+    ):
+        digest.update(repr(part).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+def _skip_finished(
+    source: Source, writes: Mapping[str, list[_FileRegion]], finished: set[int]
+) -> dict[str, list[_FileRegion]]:
+    """Return the file regions that are still to be written.
+
+    What went to finished files was compared with its checksums only as far as it was read before the kill; tensors that
+    are not read again are compared here.
+    """
+    remaining = {name: [r for r in regions if r.file not in finished] for name, regions in writes.items()}
+    skipped = [name for name, regions in writes.items() if regions and not remaining[name]]
+    if skipped:
+        group = source.weights
+        part = TensorGroup(
+            specs={name: group.specs[name] for name in skipped},
+            locations={name: group.locations[name] for name in skipped},
+        )
+        problem = next(iter_checksum_errors(replace(source, groups={"weights": part}, other_files=())), "")
+        if problem:
+            raise CheckpointError(problem)
+    return {name: regions for name, regions in remaining.items() if name not in skipped}
 
 
 def check_castable(source: str, target: str) -> None:
@@ -213,6 +262,7 @@ def _write_tensors(
     source: Source,
     target: Target,
     writes: Mapping[str, list[_FileRegion]],
+    finished: set[int],
     output: AtomicFolder,
     reader: TensorReader,
     count_bytes: ByteCounter,
@@ -237,8 +287,12 @@ def _write_tensors(
     def get_writer(file: int) -> TensorFileWriter:
         if file not in opened:
             path = output.file_path(target.layout.files[file].path)
-            opened[file] = target.open_writer(path, target.tensors(file), target.metadata)
+            opened[file] = target.open_writer(path, target.tensors(file), target.metadata, create=output.create)
         return opened[file]
+
+    def close_writer(file: int) -> None:
+        get_writer(file).close()
+        output.record_finished(target.layout.files[file].path)
 
     with (
         ThreadPoolExecutor(READER_THREADS, "lt-ckpt-convert-read") as readers,
@@ -253,13 +307,14 @@ def _write_tensors(
                     wait_all(futures)
                     behind_bytes -= len(written)
                     memory.release(written)
-                batches: list[list[tuple[TensorFileWriter, np.ndarray, bool]]] = [[] for _ in range(WRITER_THREADS)]
+                batches: list[list[_Append]] = [[] for _ in range(WRITER_THREADS)]
                 for region in writes[name]:
                     part = region.extract(box, data)
                     if part is not None:
                         remaining[region.file] -= part.nbytes
                         batch = batches[region.file % WRITER_THREADS]
-                        batch.append((get_writer(region.file), part, not remaining[region.file]))
+                        close = None if remaining[region.file] else partial(close_writer, region.file)
+                        batch.append((get_writer(region.file), part, close))
                 behind_bytes += len(buffer)
                 futures = [
                     writers.submit(worker, _append_blocks, batch, count_bytes)
@@ -269,8 +324,8 @@ def _write_tensors(
                 written_behind.append((buffer, futures))
             for _, futures in written_behind:
                 wait_all(futures)
-            empty = [i for i in range(len(remaining)) if i not in opened]
-            wait_all([writers.submit(i, get_writer(i).close) for i in empty])
+            empty = [i for i in range(len(remaining)) if i not in opened and i not in finished]
+            wait_all([writers.submit(i, close_writer, i) for i in empty])
         except BaseException:
             readers.shutdown(cancel_futures=True)
             writers.shutdown()
@@ -299,12 +354,16 @@ class _BufferPool:
         self._free.append(block)
 
 
-def _append_blocks(parts: list[tuple[TensorFileWriter, np.ndarray, bool]], count_bytes: ByteCounter) -> None:
+_Append = tuple[TensorFileWriter, np.ndarray, Callable[[], None] | None]
+"""Writer of a file, its next bytes, and what closes the file after its last ones."""
+
+
+def _append_blocks(parts: list[_Append], count_bytes: ByteCounter) -> None:
     """Append blocks to files, and close the files that are then complete."""
-    for writer, part, is_last in parts:
+    for writer, part, close in parts:
         writer.append(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
-        if is_last:
-            writer.close()
+        if close is not None:
+            close()
     count_bytes(sum(part.nbytes for _, part, _ in parts))
 
 

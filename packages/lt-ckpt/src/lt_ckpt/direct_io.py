@@ -20,6 +20,7 @@ import fcntl
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
@@ -195,6 +196,10 @@ class DirectFileWriter:
         finally:
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
+
+
+CreateFile = Callable[[Path, int], DirectFileWriter]
+"""Creates a file of that many bytes; `DirectFileWriter` itself, or one that also looks at what is written."""
 
 
 class _WriterPool:

@@ -319,5 +319,5 @@ def convert_checkpoint(
         target = pt_target(source, Path(out).name, dtype=options.dtype)
     else:
         raise CheckpointError(f"format {options.format!r} is not one of {', '.join(FORMATS)}")
-    target = replace(target, allow_overflow=options.allow_overflow)
+    target = replace(target, allow_overflow=options.allow_overflow, options=repr(options))
     return convert(source, target, out, progress=progress)

@@ -24,6 +24,7 @@ import xxhash
 from lt_ckpt import files
 from lt_ckpt.checkpoint import spec_differences
 from lt_ckpt.errors import AlreadySavedError, CheckpointError, SaveCancelledError, translate_os_errors
+from lt_ckpt.file_recorder import hash_file
 from lt_ckpt.folders import (
     COMMIT,
     HF,
@@ -257,22 +258,6 @@ def wait_for_rank_manifests(
         pause = min(2 * pause, 0.5)
 
 
-def _hash_file(path: Path, hashed_bytes: int) -> FileRecord:
-    """Return a file's record as this machine sees it: its size and the hash of its leading bytes."""
-    descriptor = files.open_for_reading(path)
-    try:
-        size = os.fstat(descriptor).st_size
-        hashed, digest = min(hashed_bytes, size), xxhash.xxh3_128()
-        block = memoryview(bytearray(min(hashed, files.BLOCK_BYTES)))
-        for begin in range(0, hashed, files.BLOCK_BYTES):  # an NxD file is hashed whole, and may be very large
-            part = block[: min(len(block), hashed - begin)]
-            files.read_exactly(descriptor, begin, part, path)
-            digest.update(part)
-    finally:
-        os.close(descriptor)
-    return FileRecord(n_bytes=size, hashed_bytes=hashed, xxh3_128=digest.hexdigest())
-
-
 def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankManifest], FileRecords]:
     """Read the rank manifests and check that this machine sees their files as they were written."""
     manifests: list[RankManifest] = []
@@ -286,7 +271,7 @@ def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankMani
                 f"{path}: belongs to rank {manifest.rank} of save {manifest.save_id}, not to this save"
             )
         for name, record in manifest.files.items():
-            if _hash_file(folder / name, record.hashed_bytes) != record:
+            if hash_file(folder / name, record.hashed_bytes) != record:
                 raise CheckpointError(f"{folder / name}: is not what rank {rank} wrote; is the folder really shared?")
         own_files[path.name] = _record_of_bytes(raw)
         manifests.append(manifest)

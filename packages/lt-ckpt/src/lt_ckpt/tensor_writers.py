@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from lt_ckpt.direct_io import DirectFileWriter
+from lt_ckpt.direct_io import CreateFile, DirectFileWriter
 from lt_ckpt.tensorfile import TensorSpec, file_order, make_header
 
 TensorSpecs = Sequence[tuple[str, TensorSpec]]
@@ -58,19 +58,23 @@ class TensorFileWriter(Protocol):
 class TensorFileWriterFactory(Protocol):
     """Interface that opens a tensor file writer; raises `OSError` if the file cannot be created."""
 
-    def __call__(self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str]) -> TensorFileWriter:
-        """Lay out the file and create it."""
+    def __call__(
+        self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str], *, create: CreateFile
+    ) -> TensorFileWriter:
+        """Lay out the file and create it with `create`, as every file beside it."""
         ...
 
 
 class SafetensorsWriter:
     """Writer of a new safetensors file; tensors must come wide elements first (`file_order`)."""
 
-    def __init__(self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str]) -> None:
+    def __init__(
+        self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str], *, create: CreateFile = DirectFileWriter
+    ) -> None:
         entries = dict(tensors)
         assert file_order(entries) == tuple(entries), "wide elements first"
         header, _ = make_header(entries, metadata)
-        self._file = DirectFileWriter(path, len(header) + sum(spec.n_bytes for spec in entries.values()))
+        self._file = create(path, len(header) + sum(spec.n_bytes for spec in entries.values()))
         try:
             self._file.write(header)
         except BaseException:

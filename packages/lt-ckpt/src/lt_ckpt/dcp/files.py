@@ -16,7 +16,7 @@ import numpy as np
 from lt_ckpt import files, strict_json
 from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpChunk, dump_metadata
-from lt_ckpt.direct_io import DirectFileWriter
+from lt_ckpt.direct_io import CreateFile, DirectFileWriter
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
@@ -146,13 +146,20 @@ class DcpWriter:
         path: The folder, new or empty.
         tensors: Key → dtype and shape, in order.
         metadata: Text for a file of its own that torch ignores.
+        create: Creates the files.
         max_file_bytes: Start a new file once one has this many bytes; a tensor is never split.
     """
 
     def __init__(
-        self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str], *, max_file_bytes: int = MAX_FILE_BYTES
+        self,
+        path: Path,
+        tensors: TensorSpecs,
+        metadata: Mapping[str, str],
+        *,
+        create: CreateFile = DirectFileWriter,
+        max_file_bytes: int = MAX_FILE_BYTES,
     ) -> None:
-        self._folder, self._metadata = path, dict(metadata)
+        self._folder, self._metadata, self._create = path, dict(metadata), create
         self._plan = _plan_chunks(tensors, max_file_bytes)
         self._waiting = list(reversed(self._plan.items()))
         self._file: DirectFileWriter | None = None
@@ -175,7 +182,7 @@ class DcpWriter:
             if name != self._name:
                 self._end_file()
                 n_bytes = sum(t.chunks[0].n_bytes for t in self._plan.values() if t.chunks[0].file == name)
-                self._file, self._name = DirectFileWriter(self._folder / name, n_bytes), name
+                self._file, self._name = self._create(self._folder / name, n_bytes), name
             assert self._file is not None
             self._records = TorchArchiveWriter(self._file.write, tensor.spec, {})
             self._remaining = tensor.spec.n_bytes

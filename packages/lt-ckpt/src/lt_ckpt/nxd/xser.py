@@ -16,13 +16,13 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from lt_ckpt import files
-from lt_ckpt.direct_io import DirectFileWriter
+from lt_ckpt.direct_io import CreateFile, DirectFileWriter
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
 from lt_ckpt.tensor_writers import TensorSpecs, split_at_records
 from lt_ckpt.tensorfile import TensorSpec
-from lt_ckpt.torchfile.file import CreateFile, TorchWriter, load_pt, read_checksums, write_pt
+from lt_ckpt.torchfile.file import TorchWriter, load_pt, read_checksums, write_pt
 from lt_ckpt.torchfile.safe_globals import TensorReference, TorchDtype, TorchSize, TorchTensor
 
 
@@ -136,13 +136,21 @@ class XserWriter:
         path: The file of references to make; its other files are beside it.
         tensors: Key → dtype and shape, in file order.
         metadata: Text for a record of `path` that torch ignores.
+        create: Creates the files.
 
     Attributes:
         byte_offsets: Positions in their own files of the tensors begun so far.
     """
 
-    def __init__(self, path: Path, tensors: TensorSpecs, metadata: Mapping[str, str]) -> None:
-        self._begin(path, dict(tensors), metadata)
+    def __init__(
+        self,
+        path: Path,
+        tensors: TensorSpecs,
+        metadata: Mapping[str, str],
+        *,
+        create: CreateFile = DirectFileWriter,
+    ) -> None:
+        self._begin(path, dict(tensors), metadata, create)
 
     @classmethod
     def from_tree(

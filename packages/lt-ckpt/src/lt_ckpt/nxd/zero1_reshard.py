@@ -94,17 +94,13 @@ def reshard_optimizer(
             check_equal_steps(state, reader)
         n_bytes = sum(_output_bytes(state, dp) for state in states.values())
         count_bytes = ByteCounter(n_bytes, progress)
-        with translate_os_errors("writing optimizer states", folder):
-            if os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir())):
-                raise CheckpointError(f"{folder}: already exists and not an empty folder; choose another path")
-            files.make_folders(folder.parent)
+        with translate_os_errors("writing optimizer states", folder), AtomicFolder(folder) as output:
             files.check_free_space(folder.parent, n_bytes)
-            with AtomicFolder(folder) as output:
-                for (tp_rank, pp_rank), file in checkpoint.rank_files.items():
-                    for dp_rank in range(dp):
-                        name = rank_path(NxdOptions(), tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
-                        _write_shard(states[file.file], dp, dp_rank, output.file_path(name), reader, count_bytes)
-                reader.finish()
+            for (tp_rank, pp_rank), file in checkpoint.rank_files.items():
+                for dp_rank in range(dp):
+                    name = rank_path(NxdOptions(), tp_rank, pp_rank, kind="optim", dp_rank=dp_rank)
+                    _write_shard(states[file.file], dp, dp_rank, output.file_path(name), reader, count_bytes)
+            reader.finish()
     return folder
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from lt_ckpt.conversion import Target
+from lt_ckpt.direct_io import CreateFile
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.layout import FileLayout, Layout, TensorLayout, TensorRegion
@@ -91,12 +92,14 @@ def add_optimizer_states(source: Source, target: Target, options: NxdOptions, dp
     files = tuple(FileLayout(path=path, tensors=state.tensors) for path, state in states.items())
     target_specs = {**target.specs, **{name: specs[name] for name in order if name not in target.specs}}
 
-    def open_writer(path: Path, tensors: TensorSpecs, metadata: Mapping[str, str]) -> TensorFileWriter:
+    def open_writer(
+        path: Path, tensors: TensorSpecs, metadata: Mapping[str, str], *, create: CreateFile
+    ) -> TensorFileWriter:
         state = states.get(f"{options.tag}/optim/{path.name}" if options.tag else f"optim/{path.name}")
         if state is None or path.parent.name != "optim":
-            return target.open_writer(path, tensors, metadata)
+            return target.open_writer(path, tensors, metadata, create=create)
         return OptimizerStateWriter(
-            (XserWriter if options.xser else TorchWriter).from_tree(path, state.tree), state.segments
+            (XserWriter if options.xser else TorchWriter).from_tree(path, state.tree, create=create), state.segments
         )
 
     return (

@@ -21,7 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.direct_io import DirectFileWriter
+from lt_ckpt.direct_io import CreateFile, DirectFileWriter
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
@@ -40,7 +40,6 @@ from lt_ckpt.torchfile.safe_pickle import loads
 from lt_ckpt.torchfile.stored_zip import ReadBytesAt, StoredZip, read_zip
 from lt_ckpt.torchfile.zip_writer import StoredZipWriter, WriteBytes
 
-CreateFile = Callable[[Path, int], DirectFileWriter]
 """Creates a new file of a given size."""
 
 MAX_PICKLE_BYTES = 2**26
@@ -367,6 +366,7 @@ class TorchWriter:
         path: The file to make.
         tensors: Key → dtype and shape, in file order.
         metadata: Text for a record that torch ignores.
+        create: Creates the file.
         extra_files: Files for the folder `extra`, which torch ignores, by name.
     """
 
@@ -375,9 +375,11 @@ class TorchWriter:
         path: Path,
         tensors: TensorSpecs,
         metadata: Mapping[str, str],
+        *,
+        create: CreateFile = DirectFileWriter,
         extra_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        self._begin(path, OrderedDict(tensors), metadata, extra_files=extra_files)
+        self._begin(path, OrderedDict(tensors), metadata, create, extra_files)
 
     @classmethod
     def from_tree(
