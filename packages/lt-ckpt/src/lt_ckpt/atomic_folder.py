@@ -35,7 +35,7 @@ MAX_JOURNAL_BYTES = 2**31
 
 
 class AtomicFolder:
-    """Context manager that builds a folder, or a file, under a hidden sibling name and renames it at the end.
+    """Context manager that builds a folder or a file under a hidden name and renames it at the end.
 
     Args:
         folder: The folder to make; an existing one must be empty.
@@ -174,13 +174,13 @@ class AtomicFolder:
         expected = {LOCK: stat.S_ISREG, JOURNAL: stat.S_ISREG, OUTPUT: stat.S_ISDIR}
         with suppress(FileNotFoundError):  # its owner is removing it
             if not stat.S_ISDIR(os.lstat(self._path).st_mode):
-                self._refuse("it")
+                self._raise_foreign("it")
             for entry in list(os.scandir(self._path)):
                 name = JOURNAL if files.finished_name(entry.name) == JOURNAL else entry.name
                 if name not in expected or not expected[name](entry.stat(follow_symlinks=False).st_mode):
-                    self._refuse(entry.name)
+                    self._raise_foreign(entry.name)
 
-    def _refuse(self, name: str) -> NoReturn:
+    def _raise_foreign(self, name: str) -> NoReturn:
         raise CheckpointError(f"{self._path}: no conversion made {name}; move that folder away, or choose another path")
 
     def _read_leftovers(self) -> dict[str, FileRecords]:
@@ -188,12 +188,12 @@ class AtomicFolder:
         path = self._path / JOURNAL
         if not path.exists():
             if self.temp_path.exists():
-                self._refuse(OUTPUT)
+                self._raise_foreign(OUTPUT)
             return {}
         header, *lines = files.read_bounded(path, MAX_JOURNAL_BYTES).split(b"\n")[:-1] or [b""]
         obj = strict_json.loads(header, str(path))
         if obj.get("format") != FORMAT:
-            self._refuse(JOURNAL)
+            self._raise_foreign(JOURNAL)
         if not self._job or (obj.get("version"), obj.get("job")) != (VERSION, self._job):
             return {}
         return dict(_parse_journal_line(line, str(path)) for line in lines)

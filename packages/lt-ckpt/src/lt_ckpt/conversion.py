@@ -178,7 +178,7 @@ def convert(
 
 
 def _describe_job(source: Source, target: Target) -> str:
-    """Return a hash of all that determines the bytes of a conversion: options, version, the source's files.
+    """Return a hash of all that determines the output: version, options, the source's files and tensors.
 
     A file is the same if its size, its times and its inode are; the time of the last change cannot be set back.
     """

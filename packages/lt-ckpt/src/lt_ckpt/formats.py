@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from lt_ckpt import files
-from lt_ckpt.errors import CheckpointError
+from lt_ckpt.errors import CheckpointError, OptionError
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json
 from lt_ckpt.source import Source
 
@@ -52,7 +52,8 @@ class ConvertOptions:
 
     def __post_init__(self) -> None:
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
-            raise CheckpointError(f"max_shard_bytes = {self.max_shard_bytes!r}: must be a whole number of at least 1")
+            values = {"max_shard_bytes": self.max_shard_bytes}
+            raise OptionError("must be a whole number of at least 1", values=values)
 
 
 def detect_format(path: Path) -> str:

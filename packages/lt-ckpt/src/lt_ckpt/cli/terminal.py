@@ -1,6 +1,5 @@
 """Printing, progress and model arguments shared by the commands."""
 
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,27 +29,27 @@ OverflowOption = Annotated[
     bool, typer.Option("--allow-overflow", help="Let values beyond the range of --dtype become infinite.")
 ]
 
-_OPTIONS = ("virtual_pp", "kv_size_multiplier", "qkv_linear", "coalesce_qkv", "fuse_qkv", "head_order")
-_NXD_OPTIONS = ("tp", "pp", "tag", "layout", "virtual_pp", "kv_size_multiplier", "head_order")
 FLAGS = {
-    **{name: f"--{name.replace('_', '-')}" for name in _OPTIONS},
-    **{f"nxd: {name}": f"--{name.replace('_', '-')}" for name in _NXD_OPTIONS},
+    **{name: f"--{name}" for name in ("tp", "pp", "tag", "layout", "xser")},
+    "virtual_pp": "--virtual-pp",
+    "kv_size_multiplier": "--kv-size-multiplier",
+    "qkv_linear": "--qkv-linear",
+    "coalesce_qkv": "--coalesce-qkv",
+    "head_order": "--head-order",
     "max_shard_bytes": "--max-shard-gb",
 }
-"""Name of an option in the library's messages → on the command line."""
-_FIELD = re.compile(rf"(?<![\w/.-])({'|'.join(sorted(FLAGS, key=len, reverse=True))})(?![\w/.-])")
+"""Option of the library → flag."""
 
 
 @contextmanager
 def name_flags() -> Iterator[None]:
     """Name options as on the command line in the errors of a block."""
-    from lt_ckpt.errors import CheckpointError
+    from lt_ckpt.errors import CheckpointError, OptionError
 
     try:
         yield
-    except CheckpointError as exc:
-        exc.args = (_FIELD.sub(lambda match: FLAGS[match[1]], str(exc)),)
-        raise
+    except OptionError as exc:
+        raise CheckpointError(exc.message(FLAGS)) from exc
 
 
 def parse_shard_bytes(max_shard_gb: float) -> int:
