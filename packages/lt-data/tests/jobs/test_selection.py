@@ -237,3 +237,26 @@ def test_the_first_of_equal_documents_stays(memory: Path, tokenizer: Tokenizer) 
     store = TokenStore.open(out)
     found = [tokenizer.decode(store.document(i)) for i in range(store.n_documents)]
     assert found == ["b", "a", "b ", "\u00e9", "e\u0301"]  # byte for byte: nothing is normalized
+
+
+class _CountedText(str):
+    """Text that counts how often it is encoded."""
+
+    encoded = 0
+
+    def encode(self, *args: Any, **options: Any) -> bytes:
+        _CountedText.encoded += 1
+        return super().encode(*args, **options)
+
+
+@pytest.mark.parametrize("drop_duplicates", [False, True])
+def test_a_text_is_encoded_to_utf8_once(tmp_path: Path, tokenizer: Tokenizer, drop_duplicates: bool) -> None:
+    texts = [_CountedText(f"東京 {i} {'word ' * i}") for i in range(20)]
+    _CountedText.encoded = 0
+    selection = Selection(drop_duplicates=drop_duplicates, max_tokens=40)
+    documents = [Document(text=text, source="text") for text in texts]
+    manifest = prepare_documents(
+        documents, tokenizer=tokenizer, out=tmp_path / "store", selection=selection, engine="hf"
+    )
+    assert 0 < manifest.left_out["too many tokens"].documents < 20
+    assert _CountedText.encoded == 20

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lt_data.errors import DataError
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet, hash_ids, hash_text
 from lt_data.preparation.record_map import RecordMap
@@ -145,8 +144,7 @@ class DocumentFilter:
         if self._map is not None:
             mapped = self._map.apply(document)
             if isinstance(mapped, str):
-                n_bytes = 0 if document.text is None else len(encode_utf8(document))
-                return _CheckedDocument(document, mapped, n_bytes, b"", skipped)
+                return _CheckedDocument(document, mapped, document.text_bytes, b"", skipped)
             document = mapped
         if document.ids is not None:
             reason = None if len(document.ids) else EMPTY
@@ -164,8 +162,8 @@ class DocumentFilter:
             reason = TOO_MANY_CHARACTERS
         if reason is None and not selection.drop_duplicates:
             return _CheckedDocument(document, None, 0, b"", skipped)
-        content = encode_utf8(document)
-        return _CheckedDocument(document, reason, len(content), b"" if reason else hash_text(content), skipped)
+        own_hash = b"" if reason else hash_text(document.encode())
+        return _CheckedDocument(document, reason, document.text_bytes, own_hash, skipped)
 
     def _admit(self, checked: _CheckedDocument, *, is_new: bool) -> bool:
         self._add_skipped(checked.skipped)
@@ -190,17 +188,3 @@ class DocumentFilter:
 
 
 _NO_RECORDS: Counter[str] = Counter()
-
-
-def encode_utf8(document: Document) -> bytes:
-    """Return the text in UTF-8.
-
-    Raises:
-        DataError: it has an unpaired surrogate; the message names its source.
-    """
-    try:
-        return document.as_text().encode()
-    except UnicodeEncodeError as exc:
-        raise DataError(
-            f"{document.source}: character {exc.start} is half of a surrogate pair, which is not text; correct it"
-        ) from exc

@@ -334,7 +334,7 @@ def _encode_documents(
                 encoded.tokens,
                 encoded.lengths,
                 texts=batch.texts,
-                text_bytes=batch.text_bytes,
+                text_sizes=batch.text_sizes,
                 special_strings=encoded.special_strings,
                 source_position=(batch.file_index, batch.next_record),
                 read_prefix=batch.read_prefix,

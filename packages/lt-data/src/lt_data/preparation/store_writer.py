@@ -189,7 +189,7 @@ class StoreWriter:
         lengths: np.ndarray,
         *,
         texts: Sequence[str],
-        text_bytes: int,
+        text_sizes: Sequence[int],
         special_strings: Mapping[str, int],
         source_position: tuple[int, int],
         read_prefix: HashedPrefix | None,
@@ -203,7 +203,7 @@ class StoreWriter:
             tokens: concatenated ids of its documents.
             lengths: ids of each (int64).
             texts: the documents; empty if they were given as ids.
-            text_bytes: UTF-8 bytes of all texts.
+            text_sizes: UTF-8 bytes of each text.
             special_strings: counts of special strings in the texts.
             source_position: position in the sources after the batch.
             read_prefix: what was read of the file at that position.
@@ -228,7 +228,7 @@ class StoreWriter:
             self.read_prefixes[last] = read_prefix
         self._append(tokens, lengths[~dropped], metadata.select(~dropped) if dropped.any() else metadata)
         # Only now the counts include the batch: a shard that was closed above has recorded those before it.
-        self._count_batch(lengths, texts, text_bytes, special_strings, left_out, dropped, document_filter)
+        self._count_batch(lengths, texts, text_sizes, special_strings, left_out, dropped, document_filter)
         self._write_sources(sources, below=source_position[0])
         self.source_position = source_position
 
@@ -286,18 +286,18 @@ class StoreWriter:
         self,
         lengths: np.ndarray,
         texts: Sequence[str],
-        text_bytes: int,
+        text_sizes: Sequence[int],
         special_strings: Mapping[str, int],
         left_out: list[tuple[str, np.ndarray]],
         dropped: np.ndarray,
         document_filter: DocumentFilter,
     ) -> None:
-        counts = self.counts
+        counts, text_bytes = self.counts, sum(text_sizes)
         hashes = document_filter.count_batch(lengths.size, counts)
         counts.read += DocumentTotals(documents=lengths.size, text_bytes=text_bytes, tokens=int(lengths.sum()))
         counts.text_bytes += text_bytes
         for reason, indices in left_out:
-            n_bytes = sum(len(texts[int(i)].encode()) for i in indices) if texts else 0
+            n_bytes = sum(text_sizes[int(i)] for i in indices) if texts else 0
             counts.text_bytes -= n_bytes
             counts.add_left_out(reason, documents=indices.size, text_bytes=n_bytes, tokens=int(lengths[indices].sum()))
         if special_strings and (dropped.any() or self._special_strings_file is not None):
@@ -307,7 +307,7 @@ class StoreWriter:
         if self._documents_file is not None:
             entries = np.zeros(lengths.size, ENTRY_DTYPE)
             entries["hash"] = hashes
-            entries["text_bytes"] = [len(text.encode()) for text in texts] if texts else 0
+            entries["text_bytes"] = text_sizes if texts else 0
             entries["tokens"] = lengths
             self._write(self._documents_file, entries.tobytes())
 

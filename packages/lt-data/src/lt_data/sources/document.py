@@ -1,6 +1,7 @@
 """Document of a source: text or ids."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lt_data.errors import DataError
@@ -34,6 +35,32 @@ class Document:
     def __post_init__(self) -> None:
         if (self.text is None) == (self.ids is None):
             raise DataError(f"{self.source}: a document has either text or ids")
+
+    @cached_property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the text, counted once; 0 for ids.
+
+        Raises:
+            DataError: it has an unpaired surrogate.
+        """
+        if self.text is None:
+            return 0
+        return len(self.text) if self.text.isascii() else len(self.encode())
+
+    def encode(self) -> bytes:
+        """Return the text in UTF-8.
+
+        Raises:
+            DataError: it has an unpaired surrogate, or the document is ids.
+        """
+        try:
+            content = self.as_text().encode()
+        except UnicodeEncodeError as exc:
+            raise DataError(
+                f"{self.source}: character {exc.start} is half of a surrogate pair, which is not text; correct it"
+            ) from exc
+        self.__dict__["text_bytes"] = len(content)  # so that nobody encodes it again to count
+        return content
 
     def as_text(self) -> str:
         """Return the text.

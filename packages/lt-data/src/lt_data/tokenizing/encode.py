@@ -51,7 +51,7 @@ class EncoderBatch:
     Attributes:
         texts: the documents as texts; empty if they are ids.
         ids: the documents as ids; empty if they are texts.
-        text_bytes: UTF-8 bytes of the texts; 0 for ids.
+        text_sizes: UTF-8 bytes of each text.
         read_bytes: source bytes read up to the end of this batch.
         file_index: source position of the next document: index of the file in the reader's list, ...
         next_record: ... and index of the next record in that file.
@@ -62,13 +62,18 @@ class EncoderBatch:
 
     texts: list[str] = field(default_factory=list)
     ids: list[np.ndarray] = field(default_factory=list)
-    text_bytes: int = 0
+    text_sizes: list[int] = field(default_factory=list)
     read_bytes: int = 0
     file_index: int = 0
     next_record: int = 0
     read_prefix: HashedPrefix | None = None
     sources: np.ndarray | None = None
     rows: list[tuple[Any, ...]] = field(default_factory=list)
+
+    @property
+    def text_bytes(self) -> int:
+        """UTF-8 bytes of the texts; 0 for ids."""
+        return sum(self.text_sizes)
 
     @property
     def documents(self) -> int:
@@ -178,13 +183,14 @@ def _iter_batches(
     ids: list[np.ndarray] = []
     sources: list[int] = []
     rows: list[tuple[Any, ...]] = []
-    size = text_bytes = file = record = 0
+    text_sizes: list[int] = []
+    size = file = record = 0
 
     def batch() -> EncoderBatch:
         return EncoderBatch(
             texts=texts,
             ids=ids,
-            text_bytes=text_bytes,
+            text_sizes=text_sizes,
             read_bytes=reader.read_bytes if reader else 0,
             file_index=file,
             next_record=record,
@@ -195,17 +201,17 @@ def _iter_batches(
 
     for document in documents:
         is_ids = document.ids is not None
-        own_bytes = 0 if is_ids else _utf8_bytes(document)
+        own_bytes = document.text_bytes
         if (texts and is_ids) or (ids and not is_ids) or (texts and own_bytes >= _LONG_BYTES):
             # The reader is past this batch already: its bytes are counted a little early, its position is exact.
             yield batch()
-            texts, ids, sources, rows, size, text_bytes = [], [], [], [], 0, 0
+            texts, ids, sources, rows, text_sizes, size = [], [], [], [], [], 0
         if is_ids:
             ids.append(encoder.check_ids(document.ids, document.source))
             size += 4 * ids[-1].size
         else:
-            text_bytes += own_bytes
-            size = text_bytes
+            text_sizes.append(own_bytes)
+            size += own_bytes
             texts.append(document.as_text())
         file, record = document.file_index, document.next_record
         if reader:
@@ -214,19 +220,9 @@ def _iter_batches(
             rows.append(make_row(columns, document.fields, document.source))
         if size >= _BATCH_BYTES or own_bytes >= _LONG_BYTES or len(texts) + len(ids) >= _BATCH_DOCUMENTS:
             yield batch()
-            texts, ids, sources, rows, size, text_bytes = [], [], [], [], 0, 0
+            texts, ids, sources, rows, text_sizes, size = [], [], [], [], [], 0
     if texts or ids:
         yield batch()
-
-
-def _utf8_bytes(document: Document) -> int:
-    try:
-        text = document.as_text()
-        return len(text) if text.isascii() else len(text.encode())
-    except UnicodeEncodeError as exc:
-        raise DataError(
-            f"{document.source}: character {exc.start} is half of a surrogate pair, which is not text; correct it"
-        ) from exc
 
 
 _worker_encoder: Encoder | None = None  # set once in each worker process
