@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lt_data.exports.import_tokens import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
     from lt_data.packing.packs import PackIndex, open_pack, pack
+    from lt_data.preparation.append import append
     from lt_data.preparation.join import join
     from lt_data.preparation.merge import merge
     from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
@@ -76,6 +77,7 @@ _MODULES = {
     "TokenRows": "streaming.rows",
     "TokenStore": "store.token_store",
     "Tokenizer": "tokenizing.tokenizer",
+    "append": "preparation.append",
     "download": "remote.fetching",
     "export": "exports.export",
     "import_tokens": "exports.import_tokens",
@@ -135,6 +137,7 @@ __all__ = [
     "TokenRows",
     "TokenStore",
     "Tokenizer",
+    "append",
     "download",
     "export",
     "import_tokens",

@@ -24,7 +24,6 @@ from lt_data.packing.packs import PACK_FILE as PACK
 from lt_data.packing.packs import PackIndex
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
-from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.manifest import MAX_MANIFEST_BYTES, TOKENIZER_FOLDER
 from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.token_store import TokenStore
@@ -34,8 +33,8 @@ _CHUNK = 2**22  # ids checked at a time
 
 def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterator[str]:
     """Check a store and its packs; yield each problem with the name of its file."""
-    for folder in dict.fromkeys([store.path, *store.part_folders]):
-        yield from _check_json(folder / MANIFEST)
+    for path in store.manifest_files:
+        yield from _check_json(path)
     yield from _check_tokenizer(store)
     yield from _check_source_files(store)
     done, total = 0, store.n_tokens * store.dtype.itemsize

@@ -1,4 +1,4 @@
-"""Commands `prepare`, `merge` and `join`."""
+"""Commands `prepare`, `merge`, `join` and `append`."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, cast
@@ -184,6 +184,58 @@ def merge(
     for line in _summary_lines(manifest, out):
         echo(line)
     echo(f"merged from {manifest.merged_from} parts, which are no longer needed")
+
+
+def append(
+    store: Annotated[Path, typer.Argument(metavar="STORE", help="Folder of a token store.")],
+    sources: Annotated[list[str], typer.Argument(metavar="SOURCE...", help="Files, folders, fsspec URLs or datasets.")],
+    workers: Annotated[int, typer.Option(help="Worker processes; the result is the same.")] = 1,
+    engine: Annotated[str, typer.Option(help="auto, hf or gigatoken.")] = "auto",
+    suffix: Annotated[
+        list[str] | None,
+        typer.Option("--suffix", help="Suffix of the files to read in a folder; repeatable.", show_default=False),
+    ] = None,
+    text_field: Annotated[str, typer.Option(help="Field or column of the text.")] = "text",
+    tokens_field: Annotated[str | None, typer.Option(help="Field or column of ids, instead of text.")] = None,
+    on_bad: Annotated[str, typer.Option(help="Bad input: error, or skip (left out and counted).")] = "error",
+    max_document_bytes: Annotated[int, typer.Option(help="Bytes of the largest document.")] = 2**28,
+    config: Annotated[str | None, typer.Option(help="Configuration of a hub dataset.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a dataset, such as train[:10%].")] = None,
+    revision: Annotated[str | None, typer.Option(help="Commit, branch or tag of a hub dataset.")] = None,
+    streaming: Annotated[
+        bool, typer.Option("--streaming", help="Read a hub dataset without storing it on disk.")
+    ] = False,
+    no_resume: _NoResume = False,
+) -> None:
+    """Append documents to a store as a new generation, with its tokenizer and options; older ones stay.
+
+    Rerun the same command to resume after an interruption.
+    """
+    import lt_data
+    from lt_data.display.progress_bars import progress_bar
+    from lt_data.display.terminal import echo, echo_error
+
+    with progress_bar("append") as report:
+        manifest = lt_data.append(
+            store,
+            sources,
+            workers=workers,
+            engine=cast("EngineRequest", engine),
+            suffixes=suffix,
+            text_field=text_field,
+            tokens_field=tokens_field,
+            on_bad=cast("OnBad", on_bad),
+            max_document_bytes=max_document_bytes,
+            config=config,
+            split=split,
+            revision=revision,
+            streaming=streaming,
+            no_resume=no_resume,
+            progress=report,
+            notify=echo_error,
+        )
+    for line in _summary_lines(manifest, store):
+        echo(line)
 
 
 def join(

@@ -6,13 +6,14 @@ Cost: the manifests are read and the sizes of all shards compared; one file is w
 import os
 import secrets
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.preparation.prepare import NoticeCallback, no_notice
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
-from lt_data.store.joined import PART_FOLDERS, JoinedManifest, JoinedPart, LoadedPart, combine_manifests, load_store
+from lt_data.store.joined import PART_FOLDERS, LoadedPart, combine_manifests, join_parts, load_store
 from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
 from lt_data.store.token_store import TokenStore
 
@@ -45,14 +46,9 @@ def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallbac
         if str(store).startswith("s3://"):
             raise DataError(f"{store}: only stores in folders can be joined; download it first (lt data download)")
         TokenStore.open(store)
-        parts += load_store(Path(store)).parts
+        parts += [replace(part, path=_path_of(part.folder, out)) for part in load_store(Path(store)).parts]
     manifest = combine_manifests(parts)
-    joined = JoinedManifest(
-        fingerprint=manifest.fingerprint,
-        documents=manifest.documents,
-        tokens=manifest.tokens,
-        parts=tuple(JoinedPart(path=_path_of(part.folder, out), sha256=part.sha256) for part in parts),
-    )
+    joined = join_parts(parts)
     with translate_os_errors("create", out):
         make_folder_synced(out)
     replace_file(out / MANIFEST_FILE, joined.encode())

@@ -195,12 +195,14 @@ def prepare_documents(
     num_parts: int = 1,
     overwrite: bool = False,
     no_resume: bool = False,
+    extra_files: Callable[[StoreManifest], Mapping[str, bytes]] | None = None,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
     """Encode the caller's documents and write a token store; arguments and errors as for `prepare`.
 
     Only a job over a `DocumentReader` can be resumed and have parts: other documents may differ between runs.
+    `extra_files` makes files (by name) that are published with the store, of its manifest.
     """
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     selection = selection or Selection()
@@ -278,7 +280,8 @@ def prepare_documents(
             else SourceFiles(),
             part=part,
         )
-        publish_store(build_folder, tokenizer.files, manifest, listed, overwrite=overwrite)
+        extra = extra_files(manifest) if extra_files else {}
+        publish_store(build_folder, tokenizer.files, manifest, listed, overwrite=overwrite, extra_files=extra)
     for reason, example in sorted(reader.skip_examples.items()) if reader else ():
         notify(f"skipped as {reason}: for example {example}")
     for column in manifest.columns:
@@ -370,8 +373,9 @@ def publish_store(
     source_files: Sequence[SourceFile],
     *,
     overwrite: bool,
+    extra_files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Add tokenizer, list of sources and manifest to the finished shards, and move the store."""
+    """Add tokenizer, list of sources, extra files and manifest to the finished shards, and move the store."""
     assert manifest.is_consistent, "documents or tokens were lost"
     with translate_os_errors("write", build_folder.store_path):
         make_folder_synced(build_folder.store_path / TOKENIZER_FOLDER)
@@ -379,6 +383,8 @@ def publish_store(
         write_file(build_folder.store_path / TOKENIZER_FOLDER / name, content)
     if manifest.sources.list_sha256:
         write_file(build_folder.store_path / SOURCES_FILE, encode_source_files(source_files))
+    for name, content in (extra_files or {}).items():
+        write_file(build_folder.store_path / name, content)
     write_file(build_folder.store_path / MANIFEST_FILE, encode_manifest(manifest))
     build_folder.publish(manifest.fingerprint, overwrite=overwrite)
 

@@ -74,7 +74,7 @@ def of_folder(folder: Path) -> LocalParcel:
         if store.is_joined:
             content = encode_manifest(store.manifest)
             paths = _paths_of(store)
-            sizes = {name: size for name, size in sizes.items() if name.startswith(f"{PACK_FOLDER}/")}
+            sizes = {}
             with translate_os_errors("look at", folder):
                 sizes |= {name: path.stat().st_size for name, path in paths.items()}
         sizes.pop(MANIFEST, None)
@@ -86,11 +86,14 @@ def of_folder(folder: Path) -> LocalParcel:
 
 
 def _paths_of(store: TokenStore) -> dict[str, Path]:
-    """Return the files of a joined store but for its packs, by their names in a flat store."""
+    """Return the files of a joined store, by their names in a flat store."""
     paths = {f"{TOKENIZER_FOLDER}/{name}": store.tokenizer_folder / name for name in store.manifest.tokenizer.files}
     for number, shard in enumerate(store.manifest.shards):
         for name in shard.hashes:
             paths[f"{SHARD_FOLDER}/{name}"] = store.shard_path(number, name.rpartition(".")[2])
+    packs = store.pack_folder()
+    for path in packs.glob("*/*"):
+        paths[f"{PACK_FOLDER}/{_name(path.relative_to(packs))}"] = path
     return paths
 
 

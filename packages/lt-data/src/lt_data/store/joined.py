@@ -13,12 +13,23 @@ A manifest of others must not read files elsewhere. A part is a path inside the 
 and without a symbolic link that leads out, or else an absolute path in one of the folders that the person lists in the
 environment variable LT_DATA_PART_FOLDERS. All paths are checked before a part is opened.
 
+A store that was appended to has generations. Each is a joined store over the parts of the one before and one part with
+the new documents, both in one folder:
+
+    STORE/manifest.json, shards/, ...         the store as it was, which is never changed
+    STORE/generations/00000/generation.json   names it
+    STORE/generations/00001/generation.json   the joined manifest; paths are relative to STORE
+    STORE/generations/00001/manifest.json, shards/, ...   the new documents
+
+STORE opens as its newest generation, STORE/generations/00001 as that one.
+
 Cost: one read of each part's manifest.
 """
 
 import hashlib
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -34,6 +45,7 @@ from lt_data.store.manifest import (
     MANIFEST_FILE,
     MAX_LISTED_SOURCES,
     MAX_MANIFEST_BYTES,
+    PACK_FOLDER,
     ColumnInfo,
     DocumentTotals,
     ShardFile,
@@ -42,15 +54,20 @@ from lt_data.store.manifest import (
     check_counts,
     check_hashes,
     checksum_of,
+    encode_manifest,
 )
 
 FORMAT = "lt-data-joined-store"
 VERSION = 1
+GENERATION_FOLDER = "generations"
+GENERATION_FILE = "generation.json"
 PART_FOLDERS = "LT_DATA_PART_FOLDERS"
 SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "map", "shard_tokens")
 """Manifest fields that parts share, besides the tokenizer."""
 _CHECKED_BYTES = "checked_bytes"
 _REMEDY = "join the stores again"
+
+_GENERATION = re.compile(r"\d{5,}")
 
 T = TypeVar("T")
 
@@ -79,15 +96,19 @@ class JoinedPart:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinedManifest:
-    """Manifest of a joined store; `fingerprint`, `documents` and `tokens` are those of all parts together."""
+    """Manifest of a joined store; `fingerprint`, `documents` and `tokens` are those of all parts together.
+
+    `appended` is the fingerprint of the listing of the sources that a generation added, otherwise "".
+    """
 
     fingerprint: str
     documents: int
     tokens: int
     parts: tuple[JoinedPart, ...]
+    appended: str = ""
 
     def __post_init__(self) -> None:
-        check_hashes("fingerprint", [self.fingerprint])
+        check_hashes("fingerprint", [self.fingerprint, *([self.appended] if self.appended else [])])
         check_counts(documents=self.documents, tokens=self.tokens)
         repeated = [path for path, n in Counter(part.path for part in self.parts).items() if n > 1]
         if repeated or not self.parts:
@@ -96,6 +117,8 @@ class JoinedManifest:
     def encode(self) -> bytes:
         """Return the bytes of the file."""
         values = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        if not self.appended:
+            del values["appended"]
         return (json.dumps({**values, "checksum": checksum_of(values)}, indent=2) + "\n").encode()
 
     @classmethod
@@ -118,11 +141,12 @@ class JoinedManifest:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedPart:
-    """Part that was read: its folder, manifest, and the SHA-256 of the manifest's file."""
+    """Part that was read: its folder, manifest, SHA-256 of the manifest's file, and recorded path."""
 
     folder: Path
     manifest: StoreManifest
     sha256: str
+    path: str = "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +170,19 @@ class ShardLocation:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedStore:
-    """Manifest of a store, and its parts: those of a joined store, or the flat store itself."""
+    """Manifest of a store, and its parts: those of a joined store, or the flat store itself.
+
+    Attributes:
+        manifest: the manifest; of a joined store that of a flat store with the same shards.
+        parts: the parts.
+        joined: file of the joined manifest; None for a flat store.
+        packs: folder of the packs.
+    """
 
     manifest: StoreManifest
     parts: tuple[LoadedPart, ...]
+    joined: Path | None
+    packs: Path
 
     @property
     def locations(self) -> list[ShardLocation]:
@@ -172,45 +205,131 @@ def locate_shards(folder: Path, manifest: StoreManifest, first_file: int = 0) ->
     ]
 
 
+def flat_store(folder: Path, manifest: StoreManifest) -> LoadedStore:
+    """Return a flat store in a folder, by its manifest."""
+    part = LoadedPart(folder=folder, manifest=manifest, sha256=hashlib.sha256(encode_manifest(manifest)).hexdigest())
+    return LoadedStore(manifest=manifest, parts=(part,), joined=None, packs=folder / PACK_FOLDER)
+
+
 def load_store(folder: Path) -> LoadedStore:
-    """Read the manifest of the store in `folder`, and those of its parts.
+    """Read the manifest of the store in `folder`, of its newest generation, and those of its parts.
 
     Raises:
         DataError: a manifest is missing, unreadable or broken, or a part changed or is not allowed.
     """
-    content, values = _read(folder)
+    if (folder / GENERATION_FILE).is_file():
+        return _load_generation(folder)
+    if generations := list_generations(folder):
+        return _load_generation(generations[-1])
+    content, values = _read(folder / MANIFEST_FILE)
     if values.get("format") != FORMAT:
         part = _flat_part(folder, content, values)
-        return LoadedStore(manifest=part.manifest, parts=(part,))
-    return load_joined(folder, values, folder / MANIFEST_FILE)
+        return LoadedStore(manifest=part.manifest, parts=(part,), joined=None, packs=folder / PACK_FOLDER)
+    return _load_joined(folder, folder / MANIFEST_FILE, folder)
 
 
-def load_joined(root: Path, values: Mapping[str, Any], file: Path) -> LoadedStore:
+def list_generations(folder: Path) -> list[Path]:
+    """Return the folders of the generations of a store, oldest first; none if nothing was appended to it.
+
+    Raises:
+        DataError: one is missing.
+    """
+    with translate_os_errors("read", folder / GENERATION_FOLDER):
+        if not (folder / GENERATION_FOLDER).is_dir():
+            return []
+        found = [
+            path
+            for path in (folder / GENERATION_FOLDER).iterdir()
+            if _GENERATION.fullmatch(path.name) and (path / GENERATION_FILE).is_file()
+        ]
+    found.sort(key=lambda path: int(path.name))
+    if [int(path.name) for path in found] != [*range(len(found))]:
+        raise DataError(f"{folder / GENERATION_FOLDER}: {found[-1].name} is there and an older one is not; restore it")
+    return found
+
+
+def find_generation(folder: Path, fingerprint: str) -> Path | None:
+    """Return the generation with this beginning of its fingerprint, if any.
+
+    Raises:
+        DataError: a manifest of a generation is broken.
+    """
+    for generation in reversed(list_generations(folder)):
+        file = generation / GENERATION_FILE
+        if read_joined(file).fingerprint.startswith(fingerprint):
+            return generation
+    return None
+
+
+def read_joined(file: Path) -> JoinedManifest:
+    """Read a joined manifest; its parts are not opened.
+
+    Raises:
+        DataError: it is missing or broken.
+    """
+    values = _read(file)[1]
+    if values.get("format") != FORMAT:
+        raise DataError(f"{file}: not the manifest of a joined store; {_REMEDY}")
+    return JoinedManifest.from_dict(values, str(file))
+
+
+def new_part(root: Path, folder: Path, manifest: StoreManifest) -> LoadedPart:
+    """Return a part that will be in a folder inside `root`."""
+    sha256 = hashlib.sha256(encode_manifest(manifest)).hexdigest()
+    return LoadedPart(folder=folder, manifest=manifest, sha256=sha256, path=folder.relative_to(root).as_posix())
+
+
+def join_parts(parts: Sequence[LoadedPart], *, appended: str = "") -> JoinedManifest:
+    """Return the joined manifest of parts, by their recorded paths.
+
+    Raises:
+        DataError: they do not fit together.
+    """
+    manifest = combine_manifests(parts)
+    return JoinedManifest(
+        fingerprint=manifest.fingerprint,
+        documents=manifest.documents,
+        tokens=manifest.tokens,
+        parts=tuple(JoinedPart(path=part.path, sha256=part.sha256) for part in parts),
+        appended=appended,
+    )
+
+
+def _load_generation(folder: Path) -> LoadedStore:
+    absolute = Path(os.path.abspath(folder))
+    file = folder / GENERATION_FILE
+    if absolute.parent.name != GENERATION_FOLDER or not _GENERATION.fullmatch(absolute.name):
+        raise DataError(f"{file}: not in the folder {GENERATION_FOLDER} of its store; move it back")
+    root = folder.parent.parent if len(folder.parts) > 2 else absolute.parent.parent
+    return _load_joined(root, file, root if int(absolute.name) == 0 else folder)
+
+
+def _load_joined(root: Path, file: Path, home: Path) -> LoadedStore:
     """Read the parts of a joined store.
 
     Args:
         root: folder that the paths are relative to.
-        values: the joined manifest.
-        file: its file, for messages.
+        file: the joined manifest.
+        home: folder with its packs.
 
     Raises:
         DataError: see `load_store`.
     """
-    joined = JoinedManifest.from_dict(values, str(file))
+    joined = read_joined(file)
     folders = [_allowed_folder(root, part, file) for part in joined.parts]
     parts: list[LoadedPart] = []
     for entry, folder in zip(joined.parts, folders, strict=True):
-        content, part_values = _read(folder)
+        content, part_values = _read(folder / MANIFEST_FILE)
         if hashlib.sha256(content).hexdigest() != entry.sha256:
             raise DataError(
                 f"{folder}: changed since it was joined to {file}; restore this part, or join the stores again"
             )
-        parts.append(_flat_part(folder, content, part_values))
+        parts.append(replace(_flat_part(folder, content, part_values), path=entry.path))
     manifest = combine_manifests(parts)
     stated = (joined.fingerprint, joined.documents, joined.tokens)
     if stated != (manifest.fingerprint, manifest.documents, manifest.tokens):
         raise DataError(f"{file}: fingerprint or totals are not those of its parts; {_REMEDY}")
-    return LoadedStore(manifest=manifest, parts=tuple(parts))
+    return LoadedStore(manifest=manifest, parts=tuple(parts), joined=file, packs=home / PACK_FOLDER)
 
 
 def combine_manifests(parts: Sequence[LoadedPart]) -> StoreManifest:
@@ -328,8 +447,7 @@ def _flat_part(folder: Path, content: bytes, values: Mapping[str, Any]) -> Loade
     return LoadedPart(folder=folder, manifest=manifest, sha256=hashlib.sha256(content).hexdigest())
 
 
-def _read(folder: Path) -> tuple[bytes, dict[str, Any]]:
-    path = folder / MANIFEST_FILE
+def _read(path: Path) -> tuple[bytes, dict[str, Any]]:
     with translate_os_errors("read the token store's", path):
         content = read_file(path, max_bytes=MAX_MANIFEST_BYTES)
     return content, strict_json.load_object(content, str(path), "copy the store again or prepare it again")

@@ -15,7 +15,7 @@ Tokens and offsets of single documents are read through the map, so a store of a
 
 import hashlib
 import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,8 +35,9 @@ from lt_data.store.document_sources import (
     decode_sources,
     shift_files,
 )
-from lt_data.store.joined import ShardLocation, load_store, locate_shards
+from lt_data.store.joined import LoadedStore, ShardLocation, flat_store, load_store
 from lt_data.store.manifest import (
+    MANIFEST_FILE,
     MAX_MANIFEST_BYTES,
     MAX_TOKENIZER_BYTES,
     PACK_FOLDER,
@@ -78,7 +79,7 @@ class TokenStore:
         path: its folder.
         manifest: its manifest.
         shard_reader: reader of the shards if they are not files in the folder.
-        locations: where each shard is; in this folder by default.
+        loaded: where its parts are; a flat store in this folder by default.
         packs: folder of the packs of several stores, if they are not in the folder of each store.
     """
 
@@ -88,14 +89,15 @@ class TokenStore:
         manifest: StoreManifest,
         *,
         shard_reader: ShardReader | None = None,
-        locations: Sequence[ShardLocation] | None = None,
+        loaded: LoadedStore | None = None,
         packs: Path | None = None,
     ) -> None:
         self.path = path
         self.manifest = manifest
         self._shard_reader = shard_reader
         self._packs = packs
-        self._locations = locations or locate_shards(path, manifest)
+        self._loaded = loaded or flat_store(path, manifest)
+        self._locations = self._loaded.locations
         self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
         self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
@@ -106,7 +108,7 @@ class TokenStore:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself: pickling a map would copy it.
-        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._locations, self._packs))
+        return (_reopen, (type(self), self.path, self.manifest, self._shard_reader, self._loaded, self._packs))
 
     @classmethod
     def open(
@@ -146,7 +148,7 @@ class TokenStore:
             raise DataError(f"{path}: cache, cache_bytes and endpoint_url are for stores at s3:// addresses")
         path = Path(path)
         loaded = load_store(path)
-        store = cls(path, loaded.manifest, locations=loaded.locations, packs=packs)
+        store = cls(path, loaded.manifest, loaded=loaded, packs=packs)
         for part in store.part_folders:
             with translate_os_errors("read", part):
                 check_inside(part / SHARD_FOLDER, part)
@@ -183,12 +185,18 @@ class TokenStore:
     @property
     def part_folders(self) -> list[Path]:
         """Folders of the stores that a joined store consists of; of another store its own."""
-        return list(dict.fromkeys(location.folder for location in self._locations)) or [self.path]
+        return [part.folder for part in self._loaded.parts]
+
+    @property
+    def manifest_files(self) -> list[Path]:
+        """Manifests of the store and of its parts."""
+        files = [part.folder / MANIFEST_FILE for part in self._loaded.parts]
+        return files if self._loaded.joined is None else [self._loaded.joined, *files]
 
     @property
     def is_joined(self) -> bool:
         """True if the shards are files of other stores, or have other names there."""
-        return [*self._locations] != locate_shards(self.path, self.manifest)
+        return self._loaded.joined is not None
 
     @property
     def tokenizer_folder(self) -> Path:
@@ -233,7 +241,7 @@ class TokenStore:
         if self._packs is not None:
             return self._packs / self.manifest.fingerprint[:16] / name
         self.download(f"{PACK_FOLDER}/{name}".rstrip("/"))
-        return self.path / PACK_FOLDER / name
+        return self._loaded.packs / name
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document (a view of the mapped file)."""
@@ -537,7 +545,7 @@ def _reopen(
     path: Path,
     manifest: StoreManifest,
     shard_reader: ShardReader | None,
-    locations: Sequence[ShardLocation],
+    loaded: LoadedStore,
     packs: Path | None,
 ) -> TokenStore:  # for pickle
-    return kind(path, manifest, shard_reader=shard_reader, locations=locations, packs=packs)
+    return kind(path, manifest, shard_reader=shard_reader, loaded=loaded, packs=packs)

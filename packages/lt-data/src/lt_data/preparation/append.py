@@ -1,0 +1,170 @@
+"""Append of documents to a token store, as a new generation (lt_data.store.joined).
+
+The new documents are prepared, with the options of the store, into the folder of the new generation, and its joined
+manifest is published with them by one rename. So the store opens as its newest generation before and after a kill at
+any time, and the same command resumes. What was there is never changed: older generations stay readable. The sources
+of a generation are recorded; appending the same ones again does nothing.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lt_data.errors import DataError
+from lt_data.preparation.build_folder import SUFFIX, open_build_folder
+from lt_data.preparation.prepare import NoticeCallback, no_notice, prepare_documents
+from lt_data.preparation.record_map import load_record_map
+from lt_data.progress import Progress, no_progress
+from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
+from lt_data.sources.reader import DocumentReader
+from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
+from lt_data.store.joined import (
+    GENERATION_FILE,
+    GENERATION_FOLDER,
+    LoadedStore,
+    join_parts,
+    list_generations,
+    load_store,
+    new_part,
+    read_joined,
+)
+from lt_data.store.manifest import StoreManifest
+from lt_data.store.token_store import TokenStore
+from lt_data.tokenizing.engine_selection import EngineRequest
+
+
+def append(
+    store: str | Path,
+    sources: Sequence[str | Path],
+    *,
+    engine: EngineRequest = "auto",
+    workers: int = 1,
+    suffixes: Sequence[str] | None = None,
+    text_field: str = "text",
+    tokens_field: str | None = None,
+    on_bad: OnBad = "error",
+    max_document_bytes: int = DEFAULT_MAX_DOCUMENT_BYTES,
+    config: str | None = None,
+    split: str | None = None,
+    revision: str | None = None,
+    streaming: bool = False,
+    no_resume: bool = False,
+    progress: Progress = no_progress,
+    notify: NoticeCallback = no_notice,
+) -> StoreManifest:
+    """Append documents to a store as a new generation; the same call resumes an interrupted one.
+
+    Tokenizer, BOS and EOS, selection, map and kept columns are those of the store.
+
+    Args:
+        store: folder of the store.
+        sources: files, folders, fsspec URLs and datasets; this and the other options are those of `prepare`.
+        engine: tokenizer engine.
+        workers: worker processes.
+        suffixes: suffixes of the files to read in a folder.
+        text_field: field or column of the text.
+        tokens_field: field or column of ids, instead of text.
+        on_bad: "error" raises at bad input, "skip" leaves it out and counts it.
+        max_document_bytes: largest document.
+        config: configuration of a hub dataset.
+        split: split of a dataset.
+        revision: commit, branch or tag of a hub dataset.
+        streaming: read a hub dataset without storing it on disk.
+        no_resume: discard an interrupted call.
+        progress: called with the source bytes encoded.
+        notify: called with notices for the user.
+
+    Returns:
+        The manifest of a flat store with the shards of the new generation.
+
+    Raises:
+        DataError: as for `prepare`; the store drops duplicates, or its map has changed.
+    """
+    if str(store).startswith("s3://"):
+        raise DataError(f"{store}: download it first (lt data download)")
+    root = Path(store)
+    opened, loaded = TokenStore.open(root), load_store(root)
+    if loaded.joined is not None and loaded.joined.parent == root and loaded.joined.name == GENERATION_FILE:
+        raise DataError(f"{root}: a generation; append to the store, {Path(os.path.abspath(root)).parent.parent}")
+    base = loaded.parts[0].manifest
+    if base.selection.drop_duplicates:
+        raise DataError(
+            f"{root}: made with drop_duplicates, but it does not keep the hashes of its documents; prepare all sources "
+            "again (lt data prepare --drop-duplicates)"
+        )
+    reader = DocumentReader(
+        sources,
+        suffixes=suffixes,
+        text_field=text_field,
+        tokens_field=tokens_field,
+        on_bad=on_bad,
+        max_document_bytes=max_document_bytes,
+        config=config,
+        split=split,
+        revision=revision,
+        streaming=streaming,
+        keep_fields=True if base.map else [column.name for column in base.columns],
+    )
+    record_map = load_record_map(base.map.function, base.map.arguments, reader) if base.map else None
+    if record_map is not None and record_map.info != base.map:
+        raise DataError(
+            f"map = {record_map.info.function!r}: its code is not that of {root}; prepare all sources again"
+        )
+    if (found := _find_appended(root, reader.fingerprint)) is not None:
+        notify(f"{root} has these sources already ({GENERATION_FOLDER}/{found.name})")
+        _remove_rest(found)
+        return load_store(found).manifest
+    generations = list_generations(root)
+    if not generations:
+        _name_first(root, loaded)
+    target = root / GENERATION_FOLDER / f"{max(len(generations), 1):05d}"
+
+    def generation_file(manifest: StoreManifest) -> dict[str, bytes]:
+        parts = [*loaded.parts, new_part(root, target, manifest)]
+        return {GENERATION_FILE: join_parts(parts, appended=reader.fingerprint).encode()}
+
+    prepare_documents(
+        reader,
+        tokenizer=opened.tokenizer(),
+        out=target,
+        bos=base.bos,
+        eos=base.eos,
+        engine=engine,
+        special_tokens_as=base.special_tokens_as,
+        workers=workers,
+        shard_tokens=base.shard_tokens,
+        selection=base.selection,
+        record_map=base.map.function if base.map else None,
+        map_args=base.map.arguments if base.map else None,
+        keep=[f"{column.name}:{column.type}" for column in base.columns],
+        no_resume=no_resume,
+        extra_files=generation_file,
+        progress=progress,
+        notify=notify,
+    )
+    return load_store(target).manifest
+
+
+def _find_appended(root: Path, listing: str) -> Path | None:
+    for generation in list_generations(root):
+        if read_joined(generation / GENERATION_FILE).appended == listing:
+            return generation
+    return None
+
+
+def _remove_rest(generation: Path) -> None:
+    """Remove the build folder of a generation whose job was killed just after it was published."""
+    if generation.with_name(generation.name + SUFFIX).exists():
+        with open_build_folder(generation, job={}, resumable=False):
+            pass  # it finds the job finished, or nothing left of it, and removes itself
+
+
+def _name_first(root: Path, loaded: LoadedStore) -> None:
+    file = root / GENERATION_FOLDER / "00000" / GENERATION_FILE
+    building = file.with_name(f"{file.name}.tmp")
+    with translate_os_errors("write", file):
+        make_folder_synced(file.parent)
+        building.unlink(missing_ok=True)  # of a killed call
+        write_file(building, join_parts(loaded.parts).encode())
+        building.rename(file)
+        fsync_folder(file.parent)
