@@ -10,6 +10,17 @@ Failures are never lost: the next call of `poll`, `wait` or `start` raises them.
 A thread rather than a process: it spends its time in copying, hashing and writing, which release the interpreter lock,
 and it needs no second copy of the state in shared memory.
 
+The way of a tensor to the disk, and what each hop adds; none only forwards:
+
+    CheckpointSaver.save (lt-trainer)   whether to wait; all ranks end a save alike
+    AsyncRankSaver.start                the copy, after which training goes on; the thread
+    write_rank_files                    the rank's manifest, after its files; `failed-` for rank 0
+    RankFileWriter.write                the files: one per group, or those of NxD
+    HashingSafetensorsWriter.write      header, order and a hash per slice
+    DirectFileWriter.write              aligned blocks, threads that write them, fsync
+
+A blocking save leaves out the second; `CheckpointManager.save` calls `write_rank_files` itself.
+
 Cost: memory for this rank's slices, allocated once; `start` takes as long as copying them.
 """
 
