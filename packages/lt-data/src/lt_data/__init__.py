@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lt_data.remote.sending import upload
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
+    from lt_data.store.joined import find_generation
     from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
     from lt_data.store.token_store import TokenStore
     from lt_data.streaming.buckets import Buckets
@@ -80,6 +81,7 @@ _MODULES = {
     "append": "preparation.append",
     "download": "remote.fetching",
     "export": "exports.export",
+    "find_generation": "store.joined",
     "import_tokens": "exports.import_tokens",
     "inspect_batch": "analysis.inspection",
     "inspect_document": "analysis.inspection",
@@ -140,6 +142,7 @@ __all__ = [
     "append",
     "download",
     "export",
+    "find_generation",
     "import_tokens",
     "inspect_batch",
     "inspect_document",

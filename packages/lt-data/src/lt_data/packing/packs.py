@@ -30,6 +30,7 @@ from lt_data.errors import DataError
 from lt_data.packing.algorithms import fill_best_fit, fill_buckets, fill_concat
 from lt_data.packing.npy import mmap_npy
 from lt_data.storage import atomic_folder, make_folder_synced, read_file, translate_os_errors, write_file
+from lt_data.store.joined import list_generations
 from lt_data.store.token_store import TokenStore
 
 FORMAT = "lt-data-pack"
@@ -298,8 +299,11 @@ def open_pack(
     folder = _pack_folder(store, lengths, mode, name)
     if not folder.exists():
         place = "" if store.packs is None else f" in {store.packs}"
+        older = list_generations(store.path)[:-1] if store.is_joined else []
+        hint = f" (older generations of it: {older[0]} ...)" if older else ""
         raise DataError(
-            f"store {store.path} has no pack {folder.name}{place}; make it with: {_pack_command(store, lengths, mode)}"
+            f"store {store.path} has no pack {folder.name}{place}{hint}; make it with: "
+            f"{_pack_command(store, lengths, mode)}"
         )
     return _open_checked(folder, store, lengths, mode)
 

@@ -10,11 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_data import Buckets, Mixture, Phase, RowReader, Rows, Stream, StreamState, TokenStore, open_pack
+from lt_data import (
+    Buckets,
+    Mixture,
+    Phase,
+    RowReader,
+    Rows,
+    Stream,
+    StreamState,
+    TokenStore,
+    find_generation,
+    open_pack,
+)
 from lt_trainer.config import DataOptions
 from lt_trainer.data.document_boundaries import micro_batch_cu_seqlens
 from lt_trainer.data.loader_factory import import_loader_factory
@@ -203,6 +215,8 @@ def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
     """Open the deterministic stream of this rank's rows, at the start or at a checkpoint's state."""
     assert data.train is not None, "a custom loader has no stream"
+    if state is not None:
+        _check_generations(recipe.data, state)
     return Stream(
         data.train,
         global_batch_size=recipe.batch.global_batch_size,
@@ -213,6 +227,23 @@ def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: S
         state=state,
         ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
     )
+
+
+def _check_generations(data: DataOptions, state: StreamState) -> None:
+    """Raise if a store was appended to since the state was saved, and name the generation that was read."""
+    paths = {"store": ("data.store", data.store)}
+    paths |= {f"{name}.store": (f"data.mixture.{name}.store", entry.store) for name, entry in data.mixture.items()}
+    read = {key: value for key, _, value in (word.partition(":") for word in state.fingerprint.split())}
+    for key, (field, path) in paths.items():
+        if not path or path.startswith("s3://") or key not in read:
+            continue
+        generation = find_generation(Path(path), read[key])
+        if generation is not None and not TokenStore.open(path).manifest.fingerprint.startswith(read[key]):
+            raise RecipeError(
+                "the store was appended to since the checkpoint was saved",
+                values={field: path},
+                remedy=f"set it to the generation that the run has read, {generation}",
+            )
 
 
 def to_micro_batches(
