@@ -53,6 +53,8 @@ from lt_ckpt.__main__ import main
 import lt_ckpt.cli.convert, lt_ckpt.conversion, lt_ckpt.torchfile.format, lt_ckpt.comparison
 from lt_ckpt.formats import open_source
 open_source({model!r})  # loads what is loaded on demand
+sys.argv = ["lt-ckpt", "convert", "absent", "absent", "--to", "pt"]
+main()  # and what typer loads
 limit = int(Path("/proc/self/statm").read_text().split()[0]) * 4096 + {extra} * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 sys.argv = ["lt-ckpt", "convert", {model!r}, {out!r}, "--to", "pt"]
