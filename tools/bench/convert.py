@@ -6,7 +6,8 @@
 A Hugging Face model of the preset's shapes (fewer layers for a small disk; random bits) is written once. Then,
 alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
 (the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
-a conversion), and convert, with the model dropped from the page cache. `of_limit` is the slower direction's time over
+a conversion), and convert, with the model dropped from the page cache, and the same without the hashes of the output
+(`unhashed_seconds`, `unhashed_cpu_s`), except for one file. `of_limit` is the slower direction's time over
 the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
 that converts a model of a few kB; with `--cgroup-mib` (as root) the conversion runs in a cgroup with that much memory,
 page cache included.
@@ -33,6 +34,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -41,6 +43,7 @@ from lt_model import PRESETS, LlamaConfig, config_to_hf, param_specs
 
 BLOCK_BYTES = 4 * 2**20
 CHILD_ARGUMENT = "convert-child"
+UNHASHED_ARGUMENT = "convert-child-unhashed"
 
 
 def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
@@ -148,9 +151,11 @@ def create_cgroup(mib: int) -> Iterator[Path]:
         group.rmdir()
 
 
-def run_conversion(model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0) -> dict[str, float]:
+def run_conversion(
+    model: Path, out: Path, arguments: list[str], cgroup_mib: int = 0, *, child: str = CHILD_ARGUMENT
+) -> dict[str, float]:
     """Convert in a subprocess; return its seconds, CPU seconds, peak memory and output size."""
-    command = [sys.executable, __file__, CHILD_ARGUMENT, str(model), str(out), *arguments]
+    command = [sys.executable, __file__, child, str(model), str(out), *arguments]
     with create_cgroup(cgroup_mib) if cgroup_mib else nullcontext() as group:
         if group:
             command = ["sh", "-c", f'echo $$ > {group}/cgroup.procs && exec "$@"', "sh", *command]
@@ -161,12 +166,32 @@ def run_conversion(model: Path, out: Path, arguments: list[str], cgroup_mib: int
     return found
 
 
+def remove(path: Path) -> None:
+    """Remove an output, a folder or a file."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def cpu_model() -> str:
     names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     return names[0].partition(":")[2].strip() if names else platform.machine()
 
 
-def run_child(arguments: list[str]) -> None:
+class NoDigest:
+    """Stands for a SHA-256 that is not computed."""
+
+    def update(self, data: object) -> None:
+        """Ignore bytes."""
+
+    def hexdigest(self) -> str:
+        """Return zeros."""
+        return "0" * 64
+
+
+def run_child(arguments: list[str], *, hashes: bool) -> None:
+    from lt_ckpt import folder_hashing
+
+    if not hashes:
+        folder_hashing.hashlib = SimpleNamespace(sha256=NoDigest, file_digest=lambda file, name: NoDigest())  # type: ignore[assignment]
     from lt_ckpt.cli import app
 
     start = time.perf_counter()
@@ -207,7 +232,11 @@ def main() -> None:
             read = direct_read(model, n_bytes)
             drop_page_cache(model)
             found = run_conversion(model, folder / "out", arguments, options.cgroup_mib)
-            shutil.rmtree(folder / "out") if (folder / "out").is_dir() else (folder / "out").unlink()
+            remove(folder / "out")
+            drop_page_cache(model)
+            bare = run_conversion(model, folder / "out", arguments, options.cgroup_mib, child=UNHASHED_ARGUMENT)
+            remove(folder / "out")
+            found |= {"unhashed_seconds": bare["seconds"], "unhashed_cpu_s": bare["cpu_s"]}
             write = direct_write(folder, int(found["out_bytes"]))
             drop_page_cache(model)
             copy = direct_copy(model, folder, n_bytes, int(found["out_bytes"]))
@@ -229,6 +258,7 @@ def main() -> None:
         "median_of_limit": statistics.median(r["of_limit"] for r in rounds),
         "median_of_copy_limit": statistics.median(r["of_copy_limit"] for r in rounds),
         "median_seconds": statistics.median(r["seconds"] for r in rounds),
+        "median_unhashed_seconds": statistics.median(r["unhashed_seconds"] for r in rounds),
         "peak_over_base_bytes": max(r["peak_bytes"] for r in rounds) - base,
         "allowed_over_base_bytes": 2 * largest + 64 * 2**20,
     }
@@ -240,6 +270,8 @@ def main() -> None:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [CHILD_ARGUMENT]:
-        run_child(sys.argv[2:])
+        run_child(sys.argv[2:], hashes=True)
+    elif sys.argv[1:2] == [UNHASHED_ARGUMENT]:
+        run_child(sys.argv[2:], hashes=False)
     else:
         main()

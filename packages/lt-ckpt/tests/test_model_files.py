@@ -128,7 +128,7 @@ def read(folder: Path) -> dict[str, Any]:
     return {
         path.name: json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else path.read_bytes()
         for path in folder.iterdir()
-        if path.suffix != ".safetensors"
+        if path.suffix != ".safetensors" and path.name != "SHA256SUMS"
     }
 
 

@@ -130,8 +130,8 @@ def test_we_write_what_nxd_wrote_key_for_key_and_bit_for_bit(case, part, cut, tm
             info = [torch.load(f"{folder / path}.info.pt", weights_only=True) for folder in (out, case / part)]
             assert info[0] == info[1]
     wanted = {path for path in folder_of(case / part) if not path.endswith("user_content.pt")}
-    carried = f"{cut.tag}/config.json" if cut.tag else "config.json"
-    assert folder_of(out) == wanted | {carried}, "NxD's loader reads no other file than its own"
+    added = {f"{cut.tag}/{name}" if cut.tag else name for name in ("config.json", "SHA256SUMS")}
+    assert folder_of(out) == wanted | added, "NxD's loader reads no other file than its own"
     opened = open_nxd(out, config=config_of(case), options=cut)
     assert read_all(opened) == read_all(open_hf(case / "hf"))
 
@@ -247,6 +247,7 @@ def test_256_files_of_a_model_shaped_like_a_70b(tmp_path):
     out = convert(model, nxd_target(model, cut), tmp_path / "out")
     names = {f"dp_rank_00_tp_rank_{t:02d}_pp_rank_{p:02d}.pt" for t in range(32) for p in range(8)}
     assert folder_of(out / "pretrained_weight") == {
+        "SHA256SUMS",
         "config.json",
         "checkpoint",
         "done",

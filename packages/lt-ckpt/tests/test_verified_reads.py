@@ -36,6 +36,7 @@ from lt_ckpt.cli import verify as verify_command
 from lt_ckpt.copy_plan import StoredSlice, plan_copies
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt.hash_list import HASH_LIST
 from lt_ckpt.nxd.options import NxdOptions
 from lt_ckpt.nxd.zero1_reshard import reshard_optimizer
 from lt_ckpt.read_verification import MAX_PARKED_BYTES, ReadVerifier, StoredChecksum
@@ -156,13 +157,18 @@ def cases(memory, models) -> dict[str, Case]:
     convert_to("pt.pt", format="pt")
     write_meta(lt, root / "meta")
     write_dcp(lt, root / "dcp")
+    for path in root.rglob(HASH_LIST):
+        path.unlink()  # checksums of the formats themselves
+    convert_to("hf listed", format="hf", max_shard_bytes=4000)
+    convert_to("dcp listed", format="dcp")
+    convert_to("nxd listed", format="nxd", nxd=NxdOptions(tp=2), dp=2)
     made |= {"meta": root / "meta", "dcp": root / "dcp"}
     (root / "damaged").mkdir()
     found = {}
     for name, path in made.items():
         copy = root / "damaged" / (path.name if path.is_file() else name) / (path.name if name == "lt" else "")
         (shutil.copy if path.is_file() else shutil.copytree)(path, copy)
-        found[name] = Case(name, path, None if name in ("lt", "meta") else hf_config, copy)
+        found[name] = Case(name, path, None if name in ("lt", "meta", "hf listed") else hf_config, copy)
     return found
 
 
@@ -257,9 +263,9 @@ WAYS: dict[str, dict[Callable[[Case, Path, Path], Any], tuple[str, ...]]] = {
     "else": dict.fromkeys((verify_all, convert_all, export, convert_weights, convert_to_nxd), ("weights",)),
 }
 """Format → ways out, and the groups of tensors that each passes on."""
-WAYS["nxd xser"] = WAYS["nxd"]
-FORMATS = dict.fromkeys(("lt", "dcp"), GROUPS) | dict.fromkeys(("nxd", "nxd xser"), (*GROUPS, "master"))
-FORMATS |= dict.fromkeys(("nxd v1", "pt.pt", "meta"), ("weights",))
+WAYS["nxd xser"] = WAYS["nxd listed"] = WAYS["nxd"]
+FORMATS = dict.fromkeys(("lt", "dcp"), GROUPS) | dict.fromkeys(("nxd", "nxd xser", "nxd listed"), (*GROUPS, "master"))
+FORMATS |= dict.fromkeys(("nxd v1", "pt.pt", "meta", "hf listed", "dcp listed"), ("weights",))
 """Format → its groups of tensors."""
 
 
@@ -341,7 +347,7 @@ def test_a_damaged_byte_is_refused_or_not_passed_on(cases, name, fast_path, caps
 @pytest.mark.slow
 def test_thousand_damages_of_each_format_and_group(cases, fast_path, capsys):
     """NxD's are spread over its layouts; those with a file per tensor take the longest."""
-    parts = {"nxd": 0.7, "nxd xser": 0.3, "nxd v1": 0.3}
+    parts = {"nxd": 0.7, "nxd xser": 0.3, "nxd v1": 0.3, "nxd listed": 0.3}
     for name, kinds in FORMATS.items():
         for kind in kinds:
             n = int(DAMAGES * parts.get(name, 1))

@@ -1,8 +1,8 @@
-"""Small files of a model's folder, whose links may not lead elsewhere.
+"""Files of a model's folder, whose links may not lead elsewhere.
 
-Such files (tokenizer, chat template, generation config) are copied into every output, so a link to any file of the
-machine would publish it. A link may lead to another file of the folder, or, in the cache of the Hugging Face hub, whose
-snapshots consist of links, to the cache's blobs: `models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`.
+They are copied into every output, so a link to any file of the machine would publish it. A link may lead to another
+file of the folder, or, in the cache of the Hugging Face hub, whose snapshots consist of links, to the cache's blobs:
+`models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`.
 """
 
 import os
@@ -10,6 +10,26 @@ from pathlib import Path
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+
+
+def resolve_confined(folder: Path, name: str) -> Path:
+    """Return the path of a folder's file without links.
+
+    Raises:
+        CheckpointError: It is a link out of the folder.
+    """
+    path = folder / name
+    with translate_os_errors("reading", path):
+        inside = folder.resolve()
+        target = path.resolve()
+    if target == inside / name:
+        return target
+    roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]
+    if not any(target.is_relative_to(root) for root in roots):
+        raise CheckpointError(
+            f"{path}: is a link to {target}, outside of the model's folder; put the file itself there"
+        )
+    return target
 
 
 def read_confined(folder: Path, name: str, max_bytes: int) -> bytes | None:
@@ -22,10 +42,5 @@ def read_confined(folder: Path, name: str, max_bytes: int) -> bytes | None:
     with translate_os_errors("reading", path):
         if not os.path.lexists(path):
             return None
-        target, inside = path.resolve(), folder.resolve()
-        roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]
-        if path.is_symlink() and not any(target.is_relative_to(root) for root in roots):
-            raise CheckpointError(
-                f"{path}: is a link to {target}, outside of the model's folder; put the file itself there"
-            )
+        target = resolve_confined(folder, name)
         return files.read_bounded(target, max_bytes) if target.is_file() else None

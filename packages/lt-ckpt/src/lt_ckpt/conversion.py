@@ -7,6 +7,7 @@ a tied head), every target byte is written once, and a 70B model in 256 files ne
 file. Threads read the next blocks while others write; each file belongs to one writer thread, which keeps its order.
 
 Every byte is compared with its checksum while it is read, where the source has some (`read_verification.py`).
+A folder gets a list of its files' hashes (`hash_list.py`), which threads compute while they are written.
 Everything is written into a hidden sibling folder, fsynced, and renamed: the output appears complete or not at all.
 What a killed conversion leaves there is continued by the same one, file by file (`atomic_folder.py`).
 Invalid requests are refused before the first byte is written.
@@ -26,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import version
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 
@@ -34,9 +35,12 @@ from lt_ckpt import direct_io, files
 from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.checked_cast import read_cast
 from lt_ckpt.checksums import files_with_tensors, iter_checksum_errors
+from lt_ckpt.direct_io import CreateFile
 from lt_ckpt.dtypes import cast, item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.executors import ByteCounter, KeyedExecutor, iter_in_order, wait_all
+from lt_ckpt.folder_hashing import FolderHasher
+from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_ckpt.layout import Layout
 from lt_ckpt.shards import Box, split_rows
 from lt_ckpt.source import Source, TensorGroup, TensorReader
@@ -77,7 +81,8 @@ class Target:
         metadata: Text for the tensor files that can hold some.
         aux_files: Further files by path, written first.
         marker_files: Completion markers, written last, in this order.
-        single_file: The path in the layout of the one file that is the output, instead of a folder.
+        hashed_folder: Folder of the output whose files are listed with their hashes, by default the output itself.
+        single_file: The path in the layout of the one file that is the output, instead of a folder; it gets no list.
         tensor_order: Model tensors in processing order, where the order of the files does not determine it.
         options: The options of the conversion as a text, by which a killed one is recognized.
         allow_overflow: Let finite values beyond the range of the target's dtype become infinite, instead of refusing.
@@ -91,6 +96,7 @@ class Target:
     metadata: Mapping[str, str] = field(default_factory=dict)
     aux_files: Mapping[str, bytes] = field(default_factory=dict)
     marker_files: Mapping[str, bytes] = field(default_factory=dict)
+    hashed_folder: str = ""
     single_file: str = ""
     check: Callable[[Path], None] = lambda folder: None
     tensor_order: Sequence[str] = ()
@@ -160,6 +166,7 @@ def convert(
         with (
             AtomicFolder(folder, single_file=target.single_file, job=job) as output,
             TensorReader(source.root, source.find_checksums) as reader,
+            FolderHasher(output.temp_path / target.hashed_folder, output.create) as hasher,
         ):
             finished = {i for i, file in enumerate(target.layout.files) if output.is_finished(file.path)}
             finished_bytes = sum(spec.n_bytes for i in finished for _, spec in target.tensors(i))
@@ -169,11 +176,16 @@ def convert(
             count_bytes = ByteCounter(target.n_bytes, progress)
             count_bytes(finished_bytes)
             remaining = _skip_finished(source, writes, finished)
-            _write_tensors(source, target, remaining, finished, output, reader, count_bytes)
+            create = output.create if target.single_file else hasher.create
+            _write_tensors(source, target, remaining, finished, output, create, reader, count_bytes)
             reader.finish()
             target.check(output.temp_path)
             for path, data in target.marker_files.items():
                 output.write_file(path, data)
+            if not target.single_file:
+                hasher.add_rest()
+                path = str(PurePosixPath(target.hashed_folder, HASH_LIST))
+                output.write_file(path, format_hash_list(hasher.hashes))
     return folder
 
 
@@ -264,6 +276,7 @@ def _write_tensors(
     writes: Mapping[str, list[_FileRegion]],
     finished: set[int],
     output: AtomicFolder,
+    create: CreateFile,
     reader: TensorReader,
     count_bytes: ByteCounter,
 ) -> None:
@@ -287,7 +300,7 @@ def _write_tensors(
     def get_writer(file: int) -> TensorFileWriter:
         if file not in opened:
             path = output.file_path(target.layout.files[file].path)
-            opened[file] = target.open_writer(path, target.tensors(file), target.metadata, create=output.create)
+            opened[file] = target.open_writer(path, target.tensors(file), target.metadata, create=create)
         return opened[file]
 
     def close_writer(file: int) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Protocol
 
 import numpy as np
 
@@ -198,8 +199,24 @@ class DirectFileWriter:
             os.close(descriptor)
 
 
-CreateFile = Callable[[Path, int], DirectFileWriter]
-"""Creates a file of that many bytes; `DirectFileWriter` itself, or one that also looks at what is written."""
+class WritableFile(Protocol):
+    """File being written front to back: a `DirectFileWriter`, or one that also looks at what is written."""
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write the next bytes; the caller may reuse the memory once this returns."""
+        ...
+
+    def sync(self) -> None:
+        """Fsync the file; all announced bytes must have been written."""
+        ...
+
+    def close(self) -> None:
+        """Close the file, once."""
+        ...
+
+
+CreateFile = Callable[[Path, int], WritableFile]
+"""Creates a file of that many bytes."""
 
 
 class _WriterPool:

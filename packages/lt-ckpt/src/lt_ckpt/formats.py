@@ -14,7 +14,8 @@ from typing import Any, cast, get_args
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, OptionError
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_aux_files, read_json
+from lt_ckpt.hash_list import HashList, read_hash_list
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file, read_aux_files, read_json
 from lt_ckpt.source import Source
 
 FORMATS = ("hf", "nxd", "lt", "dcp", "pt")
@@ -162,10 +163,13 @@ def open_source(
         checkpoint, rejected = resolve_checkpoint(local_path)
         source = replace(open_lt(checkpoint), fallbacks=describe_fallbacks(checkpoint, rejected))
         return select_group(source, MASTER_WEIGHTS) if master_weights else source
+    from lt_ckpt.checksums import with_hash_list
+
+    hash_list = _read_hash_list(local_path, format_name, config_is_given=config is not None)
     if format_name == "hf":
         from lt_ckpt.hf.format import open_hf
 
-        return open_hf(local_path, config=given_config)
+        return with_hash_list(open_hf(local_path, config=given_config), hash_list)
     given_files = {} if config is None else read_aux_files(_config_file(Path(config)).parent)
     if format_name == "meta":
         from lt_ckpt.meta_llama.format import open_meta
@@ -198,7 +202,8 @@ def open_source(
         from lt_ckpt.torchfile.format import open_pt
 
         source = open_pt(local_path, config=known)
-    return _with_files(source, {**other_files, **given_files})
+    source = _with_files(source, {**other_files, **given_files})
+    return with_hash_list(source, hash_list)
 
 
 def load_model_config(
@@ -236,6 +241,36 @@ def _config_file(path: Path) -> Path:
     return path / CONFIG if path.is_dir() else path
 
 
+def _read_hash_list(path: Path, format_name: str, *, config_is_given: bool) -> HashList | None:
+    """Read the list of hashes in a folder, and compare the small files that opening reads as wholes.
+
+    A configuration that is given replaces the folder's, which may then differ.
+
+    Raises:
+        CheckpointError: The list is malformed, or one of those files is missing or differs.
+    """
+    from lt_ckpt.dcp.files import METADATA
+
+    if format_name not in ("hf", "dcp", "nxd"):
+        return None
+    found = read_hash_list(_model_folder(path, format_name))
+    if found is None:
+        return None
+    for file in found.hashes:
+        if file == METADATA or (is_model_file(file) and not (file == CONFIG and config_is_given)):
+            found.check_file(file)
+    return found
+
+
+def _model_folder(path: Path, format_name: str) -> Path:
+    """Return the folder of a model's files: of a folder of tags, the tag that is opened."""
+    if format_name != "nxd" or (path / CONFIG).is_file():
+        return path
+    from lt_ckpt.nxd.discovery import find_nxd_files
+
+    return find_nxd_files(path).root
+
+
 def _with_files(source: Source, found: Mapping[str, bytes]) -> Source:
     return replace(source, aux_files={**source.aux_files, **found})
 
@@ -249,12 +284,7 @@ def _read_model_files(path: Path, format_name: str) -> tuple[dict[str, Any] | No
 
         config, aux_files = read_pt_model_files(path)
         return (config, aux_files) if config is not None else read_carried_files(path.parent)
-    folder = path
-    if format_name == "nxd" and not (path / CONFIG).is_file():
-        from lt_ckpt.nxd.discovery import find_nxd_files
-
-        folder = find_nxd_files(path).root  # of a folder of tags, the tag that is opened
-    return read_carried_files(folder)
+    return read_carried_files(_model_folder(path, format_name))
 
 
 def convert_checkpoint(

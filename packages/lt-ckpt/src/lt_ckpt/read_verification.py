@@ -3,13 +3,15 @@
 A `TensorReader` hands each run of bytes that it reads to a `ReadVerifier`, which updates the checksum of the range that
 they belong to and compares it once the range is complete. Parts of a CRC-32 may come in any order: those of neighboring
 bytes are combined. An xxh3 hash needs its bytes front to back: a part that a thread read before another thread finished
-the part in front of it is copied and waits. `finish` reads what was left of ranges that were begun (padding, or parts
+the part in front of it is copied and waits; a SHA-256 of a whole file, whose headers no reader of tensors reads, reads
+short gaps itself. `finish` reads what was left of ranges that were begun (padding, or parts
 that nobody needs), so that nothing passes that has not been compared as a whole.
 
 Cost: the checksum of each byte once, no further read where ranges are read whole; memory: an entry per range, and at
 most `MAX_PARKED_BYTES` for one that threads are reading.
 """
 
+import hashlib
 import os
 import threading
 from bisect import bisect_left, bisect_right
@@ -28,16 +30,21 @@ from lt_ckpt.torchfile.crc import combine_crc32, crc32
 MAX_PARKED_BYTES = 32 * 2**20
 """Bytes of a range that may wait for those in front of them; beyond that they are read again by `finish`."""
 
+MAX_GAP_BYTES = 2**18
+"""Longest gap in front of a part that is read for the hash of a whole file: a header, padding, a small tensor."""
+
+SHA256_DIGITS = 64
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredChecksum:
-    """Range of a file and its checksum from the time of writing: a CRC-32 or an xxh3_128.
+    """Range of a file and its checksum from the time of writing: a CRC-32, an xxh3_128 or a SHA-256.
 
     Attributes:
         byte_offset: First byte in the file.
         n_bytes: Bytes of the range.
         name: The content, for messages: `record 'data/0'`, `tensor weights/model.norm.weight`.
-        expected: CRC-32 as a number, or xxh3_128 as hexadecimal text.
+        expected: CRC-32 as a number, or xxh3_128 (32 digits) or SHA-256 (64) as hexadecimal text.
     """
 
     byte_offset: int
@@ -111,17 +118,28 @@ class _CrcState:
 
 
 class _HashState:
-    """xxh3_128 of parts that come nearly in order."""
+    """Hash of parts that come nearly in order.
 
-    def __init__(self, n_bytes: int) -> None:
+    Args:
+        n_bytes: Bytes of the range.
+        digest: The hash without any bytes.
+        read_gap: Returns bytes of the range at a position: those that no reader needs, between parts.
+    """
+
+    def __init__(
+        self, n_bytes: int, digest: "xxhash.xxh3_128 | hashlib._Hash", read_gap: Callable[[int, int], bytes] | None
+    ) -> None:
         self._n_bytes, self._lock = n_bytes, threading.Lock()
-        self._digest, self._position = xxhash.xxh3_128(), 0
+        self._digest, self._position, self._read_gap = digest, 0, read_gap
         self._parked: dict[int, tuple[np.ndarray, int]] = {}
         """Position → a reused block with the bytes that wait, and their number; fresh memory would cost more."""
         self._parked_bytes = 0
 
     def add(self, begin: int, part: memoryview) -> None:
         with self._lock:
+            gap = begin - self._position
+            if 0 < gap <= MAX_GAP_BYTES and self._read_gap is not None:
+                self._update(memoryview(self._read_gap(self._position, gap)))
             if begin > self._position:
                 if self._parked_bytes + len(part) <= MAX_PARKED_BYTES and begin not in self._parked:
                     self._park(begin, part)
@@ -192,7 +210,7 @@ class ReadVerifier:
     def _add_part(self, file: str, index: int, stored: StoredChecksum, begin: int, part: memoryview) -> None:
         with self._lock:
             if (file, index) not in self._states:
-                self._states[file, index] = _make_state(stored)
+                self._states[file, index] = _make_state(self._root / file, stored)
             state = self._states[file, index]
         if state is None:
             return
@@ -221,15 +239,23 @@ def check_range(path: Path, stored: StoredChecksum, count_bytes: Callable[[int],
     Raises:
         CheckpointError: It differs, or cannot be read.
     """
-    state = _make_state(stored)
+    state = _make_state(path, stored)
     for at, block in _read_blocks(path, stored.byte_offset, stored.n_bytes):
         state.add(at - stored.byte_offset, block)
         count_bytes(len(block))
     _check_value(path, stored, state.value())
 
 
-def _make_state(stored: StoredChecksum) -> _RangeState:
-    return (_HashState if isinstance(stored.expected, str) else _CrcState)(stored.n_bytes)
+def _make_state(path: Path, stored: StoredChecksum) -> _RangeState:
+    if isinstance(stored.expected, int):
+        return _CrcState(stored.n_bytes)
+    if len(stored.expected) < SHA256_DIGITS:
+        return _HashState(stored.n_bytes, xxhash.xxh3_128(), None)
+
+    def read_gap(begin: int, n_bytes: int) -> bytes:
+        return b"".join(bytes(block) for _, block in _read_blocks(path, stored.byte_offset + begin, n_bytes))
+
+    return _HashState(stored.n_bytes, hashlib.sha256(), read_gap)
 
 
 def _check_value(path: Path, stored: StoredChecksum, value: int | str) -> None:

@@ -23,6 +23,7 @@ from lt_ckpt import direct_io, files
 from lt_ckpt.copy_plan import StoredSlice, plan_copies, run_copies, single_contiguous_copy
 from lt_ckpt.dtypes import item_bytes
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.hash_list import HashList
 from lt_ckpt.layout import Layout
 from lt_ckpt.read_verification import FindChecksums, ReadVerifier
 from lt_ckpt.readahead import DirectFileReader
@@ -87,6 +88,7 @@ class Source:
         optimizer: The optimizer whose slots are among the groups, or None.
         find_checksums: Returns the checksums of a file's ranges; None if the format has none.
         other_files: Further files with checksums, which hold no tensor of the groups.
+        hash_list: The list of hashes in its folder, or None.
         fallbacks: Sentences for the user about newer checkpoints of the path that are damaged and were not opened.
     """
 
@@ -100,6 +102,7 @@ class Source:
     optimizer: OptimizerRecord | None = None
     find_checksums: FindChecksums | None = None
     other_files: tuple[str, ...] = ()
+    hash_list: HashList | None = None
     fallbacks: tuple[str, ...] = ()
 
     @property

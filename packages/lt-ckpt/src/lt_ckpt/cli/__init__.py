@@ -125,7 +125,7 @@ def _verify_hashes(path: Path) -> None:
 
 def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bool, logits: bool) -> None:
     """Check completeness (by opening), checksums, equal replicas, and equality with another model."""
-    from lt_ckpt.checksums import describe_checksums, iter_checksum_errors
+    from lt_ckpt.checksums import describe_checksums, iter_damages
     from lt_ckpt.comparison import compare, config_differences, find_replica_mismatches
     from lt_ckpt.errors import CheckpointError
     from lt_ckpt.model_files import carries_files, find_differences
@@ -134,7 +134,7 @@ def _verify_model(path: str, against: str, config: Path | None, *, optimizer: bo
     if optimizer and source.groups.keys() == {"weights"}:
         raise CheckpointError(f"{path}: has no optimizer state; leave out --optimizer to verify the weights")
     with progress_bar("checking") as progress:
-        problems = list(iter_checksum_errors(source, progress=progress))
+        problems = list(iter_damages(source, progress=progress))
     with progress_bar("comparing replicas") as progress:
         problems += find_replica_mismatches(source, progress=progress)
     if against:

@@ -16,7 +16,7 @@ import numpy as np
 from lt_ckpt import files, strict_json
 from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.dcp.metadata import ChunkedTensor, DcpChunk, dump_metadata
-from lt_ckpt.direct_io import CreateFile, DirectFileWriter
+from lt_ckpt.direct_io import CreateFile, DirectFileWriter, WritableFile
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.read_verification import StoredChecksum
 from lt_ckpt.source import StoredArray
@@ -162,7 +162,7 @@ class DcpWriter:
         self._folder, self._metadata, self._create = path, dict(metadata), create
         self._plan = _plan_chunks(tensors, max_file_bytes)
         self._waiting = list(reversed(self._plan.items()))
-        self._file: DirectFileWriter | None = None
+        self._file: WritableFile | None = None
         self._name = ""
         self._remaining = 0
         self._records: TorchArchiveWriter | None = None

@@ -41,6 +41,11 @@ def read_json(path: Path) -> dict[str, Any]:
         return strict_json.loads(files.read_bounded(path, MAX_JSON_BYTES), str(path))
 
 
+def is_model_file(name: str) -> bool:
+    """Return True for the small files of a model that opening it reads as wholes."""
+    return name in (CONFIG, INDEX_FILE, GENERATION_CONFIG, *TOKENIZER_NAMES)
+
+
 def read_aux_files(folder: Path) -> dict[str, bytes]:
     """Read a model's files besides its configuration and tensors, by name."""
     found = {name: read_confined(folder, name, MAX_JSON_BYTES) for name in (*TOKENIZER_NAMES, GENERATION_CONFIG)}

@@ -185,6 +185,7 @@ def nxd_target(source: Source, options: NxdOptions, *, dtype: str | None = None)
         layout=layout,
         specs=specs,
         aux_files=model_files(source, specs, folder=options.tag),
+        hashed_folder=options.tag,
         open_writer=XserWriter if options.xser else TorchWriter,
         marker_files={f"{options.tag}/{marker}": b"1" for marker in (NXD_BEGIN_MARKER, NXD_DONE_MARKER)}
         if options.tag

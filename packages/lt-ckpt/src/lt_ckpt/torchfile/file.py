@@ -40,8 +40,6 @@ from lt_ckpt.torchfile.safe_pickle import loads
 from lt_ckpt.torchfile.stored_zip import ReadBytesAt, StoredZip, read_zip
 from lt_ckpt.torchfile.zip_writer import StoredZipWriter, WriteBytes
 
-"""Creates a new file of a given size."""
-
 MAX_PICKLE_BYTES = 2**26
 MAX_SHOWN_NAME = 200
 ARCHIVE_ROOT = "archive"

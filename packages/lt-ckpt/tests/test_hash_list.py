@@ -1,0 +1,202 @@
+"""Folders that a conversion wrote have a list of their files' hashes; every way out and `verify` compare with it."""
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_ckpt import CheckpointError, ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt.checksums import describe_checksums, iter_damages
+from lt_ckpt.hash_list import HASH_LIST, format_hash_list, parse_hash_list
+from lt_ckpt.source import TensorReader
+
+FOLDERS = ["hf", "hf in shards", "dcp", "nxd", "nxd v1", "nxd gqa", "nxd xser", "nxd xser v1"]
+
+
+@pytest.fixture(scope="module")
+def made(memory, models) -> dict[str, Path]:
+    """Name → the folder with the list."""
+    model = models.make(memory / "hash-list" / "model")
+    (model / "tokenizer.json").write_text("{}")
+    outputs = {name: models.output(model, memory / "hash-list" / name, name) for name in FOLDERS}
+    return {name: next(path.rglob(HASH_LIST)).parent for name, path in outputs.items()}
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file() and p.name != HASH_LIST)
+
+
+@pytest.mark.guarantee("hash-lists")
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_written_folder_has_the_hash_of_each_file(made, name):
+    folder = made[name]
+    listed = parse_hash_list((folder / HASH_LIST).read_bytes(), "")
+    assert listed == {file: hashlib.sha256((folder / file).read_bytes()).hexdigest() for file in files_of(folder)}
+    done = subprocess.run(["sha256sum", "--strict", "-c", HASH_LIST], cwd=folder, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(iter_damages(open_source(folder)))
+    assert f"every file has checksums ({HASH_LIST} lists {len(listed)} files)" in describe_checksums(
+        open_source(folder)
+    )
+
+
+def damages_of(folder: Path) -> list[str]:
+    """What `verify` says, also while opening."""
+    try:
+        return list(iter_damages(open_source(folder)))
+    except CheckpointError as exc:
+        return [str(exc)]
+
+
+@pytest.mark.guarantee("hash-lists")
+@pytest.mark.parametrize("name", FOLDERS)
+def test_every_damage_of_a_listed_folder_is_found(made, name, fast_path):
+    """A bit in any place, a cut, a deletion, an exchange, an added file: of tensors, padding and model files alike."""
+    folder = shutil.copytree(made[name], fast_path / "x")
+    rng = random.Random(name)
+    contents = {file: (folder / file).read_bytes() for file in files_of(folder)}
+    for file in rng.sample(sorted(contents), min(5, len(contents))):
+        path, raw = folder / file, contents[file]
+        flipped = bytearray(raw)
+        flipped[rng.randrange(len(raw))] ^= 1 << rng.randrange(8)
+        for damaged in (bytes(flipped), raw[: rng.randrange(len(raw))], raw + b"\0", None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            assert damages_of(folder), (file, damaged and len(damaged))
+            path.write_bytes(raw)
+    pairs = [(a, b) for a in contents for b in contents if a < b and contents[a] != contents[b]]
+    for a, b in rng.sample(pairs, min(4, len(pairs))):
+        (folder / a).write_bytes(contents[b])
+        (folder / b).write_bytes(contents[a])
+        assert damages_of(folder), (a, b)
+        (folder / a).write_bytes(contents[a])
+        (folder / b).write_bytes(contents[b])
+    assert not damages_of(folder)
+    (folder / "chat_template.jinja").write_text("added")
+    assert any(f"chat_template.jinja: is not in {HASH_LIST}" in text for text in damages_of(folder))
+
+
+def test_a_damaged_model_is_not_passed_on(made, fast_path):
+    """Tensors of formats without checksums of their own, and small files of all."""
+    for name, file in (
+        ("hf in shards", "model-00002-of-*.safetensors"),
+        ("hf", "tokenizer.json"),
+        ("dcp", ".metadata"),
+    ):
+        folder = shutil.copytree(made[name], fast_path / name)
+        [path] = folder.glob(file)
+        raw = bytearray(path.read_bytes())
+        raw[-2 if raw[-1:] != b"." else 20] ^= 1
+        path.write_bytes(raw)
+        for options in ({"format": "hf"}, {"format": "pt"}, {"format": "lt"}):
+            with pytest.raises(CheckpointError, match=path.name):
+                convert_checkpoint(open_source(folder), fast_path / "out", ConvertOptions(**options))
+            assert not (fast_path / "out").exists() or not any((fast_path / "out").iterdir())
+
+
+def test_a_changed_config_is_named_with_what_to_do(made, fast_path):
+    folder = shutil.copytree(made["hf"], fast_path / "hf")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"config\.json: .* replace its line by the output of `sha256sum config"):
+        open_source(folder)
+    assert open_source(folder, config=folder / "config.json").config["eos_token_id"] == 7  # type: ignore[index]
+    lines = [line for line in (folder / HASH_LIST).read_text().splitlines() if not line.endswith("  config.json")]
+    new = subprocess.run(["sha256sum", "config.json"], cwd=folder, capture_output=True, text=True, check=True)
+    (folder / HASH_LIST).write_text("\n".join([*lines, new.stdout]))
+    assert not list(iter_damages(open_source(folder)))
+
+
+def test_a_file_is_read_once_but_for_its_header(made, monkeypatch):
+    """The hash of the whole file takes what is read of its tensors."""
+    from lt_ckpt import read_verification
+
+    real, n_read = read_verification._read_blocks, 0
+
+    def read_blocks(path: Path, position: int, n_bytes: int) -> Any:
+        nonlocal n_read
+        n_read += n_bytes
+        return real(path, position, n_bytes)
+
+    source = open_source(made["hf"])
+    places = {name: at.byte_offset for name, (at,) in source.weights.locations.items()}
+    monkeypatch.setattr(read_verification, "_read_blocks", read_blocks)
+    with TensorReader(source.root, source.find_checksums) as reader:
+        for name in sorted(places, key=lambda name: places[name]):
+            reader.read(source.weights, name)
+        reader.finish()
+    assert n_read == min(places.values())
+
+
+HEX = "0" * 64
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (b"", "its last line is cut"),
+        (f"{HEX}  a".encode(), "its last line is cut"),
+        (f"{HEX}  /etc/passwd\n".encode(), "line 1 is not"),
+        (f"{HEX}  a/../../b\n".encode(), "line 1 is not"),
+        (f"{HEX}  .\n".encode(), "line 1 is not"),
+        (f"{HEX}  a//b\n".encode(), "line 1 is not"),
+        (f"{HEX}  {HASH_LIST}\n".encode(), "line 1 is not"),
+        (f"{HEX}  a\n{HEX} *a\n".encode(), "line 2: 'a' is listed twice"),
+        (f"{HEX}  a\n{HEX}  ./a\n".encode(), "listed twice"),
+        (f"{HEX[1:]}  a\n".encode(), "line 1 is not"),
+        (f"\\{HEX}  a\\tb\n".encode(), "line 1 is not"),
+        (f"{HEX}  a\n\n".encode(), "line 2 is not"),
+        (f"{HEX}  ".encode() + b"\xff\n", "not UTF-8"),
+        (f"{HEX}  a\0b\n".encode(), "line 1 is not"),
+    ],
+)
+def test_a_malformed_list_is_refused(text, problem):
+    with pytest.raises(CheckpointError, match=problem):
+        parse_hash_list(text, "list")
+
+
+def test_names_are_escaped_as_by_sha256sum(tmp_path):
+    names = ["plain", "with space", "back\\slash", "line\nfeed", "return\rhere", " leading", "*star", "ü/ß"]
+    hashes = {}
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+        hashes[name] = hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+    text = format_hash_list(hashes)
+    assert parse_hash_list(text, "") == hashes
+    (tmp_path / HASH_LIST).write_bytes(text)
+    done = subprocess.run(["sha256sum", "--strict", "-c", HASH_LIST], cwd=tmp_path, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    listed = subprocess.run(["sha256sum", "--", *names], cwd=tmp_path, capture_output=True, check=True).stdout
+    assert parse_hash_list(listed, "") == hashes
+
+
+def test_hostile_lists_give_one_error(made, fast_path):
+    folder = shutil.copytree(made["hf"], fast_path / "hf")
+    path, raw = folder / HASH_LIST, (folder / HASH_LIST).read_bytes()
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            open_source(folder)
+        path.unlink()
+
+    path.unlink()
+    with open(path, "wb") as file:
+        file.truncate(10**9)
+    refused("1000000000 bytes, more than")
+    (fast_path / "outside").write_bytes(raw)
+    path.symlink_to(fast_path / "outside")
+    refused("is a link to")
+    os.mkfifo(path)
+    refused("is not a file")
+    (folder / "tokenizer.json").unlink()
+    os.mkfifo(folder / "tokenizer.json")
+    path.write_bytes(raw)
+    refused("tokenizer.json")
