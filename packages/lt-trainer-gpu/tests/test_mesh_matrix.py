@@ -74,6 +74,8 @@ def cells() -> list[Cell]:
         draw = random.Random(index)
         recompute, fsdp = draw.choice(list(RECOMPUTED)), draw.choice(list(FSDP_OPTIONS))
         micro_batch_size = draw.choice((1, 2))
+        if pp == "interleaved" and ROWS % (2 * micro_batch_size * DATA_RANKS[dp]):
+            micro_batch_size = 1  # an interleaved pipeline needs a multiple of its two stages on each data rank
         sharded = FSDP_OPTIONS[fsdp] if cp or dp else ()
         sets = PIPELINES[pp] + CONTEXTS[cp] + TENSORS[tp] + DATA[dp] + RECOMPUTED[recompute] + sharded
         names = [pp, cp, tp, dp, optimizer, "tied" if tied else "untied", recompute, fsdp if sharded else ""]
