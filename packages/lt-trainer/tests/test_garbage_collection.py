@@ -1,11 +1,19 @@
 """When Python's garbage is collected during training."""
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from lt_trainer.training.garbage_collection import YOUNG_GENERATION, GarbageCollection
+
+
+class Cyclic:
+    """An object that only the garbage collector frees."""
+
+    def __init__(self) -> None:
+        self.me = self
 
 
 @pytest.fixture
@@ -40,3 +48,20 @@ def test_a_caller_that_had_disabled_it_keeps_it_so(collected: list[int]) -> None
     with GarbageCollection(1):
         pass
     assert not gc.isenabled()
+
+
+def test_what_was_there_before_is_left_alone_at_pauses_and_given_back_at_the_end() -> None:
+    gc.unfreeze()
+    with GarbageCollection(1) as garbage:
+        assert gc.get_freeze_count() > 0
+        alive = weakref.finalize(Cyclic(), lambda: None)
+        garbage.on_pause()
+        assert not alive.alive
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_caller_that_had_frozen_objects_keeps_them_so(collected: list[int]) -> None:
+    gc.freeze()
+    with GarbageCollection(1):
+        pass
+    assert gc.get_freeze_count() > 0

@@ -5,7 +5,11 @@ does: with thousands of ranks nearly every step has one. Here the automatic coll
 ranks collect young objects after every `interval` steps, and everything while they pause for a checkpoint or a
 validation (as torchtitan does).
 
-Cost: a few milliseconds of host time per interval, which a device that runs ahead of the host does not see.
+What is there when the loop begins (modules, the model's parts, the store) lives as long as the loop: it is frozen, so
+that a pause looks at what came since, not at the 365,000 objects that importing torch and transformers leaves.
+
+Cost: a few milliseconds of host time per interval and per pause, which a device that runs ahead of the host does not
+see; with torch imported, a collection of everything would take 0.24 s a pause.
 """
 
 from __future__ import annotations
@@ -25,15 +29,21 @@ class GarbageCollection:
     def __init__(self, interval: int) -> None:
         self._interval = interval
         self._was_enabled = gc.isenabled()
+        self._froze = False
 
     def __enter__(self) -> GarbageCollection:
         self._was_enabled = gc.isenabled()
         if self._interval:
             gc.collect()
             gc.disable()
+            self._froze = gc.get_freeze_count() == 0  # else a caller's own frozen objects would be thawed at the end
+            if self._froze:
+                gc.freeze()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._froze:
+            gc.unfreeze()
         if self._interval and self._was_enabled:
             gc.enable()
 
@@ -43,6 +53,6 @@ class GarbageCollection:
             gc.collect(YOUNG_GENERATION)
 
     def on_pause(self) -> None:
-        """Collect everything, while training pauses anyway."""
+        """Collect everything that came since the loop began, while training pauses anyway."""
         if self._interval:
             gc.collect()
