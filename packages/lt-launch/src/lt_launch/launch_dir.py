@@ -18,6 +18,7 @@ import fcntl
 import json
 import os
 import re
+import secrets
 import socket
 import subprocess
 import time
@@ -344,8 +345,8 @@ def _register_launch(directory: Path) -> None:
 
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8", errors="surrogateescape") as file:
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

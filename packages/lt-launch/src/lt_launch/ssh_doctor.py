@@ -59,9 +59,9 @@ def probe_hosts(
             return answer
         try:
             values = json.loads(answer["out"].splitlines()[-1])
-        except (ValueError, IndexError):
+            low, high = before - values["time"], time.time() - values["time"]
+        except (ValueError, IndexError, KeyError, TypeError, RecursionError):
             return {"problem": f"unexpected answer of python: {answer['out'][-200:]!r}"}
-        low, high = before - values["time"], time.time() - values["time"]
         return values | {"skew_s": max(low, -high, 0.0)}
 
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL_HOSTS) as pool:

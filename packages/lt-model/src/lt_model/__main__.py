@@ -12,6 +12,11 @@ EXIT_INTERRUPTED = 130
 _TYPER_USAGE_ERROR = 2
 
 
+def escape_controls(text: str) -> str:
+    r"""Return the text with what is not printable escaped, as `\x1b`; paths and values are others' text."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
 def main() -> int:
     """Run the command line of this process and return the exit code."""
     try:
@@ -31,7 +36,7 @@ def main() -> int:
     except Exception as exc:  # noqa: BLE001 - top of the process: a user error becomes a line, a bug a traceback
         code = getattr(exc, "exit_code", None)
         if isinstance(exc, ValueError) and isinstance(code, int):
-            sys.stderr.write(f"error: {exc}\n")
+            sys.stderr.write(f"error: {escape_controls(str(exc))}\n")
             return code
         traceback.print_exc()
         return EXIT_INTERNAL

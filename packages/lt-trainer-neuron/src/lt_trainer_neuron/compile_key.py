@@ -137,7 +137,7 @@ def read_keys(folder: Path) -> list[dict[str, Any]]:
     for path in sorted(folder.glob("*.json")):
         try:
             record = json.loads(path.read_bytes())
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             raise CompileCacheError(
                 f"cannot read the compile key {path}: {exc}; remove it and precompile again"
             ) from exc

@@ -184,6 +184,6 @@ def _user_env(environ: Mapping[str, str]) -> dict[str, str]:
 def _read_env_record(environ: Mapping[str, str]) -> dict[str, str]:
     try:
         record = json.loads(environ.get(ENV_RECORD_VARIABLE, "{}"))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}

@@ -127,7 +127,7 @@ def _read_json_object(path: Path, *, default: dict[str, Any] | None = None) -> d
         ) from None
     except OSError as exc:
         raise SageMakerError(f"{path} cannot be read: {exc.strerror}") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise SageMakerError(f"{path} is not valid JSON: {exc}") from exc
     if not isinstance(content, dict):
         raise SageMakerError(f"{path} is {type(content).__name__}, not an object")

@@ -26,6 +26,7 @@ def env(
     Values that you have set yourself take precedence and are marked. Ranks set the variables themselves: nothing has to
     be exported for a run.
     """
+    from lt_data.display.terminal import echo
     from lt_trainer.config import load
     from lt_trainer_neuron.environment import check_environment, list_variables
     from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, detect_packages
@@ -44,4 +45,4 @@ def env(
             typer.echo(f"export {item.name}={shlex.quote(item.value)}")
             continue
         note = f"  (yours; the recipe says {item.recipe_value!r})" if item.is_overridden else ""
-        typer.echo(f"{item.name}={item.value}{note}\n    {item.reason}")
+        echo(f"{item.name}={item.value}{note}\n    {item.reason}")

@@ -43,22 +43,26 @@ def _format_entry(entry: CompileCacheEntry) -> str:
 @app.command("list")
 def list_entries(recipe: RecipeArgument = None, cache: CacheOption = "") -> None:
     """List the graphs with their state and size."""
+    from lt_data.display.terminal import echo
+
     folder, entries = _scan_cache(recipe, cache)
     for entry in entries:
-        typer.echo(_format_entry(entry))
+        echo(_format_entry(entry))
     states = ", ".join(f"{count} {state}" for state, count in sorted(Counter(e.state for e in entries).items()))
-    typer.echo(f"{folder}: {states or 'empty'}, {sum(entry.n_bytes for entry in entries) / MIB:.1f} MiB")
+    echo(f"{folder}: {states or 'empty'}, {sum(entry.n_bytes for entry in entries) / MIB:.1f} MiB")
 
 
 @app.command()
 def list_failed(recipe: RecipeArgument = None, cache: CacheOption = "") -> None:
     """List failed graphs and stale locks; exit code 1 if there are any."""
+    from lt_data.display.terminal import echo
+
     folder, entries = _scan_cache(recipe, cache)
     matching = [entry for entry in entries if entry.state in ("failed", "stale lock")]
     for entry in matching:
-        typer.echo(_format_entry(entry))
+        echo(_format_entry(entry))
     if not matching:
-        typer.echo(f"{folder}: no failed graphs, no stale locks")
+        echo(f"{folder}: no failed graphs, no stale locks")
     raise typer.Exit(1 if matching else 0)
 
 
@@ -72,6 +76,7 @@ def clean(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be removed.")] = False,
 ) -> None:
     """Remove failed graphs and graphs under stale locks; keep compiled ones."""
+    from lt_data.display.terminal import echo
     from lt_trainer_neuron.compile_cache import CompileCacheError, remove_entries
 
     folder, entries = _scan_cache(recipe, cache)
@@ -85,6 +90,6 @@ def clean(
         if entry.state in ("failed", "stale lock") or (other_compilers and entry.compiler != other_compilers)
     ]
     for entry in matching if dry_run else remove_entries(matching):
-        typer.echo(_format_entry(entry))
+        echo(_format_entry(entry))
     verb = "would be removed" if dry_run else "removed"
-    typer.echo(f"{folder}: {len(matching)} {verb}, {len(entries) - len(matching)} kept")
+    echo(f"{folder}: {len(matching)} {verb}, {len(entries) - len(matching)} kept")

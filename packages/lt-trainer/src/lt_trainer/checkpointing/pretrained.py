@@ -243,7 +243,15 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
     name = "tokenizer.json"
     if name not in model_files or name not in data_files:
         return
-    model_tokens, data_tokens = _tokens_by_id(model_files[name]), _tokens_by_id(data_files[name])
+    try:
+        model_tokens = _tokens_by_id(model_files[name])
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
+        raise RecipeError(
+            f"the model's {name} cannot be read: {type(exc).__name__}: {exc}",
+            values={"model.init_from": options.init_from},
+            remedy="fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it",
+        ) from exc
+    data_tokens = _tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
     differing = [i for i in sorted(data_tokens.keys() & model_tokens.keys()) if data_tokens[i] != model_tokens[i]]
     n_unknown = len(data_tokens.keys() - model_tokens.keys())
     if differing or (n_unknown and not options.resize_vocab):

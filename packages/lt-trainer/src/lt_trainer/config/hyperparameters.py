@@ -34,7 +34,7 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
     except OSError as exc:
         problem = f"cannot read the hyperparameters {path}: {exc.strerror}"
         raise RecipeError(problem, remedy="pass the path of a readable JSON file") from exc
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise RecipeError(f"the hyperparameters {path} are not valid JSON: {exc}", remedy=EXAMPLE) from exc
     if not isinstance(content, dict):
         raise RecipeError(f"the hyperparameters {path} are not a JSON object", remedy=EXAMPLE)

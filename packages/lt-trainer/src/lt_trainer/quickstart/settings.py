@@ -174,8 +174,9 @@ class QuickstartFolder:
 def _read_settings(marker: Path) -> dict[str, object]:
     try:
         content = json.loads(marker.read_text(encoding="utf-8"))
-    except ValueError as exc:
+        version, settings = content["version"], content["settings"]
+    except (ValueError, KeyError, TypeError, RecursionError) as exc:
         raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out") from exc
-    if content.get("version") != VERSION:
+    if version != VERSION:
         raise QuickstartError(f"{marker} was written by another version of lt; choose another folder with --out")
-    return content["settings"]
+    return settings

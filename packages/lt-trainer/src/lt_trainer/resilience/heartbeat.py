@@ -77,7 +77,7 @@ def decode_heartbeat(data: bytes) -> Heartbeat | None:
     """Decode a heartbeat file; None if it is torn, mixed from two writes, or of another format."""
     try:
         values = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(values, dict) or set(values) != {field.name for field in fields(Heartbeat)} | {"sum"}:
         return None

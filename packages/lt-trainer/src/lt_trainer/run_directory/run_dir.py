@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -264,7 +265,7 @@ def _recipe_changes(path: Path, values: Mapping[str, Any]) -> dict[str, tuple[An
         return {}
     try:
         before = flatten(json.loads(path.read_bytes())["recipe"])
-    except (ValueError, KeyError, TypeError, AttributeError) as exc:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise RunDirError(f"{path} is damaged ({exc}); set run.dir to a new folder, or remove the file") from exc
     now = flatten(values)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -277,9 +278,9 @@ def _json(value: Any) -> str:
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Write a small file atomically and durably: a temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "xb") as file:  # x: a link of this name, planted by another, is not followed
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())

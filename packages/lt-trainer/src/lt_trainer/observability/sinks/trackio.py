@@ -118,7 +118,7 @@ def _saved_name(path: Path) -> str:
     """Return the saved name of the Trackio run; "" if there is none."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["name"]) if path.exists() else ""
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _file_error(path, exc) from exc
 
 

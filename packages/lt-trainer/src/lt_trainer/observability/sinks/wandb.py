@@ -130,7 +130,7 @@ def _saved_id(path: Path) -> str:
     """Return the saved id of the W&B run; "" if there is none."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["id"]) if path.exists() else ""
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
         raise _file_error(path, exc) from exc
 
 

@@ -161,5 +161,5 @@ class RunWatcher:
         try:
             recipe = json.loads((self._path / "recipe.json").read_bytes())["recipe"]
             return int(recipe["schedule"]["max_steps"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):
             return 0
