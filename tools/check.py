@@ -36,8 +36,10 @@ STAGES: dict[str, list[str]] = {
     ],
 }
 
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-"""Tests run in parallel, so each process uses one thread."""
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
+"""Tests run in parallel, so each process uses one thread; and each of the hundreds of processes that they start would
+compile torch's sources anew, 3 s of a run's 6, where the machine's image forbids to keep the compiled ones.
+"""
 
 
 def main(pytest_arguments: list[str]) -> int:

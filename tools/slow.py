@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "pytest", "-q", "-s", "-m", "slow", "--durations=0", "--durations-min=1"]
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"} | {"OMP_NUM_THREADS": "1"}
 """One thread per process, as in tools/check.py."""
 NO_TESTS = 5
 """Exit code of pytest if no test was selected."""
