@@ -24,7 +24,17 @@ from members import ROOT, Member, ToolError, dependents, read_members
 __all__ = ["CiPlan", "changed_paths", "plan_ci"]
 
 SHARED_PATHS = {
-    *("uv.lock", "pyproject.toml", "justfile", ".pre-commit-config.yaml", "tools/", ".ci/", ".github/", "tests/"),
+    *(
+        "uv.lock",
+        "pyproject.toml",
+        "conftest.py",
+        "justfile",
+        ".pre-commit-config.yaml",
+        "tools/",
+        ".ci/",
+        ".github/",
+        "tests/",
+    ),
 }
 """Files that the checks of every package use."""
 READ_BY_TESTS = {
