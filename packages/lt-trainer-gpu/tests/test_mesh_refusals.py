@@ -112,9 +112,10 @@ CHANGES: dict[str, tuple[tuple[str, ...] | Callable[[Mesh], tuple[str, ...]], Ru
         lambda mesh: "batch.global_batch_size" if mesh.pp == "interleaved" or DATA_RANKS[mesh.dp] > 1 else "",
     ),
     "attention-of-equal-lengths": (
-        ("engine.gpu.attention=flash",),
+        ("engine.gpu.attention=flash", "data.document_mask=false"),
         lambda mesh: "engine.gpu.attention" if mesh.cp else "",
     ),
+    "attention-without-documents": (("engine.gpu.attention=flash",), lambda mesh: "engine.gpu.attention"),
     "kept-weights": (
         ("engine.gpu.reshard_after_forward=false",),
         lambda mesh: "" if mesh.shards else "engine.gpu.reshard_after_forward",

@@ -47,6 +47,12 @@ def check_parallelism(recipe: Recipe, world_size: int) -> None:
             )
     if parallel.cp > 1:
         _check_context_parallel(recipe)
+    if options.attention == "flash" and recipe.data.document_mask:
+        raise RecipeError(
+            "torch's flash kernel takes no mask, so it cannot keep the documents of a row apart",
+            values={"engine.gpu.attention": "flash", "data.document_mask": True},
+            remedy="set engine.gpu.attention to auto or varlen, or data.document_mask to false",
+        )
     min_seq_len = recipe.data.row_lengths[-1]
     if parallel.sequence_parallel and min_seq_len % parallel.tp:
         name, known = ("min_seq_len", "") if min_seq_len < recipe.data.seq_len else ("seq_len", " (SEQ_LEN)")

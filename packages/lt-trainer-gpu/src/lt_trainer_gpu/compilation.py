@@ -17,7 +17,7 @@ from importlib.util import find_spec
 
 import torch
 
-from lt_model.attention import BACKENDS, unavailable_reason
+from lt_model.attention import BACKENDS, available_backends, unavailable_reason
 from lt_model.llama import LlamaBlock
 from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.checks import compile_torch_versions, parse_torch_version
@@ -103,7 +103,17 @@ def select_attention(options: GpuOptions, device: torch.device, dtype: torch.dty
     """Return the attention backend; "auto" in compiled blocks is the fastest that compiles once.
 
     lt-model's "auto" inspects the documents of every batch, which a compiled block cannot do.
+
+    Raises:
+        RecipeError: the backend that the recipe names cannot run on this device in this dtype.
     """
+    reason = unavailable_reason(options.attention, device.type, dtype)
+    if reason is not None:
+        raise RecipeError(
+            f"this attention cannot run here: {reason}",
+            values={"engine.gpu.attention": options.attention},
+            remedy=f"set it to one of {', '.join(available_backends(device.type, dtype))}",
+        )
     if not (options.compile is True and options.attention == "auto"):
         return options.attention
     return (
