@@ -59,7 +59,7 @@ def given_updates(sets: tuple[str, ...]) -> list[StateSlice]:
     """In a rank: three steps of the optimizer alone, with this rank's slices of the same float32 gradients."""
     engine = open_engine(*sets)
     for step in (1, 2, 3):
-        shards = engine._local_shards()
+        shards = engine._state.weight_shards()
         gradients = {
             name: gradient(name, step)[
                 tuple(slice(at, at + n) for at, n in zip(part.offset, part.local.shape, strict=True))
@@ -67,7 +67,7 @@ def given_updates(sets: tuple[str, ...]) -> list[StateSlice]:
             for name, part in shards.items()
         }
         weights = {name: part.local for name, part in shards.items()}
-        engine._optimizer.step(weights, gradients, 1e-3, torch.tensor(step != 2), torch.tensor(0.5))
+        engine._state.optimizer.step(weights, gradients, 1e-3, torch.tensor(step != 2), torch.tensor(0.5))
     found = copy_slices(engine.state().shards)
     engine.close()
     return found

@@ -17,31 +17,18 @@ import numpy as np
 import pytest
 
 from lt_model import LlamaConfig
+from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
 from lt_trainer.testing import layouts
 from lt_trainer.testing.layouts import NamedTensors, TrainResult, assemble, assert_near
 from lt_trainer_gpu.spec import SPEC
 
-STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS, MAX_RANKS = 5, 8, 16, 61, 5, 8
+STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS = 5, 8, 16, 61, 5
 BETA1, CLIP = 0.8, 0.3
 N_SAMPLED = 8
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": N_LAYERS}
 
-PIPELINES = {
-    "": (),
-    "1f1b": ("parallel.pp=2",),
-    "interleaved": ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2"),
-}
-CONTEXTS = {"": (), "cp": ("parallel.cp=2",)}
-TENSORS = {"": (), "tp": ("parallel.tp=2",), "sp": ("parallel.tp=2", "parallel.sequence_parallel=true")}
-DATA = {
-    "": (),
-    "fsdp": ("parallel.dp_shard=2",),
-    "ddp": ("parallel.dp_replicate=2",),
-    "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2"),
-}
-DATA_RANKS = {"": 1, "fsdp": 2, "ddp": 2, "hsdp": 4}
 RECOMPUTED = {"": (), "full": ("engine.gpu.activation_checkpointing=full",)} | {
     "selective": ("engine.gpu.activation_checkpointing=selective",)
 }

@@ -14,32 +14,17 @@ from dataclasses import dataclass
 import pytest
 
 from lt_model import LlamaConfig
+from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELINES, TENSORS
 from lt_trainer.config.recipe import Recipe, load
 from lt_trainer.engine import World
 from lt_trainer.errors import RecipeError
 from lt_trainer.testing import layouts
 from lt_trainer_gpu.spec import SPEC
 
-SEQ_LEN, ROWS, VOCAB, MAX_RANKS = 32, 8, 61, 8
+SEQ_LEN, ROWS, VOCAB = 32, 8, 61
 N_CHECKED = 9
 """Meshes that CI checks; all by `tools/slow.py`."""
 MODEL = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 8, "n_kv_heads": 4, "n_layers": 5}
-
-# The axes of test_mesh_matrix.py.
-PIPELINES = {
-    "": (),
-    "1f1b": ("parallel.pp=2",),
-    "interleaved": ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2"),
-}
-CONTEXTS = {"": (), "cp": ("parallel.cp=2",)}
-TENSORS = {"": (), "tp": ("parallel.tp=2",), "sp": ("parallel.tp=2", "parallel.sequence_parallel=true")}
-DATA = {
-    "": (),
-    "fsdp": ("parallel.dp_shard=2",),
-    "ddp": ("parallel.dp_replicate=2",),
-    "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2"),
-}
-DATA_RANKS = {"": 1, "fsdp": 2, "ddp": 2, "hsdp": 4}
 
 
 @dataclass(frozen=True)

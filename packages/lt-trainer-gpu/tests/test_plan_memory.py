@@ -72,7 +72,7 @@ def measured_bytes(recipe: Recipe, passes: int) -> int:
     world_size = engine.topology.world_size
     most = min(_peak_of_step(engine, batch) for _ in range(MEASURED_STEPS if world_size > 1 else 1))
     state = engine.state_bytes()
-    if isinstance(engine, GpuEngine) and isinstance(engine._weights, MixedPrecisionWeights):
+    if isinstance(engine, GpuEngine) and isinstance(engine._state.weights, MixedPrecisionWeights):
         state += sum(parameter.nbytes for stage in engine._stages for parameter in stage.parameters())
     engine.close()
     return state + most

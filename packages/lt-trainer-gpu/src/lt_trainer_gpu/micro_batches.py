@@ -26,20 +26,34 @@ class DeviceMicroBatch(NamedTuple):
     """Rows of one forward and backward pass.
 
     Attributes:
-        input_ids: int64 [B, T], under context parallelism this rank's positions of the rows.
+        input_ids: int64 [B, T], under context parallelism this rank's positions of the rows; None where no stage of
+            this rank has the embedding.
         position_ids: int64 [B, T].
-        labels: int64 [B, T].
+        labels: int64 [B, T]; None where no stage of this rank has the head.
         boundaries: document boundaries, on the host; under context parallelism `QuerySegments`.
     """
 
-    input_ids: Tensor
+    input_ids: Tensor | None
     position_ids: Tensor
-    labels: Tensor
+    labels: Tensor | None
     boundaries: DocumentBoundaries
+
+    @property
+    def first_inputs(self) -> Tensor:
+        """Input of the model's first stage."""
+        assert self.input_ids is not None
+        return self.input_ids
 
 
 def micro_batches(
-    batch: StepBatch, device: torch.device, *, fixed_boundaries: bool, cp: int = 1, cp_rank: int = 0
+    batch: StepBatch,
+    device: torch.device,
+    *,
+    fixed_boundaries: bool,
+    cp: int = 1,
+    cp_rank: int = 0,
+    has_ids: bool = True,
+    has_labels: bool = True,
 ) -> list[DeviceMicroBatch]:
     """Return this rank's positions of a step's micro-batches on the device; does not synchronize.
 
@@ -49,11 +63,17 @@ def micro_batches(
         fixed_boundaries: keep the empty documents that pad the boundaries to one length, as compiled blocks need.
         cp: context-parallel ranks, of which each has its positions of every row.
         cp_rank: this rank's index among them.
+        has_ids: copy the token ids, for the first stage.
+        has_labels: copy the labels, for the last stage.
     """
-    (_, n_rows, seq_len), found = batch.input_ids.shape, []
-    arrays = (rank_positions(array, cp, cp_rank) for array in (batch.input_ids, batch.position_ids, batch.labels))
-    tensors = zip(*(micro_batches_to_device(array, device) for array in arrays), strict=True)
-    for cu_seqlens, (ids, positions, labels) in zip(batch.cu_seqlens, tensors, strict=True):
+    (n_micro, n_rows, seq_len), found = batch.input_ids.shape, []
+
+    def copy(array: np.ndarray, is_needed: bool) -> Iterable[Tensor | None]:
+        return micro_batches_to_device(rank_positions(array, cp, cp_rank), device) if is_needed else [None] * n_micro
+
+    positions_of = micro_batches_to_device(rank_positions(batch.position_ids, cp, cp_rank), device)
+    ids_and_labels = zip(copy(batch.input_ids, has_ids), copy(batch.labels, has_labels), strict=True)
+    for cu_seqlens, positions, (ids, labels) in zip(batch.cu_seqlens, positions_of, ids_and_labels, strict=True):
         if not fixed_boundaries:
             cu_seqlens = cu_seqlens[: np.searchsorted(cu_seqlens, n_rows * seq_len) + 1]
         boundaries = DocumentBoundaries(torch.from_numpy(cu_seqlens), n_rows, seq_len)
@@ -112,4 +132,4 @@ class ModelRunner:
 
     def _losses(self, micros: Sequence[DeviceMicroBatch], z_loss: float) -> Iterable[LossParts]:
         for micro in micros:
-            yield self._model(micro.input_ids, micro.position_ids, micro.boundaries, micro.labels, z_loss)
+            yield self._model(micro.first_inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)

@@ -73,7 +73,7 @@ class LlamaStage(Llama):
         inputs: Tensor,
         position_ids_BT: Tensor,
         boundaries: DocumentBoundaries,
-        labels_BT: Tensor,
+        labels_BT: Tensor | None,
         z_loss: float,
     ) -> Tensor | LossParts:
         """Return the loss on the last stage, equal on all tensor-parallel ranks; else x_BTD.

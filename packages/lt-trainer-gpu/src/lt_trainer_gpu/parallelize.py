@@ -23,15 +23,58 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lt_model import LlamaConfig, stage_layers
+from lt_trainer_gpu.computation import Computation
 from lt_trainer_gpu.devices import current_device
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.model import LlamaStage
+from lt_trainer_gpu.model import LlamaStage, build_stage
 from lt_trainer_gpu.options import GpuOptions
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 MESH_DIM_NAMES = ("pp", "dp_replicate", "fsdp", "tp")
+
+
+def open_stages(
+    config: LlamaConfig, computation: Computation, mesh_layout: MeshLayout, timeout_s: float
+) -> list[LlamaStage]:
+    """Return this rank's stages: built without memory, parallelized, then allocated with undefined values.
+
+    Args:
+        config: the whole model.
+        computation: dtypes, attention and options.
+        mesh_layout: degrees of parallelism and this rank's coordinates.
+        timeout_s: timeout of a collective.
+    """
+    options = computation.options
+    # An unsharded model needs no FSDP for its casts: it is built in the compute dtype.
+    in_master_dtype = mesh_layout.uses_fsdp and not computation.rounds_stochastically
+    layers = stage_layers(config, mesh_layout.pp * options.pipeline_stages_per_rank)
+    stages = [
+        build_stage(
+            config,
+            layers_of_stage,
+            attention=computation.attention,
+            dtype=computation.master_dtype if in_master_dtype else computation.dtype,
+            pad_vocab_to_multiple_of=max(1, options.pad_vocab_to_multiple_of),
+            loss_chunk_tokens=options.loss_chunk_tokens,
+        )
+        for layers_of_stage in layers[mesh_layout.pp_rank :: mesh_layout.pp]
+    ]
+    parallelize(
+        stages,
+        mesh_layout=mesh_layout,
+        options=options,
+        device_type=computation.device.type,
+        compute_dtype=computation.dtype,
+        master_dtype=computation.master_dtype,
+        timeout_s=timeout_s,
+    )
+    for stage in stages:
+        stage.to_empty(device=computation.device)
+        stage.tie_weights()  # to_empty allocates memory for each module separately
+    return stages
 
 
 def parallelize(

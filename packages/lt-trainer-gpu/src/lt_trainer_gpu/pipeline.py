@@ -31,7 +31,7 @@ from lt_model.loss import LossParts
 from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
-from lt_trainer_gpu.micro_batches import DeviceMicroBatch
+from lt_trainer_gpu.micro_batches import DeviceMicroBatch, ModelRunner, PassRunner
 from lt_trainer_gpu.model import LlamaStage
 from lt_trainer_gpu.pipeline_schedule import StagePass, forward_passes, training_passes
 
@@ -141,7 +141,7 @@ class PipelineRunner:
         for one, received in self._with_messages(passes, micros):
             key = (one.chunk, one.micro_batch)
             if one.is_forward:
-                inputs = micros[one.micro_batch].input_ids if received is None else received.requires_grad_()
+                inputs = micros[one.micro_batch].first_inputs if received is None else received.requires_grad_()
                 outputs = self._forward(one, inputs, micros, z_loss)
                 if isinstance(outputs, LossParts):
                     loss_sum.add(outputs.cross_entropy)
@@ -169,7 +169,7 @@ class PipelineRunner:
             forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
         )
         for one, received in self._with_messages(passes, micros):
-            inputs = micros[one.micro_batch].input_ids if received is None else received
+            inputs = micros[one.micro_batch].first_inputs if received is None else received
             outputs = self._forward(one, inputs, micros, z_loss=0.0)
             if isinstance(outputs, LossParts):
                 loss_sum.add(outputs.cross_entropy)
@@ -194,7 +194,7 @@ class PipelineRunner:
         stage = self._stage_index(one)
         if stage == (0 if one.is_forward else self._n_stages - 1):
             return None
-        n_rows, seq_len = micros[one.micro_batch].input_ids.shape
+        n_rows, seq_len = micros[one.micro_batch].position_ids.shape
         hidden_size = self._stages[0].config.hidden_size
         shape = (n_rows, self._layout.positions_per_rank(seq_len * self._layout.cp), hidden_size)
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
@@ -216,6 +216,23 @@ class PipelineRunner:
     @property
     def _n_stages(self) -> int:
         return self._layout.pp * len(self._stages)
+
+
+def open_runner(
+    stages: Sequence[LlamaStage],
+    fsdp_syncs: Sequence[FsdpSync],
+    *,
+    mesh_layout: MeshLayout,
+    device: torch.device,
+    compute_dtype: torch.dtype,
+    timeout_s: float,
+) -> PassRunner:
+    """Return the runner of a rank's passes; arguments as of `PipelineRunner`. Collective over all ranks."""
+    if mesh_layout.pp == 1:
+        return ModelRunner(stages[0], fsdp_syncs[0], device)
+    return PipelineRunner(
+        stages, fsdp_syncs, mesh_layout=mesh_layout, device=device, compute_dtype=compute_dtype, timeout_s=timeout_s
+    )
 
 
 class TiedGradient:

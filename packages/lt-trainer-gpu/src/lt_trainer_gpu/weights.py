@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from lt_trainer.torch import local_slice
+from lt_trainer.torch import local_tensor
 
 
 class Weights(Protocol):
@@ -62,7 +62,7 @@ class ModelWeights:
         gradients = {}
         for name, parameter in self.master_weights.items():
             assert parameter.grad is not None, f"{name} has no gradient"
-            gradients[name] = local_slice(parameter.grad)[0]
+            gradients[name] = local_tensor(parameter.grad)
         return gradients
 
     def zero_grad(self) -> None:

@@ -124,6 +124,16 @@ def test_collectives_and_kernels_are_the_stored_ones(steps_of, name: str) -> Non
         assert 0.9 * then <= now <= HEADROOM * then
 
 
+@pytest.mark.parametrize(("name", "arrays"), [("one", 3), ("pp", 2)])
+def test_token_ids_and_labels_go_to_the_stages_that_use_them(steps_of, name: str, arrays: int) -> None:
+    """One stage has positions, ids and labels; of two, the first has no labels and the last no ids."""
+    for rank in steps_of(LAYOUTS[name]):
+        for part in rank:
+            copied = [int(text.split()[-1]) for text in part.of("copy") if "pinned to device" in text]
+            # int32; other copies are the documents' boundaries
+            assert [n_bytes for n_bytes in copied if n_bytes > 1000] == [4 * 4 * 128] * arrays
+
+
 def described(parts: Iterable[Part]) -> list[str]:
     """Return one text for all ranks that do the same: who, how many kernels, and the schedule."""
     ranks: dict[tuple[str, ...], list[int]] = {}

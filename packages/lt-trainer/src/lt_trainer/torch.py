@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ from lt_model import LlamaConfig, param_specs
 from lt_trainer.errors import PeerError
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from lt_trainer.checkpointing import PretrainedWeights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -143,6 +145,11 @@ def local_slice(tensor: Tensor | LocalShard) -> tuple[Tensor, tuple[int, ...]]:
         _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         return tensor.to_local(), tuple(offset)
     return tensor, (0,) * tensor.ndim
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's slice of a tensor (DTensor or plain); its offset would take longer to compute."""
+    return cast("DTensor", tensor).to_local() if hasattr(tensor, "placements") else tensor
 
 
 def to_checkpoint_shard(group: str, name: str, tensor: Tensor | LocalShard) -> Shard | None:

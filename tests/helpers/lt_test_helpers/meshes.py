@@ -1,0 +1,17 @@
+"""The axes of meshes that the engine's tests multiply out, each by the recipe's overrides."""
+
+PIPELINES = {
+    "": (),
+    "1f1b": ("parallel.pp=2",),
+    "interleaved": ("parallel.pp=2", "engine.gpu.pipeline_stages_per_rank=2"),
+}
+CONTEXTS = {"": (), "cp": ("parallel.cp=2",)}
+TENSORS = {"": (), "tp": ("parallel.tp=2",), "sp": ("parallel.tp=2", "parallel.sequence_parallel=true")}
+DATA = {
+    "": (),
+    "fsdp": ("parallel.dp_shard=2",),
+    "ddp": ("parallel.dp_replicate=2",),
+    "hsdp": ("parallel.dp_replicate=2", "parallel.dp_shard=2"),
+}
+DATA_RANKS = {"": 1, "fsdp": 2, "ddp": 2, "hsdp": 4}
+MAX_RANKS = 8
