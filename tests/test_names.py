@@ -103,10 +103,10 @@ def test_no_old_symbol(trees: dict[str, ast.Module]) -> None:
 def test_no_old_word(trees: dict[str, ast.Module]) -> None:
     words = dict(of_kind("word"))
     found = [
-        f"{module}:{name} → {words[name.rpartition('.')[2]]}"
+        f"{module}:{name} → {words[word]}"
         for module, tree in trees.items()
         for name in definitions(tree.body)
-        if name.rpartition(".")[2].lstrip("_") in words
+        if (word := name.rpartition(".")[2].lstrip("_")) in words
     ]
     assert found == []
 

@@ -1,22 +1,29 @@
 """Wrong limits, too little memory, links out of a model's folder, and files that cost more than their size."""
 
+import json
+import shutil
 import subprocess
 import sys
 import time
 import tracemalloc
 import zipfile
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from lt_ckpt import CheckpointError
 from lt_ckpt.dcp.metadata import parse_metadata
 from lt_ckpt.formats import ConvertOptions, convert_checkpoint, open_source
+from lt_ckpt.hash_list import HASH_LIST
+from lt_ckpt.nxd.zero1_reshard import reshard_optimizer
 from lt_ckpt.tensorfile import TensorSpec
 from lt_ckpt.torchfile.file import load_pt
 from lt_ckpt.torchfile.pickle_writer import dumps
 from lt_ckpt.torchfile.safe_globals import make_tensor_node, to_pickle_node
 from lt_ckpt.torchfile.safe_pickle import loads
+
+ZERO = Path(__file__).parent / "data" / "nxd" / "llama2-mha-tp2-dp2-zero1"
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +93,43 @@ def test_a_link_out_of_a_model_is_not_followed(tmp_path, models, name):
     (folder / name).symlink_to("own")
     convert_checkpoint(open_source(folder), tmp_path / "out", ConvertOptions(format="hf"))
     assert not (tmp_path / "out" / name).is_symlink()
+
+
+@pytest.mark.parametrize("name", ["hf", "hf in shards", "dcp", "nxd", "nxd xser", "nxd v1"])
+def test_configuration_and_weights_are_not_taken_from_elsewhere(tmp_path, models, name):
+    out = models.output(models.make(tmp_path / "model", n_layers=2), tmp_path / "out", name)
+    root = open_source(out).root
+    (root / HASH_LIST).unlink()
+    weights = {root / s.file for slices in open_source(out).weights.locations.values() for s in slices}
+    for path in (root / "config.json", *root.glob("*.index.json"), min(weights)):
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match=f"{path.name}: is a link to {tmp_path}/elsewhere, outside"):
+            open_source(out)
+        path.unlink()
+        (tmp_path / "elsewhere").rename(path)
+    open_source(out)
+
+
+def test_optimizer_states_are_not_taken_from_elsewhere(tmp_path):
+    folder = shutil.copytree(ZERO / "nxd-plain", tmp_path / "zero")
+    path = min(folder.rglob("optim/*.pt"))
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{path.name}: is a link to"):
+        reshard_optimizer(
+            folder, tmp_path / "out", dp=1, config=json.loads((ZERO / "hf-start" / "config.json").read_text())
+        )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_that_is_named_itself_is_followed(tmp_path, models, model):
+    for name, target in (("folder", model), ("config.json", model / "config.json")):
+        (tmp_path / name).symlink_to(target)
+    assert open_source(tmp_path / "folder").config == open_source(model, config=tmp_path / "config.json").config
+    torch_file = models.output(model, tmp_path / "made", "pt")
+    (tmp_path / "link.pt").symlink_to(torch_file)
+    assert open_source(tmp_path / "link.pt").config == open_source(torch_file).config
 
 
 def test_links_of_a_hub_cache_are_followed(tmp_path, models):

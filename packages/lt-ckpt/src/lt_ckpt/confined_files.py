@@ -1,8 +1,10 @@
 """Files of a model's folder, whose links may not lead elsewhere.
 
-They are copied into every output, so a link to any file of the machine would publish it. A link may lead to another
-file of the folder, or, in the cache of the Hugging Face hub, whose snapshots consist of links, to the cache's blobs:
-`models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`.
+They are copied into every output, so a link to any file of the machine would publish it: a tokenizer's file as it is,
+weights as those of another model. Who made a link cannot be seen, so one rule holds for all files, weights too: a link
+may lead to another file of the folder, or, in the cache of the Hugging Face hub, whose snapshots consist of links, to
+the cache's blobs: `models--ORG--NAME/snapshots/REVISION/FILE` → `.../blobs/HASH`. The folder itself, and a file that
+the user names, may be links to anywhere.
 """
 
 import os
@@ -27,7 +29,8 @@ def resolve_confined(folder: Path, name: str) -> Path:
     roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]
     if not any(target.is_relative_to(root) for root in roots):
         raise CheckpointError(
-            f"{path}: is a link to {target}, outside of the model's folder; put the file itself there"
+            f"{path}: is a link to {target}, outside of the model's folder; put the file itself there (a copy or a "
+            "hard link), or give the folder in which it lies"
         )
     return target
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from lt_ckpt import files
+from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.errors import CheckpointError, OptionError
 from lt_ckpt.hash_list import HashList, read_hash_list
 from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file, read_aux_files, read_json
@@ -174,7 +175,7 @@ def open_source(
     if format_name == "meta":
         from lt_ckpt.meta_llama.format import open_meta
 
-        return _with_files(open_meta(local_path, config=given_config), given_files)
+        return _check_links(_with_files(open_meta(local_path, config=given_config), given_files))
     known, other_files = _read_model_files(local_path, format_name)
     known = given_config or known
     if known is None:
@@ -186,7 +187,7 @@ def open_source(
         from lt_ckpt.nxd.options import HeadOrder
 
         if head_order not in get_args(HeadOrder):
-            raise CheckpointError(f"head order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
+            raise CheckpointError(f"--source-head-order {head_order!r} is not one of {', '.join(get_args(HeadOrder))}")
         source = open_nxd(
             local_path,
             config=known,
@@ -203,7 +204,7 @@ def open_source(
 
         source = open_pt(local_path, config=known)
     source = _with_files(source, {**other_files, **given_files})
-    return with_hash_list(source, hash_list)
+    return with_hash_list(source if format_name == "pt" else _check_links(source), hash_list)
 
 
 def load_model_config(
@@ -233,8 +234,8 @@ def load_model_config(
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read a config.json, or the one in a folder."""
-    return read_json(_config_file(path))
+    """Read a config.json, which may be a link if it is named itself, or the one in a folder."""
+    return read_json(path / CONFIG if path.is_dir() else path.resolve())
 
 
 def _config_file(path: Path) -> Path:
@@ -269,6 +270,15 @@ def _model_folder(path: Path, format_name: str) -> Path:
     from lt_ckpt.nxd.discovery import find_nxd_files
 
     return find_nxd_files(path).root
+
+
+def _check_links(source: Source) -> Source:
+    """Return the source; raise a CheckpointError if a file with tensors is a link out of its folder."""
+    from lt_ckpt.checksums import files_with_tensors
+
+    for file in sorted(files_with_tensors(source)):
+        resolve_confined(source.root, file)
+    return source
 
 
 def _with_files(source: Source, found: Mapping[str, bytes]) -> Source:

@@ -13,7 +13,7 @@ import numpy as np
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.checkpoint import read_slices
-from lt_ckpt.confined_files import read_confined
+from lt_ckpt.confined_files import read_confined, resolve_confined
 from lt_ckpt.errors import CheckpointError, translate_os_errors
 from lt_ckpt.records import SliceRecord, TensorRecord
 from lt_ckpt.shards import Ints, is_inside
@@ -36,9 +36,14 @@ MAX_JSON_BYTES = 2**28
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file."""
+    """Read a JSON object from a file of a model's folder.
+
+    Raises:
+        CheckpointError: It is missing, is a link out of the folder, or holds anything else.
+    """
     with translate_os_errors("reading", path):
-        return strict_json.loads(files.read_bounded(path, MAX_JSON_BYTES), str(path))
+        raw = files.read_bounded(resolve_confined(path.parent, path.name), MAX_JSON_BYTES)
+    return strict_json.loads(raw, str(path))
 
 
 def is_model_file(name: str) -> bool:
@@ -72,14 +77,14 @@ class HFFolder:
         """Open a folder with config.json and model.safetensors, or shards with their index.
 
         Raises:
-            CheckpointError: A file is missing or damaged, or index and files disagree.
+            CheckpointError: A file is missing, damaged or a link out of the folder, or index and files disagree.
         """
         folder = Path(path)
         config = read_json(folder / CONFIG)
         if (folder / INDEX_FILE).exists():
             headers = _read_indexed_headers(folder)
         elif (folder / SINGLE_FILE).exists():
-            headers = [read_header(folder / SINGLE_FILE)]
+            headers = [_read_header(folder, SINGLE_FILE)]
         else:
             raise CheckpointError(
                 f"{folder}: neither {SINGLE_FILE} nor {INDEX_FILE} exists; is it a safetensors model folder?"
@@ -146,6 +151,11 @@ class HFFolder:
         return {name: data for name, data in read_aux_files(self.path).items() if name != GENERATION_CONFIG}
 
 
+def _read_header(folder: Path, file: str) -> SafetensorsHeader:
+    resolve_confined(folder, file)
+    return read_header(folder / file)
+
+
 def _read_indexed_headers(folder: Path) -> list[SafetensorsHeader]:
     """Read the headers of the files in the index, and check that headers and index agree."""
     source = folder / INDEX_FILE
@@ -158,7 +168,7 @@ def _read_indexed_headers(folder: Path) -> list[SafetensorsHeader]:
                 f"{source}: {tensor!r} lies in {file!r}, which is not a safetensors file of this folder"
             )
         names.setdefault(file, set()).add(tensor)
-    headers = [read_header(folder / file) for file in sorted(names)]
+    headers = [_read_header(folder, file) for file in sorted(names)]
     for header in headers:
         differing = names[header.path.name] ^ set(header.tensors)
         if differing:

@@ -20,6 +20,7 @@ import numpy as np
 
 from lt_ckpt import files
 from lt_ckpt.atomic_folder import AtomicFolder
+from lt_ckpt.confined_files import resolve_confined
 from lt_ckpt.conversion import BLOCK_BYTES
 from lt_ckpt.copy_plan import StoredSlice
 from lt_ckpt.dtypes import cast, item_bytes
@@ -89,6 +90,8 @@ def reshard_optimizer(
     checkpoint = read_nxd_checkpoint(path, model, options, locate_tensors=False)
     root, folder = checkpoint.files.root, Path(os.path.abspath(out))
     states = read_optimizer_states(checkpoint)
+    for file in sorted({file for state in states.values() for file in _files_of(state)}):
+        resolve_confined(root, file)
     with TensorReader(root, partial(read_file_checksums, root)) as reader:
         for state in states.values():
             check_equal_steps(state, reader)
@@ -102,6 +105,10 @@ def reshard_optimizer(
                     _write_shard(states[file.file], dp, dp_rank, output.file_path(name), reader, count_bytes)
             reader.finish()
     return folder
+
+
+def _files_of(state: RankOptimizerState) -> set[str]:
+    return {s.file for group in state.groups.values() for slices in group.locations.values() for s in slices}
 
 
 def _output_bytes(state: RankOptimizerState, dp: int) -> int:
