@@ -8,13 +8,13 @@
     packs/<name>/            indexes over the store (lt_data.packing.packs)
 
 A joined store has a `manifest.json` that names other stores, and is read like one flat store (lt_data.store.joined).
-A document is never split across shards. Opening costs O(shards): sizes are compared with the manifest, nothing is read.
-Tokens and offsets of single documents are read through the map, so a store of any size needs no memory; `lengths` and
-`offsets`, which packing needs, hold all documents (4 and 8 bytes each). `verify` reads everything.
+A document is never split across shards. Opening compares sizes with the manifest, about 3 microseconds a file, and
+reads nothing. Tokens and offsets of single documents are read through maps (lt_data.store.mapped_files), so a store of
+any size and any number of shards needs no memory and no file descriptors; `lengths` and `offsets`, which packing needs,
+hold all documents (4 and 8 bytes each). `verify` reads everything.
 """
 
 import hashlib
-import stat
 from collections.abc import Iterable
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -24,36 +24,25 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
-from lt_data.storage import check_inside, open_regular, read_file, translate_os_errors
-from lt_data.store.concat_mmap import concat_mmaps
-from lt_data.store.document_columns import decode_columns
-from lt_data.store.document_sources import (
-    SOURCES_FILE,
-    DocumentSource,
-    decode_source,
-    decode_source_files,
-    decode_sources,
-    shift_files,
-)
+from lt_data.store.document_sources import DocumentSource
 from lt_data.store.joined import LoadedStore, ShardLocation, flat_store, load_store
 from lt_data.store.manifest import (
     MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
     MAX_TOKENIZER_BYTES,
     PACK_FOLDER,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
     SourceFile,
-    SourceFiles,
     StoreManifest,
 )
-from lt_data.store.megatron import LENGTHS_OFFSET, decode_index, index_size
+from lt_data.store.mapped_files import MappedFiles
+from lt_data.store.megatron import decode_index, index_size
+from lt_data.store.shard_files import check_hash, check_sizes, map_ids, map_index, read_checked
+from lt_data.store.shard_metadata import ShardMetadata
 from lt_data.tokenizing.tokenizer import Tokenizer
 
 _READ_IDS = 2**22  # ids per read of a shard that is not a local file
-_OPEN_SHARDS = 256  # each open map holds a file descriptor
-_HELD_SOURCES = 16  # shards whose document sources stay in memory
-_HELD_COLUMNS = 2  # likewise kept columns
+_HELD_INDEXES = 256  # shards whose index stays mapped
 
 
 class ShardReader(Protocol):
@@ -100,11 +89,9 @@ class TokenStore:
         self._locations = self._loaded.locations
         self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
         self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
-        self._mmap_tokens = lru_cache(maxsize=_OPEN_SHARDS)(self._open_tokens)
-        self._mmap_index = lru_cache(maxsize=_OPEN_SHARDS)(self._open_index)
-        self._shard_sources = lru_cache(maxsize=_HELD_SOURCES)(self._read_sources)
-        self._shard_columns = lru_cache(maxsize=_HELD_COLUMNS)(self._read_columns)
-        self._mmap_cache = (np.zeros(0, self.dtype), np.full(len(manifest.shards), -1))
+        self._mapped = MappedFiles(self._map_tokens, len(manifest.shards))
+        self._map_index = lru_cache(maxsize=_HELD_INDEXES)(self._open_index)
+        self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Another process opens the files itself: pickling a map would copy it.
@@ -149,12 +136,11 @@ class TokenStore:
         path = Path(path)
         loaded = load_store(path)
         store = cls(path, loaded.manifest, loaded=loaded, packs=packs)
-        for part in store.part_folders:
-            with translate_os_errors("read", part):
-                check_inside(part / SHARD_FOLDER, part)
+        sizes: dict[Path, dict[str, int]] = {part: {} for part in store.part_folders}
         for location in store._locations:
-            for name, size in location.shard.sizes(store.manifest.dtype).items():
-                _check_size(location.folder / SHARD_FOLDER / name, size, location.folder)
+            sizes[location.folder] |= location.shard.sizes(store.manifest.dtype)
+        for part, names in sizes.items():
+            check_sizes(part / SHARD_FOLDER, names, inside=part)
         return store
 
     @property
@@ -228,7 +214,7 @@ class TokenStore:
             DataError: its files are not those of the manifest.
         """
         files = {
-            name: _read_file(self.tokenizer_folder / name, MAX_TOKENIZER_BYTES, self.tokenizer_folder.parent)
+            name: read_checked(self.tokenizer_folder / name, MAX_TOKENIZER_BYTES, self.tokenizer_folder.parent)
             for name in self.manifest.tokenizer.files
         }
         tokenizer = Tokenizer.from_bytes(files, name=self.manifest.tokenizer.name)
@@ -255,9 +241,8 @@ class TokenStore:
             raise IndexError(f"document {index} of {self.n_documents}")
         if "offsets" in self.__dict__ or self._shard_reader is not None:
             return int(self.offsets[index]), int(self.lengths[index])
-        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
-        lengths, begins = self._mmap_index(number)
-        place = index - int(self._document_boundaries[number])
+        number, place = self._find_document(index)
+        lengths, begins = self._map_index(number)
         begin, length = int(begins[place]) // self.dtype.itemsize, int(lengths[place])
         shard = self.manifest.shards[number]
         if not 0 <= begin < begin + length <= shard.tokens:
@@ -273,11 +258,7 @@ class TokenStore:
         Raises:
             DataError: their list is missing or broken.
         """
-        by_part = {location.folder: location.sources for location in self._locations}
-        lists = [self._read_source_files(folder, sources) for folder, sources in by_part.items()]
-        if [len(files) for files in lists] != [sources.files for sources in by_part.values()]:
-            return ()
-        return tuple(file for files in lists for file in files)
+        return self._metadata.files
 
     @property
     def has_sources(self) -> bool:
@@ -290,14 +271,7 @@ class TokenStore:
         Raises:
             DataError: they cannot be read.
         """
-        if not 0 <= index < self.n_documents:
-            raise IndexError(f"document {index} of {self.n_documents}")
-        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
-        sources = self._shard_sources(number)
-        if sources is None or not self.source_files:
-            return None
-        file, record = decode_source(int(sources[index - int(self._document_boundaries[number])]))
-        return DocumentSource(path=self.source_files[self._locations[number].first_file + file].path, record=record)
+        return self._metadata.source(*self._find_document(index))
 
     def shard_sources(self, number: int) -> np.ndarray | None:
         """Return the source of each document of a shard (u64), if known.
@@ -307,8 +281,7 @@ class TokenStore:
         Raises:
             DataError: they cannot be read.
         """
-        sources = self._shard_sources(number)
-        return None if sources is None else shift_files(sources, self._locations[number].first_file)
+        return self._metadata.sources(number)
 
     def document_columns(self, index: int) -> dict[str, Any]:
         """Return the kept columns of one document by name; empty if the store has none.
@@ -316,13 +289,9 @@ class TokenStore:
         Raises:
             DataError: they cannot be read, or pyarrow is missing.
         """
-        if not 0 <= index < self.n_documents:
-            raise IndexError(f"document {index} of {self.n_documents}")
-        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
+        number, place = self._find_document(index)
         columns = self.shard_columns(number)
-        if columns is None:
-            return {}
-        return columns.slice(index - int(self._document_boundaries[number]), 1).to_pylist()[0]
+        return {} if columns is None else columns.slice(place, 1).to_pylist()[0]
 
     def shard_columns(self, number: int) -> Any:
         """Return the kept columns of the documents of a shard (pyarrow.RecordBatch); None if it has none.
@@ -330,7 +299,7 @@ class TokenStore:
         Raises:
             DataError: they cannot be read, or pyarrow is missing.
         """
-        return self._shard_columns(number)
+        return self._metadata.columns(number)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
@@ -351,7 +320,7 @@ class TokenStore:
         """Return the ids [begin, end) of one shard; a view of the mapped file if the store is local."""
         if self._shard_reader is not None:
             return self._shard_reader.read(shard, begin, end)
-        return self._mmap_tokens(shard)[begin:end]
+        return self._mapped.array(shard)[begin:end]
 
     def read_shard(self, number: int) -> np.ndarray:
         """Return all ids of one shard; a view of the mapped file if the store is local."""
@@ -359,34 +328,19 @@ class TokenStore:
 
     def mmap_shard(self, number: int) -> np.ndarray | None:
         """Return all ids of one shard as a view of the mapped file; None if the store is not local."""
-        return None if self._shard_reader is not None else self._mmap_tokens(number)
+        return None if self._shard_reader is not None else self._mapped.array(number)
 
     def mmap_shards(self, shards: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return an array that contains some shards of a local store (lt_data.store.concat_mmap).
+        """Return an array that contains some shards of a local store (lt_data.store.mapped_files).
 
         Args:
             shards: shard numbers, in any order, repeats allowed (int64 [n]).
 
         Returns:
             The array, and the index in it at which each shard begins (int64 [n]); None if the store is not local or
-            there are more shards than may be open at a time.
+            there are more shards than may be mapped at a time.
         """
-        if self._shard_reader is not None:
-            return None
-        ids, begin = self._mmap_cache
-        begins = begin[shards]
-        if begins.size and begins.min() < 0:
-            wanted = set(shards.tolist())
-            with_open = wanted | set(np.flatnonzero(begin >= 0).tolist())
-            numbers = sorted(with_open if len(with_open) <= _OPEN_SHARDS else wanted)
-            if len(numbers) > _OPEN_SHARDS:
-                return None
-            ids, starts = concat_mmaps([self._mmap_tokens(number) for number in numbers])
-            begin = np.full(begin.size, -1)
-            begin[numbers] = starts
-            self._mmap_cache = (ids, begin)  # one assignment: other threads see the old pair or the new one
-            begins = begin[shards]
-        return ids, begins
+        return None if self._shard_reader is not None else self._mapped.span(shards)
 
     def prefetch(self, start: np.ndarray, length: np.ndarray) -> None:
         """Fetch runs of ids (global offsets and lengths, int64 [n]); no-op for a local store."""
@@ -418,21 +372,21 @@ class TokenStore:
         done = 0
         tokenizer = self.manifest.tokenizer
         for name, sha256 in tokenizer.files.items():
-            _check_hash(self.tokenizer_folder / name, sha256, self.tokenizer_folder.parent)
+            check_hash(self.tokenizer_folder / name, sha256, self.tokenizer_folder.parent)
         self.tokenizer()
         _ = self.source_files  # compared with its hash
         for number, shard in enumerate(self.manifest.shards):
             index, location = self.shard_path(number, "idx"), self._locations[number]
-            _check_hash(index, shard.idx_sha256, location.folder)
+            check_hash(index, shard.idx_sha256, location.folder)
             lengths = self._shard_lengths(number)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
                 raise DataError(f"{index}: the lengths do not sum to {shard.tokens} tokens")
             if self.shard_sources(number) is not None:
-                _check_hash(self.shard_path(number, "src"), location.shard.src_sha256, location.folder)
+                check_hash(self.shard_path(number, "src"), location.shard.src_sha256, location.folder)
             if self.shard_columns(number) is not None:
-                _check_hash(self.shard_path(number, "arrow"), location.shard.arrow_sha256, location.folder)
+                check_hash(self.shard_path(number, "arrow"), location.shard.arrow_sha256, location.folder)
             if self._shard_reader is None:
-                _check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
+                check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
             else:
                 self._check_ids(number)
             done += shard.tokens * self.dtype.itemsize
@@ -450,59 +404,24 @@ class TokenStore:
             self.download(name)
         return location.folder / name
 
-    def _open_tokens(self, number: int) -> np.ndarray:
-        path = self.shard_path(number, "bin")
-        with translate_os_errors("open", path):
-            # a plain array over the map: slicing np.memmap itself is several times slower
-            ids = np.asarray(np.memmap(path, dtype=self.dtype, mode="r"))
-        if ids.size != self.manifest.shards[number].tokens:
-            _check_size(path, self.manifest.shards[number].tokens * self.dtype.itemsize, self._locations[number].folder)
-        return ids
+    def _find_document(self, index: int) -> tuple[int, int]:
+        """Return the shard of a document and its number there."""
+        if not 0 <= index < self.n_documents:
+            raise IndexError(f"document {index} of {self.n_documents}")
+        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
+        return number, index - int(self._document_boundaries[number])
+
+    def _map_tokens(self, number: int) -> np.ndarray:
+        location = self._locations[number]
+        return map_ids(self.shard_path(number, "bin"), location.shard.tokens, self.dtype, inside=location.folder)
 
     def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return lengths (ids) and offsets (bytes) of a shard's documents as views of its mapped index."""
-        shard = self.manifest.shards[number]
-        path = self.shard_path(number, "idx")
-        with translate_os_errors("open", path):
-            content = np.asarray(np.memmap(path, dtype=np.uint8, mode="r"))
-        lengths_end = LENGTHS_OFFSET + 4 * shard.documents
-        lengths = content[LENGTHS_OFFSET:lengths_end].view("<i4")
-        return lengths, content[lengths_end : lengths_end + 8 * shard.documents].view("<i8")
-
-    def _read_source_files(self, folder: Path, sources: SourceFiles) -> tuple[SourceFile, ...]:
-        """Return the list of source files of a part."""
-        if not sources.list_sha256:
-            return sources.listed
-        self.download(SOURCES_FILE)
-        path = folder / SOURCES_FILE
-        content = _read_file(path, MAX_MANIFEST_BYTES, folder)
-        if hashlib.sha256(content).hexdigest() != sources.list_sha256:
-            raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
-        files = decode_source_files(content, str(path), "copy it again or prepare it again")
-        if len(files) != sources.files:
-            raise DataError(f"{path}: {len(files)} files, the manifest says {sources.files}: prepare it again")
-        return files
-
-    def _read_sources(self, number: int) -> np.ndarray | None:
         location = self._locations[number]
-        if not location.shard.src_sha256:
-            return None
-        path, documents = self.shard_path(number, "src"), location.shard.documents
-        content = _read_file(path, 8 * documents, location.folder)
-        return decode_sources(content, documents=documents, files=location.sources.files, path=str(path))
-
-    def _read_columns(self, number: int) -> Any:
-        location = self._locations[number]
-        shard = location.shard
-        if not shard.arrow_sha256:
-            return None
-        path = self.shard_path(number, "arrow")
-        content = _read_file(path, shard.arrow_bytes, location.folder)
-        return decode_columns(content, location.columns, documents=shard.documents, path=str(path))
+        return map_index(self.shard_path(number, "idx"), location.shard, inside=location.folder)
 
     def _shard_lengths(self, number: int) -> np.ndarray:
         shard, path = self.manifest.shards[number], self.shard_path(number, "idx")
-        content = _read_file(path, index_size(shard.documents), self._locations[number].folder)
+        content = read_checked(path, index_size(shard.documents), self._locations[number].folder)
         lengths, dtype = decode_index(content, str(path))
         if lengths.size != shard.documents or dtype != self.manifest.dtype:
             raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
@@ -514,30 +433,6 @@ class TokenStore:
             digest.update(np.ascontiguousarray(self.read(number, begin, min(begin + _READ_IDS, shard.tokens))).data)
         if digest.hexdigest() != shard.sha256:
             raise DataError(f"shard {shard.name}: SHA-256 differs from the manifest: upload it again")
-
-
-def _read_file(path: Path, max_bytes: int, inside: Path) -> bytes:
-    with translate_os_errors("read", path):
-        return read_file(path, max_bytes=max_bytes, inside=inside)
-
-
-def _check_size(path: Path, expected: int, inside: Path) -> None:
-    with translate_os_errors("open the shard", path):
-        found = path.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            check_inside(path, inside)
-            found = path.stat()
-    if not stat.S_ISREG(found.st_mode):
-        raise DataError(f"{path}: not a regular file; copy it again or prepare it again")
-    if (size := found.st_size) != expected:
-        raise DataError(f"{path}: {size} bytes, the manifest says {expected}: copy it again or prepare it again")
-
-
-def _check_hash(path: Path, expected: str, inside: Path) -> None:
-    with translate_os_errors("read", path), open_regular(path, inside=inside) as file:
-        actual = hashlib.file_digest(file, "sha256").hexdigest()
-    if actual != expected:
-        raise DataError(f"{path}: SHA-256 differs from the manifest: copy it again or prepare it again")
 
 
 def _reopen(

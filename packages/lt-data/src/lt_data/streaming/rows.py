@@ -26,6 +26,7 @@ from lt_data.streaming.shuffle import shuffle_positions
 IGNORE_INDEX = -100  # label of positions without a label
 PADDING_DOC_ID = -1  # document number of padding
 _TOUCH_BYTES = 2048
+_RUNS_PER_COPY = 8192  # so that a copy holds no more maps than a process may have
 
 
 @dataclass(frozen=True, eq=False)
@@ -266,6 +267,17 @@ class RowReader:
 
     def _copy_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
         """Copy runs of the store, given by row (in order), global offset and length, into zeroed rows."""
+        if length.size <= _RUNS_PER_COPY or n == 1:
+            return self._copy_some_runs(row, start, length, n)
+        bounds = np.searchsorted(row, [0, n // 2, n])
+        return np.concatenate(
+            [
+                self._copy_runs(row[a:b] - first, start[a:b], length[a:b], rows)
+                for a, b, first, rows in zip(bounds[:-1], bounds[1:], (0, n // 2), (n // 2, n - n // 2), strict=True)
+            ]
+        )
+
+    def _copy_some_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
         if length.size == n and (rows := self._copy_single_runs(start, length)) is not None:
             return rows
         return self._join_runs(row, start, length, n)
@@ -350,6 +362,9 @@ class RowReader:
 
     def _tokens_at(self, positions: np.ndarray) -> np.ndarray | list[int]:
         """Return single tokens of the store."""
+        if positions.size > _RUNS_PER_COPY:
+            parts = np.array_split(positions, -(-positions.size // _RUNS_PER_COPY))
+            return np.concatenate([self._tokens_at(part) for part in parts])
         boundaries = self.store.shard_boundaries
         shard = np.searchsorted(boundaries, positions, side="right") - 1
         offset = positions - boundaries[shard]

@@ -1,0 +1,191 @@
+"""Mapped files: any number of shards, in any order, under few descriptors and few maps."""
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lt_data import DataError, RowReader, TokenStore
+from lt_data.packing.packs import build_index
+from lt_data.store import mapped_files
+from lt_data.store.manifest import encode_manifest
+from lt_data.store.mapped_files import MappedFiles
+from lt_data.store.shard_files import map_ids
+
+U2 = np.dtype("<u2")
+
+
+def _write(folder: Path, values: list[list[int]]) -> MappedFiles:
+    for number, ids in enumerate(values):
+        np.array(ids, U2).tofile(folder / f"{number}.bin")
+    return MappedFiles(
+        lambda number: map_ids(folder / f"{number}.bin", len(values[number]), U2, inside=folder), len(values)
+    )
+
+
+def _mapped_under(folder: Path) -> int:
+    return Path("/proc/self/maps").read_text().count(f"{folder}/")
+
+
+def test_each_file_has_its_place(tmp_path: Path) -> None:
+    values = [[1, 2, 3], [4], list(range(100, 3100)), [7, 8]]
+    files = _write(tmp_path, values)
+    for numbers in ([2], [0, 2], [3, 0, 3, 1, 2]):
+        found = files.span(np.array(numbers))
+        assert found is not None
+        ids, begins = found
+        assert ids.dtype == U2
+        assert not ids.flags.writeable
+        for number, begin in zip(numbers, begins.tolist(), strict=True):
+            assert ids[begin : begin + len(values[number])].tolist() == values[number]
+    assert files.array(2).tolist() == values[2]
+
+
+def test_a_map_lives_as_long_as_what_refers_to_it(tmp_path: Path) -> None:
+    values = [[number] * 9 for number in range(5)]
+    files = _write(tmp_path, values)
+    span, one = files.span(np.array([0, 1])), files.array(4)
+    assert span is not None
+    assert _mapped_under(tmp_path) == 3
+    del files
+    gc.collect()
+    ids, begins = span
+    assert [int(ids[begin]) for begin in begins.tolist()] == [0, 1]
+    del ids, span
+    gc.collect()
+    assert _mapped_under(tmp_path) == 1
+    assert one.tolist() == values[4]
+    del one
+    gc.collect()
+    assert _mapped_under(tmp_path) == 0
+
+
+def test_all_files_of_a_process_share_the_limit_of_its_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gc.collect()
+    monkeypatch.setattr(mapped_files, "_all", type(mapped_files._all)())
+    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 10)
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    values = [[number + 1] for number in range(30)]
+    stores = [_write(tmp_path / name, values) for name in "ab"]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        for store in stores:
+            numbers = rng.integers(0, 30, 7)
+            found = store.span(numbers)
+            assert found is not None
+            ids, begins = found
+            assert ids[begins].tolist() == (numbers + 1).tolist()
+            del ids, found
+            assert _mapped_under(tmp_path) <= 10
+    assert stores[0].span(np.arange(11)) is None
+
+
+def test_threads_read_while_files_are_mapped_and_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_files, "_MAX_MAPS", 40)
+    files = _write(tmp_path, [[number] * 50 for number in range(100)])
+    wrong: list[object] = []
+
+    def read(seed: int) -> None:
+        rng = np.random.default_rng(seed)
+        for _ in range(150):
+            numbers = rng.integers(0, 100, 20)
+            found = files.span(numbers)
+            if found is None or (found[0][found[1] + 7] != numbers).any():
+                wrong.append(numbers)
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20),
+    shard_documents=st.integers(1, 6),
+    most=st.sampled_from([1, 2, 3, 7, 1000]),
+    mode=st.sampled_from(["bfd", "concat"]),
+    data=st.data(),
+)
+def test_rows_over_any_shards_are_those_of_the_flat_ids(
+    counting_store: Callable[..., TokenStore],
+    lengths: list[int],
+    shard_documents: int,
+    most: int,
+    mode: str,
+    data: st.DataObject,
+) -> None:
+    store = counting_store(lengths, shard_documents)
+    index = build_index(store.lengths, seq_len=8, mode=mode, store_fingerprint=store.manifest.fingerprint)  # pyright: ignore[reportArgumentType]
+    reader = RowReader(store, index)
+    if not index.n_rows:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mapped_files, "_MAX_MAPS", most)
+        patch.setattr("lt_data.streaming.rows._RUNS_PER_COPY", data.draw(st.sampled_from([1, 3, 8192])))
+        rows = data.draw(st.lists(st.integers(0, index.n_rows - 1), max_size=30))
+        wanted = []
+        for row in rows:
+            spans = range(int(index.row_offsets[row]), int(index.row_offsets[row + 1]))
+            ids = [t + 1 for i in spans for t in range(index.start[i], index.start[i] + index.length[i])]
+            wanted.append(ids + [0] * (8 - len(ids)))
+        assert reader.read_tokens(np.array(rows, np.int64)).tolist() == wanted
+        found = reader.read_rows(np.array(rows, np.int64))
+        assert found.input_ids.tolist() == wanted
+        # in a counting store the label of a token is the token + 1
+        assert ((found.labels == found.input_ids + 1) | (found.labels == -100)).all()
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**6])
+def test_a_damaged_pack_reads_nothing_outside_the_store(counting_store: Callable[..., TokenStore], wrong: int) -> None:
+    store = counting_store([3, 5, 6, 2, 8], 1)
+    index = build_index(store.lengths, seq_len=8, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    index.start[-1] = wrong
+    with pytest.raises(DataError, match="rows outside the store: find it with lt data verify"):
+        RowReader(store, index).read_tokens(np.arange(index.n_rows))
+
+
+def test_a_shard_that_changed_after_opening_is_named(counting_store: Callable[..., TokenStore], tmp_path: Path) -> None:
+    store = counting_store([3, 5, 6, 4], 1)
+    cut, linked, pipe = (store.path / f"shards/0000{i}.bin" for i in (1, 2, 3))
+    cut.write_bytes(cut.read_bytes()[:-4])
+    with pytest.raises(DataError, match=r"00001\.bin: 16 bytes, the manifest says 20"):
+        store.mmap_shards(np.array([0, 1]))
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=r"00002\.bin: a symbolic link leads out"):
+        store.read_shard(2)
+    pipe.unlink()
+    os.mkfifo(pipe)
+    with pytest.raises(DataError, match=r"00003\.bin: not a regular file"):
+        store.read_shard(3)
+    assert store.read_shard(0).tolist() == [1, 2, 3]
+
+
+def test_many_shards_are_read_under_few_descriptors(counting_store: Callable[..., TokenStore]) -> None:
+    store = counting_store([8] * 600, 1)
+    (store.path / "manifest.json").write_bytes(encode_manifest(store.manifest))
+    script = f"""
+import resource, os
+import numpy as np
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+from lt_data import RowReader, TokenStore
+from lt_data.packing.packs import build_index
+store = TokenStore.open({str(store.path)!r})
+index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
+ids = RowReader(store, index).read_tokens(np.arange(600))
+assert (ids.reshape(-1) == np.arange(4800) + 1).all()
+assert [store.document_span(i) for i in range(600)] == [(8 * i, 8) for i in range(600)]
+assert len(os.listdir("/proc/self/fd")) < 20
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
