@@ -1,4 +1,4 @@
-"""Files of a shard, opened for reading: sizes compared with the manifest, ids and index mapped, hashes checked.
+"""Files of a shard, opened for reading, with their sizes and hashes compared with the manifest.
 
 A file that is a link leading out of its store, no regular file, or not of the manifest's size is an error that names
 it. Cost: about 3 microseconds a file to compare sizes of a folder, 15 to open and map one.

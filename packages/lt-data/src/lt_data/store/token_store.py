@@ -342,20 +342,10 @@ class TokenStore:
         """
         return None if self._shard_reader is not None else self._mapped.span(shards)
 
-    def prefetch(self, start: np.ndarray, length: np.ndarray) -> None:
-        """Fetch runs of ids (global offsets and lengths, int64 [n]); no-op for a local store."""
-        if self._shard_reader is None:
-            return
-        boundaries = self._token_boundaries
-        spans: list[tuple[int, int, int]] = []
-        for begin, n in zip(start.tolist(), length.tolist(), strict=True):
-            number = int(np.searchsorted(boundaries, begin, side="right")) - 1
-            while n > 0:
-                first = begin - int(boundaries[number])
-                last = min(first + n, int(boundaries[number + 1] - boundaries[number]))
-                spans.append((number, first, last))
-                begin, n, number = begin + last - first, n - (last - first), number + 1
-        self._shard_reader.prefetch(spans)
+    def prefetch(self, shard: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
+        """Fetch ids [begin, end) of shards (int64 [n] each) concurrently; no-op for a local store."""
+        if self._shard_reader is not None:
+            self._shard_reader.prefetch(zip(shard.tolist(), begin.tolist(), end.tolist(), strict=True))
 
     def download(self, name: str) -> None:
         """Download a file of the store, or all files of one of its folders; no-op for a local store."""

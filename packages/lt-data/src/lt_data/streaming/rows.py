@@ -287,11 +287,10 @@ class RowReader:
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
         padding = self.seq_len - used
         item = self.store.dtype.itemsize
-        parts: list[Any] = list(self._run_buffers(start, length))
+        row, shard, begin, length = self._split_at_shards(row, start, length)
+        parts: list[Any] = list(self._run_buffers(shard, begin, length))
         if padding.any():
-            # a run that crosses shards has several parts
-            part_rows = row if len(parts) == row.size else np.repeat(row, self._shards_per_run(start, length))
-            ends = np.searchsorted(part_rows, np.arange(n), side="right")
+            ends = np.searchsorted(row, np.arange(n), side="right")
             zeros = memoryview(bytes(int(padding.max()) * item))
             for i in np.flatnonzero(padding)[::-1].tolist():
                 parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
@@ -319,46 +318,34 @@ class RowReader:
             rows[others] = self._join_runs(np.arange(others.size), start[others], length[others], others.size)
         return rows
 
-    def _shards_per_run(self, start: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Return the number of shards that each run spans."""
+    def _split_at_shards(
+        self, row: np.ndarray, start: np.ndarray, length: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Split runs that span shards; return row, shard, first token in the shard, and length of each run."""
         boundaries = self.store.shard_boundaries
-        first = np.searchsorted(boundaries, start, side="right")
-        return np.searchsorted(boundaries, start + length - 1, side="right") - first + 1
-
-    def _run_buffers(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
-        """Return the bytes of each run, one buffer per shard that it spans."""
-        boundaries = self.store.shard_boundaries
-        if start.size and not (start.min() >= 0 and start.max() < boundaries[-1]):
+        if start.size and not (start.min() >= 0 and (start + length).max() <= boundaries[-1]):
             raise DataError(f"a pack of {self.store.path} has rows outside the store: find it with lt data verify")
-        shard = np.searchsorted(boundaries, start, side="right") - 1
-        if (mapped := self.store.mmap_shards(shard)) is None:
-            return self._run_buffers_by_shard(start, length)
-        ids, begin = mapped
-        crossing = np.flatnonzero(start + length > boundaries[shard + 1])
-        source = start - boundaries[shard] + begin
-        source[crossing] = begin[crossing]
-        ends = source + length
-        ends[crossing] = source[crossing]
-        # views of the runs, without a copy
-        parts = map(ids.data.__getitem__, map(slice, source.tolist(), ends.tolist()))
-        if not crossing.size:
-            return parts
-        parts = list(parts)
-        for i in crossing[::-1].tolist():
-            parts[i : i + 1] = self._run_buffers_by_shard(start[i : i + 1], length[i : i + 1])
-        return parts
+        first = np.searchsorted(boundaries, start, side="right") - 1
+        n_shards = np.searchsorted(boundaries, start + length - 1, side="right") - first
+        if start.size == 0 or n_shards.max() == 1:
+            return row, first, start - boundaries[first], length
+        run = np.repeat(np.arange(start.size), n_shards)
+        shard = first[run] + concat_aranges(n_shards)
+        begin = np.maximum(start[run], boundaries[shard])
+        end = np.minimum(start[run] + length[run], boundaries[shard + 1])
+        return row[run], shard, begin - boundaries[shard], end - begin
 
-    def _run_buffers_by_shard(self, start: np.ndarray, length: np.ndarray) -> Iterable[Any]:
-        boundaries = self.store.shard_boundaries
-        self.store.prefetch(start, length)
-        for begin, n in zip(start.tolist(), length.tolist(), strict=True):
-            number = int(np.searchsorted(boundaries, begin, side="right")) - 1
-            while n > 0:
-                source = begin - int(boundaries[number])
-                shard_tokens = int(boundaries[number + 1] - boundaries[number])
-                part = self.store.read(number, source, min(source + n, shard_tokens))
-                yield np.ascontiguousarray(part).data
-                begin, n, number = begin + part.size, n - part.size, number + 1
+    def _run_buffers(self, shard: np.ndarray, begin: np.ndarray, length: np.ndarray) -> Iterable[Any]:
+        """Return the bytes of each run, which is in one shard."""
+        if (mapped := self.store.mmap_shards(shard)) is None:
+            end = begin + length
+            self.store.prefetch(shard, begin, end)
+            spans = zip(shard.tolist(), begin.tolist(), end.tolist(), strict=True)
+            return [np.ascontiguousarray(self.store.read(*span)).data for span in spans]
+        ids, first = mapped
+        source = begin + first
+        # views of the runs, without a copy
+        return map(ids.data.__getitem__, map(slice, source.tolist(), (source + length).tolist()))
 
     def _tokens_at(self, positions: np.ndarray) -> np.ndarray | list[int]:
         """Return single tokens of the store."""
