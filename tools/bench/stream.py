@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 
 from lt_data import Mixture, RowReader, Stream, TokenStore
-from lt_data.packing.packs import PackIndex, build_index
+from lt_data.packing.pack_index import PackIndex, build_index
 from lt_data.store.manifest import DocumentTotals, ShardFile, StoreManifest, TokenizerInfo
 from lt_data.store.megatron import encode_index, index_size
 

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import Buckets, Mixture, RowReader, Stream, TokenStore
-from lt_data.packing.packs import PackMode, build_index
+from lt_data.packing.groups import PackMode
+from lt_data.packing.pack_index import build_index
 from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import to_step_batch, validation_batches

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from lt_data.exports.export import export
     from lt_data.exports.import_tokens import ImportOptions, ImportReport, import_tokens
     from lt_data.exports.options import ExportOptions, ExportReport
-    from lt_data.packing.packs import PackIndex, open_pack, pack
+    from lt_data.packing.pack_index import PackIndex
+    from lt_data.packing.packs import open_pack, pack
     from lt_data.preparation.append import append
     from lt_data.preparation.join import join
     from lt_data.preparation.merge import merge
@@ -62,7 +63,7 @@ _MODULES = {
     "StoreManifest": "store.manifest",
     "Mixture": "streaming.mixture",
     "NgramCounts": "analysis.ngram",
-    "PackIndex": "packing.packs",
+    "PackIndex": "packing.pack_index",
     "Phase": "streaming.phases",
     "DocumentSpan": "analysis.inspection",
     "Prefetcher": "streaming.prefetch",

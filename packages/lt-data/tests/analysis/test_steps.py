@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lt_data import DataError, TokenStore, pack
 from lt_data.analysis.steps import steps_per_epoch
 from lt_data.display.stats_text import format_epoch_steps
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 8), st.integers(1, 9))

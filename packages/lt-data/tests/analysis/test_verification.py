@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Document, Tokenizer, TokenStore, pack, prepare_documents, verify
 from lt_data.__main__ import main
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_index import PackIndex
 
 
 @pytest.fixture(scope="module")

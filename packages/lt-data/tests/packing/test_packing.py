@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, PackIndex, TokenStore, open_pack, pack, prepare_documents
-from lt_data.packing.packs import PackMode, build_index, verify_packs
+from lt_data.packing.groups import PackMode
+from lt_data.packing.pack_index import build_index
+from lt_data.packing.packs import verify_packs
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lt_data import DataError, RowReader, TokenStore
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 from lt_data.store import mapped_files
 from lt_data.store.manifest import encode_manifest
 from lt_data.store.mapped_files import MappedFiles
@@ -180,7 +180,7 @@ import resource, os
 import numpy as np
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 from lt_data import RowReader, TokenStore
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 store = TokenStore.open({str(store.path)!r})
 index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
 ids = RowReader(store, index).read_tokens(np.arange(600))

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from lt_data import IGNORE_INDEX, Buckets, DataError, Phase, RowReader, Stream, StreamState, TokenStore, open_pack, pack
 from lt_data.analysis.stats import stats
-from lt_data.packing.packs import build_index, verify_packs
+from lt_data.packing.pack_index import build_index
+from lt_data.packing.packs import verify_packs
 from lt_data.streaming.shuffle import shuffle_positions
 
 LENGTHS = st.lists(st.integers(1, 70), min_size=1, max_size=25)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Phase, RowReader, Stream, StreamState, TokenStore
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 from lt_data.streaming.shuffle import shuffle_positions
 
 SEQ_LEN = 4

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lt_data import DataError, Prefetcher, RowReader, Stream, StreamBatch, TokenStore
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ from lt_data import (
     pack,
     prepare_documents,
 )
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 from lt_data.streaming.stream import diff_fingerprints
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_data import DataError, Mixture, Prefetcher, RowReader, Stream, TokenStore, pack
-from lt_data.packing.packs import build_index
+from lt_data.packing.pack_index import build_index
 
 torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.buckets import Buckets
 from lt_data.streaming.mixture import Mixture

@@ -12,7 +12,8 @@ import numpy as np
 
 from lt_data.analysis.steps import EpochSteps, steps_per_epoch
 from lt_data.errors import DataError
-from lt_data.packing.packs import PACK_FILE, PackIndex
+from lt_data.packing.pack_header import PACK_FILE
+from lt_data.packing.pack_index import PackIndex
 from lt_data.preparation.deduplication import HASH_DTYPE, DocumentHashSet
 from lt_data.progress import Progress, no_progress
 from lt_data.store.manifest import ColumnInfo, RecordMapInfo, StoreSplit

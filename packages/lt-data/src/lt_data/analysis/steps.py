@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import Any
 
 from lt_data.errors import DataError
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_index import PackIndex
 
 
 @dataclass(frozen=True, kw_only=True)

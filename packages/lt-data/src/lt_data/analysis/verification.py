@@ -20,8 +20,8 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.packing.packs import PACK_FILE as PACK
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_header import PACK_FILE as PACK
+from lt_data.packing.pack_index import PackIndex
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import open_regular, read_file, translate_os_errors
 from lt_data.store.manifest import MAX_MANIFEST_BYTES, TOKENIZER_FOLDER

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, cast
 import typer
 
 if TYPE_CHECKING:
-    from lt_data.packing.packs import PackIndex, PackMode
+    from lt_data.packing.groups import PackMode
+    from lt_data.packing.pack_index import PackIndex
     from lt_data.store.token_store import TokenStore
 
 _Store = Annotated[str, typer.Argument(metavar="STORE", help="Folder of a token store, or its s3:// address.")]
@@ -199,7 +200,7 @@ def _find_pack(store: "TokenStore", seq_len: int | None, mode: str | None) -> "P
     """Return the only pack of a store that matches the options."""
     from lt_data.analysis.verification import list_pack_folders
     from lt_data.errors import DataError
-    from lt_data.packing.packs import PackIndex
+    from lt_data.packing.pack_index import PackIndex
 
     packs = {folder.name: PackIndex.load(folder) for folder in list_pack_folders(store)}
     matching = {

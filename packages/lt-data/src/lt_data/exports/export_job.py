@@ -5,7 +5,9 @@ from functools import cached_property
 
 from lt_data.errors import DataError
 from lt_data.exports.options import ExportOptions
-from lt_data.packing.packs import PACK_FILE, PackIndex, build_index, open_pack
+from lt_data.packing.pack_header import PACK_FILE
+from lt_data.packing.pack_index import PackIndex, build_index
+from lt_data.packing.packs import open_pack
 from lt_data.progress import Progress, no_progress
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.rows import RowReader

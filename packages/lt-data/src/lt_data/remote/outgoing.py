@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
-from lt_data.packing.packs import PACK_FILE as PACK_HEADER
+from lt_data.packing.pack_header import PACK_FILE as PACK_HEADER
 from lt_data.remote.contents import LISTING, check_name
 from lt_data.remote.parcel import file_hashes, is_joined, is_store
 from lt_data.storage import translate_os_errors

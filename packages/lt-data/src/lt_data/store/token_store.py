@@ -200,6 +200,16 @@ class TokenStore:
         # a part of a job may have no shard
         return np.concatenate([np.zeros(0, np.int32), *map(self._shard_lengths, range(len(self.manifest.shards)))])
 
+    def read_lengths(self, first: int, last: int) -> np.ndarray:
+        """Return the tokens of each document from `first` to before `last` (int32), read from their shards."""
+        bounds = self._document_boundaries
+        shards = range(int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, last, "left")))
+        parts = [
+            self._shard_lengths(number)[max(first - int(bounds[number]), 0) : last - int(bounds[number])]
+            for number in shards
+        ]
+        return np.concatenate([np.zeros(0, np.int32), *parts])
+
     @cached_property
     def offsets(self) -> np.ndarray:
         """Global token offset of each document, and the end of the last (int64 [n_documents + 1])."""

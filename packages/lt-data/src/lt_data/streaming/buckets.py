@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lt_data.errors import DataError
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.interleave import Weight
 from lt_data.streaming.phases import Phase, PhasedSchedule

@@ -19,7 +19,7 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.packing.algorithms import concat_aranges
-from lt_data.packing.packs import PackIndex
+from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.shuffle import shuffle_positions
 
