@@ -53,15 +53,15 @@ def test_a_caller_that_had_disabled_it_keeps_it_so(collected: list[int]) -> None
 def test_what_was_there_before_is_left_alone_at_pauses_and_given_back_at_the_end() -> None:
     gc.unfreeze()
     with GarbageCollection(1) as garbage:
-        assert gc.get_freeze_count() > 0
+        assert gc.get_freeze_count() > len(gc.get_objects())
         alive = weakref.finalize(Cyclic(), lambda: None)
         garbage.on_pause()
         assert not alive.alive
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < len(gc.get_objects())
 
 
 def test_a_caller_that_had_frozen_objects_keeps_them_so(collected: list[int]) -> None:
     gc.freeze()
     with GarbageCollection(1):
         pass
-    assert gc.get_freeze_count() > 0
+    assert gc.get_freeze_count() > len(gc.get_objects())

@@ -36,7 +36,9 @@ class GarbageCollection:
         if self._interval:
             gc.collect()
             gc.disable()
-            self._froze = gc.get_freeze_count() == 0  # else a caller's own frozen objects would be thawed at the end
+            # A caller who has frozen most of it keeps it so: the end would thaw his objects too. (Not none: Python
+            # 3.12 counts immortal objects as frozen.)
+            self._froze = gc.get_freeze_count() < len(gc.get_objects())
             if self._froze:
                 gc.freeze()
         return self
