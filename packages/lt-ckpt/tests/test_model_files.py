@@ -7,6 +7,7 @@ that greedy decoding reaches each of the model's end-of-text ids at a known plac
 import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,6 +27,9 @@ from lt_ckpt import (
     export_hf,
     open_source,
 )
+from lt_ckpt.checksums import iter_damages
+from lt_ckpt.folders import remove_checkpoint
+from lt_ckpt.integrity import verify
 from lt_ckpt.model_files import find_differences, with_architecture
 from lt_model import config_from_hf, param_specs
 
@@ -237,6 +241,51 @@ def test_files_beside_a_given_configuration_belong_to_the_model(tmp_path: Path, 
         open_source(tmp_path / "nxd", config=start / "config.json"), tmp_path / "hf", ConvertOptions(format="hf")
     )
     assert read(out) == read(start)
+
+
+TEMPLATES = {"default": "{{ messages[0].content }}", "tool_use": "{{ tools }}", "rag-2.0_x": "{{ documents }}"}
+
+
+@pytest.mark.guarantee("convert-model-files")
+@pytest.mark.parametrize("through_format", ["lt", "nxd tag", "dcp", "pt"])
+def test_named_chat_templates_come_back(tmp_path: Path, published, through_format: str) -> None:
+    from transformers import AutoTokenizer
+
+    start = shutil.copytree(published("llama-3-8b-instruct"), tmp_path / "start")
+    written = AutoTokenizer.from_pretrained(start)
+    written.chat_template = dict(TEMPLATES)
+    written.save_pretrained(start)
+    assert len(list((start / "additional_chat_templates").iterdir())) == 2
+    middle, back = through(start, tmp_path, through_format)
+    assert AutoTokenizer.from_pretrained(back).chat_template == TEMPLATES
+    for path in (middle, back):
+        assert list(find_differences(open_source(path), open_source(start))) == []
+        assert list(iter_damages(open_source(path))) == []
+    (back / "additional_chat_templates" / "tool_use.jinja").write_text("{{ x }}")
+    with pytest.raises(CheckpointError, match=r"additional_chat_templates/tool_use\.jinja"):
+        open_source(back)
+    if through_format == "lt":
+        [step] = middle.glob("step-*") if not (middle / "COMMIT").exists() else [middle]
+        assert verify(step).is_loadable
+        assert remove_checkpoint(step)
+        assert not step.exists()
+
+
+def test_a_chat_template_that_no_checkpoint_can_store_is_refused(tmp_path: Path, published) -> None:
+    start = shutil.copytree(published("llama-2-7b"), tmp_path / "start")
+    folder = start / "additional_chat_templates"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("not read by transformers either")
+    assert not any("additional" in name for name in open_source(start).aux_files)
+    (folder / "a b.jinja").write_text("{{ x }}")
+    with pytest.raises(CheckpointError, match=r"a b\.jinja: rename it"):
+        open_source(start)
+    shutil.rmtree(folder)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.jinja").write_text("{{ x }}")
+    folder.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"x\.jinja: is a link to"):
+        open_source(start)
 
 
 def test_torch_reads_a_file_that_carries_a_model(tmp_path: Path, published) -> None:

@@ -24,7 +24,7 @@ import xxhash
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.records import MANIFEST_FILE_PATTERNS, NXD_FOLDER
+from lt_ckpt.records import MANIFEST_FILE_PATTERNS, NXD_FOLDER, TOKENIZER_FOLDER
 
 SAVE_MARKER = "save.json"
 MANIFEST, COMMIT, TOKENIZER, HF = "manifest.json", "COMMIT", "tokenizer", "hf"
@@ -185,7 +185,7 @@ def remove_unmarked(folder: Path) -> bool:
 
 def _is_checkpoint_subfolder(name: str) -> bool:
     """Return True if a checkpoint can have a subfolder of that relative name."""
-    return name in (TOKENIZER, HF) or NXD_FOLDER.fullmatch(name) is not None
+    return name == HF or any(pattern.fullmatch(name) for pattern in (TOKENIZER_FOLDER, NXD_FOLDER))
 
 
 def iter_files(folder: Path, prefix: str = "") -> Iterator[tuple[str, os.DirEntry[str]]]:

@@ -44,7 +44,8 @@ class CheckpointMetadata:
         model: `lt_model.LlamaConfig.to_dict()`, or empty.
         scalars: Scalar state by name; types are preserved, also inf and nan.
         data: Position in the data stream as plain JSON values, or None.
-        tokenizer_files: File name → content; stored in the folder `tokenizer/`.
+        tokenizer_files: File name → content; stored in the folder `tokenizer/`. A named chat template is
+            `additional_chat_templates/NAME.jinja`, as beside other tokenizers.
         hf_files: `config.json` and `generation_config.json` of the model that this one came from, with what `model`
             does not say (token ids, sampling); stored in the folder `hf/`. Where the two disagree, `model` counts.
         layout: Parallelism of the saving ranks (degrees), for reports; reading does not need it.

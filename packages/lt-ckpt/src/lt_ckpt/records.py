@@ -25,7 +25,8 @@ from lt_ckpt.tensorfile import TensorSpec
 
 TENSOR_FILE = re.compile(r"[a-z][a-z0-9_]{0,63}-\d{5,9}\.safetensors")
 RANK_MANIFEST_FILE = re.compile(r"part-\d{5,9}\.json")
-TOKENIZER_FILE = re.compile(r"tokenizer/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+TOKENIZER_FOLDER = re.compile(r"tokenizer(/additional_chat_templates)?")
+TOKENIZER_FILE = re.compile(rf"{TOKENIZER_FOLDER.pattern}/[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,127}}")
 HF_FILE = re.compile(r"hf/(config|generation_config)\.json")
 SAVE_MARKER_FILE = re.compile(r"save\.json")
 _NXD_RANK_FILE = r"dp_rank_\d{2,9}_tp_rank_\d{2,9}_pp_rank_\d{2,9}\.pt"

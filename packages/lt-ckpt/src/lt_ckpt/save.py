@@ -281,9 +281,10 @@ def read_rank_manifests(folder: Path, marker: SaveMarker) -> tuple[list[RankMani
 def _write_subfolder(folder: Path, subfolder: str, contents: Mapping[str, bytes]) -> FileRecords:
     if not contents:
         return {}
-    files.make_folder(folder / subfolder)
     for name in sorted(contents):
-        files.write_file(folder / subfolder / name, contents[name])
+        path = folder / subfolder / name
+        files.make_folders(path.parent)
+        files.write_file(path, contents[name])
     return {f"{subfolder}/{name}": _record_of_bytes(data) for name, data in sorted(contents.items())}
 
 

@@ -370,3 +370,14 @@ def test_the_configuration_alone(hub, model, monkeypatch):
     assert load_model_config(f"hf://org/name@{hub.commit}") == {"model_type": "llama"}
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE"):
         load_model_config("hf://org/name@main")
+
+
+def test_named_chat_templates_come_with_the_model(hub, model):
+    name = "additional_chat_templates/tool_use.jinja"
+    hub.files = {**hub.files, name: b"{{ tools }}", "additional_chat_templates/notes.txt": b"x"}
+    got = fetch_model("hf://org/name")
+    assert HFFolder.open(got.path).tokenizer_files()[name] == b"{{ tools }}"
+    assert os.listdir(got.path / "additional_chat_templates") == ["tool_use.jinja"]
+    hub.log.clear()
+    assert fetch_model(f"hf://org/name@{hub.commit}").path == got.path
+    assert hub.log == []

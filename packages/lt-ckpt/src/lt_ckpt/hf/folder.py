@@ -6,6 +6,7 @@ Cost: open: the headers; read: the requested bytes.
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,9 @@ TOKENIZER_NAMES = (
     "vocab.json",
     "merges.txt",
 )
+CHAT_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's named chat templates: NAME.jinja."""
+CHAT_TEMPLATE = re.compile(rf"{CHAT_TEMPLATES}/[A-Za-z0-9_][A-Za-z0-9_.\-]{{0,120}}\.jinja")
 GENERATION_CONFIG = "generation_config.json"
 MAX_JSON_BYTES = 2**28
 
@@ -48,13 +52,35 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def is_model_file(name: str) -> bool:
     """Return True for the small files of a model that opening it reads as wholes."""
-    return name in (CONFIG, INDEX_FILE, GENERATION_CONFIG, *TOKENIZER_NAMES)
+    return name in (CONFIG, INDEX_FILE) or is_aux_file(name)
+
+
+def is_aux_file(name: str) -> bool:
+    """Return True for a model's files besides its configuration and tensors, by path in its folder."""
+    return name in (*TOKENIZER_NAMES, GENERATION_CONFIG) or CHAT_TEMPLATE.fullmatch(name) is not None
 
 
 def read_aux_files(folder: Path) -> dict[str, bytes]:
-    """Read a model's files besides its configuration and tensors, by name."""
-    found = {name: read_confined(folder, name, MAX_JSON_BYTES) for name in (*TOKENIZER_NAMES, GENERATION_CONFIG)}
+    """Read a model's files besides its configuration and tensors, by path in its folder.
+
+    Raises:
+        CheckpointError: One is a link out of the folder, too large, or cannot be read; or a chat template has a name
+            that a checkpoint cannot store.
+    """
+    names = (*TOKENIZER_NAMES, GENERATION_CONFIG, *_list_chat_templates(folder))
+    found = {name: read_confined(folder, name, MAX_JSON_BYTES) for name in names}
     return {name: data for name, data in found.items() if data is not None}
+
+
+def _list_chat_templates(folder: Path) -> list[str]:
+    with translate_os_errors("reading", folder / CHAT_TEMPLATES):
+        if not (folder / CHAT_TEMPLATES).is_dir():
+            return []
+        names = sorted(f"{CHAT_TEMPLATES}/{path.name}" for path in (folder / CHAT_TEMPLATES).glob("*.jinja"))
+    for name in names:
+        if not CHAT_TEMPLATE.fullmatch(name):
+            raise CheckpointError(f"{folder / name}: rename it: letters, digits, '_', '.' and '-' name a chat template")
+    return names
 
 
 class HFFolder:

@@ -13,10 +13,9 @@ from typing import Any
 
 from lt_ckpt import strict_json
 from lt_ckpt.errors import CheckpointError
-from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG, INDEX_FILE, SINGLE_FILE, TOKENIZER_NAMES
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file
 
 SHA1, SHA256 = re.compile(r"[0-9a-f]{40}"), re.compile(r"[0-9a-f]{64}")
-SMALL_FILES = (CONFIG, INDEX_FILE, GENERATION_CONFIG, *TOKENIZER_NAMES, "tokenizer.model")
 MAX_FILE_BYTES = 50 * 10**9
 """Largest file that the hub sends over plain https; larger ones come by hf-xet alone."""
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,250}\.safetensors")
@@ -69,7 +68,7 @@ def list_model_files(listing: dict[str, Any], folder: str, where: str) -> dict[s
         if not isinstance(name, str):
             raise CheckpointError(f"{where}: the hub's list has an entry without a name")
         plain = name.removeprefix(prefix)
-        if not name.startswith(prefix) or (plain not in SMALL_FILES and not _SHARD.fullmatch(plain)):
+        if not name.startswith(prefix) or not (is_model_file(plain) or _SHARD.fullmatch(plain)):
             others.add(name)
             continue
         if plain in found:

@@ -26,8 +26,8 @@ from urllib.parse import quote, unquote
 
 from lt_ckpt import files, strict_json
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, read_json
-from lt_ckpt.hub.listing import SHA1, SMALL_FILES, HubFile, list_model_files, list_shards
+from lt_ckpt.hf.folder import CONFIG, INDEX_FILE, SINGLE_FILE, is_model_file, read_json
+from lt_ckpt.hub.listing import SHA1, HubFile, list_model_files, list_shards
 from lt_ckpt.summary import format_bytes
 
 if TYPE_CHECKING:
@@ -191,6 +191,8 @@ def _resolve(url: str, cache: str | os.PathLike[str] | None) -> "tuple[HubModel,
 
 def _download(hub: "Hub", model: HubModel, file: HubFile, target: Path, on_bytes: Callable[[int], None]) -> None:
     path = f"/{model.address.repo}/resolve/{model.commit}/{quote(file.name)}"
+    with translate_os_errors("downloading", target):
+        files.make_folders(target.parent)
     hub.download(path, model.address.repo, file, target, on_bytes)
 
 
@@ -232,7 +234,7 @@ def _fill(hub: "Hub", model: HubModel, listed: Mapping[str, HubFile], progress: 
             target.unlink(missing_ok=True)
         _download(hub, model, file, target, count)
 
-    names = [name for name in SMALL_FILES if name in listed]
+    names = [name for name in listed if is_model_file(name)]
     for name in names:
         get(name)
     weights = [SINGLE_FILE]

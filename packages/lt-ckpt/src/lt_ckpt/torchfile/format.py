@@ -12,7 +12,7 @@ from typing import Any
 
 from lt_ckpt import strict_json
 from lt_ckpt.conversion import Target
-from lt_ckpt.hf.folder import CONFIG, GENERATION_CONFIG, TOKENIZER_NAMES
+from lt_ckpt.hf.folder import CONFIG, is_aux_file
 from lt_ckpt.layout import FileLayout, Layout, whole_tensor
 from lt_ckpt.llama_tensors import HEAD, IGNORED_BUFFERS, add_tied_head, stored_shapes, target_specs, tensor_shapes
 from lt_ckpt.model_files import model_files
@@ -27,7 +27,7 @@ def read_pt_model_files(path: str | os.PathLike[str]) -> tuple[dict[str, Any] | 
     config = found.pop(CONFIG, None)
     return (
         None if config is None else strict_json.loads(config, f"{path}: {CONFIG}"),
-        {name: data for name, data in found.items() if name in (*TOKENIZER_NAMES, GENERATION_CONFIG)},
+        {name: data for name, data in found.items() if is_aux_file(name)},
     )
 
 
