@@ -79,6 +79,22 @@ def test_too_little_memory_is_named_as_such(tmp_path, model, extra):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_library_that_does_not_fit_into_memory_is_no_internal_error(monkeypatch, capsys):
+    from lt_ckpt import __main__, cli
+
+    def load(text):
+        raise ImportError(text)
+
+    for text, code in (
+        ("libx.so.1: failed to map segment from shared object", 64),
+        ("libx.so.1: cannot map: Cannot allocate memory", 64),
+        ("cannot import name 'x'", 70),
+    ):
+        monkeypatch.setattr(cli, "app", lambda prog_name, text=text: load(text))
+        assert __main__.main() == code
+        assert ("too little memory" in capsys.readouterr().err) == (code == 64)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja", "generation_config.json"])
 def test_a_link_out_of_a_model_is_not_followed(tmp_path, models, name):
     folder = models.make(tmp_path / "model", n_layers=1)

@@ -202,6 +202,14 @@ def test_damaged_weights_are_no_start(model, tmp_path) -> None:
         options = ModelOptions(init_from=str(place), init_config=str(model / "config.json") if place == file else "")
         with pytest.raises(RecipeError, match=r"model\.init_from is damaged: .* differ from their checksum"):
             opened(options, CONFIG)
+    listed = convert_checkpoint(source, tmp_path / "listed", ConvertOptions(format="hf"))
+    for name in ("model.safetensors", "config.json"):
+        raw = (listed / name).read_bytes()
+        (listed / name).write_bytes(raw[:-2] + bytes([raw[-2] ^ 1]) + raw[-1:])
+        with pytest.raises(RecipeError, match=rf"{name}: .*SHA256SUMS lists, differ") as refused:
+            opened(ModelOptions(init_from=str(listed)), CONFIG)
+        assert refused.value.exit_code == 64
+        (listed / name).write_bytes(raw)
     with opened(ModelOptions(init_from=str(tmp_path / "run")), CONFIG) as pretrained:
         assert pretrained.source.path == older
         assert f"taking {older} instead of {newer}: " in pretrained.describe()

@@ -4,12 +4,20 @@ Exit codes: 0 success, 64 user error (one line on stderr; also a wrong command l
 interrupted.
 """
 
+import errno
+import os
 import sys
 import traceback
 
 from lt_ckpt.terminal_text import echo_error
 
 TYPER_USAGE_ERROR = 2
+
+
+def _is_lack_of_memory(exc: Exception) -> bool:
+    """Return True for a lack of memory, also for what the system's loader says when a library does not fit."""
+    texts = (os.strerror(errno.ENOMEM), "failed to map segment from shared object")
+    return isinstance(exc, MemoryError) or (isinstance(exc, ImportError) and any(text in str(exc) for text in texts))
 
 
 def main() -> int:
@@ -28,10 +36,10 @@ def main() -> int:
         return 64 if code == TYPER_USAGE_ERROR else code
     except KeyboardInterrupt:
         return 130
-    except MemoryError:
-        sys.stderr.write("error: there is too little memory: free some, or raise the limit (ulimit -v)\n")
-        return 64
     except Exception as exc:  # noqa: BLE001 - outermost handler: anything but a user error is a bug
+        if _is_lack_of_memory(exc):
+            sys.stderr.write("error: there is too little memory: free some, or raise the limit (ulimit -v)\n")
+            return 64
         code = getattr(exc, "exit_code", None) if isinstance(exc, ValueError) else None
         if code is None:
             echo_error(traceback.format_exc())

@@ -49,7 +49,7 @@ class AtomicFolder:
         self._path = folder.with_name(f".{folder.name}.converting")
         self.temp_path = self._path / OUTPUT
         self._recorder = FileRecorder(self.temp_path)
-        self._lock, self._journal = -1, -1
+        self._lock, self._journal, self._made_lock = -1, -1, False
         self._finished: dict[str, FileRecords] = {}
         self._append_lock = threading.Lock()
 
@@ -99,6 +99,9 @@ class AtomicFolder:
                 files.make_folder(self.temp_path)
             self._journal = os.open(self._path / JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except CheckpointError:  # not ours
+            if self._made_lock:
+                with suppress(OSError):
+                    (self._path / LOCK).unlink()
             self._release_lock()
             raise
         except BaseException:
@@ -141,8 +144,7 @@ class AtomicFolder:
                     self._path.rmdir()
                 raise
             try:
-                flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-                lock = os.open(self._path / LOCK, flags, 0o666)
+                lock = self._open_lock()
             except FileNotFoundError:  # its owner has just removed the folder
                 continue
             except OSError:
@@ -168,6 +170,16 @@ class AtomicFolder:
             finally:
                 if self._lock < 0:
                     os.close(lock)
+
+    def _open_lock(self) -> int:
+        flags = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+        try:
+            lock = os.open(self._path / LOCK, flags | os.O_CREAT | os.O_EXCL, 0o666)
+        except FileExistsError:
+            self._made_lock = False
+            return os.open(self._path / LOCK, flags)
+        self._made_lock = True
+        return lock
 
     def _check_content(self) -> None:
         """Raise if the hidden folder holds what no conversion made."""
