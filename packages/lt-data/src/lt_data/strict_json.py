@@ -9,7 +9,7 @@ Every message names the file and the field. Cost: one walk over the values; not 
 import dataclasses
 import json
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -82,8 +82,8 @@ def _convert(kind: Any, value: Any, field: str) -> Any:
     if origin is Literal:
         if value in members and type(value) is type(members[0]):
             return value
-    elif origin is tuple and isinstance(value, list):
-        if members[-1] is Ellipsis:
+    elif origin in (tuple, Sequence) and isinstance(value, list):
+        if origin is Sequence or members[-1] is Ellipsis:
             return tuple(_convert(members[0], item, f"{field}[{i}]") for i, item in enumerate(value))
         if len(members) == len(value):
             pairs = enumerate(zip(members, value, strict=True))
@@ -151,6 +151,7 @@ _NAMES = {
     Mapping: "an object",
     list: "a list",
     tuple: "a list",
+    Sequence: "a list",
     str: "a string",
     bool: "true or false",
     int: "an integer",

@@ -1,5 +1,6 @@
 """Joined stores: one manifest over stores that stay where they are."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -15,7 +16,8 @@ from typer.testing import CliRunner
 import lt_data
 from lt_data import DataError, Document, RowReader, Selection, Stream, Tokenizer, TokenStore
 from lt_data.cli import app
-from lt_data.store.joined import PART_FOLDERS, JoinedManifest
+from lt_data.store.joined import PART_FOLDERS
+from lt_data.store.joined_manifest import JoinedManifest
 from lt_data.store.manifest import checksum_of, encode_manifest
 
 
@@ -32,6 +34,22 @@ def stores(tmp_path: Path, texts: list[str], tokenizer: Tokenizer) -> Path:
     for name, part in {"a": texts[:20], "b/c": texts[20:21] + texts[22:40], "d": texts[40:]}.items():
         _prepare(part, tokenizer, folder / name)
     return folder
+
+
+@pytest.fixture(params=["parsed", "indexed"])
+def is_indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Stores are joined with and without an index."""
+    if request.param == "indexed":
+        monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", 1)
+    return request.param == "indexed"
+
+
+@pytest.fixture
+def indexed(stores: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of stores, joined with an index."""
+    monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", 1)
+    lt_data.join(stores, _paths(stores))
+    return stores
 
 
 def _paths(stores: Path) -> list[Path]:
@@ -57,13 +75,13 @@ def _flat_copy(joined: TokenStore, out: Path) -> TokenStore:
 
 
 @pytest.mark.guarantee("joined-stores")
-def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tmp_path: Path) -> None:
+def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tmp_path: Path, is_indexed: bool) -> None:
     before = {path: path.read_bytes() for path in stores.rglob("*") if path.is_file()}
     manifest = lt_data.join(stores, _paths(stores))
     joined = TokenStore.open(stores)
     assert {path: path.read_bytes() for path in stores.rglob("*") if path.is_file()} == {
         **before,
-        stores / "manifest.json": (stores / "manifest.json").read_bytes(),
+        **{stores / name: (stores / name).read_bytes() for name in ("manifest.json", "joined.index")[: 1 + is_indexed]},
     }
     assert joined.manifest == manifest
     assert manifest.is_consistent
@@ -89,6 +107,62 @@ def test_a_joined_store_is_read_as_the_flat_store_of_its_shards(stores: Path, tm
         assert (tmp_path / "from joined" / name).read_bytes() == (tmp_path / "from flat" / name).read_bytes()
 
 
+@pytest.mark.guarantee("joined-stores")
+@pytest.mark.parametrize(("kind", "size"), [("bin", 1), ("idx", 1), ("bin", 0)])
+def test_a_shard_cut_short_is_named_at_its_first_use(indexed: Path, kind: str, size: int) -> None:
+    path = indexed / f"b/c/shards/00000.{kind}"
+    path.write_bytes(path.read_bytes()[:-1] if size else b"")
+    store = TokenStore.open(indexed)
+    assert store.document(0).size
+    with pytest.raises(DataError, match=rf"b/c/shards/00000\.{kind}: \d+ bytes, the manifest says \d+"):
+        store.document(20)
+    assert any(f"b/c/shards/00000.{kind}" in problem for problem in lt_data.verify(store))
+
+
+@pytest.mark.guarantee("joined-stores")
+def test_a_folder_of_shards_that_leads_out_is_refused_at_its_first_use(indexed: Path, tmp_path: Path) -> None:
+    (indexed / "d/shards").rename(tmp_path / "secret")
+    (indexed / "d/shards").symlink_to(tmp_path / "secret")
+    store = TokenStore.open(indexed)
+    with pytest.raises(DataError, match="d/shards: a symbolic link leads out"):
+        store.document(store.n_documents - 1)
+    with pytest.raises(DataError, match="d/shards: a symbolic link leads out"):
+        store.read_shard(len(store.manifest.shards) - 1)
+
+
+@pytest.mark.guarantee("joined-stores")
+def test_a_damaged_or_missing_index_is_one_error(indexed: Path) -> None:
+    path = indexed / "joined.index"
+    content = path.read_bytes()
+    for damaged in (content[:-1], content[:400] + b"?" + content[401:], content[:-9] + bytes(9), content + b"0", b""):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"joined\.index: (SHA-256 differs|more than the)"):
+            TokenStore.open(indexed)
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot read the index .*joined\.index: No such file"):
+        TokenStore.open(indexed)
+
+
+def test_an_index_of_other_shards_is_found_by_verify(indexed: Path) -> None:
+    content = (indexed / "joined.index").read_bytes()
+    at = content.index(bytes.fromhex(TokenStore.open(indexed).manifest.shards[0].sha256))
+    content = content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :]
+    (indexed / "joined.index").write_bytes(content)
+    _edit(indexed, index={"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)})
+    store = TokenStore.open(indexed)
+    message = f"{indexed / 'manifest.json'}: the index has other shards or totals than its parts; join the stores again"
+    assert message in lt_data.verify(store)
+    with pytest.raises(DataError, match="the index has other shards"):
+        store.verify()
+
+
+@pytest.mark.parametrize("version", [1, 3])
+def test_an_index_needs_its_version(indexed: Path, version: int) -> None:
+    _edit(indexed, version=version)
+    with pytest.raises(DataError, match=rf"format version {version}; this lt-data reads 1 and, with an index, 2"):
+        TokenStore.open(indexed)
+
+
 def test_the_fingerprint_is_a_function_of_the_shards_alone(
     stores: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,13 +184,11 @@ def test_the_fingerprint_is_a_function_of_the_shards_alone(
 
 
 def _sha256(folder: Path) -> str:
-    import hashlib
-
     return hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
 
 @pytest.mark.guarantee("joined-stores")
-def test_a_part_that_changed_is_named(stores: Path, texts: list[str], tokenizer: Tokenizer) -> None:
+def test_a_part_that_changed_is_named(stores: Path, texts: list[str], tokenizer: Tokenizer, is_indexed: bool) -> None:
     lt_data.join(stores, _paths(stores))
     shutil.rmtree(stores / "b/c")
     with pytest.raises(DataError, match=r"b/c/manifest\.json: No such file"):
@@ -238,7 +310,9 @@ def test_duplicates_of_different_parts_are_not_called_dropped(
     assert 2 * found.documents == manifest.documents
 
 
-def test_documents_know_their_sources(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_know_their_sources(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, is_indexed: bool
+) -> None:
     for name, n in (("a", 3), ("b", 2)):
         (tmp_path / "text" / name).mkdir(parents=True)
         for i in range(n):

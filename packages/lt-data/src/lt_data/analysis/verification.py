@@ -35,6 +35,7 @@ def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterat
     """Check a store and its packs; yield each problem with the name of its file."""
     for path in store.manifest_files:
         yield from _check_json(path)
+    yield from _check_index_of_parts(store)
     yield from _check_tokenizer(store)
     yield from _check_source_files(store)
     done, total = 0, store.n_tokens * store.dtype.itemsize
@@ -75,6 +76,13 @@ def _check_json(path: Path) -> Iterator[str]:
         return
     if (json.dumps(values, indent=2) + "\n").encode() != content:
         yield f"{path}: formatting differs from the written file"
+
+
+def _check_index_of_parts(store: TokenStore) -> Iterator[str]:
+    try:
+        store.check_index()
+    except DataError as exc:
+        yield str(exc)
 
 
 def _check_tokenizer(store: TokenStore) -> Iterator[str]:

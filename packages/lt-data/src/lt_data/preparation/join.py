@@ -1,6 +1,7 @@
 """Join of token stores without copying: one manifest that names them (lt_data.store.joined).
 
-Cost: the manifests are read and the sizes of all shards compared; one file is written.
+Cost: the manifests are read and the sizes of all shards compared; the manifest is written, and of 1024 shards or more
+an index.
 """
 
 import os
@@ -13,7 +14,9 @@ from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.preparation.prepare import NoticeCallback, no_notice
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
-from lt_data.store.joined import PART_FOLDERS, LoadedPart, combine_manifests, join_parts, load_store
+from lt_data.store.combined_manifest import LoadedPart
+from lt_data.store.joined import PART_FOLDERS, join_parts_indexed, load_store
+from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
 from lt_data.store.token_store import TokenStore
 
@@ -47,10 +50,11 @@ def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallbac
             raise DataError(f"{store}: only stores in folders can be joined; download it first (lt data download)")
         TokenStore.open(store)
         parts += [replace(part, path=_path_of(part.folder, out)) for part in load_store(Path(store)).parts]
-    manifest = combine_manifests(parts)
-    joined = join_parts(parts)
+    joined, manifest, index = join_parts_indexed(parts)
     with translate_os_errors("create", out):
         make_folder_synced(out)
+    if index is not None:
+        replace_file(out / INDEX_FILE, index)
     replace_file(out / MANIFEST_FILE, joined.encode())
     if elsewhere := [part.path for part in joined.parts if part.is_elsewhere]:
         notify(

@@ -40,10 +40,10 @@ from lt_data.preparation.store_writer import (
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
+from lt_data.store.combined_manifest import SHARED_FIELDS, merge_engines
 from lt_data.store.document_columns import count_nulls, decode_columns
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_sources, shift_files
-from lt_data.store.joined import SHARED_FIELDS, merge_engines
 from lt_data.store.manifest import (
     DUPLICATE,
     MANIFEST_FILE,

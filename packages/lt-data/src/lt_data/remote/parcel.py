@@ -16,7 +16,7 @@ from lt_data.errors import DataError
 from lt_data.remote.contents import LISTING, Listed, check_name, decode_listing
 from lt_data.remote.s3 import S3Folder
 from lt_data.store.document_sources import SOURCES_FILE
-from lt_data.store.joined import FORMAT as JOINED_FORMAT
+from lt_data.store.joined_manifest import FORMAT as JOINED_FORMAT
 from lt_data.store.manifest import FORMAT, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 

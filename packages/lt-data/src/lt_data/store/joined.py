@@ -1,7 +1,7 @@
 """Joined store: a manifest that names other stores, its parts, which stay where they are.
 
     {"format": "lt-data-joined-store", "version": 1, "fingerprint", "documents", "tokens",
-     "parts": [{"path", "sha256"}, ...], "checksum"}
+     "parts": [{"path", "sha256"}, ...], "index": {"sha256", "bytes"}, "checksum"}
 
 Each part is pinned by the SHA-256 of its `manifest.json`, which has the hashes of its shards, so a part that changed is
 an error. The documents are those of the parts in order. In memory a joined store is one flat manifest, whose shards are
@@ -23,149 +23,43 @@ the new documents, both in one folder:
 
 STORE opens as its newest generation, STORE/generations/00001 as that one.
 
+A store of 1024 shards or more has an index (lt_data.store.joined_index), pinned by its SHA-256: then the manifests of
+the parts are hashed and not parsed, and the size of a shard's file is compared when it is first used.
+
 Cost: one read of each part's manifest.
 """
 
 import hashlib
-import json
 import os
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.file_names import is_plain_name, to_local_name
+from lt_data.file_names import to_local_name
 from lt_data.storage import read_file, translate_os_errors
-from lt_data.store.document_sources import MAX_SOURCE_FILES
-from lt_data.store.manifest import (
-    MANIFEST_FILE,
-    MAX_LISTED_SOURCES,
-    MAX_MANIFEST_BYTES,
-    PACK_FOLDER,
-    ColumnInfo,
-    DocumentTotals,
-    ShardFile,
-    SourceFiles,
-    StoreManifest,
-    check_counts,
-    check_hashes,
-    checksum_of,
-    encode_manifest,
+from lt_data.store.combined_manifest import LoadedPart, combine_manifests
+from lt_data.store.joined_index import (
+    INDEX_FILE,
+    MIN_INDEXED_SHARDS,
+    ShardLocation,
+    ShardLocations,
+    decode_joined_index,
+    encode_joined_index,
 )
+from lt_data.store.joined_manifest import FORMAT, IndexFile, JoinedManifest, JoinedPart
+from lt_data.store.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, PACK_FOLDER, StoreManifest, encode_manifest
 
-FORMAT = "lt-data-joined-store"
-VERSION = 1
 GENERATION_FOLDER = "generations"
 GENERATION_FILE = "generation.json"
 PART_FOLDERS = "LT_DATA_PART_FOLDERS"
-SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "map", "shard_tokens")
-"""Manifest fields that parts share, besides the tokenizer."""
-_CHECKED_BYTES = "checked_bytes"
 _REMEDY = "join the stores again"
 
 _GENERATION = re.compile(r"\d{5,}")
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinedPart:
-    """Part of a joined store: path of its folder, and SHA-256 of its manifest.
-
-    The path is relative to the folder of the joined store ("." is that folder), or absolute for a part elsewhere.
-    """
-
-    path: str
-    sha256: str
-
-    def __post_init__(self) -> None:
-        names = self.path.removeprefix("/").split("/")
-        if self.path != "." and not all(map(is_plain_name, names)):
-            raise DataError(f"part {self.path!r} is neither a path inside the folder nor an absolute one, without ..")
-        check_hashes(f"sha256 of part {self.path}", [self.sha256])
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """True if the path is absolute."""
-        return self.path.startswith("/")
-
-
-@dataclass(frozen=True, kw_only=True)
-class JoinedManifest:
-    """Manifest of a joined store; `fingerprint`, `documents` and `tokens` are those of all parts together.
-
-    `appended` is the fingerprint of the listing of the sources that a generation added, otherwise "".
-    """
-
-    fingerprint: str
-    documents: int
-    tokens: int
-    parts: tuple[JoinedPart, ...]
-    appended: str = ""
-
-    def __post_init__(self) -> None:
-        check_hashes("fingerprint", [self.fingerprint, *([self.appended] if self.appended else [])])
-        check_counts(documents=self.documents, tokens=self.tokens)
-        repeated = [path for path, n in Counter(part.path for part in self.parts).items() if n > 1]
-        if repeated or not self.parts:
-            raise DataError(f"part {repeated[0]!r} is named twice" if repeated else "it names no part")
-
-    def encode(self) -> bytes:
-        """Return the bytes of the file."""
-        values = {"format": FORMAT, "version": VERSION, **asdict(self)}
-        if not self.appended:
-            del values["appended"]
-        return (json.dumps({**values, "checksum": checksum_of(values)}, indent=2) + "\n").encode()
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any], source: str) -> "JoinedManifest":
-        """Parse the values of the file; `source` names it in errors.
-
-        Raises:
-            DataError: another version, a field or path that is not allowed, or a wrong checksum.
-        """
-        fields = dict(values)
-        del fields["format"]
-        if (version := fields.pop("version", None)) != VERSION:
-            raise DataError(f"{source}: format version {version!r}; this lt-data reads {VERSION}: update lt-data")
-        checksum = fields.pop("checksum", None)
-        manifest = strict_json.parse(cls, fields, source, _REMEDY)
-        if checksum != checksum_of({name: value for name, value in values.items() if name != "checksum"}):
-            raise DataError(f"{source}: checksum does not match the fields; copy the file again, or {_REMEDY}")
-        return manifest
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedPart:
-    """Part that was read: its folder, manifest, SHA-256 of the manifest's file, and recorded path."""
-
-    folder: Path
-    manifest: StoreManifest
-    sha256: str
-    path: str = "."
-
-
-@dataclass(frozen=True, kw_only=True)
-class ShardLocation:
-    """Location of a shard.
-
-    Attributes:
-        folder: the flat store that it is in.
-        shard: its entry in the manifest there.
-        sources: the source files of that store.
-        columns: its kept columns.
-        first_file: source files of the parts before.
-    """
-
-    folder: Path
-    shard: ShardFile
-    sources: SourceFiles
-    columns: tuple[ColumnInfo, ...] = ()
-    first_file: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,25 +68,56 @@ class LoadedStore:
 
     Attributes:
         manifest: the manifest; of a joined store that of a flat store with the same shards.
-        parts: the parts.
+        folders: folders of the parts.
+        locations: location of each shard.
         joined: file of the joined manifest; None for a flat store.
         packs: folder of the packs.
+        entries: the parts as the joined manifest has them.
+        indexed: True if `locations` are of an index, so that no part's manifest was parsed.
     """
 
     manifest: StoreManifest
-    parts: tuple[LoadedPart, ...]
+    folders: tuple[Path, ...]
+    locations: Sequence[ShardLocation]
     joined: Path | None
     packs: Path
+    entries: tuple[JoinedPart, ...] = ()
+    indexed: bool = False
 
-    @property
-    def locations(self) -> list[ShardLocation]:
-        """Location of each shard."""
-        locations: list[ShardLocation] = []
-        first_file = 0
-        for part in self.parts:
-            locations += locate_shards(part.folder, part.manifest, first_file)
-            first_file += part.manifest.sources.files if part.manifest.shards else 0
-        return locations
+    @cached_property
+    def parts(self) -> tuple[LoadedPart, ...]:
+        """Parts with their manifests, which are read now if there is an index.
+
+        Raises:
+            DataError: a manifest is broken or changed.
+        """
+        assert self.joined is not None
+        pairs = zip(self.entries, self.folders, strict=True)
+        return tuple(_load_part(entry, folder, self.joined) for entry, folder in pairs)
+
+    def check_index(self) -> None:
+        """Compare the index, if there is one, with the manifests of the parts.
+
+        Raises:
+            DataError: they differ.
+        """
+        if self.indexed:
+            manifest = combine_manifests(self.parts)
+            if manifest != self.manifest or manifest.fingerprint != self.manifest.fingerprint:
+                raise DataError(f"{self.joined}: the index has other shards or totals than its parts; {_REMEDY}")
+
+
+def _loaded(parts: Sequence[LoadedPart], manifest: StoreManifest, joined: Path | None, packs: Path) -> LoadedStore:
+    """Return a store whose parts were parsed."""
+    locations: list[ShardLocation] = []
+    first_file = 0
+    for part in parts:
+        locations += locate_shards(part.folder, part.manifest, first_file)
+        first_file += part.manifest.sources.files if part.manifest.shards else 0
+    folders = tuple(part.folder for part in parts)
+    store = LoadedStore(manifest=manifest, folders=folders, locations=locations, joined=joined, packs=packs)
+    vars(store)["parts"] = tuple(parts)
+    return store
 
 
 def locate_shards(folder: Path, manifest: StoreManifest, first_file: int = 0) -> list[ShardLocation]:
@@ -208,7 +133,7 @@ def locate_shards(folder: Path, manifest: StoreManifest, first_file: int = 0) ->
 def flat_store(folder: Path, manifest: StoreManifest) -> LoadedStore:
     """Return a flat store in a folder, by its manifest."""
     part = LoadedPart(folder=folder, manifest=manifest, sha256=hashlib.sha256(encode_manifest(manifest)).hexdigest())
-    return LoadedStore(manifest=manifest, parts=(part,), joined=None, packs=folder / PACK_FOLDER)
+    return _loaded([part], manifest, None, folder / PACK_FOLDER)
 
 
 def load_store(folder: Path) -> LoadedStore:
@@ -224,7 +149,7 @@ def load_store(folder: Path) -> LoadedStore:
     content, values = _read(folder / MANIFEST_FILE)
     if values.get("format") != FORMAT:
         part = _flat_part(folder, content, values)
-        return LoadedStore(manifest=part.manifest, parts=(part,), joined=None, packs=folder / PACK_FOLDER)
+        return _loaded([part], part.manifest, None, folder / PACK_FOLDER)
     return _load_joined(folder, folder / MANIFEST_FILE, folder)
 
 
@@ -280,12 +205,30 @@ def new_part(root: Path, folder: Path, manifest: StoreManifest) -> LoadedPart:
 
 
 def join_parts(parts: Sequence[LoadedPart], *, appended: str = "") -> JoinedManifest:
-    """Return the joined manifest of parts, by their recorded paths.
+    """Return the joined manifest of parts, by their recorded paths, without an index.
+
+    Raises:
+        DataError: they do not fit together.
+    """
+    return _joined_manifest(parts, combine_manifests(parts), appended)
+
+
+def join_parts_indexed(parts: Sequence[LoadedPart]) -> tuple[JoinedManifest, StoreManifest, bytes | None]:
+    """Return the joined manifest of parts, that of the flat store, and the index of a large one.
 
     Raises:
         DataError: they do not fit together.
     """
     manifest = combine_manifests(parts)
+    joined = _joined_manifest(parts, manifest, "")
+    if len(manifest.shards) < MIN_INDEXED_SHARDS:
+        return joined, manifest, None
+    content = encode_joined_index(manifest, [part.manifest for part in parts])
+    index = IndexFile(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    return replace(joined, index=index), manifest, content
+
+
+def _joined_manifest(parts: Sequence[LoadedPart], manifest: StoreManifest, appended: str) -> JoinedManifest:
     return JoinedManifest(
         fingerprint=manifest.fingerprint,
         documents=manifest.documents,
@@ -317,112 +260,55 @@ def _load_joined(root: Path, file: Path, home: Path) -> LoadedStore:
     """
     joined = read_joined(file)
     folders = [_allowed_folder(root, part, file) for part in joined.parts]
-    parts: list[LoadedPart] = []
-    for entry, folder in zip(joined.parts, folders, strict=True):
-        content, part_values = _read(folder / MANIFEST_FILE)
-        if hashlib.sha256(content).hexdigest() != entry.sha256:
-            raise DataError(
-                f"{folder}: changed since it was joined to {file}; restore this part, or join the stores again"
-            )
-        parts.append(replace(_flat_part(folder, content, part_values), path=entry.path))
+    if joined.index is not None:
+        return _load_indexed(joined, tuple(folders), file, home)
+    parts = [_load_part(entry, folder, file) for entry, folder in zip(joined.parts, folders, strict=True)]
     manifest = combine_manifests(parts)
     stated = (joined.fingerprint, joined.documents, joined.tokens)
     if stated != (manifest.fingerprint, manifest.documents, manifest.tokens):
         raise DataError(f"{file}: fingerprint or totals are not those of its parts; {_REMEDY}")
-    return LoadedStore(manifest=manifest, parts=tuple(parts), joined=file, packs=home / PACK_FOLDER)
+    return _loaded(parts, manifest, file, home / PACK_FOLDER)
 
 
-def combine_manifests(parts: Sequence[LoadedPart]) -> StoreManifest:
-    """Return the manifest of a flat store with the shards of the parts.
-
-    Raises:
-        DataError: parts have another tokenizer or other options than the first; the message names them.
-    """
-    first = parts[0].manifest
-    for part in parts:
-        pairs = [
-            ("tokenizer", first.tokenizer.sha256, part.manifest.tokenizer.sha256),
-            *((name, getattr(first, name), getattr(part.manifest, name)) for name in SHARED_FIELDS),
-        ]
-        if different := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
-            raise DataError(
-                f"{part.folder} cannot be joined to {parts[0].folder}: {'; '.join(different)}; prepare both alike, or "
-                "use them as a mixture"
-            )
-    manifests = [part.manifest for part in parts]
-    shards = [shard for manifest in manifests for shard in manifest.shards]
-    if (files := sum(manifest.sources.files for manifest in manifests)) > MAX_SOURCE_FILES:
-        raise DataError(f"{files} source files: a joined store has at most {MAX_SOURCE_FILES}; use them as a mixture")
-    columns = _combine_columns([manifest.columns for manifest in manifests])
-    has_text = all(manifest.text_bytes or not manifest.documents for manifest in manifests)
-
-    def total(amounts: Iterable[DocumentTotals]) -> DocumentTotals:
-        amount = sum(amounts, DocumentTotals())
-        return amount if has_text else replace(amount, text_bytes=0)
-
-    left_out = [manifest.left_out for manifest in manifests]
-    return replace(
-        first,
-        shards=tuple(_renumbered(shard, number, bool(columns)) for number, shard in enumerate(shards)),
-        text_bytes=sum(manifest.text_bytes for manifest in manifests) if has_text else 0,
-        read=total(manifest.read for manifest in manifests),
-        left_out=_by_key(left_out, total),
-        skipped=_by_key([manifest.skipped for manifest in manifests], sum),
-        special_strings=_by_key([manifest.special_strings for manifest in manifests], sum),
-        # equal documents in different parts were not compared
-        selection=first.selection if len(parts) == 1 else replace(first.selection, drop_duplicates=False),
-        engine=merge_engines(manifests),
-        columns=columns,
-        sources=_combine_sources([manifest.sources for manifest in manifests]),
-        merged_from=first.merged_from if len(parts) == 1 else 1,
-        split=first.split if len(parts) == 1 else None,
-        part=None,
+def _load_indexed(joined: JoinedManifest, folders: tuple[Path, ...], file: Path, home: Path) -> LoadedStore:
+    """Load a joined store by its index; the manifests of the parts are hashed and not parsed."""
+    assert joined.index is not None
+    path = file.with_name(INDEX_FILE)
+    with translate_os_errors("read the index", path):
+        content = read_file(path, max_bytes=joined.index.bytes)
+    if hashlib.sha256(content).hexdigest() != joined.index.sha256:
+        raise DataError(f"{path}: SHA-256 differs from {file.name}: copy it again, or {_REMEDY}")
+    for entry, folder in zip(joined.parts, folders, strict=True):
+        _read_pinned(entry, folder, file)
+    index = decode_joined_index(content, joined.fingerprint, str(path))
+    manifest = index.manifest
+    if len(index.parts) != len(folders) or (joined.documents, joined.tokens) != (manifest.documents, manifest.tokens):
+        raise DataError(f"{path}: parts or totals are not those of {file.name}; {_REMEDY}")
+    return LoadedStore(
+        manifest=manifest,
+        folders=folders,
+        locations=ShardLocations(folders=folders, parts=index.parts, shards=index.shards),
+        joined=file,
+        packs=home / PACK_FOLDER,
+        entries=joined.parts,
+        indexed=True,
     )
 
 
-def merge_engines(manifests: Sequence[StoreManifest]) -> dict[str, Any]:
-    """Return the engine entry: that of all parts with summed checked bytes, or a list if they differ."""
-    if not (engines := [dict(manifest.engine) for manifest in manifests if manifest.engine]):
-        return {}
-    checked = sum(engine.get(_CHECKED_BYTES, 0) for engine in engines)
-    distinct: list[dict[str, Any]] = []
-    for engine in engines:
-        if all(engine | {_CHECKED_BYTES: 0} != other | {_CHECKED_BYTES: 0} for other in distinct):
-            distinct.append(engine)
-    return distinct[0] | {_CHECKED_BYTES: checked} if len(distinct) == 1 else {"parts": distinct}
+def _read_pinned(entry: JoinedPart, folder: Path, file: Path) -> bytes:
+    """Return a part's manifest, if it is the one that was joined."""
+    path = folder / MANIFEST_FILE
+    with translate_os_errors("read the token store's", path):
+        content = read_file(path, max_bytes=MAX_MANIFEST_BYTES)
+    if hashlib.sha256(content).hexdigest() != entry.sha256:
+        raise DataError(f"{folder}: changed since it was joined to {file}; restore this part, or join the stores again")
+    return content
 
 
-def _renumbered(shard: ShardFile, number: int, has_columns: bool) -> ShardFile:
-    # a flat store would have other source files: `src_sha256` of the part is in its location
-    shard = replace(shard, name=f"{number:05d}", src_sha256="")
-    return shard if has_columns else replace(shard, arrow_sha256="", arrow_bytes=0)
-
-
-def _combine_columns(columns: Sequence[tuple[ColumnInfo, ...]]) -> tuple[ColumnInfo, ...]:
-    """Return the columns of all parts together; none if parts have others than the first."""
-    if len({tuple((column.name, column.type) for column in each) for each in columns}) > 1:
-        return ()
-    return tuple(replace(same[0], nulls=sum(column.nulls for column in same)) for same in zip(*columns, strict=True))
-
-
-def _by_key(mappings: Sequence[Mapping[str, T]], total: Callable[[Iterable[T]], T]) -> dict[str, T]:
-    keys = sorted({key for mapping in mappings for key in mapping})
-    return {key: total(mapping[key] for mapping in mappings if key in mapping) for key in keys}
-
-
-def _combine_sources(sources: Sequence[SourceFiles]) -> SourceFiles:
-    if len(sources) == 1:
-        return replace(sources[0], list_sha256="")
-    listed = [file for entry in sources for file in entry.listed]
-    files = sum(entry.files for entry in sources)
-    return SourceFiles(
-        files=files,
-        bytes=sum(entry.bytes for entry in sources),
-        sha256=hashlib.sha256("".join(f"{entry.sha256}\n" for entry in sources).encode()).hexdigest(),
-        skipped_links=sum(entry.skipped_links for entry in sources),
-        listed=tuple(listed) if len(listed) == files <= MAX_LISTED_SOURCES else (),
-        unchecked=_by_key([entry.unchecked for entry in sources], sum),
-    )
+def _load_part(entry: JoinedPart, folder: Path, file: Path) -> LoadedPart:
+    content = _read_pinned(entry, folder, file)
+    values = strict_json.load_object(content, str(folder / MANIFEST_FILE), "copy the store again or prepare it again")
+    return replace(_flat_part(folder, content, values), path=entry.path)
 
 
 def _allowed_folder(root: Path, part: JoinedPart, file: Path) -> Path:

@@ -10,8 +10,9 @@ of entries of their folder. Full specification: docs/reference/data-formats.md.
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -167,7 +168,7 @@ class ShardFile:
     @property
     def identity(self) -> dict[str, Any]:
         """Part that determines the tokens, for the fingerprint."""
-        return {name: value for name, value in asdict(self).items() if name not in _METADATA_FIELDS}
+        return {name: value for name, value in vars(self).items() if name not in _METADATA_FIELDS}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -289,7 +290,7 @@ class StoreManifest:
     bos: bool
     eos: bool
     dtype: Literal["uint16", "uint32"]
-    shards: tuple[ShardFile, ...]
+    shards: Sequence[ShardFile]
     text_bytes: int
     read: DocumentTotals
     left_out: Mapping[str, DocumentTotals] = field(default_factory=dict)
@@ -313,19 +314,31 @@ class StoreManifest:
             check_counts(**counts)
         if len({column.name for column in self.columns}) < len(self.columns):
             raise DataError("columns: two of one name")
-        if without := [shard.name for shard in self.shards if bool(shard.arrow_sha256) != bool(self.columns)]:
+        # the entries of a large joined store are checked when its index is written (lt_data.store.joined_index)
+        entries = self.shards if isinstance(self.shards, tuple) else ()
+        if without := [shard.name for shard in entries if bool(shard.arrow_sha256) != bool(self.columns)]:
             raise DataError(f"shard {without[0]}: arrow_sha256 is {'missing' if self.columns else 'of no column'}")
         check_counts(text_bytes=self.text_bytes, shard_tokens=self.shard_tokens, merged_from=self.merged_from)
+
+    @cached_property
+    def shard_tokens_each(self) -> list[int]:
+        """Ids of each shard."""
+        return [shard.tokens for shard in self.shards]
+
+    @cached_property
+    def shard_documents(self) -> list[int]:
+        """Documents of each shard."""
+        return [shard.documents for shard in self.shards]
 
     @property
     def tokens(self) -> int:
         """Ids in the store."""
-        return sum(shard.tokens for shard in self.shards)
+        return sum(self.shard_tokens_each)
 
     @property
     def documents(self) -> int:
         """Documents in the store."""
-        return sum(shard.documents for shard in self.shards)
+        return sum(self.shard_documents)
 
     @property
     def empty_documents(self) -> int:
@@ -342,7 +355,7 @@ class StoreManifest:
         """True if the documents read are those stored plus those left out."""
         return self.read == sum(self.left_out.values(), self.kept)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """SHA-256 (hex) over format, tokenizer, BOS/EOS policy, dtype and the shards with their hashes."""
         identity = {
@@ -364,7 +377,9 @@ class StoreManifest:
             "fingerprint": self.fingerprint,
             "documents": self.documents,
             "tokens": self.tokens,
-            **asdict(self),
+            **asdict(replace(self, shards=(), columns=())),
+            "columns": [asdict(column) for column in self.columns],
+            "shards": [asdict(shard) for shard in self.shards],
         }
         for entry in (values["sources"], *values["sources"]["listed"]):
             if not entry["unchecked"]:

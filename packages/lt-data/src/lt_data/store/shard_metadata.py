@@ -21,8 +21,8 @@ from lt_data.store.document_sources import (
     decode_sources,
     shift_files,
 )
-from lt_data.store.joined import ShardLocation
-from lt_data.store.manifest import MAX_MANIFEST_BYTES, SourceFile, SourceFiles
+from lt_data.store.joined_index import ShardLocation
+from lt_data.store.manifest import MAX_MANIFEST_BYTES, SourceFile, SourceFiles, read_manifest
 from lt_data.store.shard_files import read_checked
 
 _HELD_SOURCES = 16  # shards whose document sources stay in memory
@@ -87,7 +87,8 @@ class ShardMetadata:
     def _load_files(self, folder: Path, sources: SourceFiles) -> tuple[SourceFile, ...]:
         """Return the list of source files of a part."""
         if not sources.list_sha256:
-            return sources.listed
+            # an index of a joined store leaves the lists of its parts where they are
+            return sources.listed if sources.listed or not sources.files else read_manifest(folder).sources.listed
         self._download(SOURCES_FILE)
         path = folder / SOURCES_FILE
         content = read_checked(path, MAX_MANIFEST_BYTES, folder)

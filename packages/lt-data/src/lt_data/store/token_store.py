@@ -9,9 +9,10 @@
 
 A joined store has a `manifest.json` that names other stores, and is read like one flat store (lt_data.store.joined).
 A document is never split across shards. Opening compares sizes with the manifest, about 3 microseconds a file, and
-reads nothing. Tokens and offsets of single documents are read through maps (lt_data.store.mapped_files), so a store of
-any size and any number of shards needs no memory and no file descriptors; `lengths` and `offsets`, which packing needs,
-hold all documents (4 and 8 bytes each). `verify` reads everything.
+reads nothing; of a joined store with an index they are compared at the first use of a shard. Tokens and offsets of
+single documents are read through maps (lt_data.store.mapped_files), so a store of any size and any number of shards
+needs no memory and no file descriptors; `lengths` and `offsets`, which packing needs, hold all documents (4 and 8 bytes
+each). `verify` reads everything.
 """
 
 import hashlib
@@ -24,8 +25,10 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
+from lt_data.storage import check_inside
 from lt_data.store.document_sources import DocumentSource
-from lt_data.store.joined import LoadedStore, ShardLocation, flat_store, load_store
+from lt_data.store.joined import LoadedStore, flat_store, load_store
+from lt_data.store.joined_index import ShardLocation
 from lt_data.store.manifest import (
     MANIFEST_FILE,
     MAX_TOKENIZER_BYTES,
@@ -87,8 +90,9 @@ class TokenStore:
         self._packs = packs
         self._loaded = loaded or flat_store(path, manifest)
         self._locations = self._loaded.locations
-        self._token_boundaries = np.cumsum([0, *(shard.tokens for shard in manifest.shards)], dtype=np.int64)
-        self._document_boundaries = np.cumsum([0, *(shard.documents for shard in manifest.shards)], dtype=np.int64)
+        self._token_boundaries = np.cumsum([0, *manifest.shard_tokens_each], dtype=np.int64)
+        self._document_boundaries = np.cumsum([0, *manifest.shard_documents], dtype=np.int64)
+        self._checked_folders: set[Path] = set()
         self._mapped = MappedFiles(self._map_tokens, len(manifest.shards))
         self._map_index = lru_cache(maxsize=_HELD_INDEXES)(self._open_index)
         self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
@@ -136,6 +140,8 @@ class TokenStore:
         path = Path(path)
         loaded = load_store(path)
         store = cls(path, loaded.manifest, loaded=loaded, packs=packs)
+        if loaded.indexed:  # sizes are compared when a shard is first used
+            return store
         sizes: dict[Path, dict[str, int]] = {part: {} for part in store.part_folders}
         for location in store._locations:
             sizes[location.folder] |= location.shard.sizes(store.manifest.dtype)
@@ -171,12 +177,12 @@ class TokenStore:
     @property
     def part_folders(self) -> list[Path]:
         """Folders of the stores that a joined store consists of; of another store its own."""
-        return [part.folder for part in self._loaded.parts]
+        return [*self._loaded.folders]
 
     @property
     def manifest_files(self) -> list[Path]:
         """Manifests of the store and of its parts."""
-        files = [part.folder / MANIFEST_FILE for part in self._loaded.parts]
+        files = [folder / MANIFEST_FILE for folder in self._loaded.folders]
         return files if self._loaded.joined is None else [self._loaded.joined, *files]
 
     @property
@@ -254,8 +260,7 @@ class TokenStore:
         number, place = self._find_document(index)
         lengths, begins = self._map_index(number)
         begin, length = int(begins[place]) // self.dtype.itemsize, int(lengths[place])
-        shard = self.manifest.shards[number]
-        if not 0 <= begin < begin + length <= shard.tokens:
+        if not 0 <= begin < begin + length <= self.manifest.shard_tokens_each[number]:
             raise DataError(
                 f"{self.shard_path(number, 'idx')}: broken index (document {place}); copy it again or prepare it again"
             )
@@ -319,7 +324,7 @@ class TokenStore:
         number = int(np.searchsorted(self._token_boundaries, start, side="right")) - 1
         while length > 0:
             begin = start - int(self._token_boundaries[number])
-            end = min(begin + length, self.manifest.shards[number].tokens)
+            end = min(begin + length, self.manifest.shard_tokens_each[number])
             parts.append(self.read(number, begin, end))
             start, length, number = start + parts[-1].size, length - parts[-1].size, number + 1
         if not parts:
@@ -334,7 +339,7 @@ class TokenStore:
 
     def read_shard(self, number: int) -> np.ndarray:
         """Return all ids of one shard; a view of the mapped file if the store is local."""
-        return self.read(number, 0, self.manifest.shards[number].tokens)
+        return self.read(number, 0, self.manifest.shard_tokens_each[number])
 
     def mmap_shard(self, number: int) -> np.ndarray | None:
         """Return all ids of one shard as a view of the mapped file; None if the store is not local."""
@@ -374,6 +379,7 @@ class TokenStore:
         for name, sha256 in tokenizer.files.items():
             check_hash(self.tokenizer_folder / name, sha256, self.tokenizer_folder.parent)
         self.tokenizer()
+        self.check_index()
         _ = self.source_files  # compared with its hash
         for number, shard in enumerate(self.manifest.shards):
             index, location = self.shard_path(number, "idx"), self._locations[number]
@@ -391,6 +397,14 @@ class TokenStore:
                 self._check_ids(number)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
+
+    def check_index(self) -> None:
+        """Compare the index of a joined store, if it has one, with the manifests of its parts.
+
+        Raises:
+            DataError: they differ.
+        """
+        self._loaded.check_index()
 
     def shard_location(self, number: int) -> ShardLocation:
         """Return where a shard is."""
@@ -411,12 +425,20 @@ class TokenStore:
         number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
         return number, index - int(self._document_boundaries[number])
 
-    def _map_tokens(self, number: int) -> np.ndarray:
+    def _checked_location(self, number: int) -> ShardLocation:
+        """Return where a shard is; no link of the folder of its files leads out of the store."""
         location = self._locations[number]
+        if location.folder not in self._checked_folders:
+            check_inside(location.folder / SHARD_FOLDER, location.folder)
+            self._checked_folders.add(location.folder)
+        return location
+
+    def _map_tokens(self, number: int) -> np.ndarray:
+        location = self._checked_location(number)
         return map_ids(self.shard_path(number, "bin"), location.shard.tokens, self.dtype, inside=location.folder)
 
     def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        location = self._locations[number]
+        location = self._checked_location(number)
         return map_index(self.shard_path(number, "idx"), location.shard, inside=location.folder)
 
     def _shard_lengths(self, number: int) -> np.ndarray:
