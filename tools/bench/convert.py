@@ -7,15 +7,17 @@ A Hugging Face model of the preset's shapes (fewer layers for a small disk; rand
 alternating and several times: read the model's bytes and write the output's with plain large direct I/O and one fsync
 (the disk's limits), each alone (`read_limit_s`, `write_limit_s`) and both at the same time (`copy_limit_s`, the work of
 a conversion), and convert, with the model dropped from the page cache, and the same without the hashes of the output
-(`unhashed_seconds`, `unhashed_cpu_s`), except for one file. `of_limit` is the slower direction's time over
-the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with one
-that converts a model of a few kB; with `--cgroup-mib` (as root) the conversion runs in a cgroup with that much memory,
-page cache included.
+(`unhashed_seconds`, `unhashed_cpu_s`), except for one file; with `--listed` also with a SHA256SUMS in the model, with
+which every byte that is read is compared (`listed_seconds`, `listed_cpu_s`). `of_limit` is the slower direction's time
+over the conversion's, `of_copy_limit` that of both at once. Peak memory is that of a process of its own, compared with
+one that converts a model of a few kB; with `--cgroup-mib` (as root) the conversion runs in a cgroup with that much
+memory, page cache included.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import mmap
 import os
@@ -38,6 +40,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_ckpt.tensorfile import HashingSafetensorsWriter, TensorSpec
 from lt_model import PRESETS, LlamaConfig, config_to_hf, param_specs
 
@@ -77,6 +80,15 @@ def make_model(folder: Path, config: LlamaConfig, shard_bytes: int) -> int:
     hf = config_to_hf(config, bos_token_id=1, eos_token_id=2, dtype="bfloat16")
     (folder / "config.json").write_text(json.dumps(hf), encoding="utf-8")
     return total
+
+
+def write_hash_list(folder: Path) -> None:
+    """Write the list of a folder's hashes."""
+    hashes = {}
+    for path in sorted(folder.iterdir()):
+        with path.open("rb") as file:
+            hashes[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    (folder / HASH_LIST).write_bytes(format_hash_list(hashes))
 
 
 def drop_page_cache(folder: Path) -> None:
@@ -214,6 +226,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, default=None, help="also write the JSON here")
     parser.add_argument("--cgroup-mib", type=int, default=0, help="memory of the conversion, page cache included")
+    parser.add_argument("--listed", action="store_true", help="also convert the model with a list of its hashes")
     options, arguments = parser.parse_known_args()
     preset = PRESETS[options.preset]
     config = replace(preset, n_layers=options.layers or preset.n_layers)
@@ -237,6 +250,13 @@ def main() -> None:
             bare = run_conversion(model, folder / "out", arguments, options.cgroup_mib, child=UNHASHED_ARGUMENT)
             remove(folder / "out")
             found |= {"unhashed_seconds": bare["seconds"], "unhashed_cpu_s": bare["cpu_s"]}
+            if options.listed:
+                write_hash_list(model)
+                drop_page_cache(model)
+                listed = run_conversion(model, folder / "out", arguments, options.cgroup_mib)
+                remove(folder / "out")
+                (model / HASH_LIST).unlink()
+                found |= {"listed_seconds": listed["seconds"], "listed_cpu_s": listed["cpu_s"]}
             write = direct_write(folder, int(found["out_bytes"]))
             drop_page_cache(model)
             copy = direct_copy(model, folder, n_bytes, int(found["out_bytes"]))
