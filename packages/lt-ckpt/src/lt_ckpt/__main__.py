@@ -15,7 +15,7 @@ TYPER_USAGE_ERROR = 2
 
 
 def _is_lack_of_memory(exc: Exception) -> bool:
-    """Return True for a lack of memory, also for what the system's loader says when a library does not fit."""
+    """Return True for a lack of memory, also if the system's loader says so of a library."""
     texts = (os.strerror(errno.ENOMEM), "failed to map segment from shared object")
     return isinstance(exc, MemoryError) or (isinstance(exc, ImportError) and any(text in str(exc) for text in texts))
 
