@@ -126,6 +126,11 @@ def test_no_tag_that_waits_is_ended_by_another() -> None:
     }
 
 
+def test_a_release_runs_nothing_of_a_commit_that_is_not_on_main() -> None:
+    runs = [step["run"] for step in FLOWS["release.yml"]["jobs"]["build"]["steps"] if "run" in step]
+    assert runs[0] == "git merge-base --is-ancestor HEAD origin/main"
+
+
 def test_the_oldest_siblings_that_are_published_are_tried() -> None:
     """Before a merge by what is imported, before a release by the tests."""
     (oldest,) = [step for where, step in steps() if where == "ci.yml:workspace" and "--oldest" in step.get("run", "")]
@@ -153,9 +158,9 @@ def test_every_job_does_all_its_parts() -> None:
             '--resolution "$RESOLUTION"'
         ],
         "release.yml:build": [
+            "git merge-base --is-ancestor HEAD origin/main",
             'tools/release_check.py "$TAG" --index "$INDEX" >> "$GITHUB_OUTPUT"',
             'tools/release_check.py "$TAG" --notes > notes.md',
-            "git merge-base --is-ancestor HEAD origin/main",
             'tools/check_package.py "$PACKAGE" --out "$RUNNER_TEMP/package" --only tests --index "$INDEX"',
             'tools/check_package.py "$PACKAGE" --out "$RUNNER_TEMP/oldest" --only tests --index "$INDEX"',
             'tools/artifacts.py "$PACKAGE" --out dist --no-cache --index "$INDEX"',

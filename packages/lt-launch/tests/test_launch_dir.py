@@ -105,6 +105,25 @@ def test_the_patch_is_of_the_whole_repository_from_any_folder_of_it(repository: 
     assert {name: (clone / name).read_text() for name in wanted} == wanted
 
 
+def test_looking_at_a_repository_runs_no_program_that_it_names(repository: Path, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    script = tmp_path / "script"
+    script.write_text(f"#!/bin/sh\necho $0 >> {proof}\n")
+    script.chmod(0o755)
+    (repository / ".gitattributes").write_text("*.py diff=mine\n")
+    for name in ("core.fsmonitor", "diff.external", "diff.mine.textconv", "diff.mine.command", "core.pager"):
+        git(repository, "config", name, str(script))
+    hooks = repository / ".git" / "hooks"
+    hooks.mkdir(exist_ok=True)
+    (hooks / "post-index-change").symlink_to(script)
+    proof.unlink(missing_ok=True)
+    (repository / "train.py").write_text("one\nchanged\n")
+    state, patch = git_state(repository)
+    assert state["changed"] == ["train.py"]
+    assert "+changed" in patch
+    assert not proof.exists(), proof.read_text()
+
+
 def test_without_a_repository_there_is_nothing_to_keep(tmp_path: Path) -> None:
     assert git_state(tmp_path) == ({}, "")
 

@@ -20,13 +20,14 @@ from lt_launch.conduct import Stop, Transport
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
+from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
 from lt_launch.stage_runner import StageRunner, handle_stop_signals
 from lt_launch.target import Launch, get_target
 
 __all__ = ["cancel", "run_launch", "submit"]
 
-LOCK_OWNER = re.compile(r"process (\d+) on (\S+)")
+LOCK_OWNER = re.compile(r"process (?P<pid>\d+) on (?P<host>\S+) since (?P<start>\S+)")
 
 
 class QueuelessTarget(Protocol):
@@ -81,16 +82,28 @@ def run_launch(launch: Launch) -> int:
 
 
 def cancel(launch: Launch) -> Iterator[str]:
-    """Signal the process that runs a launch to stop it."""
+    """Signal the process that runs a launch to stop it.
+
+    Raises:
+        LaunchError: the launch is not this user's, or the process that its lock names is another one.
+    """
     owner = launch_dir.lock_owner(launch.directory)
     if not owner:
         yield "it is not running; there is nothing to stop"
         return
     match = LOCK_OWNER.fullmatch(owner)
-    if match is None or match[2] != socket.gethostname():
+    if match is None or match["host"] != socket.gethostname():
         raise LaunchError(f"{owner} runs it; cancel it there")
-    os.kill(int(match[1]), signal.SIGTERM)
-    yield f"asked {owner} to stop; training saves and exits"
+    if not launch_dir.is_own(launch.directory):
+        raise LaunchError(
+            f"{launch.directory} is not a launch that you made on this machine; only such a one names a process to "
+            "signal: ask the user who made it to cancel it"
+        )
+    pid = identify_process(f"{match['pid']} {match['start']}")
+    if not pid:
+        raise LaunchError(f"{owner} no longer runs, and another process holds {launch.directory}/launch.lock; end that")
+    os.kill(pid, signal.SIGTERM)
+    yield f"asked process {pid} on {match['host']} to stop; training saves and exits"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@
     launch.lock         held by the process that runs it, if the target has no queue
 
 Launching into the same folder resumes: completed stages are not repeated. Every launch is listed in
-`$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder.
+`$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder. Of a launch that is not listed
+there, or whose launch.json belongs to another user, the saved profile is not used: its ssh options are commands, its
+endpoints receive credentials.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ from typing import Any
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
-from lt_launch.profile import Profile
+from lt_launch.process_start import process_start
+from lt_launch.profile import Profile, load_profile
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
 from lt_trainer.config import Assignment
@@ -40,6 +43,7 @@ __all__ = [
     "acquire_lock",
     "create",
     "find_launch_dir",
+    "is_own",
     "list_launch_dirs",
     "load_launch",
     "lock_owner",
@@ -55,6 +59,9 @@ SECRET_FILES = re.compile(
     re.IGNORECASE,
 )
 """Files listed by name only, tracked or not."""
+GIT_SETTINGS = ("core.quotepath=off", "core.fsmonitor=false", "core.hooksPath=/dev/null")
+GIT_OPTIONS = ["--no-optional-locks", *(word for setting in GIT_SETTINGS for word in ("-c", setting))]
+"""Options of every git call: the repository's monitor and hooks, which are programs, do not run."""
 GIT_DIFF_ARGS = ["--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"]
 """Options that make a patch portable, independent of the user's git configuration."""
 MAX_UNTRACKED_BYTES = 1 << 20
@@ -126,6 +133,8 @@ def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
 def load_launch(path: str | Path) -> Launch:
     """Load the launch of a folder: its `out`, its `launch/`, or a name from `list_launch_dirs`.
 
+    The profile is the saved one if the launch `is_own`, else that of the user.
+
     Raises:
         LaunchError: there is no such launch, or it is damaged.
     """
@@ -136,11 +145,12 @@ def load_launch(path: str | Path) -> Launch:
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
         assignments = {name: Assignment(value, "launch.json") for name, value in values["profile"].items()}
+        profile = Profile(values=assignments) if is_own(directory) else load_profile()
         return Launch(
             directory=directory,
             target=values["target"],
             pipeline=pipeline_from_dict(values["pipeline"]),
-            profile=Profile(values=assignments),
+            profile=profile,
             job_ids=values["job_ids"],
         )
     except LaunchError:
@@ -177,6 +187,16 @@ def list_launch_dirs() -> list[Path]:
         return []
     paths = [Path(line) for line in dict.fromkeys(lines)]
     return [path for path in paths if (path / "launch.json").is_file()]
+
+
+def is_own(directory: Path) -> bool:
+    """Return True if this user made the launch on this machine: it is listed here and its file is theirs."""
+    try:
+        owner = (directory / "launch.json").stat().st_uid
+    except OSError:
+        return False
+    found = directory.resolve()
+    return owner == os.getuid() and any(found == listed.resolve() for listed in list_launch_dirs())
 
 
 def state_dir() -> Path:
@@ -216,14 +236,15 @@ def acquire_lock(launch: Launch) -> Iterator[None]:
                 f"{launch.directory.parent} is being launched by {owner}; wait for it, or cancel it"
             ) from None
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        pid = os.getpid()
+        os.write(descriptor, f"process {pid} on {socket.gethostname()} since {process_start(pid)}\n".encode())
         yield
     finally:
         os.close(descriptor)
 
 
 def lock_owner(directory: Path) -> str:
-    """Return the process that runs a launch ("process 12 on host"), or "" if none does."""
+    """Return the process that runs a launch ("process 12 on host since START"), or "" if none does."""
     try:
         descriptor = os.open(directory / "launch.lock", os.O_RDONLY)
     except OSError:
@@ -297,7 +318,7 @@ def git_state(folder: Path) -> tuple[dict[str, Any], str]:
 
     def git(*arguments: str, code: int = 0) -> str:
         result = subprocess.run(
-            ["git", "-c", "core.quotepath=off", *arguments],
+            ["git", *GIT_OPTIONS, *arguments],
             cwd=root or folder,
             capture_output=True,
             text=True,

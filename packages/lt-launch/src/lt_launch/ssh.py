@@ -118,9 +118,8 @@ class SshTarget:
         )
 
     def _remote_tail_command(self, launch: Launch) -> Any:
-        _, hosts, transport = self._connection(launch.profile)
-
         def command(host: str, path: str, follow: bool) -> list[str]:
+            _, hosts, transport = self._connection(launch.profile)  # only now: logs in a shared folder need no host
             match = next((candidate for candidate in hosts if candidate.name == host), None)
             if match is None:
                 raise LaunchError(f"host {host} is no longer in the hostfile; its logs are in {path} there")

@@ -20,6 +20,8 @@ from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
 from lt_launch.job import Job, Pipeline, with_container_env
+from lt_launch.launch_dir import is_own
+from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
@@ -79,7 +81,7 @@ class SageMakerLocalTarget:
                 stderr=log,
                 start_new_session=True,
             )
-        (folder / "pid").write_text(str(service.pid), encoding="ascii")
+        (folder / "pid").write_text(f"{service.pid} {process_start(service.pid)}", encoding="ascii")
         while not (folder / "job.json").exists() and service.poll() is None:  # from then on it handles a stop signal
             time.sleep(0.02)
         if detach:
@@ -128,7 +130,12 @@ class SageMakerLocalTarget:
         folder = self._folder(launch)
         if not _is_running(folder):
             return ["it is not running"]
-        os.kill(int((folder / "pid").read_text(encoding="ascii")), signal.SIGTERM)
+        if not is_own(launch.directory):
+            raise SageMakerError(
+                f"{launch.directory} is not a launch that you made on this machine; only such a one names a process to "
+                "signal: ask the user who made it to cancel it"
+            )
+        os.kill(_process_id(folder), signal.SIGTERM)
         return [f"{folder.name} was signaled to save and stop; it has 120 s"]
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
@@ -217,13 +224,12 @@ def _is_running(folder: Path) -> bool:
     """Return True if the emulator process is running."""
     for service in BACKGROUND_PROCESSES:
         service.poll()  # reap it if it is a child of this process
-    file = folder / "pid"
-    if not file.exists():
-        return False
-    pid = int(file.read_text(encoding="ascii"))
+    return bool(_process_id(folder))
+
+
+def _process_id(folder: Path) -> int:
+    """Return the id of the emulator process, 0 if it has ended or the file is not ours."""
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text(encoding="utf-8").rpartition(") ")[2][:1] != "Z"
+        return identify_process((folder / "pid").read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError):
+        return 0

@@ -1,0 +1,117 @@
+"""A run folder that somebody else made is data: looking at it runs nothing of theirs and signals nobody."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lt_launch import launch_dir
+from lt_launch.driver import cancel
+from lt_launch.errors import LaunchError
+from lt_launch.job import Job, Pipeline
+from lt_launch.launch_dir import create, load_launch
+from lt_launch.process_start import identify_process, process_start
+from lt_launch.profile import Profile
+from lt_launch.sagemaker.local import SageMakerLocalTarget
+from lt_launch.spec import stage_spec
+from lt_launch.ssh import SshTarget
+from lt_launch.target import Launch, RenderedLaunch
+
+PIPELINE = Pipeline.from_job(Job(name="x", argv=("true",)))
+
+
+def make(out: Path, target: str, values: dict) -> Launch:
+    profile = Profile().with_values(values, "test")
+    specs = {stage.name: stage_spec(stage, PIPELINE, profile) for stage in PIPELINE.stages}
+    return create(PIPELINE, profile, target, RenderedLaunch(files={}), specs, out=out)
+
+
+@pytest.fixture
+def victim() -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def forget(own_home: Path) -> None:
+    """Make every launch a stranger's: none is listed any more."""
+    (own_home / "launches").unlink()
+
+
+def test_transport_of_a_strangers_launch_is_not_used(own_home: Path, tmp_path: Path) -> None:
+    proof = tmp_path / "proof"
+    values = {"ssh.hosts": ["n1"], "ssh.ssh_args": ["-o", f"ProxyCommand=touch {proof}"]}
+    made = make(tmp_path / "run", "ssh", values)
+    attempt = made.directory / "stages" / "x" / "attempt-000"
+    attempt.mkdir(parents=True)
+    launch_dir.log_event(made, "attempt_started", stage="x", hosts=["n1"])
+    assert load_launch(made.directory).profile.values["ssh.ssh_args"].value == values["ssh.ssh_args"], "one's own"
+    forget(own_home)
+    found = load_launch(made.directory)
+    assert "ssh.ssh_args" not in found.profile.values
+    with pytest.raises(LaunchError, match="ssh needs hosts"):
+        list(SshTarget().logs(found, stage="", rank=0, follow=False))
+    assert not proof.exists()
+    (attempt / "rank-00000.log").write_text("hello\n")
+    assert list(SshTarget().logs(found, stage="", rank=0, follow=False)) == ["hello"], "a file needs no host"
+    (own_home / "profile.toml").write_text('[ssh]\nhosts = ["n1"]\n')
+    assert load_launch(made.directory).profile.to_dict() == {"ssh.hosts": ["n1"]}
+
+
+def test_a_listed_launch_whose_file_another_user_wrote_is_a_strangers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(tmp_path / "run", "ssh", {"ssh.hosts": ["n1"]})
+    assert launch_dir.is_own(made.directory)
+    monkeypatch.setattr(os, "getuid", lambda: (made.directory / "launch.json").stat().st_uid + 1)
+    assert not launch_dir.is_own(made.directory)
+
+
+@pytest.mark.parametrize("case", ["stranger", "another start"])
+def test_cancel_signals_no_process_that_a_file_names(
+    case: str, own_home: Path, tmp_path: Path, victim: subprocess.Popen
+) -> None:
+    made = make(tmp_path / "run", "local", {})
+    start = process_start(victim.pid) if case == "stranger" else "1"
+    with (made.directory / "launch.lock").open("w") as lock:
+        lock.write(f"process {victim.pid} on {socket.gethostname()} since {start}\n")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if case == "stranger":
+            forget(own_home)
+        with pytest.raises(LaunchError, match="not a launch that you made" if case == "stranger" else "no longer runs"):
+            list(cancel(made))
+    assert victim.poll() is None
+
+
+def test_the_emulators_process_is_the_one_that_was_started(
+    own_home: Path, tmp_path: Path, victim: subprocess.Popen
+) -> None:
+    made = make(tmp_path / "run", "sagemaker-local", {})
+    folder = made.directory / "sagemaker" / "job-000"
+    folder.mkdir(parents=True)
+    target = SageMakerLocalTarget()
+    for text in (str(victim.pid), f"{victim.pid} 1", "-1", "1", "0", "abc", "9" * 30, "\xff", ""):
+        (folder / "pid").write_bytes(text.encode("latin-1"))
+        assert list(target.cancel(made)) == ["it is not running"]
+    (folder / "pid").write_text(f"{victim.pid} {process_start(victim.pid)}")
+    forget(own_home)
+    with pytest.raises(LaunchError, match="not a launch that you made"):
+        target.cancel(made)
+    assert victim.poll() is None
+    make(tmp_path / "run", "sagemaker-local", {})
+    target.cancel(made)
+    assert victim.wait(10) == -signal.SIGTERM
+
+
+def test_a_process_is_known_by_its_start() -> None:
+    start = process_start(os.getpid())
+    assert identify_process(f"{os.getpid()} {start}") == os.getpid()
+    assert identify_process(f"{os.getpid()} {start}0") == 0
