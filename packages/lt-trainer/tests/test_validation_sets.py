@@ -12,7 +12,6 @@ from lt_data import (
     Document,
     RowReader,
     TokenStore,
-    append,
     inspect_step,
     open_pack,
     pack,
@@ -117,22 +116,6 @@ def test_a_set_of_another_tokenizer_is_refused_by_name(recipe_base, little_data,
     recipe_base["data"]["validation_sets"] = {"web": {"store": str(tmp_path / "other")}}
     with pytest.raises(RecipeError, match=r"data\.validation_sets\.web\.store = .* another tokenizer"):
         open_data(load(base=recipe_base).recipe)
-
-
-def test_a_run_resumes_on_the_generation_that_it_read(recipe_base, fake_engine, little_data, tmp_path: Path) -> None:
-    store = shutil.copytree(little_data / "train", tmp_path / "train")
-    recipe_base["data"] |= {"store": str(store)}
-    start(recipe_base, stop_after_step=6)
-    (tmp_path / "more.txt").write_text("alpha beta " * 90, encoding="utf-8")
-    append(store, [tmp_path / "more.txt"])
-    with pytest.raises(DataError, match=r"no pack bfd-32 \(older generations of it: .*/generations/00000"):
-        start(recipe_base)
-    pack(TokenStore.open(store), seq_len=32)
-    with pytest.raises(RecipeError, match=r"(?s)appended to since the checkpoint .*/generations/00000"):
-        start(recipe_base)
-    recipe_base["data"]["store"] = str(store / "generations/00000")
-    assert start(recipe_base) == 0
-    assert inspect_step(Path(recipe_base["run"]["dir"]), 12).rows
 
 
 def test_packs_may_be_outside_of_the_stores(recipe_base, fake_engine, little_data, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lt_data.remote.sending import upload
     from lt_data.sources.document import Document
     from lt_data.sources.reader import DocumentReader, read_documents
-    from lt_data.store.joined import find_generation
+    from lt_data.store.generations import locate_generation, names_generation
     from lt_data.store.manifest import DocumentTotals, Selection, StoreManifest
     from lt_data.store.token_store import TokenStore
     from lt_data.streaming.buckets import Buckets
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lt_data.streaming.prefetch import Prefetcher
     from lt_data.streaming.ramp import BatchRamp
     from lt_data.streaming.rows import IGNORE_INDEX, RowReader, Rows, TokenRows
-    from lt_data.streaming.stream import Stream, StreamBatch, StreamState
+    from lt_data.streaming.stream import Stream, StreamBatch, StreamState, sequence_fingerprint
     from lt_data.tokenizing.tokenizer import Tokenizer, train_bpe
 
 _MODULES = {
@@ -82,20 +82,22 @@ _MODULES = {
     "append": "preparation.append",
     "download": "remote.fetching",
     "export": "exports.export",
-    "find_generation": "store.joined",
     "import_tokens": "exports.import_tokens",
     "inspect_batch": "analysis.inspection",
     "inspect_document": "analysis.inspection",
     "inspect_rows": "analysis.inspection",
     "inspect_step": "analysis.run_inspection",
     "join": "preparation.join",
+    "locate_generation": "store.generations",
     "merge": "preparation.merge",
+    "names_generation": "store.generations",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
     "part_folder": "preparation.prepare",
     "prepare": "preparation.prepare",
     "prepare_documents": "preparation.prepare",
     "read_documents": "sources.reader",
+    "sequence_fingerprint": "streaming.stream",
     "split": "preparation.split",
     "stats": "analysis.stats",
     "steps_per_epoch": "analysis.steps",
@@ -143,20 +145,22 @@ __all__ = [
     "append",
     "download",
     "export",
-    "find_generation",
     "import_tokens",
     "inspect_batch",
     "inspect_document",
     "inspect_rows",
     "inspect_step",
     "join",
+    "locate_generation",
     "merge",
+    "names_generation",
     "open_pack",
     "pack",
     "part_folder",
     "prepare",
     "prepare_documents",
     "read_documents",
+    "sequence_fingerprint",
     "split",
     "stats",
     "steps_per_epoch",

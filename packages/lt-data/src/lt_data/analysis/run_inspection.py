@@ -8,7 +8,8 @@ Two files are read:
 A `data` event is written at every start, resume and rollback. From its `step` S (completed steps) and `row` R on, step
 S + k reads the positions R + (k - 1) B to R + k B - 1 of the global sequence, where B is its `global_batch_size`. A
 later event replaces it from its own step on, even if the run was at a later step before; so for step N the last event
-in file order with `step` < N applies. Its fingerprint must match the current rows.
+in file order with `step` < N applies. Its fingerprint must match the current rows; of a store that was appended to, it
+names the generation that was read.
 
 With a batch size ramp-up the event has a `ramp` (lt_data.BatchRamp as JSON), which gives the rows of step S + k. If the
 rows are not those of one pack, the event's `rows` describe them:
@@ -31,13 +32,21 @@ from lt_data.errors import DataError
 from lt_data.file_names import to_local_name, to_portable_name
 from lt_data.packing.packs import open_pack
 from lt_data.storage import translate_os_errors
+from lt_data.store.generations import locate_generation
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.buckets import Buckets
 from lt_data.streaming.mixture import Mixture
 from lt_data.streaming.phases import Phase
 from lt_data.streaming.ramp import BatchRamp
 from lt_data.streaming.rows import RowReader
-from lt_data.streaming.stream import RowSource, Stream, StreamState, diff_fingerprints, sequence_fingerprint
+from lt_data.streaming.stream import (
+    RowSource,
+    Stream,
+    StreamState,
+    diff_fingerprints,
+    sequence_fingerprint,
+    stores_read,
+)
 
 RECIPE_FILE, EVENTS_FILE, METRICS_FILE = "recipe.json", "events.jsonl", "metrics.jsonl"
 
@@ -301,11 +310,14 @@ def _open_rows(
         option = f"source {unknown[0]!r}" if unknown else "--store"
         names = ", ".join(spec.get("stores", ())) or "none"
         raise DataError(f"{option}: the sources of the run's mixture are: {names}; give one with --source NAME=FOLDER")
+    read = stores_read(event.fingerprint)
     try:
         phases = tuple(Phase(weights=phase["weights"], from_row=phase["from_row"]) for phase in spec.get("phases", ()))
         if kind == "mixture":
             opened = {
-                name: _open_store(run, f"the source {name}", path, sources.get(name), "--source NAME=FOLDER", packs)
+                name: _open_store(
+                    run, f"the source {name}", path, sources.get(name), "--source NAME=FOLDER", packs, read.get(name)
+                )
                 for name, path in spec["stores"].items()
             }
             readers = {
@@ -316,7 +328,7 @@ def _open_rows(
             }
             return Mixture(readers, phases, max_epochs=spec["max_epochs"])
         path = spec["store"] if kind == "buckets" else data["store"]
-        opened_store = _open_store(run, "data.store", path, store, "--store", packs)
+        opened_store = _open_store(run, "data.store", path, store, "--store", packs, read.get(""))
         if kind is None:
             index = open_pack(opened_store, seq_len=seq_len, mode=data["packing"])
             return RowReader(opened_store, index, document_mask=mask)
@@ -329,11 +341,12 @@ def _open_rows(
 
 
 def _open_store(
-    run: Path, field: str, recorded: str, override: str | Path | None, option: str, packs: str
+    run: Path, field: str, recorded: str, override: str | Path | None, option: str, packs: str, read: str | None
 ) -> TokenStore:
+    """Open a store, as the generation that was read (`read` begins its fingerprint)."""
     path = Path(to_local_name(recorded) if override is None else override)
     try:
-        return TokenStore.open(path, packs=packs)
+        return TokenStore.open((read and locate_generation(path, read)) or path, packs=packs)
     except DataError as exc:
         if override is not None:
             raise

@@ -284,6 +284,15 @@ def sequence_fingerprint(reader: RowSource, *, shuffle: bool, position: int = 0)
     return f"{reader.fingerprint_at(position)} order:{'shuffled-1' if shuffle else 'pack'}"
 
 
+def stores_read(fingerprint: str) -> dict[str, str]:
+    """Return the beginning of each store's fingerprint, by the mixture's source; "" for a single store."""
+    return {
+        key.removesuffix("store").removesuffix("."): value
+        for key, value in _parse_fingerprint(fingerprint).items()
+        if key == "store" or key.endswith(".store")
+    }
+
+
 def diff_fingerprints(before: str, now: str) -> list[str]:
     """Return the differences of two sequence fingerprints, in words; empty if they are equal."""
     if before == now:

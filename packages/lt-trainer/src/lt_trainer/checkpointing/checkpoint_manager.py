@@ -31,7 +31,7 @@ from lt_ckpt import (
     write_rank_files,
 )
 from lt_data import StreamState
-from lt_trainer.data import parse_stream_state
+from lt_trainer.data import STORES
 from lt_trainer.errors import RecipeError
 from lt_trainer.resilience import run_on_rank0
 
@@ -54,6 +54,8 @@ class CheckpointManager:
     recipe_values: Mapping[str, Any]
     hf_files: dict[str, bytes] = field(default_factory=dict)
     """config.json and generation_config.json of the model that the run began with; see `carry_hf_files`."""
+    stores: dict[str, str] = field(default_factory=dict)
+    """Fingerprint of each store; see `record_stores`."""
     protected: Callable[[], AbstractContextManager[Collection[Path]]] = lambda: nullcontext(())
     """Context with the checkpoints that retention must not delete while it is open."""
 
@@ -61,6 +63,11 @@ class CheckpointManager:
         """Save these files with every checkpoint from now on, for its export."""
         self.hf_files.clear()
         self.hf_files.update(found)
+
+    def record_stores(self, fingerprints: Mapping[str, str]) -> None:
+        """Record with every checkpoint from now on which stores the run reads, by field of the recipe."""
+        self.stores.clear()
+        self.stores.update(fingerprints)
 
     def save(self, engine: Engine, stream: StreamState) -> Path:
         """Save engine state and stream position as step `stream.step`; return the folder on every rank.
@@ -111,7 +118,7 @@ class CheckpointManager:
             recipe=self.recipe_values,
             model=self.model.to_dict(),
             scalars=snapshot.scalars,
-            data=stream.to_dict(),
+            data=stream.to_dict() | ({STORES: dict(self.stores)} if self.stores else {}),
             tokenizer_files=self.tokenizer_files,
             hf_files=dict(self.hf_files),
             layout={"world": topology.world_size, "dp_size": topology.dp_size, **snapshot.layout_metadata},
@@ -196,10 +203,6 @@ class CheckpointManager:
 
         path = run_on_rank0(control, rank == 0, find)
         return Checkpoint.open(path) if path else None
-
-    def stream_state(self, checkpoint: Checkpoint) -> StreamState:
-        """Return the data position of a checkpoint; see `data_state`."""
-        return parse_stream_state(self.data_state(checkpoint))
 
     def data_state(self, checkpoint: Checkpoint) -> Mapping[str, Any]:
         """Return the data state of a checkpoint, after checking that it has this run's model.

@@ -4,6 +4,8 @@ Each time, an event `data` records which rows the following steps read: step S +
 R + (k - 1) * B to R + k * B - 1 of the global sequence; with a batch ramp or several stores, the event has these too.
 So `lt data inspect` can find the documents of any step later.
 
+A store that was appended to is read as the checkpoint has read it (`lt_trainer.data.generations`).
+
 Rank 0 verifies a checkpoint before the others read it. Where a rank finds damage all the same while it reads its part,
 all ranks take the next older valid checkpoint, which overwrites what they have read.
 """
@@ -16,7 +18,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from lt_ckpt import Checkpoint
-from lt_trainer.data import Batches, TrainingData, data_event_fields, open_batches
+from lt_trainer.data import (
+    Batches,
+    TrainingData,
+    changed_generations,
+    data_event_fields,
+    open_batches,
+    reopen_data,
+    resume_state,
+)
 from lt_trainer.errors import NoCheckpointError, RecipeError, RestoreError
 
 if TYPE_CHECKING:
@@ -43,12 +53,13 @@ class RestoreLogger(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunRestorer:
     """Finds checkpoints, restores them into the engine and opens the data at their position."""
 
     recipe: Recipe
     data: TrainingData
+    """From a restored checkpoint on, with the generations of the stores that it has read."""
     engine: Engine
     checkpoint_manager: CheckpointManager
     logger: RestoreLogger
@@ -84,6 +95,7 @@ class RunRestorer:
         checkpoint, batches = self._restore_newest(checkpoint, self._restore)
         self.logger.log_event("resume", step=checkpoint.step, path=str(checkpoint.path))
         self.logger.log_message(f"resuming after step {checkpoint.step} from {checkpoint.path}")
+        self._log_generations(checkpoint)
         if self.recipe.model.init_from:
             self.logger.log_message(f"model.init_from = {self.recipe.model.init_from!r} is not read when a run resumes")
         return batches
@@ -118,7 +130,8 @@ class RunRestorer:
         from_step = batches.state.step
 
         def restore(checkpoint: Checkpoint) -> StreamState:
-            state = self.checkpoint_manager.stream_state(checkpoint)  # raises before tensors are read
+            saved = self.checkpoint_manager.data_state(checkpoint)  # raises before tensors are read
+            state = resume_state(self.recipe, self.data, saved)
             self.engine.restore(checkpoint)
             return state
 
@@ -159,7 +172,9 @@ class RunRestorer:
         return checkpoint
 
     def _restore(self, checkpoint: Checkpoint) -> Batches:
-        batches = self._open_batches(self.checkpoint_manager.data_state(checkpoint))  # raises before tensors are read
+        saved = self.checkpoint_manager.data_state(checkpoint)
+        self.data = reopen_data(self.recipe, self.data, saved)
+        batches = self._open_batches(saved)  # raises before tensors are read
         try:
             self.checkpoint_manager.carry_hf_files(checkpoint.hf_files())
             self.engine.restore(checkpoint)
@@ -169,7 +184,19 @@ class RunRestorer:
         self._log_data_event(batches)
         return batches
 
+    def _log_generations(self, checkpoint: Checkpoint) -> None:
+        """Log which stores have a newer generation than the run reads, and which change theirs now."""
+        for field in sorted(self.data.older):
+            self.logger.log_message(
+                f"{field}: reads {self.data.paths[field]}, as before, although the store has a newer generation; name "
+                "that in the recipe to take it"
+            )
+        changed = changed_generations(self.recipe, self.data, checkpoint.manifest.data)
+        for field, (before, now) in changed.items():
+            self.logger.log_message(f"{field}: from step {checkpoint.step + 1} on {now}, before {before}")
+
     def _open_batches(self, saved: Mapping[str, Any] | None) -> Batches:
+        self.checkpoint_manager.record_stores(self.data.fingerprints)
         return open_batches(self.recipe, self.data, self.engine.topology, self.engine.control, saved)
 
     def _log_data_event(self, batches: Batches) -> None:

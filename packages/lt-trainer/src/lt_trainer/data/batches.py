@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from lt_data import Prefetcher, Stream, StreamState
-from lt_trainer.data.training_data import TrainingData, open_stream, parse_stream_state, to_step_batch
+from lt_trainer.data.generations import resume_state
+from lt_trainer.data.training_data import TrainingData, open_stream, to_step_batch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -117,4 +118,4 @@ def open_batches(
         from lt_trainer.data.custom_loader import LoaderBatches
 
         return LoaderBatches(recipe, topology, control, saved)
-    return StreamBatches(recipe, data, topology, None if saved is None else parse_stream_state(saved))
+    return StreamBatches(recipe, data, topology, None if saved is None else resume_state(recipe, data, saved))

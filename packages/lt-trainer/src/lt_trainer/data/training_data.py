@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +23,8 @@ from lt_data import (
     Stream,
     StreamState,
     TokenStore,
-    find_generation,
+    locate_generation,
+    names_generation,
     open_pack,
 )
 from lt_trainer.config import DataOptions
@@ -61,10 +61,20 @@ class TrainingData:
     vocab_size: int
     tokenizer_files: dict[str, bytes]
     """Empty without a store."""
+    fingerprints: dict[str, str]
+    """Fingerprint of each store, by field of the recipe."""
+    paths: dict[str, str]
+    """Path of each store, by field; that of a generation where an older one is read than its store opens as."""
+    older: frozenset[str]
+    """Fields whose store has a newer generation than the one that the run reads."""
 
 
-def open_data(recipe: Recipe) -> TrainingData:
+def open_data(recipe: Recipe, *, read: Mapping[str, str] | None = None) -> TrainingData:
     """Open and check the stores of a recipe.
+
+    Args:
+        recipe: recipe.
+        read: fingerprint of each store that the run has read, by field (lt_trainer.data.generations).
 
     Raises:
         RecipeError: vocabulary, tokenizer or stores are inconsistent.
@@ -73,42 +83,68 @@ def open_data(recipe: Recipe) -> TrainingData:
     data = recipe.data
     if data.loader:
         import_loader_factory(data.loader)  # fail before anything is loaded
-    stores = _open_stores(data)
+    given, paths = data.store_paths(), generation_paths(data, read or {})
+    stores = open_stores(data, paths)
     first = next(iter(stores.values()), None)
     vocab_size = recipe.model.vocab_size if first is None else _vocab_size(recipe, first)
-    train = None
+    return TrainingData(
+        train=open_rows(recipe, stores, vocab_size),
+        validation=tuple(_validation_sets(data, stores)),
+        vocab_size=vocab_size,
+        tokenizer_files={} if first is None else dict(first.tokenizer().files),
+        fingerprints={field: store.manifest.fingerprint for field, store in stores.items()},
+        paths=paths,
+        older=frozenset(field for field, path in paths.items() if path != given[field]),
+    )
+
+
+def open_rows(
+    recipe: Recipe, stores: Mapping[str, TokenStore], vocab_size: int
+) -> RowReader | Mixture | Buckets | SyntheticRows | None:
+    """Open the training rows of a recipe, of open stores by field; None with a custom loader.
+
+    Raises:
+        DataError: a pack is missing or damaged, or the weights of a mixture are invalid.
+    """
+    data = recipe.data
     if data.source_kind == "synthetic":
-        train = SyntheticRows(vocab_size=vocab_size, seq_len=data.seq_len, seed=recipe.run.seed)
-    elif data.source_kind == "mixture":
+        return SyntheticRows(vocab_size=vocab_size, seq_len=data.seq_len, seed=recipe.run.seed)
+    if data.source_kind == "mixture":
         readers = {name: _reader(data, stores[f"data.mixture.{name}.store"]) for name in data.mixture}
         max_epochs = {name: source.max_epochs for name, source in data.mixture.items() if source.max_epochs}
-        train = Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=max_epochs)
-    elif data.source_kind == "store" and data.packing == "buckets":
+        return Mixture(readers, [Phase(**phase) for phase in _phases(recipe)], max_epochs=max_epochs)
+    if data.source_kind == "store" and data.packing == "buckets":
         store = stores["data.store"]
-        train = Buckets(
+        return Buckets(
             store,
             open_pack(store, seq_len=data.seq_len, mode="buckets", min_seq_len=data.min_seq_len),
             global_batch_size=recipe.batch.global_batch_size,
             weights=[Phase(**phase) for phase in _phases(recipe)] if data.bucket_weights else None,
             document_mask=data.document_mask,
         )
-    elif data.source_kind == "store":
-        train = _reader(data, stores["data.store"])
-    return TrainingData(
-        train=train,
-        validation=tuple(_validation_sets(data, stores)),
-        vocab_size=vocab_size,
-        tokenizer_files={} if first is None else dict(first.tokenizer().files),
-    )
+    return _reader(data, stores["data.store"]) if data.source_kind == "store" else None
 
 
-def _open_stores(data: DataOptions) -> dict[str, TokenStore]:
-    """Return all stores of the section by field name, checked to have the same tokenizer."""
-    paths = {"data.store": data.store}
-    paths |= {f"data.mixture.{name}.store": source.store for name, source in data.mixture.items()}
-    paths |= {"data.validation": data.validation}
-    paths |= {f"data.validation_sets.{name}.store": entry.store for name, entry in data.validation_sets.items()}
-    stores = {name: TokenStore.open(path, packs=data.packs) for name, path in paths.items() if path}
+def generation_paths(data: DataOptions, read: Mapping[str, str], *, follow_names: bool = True) -> dict[str, str]:
+    """Return the path of each store by field: of the generation that was read, if it is not the newest.
+
+    Args:
+        data: section of the recipe.
+        read: fingerprint of each store that was read, by field.
+        follow_names: keep the paths that name a generation.
+    """
+    paths = data.store_paths()
+    for field, path in paths.items():
+        if field in read and not path.startswith("s3://") and not (follow_names and names_generation(path)):
+            generation = locate_generation(path, read[field])
+            if generation is not None and TokenStore.open(path).manifest.fingerprint != read[field]:
+                paths[field] = str(generation)
+    return paths
+
+
+def open_stores(data: DataOptions, paths: Mapping[str, str]) -> dict[str, TokenStore]:
+    """Return all stores by field, checked to have the same tokenizer."""
+    stores = {name: TokenStore.open(path, packs=data.packs) for name, path in paths.items()}
     if not stores:
         return {}
     first = next(iter(stores))
@@ -209,14 +245,12 @@ def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
     Raises:
         DataError: not the state of a stream.
     """
-    return StreamState.from_dict({name: value for name, value in saved.items() if name != "loader"})
+    return StreamState.from_dict({name: value for name, value in saved.items() if name not in ("loader", "stores")})
 
 
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
     """Open the deterministic stream of this rank's rows, at the start or at a checkpoint's state."""
     assert data.train is not None, "a custom loader has no stream"
-    if state is not None:
-        _check_generations(recipe.data, state)
     return Stream(
         data.train,
         global_batch_size=recipe.batch.global_batch_size,
@@ -227,23 +261,6 @@ def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: S
         state=state,
         ramp=recipe.batch.batch_ramp(recipe.data.seq_len),
     )
-
-
-def _check_generations(data: DataOptions, state: StreamState) -> None:
-    """Raise if a store was appended to since the state was saved, and name the generation that was read."""
-    paths = {"store": ("data.store", data.store)}
-    paths |= {f"{name}.store": (f"data.mixture.{name}.store", entry.store) for name, entry in data.mixture.items()}
-    read = {key: value for key, _, value in (word.partition(":") for word in state.fingerprint.split())}
-    for key, (field, path) in paths.items():
-        if not path or path.startswith("s3://") or key not in read:
-            continue
-        generation = find_generation(Path(path), read[key])
-        if generation is not None and not TokenStore.open(path).manifest.fingerprint.startswith(read[key]):
-            raise RecipeError(
-                "the store was appended to since the checkpoint was saved",
-                values={field: path},
-                remedy=f"set it to the generation that the run has read, {generation}",
-            )
 
 
 def to_micro_batches(

@@ -35,7 +35,7 @@ from lt_trainer.checkpointing import (
 )
 from lt_trainer.config import ResolvedRecipe, learning_rate, to_dict
 from lt_trainer.constants import GIB, MIB
-from lt_trainer.data import Batches, SyntheticRows, open_batches, open_stream, parse_stream_state
+from lt_trainer.data import Batches, SyntheticRows, open_batches, open_stream, reopen_data, resume_state
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
 from lt_trainer.errors import TrainerError
 from lt_trainer.observability import check_run_sinks
@@ -172,7 +172,8 @@ def _check_remote(setup: RunSetup, engine: Engine, manifest: CheckpointManifest,
     """Raise if the run cannot resume from a checkpoint in the mirror, by its manifest."""
     setup.checkpoint_manager(setup.folder / "checkpoints").check_model(manifest, place)
     if setup.data.train is not None and manifest.data is not None:
-        open_stream(setup.recipe, setup.data, engine.topology, parse_stream_state(manifest.data))
+        data = reopen_data(setup.recipe, setup.data, manifest.data)
+        open_stream(setup.recipe, data, engine.topology, resume_state(setup.recipe, data, manifest.data))
 
 
 def _describe_data(setup: RunSetup, table: PreflightTable) -> None:

@@ -10,9 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lt_ckpt import find_latest_valid
 from lt_trainer.checkpointing import CheckpointManager
 from lt_trainer.config import Recipe, ResolvedRecipe, llama_config, to_dict
-from lt_trainer.data import TrainingData, open_data
+from lt_trainer.data import TrainingData, open_data, recorded_stores
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import RecipeError
 from lt_trainer.observability import ComputeCost, check_metrics_options
@@ -49,7 +50,7 @@ class RunSetup:
             _require_capabilities(recipe, spec)
             _require_boto3(recipe)
             check_metrics_options(recipe, spec, world)
-            data = open_data(recipe)
+            data = open_data(recipe, read=_stores_read(recipe))
             model = llama_config(recipe, data.vocab_size)
         except RecipeError as exc:
             raise exc.with_origins(resolved.origins) from exc
@@ -102,6 +103,12 @@ def compute_cost(recipe: Recipe, model: LlamaConfig, engine: Engine) -> ComputeC
         attention_flops=attention_flops_per_token(model, 1, FLOPS_CONVENTION),
         recomputed_flops_per_token=engine.recomputed_flops_per_token,
     )
+
+
+def _stores_read(recipe: Recipe) -> dict[str, str]:
+    """Return the fingerprints of the stores that the newest checkpoint has read, by field."""
+    newest, _ = find_latest_valid(Path(recipe.run.dir) / "checkpoints", verify=False)
+    return recorded_stores(None if newest is None else newest.manifest.data)
 
 
 def _require_capabilities(recipe: Recipe, spec: EngineSpec) -> None:

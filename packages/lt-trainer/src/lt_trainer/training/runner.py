@@ -101,7 +101,7 @@ def _create_loop(stack: ExitStack, setup: RunSetup, context: RunContext) -> Trai
                 text_bytes=dataset.text_bytes,
                 batches=partial(validation_batches, dataset.reader, engine.topology, recipe.batch.micro_batch_size),
             )
-            for dataset in setup.data.validation
+            for dataset in restorer.data.validation
         ],
     )
 

@@ -95,6 +95,14 @@ class DataOptions:
         """The given one of store, mixture, synthetic and loader; "" for none."""
         return next((name for name in ("store", "mixture", "synthetic", "loader") if getattr(self, name)), "")
 
+    def store_paths(self) -> dict[str, str]:
+        """Return the path of each given store by field, those of the training rows first."""
+        paths = {"data.store": self.store}
+        paths |= {f"data.mixture.{name}.store": source.store for name, source in self.mixture.items()}
+        paths |= {"data.validation": self.validation}
+        paths |= {f"data.validation_sets.{name}.store": entry.store for name, entry in self.validation_sets.items()}
+        return {field: path for field, path in paths.items() if path}
+
     def _check_table(self, table: str) -> None:
         """Check names and types of a table's sections, and sort them by name."""
         entries: Mapping[str, Any] = getattr(self, table)

@@ -1,0 +1,87 @@
+"""Generations of the stores of a run: it goes on with those that its checkpoint has read.
+
+A store that was appended to opens as its newest generation. Each checkpoint records the fingerprints of the stores, and
+a run that resumes reads these generations again, whatever was appended since. Only a recipe that names a generation
+(`STORE/generations/N`) changes that: from the checkpoint's position on, the rows are drawn from the named generation,
+so a row that was read before may be read again. Everything else about the sequence must be as it was.
+
+Cost: one read of each generation's manifest; on such a change, the packs of both generations are opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lt_data import DataError, StreamState, sequence_fingerprint
+from lt_trainer.data.training_data import (
+    TrainingData,
+    generation_paths,
+    open_data,
+    open_rows,
+    open_stores,
+    parse_stream_state,
+)
+
+if TYPE_CHECKING:
+    from lt_trainer.config import Recipe
+
+STORES = "stores"
+"""Key of a checkpoint's data state: the fingerprint of each store, by field of the recipe."""
+
+
+def recorded_stores(saved: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the fingerprint of each store in a checkpoint's data state, by field.
+
+    Raises:
+        DataError: not a table of texts.
+    """
+    stores = {} if saved is None else saved.get(STORES, {})
+    if not isinstance(stores, Mapping) or not all(isinstance(item, str) for pair in stores.items() for item in pair):
+        raise DataError(f"{STORES} = {stores!r} in the data state of a checkpoint: not fingerprints by field")
+    return dict(stores)
+
+
+def reopen_data(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None) -> TrainingData:
+    """Return the data as a checkpoint has read it: the same if its stores are the same.
+
+    Raises:
+        DataError: see `open_data`.
+    """
+    read = recorded_stores(saved)
+    if all(data.fingerprints.get(field) == fingerprint for field, fingerprint in read.items()):
+        return data
+    return open_data(recipe, read=read)
+
+
+def changed_generations(
+    recipe: Recipe, data: TrainingData, saved: Mapping[str, Any] | None
+) -> dict[str, tuple[str, str]]:
+    """Return the generation that a checkpoint has read and the one of `data`, by field, where they differ."""
+    read = recorded_stores(saved)
+    before = generation_paths(recipe.data, read, follow_names=False)
+    return {
+        field: (before[field], path)
+        for field, path in data.paths.items()
+        if field in read and before[field] != path and read[field] != data.fingerprints[field]
+    }
+
+
+def resume_state(recipe: Recipe, data: TrainingData, saved: Mapping[str, Any]) -> StreamState:
+    """Return the position in a checkpoint's data state, in the rows of `data`.
+
+    Raises:
+        DataError: not the state of a stream.
+    """
+    state, read = parse_stream_state(saved), recorded_stores(saved)
+    if data.train is None or not changed_generations(recipe, data, saved):
+        return state
+    stores = open_stores(recipe.data, generation_paths(recipe.data, read, follow_names=False))
+    before = open_rows(recipe, stores, data.vocab_size)
+    assert before is not None
+    was, now = (
+        sequence_fingerprint(rows, shuffle=recipe.data.shuffle, position=state.row) for rows in (before, data.train)
+    )
+    # if more than a generation changed, the stream names the differences
+    return replace(state, fingerprint=now) if was == state.fingerprint else state
