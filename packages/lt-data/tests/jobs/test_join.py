@@ -363,7 +363,8 @@ def test_upload_makes_a_flat_store(stores: Path, make_parcel: Callable[[Path], P
     joined = TokenStore.open(stores)
     lt_data.pack(joined, seq_len=64)
     flat = TokenStore.open(make_parcel(stores))
-    assert flat.manifest == joined.manifest
+    assert flat.manifest.fingerprint == joined.manifest.fingerprint
+    assert flat.manifest.sources.files == joined.manifest.sources.files
     assert lt_data.verify(flat) == []
     lt_data.open_pack(flat, seq_len=64)
 
@@ -377,7 +378,8 @@ def make_parcel(tmp_path: Path) -> Callable[[Path], Path]:
         parcel, out = of_folder(folder), tmp_path / "sent"
         for name, size in parcel.sizes.items():
             (out / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(parcel.path(name), out / name)
+            with parcel.open(name) as file:
+                (out / name).write_bytes(file.read())
             assert (out / name).stat().st_size == size
         assert parcel.manifest is not None
         (out / "manifest.json").write_bytes(parcel.manifest)

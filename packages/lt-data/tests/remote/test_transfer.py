@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import DataError, Tokenizer, TokenStore, pack, prepare
+from lt_data import DataError, Tokenizer, TokenStore, join, pack, prepare
 from lt_data.__main__ import main
 from lt_data.packing.packs import verify_packs
 from lt_data.remote.contents import LISTING
@@ -500,3 +500,31 @@ def test_importing_the_package_loads_no_boto3() -> None:
 
     code = "import sys, lt_data.remote.sending, lt_data.remote.fetching, lt_data.cli; sys.exit('boto3' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("listed", [1, 1000])
+def test_a_joined_store_goes_up_with_sources_and_columns(
+    tokenizer: Tokenizer, bucket: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: int
+) -> None:
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    for module in ("sources.reader", "store.combined_manifest"):
+        monkeypatch.setattr(f"lt_data.{module}.MAX_LISTED_SOURCES", listed)
+    joined = tmp_path / "joined"
+    for name in "abc":
+        lines = [json.dumps({"text": f"{name} {n}", "n": n}) for n in range(30)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        prepare([tmp_path / f"{name}.jsonl"], tokenizer=tokenizer, out=joined / name, keep=["n:int"], shard_tokens=100)
+    join(joined, [joined / name for name in "abc"])
+    store = TokenStore.open(joined)
+    expected = [(str(store.document_source(i)), store.document_columns(i)) for i in range(90)]
+    assert upload(joined, bucket.url).sent
+    assert upload(joined, bucket.url).sent == ()
+    download(bucket.url, tmp_path / "copy")
+    for copy in (TokenStore.open(tmp_path / "copy"), TokenStore.open(bucket.url, cache=tmp_path / "cache")):
+        assert [(str(copy.document_source(i)), copy.document_columns(i)) for i in range(90)] == expected
+        assert copy.manifest.fingerprint == store.manifest.fingerprint
+        copy.verify()
+    damaged = joined / "c/shards/00000.src"
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with pytest.raises(DataError, match="SHA-256"):
+        upload(joined, f"{bucket.url}-2")

@@ -18,7 +18,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from lt_data import strict_json
 from lt_data.errors import DataError
@@ -142,11 +142,19 @@ class PartReader:
         n_bytes: bytes that it must have.
         part_bytes: bytes of each part but the last, and of each call of `read`.
         check: called with the SHA-256 (hex) of the whole before the last part is given out; may raise.
+        opener: opens the file for reading, unbuffered.
     """
 
-    def __init__(self, path: Path, n_bytes: int, part_bytes: int, check: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        n_bytes: int,
+        part_bytes: int,
+        check: Callable[[str], None],
+        opener: Callable[[], BinaryIO],
+    ) -> None:
         self.n_bytes, self.part_bytes = n_bytes, part_bytes
-        self._path, self._check = path, check
+        self._path, self._check, self._open = path, check, opener
         self._whole, self._hashes = hashlib.sha256(), list[PartHash]()
         self._parts = self._read()
 
@@ -173,7 +181,7 @@ class PartReader:
 
     def _read(self) -> Iterator[bytes]:
         done = 0
-        with translate_os_errors("read", self._path), self._path.open("rb", buffering=0) as file:
+        with translate_os_errors("read", self._path), self._open() as file:
             for data in read_parts(self._path, file, self.n_bytes, self.part_bytes):
                 self._whole.update(data)
                 self._hashes.append(PartHash.of(data))

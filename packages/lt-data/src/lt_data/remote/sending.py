@@ -194,7 +194,13 @@ def _same(
 def _reader(parcel: LocalParcel, name: str, part_bytes: int) -> PartReader:
     """Open a file of the parcel; one that differs from the store's manifest is refused before its last part."""
     size = parcel.sizes[name]
-    return PartReader(parcel.path(name), size, part_size(size, part_bytes), lambda sha256: _check(parcel, name, sha256))
+    return PartReader(
+        parcel.path(name),
+        size,
+        part_size(size, part_bytes),
+        lambda sha256: _check(parcel, name, sha256),
+        lambda: parcel.open(name),
+    )
 
 
 def _check(parcel: LocalParcel, name: str, sha256: str) -> None:
