@@ -19,9 +19,11 @@ from lt_launch.launch_dir import create, load_launch
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.local import SageMakerLocalTarget
+from lt_launch.sagemaker.target import SageMakerTarget
+from lt_launch.slurm.target import SlurmTarget
 from lt_launch.spec import stage_spec
 from lt_launch.ssh import SshTarget
-from lt_launch.target import Launch, RenderedLaunch
+from lt_launch.target import Launch, LaunchTarget, RenderedLaunch
 
 PIPELINE = Pipeline.from_job(Job(name="x", argv=("true",)))
 
@@ -115,3 +117,27 @@ def test_a_process_is_known_by_its_start() -> None:
     start = process_start(os.getpid())
     assert identify_process(f"{os.getpid()} {start}") == os.getpid()
     assert identify_process(f"{os.getpid()} {start}0") == 0
+
+
+@pytest.mark.parametrize("target", [SlurmTarget(), SageMakerTarget()], ids=lambda target: target.name)
+def test_jobs_that_a_strangers_launch_names_are_not_cancelled(
+    own_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: LaunchTarget
+) -> None:
+    """Its job ids may be those of other jobs of one's own."""
+    asked: list[object] = []
+    monkeypatch.setattr("lt_launch.slurm.target.run_slurm_command", lambda *command, **_: asked.append(command) or "")
+    monkeypatch.setattr(SageMakerTarget, "_client", lambda *values: asked.append(values))
+    made = launch_dir.save_job_ids(make(tmp_path / "run", target.name, {}), {"x": "4711"})
+    forget(own_home)
+    with pytest.raises(LaunchError, match="not a launch that you made"):
+        list(target.cancel(made))
+    assert asked == []
+    assert not (made.directory / "stages" / "x" / "cancelled").exists()
+
+
+def test_a_launch_that_cannot_be_listed_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("a file")
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    with pytest.raises(LaunchError, match=r"cannot write .*home/launches: .*set LT_LAUNCH_HOME to a folder"):
+        make(tmp_path / "run", "local", {})
+    assert not (tmp_path / "run").exists()

@@ -94,11 +94,7 @@ def cancel(launch: Launch) -> Iterator[str]:
     match = LOCK_OWNER.fullmatch(owner)
     if match is None or match["host"] != socket.gethostname():
         raise LaunchError(f"{owner} runs it; cancel it there")
-    if not launch_dir.is_own(launch.directory):
-        raise LaunchError(
-            f"{launch.directory} is not a launch that you made on this machine; only such a one names a process to "
-            "signal: ask the user who made it to cancel it"
-        )
+    launch_dir.check_own(launch.directory)
     pid = identify_process(f"{match['pid']} {match['start']}")
     if not pid:
         raise LaunchError(f"{owner} no longer runs, and another process holds {launch.directory}/launch.lock; end that")

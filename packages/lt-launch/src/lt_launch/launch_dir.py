@@ -41,6 +41,7 @@ from lt_trainer.config import Assignment
 
 __all__ = [
     "acquire_lock",
+    "check_own",
     "create",
     "find_launch_dir",
     "is_own",
@@ -88,7 +89,7 @@ def create(
         out: the folder to use in place of `pipeline.out`.
 
     Raises:
-        LaunchError: the folder has other content, or a running launch uses it.
+        LaunchError: the folder has other content, a running launch uses it, or the list of launches cannot be written.
     """
     root = (out or Path(pipeline.out)).absolute()
     directory = root / "launch"
@@ -101,6 +102,7 @@ def create(
         raise LaunchError(
             f"{root} is being launched by {lock_owner(directory)}; wait for it, or lt launch cancel {root}"
         )
+    _register_launch(directory)
     _create_run_dir(root, pipeline)
     launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
     try:
@@ -115,7 +117,6 @@ def create(
         raise LaunchError(
             f"cannot write {exc.filename or directory}: {exc.strerror}; choose another folder with --out"
         ) from exc
-    _register_launch(directory)
     log_event(launch, "created", target=target)
     return launch
 
@@ -197,6 +198,19 @@ def is_own(directory: Path) -> bool:
         return False
     found = directory.resolve()
     return owner == os.getuid() and any(found == listed.resolve() for listed in list_launch_dirs())
+
+
+def check_own(directory: Path) -> None:
+    """Refuse to stop what a launch names unless this user made it: its ids may be those of anything.
+
+    Raises:
+        LaunchError: it is not this user's.
+    """
+    if not is_own(directory):
+        raise LaunchError(
+            f"{directory} is not a launch that you made on this machine; only such a one names what to stop: ask the "
+            "user who made it to cancel it, or use the scheduler's own command"
+        )
 
 
 def state_dir() -> Path:
@@ -358,10 +372,16 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _register_launch(directory: Path) -> None:
-    with suppress(OSError):  # the list is a convenience; the launch itself is complete
-        state_dir().mkdir(parents=True, exist_ok=True)
-        with open(state_dir() / "launches", "a", encoding="utf-8") as file:
-            file.write(f"{directory}\n")
+    file = state_dir() / "launches"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with open(file, "a", encoding="utf-8") as listed:
+            listed.write(f"{directory}\n")
+    except OSError as exc:
+        raise LaunchError(
+            f"cannot write {file}: {exc.strerror}; it lists your launches, and only one that it lists is yours to "
+            "cancel: set LT_LAUNCH_HOME to a folder that you can write"
+        ) from exc
 
 
 def _write(path: Path, text: str) -> None:

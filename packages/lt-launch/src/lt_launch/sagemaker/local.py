@@ -20,7 +20,7 @@ from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
 from lt_launch.job import Job, Pipeline, with_container_env
-from lt_launch.launch_dir import is_own
+from lt_launch.launch_dir import check_own
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
@@ -130,11 +130,7 @@ class SageMakerLocalTarget:
         folder = self._folder(launch)
         if not _is_running(folder):
             return ["it is not running"]
-        if not is_own(launch.directory):
-            raise SageMakerError(
-                f"{launch.directory} is not a launch that you made on this machine; only such a one names a process to "
-                "signal: ask the user who made it to cancel it"
-            )
+        check_own(launch.directory)
         os.kill(_process_id(folder), signal.SIGTERM)
         return [f"{folder.name} was signaled to save and stop; it has 120 s"]
 

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from lt_launch.job import Pipeline, with_container_env
+from lt_launch.launch_dir import check_own
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
@@ -111,6 +112,7 @@ class SageMakerTarget:
         name = launch.job_ids.get(launch.pipeline.single_job.name, "")
         if not name:
             return ["it was not submitted"]
+        check_own(launch.directory)
         self._client(launch.profile).stop_training_job(name)
         return [f"{name} was signaled to save and stop; it has 120 s"]
 

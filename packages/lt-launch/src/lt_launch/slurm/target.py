@@ -13,6 +13,7 @@ from typing import Any
 
 from lt_launch.agent.places import Place, log_file
 from lt_launch.job import Pipeline
+from lt_launch.launch_dir import check_own
 from lt_launch.launch_dir_status import element_status, find_stage_dir
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import (
@@ -147,6 +148,7 @@ class SlurmTarget:
 
     def cancel(self, launch: Launch) -> Iterable[str]:
         """Cancel pending jobs; signal running ones to save, without requeueing."""
+        check_own(launch.directory)
         messages: list[str] = []
         for stage in reversed(launch.pipeline.stages):  # dependents first
             id_ = launch.job_ids.get(stage.name, "")

@@ -107,7 +107,10 @@ def compute_cost(recipe: Recipe, model: LlamaConfig, engine: Engine) -> ComputeC
 
 def _stores_read(recipe: Recipe) -> dict[str, str]:
     """Return the fingerprints of the stores that the newest checkpoint has read, by field."""
-    newest, _ = find_latest_valid(Path(recipe.run.dir) / "checkpoints", verify=False)
+    checkpoints = Path(recipe.run.dir) / "checkpoints"
+    if not checkpoints.is_dir():  # a new run, or a folder that cannot be one: who opens it says so
+        return {}
+    newest, _ = find_latest_valid(checkpoints, verify=False)
     return recorded_stores(None if newest is None else newest.manifest.data)
 
 
