@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from lt_ckpt import Checkpoint, find_latest_valid, list_steps
-from lt_data import RowReader, Stream, StreamState, TokenStore, open_pack
+from lt_data import RowReader, Stream, TokenStore, open_pack
+from lt_trainer.data.training_data import parse_stream_state
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.testing import RankProcesses, start_run
 
@@ -358,7 +359,7 @@ def test_goes_on_with_other_ranks(prepared: Path, reference, tmp_path: Path, bef
         assert whole.tolist() == order[step * BATCH : (step + 1) * BATCH].tolist(), f"rows of step {step + 1}"
     for rank in read:  # beyond the last step rows are only made ahead
         assert sorted(step for step in rank if step < STEPS) == list(range(saved.step, STEPS))
-    state = StreamState.from_dict(latest_checkpoint(run).manifest.data or {})
+    state = parse_stream_state(latest_checkpoint(run).manifest.data or {})
     assert (state.step, state.row, state.skipped) == (STEPS, STEPS * BATCH, ())
 
     last = read_events(run, "data")[-1]

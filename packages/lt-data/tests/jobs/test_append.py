@@ -187,7 +187,8 @@ def test_upload_sends_the_newest_generation_with_its_packs(base: Path, fast_path
     parcel, sent = of_folder(base), fast_path / "sent"
     for name in parcel.sizes:
         (sent / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(parcel.path(name), sent / name)
+        with parcel.open(name) as file:
+            (sent / name).write_bytes(file.read())
     assert parcel.manifest is not None
     (sent / "manifest.json").write_bytes(parcel.manifest)
     flat = TokenStore.open(sent)

@@ -180,7 +180,8 @@ def test_split_and_join_keep_the_columns(tmp_path: Path, tokenizer: Tokenizer) -
     sent = of_folder(tmp_path)  # as one flat store
     assert {"shards/00000.arrow", "shards/00001.arrow"} <= set(sent.sizes)
     for name, sha256 in sent.hashes.items():
-        assert hashlib.sha256(sent.path(name).read_bytes()).hexdigest() == sha256
+        with sent.open(name) as file:
+            assert hashlib.sha256(file.read()).hexdigest() == sha256
     split(joined, holdout="30%", train=tmp_path / "train", validation=tmp_path / "validation")
     both = [check_store(tmp_path / side) for side in ("train", "validation")]
     assert [len(kept(side)) > 5 for side in both] == [True, True]
