@@ -8,7 +8,7 @@ reproducible. Cost: that of `stats`.
 
 import base64
 import hashlib
-import os
+import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -20,7 +20,7 @@ from lt_data.display.stats_text import format_epoch_steps, provenance_facts
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
 from lt_data.progress import Progress, no_progress
-from lt_data.storage import fsync, fsync_folder, translate_os_errors, write
+from lt_data.storage import fsync_folder, translate_os_errors, write_file
 from lt_data.store.manifest import StoreManifest
 from lt_data.store.token_store import TokenStore
 
@@ -90,12 +90,9 @@ def write_report(
 def _write_atomic(path: Path, content: bytes) -> None:
     with translate_os_errors("write", path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        tmp = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        tmp = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # no name that a link could wait at
         try:
-            with tmp.open("wb") as file:
-                write(file, content)
-                file.flush()
-                fsync(file.fileno())
+            write_file(tmp, content)
             tmp.replace(path)
         finally:
             tmp.unlink(missing_ok=True)
