@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_data import DataError, StreamState, sequence_fingerprint
 from lt_trainer.data.training_data import (
+    STORES,
     TrainingData,
     generation_paths,
     open_data,
@@ -26,9 +27,6 @@ from lt_trainer.data.training_data import (
 
 if TYPE_CHECKING:
     from lt_trainer.config import Recipe
-
-STORES = "stores"
-"""Key of a checkpoint's data state: the fingerprint of each store, by field of the recipe."""
 
 
 def recorded_stores(saved: Mapping[str, Any] | None) -> dict[str, str]:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
     from lt_trainer.config import Recipe
 
 IGNORE_INDEX = -100
+STORES = "stores"
+"""Key of a checkpoint's data state: the fingerprint of each store, by field of the recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +247,7 @@ def parse_stream_state(saved: Mapping[str, Any]) -> StreamState:
     Raises:
         DataError: not the state of a stream.
     """
-    return StreamState.from_dict({name: value for name, value in saved.items() if name not in ("loader", "stores")})
+    return StreamState.from_dict({name: value for name, value in saved.items() if name not in ("loader", STORES)})
 
 
 def open_stream(recipe: Recipe, data: TrainingData, topology: Topology, state: StreamState | None) -> Stream:
