@@ -3,12 +3,13 @@
 A `TensorReader` hands each run of bytes that it reads to a `ReadVerifier`, which updates the checksum of the range that
 they belong to and compares it once the range is complete. Parts of a CRC-32 may come in any order: those of neighboring
 bytes are combined. An xxh3 hash needs its bytes front to back: a part that a thread read before another thread finished
-the part in front of it is copied and waits; a SHA-256 of a whole file, whose headers no reader of tensors reads, reads
-short gaps itself. `finish` reads what was left of ranges that were begun (padding, or parts
-that nobody needs), so that nothing passes that has not been compared as a whole.
+the part in front of it is copied and waits. A SHA-256, of a whole file, costs as much as reading: a thread of its own
+computes it from copies, while others read on; short gaps, like headers, which no reader of tensors reads, it reads
+itself. `finish` reads what was left of ranges that were begun (padding, or parts that nobody needs), so that nothing
+passes that has not been compared as a whole.
 
-Cost: the checksum of each byte once, no further read where ranges are read whole; memory: an entry per range, and at
-most `MAX_PARKED_BYTES` for one that threads are reading.
+Cost: the checksum of each byte once, and for SHA-256 a copy; no further read where ranges are read whole; memory: an
+entry per range, and for one that threads are reading at most `MAX_PARKED_BYTES`, for SHA-256 twice that.
 """
 
 import hashlib
@@ -16,6 +17,7 @@ import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -117,6 +119,34 @@ class _CrcState:
         return self._parts[0][2] if self._parts else 0
 
 
+class _BackgroundSha256:
+    """SHA-256 of bytes that are copied, computed by a thread of its own."""
+
+    def __init__(self) -> None:
+        self._digest = hashlib.sha256()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="lt-ckpt-sha256")
+        self._room = threading.BoundedSemaphore(MAX_PARKED_BYTES // direct_io.BLOCK_BYTES)
+
+    def update(self, data: memoryview) -> None:
+        """Copy bytes and queue them; wait while `MAX_PARKED_BYTES` are queued."""
+        for begin in range(0, len(data), direct_io.BLOCK_BYTES):
+            part = data[begin : begin + direct_io.BLOCK_BYTES]
+            self._room.acquire()
+            block = direct_io.acquire_block(direct_io.BLOCK_BYTES)
+            np.copyto(block[: len(part)], np.frombuffer(part, np.uint8))
+            self._pool.submit(self._hash_block, block, len(part))
+
+    def _hash_block(self, block: np.ndarray, n_bytes: int) -> None:
+        self._digest.update(block.data[:n_bytes])
+        direct_io.release_block(block)
+        self._room.release()
+
+    def hexdigest(self) -> str:
+        """Wait for what is queued; return the hash. No more bytes may come."""
+        self._pool.shutdown(wait=True)
+        return self._digest.hexdigest()
+
+
 class _HashState:
     """Hash of parts that come nearly in order.
 
@@ -127,7 +157,10 @@ class _HashState:
     """
 
     def __init__(
-        self, n_bytes: int, digest: "xxhash.xxh3_128 | hashlib._Hash", read_gap: Callable[[int, int], bytes] | None
+        self,
+        n_bytes: int,
+        digest: xxhash.xxh3_128 | _BackgroundSha256,
+        read_gap: Callable[[int, int], bytes] | None,
     ) -> None:
         self._n_bytes, self._lock = n_bytes, threading.Lock()
         self._digest, self._position, self._read_gap = digest, 0, read_gap
@@ -255,7 +288,7 @@ def _make_state(path: Path, stored: StoredChecksum) -> _RangeState:
     def read_gap(begin: int, n_bytes: int) -> bytes:
         return b"".join(bytes(block) for _, block in _read_blocks(path, stored.byte_offset + begin, n_bytes))
 
-    return _HashState(stored.n_bytes, hashlib.sha256(), read_gap)
+    return _HashState(stored.n_bytes, _BackgroundSha256(), read_gap)
 
 
 def _check_value(path: Path, stored: StoredChecksum, value: int | str) -> None:
