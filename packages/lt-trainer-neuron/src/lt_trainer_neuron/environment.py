@@ -6,6 +6,8 @@ contradict the recipe, an error is raised. The values are those of the Llama rec
 70B); XLA_DISABLE_FUNCTIONALIZATION is 0 for every recipe, as in the 70B recipe, since torch 2.9 needs it to be correct.
 
 Variables that belong to a cluster rather than to a recipe (root addresses, network interfaces) are set by the launcher.
+One is of neither: torch-xla gives a process the NeuronCore of its rank only if it takes torchrun for its launcher
+(`launch_env`).
 
 A process that sets the variables records the values in `ENV_RECORD_VARIABLE`, so that neither a child process nor a
 second run in the same process takes them for values of the user.
@@ -20,10 +22,21 @@ from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, SDK_RELEASES
 
-__all__ = ["ENV_RECORD_VARIABLE", "EnvVariable", "build_env", "check_environment", "list_variables", "neuron_env"]
+__all__ = [
+    "ENV_RECORD_VARIABLE",
+    "EnvVariable",
+    "build_env",
+    "check_environment",
+    "launch_env",
+    "list_variables",
+    "neuron_env",
+]
 
 ENV_RECORD_VARIABLE = "LT_NEURON_ENV"
 """Variable that holds, as JSON, the values set by this module."""
+
+TORCHRUN_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Variable whose existence is what `torch.distributed.is_torchelastic_launched` asks for."""
 
 CORE_COUNT_VARIABLES = ("NEURON_RT_NUM_CORES", "NUM_NEURONCORES", "TPU_NUM_DEVICES", "TPU_CHIPS_PER_HOST_BOUNDS")
 
@@ -146,6 +159,16 @@ def build_env(recipe: Recipe, environ: Mapping[str, str]) -> dict[str, str]:
     recorded |= {item.name: item.value for item in found if item.name not in user_env}
     values = {item.name: item.value for item in found}
     return values | ({ENV_RECORD_VARIABLE: json.dumps(recorded, sort_keys=True)} if recorded else {})
+
+
+def launch_env(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable by which torch-xla knows a rank, unless torchrun has set it.
+
+    Without it torch-xla 2.9 sets neither NEURON_RT_VISIBLE_CORES nor the ranks for PJRT: each process would reserve all
+    cores of the node, as rank 0 of one.
+    """
+    is_rank = "RANK" in environ
+    return {TORCHRUN_VARIABLE: "lt"} if is_rank and TORCHRUN_VARIABLE not in environ else {}
 
 
 def check_environment(recipe: Recipe, environ: Mapping[str, str]) -> None:

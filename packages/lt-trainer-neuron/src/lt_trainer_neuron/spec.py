@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from lt_trainer.config import Recipe, ResolvedRecipe, engine_options
 from lt_trainer.errors import RecipeError
 from lt_trainer_neuron.checks import check_model, check_recipe
-from lt_trainer_neuron.environment import EnvVariable, build_env, check_environment, list_variables, neuron_env
+from lt_trainer_neuron.environment import (
+    EnvVariable,
+    build_env,
+    check_environment,
+    launch_env,
+    list_variables,
+    neuron_env,
+)
 from lt_trainer_neuron.hyperparameter_aliases import resolve_alias
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import detect_packages, require_installed
@@ -35,8 +42,8 @@ class NeuronSpec:
         check_environment(recipe, os.environ)
 
     def env(self, recipe: Recipe) -> dict[str, str]:
-        """Return the Neuron runtime and compiler variables; values set by the user are kept."""
-        return build_env(recipe, os.environ)
+        """Return the variables of the Neuron runtime, compiler and torch-xla; values set by the user are kept."""
+        return build_env(recipe, os.environ) | launch_env(os.environ)
 
     def hyperparameter(self, name: str, value: Any) -> Mapping[str, Any] | None:
         """Return the recipe fields that an NxD Llama script's hyperparameter sets, or None if unknown."""
