@@ -1,7 +1,8 @@
 """What NxD's source needs in order to be imported and to run on a CPU: inert stand-ins, and collectives over gloo.
 
-NxD imports packages of the Neuron SDK (runtime, compiler, kernels) that are not on the public index. None of them takes
-part in what its parallel layers compute on a CPU, so any name of theirs is answered with an object that does nothing.
+NxD imports packages of the Neuron SDK (runtime, compiler, kernels) that are not on the public index, and tenacity, for
+requests to S3. None of them takes part in what its parallel layers compute on a CPU, so any name of theirs is answered
+with an object that does nothing. transformers is hidden: NxD does without it, and not with its version 5.
 Three things are real: the platform is called trn1; collectives that NxD asks of torch-xla directly, which does nothing
 for tensors on a CPU, go over gloo; and gradients reach NxD's linear layers dense, for these take views of them, which
 torch-xla's tensors, always dense, allow and a CPU's transposed ones do not.
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PACKAGES = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib")
+PACKAGES = ("torch_neuronx", "libneuronxla", "neuronxcc", "nki", "nkilib", "tenacity")
 
 
 class Inert:
@@ -77,6 +78,7 @@ def install() -> None:
     from torch_xla.core import xla_model as xm
 
     sys.meta_path.insert(0, Finder())
+    vars(sys)["modules"]["transformers"] = None  # an import of it fails as if it were not installed
     torch.classes.__dict__.setdefault("neuron", Inert())
     groups: dict[str, Any] = {}
 

@@ -1,0 +1,1 @@
+"""What tells NxD from a placeholder."""
