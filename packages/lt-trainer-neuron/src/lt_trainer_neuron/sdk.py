@@ -133,7 +133,7 @@ def detect_packages(
 
 
 def require_installed(found: InstalledPackages) -> None:
-    """Raise unless the packages for training on Trainium are installed and neuronx-distributed can be imported.
+    """Raise unless the packages for Trainium are installed and neuronx-distributed can be imported.
 
     Raises:
         NotInstalledError: with the cause, and the command that mends it.
