@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,6 +165,22 @@ def test_sample_and_show(uninterrupted_run: Path, prepared: Path, lt, tmp_path: 
     as_json = json.loads(lt("train", "show", prepared / "run.toml", "--json", cwd=tmp_path))
     assert as_json["origins"]["data.seq_len"].endswith("run.toml:16")
     assert as_json["origins"]["optimizer.beta1"] == "default"
+
+
+@pytest.mark.parametrize("is_exported", [False, True], ids=["checkpoint", "export"])
+def test_a_flipped_bit_of_the_weights_is_not_sampled_from(
+    is_exported: bool, uninterrupted_run: Path, lt, tmp_path: Path
+) -> None:
+    path = tmp_path / "model"
+    if is_exported:
+        lt("ckpt", "export", uninterrupted_run, "--out", path, cwd=tmp_path)
+    else:
+        shutil.copytree(latest_checkpoint(uninterrupted_run).path, path)
+    file = next(path.glob("weights-*.safetensors" if not is_exported else "*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    lt("train", "sample", path, "--prompt", "the loss", cwd=tmp_path, code=64)
 
 
 def test_the_resolved_recipe_of_a_run_starts_the_same_run(uninterrupted_run: Path, lt, tmp_path: Path) -> None:

@@ -1,21 +1,24 @@
-"""Text generation from a checkpoint, a run directory (its newest valid one) or a Hugging Face folder.
+"""Text generation from a model in any format that lt-ckpt reads: a run directory, a Hugging Face folder, ...
+
+Bytes that have a checksum are compared with it while they are read.
 
 Needs torch (`lt-trainer[torch]`) and memory for the weights; no engine, no process group.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from lt_ckpt import CheckpointError, HFFolder, resolve_checkpoint
-from lt_ckpt.discovery import describe_fallbacks
+from lt_ckpt import CheckpointError, open_source
+from lt_ckpt.source import TensorReader
 from lt_data import Tokenizer
 from lt_data.display.terminal import echo_error
-from lt_model import LlamaConfig, generate
+from lt_model import LlamaConfig, config_from_hf, generate
 from lt_model.llama import Llama
 from lt_trainer.torch import DTYPE_CODES
 
@@ -37,34 +40,24 @@ def load_model(path: Path) -> LoadedModel:
     Raises:
         CheckpointError: nothing at `path` can be loaded, or it is damaged.
     """
-    if (path / "config.json").is_file():
-        folder = HFFolder.open(path)
-        tensors = {name: _tensor(folder.read(name), folder.dtype(name), folder.shape(name)) for name in folder.names()}
-        return LoadedModel(
-            model=_build(folder.llama_config(), tensors),
-            tokenizer=_tokenizer(path, folder.tokenizer_files()),
-            source=path,
-        )
-    checkpoint, rejected = resolve_checkpoint(path)
-    for sentence in describe_fallbacks(checkpoint, rejected):
+    source = open_source(path)
+    for sentence in source.fallbacks:
         echo_error(sentence)
-    config = LlamaConfig.from_dict(dict(checkpoint.manifest.model))
-    tensors = {
-        name: _tensor(
-            checkpoint.read("weights", name),
-            checkpoint.dtype("weights", name),
-            checkpoint.global_shape("weights", name),
-        )
-        for name in checkpoint.names("weights")
-    }
+    assert source.config is not None, "open_source requires a config"
+    weights = source.weights
+    with TensorReader(source.root, source.find_checksums) as reader:
+        tensors = {
+            name: _tensor(reader.read(weights, name), spec.dtype, spec.shape) for name, spec in weights.specs.items()
+        }
+        reader.finish()
     return LoadedModel(
-        model=_build(config, tensors),
-        tokenizer=_tokenizer(checkpoint.path, checkpoint.tokenizer_files()),
-        source=checkpoint.path,
+        model=_build(config_from_hf(dict(source.config)), tensors),
+        tokenizer=_tokenizer(source.path, source.aux_files),
+        source=source.path,
     )
 
 
-def _tokenizer(path: Path, files: dict[str, bytes]) -> Tokenizer:
+def _tokenizer(path: Path, files: Mapping[str, bytes]) -> Tokenizer:
     if not files:
         raise CheckpointError(f"{path} has no tokenizer files; copy tokenizer.json and tokenizer_config.json into it")
     return Tokenizer.from_bytes(files)
