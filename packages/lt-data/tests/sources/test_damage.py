@@ -256,12 +256,24 @@ print(n, dict(reader.skipped), int(re.search(r"VmHWM:\\s*(\\d+) kB", status)[1])
 """
 
 
+def test_lists_that_may_repeat_a_value_without_bound_are_not_kept(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    words = pa.DictionaryArray.from_arrays([0, 0, 0], ["x"])
+    batch = pa.record_batch({"text": ["a", "b"], "words": pa.ListArray.from_arrays([0, 2, 3], words)})
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", batch.schema) as writer:
+        writer.write_batch(batch)
+    assert [document.text for document in DocumentReader([tmp_path / "rows.arrow"])] == ["a", "b"]
+    with pytest.raises(DataError, match="may repeat a value without bound"):
+        list(DocumentReader([tmp_path / "rows.arrow"], keep_fields=["words"]))
+
+
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")
 @pytest.mark.parametrize(
     "kind",
     [
         "line.jsonl.zst",
         "rows.parquet",
+        "rows.arrow",
         *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("lines.jsonl.zst", "line.jsonl.gz", "page.parquet")),
     ],
 )
@@ -272,6 +284,13 @@ def test_little_input_takes_little_memory(tmp_path: Path, kind: str) -> None:
         pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
         texts = pa.DictionaryArray.from_arrays([0] * 128, ["x" * 2**22])
         path.write_bytes(parquet(texts, compression="zstd", store_schema=False))
+    elif kind == "rows.arrow":
+        pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+        texts = pa.DictionaryArray.from_arrays([0] * 128, ["x" * 2**22])
+        batch = pa.record_batch([texts], names=["text"])
+        compressed = pa.ipc.IpcWriteOptions(compression="zstd")
+        with pa.ipc.new_stream(path, batch.schema, options=compressed) as writer:
+            writer.write_batch(batch)
     elif kind == "page.parquet":
         path.write_bytes(parquet(["x" * 2**26], compression="zstd", use_dictionary=False))
     else:
@@ -282,6 +301,6 @@ def test_little_input_takes_little_memory(tmp_path: Path, kind: str) -> None:
     assert path.stat().st_size < 2_000_000
     run = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, encoding="utf-8", check=True)
     documents, skipped, mebibytes = run.stdout.partition(" {")[0], run.stdout, int(run.stdout.split()[-1])
-    assert int(documents) == {"lines.jsonl.zst": size // 2**20, "rows.parquet": 128}.get(kind, 0)
+    assert int(documents) == {"lines.jsonl.zst": size // 2**20, "rows.parquet": 128, "rows.arrow": 128}.get(kind, 0)
     assert ("'too large': 1" in skipped) == (int(documents) == 0)
-    assert mebibytes < (400 if kind.endswith(".parquet") else 180)
+    assert mebibytes < (400 if kind.endswith((".parquet", ".arrow")) else 180)

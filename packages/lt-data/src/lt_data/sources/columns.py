@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 BATCH_ROWS = 128  # rows decoded at a time: the memory per file, besides pyarrow's buffers
+BATCH_BYTES = 1 << 26  # of the values of rows decoded at a time, if each is as large as the values that they share
 
 
 def select_columns(names: list[str], options: ReadOptions) -> list[str] | BadRecord:
@@ -29,6 +30,49 @@ def select_columns(names: list[str], options: ReadOptions) -> list[str] | BadRec
     if twice := [column for column in columns if names.count(column) > 1]:
         return BadRecord("two columns of one name", f"several columns {twice[0]!r}; rename all but one of them")
     return columns
+
+
+def count_rows_to_decode(shared_bytes: int) -> int:
+    """Return the rows to decode at a time where any row may be as large as the values that rows share."""
+    return max(1, min(BATCH_ROWS, BATCH_BYTES // max(1, shared_bytes)))
+
+
+def count_shared_bytes(column: Any) -> int:
+    """Return the bytes of values of a column to which several of its rows may refer; 0 where each row has its own."""
+    import pyarrow.types as types
+
+    kind = column.type
+    if types.is_struct(kind):
+        return sum(count_shared_bytes(column.field(i)) for i in range(kind.num_fields))
+    if types.is_dictionary(kind):
+        return column.dictionary.get_total_buffer_size()
+    return column.get_total_buffer_size() if _shares_values(kind) else 0
+
+
+def _shares_values(kind: Any) -> bool:
+    """Return True if rows of a type may refer to one value."""
+    import pyarrow.types as types
+
+    shares = (
+        types.is_dictionary,
+        types.is_run_end_encoded,
+        types.is_string_view,
+        types.is_binary_view,
+        types.is_list_view,
+        types.is_large_list_view,
+    )
+    return any(of_kind(kind) for of_kind in shares)
+
+
+def _repeats_values(kind: Any) -> bool:
+    """Return True if one row of a type may refer to one value many times: then its size has no bound."""
+    import pyarrow.types as types
+
+    inner = [kind.field(i).type for i in range(kind.num_fields)]
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        inner = [kind.value_type]
+    is_list = inner and not (types.is_struct(kind) or types.is_dictionary(kind) or types.is_run_end_encoded(kind))
+    return any((is_list and _shares_values(part)) or _repeats_values(part) for part in inner)
 
 
 def iter_records(table: Any, options: ReadOptions, first: int) -> Iterator[SourceRecord]:
@@ -59,22 +103,40 @@ def _kept_columns(names: list[str], options: ReadOptions) -> list[str]:
 
 def _iter_rows(table: Any, names: list[str]) -> Iterator[dict[str, Any] | BadRecord]:
     """Yield the kept columns of each row, or a `BadRecord` if one of them cannot be read."""
-    columns = [_python_values(table.column(name)) for name in names]
+    columns = [_kept_values(table.column(name)) for name in names]
     for row in zip(*columns, strict=True) if columns else repeat((), table.num_rows):
         fields = dict(zip(names, row, strict=True))
         bad = next((name for name, value in fields.items() if isinstance(value, ValueError)), None)
         yield fields if bad is None else BadRecord("unreadable column", f"column {bad!r}: {fields[bad]}")
 
 
+def _kept_values(column: Any) -> list[Any]:
+    if _repeats_values(column.type):
+        return [ValueError(f"{column.type} may repeat a value without bound; write the column without it")] * len(
+            column
+        )
+    return _python_values(column)
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _is_text(kind.value_type)
+    return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
+
+
 def _iter_texts(name: str, column: Any, limit: int) -> Iterator[str | BadRecord]:
-    for i, value in enumerate(_python_values(column)):
+    # Values of another type are not decoded: they may be of any size.
+    values = _python_values(column) if _is_text(column.type) else (None for _ in range(len(column)))
+    for i, value in enumerate(values):
         if isinstance(value, str):
             is_large = 4 * len(value) > limit and len(value.encode()) > limit
             yield too_large(limit, "text") if is_large else value
         elif isinstance(value, UnicodeDecodeError):
             yield BadRecord("not UTF-8", f"not UTF-8 at byte {value.start} ({value.reason}); write the table again")
         else:
-            kind = "null" if value is None else str(column[i].type)
+            kind = str(column.type) if column[i].is_valid else "null"
             yield BadRecord("not a string", f"field {name!r} holds {kind}, not a string")
 
 

@@ -1,6 +1,6 @@
 """Parquet files, and Arrow files of `datasets`; the only source module that imports pyarrow.
 
-Only the required columns are read, 128 rows at a time, or fewer if the rows of a dictionary may be large; row groups
+Only the required columns are read, 128 rows at a time, or fewer if rows may share large values; row groups
 before the start are skipped. The checksum of a page, if it has one, is compared before its rows are decoded. pyarrow
 does not detect an Arrow stream that was truncated between two batches, so the end mark is checked.
 """
@@ -11,14 +11,13 @@ from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
 from lt_data.sources.arrow_messages import check_sizes
-from lt_data.sources.columns import BATCH_ROWS, iter_records, select_columns
+from lt_data.sources.columns import count_rows_to_decode, count_shared_bytes, iter_records, select_columns
 from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.parquet_pages import read_pages
 from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, too_large
 
 _READ_BYTES = 1 << 20
-_BATCH_BYTES = 1 << 26  # of the texts of a batch, if each is as large as its dictionary
 _PAGE_LIMIT = 4  # a page, or a compressed Arrow batch, may be as large as so many of the largest documents
 _VALUE_BYTES = 8
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
@@ -51,7 +50,7 @@ def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: Hash
             if max(pages.max_page_bytes, _VALUE_BYTES * pages.max_values) > _PAGE_LIMIT * options.max_document_bytes:
                 yield from _bad_rows(too_large(options.max_document_bytes, "page with documents"), max(start, row), end)
                 continue
-            n_rows = max(1, min(BATCH_ROWS, _BATCH_BYTES // max(1, pages.dictionary_bytes)))
+            n_rows = count_rows_to_decode(pages.dictionary_bytes)
             for batch in parquet.iter_batches(n_rows, row_groups=[group], columns=columns, use_threads=False):
                 yield from _batch_records(batch, options, row, start)
                 row += batch.num_rows
@@ -78,10 +77,10 @@ def read_arrow(file: BinaryIO, options: ReadOptions, start: int, counter: Hashin
             if isinstance(columns, BadRecord):
                 yield from _bad_rows(columns, max(start, row), row + batch.num_rows)
             elif row + batch.num_rows > start:
-                for first in range(0, batch.num_rows, BATCH_ROWS):
-                    yield from _batch_records(
-                        batch.select(columns).slice(first, BATCH_ROWS), options, row + first, start
-                    )
+                batch = batch.select(columns)
+                n_rows = count_rows_to_decode(sum(map(count_shared_bytes, batch.columns)))
+                for first in range(0, batch.num_rows, n_rows):
+                    yield from _batch_records(batch.slice(first, n_rows), options, row + first, start)
             row += batch.num_rows
 
 
