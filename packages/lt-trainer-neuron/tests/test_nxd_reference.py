@@ -191,7 +191,7 @@ def repeat(steps_file: str, checkpoint: str, dtype: str) -> Steps:
     grid = backend.grid
     assert grid.groups("tp") == said["parallel"]["tp_groups"]
     assert grid.groups("dp") == said["parallel"]["dp_groups"]
-    start = {key: rows.local.numpy().copy() for key, rows in backend.optimizer_state["weights"].items()}
+    start = {key: rows.to_host().numpy().copy() for key, rows in backend.optimizer_state["weights"].items()}
     pendings = []
     for step in said["steps"]:
         (read,) = (one for one in step["dp_ranks"] if one["dp_rank"] == grid.dp_rank)
@@ -206,9 +206,9 @@ def repeat(steps_file: str, checkpoint: str, dtype: str) -> Steps:
         for index, key in enumerate(keys):
             state = optimizer["base_state"][index] | {"weights": optimizer["sharded_master_weights"][index]}
             mine, theirs = slots[key], state[group]
-            assert not theirs[mine.local.shape[0] :].any(), f"{key}: what we take for padding is none"
+            assert not theirs[mine.n_rows :].any(), f"{key}: what we take for padding is none"
             assert mine.start_row == grid.dp_rank * theirs.shape[0]
-            compared.setdefault(group, {})[key] = mine.local.numpy().copy(), theirs[: mine.local.shape[0]].numpy()
+            compared.setdefault(group, {})[key] = mine.to_host().numpy().copy(), theirs[: mine.n_rows].numpy()
     saved = rank_file(folder / checkpoint, backend)
     weights = {
         key: (one.detach().to(torch.float32).numpy(), saved[key].to(torch.float32).numpy())

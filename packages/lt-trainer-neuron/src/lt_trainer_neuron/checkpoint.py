@@ -23,21 +23,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
+from lt_ckpt import Shard
 from lt_ckpt.nxd.rank_writer import WEIGHTS, NxdRankWriter, optimizer_state_keys
 from lt_ckpt.nxd.zero1 import MASTER_WEIGHTS as NXD_MASTER_WEIGHTS
 from lt_trainer.config import engine_options, learning_rate
 from lt_trainer.engine import Snapshot
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import optimizer_record
-from lt_trainer.torch import DTYPE_CODES, LocalShard, to_checkpoint_shard
-from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend
+from lt_trainer.torch import DTYPE_CODES
+from lt_trainer_neuron.compute_backend import MASTER_WEIGHTS, ComputeBackend, RowSlice
 from lt_trainer_neuron.grid import build_nxd_options
 from lt_trainer_neuron.options import NeuronOptions
 
 if TYPE_CHECKING:
-    from lt_ckpt import Shard
     from lt_model import LlamaConfig
     from lt_trainer.config import Recipe
 
@@ -81,7 +82,7 @@ def nxd_state_bytes(recipe: Recipe, backend: ComputeBackend) -> int:
     slots = (
         (backend.optimizer_state[group].values() for group in _state_kinds(backend).values()) if zero1 or first else ()
     )
-    return weights + sum(rows.local.nbytes for group in slots for rows in group)
+    return weights + sum(rows.n_bytes for group in slots for rows in group)
 
 
 def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
@@ -90,7 +91,7 @@ def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
     Master weights are left out where the layers compute with the same tensors in the same dtype.
     """
     masters = any(
-        rows.local.dtype != backend.weights[key].dtype for key, rows in backend.optimizer_state[MASTER_WEIGHTS].items()
+        rows.dtype != backend.weights[key].dtype for key, rows in backend.optimizer_state[MASTER_WEIGHTS].items()
     )
     slots = {slot: slot for slot in backend.optimizer_state if slot != MASTER_WEIGHTS}
     return slots | ({NXD_MASTER_WEIGHTS: MASTER_WEIGHTS} if masters else {})
@@ -98,7 +99,7 @@ def _state_kinds(backend: ComputeBackend) -> dict[str, str]:
 
 def _group_dtype(backend: ComputeBackend, group: str) -> torch.dtype:
     """Return the dtype of a state group, which all its tensors share."""
-    (dtype,) = {rows.local.dtype for rows in backend.optimizer_state[group].values()}
+    (dtype,) = {rows.dtype for rows in backend.optimizer_state[group].values()}
     return dtype
 
 
@@ -107,18 +108,30 @@ def _shards(part: NxdRankWriter, backend: ComputeBackend) -> Iterator[Shard]:
     weights = backend.weights
     if part.dp_rank == 0:
         for key, tensor in weights.items():
-            shard = to_checkpoint_shard(WEIGHTS, key, tensor)
-            assert shard is not None, f"{key} has elements"
-            yield shard
+            yield _row_shard(WEIGHTS, key, RowSlice(stored=tensor, n_rows=tensor.shape[0]), tuple(tensor.shape))
     if part.dp_rank and not part.zero1:
         return
     for kind, group in _state_kinds(backend).items():
         for key, rows in backend.optimizer_state[group].items():
-            shape = tuple(weights[key].shape)
-            local_shard = LocalShard(local=rows.local, shape=shape, offset=(rows.start_row, *(0,) * (len(shape) - 1)))
-            shard = to_checkpoint_shard(kind, key, local_shard)
-            if shard is not None:  # otherwise this rank holds only padding
-                yield shard
+            if rows.n_rows:  # otherwise this rank holds only padding
+                yield _row_shard(kind, key, rows, tuple(weights[key].shape))
+
+
+def _row_shard(kind: str, key: str, rows: RowSlice, shape: tuple[int, ...]) -> Shard:
+    """Return rows as a shard of the tensor that they are of; copied from a device when they are written."""
+
+    def to_bytes() -> np.ndarray:
+        return rows.to_host().contiguous().view(-1).view(torch.uint8).numpy()
+
+    return Shard(
+        group=kind,
+        name=key,
+        dtype=DTYPE_CODES[rows.dtype],
+        global_shape=shape,
+        offset=(rows.start_row, *(0,) * (len(shape) - 1)),
+        shape=rows.shape,
+        data=to_bytes() if rows.is_on_host else to_bytes,
+    )
 
 
 def _build_nxd_part(recipe: Recipe, config: LlamaConfig, backend: ComputeBackend) -> NxdRankWriter:

@@ -21,11 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Protocol
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
+from torch.nn import functional
 
+if TYPE_CHECKING:
     from lt_trainer.control import Control
     from lt_trainer.engine import Device, StepBatch, Stopwatch
     from lt_trainer_neuron.grid import Grid
@@ -38,15 +41,55 @@ MASTER_WEIGHTS = "weights"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowSlice:
-    """Rows of one of this rank's layer tensors.
+    """Rows of one of this rank's layer tensors, in memory of the device.
+
+    Only whole tensors move between host and device, and not their views: on a lazy device a slice is a graph, and after
+    a backward pass so is what `detach` returns; each would be compiled.
 
     Attributes:
-        local: the rows, without ZeRO-1's padding; may view a larger tensor; empty if this rank holds only padding.
+        stored: the rows, followed by ZeRO-1's padding.
+        n_rows: number of rows without padding; 0 if this rank holds only padding.
         start_row: index of the first row in the layer's tensor.
     """
 
-    local: Tensor
+    stored: Tensor
+    n_rows: int
     start_row: int = 0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the rows, without padding."""
+        return (self.n_rows, *self.stored.shape[1:])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the rows."""
+        return self.stored.dtype
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of the rows, without padding."""
+        return prod(self.shape) * self.stored.element_size()
+
+    @property
+    def is_on_host(self) -> bool:
+        """True if host memory holds the rows, so that they can be used in place."""
+        return self.stored.device.type == "cpu"
+
+    def to_host(self) -> Tensor:
+        """Return the rows: a copy from a device, else a view."""
+        return self.stored.cpu().detach()[: self.n_rows]
+
+    def empty_on_host(self) -> Tensor:
+        """Return memory for new rows, for `store`: on the host the rows themselves."""
+        return self.to_host() if self.is_on_host else torch.zeros(self.shape, dtype=self.dtype)
+
+    def store(self, rows: Tensor) -> None:
+        """Copy rows from `empty_on_host` to the device."""
+        if not self.is_on_host:
+            padding = [0, 0] * (rows.ndim - 1) + [0, self.stored.shape[0] - self.n_rows]
+            with torch.no_grad():
+                self.stored.copy_(functional.pad(rows, padding))
 
 
 class ComputeBackend(Protocol):

@@ -5,13 +5,18 @@ optimizer state it holds the rows that ZeRO-1 assigns to the rank. The engine ad
 (`tensor_slices.py`): initial weights, checkpoints and pretrained models are read and written by Hugging Face's names,
 and a checkpoint of any mesh or engine can be resumed on any other.
 
-Cost: nothing beyond the backend's; the slices are computed once.
+Tensors move between host and device whole, and are cut on the host: on a lazy device each slice would be a graph to
+compile. Initial weights, a checkpoint and a pretrained model fill them in the same way, so that a run's graphs do not
+depend on how it started.
+
+Cost: nothing beyond the backend's; the slices are computed once. With a device, host memory for `READ_BATCH_BYTES` of
+tensors (at least one) while they are filled, and for one tensor while it is saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +25,6 @@ from torch import Tensor
 
 from lt_ckpt import Checkpoint, Shard, TensorSpec
 from lt_model import LlamaConfig, param_specs
-from lt_model.init import init_slice
 from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe, engine_options
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
@@ -29,9 +33,11 @@ from lt_trainer.optimizers.driver import check_optimizer
 from lt_trainer.resilience import read_on_all_ranks
 from lt_trainer.torch import (
     DTYPE_CODES,
+    READ_BATCH_BYTES,
     LocalShard,
     PendingStep,
     allocate_host_memory,
+    init_parameters,
     load_pretrained_tensors,
     load_tensors,
     to_checkpoint_shard,
@@ -64,15 +70,8 @@ class NeuronEngine:
         self._param_specs = {parameter.name: parameter for parameter in param_specs(config)}
         self._tensor_slices = build_tensor_slices(config, build_nxd_options(recipe), backend.grid)
         self._zero1 = engine_options(recipe, "neuron", NeuronOptions).zero1
-        with torch.no_grad():
-            for name, part in self._local_shards(MASTER_WEIGHTS).items():
-                local, shape = part.local, tuple(part.local.shape)
-                initial = init_slice(
-                    self._param_specs[name], recipe.run.seed, offset=part.offset, shape=shape, dtype=local.dtype
-                )
-                local.copy_(initial)
-        with translate_dist_errors():
-            backend.sync_model_params()
+        self._fill([MASTER_WEIGHTS], lambda shards: init_parameters(shards[MASTER_WEIGHTS], config, recipe.run.seed))
+        self._sync(step_count=0)
 
     def step(self, batch: StepBatch, lr: float) -> PendingStep:
         """Run one training step; return without waiting for the device.
@@ -143,16 +142,16 @@ class NeuronEngine:
 
         All ranks together yield each element once.
         """
-        for group, parts in self._state_groups().items():
-            for name, part in parts.items():
-                shard = to_checkpoint_shard(group, name, part)
-                if shard is not None:
-                    yield shard
+        for group, slots in self.backend.optimizer_state.items():
+            for key, rows in slots.items():
+                for name, part in self._local_shards(key, rows, rows.to_host()).items():
+                    shard = to_checkpoint_shard(group, name, part)
+                    if shard is not None:
+                        yield shard
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Load weights, optimizer state and step count from a checkpoint of any mesh."""
         check_optimizer(checkpoint, optimizer_spec(self._recipe.optimizer.name))
-        groups = self._state_groups()
         # A rank may hold no shard of a tensor, but the checkpoint must have all tensors.
         dtypes = {group: _group_dtype(slots) for group, slots in self.backend.optimizer_state.items()}
         checkpoint.check_specs(
@@ -161,43 +160,77 @@ class NeuronEngine:
                 for group, dtype in dtypes.items()
             }
         )
-        read_on_all_ranks(self.control, lambda: load_tensors(checkpoint, groups))
-        self.backend.step_count = int(checkpoint.manifest.scalars["optimizer_step"])
-        with translate_dist_errors():
-            self.backend.sync_model_params()
+        groups = list(self.backend.optimizer_state)
+        read_on_all_ranks(self.control, lambda: self._fill(groups, lambda shards: load_tensors(checkpoint, shards)))
+        self._sync(step_count=int(checkpoint.manifest.scalars["optimizer_step"]))
 
     def load_weights(self, pretrained: PretrainedWeights) -> None:
         """Load pretrained weights, cast to the master weights' dtype.
 
         Optimizer state and step count keep their initial values.
         """
-        load_pretrained_tensors(pretrained, self._local_shards(MASTER_WEIGHTS))
-        with translate_dist_errors():
-            self.backend.sync_model_params()
+        self._fill([MASTER_WEIGHTS], lambda shards: load_pretrained_tensors(pretrained, shards[MASTER_WEIGHTS]))
+        self._sync(step_count=0)
 
     def close(self) -> None:
         """Close the backend and its process groups."""
         self.backend.close()
 
-    def _state_groups(self) -> dict[str, dict[str, LocalShard]]:
-        return {group: self._local_shards(group) for group in self.backend.optimizer_state}
+    def _sync(self, *, step_count: int) -> None:
+        """Set the step count and copy the master weights into the layers.
 
-    def _local_shards(self, group: str) -> dict[str, LocalShard]:
-        """Return this rank's shard of each model tensor it holds rows of, for one state group."""
+        The graphs are the same at every start.
+        """
+        self.backend.step_count = step_count
+        with translate_dist_errors():
+            self.backend.sync_model_params()
+
+    def _fill(self, groups: Sequence[str], read: Callable[[Mapping[str, Mapping[str, LocalShard]]], None]) -> None:
+        """Fill this rank's rows of some state groups.
+
+        Args:
+            groups: state groups.
+            read: fills host memory, by group and the model's tensor names; called for batches of
+                `READ_BATCH_BYTES` where the rows are on a device.
+        """
+        states = {group: self.backend.optimizer_state[group] for group in groups}
+        pending: list[tuple[RowSlice, Tensor]] = []
+        shards: dict[str, dict[str, LocalShard]] = {group: {} for group in groups}
+
+        def finish_batch() -> None:
+            read(shards)
+            for rows, buffer in pending:
+                rows.store(buffer)
+            pending.clear()
+            for parts in shards.values():
+                parts.clear()
+
+        for group, slots in states.items():
+            for key, rows in slots.items():
+                buffer = rows.empty_on_host()
+                pending.append((rows, buffer))
+                parts = self._local_shards(key, rows, buffer)
+                assert not parts.keys() & shards[group].keys(), f"rows of {key} are held twice"
+                shards[group] |= parts
+                if sum(buffer.nbytes for rows, buffer in pending if not rows.is_on_host) >= READ_BATCH_BYTES:
+                    finish_batch()
+        finish_batch()
+
+    def _local_shards(self, key: str, rows: RowSlice, on_host: Tensor) -> dict[str, LocalShard]:
+        """Return this rank's shard of each model tensor that the rows of a key hold, as views of host memory."""
         shards: dict[str, LocalShard] = {}
-        for key, rows in self.backend.optimizer_state[group].items():
-            for tensor_slice in self._tensor_slices[key]:
-                local_slice = intersect_rows(tensor_slice, rows.start_row, rows.local.shape[0])
-                if local_slice is not None:
-                    assert local_slice.name not in shards, f"{local_slice.name} is held twice"
-                    shards[local_slice.name] = self._local_shard(local_slice, rows)
+        for tensor_slice in self._tensor_slices[key]:
+            local_slice = intersect_rows(tensor_slice, rows.start_row, rows.n_rows)
+            if local_slice is not None:
+                assert local_slice.name not in shards, f"{local_slice.name} is held twice"
+                shards[local_slice.name] = self._local_shard(local_slice, on_host)
         return shards
 
-    def _local_shard(self, local_slice: TensorSlice, rows: RowSlice) -> LocalShard:
+    def _local_shard(self, local_slice: TensorSlice, on_host: Tensor) -> LocalShard:
         grid = self.backend.grid
         replicas, replica = (1, 0) if self._zero1 else (grid.dp, grid.dp_rank)
         return LocalShard(
-            local=rows.local[local_slice.start_row : local_slice.start_row + local_slice.shape[0]].detach(),
+            local=on_host[local_slice.start_row : local_slice.start_row + local_slice.shape[0]],
             shape=self._param_specs[local_slice.name].shape,
             offset=local_slice.offset,
             n_replicas=len(local_slice.replicas) * replicas,
@@ -207,5 +240,5 @@ class NeuronEngine:
 
 def _group_dtype(slots: Mapping[str, RowSlice]) -> torch.dtype:
     """Return the dtype of a state group, which all its tensors share."""
-    (dtype,) = {rows.local.dtype for rows in slots.values()}
+    (dtype,) = {rows.dtype for rows in slots.values()}
     return dtype

@@ -1,9 +1,10 @@
 """Graph extraction of one rank for `lt train precompile`: a few steps on random rows.
 
 `neuron_parallel_compile` runs this with NEURON_EXTRACT_GRAPHS_ONLY set: graphs are written, nothing is computed, and
-returned values are meaningless. So no data is read, nothing is saved and no value is used. The rows have the recipe's
-shapes (in validation one micro-batch at a time), and the options are those of the run. With pipeline stages a rank sees
-only the graphs of its own stage, so all ranks of the run execute the steps. Started as
+returned values are meaningless. So no data is read, nothing is saved and no value is used; saving and restoring have no
+graphs (`compute_backend.RowSlice`), and a run starts with the same ones however it gets its weights. The rows have the
+recipe's shapes (in validation one micro-batch at a time), and the options are those of the run. With pipeline stages a
+rank sees only the graphs of its own stage, so all ranks of the run execute the steps. Started as
 `python -m lt_trainer_neuron.graph_extraction RUN.toml --steps 3 [--set A.B=C ...] [--hyperparameters FILE]`.
 
 Cost: the start of a run and `steps` times the tracing of a step.

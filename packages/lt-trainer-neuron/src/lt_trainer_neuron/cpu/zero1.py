@@ -107,7 +107,7 @@ class Zero1Optimizer:
         """Master weights and slots, as `ComputeBackend.optimizer_state`."""
         return {
             group: {
-                key: RowSlice(local=tensor[: self._rows[key].n_rows], start_row=self._rows[key].start)
+                key: RowSlice(stored=tensor, n_rows=self._rows[key].n_rows, start_row=self._rows[key].start)
                 for key, tensor in tensors.items()
             }
             for group, tensors in {MASTER_WEIGHTS: self.master_weights, **self._driver.slots}.items()

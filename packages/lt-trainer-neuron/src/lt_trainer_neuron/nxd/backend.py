@@ -183,9 +183,9 @@ class NxdBackend:
 
     def _row_slice(self, key: str, tensor: Tensor) -> RowSlice:
         if not self._train_step.is_sharded:
-            return RowSlice(local=tensor.detach())
+            return RowSlice(stored=tensor, n_rows=tensor.shape[0])
         first, n_rows, _ = shard_rows(self._parameters[key].shape[0], self.grid.dp, self.grid.dp_rank)
-        return RowSlice(local=tensor.detach()[:n_rows], start_row=first)
+        return RowSlice(stored=tensor, n_rows=n_rows, start_row=first)
 
     @property
     def step_count(self) -> int:
@@ -196,6 +196,7 @@ class NxdBackend:
     def step_count(self, value: int) -> None:
         step = self._train_step.optimizer.step_count
         step.copy_(self._tensor_device.scalar_tensor(value, step.dtype))
+        self.mark_step()  # a graph of its own, the same wherever the number is set
 
     def sync_model_params(self) -> None:
         """Copy the master weights, gathered and cast, into the layers' weights."""
