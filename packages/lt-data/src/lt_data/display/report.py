@@ -1,20 +1,20 @@
 """HTML report of a store, self-contained, and optionally its charts as PNG.
 
-The page loads nothing: charts are inline SVG, colors follow the dark or light theme, and labels are HTML beside the
-charts, so that they keep their size on a narrow screen. Every text from a store is escaped; should one still be markup,
-the page's content security policy allows no style but the page's own, by its hash, and no script. The output is
+The page loads nothing: charts (bars.py) are inline SVG, colors follow the dark or light theme, and labels are HTML
+beside the charts, so that they keep their size on a narrow screen. Every text from a store is escaped; should one still
+be markup, the content security policy allows no style but that of the page, by its hash, and no script. The output is
 reproducible. Cost: that of `stats`.
 """
 
 import base64
 import hashlib
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 
 from lt_data.analysis.stats import PackStats, StoreStats, stats
+from lt_data.display.bars import Bar, length_bars, pack_bars
 from lt_data.display.progress_bars import format_si
 from lt_data.display.stats_text import format_epoch_steps, provenance_facts
 from lt_data.errors import DataError
@@ -25,15 +25,6 @@ from lt_data.store.manifest import StoreManifest
 from lt_data.store.token_store import TokenStore
 
 MAX_SHOWN_SOURCES = 20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bar:
-    """Bar of a chart: its label, its value as text, and its length as a fraction."""
-
-    label: str
-    value: str
-    fraction: float
 
 
 def write_report(
@@ -167,24 +158,6 @@ def _section(title: str, content: str, level: int, note: str = "") -> str:
     return f"<section><h{level}>{escape(title)}{aside}</h{level}>{content}</section>"
 
 
-def length_bars(store_stats: StoreStats) -> Iterator[tuple[str, Bar, Bar]]:
-    """Yield for each bin of lengths its name, and bars of its documents and tokens."""
-    max_documents = max(bin.documents for bin in store_stats.length_histogram)
-    max_tokens = max(bin.tokens for bin in store_stats.length_histogram)
-    for bin in store_stats.length_histogram:
-        name = (
-            f"{bin.min_tokens:,}" if bin.min_tokens == bin.max_tokens else f"{bin.min_tokens:,} to {bin.max_tokens:,}"
-        )
-        documents, tokens = bin.documents / store_stats.documents, bin.tokens / store_stats.tokens
-        yield (
-            name,
-            Bar(
-                label="documents", value=f"{bin.documents:,} ({documents:.1%})", fraction=bin.documents / max_documents
-            ),
-            Bar(label="tokens", value=f"{format_si(bin.tokens)} ({tokens:.1%})", fraction=bin.tokens / max_tokens),
-        )
-
-
 def _lengths(store_stats: StoreStats) -> str:
     rows = "".join(
         f"<tr><th scope=row>{name}</th><td>{_bar(documents, 'a')}</td><td>{_bar(tokens, 'b')}</td></tr>"
@@ -209,23 +182,9 @@ def _bar(bar: Bar, color: str) -> str:
 
 
 def _pack(pack: PackStats, level: int) -> str:
-    bars = (
-        Bar(label="fill", value=f"{pack.fill_rate:.3%}", fraction=pack.fill_rate),
-        Bar(label="padding", value=f"{pack.padding_rate:.3%}", fraction=pack.padding_rate),
-        Bar(
-            label="documents cut",
-            value=f"{pack.truncated_documents:,} ({pack.truncation_rate:.2%})",
-            fraction=pack.truncation_rate,
-        ),
-        Bar(
-            label="of these needlessly",
-            value=f"{pack.needlessly_truncated_documents:,} ({pack.needless_truncation_rate:.2%})",
-            fraction=pack.needless_truncation_rate,
-        ),
-    )
     rows = "".join(
         f"<tr><th scope=row>{escape(bar.label)}</th><td>{_bar(bar, 'a' if number == 0 else 'c')}</td></tr>"
-        for number, bar in enumerate(bars)
+        for number, bar in enumerate(pack_bars(pack))
     )
     steps = "".join(f"<p class=steps>{escape(format_epoch_steps(item))}</p>" for item in pack.steps)
     note = "" if pack.current else " <strong>of another store: make it again</strong>"

@@ -1,18 +1,15 @@
-"""PNG charts of a report; the only module that imports matplotlib (extra `plot`).
+"""PNG charts of a report, from the bars that its page shows; needs matplotlib (extra `plot`).
 
 Figures are drawn by the Agg renderer, without windows or global state. `lengths` shows documents and tokens by length,
-`packs` the fill, padding and truncation of each pack.
+`packs` the fill, padding and cut documents of each pack.
 """
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from lt_data.analysis.stats import StoreStats
-from lt_data.display.progress_bars import format_si
+from lt_data.display.bars import Bar, length_bars, pack_bars
 from lt_data.errors import DataError
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 CHART_NAMES = ("lengths", "packs")
 _BLUE, _ORANGE, _GRAY, _INK = "#2f6fbf", "#c2701c", "#8a94a6", "#1c2330"
@@ -28,68 +25,37 @@ def check_matplotlib() -> None:
 
 def render_charts(stats: StoreStats) -> dict[str, bytes]:
     """Return the charts: name → PNG."""
-    return {"lengths": _png(_lengths(stats)), "packs": _png(_packs(stats))}
+    names, documents, tokens = zip(*length_bars(stats), strict=True)
+    lengths = [("documents", names, documents, [_BLUE]), ("tokens in them", names, tokens, [_ORANGE])]
+    bars = [(pack.name, bar) for pack in stats.packs for bar in pack_bars(pack)]
+    labels = [f"{name}: {bar.label}" for name, bar in bars]
+    packs = [("", labels, [bar for _, bar in bars], [_BLUE, _GRAY, _GRAY, _GRAY])]
+    return {
+        "lengths": _draw("Length of documents, in tokens", lengths),
+        "packs": _draw("Packs" if bars else "This store has no pack yet.", packs),
+    }
 
 
-def _figure(rows: int, title: str) -> "Figure":
+def _draw(title: str, columns: Sequence[tuple[str, Sequence[str], Sequence[Bar], Sequence[str]]]) -> bytes:
+    """Draw columns of bars side by side: (title, labels, bars, colors in turn)."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, max(2.2, 0.32 * rows + 1.1)), dpi=150, layout="constrained")
+    labels = columns[0][1]
+    figure = Figure(figsize=(8, 0.32 * len(labels) + 1.1), dpi=150, layout="constrained")
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, color=_INK)
-    return figure
-
-
-def _lengths(stats: StoreStats) -> "Figure":
-    names = [
-        f"{bin.min_tokens:,}" if bin.min_tokens == bin.max_tokens else f"{bin.min_tokens:,} to {bin.max_tokens:,}"
-        for bin in stats.length_histogram
-    ]
-    figure = _figure(len(names), "Length of documents, in tokens")
-    left, right = figure.subplots(1, 2, sharey=True)
-    documents, tokens = (
-        [bin.documents for bin in stats.length_histogram],
-        [bin.tokens for bin in stats.length_histogram],
-    )
-    for axes, values, total, color, title in (
-        (left, documents, stats.documents, _BLUE, "documents"),
-        (right, tokens, stats.tokens, _ORANGE, "tokens in them"),
-    ):
-        bars = axes.barh(range(len(values)), values, color=color, height=0.7)
-        axes.bar_label(bars, [f"{format_si(n)} ({n / total:.1%})" for n in values], padding=3, fontsize=8, color=_INK)
-        axes.set_title(title, loc="left", fontsize=10, color=_INK)
-        axes.set_xlim(0, 1.45 * max(values))
+    rows = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for axes, (name, _, bars, colors) in zip(rows, columns, strict=True):
+        turns = [colors[number % len(colors)] for number in range(len(bars))]
+        drawn = axes.barh(range(len(bars)), [bar.fraction for bar in bars], color=turns, height=0.7)
+        axes.bar_label(drawn, [bar.value for bar in bars], padding=3, fontsize=8, color=_INK)
+        axes.set_title(name, loc="left", fontsize=10, color=_INK)
+        axes.set_xlim(0, 1.45)  # room for the values
         axes.set_xticks([])
         axes.spines[["top", "right", "bottom"]].set_visible(False)
-    left.set_yticks(range(len(names)), names, fontsize=8)
-    left.invert_yaxis()
-    return figure
-
-
-def _packs(stats: StoreStats) -> "Figure":
-    packs = stats.packs
-    figure = _figure(3 * max(len(packs), 1), "Packs")
-    axes = figure.subplots()
-    if not packs:
-        axes.text(0, 0.5, "This store has no pack yet.", color=_INK)
-        axes.set_axis_off()
-        return figure
-    for shift, color, title, values in (
-        (-0.27, _BLUE, "positions filled", [pack.fill_rate for pack in packs]),
-        (0.0, _GRAY, "padding", [pack.padding_rate for pack in packs]),
-        (0.27, _ORANGE, "documents cut", [pack.truncation_rate for pack in packs]),
-    ):
-        bars = axes.barh([number + shift for number in range(len(packs))], values, 0.25, color=color, label=title)
-        axes.bar_label(bars, [f"{value:.2%}" for value in values], padding=3, fontsize=8, color=_INK)
-    axes.set_yticks(range(len(packs)), [pack.name for pack in packs], fontsize=9)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.12)
-    axes.set_xticks([])
-    axes.spines[["top", "right", "bottom"]].set_visible(False)
-    figure.legend(loc="outside lower left", ncols=3, fontsize=8, frameon=False)
-    return figure
-
-
-def _png(figure: "Figure") -> bytes:
+    rows[0].set_yticks(range(len(labels)), labels, fontsize=8)
+    rows[0].invert_yaxis()
+    if not labels:
+        rows[0].set_axis_off()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", metadata={"Software": None})
     return buffer.getvalue()

@@ -38,7 +38,10 @@ def count_rows_to_decode(shared_bytes: int) -> int:
 
 
 def count_shared_bytes(column: Any) -> int:
-    """Return the bytes of values of a column to which several of its rows may refer; 0 where each row has its own."""
+    """Return the bytes of the values of a column that its rows share.
+
+    0 where each row has its own values.
+    """
     import pyarrow.types as types
 
     kind = column.type

@@ -1,6 +1,6 @@
-"""Text generation from a model in any format that lt-ckpt reads: a run directory, a Hugging Face folder, ...
+"""Text generation from a model in any format that lt-ckpt reads.
 
-Bytes that have a checksum are compared with it while they are read.
+A run directory stands for its newest valid checkpoint. Bytes that have a checksum are compared with it.
 
 Needs torch (`lt-trainer[torch]`) and memory for the weights; no engine, no process group.
 """
