@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 START = Path(__file__).parents[1] / "packages" / "lt-trainer-neuron" / "tests" / "neuron_start"
 RECIPE = """
 [run]
@@ -27,6 +29,7 @@ num_neuroncores = 2
 """
 
 
+@pytest.mark.guarantee("neuron-cores")
 def test_a_launched_rank_has_its_own_core(tmp_path: Path) -> None:
     """The ranks end where they have loaded torch-xla."""
     (tmp_path / "recipe.toml").write_text(RECIPE)
