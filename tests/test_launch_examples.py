@@ -18,6 +18,8 @@ from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_trainer.config import Recipe, llama_config
 from lt_trainer.config.recipe import from_dict, load, to_dict
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.runner import run
 from lt_trainer_neuron.compile_key import check_compiled
 from lt_trainer_neuron.environment import build_env
 
@@ -139,3 +141,48 @@ def test_precompile_compiles_the_graphs_of_the_train_stage(name: str, tmp_path: 
     model = llama_config(train, train.model.vocab_size)
     assert train.engine["neuron"].compile_key == "error"  # raises where no key fits
     assert check_compiled(train, model, environ | build_env(train, environ)) == ""
+
+
+SMALL = [
+    "model.vocab_size=128", "model.hidden_size=64", "model.intermediate_size=96", "model.n_heads=8",
+    "model.n_kv_heads=2", "model.n_layers=2", "model.max_position_embeddings=32", "data.synthetic=true",
+    "data.store=", "data.seq_len=32", "batch.global_batch_size=2", "schedule.max_steps=2", "schedule.warmup_steps=1",
+    "parallel.n_nodes=1", "parallel.tp=1", "parallel.pp=1", "parallel.sequence_parallel=false",
+    "engine.neuron.backend=cpu", "engine.neuron.num_neuroncores=1", "engine.neuron.qkv_linear=false",
+    "engine.neuron.kv_size_multiplier=1", "engine.neuron.fuse_qkv=false", "engine.neuron.flash_attention=false",
+]  # fmt: skip
+"""Overrides that make a model for one CPU of the recipe for 70B."""
+
+
+@pytest.mark.slow
+def test_training_goes_on_from_the_weights_that_convert_has_made(tmp_path: Path) -> None:
+    """With convert's own options, on a small model: its losses are those of a start from the model itself."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    config = LlamaConfig(
+        **sizes, **heads, rope_parameters={"rope_type": "default", "rope_theta": 5e5}, rms_norm_eps=1e-5
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "Meta-Llama-3-70B")
+    convert = " ".join(read_stages("continued.toml")["convert"].job.argv)
+    for option, value in (
+        ("--tp 32", "--tp 4"),
+        ("--pp 8", "--pp 2"),
+        ("--kv-size-multiplier 4", "--kv-size-multiplier 2"),
+    ):
+        assert option in convert
+        convert = convert.replace(option, value)
+    programs = {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))}
+    subprocess.run(convert.split(), cwd=tmp_path, env=programs | {"OMP_NUM_THREADS": "1"}, check=True)
+
+    def losses(name: str, weights: str) -> list[float]:
+        sets = [*SMALL, f"model.init_from={weights}", f"run.dir={tmp_path / name}"]
+        assert run(load(LAUNCHES["llama3-70b.toml"], overrides=sets)) == 0
+        return [row["loss"] for row in read_jsonl(tmp_path / name / "metrics.jsonl") if "loss" in row]
+
+    released = losses("released", str(tmp_path / "Meta-Llama-3-70B"))
+    assert losses("converted", str(tmp_path / "Llama-3-70B-nxd")) == released
+    assert losses("random", "")[0] != released[0]
