@@ -103,8 +103,10 @@ def test_files_of_nxd_there_and_back(store, bucket, tmp_path):
     ]
     tmp = begin_save(tmp_path / "here", step=1, world_size=1)
     write_rank_files(tmp, rank=0, shards=shards, writer=part)
-    path = commit_save(tmp, world_size=1, metadata=CheckpointMetadata(step=1, model=config.to_dict()))
-    assert {"done", "user_content.pt"} <= set(tree(path))
+    tokenizer = {"tokenizer.json": b"{}", "additional_chat_templates/tool_use.jinja": b"{{ tools }}"}
+    metadata = CheckpointMetadata(step=1, model=config.to_dict(), tokenizer_files=tokenizer)
+    path = commit_save(tmp, world_size=1, metadata=metadata)
+    assert {"done", "user_content.pt", *(f"tokenizer/{name}" for name in tokenizer)} <= set(tree(path))
     url = f"s3://{bucket}/run/step-00000001"
     upload(path, url)
     written = [key for operation, key in store.log if operation == "PutObject"]
