@@ -2,7 +2,8 @@
 
 One process plays each of three stages alone: what it would be given is made up on the device, as NxD's transfer makes
 it from what it gathers. Numbers mean nothing here; `test_nxd_step.py` has them. What is asserted is that a step has a
-handful of graphs however many micro-batches there are, that none is compiled again, and that nothing is fetched.
+handful of graphs however many micro-batches there are, that none is compiled again, also after a restore, and that
+nothing is fetched.
 """
 
 import json
@@ -91,7 +92,15 @@ for rank, global_batch_size in ((0, 8), (1, 8), (2, 8), (1, 12)):
     metrics = [(read.loss, read.grad_norm) for read in engine.fetch_metrics(pendings)]
     for _ in range(2):
         evaluations.append(counted(lambda: engine.validate([batch]))[1])
-    out.append({"steps": steps, "metrics": metrics, "evaluations": evaluations})
+    def restore_and_step():
+        for slots in engine.backend.optimizer_state.values():
+            for rows in slots.values():
+                rows.store(rows.to_host())
+        engine.backend.step_count = 1
+        engine.backend.sync_model_params()
+        engine.fetch_metrics([engine.step(batch, 1e-3)])
+    restored = counted(restore_and_step)[1]
+    out.append({"steps": steps, "metrics": metrics, "evaluations": evaluations, "restored": restored})
 print("RESULT" + json.dumps(out))
 """
 
@@ -127,5 +136,6 @@ def test_a_stage_has_a_handful_of_graphs_and_none_is_compiled_again() -> None:
         # More micro-batches are the same graphs more often.
         assert compiled == [0, 0, 0] if found is more else 0 < compiled[0] <= TURNS[stage] + OTHERS, stage
         assert found["evaluations"][1]["UncachedCompile"] == 0, stage
+        assert found["restored"]["UncachedCompile"] == 0, stage
         assert all((loss > 0) == (stage == 2) for loss, _ in found["metrics"]), stage
         assert all(norm > 0 for _, norm in found["metrics"]), stage
