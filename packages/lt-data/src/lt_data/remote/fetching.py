@@ -4,22 +4,22 @@ Files come into a folder beside the target whose name holds a hash of the list o
 left is taken up only for the very same content:
 
     .NAME.<hash>.download/files/...    files that are complete
-    .NAME.<hash>.download/parts/...    files on their way: blocks whose hash is right are not fetched again
+    .NAME.<hash>.download/parts/...    files on their way: fetched anew by the next call
 
-Each block is compared with the listing when it arrives, and asked for again where it differs; in the end each file is
-read once more and its SHA-256 compared, before the folder gets its name. A store that other programs have copied there
-has no listing: its files are checked as wholes, by its manifest, and its packs by their fingerprints.
+boto3's transfer manager fetches a file in ranges and asks again for those that do not come. A file is read once more
+and its SHA-256 compared before it counts as complete, also one that an earlier call left; one that differs is fetched
+again. Of a store that other programs have copied the hashes are those of its manifest, and its packs are checked by
+their fingerprints.
 
-Cost: each byte is fetched and written once, and read once. Memory: 8 MiB for each connection.
+Cost: each byte is fetched and written once, and read once. Memory: two blocks for each connection.
 """
 
 import fcntl
 import hashlib
 import os
 import shutil
-import threading
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +28,15 @@ from lt_data.errors import DataError
 from lt_data.file_names import to_local_name
 from lt_data.packing.packs import verify_packs
 from lt_data.progress import Progress, no_progress
-from lt_data.remote.blocks import fetch_blocks, runs
-from lt_data.remote.contents import BLOCK_BYTES, block_digest
+from lt_data.remote.contents import BLOCK_BYTES
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
-from lt_data.remote.s3 import S3Folder, S3Options
+from lt_data.remote.s3 import S3Folder, S3Options, Transfers
 from lt_data.remote.threads import Meter, pool_of
 from lt_data.storage import find_link, fsync, fsync_folder, make_folder_synced, translate_os_errors, write_file
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.token_store import TokenStore
+
+_TRIES = 4  # for a file that came with other bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,7 @@ def download(
         folder: the folder to make. If the very same is there already, nothing is fetched.
         options: how S3 is spoken to.
         progress: called with the bytes fetched.
-        checking: called with the bytes read again to verify them.
+        checking: called with the bytes read to verify what is there already.
 
     Returns:
         What was fetched.
@@ -95,16 +96,7 @@ def download(
         (building / "files").mkdir(parents=True, exist_ok=True)
         (building / "parts").mkdir(exist_ok=True)
     with _locked(building):
-        fetched = _fill(parcel, building, progress)
-        if bad := _bad(parcel, building / "files", checking):  # an earlier call left them, or this disk is failing
-            for name in bad:
-                (building / "files" / to_local_name(name)).unlink()
-            fetched += _fill(parcel, building, progress)
-            bad = _bad(parcel, building / "files", checking)
-        if bad:
-            for name in bad:
-                (building / "files" / to_local_name(name)).unlink()
-            raise DataError(f"{url}: {bad[0]} is not what was uploaded (its SHA-256 differs); upload it again")
+        fetched = _fill(parcel, building, progress, checking)
         _complete(parcel, building, target)
     return Downloaded(path=target, files=n_files, n_bytes=n_bytes, fetched=fetched)
 
@@ -140,124 +132,75 @@ def _expect_same(parcel: RemoteParcel, target: Path, checking: Progress) -> None
             raise refused
     if parcel.manifest is not None and (target / MANIFEST).read_bytes() != parcel.manifest:
         raise refused
-    if _bad(parcel, target, checking):
+    if _find_bad(parcel.files, target, checking):
         raise refused
 
 
-def _fill(parcel: RemoteParcel, building: Path, progress: Progress) -> int:
-    """Fetch what is missing; gives back how many bytes came."""
-    jobs = [job for name, file in parcel.files.items() if (job := _Job.of(name, file, building)) is not None]
-    need, free = sum(job.n_bytes for job in jobs), shutil.disk_usage(building).free
+def _fill(parcel: RemoteParcel, building: Path, progress: Progress, checking: Progress) -> int:
+    """Fetch and verify what is missing; return how many bytes came."""
+    files = building / "files"
+    left = {name: file for name, file in parcel.files.items() if _is_there(files / to_local_name(name), file)}
+    for name in _find_bad(left, files, checking):
+        with translate_os_errors("remove", files):
+            (files / to_local_name(name)).unlink()
+        del left[name]
+    missing = {name: file for name, file in parcel.files.items() if name not in left}
+    need, free = sum(file.n_bytes for file in missing.values()), shutil.disk_usage(building).free
     if need > free:
         raise DataError(f"{building}: {need} bytes have to be fetched and {free} are free; free some space")
     meter = Meter(need, progress)
-    connections = parcel.source.options.connections
-    room = threading.BoundedSemaphore(2 * connections)
-    failed: list[BaseException] = []
-    futures: list[Future[None]] = []
-    with pool_of(connections) as pool:
-        for job in jobs:
-            for first, last in job.ranges or ((0, 0),):
-                room.acquire()
-                if failed:
-                    raise failed[0]
-                future = pool.submit(job.fetch, parcel.source, first, last, meter)
-                future.add_done_callback(lambda done: (failed.extend(_error_of(done)), room.release()))
-                futures.append(future)
-    for future in futures:
-        future.result()
+    with parcel.source.transfers() as transfers, pool_of(parcel.source.options.connections) as pool:
+        jobs = [pool.submit(_fetch, transfers, name, file, building, meter) for name, file in missing.items()]
+        for done in as_completed(jobs):
+            done.result()
     return need
 
 
-def _error_of(done: Future[None]) -> list[BaseException]:
-    error = None if done.cancelled() else done.exception()
-    return [] if error is None else [error]
+def _is_there(path: Path, file: RemoteFile) -> bool:
+    with translate_os_errors("look at", path):
+        return file.sha256 is not None and path.is_file() and path.stat().st_size == file.n_bytes
 
 
-class _Job:
-    """A file to fetch: the ranges of blocks that are missing, written in any order; the last one done completes it."""
-
-    def __init__(self, name: str, file: RemoteFile, building: Path) -> None:
-        self.name, self.file = name, file
-        self.path = building / "files" / to_local_name(name)
-        self.part = building / "parts" / hashlib.sha256(name.encode()).hexdigest()[:32]
-        n_blocks = -(-file.n_bytes // BLOCK_BYTES)
-        missing = (
-            [number for number in range(n_blocks) if not self._there(number)] if self._kept() else [*range(n_blocks)]
-        )
-        self.n_bytes = sum(min(BLOCK_BYTES, file.n_bytes - number * BLOCK_BYTES) for number in missing)
-        self.ranges = runs(missing)
-        self._left = max(len(self.ranges), 1)
-        self._lock = threading.Lock()
-
-    @classmethod
-    def of(cls, name: str, file: RemoteFile, building: Path) -> "_Job | None":
-        """The job of a file; None where it is complete, and its SHA-256 will tell whether it is right."""
-        path = building / "files" / to_local_name(name)
-        with translate_os_errors("look at", path):
-            if file.sha256 is not None and path.is_file() and path.stat().st_size == file.n_bytes:
-                return None
-        return cls(name, file, building)
-
-    def _kept(self) -> bool:
-        return self.file.listed is not None and self.part.is_file()
-
-    def _there(self, number: int) -> bool:
-        listed = self.file.listed
-        assert listed is not None
-        with translate_os_errors("read", self.part), self.part.open("rb") as file:
-            file.seek(number * BLOCK_BYTES)
-            return block_digest(file.read(min(BLOCK_BYTES, self.file.n_bytes - number * BLOCK_BYTES))) == listed.block(
-                number
-            )
-
-    def fetch(self, source: S3Folder, first: int, last: int, meter: Meter) -> None:
-        """Fetch the blocks [first, last) and write them."""
-        begin, end = first * BLOCK_BYTES, min(last * BLOCK_BYTES, self.file.n_bytes)
-        with translate_os_errors("write", self.part):
-            descriptor = os.open(self.part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-            try:
-                if end > begin:
-                    data = fetch_blocks(source, self.name, self.file, begin, end)
-                    _write_at(descriptor, data, begin)
-                    meter.add(end - begin)
-                with self._lock:
-                    self._left -= 1
-                    done = not self._left
-                if done:
-                    os.ftruncate(descriptor, self.file.n_bytes)
-                    fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        if done:
-            with translate_os_errors("write", self.path):
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self.part.rename(self.path)
+def _fetch(transfers: Transfers, name: str, file: RemoteFile, building: Path, meter: Meter) -> None:
+    """Fetch a file and verify it."""
+    path, part = building / "files" / to_local_name(name), building / "parts" / _part_name(name)
+    for _ in range(_TRIES):
+        with translate_os_errors("write", part):
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            with os.fdopen(descriptor, "wb") as target:
+                transfers.download(name, target, file.n_bytes, meter.add)
+                target.flush()
+                fsync(descriptor)
+        if file.sha256 is None or _sha256(part) == file.sha256:
+            with translate_os_errors("write", path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+                part.rename(path)
+            return
+    raise DataError(
+        f"{transfers.url}/{name}: its bytes are not those that were uploaded, {_TRIES} times over; upload it again"
+    )
 
 
-def _write_at(descriptor: int, data: bytes, offset: int) -> None:
-    view = memoryview(data)
-    while view:
-        written = os.pwrite(descriptor, view, offset)
-        view, offset = view[written:], offset + written
+def _part_name(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
-def _bad(parcel: RemoteParcel, folder: Path, checking: Progress) -> list[str]:
-    """Read every file whose SHA-256 is known; gives back those that have another."""
-    meter = Meter(sum(file.n_bytes for file in parcel.files.values() if file.sha256), checking)
+def _sha256(path: Path, count: Callable[[int], None] = lambda _: None) -> str:
+    digest = hashlib.sha256()
+    with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
+        while block := source.read(4 * BLOCK_BYTES):
+            digest.update(block)
+            count(len(block))
+    return digest.hexdigest()
 
-    def differs(name: str) -> bool:
-        file, path = parcel.files[name], folder / to_local_name(name)
-        digest = hashlib.sha256()
-        with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
-            while block := source.read(4 * BLOCK_BYTES):
-                digest.update(block)
-                meter.add(len(block))
-        return digest.hexdigest() != file.sha256
 
-    known = [name for name, file in parcel.files.items() if file.sha256]
+def _find_bad(files: Mapping[str, RemoteFile], folder: Path, checking: Progress) -> list[str]:
+    """Read every file whose SHA-256 is known; return those that have another."""
+    known = [name for name, file in files.items() if file.sha256]
+    meter = Meter(sum(files[name].n_bytes for name in known), checking)
     with pool_of(os.cpu_count() or 1) as pool:
-        return [name for name, bad in zip(known, pool.map(differs, known), strict=True) if bad]
+        found = pool.map(lambda name: _sha256(folder / to_local_name(name), meter.add), known)
+        return [name for name, sha256 in zip(known, found, strict=True) if sha256 != files[name].sha256]
 
 
 def _complete(parcel: RemoteParcel, building: Path, target: Path) -> None:

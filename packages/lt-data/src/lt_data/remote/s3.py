@@ -1,9 +1,9 @@
 """A folder in an S3 bucket: the one module that knows boto3.
 
 Credentials, region and endpoint come from where boto3 looks for them (environment, ~/.aws, the machine's role); none
-of them stands in a message or a file of ours. Each request that carries bytes carries their SHA-256 too; large files
-go in parts by boto3's own transfer manager. Each range that is fetched has the length that was asked for or is asked
-for again.
+of them stands in a message or a file of ours. Each request that carries bytes carries their SHA-256 too. Whole files go
+and come by boto3's own transfer manager; single ranges, for readers of blocks, have the length that was asked for or
+are asked for again. Not by fsspec: its caches know neither a limit that processes share nor the hash of a block.
 """
 
 import re
@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
 from lt_data.remote.contents import BLOCK_BYTES, FileHash, PartHash, PartReader, base64_text
@@ -60,7 +60,7 @@ class S3Options:
         endpoint_url: another store than Amazon's; None: what boto3 is set up for.
         connections: requests at a time.
         timeout: seconds without a byte after which a connection is given up.
-        part_bytes: of an upload's parts, a whole number of MiB.
+        part_bytes: of the parts and ranges of large files, a whole number of MiB.
     """
 
     endpoint_url: str | None = None
@@ -106,6 +106,7 @@ def _asking(doing: str, url: str) -> Iterator[None]:
     """Turn boto3's errors into ours, with a remedy and without what boto3's may quote."""
     from boto3.exceptions import Boto3Error
     from botocore import exceptions as known
+    from s3transfer.exceptions import RetriesExceededError, S3DownloadFailedError
 
     try:
         yield
@@ -119,7 +120,7 @@ def _asking(doing: str, url: str) -> Iterator[None]:
         raise RemoteError(
             f"{url}: {doing} failed: {type(exc).__name__}; check AWS_PROFILE, AWS_REGION and ~/.aws", "configuration"
         ) from None
-    except (known.BotoCoreError, Boto3Error) as exc:
+    except (known.BotoCoreError, Boto3Error, RetriesExceededError, S3DownloadFailedError) as exc:
         raise RemoteError(
             f"{url}: {doing} failed: {type(exc).__name__}; check the network, the proxy and the endpoint's address"
         ) from None
@@ -232,46 +233,32 @@ class S3Folder:
             pause(attempt)
         raise RemoteError(f"{self.url}/{name}: reading failed: other bytes come than S3 says it holds, {_TRIES} times")
 
-    def read_range(self, name: str, begin: int, end: int, on_bytes: Callable[[int], None] = lambda _: None) -> bytes:
+    def read_range(self, name: str, begin: int, end: int) -> bytes:
         """Return the bytes [begin, end) of an object, at least one.
-
-        `on_bytes` is called with the number of those that came.
 
         Raises:
             RemoteError: they did not come, after several tries.
         """
-        buffer = bytearray()
-        tries = 0
-        while True:
-            before = len(buffer)
+        for attempt in range(_TRIES):
             try:
-                self._read_some(name, begin, end, buffer, on_bytes)
+                return self._read_range(name, begin, end)
             except RemoteError as exc:
-                tries = 0 if len(buffer) - before >= BLOCK_BYTES else tries + 1
-                if exc.code or tries >= _TRIES:  # what S3 itself refuses has been tried again by boto3
+                if exc.code or attempt == _TRIES - 1:  # what S3 itself refuses has been tried again by boto3
                     raise
-                pause(tries)
-            else:
-                return bytes(buffer)
+                pause(attempt)
+        raise AssertionError("the last attempt returns or raises")
 
-    def _read_some(self, name: str, begin: int, end: int, buffer: bytearray, on_bytes: Callable[[int], None]) -> None:
-        """Append to the buffer what is missing of the range; what came before an error stays in it."""
-        at = begin + len(buffer)
+    def _read_range(self, name: str, begin: int, end: int) -> bytes:
         url = f"{self.url}/{name}"
         with _asking("reading", url):
-            answer = self._client.get_object(**self._at(name), Range=f"bytes={at}-{end - 1}")
-            body = answer["Body"]
-            try:
-                if not str(answer.get("ContentRange", "")).startswith(f"bytes {at}-{end - 1}/"):
+            answer = self._client.get_object(**self._at(name), Range=f"bytes={begin}-{end - 1}")
+            with answer["Body"] as body:
+                if not str(answer.get("ContentRange", "")).startswith(f"bytes {begin}-{end - 1}/"):
                     raise RemoteError(f"{url}: reading failed: another range came than was asked for")
-                while begin + len(buffer) < end:
-                    data = body.read(min(BLOCK_BYTES, end - begin - len(buffer)))
-                    if not data:
-                        raise RemoteError(f"{url}: reading failed: the body ended early")
-                    buffer += data
-                    on_bytes(len(data))
-            finally:
-                body.close()
+                data = body.read(end - begin)
+        if len(data) < end - begin:
+            raise RemoteError(f"{url}: reading failed: the body ended early")
+        return data
 
     def write(self, name: str, data: bytes | memoryview, part: PartHash) -> None:
         """Make an object of bytes that come in one request, or replace it.
@@ -318,6 +305,8 @@ class S3Folder:
             multipart_threshold=self.options.part_bytes,
             multipart_chunksize=self.options.part_bytes,
             max_request_concurrency=self.options.connections,
+            io_chunksize=BLOCK_BYTES,
+            max_io_queue_size=2 * self.options.connections,
         )
         with TransferManager(self._client, config) as manager:
             yield Transfers(self, manager, self._at)
@@ -356,10 +345,15 @@ class S3Folder:
 
 
 class Transfers:
-    """Uploads by boto3's transfer manager (`S3Folder.transfers`)."""
+    """Uploads and downloads by boto3's transfer manager (`S3Folder.transfers`).
+
+    Attributes:
+        url: the folder's.
+    """
 
     def __init__(self, target: S3Folder, manager: Any, at: Callable[[str], dict[str, Any]]) -> None:
-        self._target, self._manager, self._at = target, manager, at
+        self.url = target.url
+        self._manager, self._at = manager, at
 
     def upload(self, name: str, content: PartReader, on_bytes: Callable[[int], None]) -> None:
         """Upload a file in parts of `part_bytes`, read once from its beginning.
@@ -371,15 +365,34 @@ class Transfers:
             RemoteError: S3 refuses or cannot be reached.
             DataError: the file cannot be read, or is another by now; nothing of it stays in S3.
         """
-        from s3transfer.subscribers import BaseSubscriber
-
-        class Subscriber(BaseSubscriber):
-            def on_queued(self, future: Any, **_: Any) -> None:
-                future.meta.provide_transfer_size(content.n_bytes)  # by which the manager chooses the parts' size
-
-            def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
-                on_bytes(bytes_transferred)
-
         where, extra = self._at(name), {"ChecksumAlgorithm": "SHA256"}
-        with _asking("uploading", f"{self._target.url}/{name}"):
-            self._manager.upload(content, where["Bucket"], where["Key"], extra, [Subscriber()]).result()
+        told = _subscriber(content.n_bytes, on_bytes)
+        with _asking("uploading", f"{self.url}/{name}"):
+            self._manager.upload(content, where["Bucket"], where["Key"], extra, [told]).result()
+
+    def download(self, name: str, target: BinaryIO, n_bytes: int, on_bytes: Callable[[int], None]) -> None:
+        """Download an object in ranges of `part_bytes`, several at a time, into an empty file.
+
+        What came is for the caller to verify.
+
+        Raises:
+            RemoteError: S3 refuses or cannot be reached.
+            OSError: the file cannot be written.
+        """
+        where, told = self._at(name), _subscriber(n_bytes, on_bytes)
+        with _asking("reading", f"{self.url}/{name}"):
+            self._manager.download(where["Bucket"], where["Key"], target, None, [told]).result()
+
+
+def _subscriber(n_bytes: int, on_bytes: Callable[[int], None]) -> Any:
+    """Return what tells the transfer manager the size, by which it chooses ranges, and counts bytes."""
+    from s3transfer.subscribers import BaseSubscriber
+
+    class Subscriber(BaseSubscriber):
+        def on_queued(self, future: Any, **_: Any) -> None:
+            future.meta.provide_transfer_size(n_bytes)
+
+        def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
+            on_bytes(bytes_transferred)
+
+    return Subscriber()
