@@ -287,7 +287,11 @@ def weight_decay_names(config: LlamaConfig, *, include_embeddings: bool = False)
 
 
 def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
-    """Yield the micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`."""
+    """Yield the micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`.
+
+    They are widened there. A step copies 12 bytes per token in three transfers that wait for nothing;
+    `lt_data.torch.to_tensors` copies fewer bytes, but waits for each of its small arrays.
+    """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
         tensor = tensor.pin_memory().to(device, non_blocking=True)
