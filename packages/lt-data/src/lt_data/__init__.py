@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lt_data.preparation.append import append
     from lt_data.preparation.join import join
     from lt_data.preparation.merge import merge
-    from lt_data.preparation.prepare import part_folder, prepare, prepare_documents
+    from lt_data.preparation.prepare import prepare
+    from lt_data.preparation.prepare_documents import part_folder, prepare_documents
     from lt_data.preparation.record_map import LeftOut
     from lt_data.preparation.split import split
     from lt_data.progress import Progress
@@ -93,9 +94,9 @@ _MODULES = {
     "names_generation": "store.generations",
     "open_pack": "packing.packs",
     "pack": "packing.packs",
-    "part_folder": "preparation.prepare",
+    "part_folder": "preparation.prepare_documents",
     "prepare": "preparation.prepare",
-    "prepare_documents": "preparation.prepare",
+    "prepare_documents": "preparation.prepare_documents",
     "read_documents": "sources.reader",
     "sequence_fingerprint": "streaming.stream",
     "split": "preparation.split",

@@ -341,7 +341,7 @@ def test_the_name_of_a_place(path: str, record: int, expected: str) -> None:
 def test_too_many_files_are_refused_before_anything_is_written(
     tmp_path: Path, corpus: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lt_data.preparation.prepare.MAX_SOURCE_FILES", 8)
+    monkeypatch.setattr("lt_data.preparation.prepare_documents.MAX_SOURCE_FILES", 8)
     with pytest.raises(DataError, match=r"^sources: 9 files; a store has at most 8: join"):
         lt_data.prepare_documents(DocumentReader([corpus], on_bad="skip"), tokenizer=tokenizer, out=tmp_path / "store")
     assert list(tmp_path.iterdir()) == []

@@ -115,6 +115,15 @@ def prepare(
     num_parts: Annotated[
         int, typer.Option(help="Number of parts; each may be prepared on another machine.", rich_help_panel=_JOB)
     ] = 1,
+    unit_bytes: Annotated[
+        int | None,
+        typer.Option(
+            help="Prepare units of about so many source bytes and join them in OUT; the same command on other machines "
+            "that see OUT helps.",
+            show_default=False,
+            rich_help_panel=_JOB,
+        ),
+    ] = None,
     no_resume: _NoResume = False,
 ) -> None:
     """Read text, encode it and write a token store.
@@ -159,6 +168,7 @@ def prepare(
             streaming=streaming,
             part_index=part,
             num_parts=num_parts,
+            unit_bytes=unit_bytes,
             overwrite=overwrite,
             no_resume=no_resume,
             progress=report,

@@ -19,7 +19,7 @@ from lt_data.exports.blocks import BoundaryKind, BoundaryRule, TokenBlock, split
 from lt_data.exports.export_manifest import EXPORT_MANIFEST_FILE, ExportManifest, read_export_manifest
 from lt_data.exports.input_files import check_input
 from lt_data.exports.options import FORMATS, Format
-from lt_data.preparation.prepare import DEFAULT_SHARD_TOKENS, prepare_documents
+from lt_data.preparation.prepare_documents import DEFAULT_SHARD_TOKENS, prepare_documents
 from lt_data.progress import Progress, no_progress
 from lt_data.sources.document import Document
 from lt_data.store.manifest import StoreManifest

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, open_build_folder
-from lt_data.preparation.prepare import NoticeCallback, no_notice, prepare_documents
+from lt_data.preparation.prepare_documents import prepare_documents
 from lt_data.preparation.record_map import load_record_map
-from lt_data.progress import Progress, no_progress
+from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file

@@ -211,7 +211,7 @@ class BuildFolder:
         if header.resumable:
             if not resumable:
                 raise DataError(f"{self.path}: holds another interrupted job; finish it, or {START_OVER}")
-            if changed := _diff_jobs(header.job, job):
+            if changed := describe_differences(header.job, job):
                 raise DataError(
                     f"{self.path}: holds an interrupted job with other settings: {'; '.join(changed)}; resume with the "
                     "same settings, or " + START_OVER
@@ -392,7 +392,8 @@ def _fingerprint(store: Path) -> str | None:
     return read_manifest(store).fingerprint if (store / MANIFEST_FILE).is_file() else None
 
 
-def _diff_jobs(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return a text for each setting of a job that is another one now."""
     names = [*before, *(name for name in now if name not in before)]
     changed = [name for name in names if before.get(name) != now.get(name)]
     return [f"{name} was {_shorten(before.get(name))} and is {_shorten(now.get(name))}" for name in changed]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lt_data.errors import DataError
 from lt_data.file_names import to_portable_name
-from lt_data.preparation.prepare import NoticeCallback, no_notice
+from lt_data.progress import NoticeCallback, no_notice
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
 from lt_data.store.combined_manifest import LoadedPart
 from lt_data.store.joined import PART_FOLDERS, join_parts_indexed, load_store

@@ -26,7 +26,7 @@ from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import DocumentHashSet
-from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, part_folder, publish_store
+from lt_data.preparation.prepare_documents import check_output, part_folder, publish_store
 from lt_data.preparation.store_writer import (
     DOCUMENTS,
     ENTRY_DTYPE,
@@ -37,7 +37,7 @@ from lt_data.preparation.store_writer import (
     read_sources,
     remove_unrecorded,
 )
-from lt_data.progress import Progress, no_progress
+from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
 from lt_data.store.combined_manifest import SHARED_FIELDS, merge_engines

@@ -23,9 +23,9 @@ import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
-from lt_data.preparation.prepare import NoticeCallback, check_output, no_notice, publish_store
+from lt_data.preparation.prepare_documents import check_output, publish_store
 from lt_data.preparation.store_writer import remove_unrecorded
-from lt_data.progress import Progress, no_progress
+from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.reader import summarize_sources
 from lt_data.storage import make_folder_synced, translate_os_errors
 from lt_data.store.document_columns import count_nulls

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
@@ -144,6 +145,14 @@ class DocumentReader:
         self.finished_files: list[SourceFile] = []
         self.skipped: Counter[str] = Counter()
         self.skip_examples: dict[str, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what another process needs to read the same documents from the beginning."""
+        return {name: value for name, value in vars(self).items() if name != "_counter"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._reset_counts(0)
 
     @property
     def n_files(self) -> int:

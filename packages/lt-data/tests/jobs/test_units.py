@@ -1,0 +1,183 @@
+"""Units: the same store from any number of processes, whatever is killed, and errors that lose nothing."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lt_data import DataError, Selection, Tokenizer, TokenStore, prepare
+
+Contents = Callable[[Path], dict[str, bytes]]
+
+KILLS = int(os.environ.get("LT_KILLS", "50"))
+SEED = int(os.environ.get("LT_SEED", "23"))
+UNIT_BYTES = 40_000
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A tokenizer and twelve files of 1 to 60 kB, one of them larger than a unit."""
+    folder = tmp_path_factory.mktemp("units")
+    tokenizer.save(folder / "tok")
+    (folder / "in").mkdir()
+    rng = np.random.default_rng(5)
+    for number, n_documents in enumerate([30, 5, 1, 60, 2, 40, 25, 1, 1, 20, 33, 8]):
+        texts = [" ".join(map(str, rng.integers(0, 10**9, int(n)))) for n in rng.integers(1, 200, n_documents)]
+        lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+        (folder / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("undisturbed") / "store"
+    prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
+    assert len(list((out / "units").glob("0*"))) > 4
+    return out
+
+
+def command(folder: Path, out: Path, workers: int) -> list[str]:
+    options = ["--unit-bytes", str(UNIT_BYTES), "--workers", str(workers), "--engine", "hf"]
+    sources = ["prepare", str(folder / "in"), "--tokenizer", str(folder / "tok"), "--out", str(out)]
+    return [sys.executable, "-m", "lt_data", *sources, *options]
+
+
+def test_the_documents_are_those_of_one_store(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    flat = prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "flat", engine="hf")
+    joined, one = TokenStore.open(undisturbed), TokenStore.open(tmp_path / "flat")
+    assert (joined.n_documents, joined.n_tokens) == (flat.documents, flat.tokens)
+    for number in range(joined.n_documents):
+        assert np.array_equal(joined.document(number), one.document(number))
+        assert joined.document_source(number) == one.document_source(number)
+    assert {path.name for path in (undisturbed / "units").iterdir() if not path.is_dir()} == {"plan.json"}
+
+
+@pytest.mark.parametrize(("workers", "commands"), [(3, 1), (1, 2)])
+def test_any_number_of_processes_makes_the_same_store(
+    workers: int, commands: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+) -> None:
+    jobs = [subprocess.Popen(command(folder, tmp_path / "store", workers)) for _ in range(commands)]
+    assert [job.wait(timeout=120) for job in jobs] == [0] * commands
+    assert contents(tmp_path / "store") == contents(undisturbed)
+
+
+def kill_at_random(
+    folder: Path, out: Path, expected: dict[str, bytes], contents: Contents, *, workers: int, kills: int, seed: int
+) -> None:
+    """Keep `workers` processes at work on a job, again and again, and kill one of them at a time."""
+    rng = random.Random(seed)
+    running: list[subprocess.Popen[bytes]] = []
+    done = 0
+    while done < kills:
+        running = [job for job in running if job.poll() is None]
+        running += [subprocess.Popen(command(folder, out, 1)) for _ in range(workers - len(running))]
+        time.sleep(rng.uniform(0.05, 0.5))
+        if (out / "manifest.json").exists():  # begin anew, or nothing would be at work
+            for job in running:
+                assert job.wait(timeout=120) == 0
+            assert contents(out) == expected
+            shutil.rmtree(out)
+            continue
+        victim = rng.choice(running)
+        if victim.poll() is None:
+            victim.send_signal(signal.SIGKILL)
+            victim.wait()
+            done += 1
+    for job in running:
+        job.kill()
+        job.wait()
+    subprocess.run(command(folder, out, 1), check=True, capture_output=True)
+    assert contents(out) == expected
+
+
+@pytest.mark.guarantee("data-units")
+def test_some_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
+    expected = contents(undisturbed)
+    kill_at_random(folder, tmp_path / "store", expected, contents, workers=3, kills=4, seed=SEED)
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("data-units")
+def test_many_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
+    expected = contents(undisturbed)
+    kill_at_random(folder, tmp_path / "store", expected, contents, workers=8, kills=KILLS, seed=SEED + 1)
+
+
+def test_a_unit_that_fails_is_named_and_the_others_finish(
+    folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+) -> None:
+    shutil.copytree(folder / "in", tmp_path / "in")
+    bad = tmp_path / "in" / "05.jsonl"
+    good = bad.read_bytes()
+    bad.write_bytes(good[:-1] + b"}")
+    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "unit_bytes": UNIT_BYTES, "engine": "hf"}
+    for workers in (2, 1):
+        with pytest.raises(DataError, match=r"1 of \d+ units failed, the others are finished; unit \d+ of .*05\.jsonl"):
+            prepare([tmp_path / "in"], workers=workers, **run)
+    assert not (tmp_path / "store" / "manifest.json").exists()
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
+    assert len(finished) == len(list((undisturbed / "units").glob("0*"))) - 1
+    bad.write_bytes(good)
+    manifest = prepare([tmp_path / "in"], **run)
+    assert manifest.documents == TokenStore.open(undisturbed).n_documents
+    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
+    shards = {name: data for name, data in contents(undisturbed).items() if name.endswith(".bin")}
+    assert {n: d for n, d in contents(tmp_path / "store").items() if n.endswith(".bin")} == shards
+
+
+def test_another_job_in_the_folder_is_refused(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
+    out = tmp_path / "store"
+    shutil.copytree(undisturbed, out)
+    run = {"tokenizer": folder / "tok", "out": out, "engine": "hf"}
+    for changed in ({"unit_bytes": 20_000}, {"unit_bytes": UNIT_BYTES, "eos": False}):
+        with pytest.raises(DataError, match="units of a job with other settings"):
+            prepare([folder / "in"], **run, **changed)
+    shutil.copytree(folder / "in", tmp_path / "in")
+    (tmp_path / "in" / "07.jsonl").write_text('{"text": "longer than it was before"}\n' * 5, encoding="utf-8")
+    with pytest.raises(DataError, match=r"units of a job with other settings: .*listing of the sources"):
+        prepare([tmp_path / "in"], **run, unit_bytes=UNIT_BYTES)
+    with pytest.raises(DataError, match="holds a token store already"):
+        prepare([folder / "in"], **run)
+    flat = tmp_path / "flat"
+    prepare([folder / "in" / "00.jsonl"], **{**run, "out": flat})
+    with pytest.raises(DataError, match="holds a token store already"):
+        prepare([folder / "in"], **{**run, "out": flat}, unit_bytes=UNIT_BYTES)
+
+
+@pytest.mark.parametrize(
+    "options", [{"overwrite": True}, {"num_parts": 2}, {"selection": Selection(drop_duplicates=True)}]
+)
+def test_options_without_effect_are_refused(options: dict[str, object], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no effect together with"):
+        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=1000, **options)
+    with pytest.raises(DataError, match="unit_bytes = 0: at least 1"):
+        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=0)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_link_in_the_folder_of_units_is_not_followed(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "store").mkdir()
+    (tmp_path / "store" / "units").symlink_to(tmp_path / "victim")
+    with pytest.raises(DataError, match="a symbolic link"):
+        prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=UNIT_BYTES)
+    assert not list((tmp_path / "victim").iterdir())
+
+
+def test_sources_without_documents_in_some_units(tmp_path: Path, folder: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(4):
+        line = '{"text": "something to encode"}\n' if number == 2 else '{"text": ""}\n'
+        (tmp_path / f"in/{number}.jsonl").write_text(line * 20, encoding="utf-8")
+    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "engine": "hf", "unit_bytes": 200}
+    manifest = prepare([tmp_path / "in"], selection=Selection(min_characters=1), **run)
+    assert manifest.documents == 20
+    assert manifest.left_out.keys()
