@@ -6,13 +6,13 @@
     OUT/units/work-RANDOM/         what one process is building
     OUT/manifest.json              last: the joined store of all units (lt_data.store.joined)
 
-A process takes units that nobody has claimed; then those that are claimed and not finished, in random order: their
+A process takes units that nobody has claimed, in random order; then those that are claimed and not finished: their
 process may be dead or slow. A unit is published by renaming its folder, and all who build it write the same bytes, so
 the first one wins and a claim only saves work: there is no clock, no lock, and no process that others wait for. Whoever
 finds all units finished writes the manifest, which is the same from any of them. A killed process costs the unit that
 it was building.
 
-Cost: that of `prepare`; the sources are listed once per process.
+Cost: that of `prepare`; the sources are listed once per process, and the folder of units twice per unit.
 """
 
 import json
@@ -87,10 +87,15 @@ class UnitJob:
         """Return True if a unit is finished."""
         return os.path.lexists(self.published(unit))
 
-    @property
-    def n_finished(self) -> int:
-        """Units that are finished."""
-        return sum(map(self.is_published, self.units))
+    def list_finished(self) -> set[int]:
+        """Return the finished units, by one listing of the folder."""
+        names = set(os.listdir(self.folder))
+        return {unit for unit in self.units if self.published(unit).name in names}
+
+    def list_free(self) -> list[int]:
+        """Return the units that nobody has claimed, by one listing of the folder."""
+        names = set(os.listdir(self.folder))
+        return [unit for unit in self.units if not {(name := self.published(unit).name), name + CLAIM} & names]
 
 
 def run_units(job: UnitJob, settings: Mapping[str, Any], *, workers: int, progress: Progress) -> StoreManifest:
@@ -111,11 +116,11 @@ def run_units(job: UnitJob, settings: Mapping[str, Any], *, workers: int, progre
     _write_plan(job, settings)
     if not (job.out / MANIFEST_FILE).is_file():
         failures = _build_together(job, workers, progress)
-        rest = [unit for unit in job.units if unit not in failures]
+        rest = [unit for unit in job.units if unit not in failures and not job.is_published(unit)]
         for unit in random.SystemRandom().sample(rest, len(rest)):
             _build(job, unit, failures)
-            progress(job.n_finished, len(job.units), "units")
-        if failed := [unit for unit in job.units if not job.is_published(unit)]:
+            progress(len(job.list_finished()), len(job.units), "units")
+        if failed := sorted(set(job.units) - job.list_finished()):
             raise DataError(
                 f"{len(failed)} of {len(job.units)} units failed, the others are finished; unit {failed[0]} of "
                 f"{job.n_units}: {failures[failed[0]]}"
@@ -175,15 +180,15 @@ def _build_together(job: UnitJob, workers: int, progress: Progress) -> dict[int,
 
 
 def _build_unclaimed(job: UnitJob, progress: Progress = no_progress) -> dict[int, str]:
-    """Build the units that nobody has claimed; return what went wrong, by unit."""
+    """Build units that nobody has claimed, in random order; return what went wrong, by unit."""
     failures: dict[int, str] = {}
     parent = multiprocessing.parent_process()
-    for unit in job.units:
-        if parent is not None and not parent.is_alive():  # killed: nobody waits for the rest
-            break
-        if not job.is_published(unit) and _claim(job, unit):
+    # A listing per unit, rather than a try at every unit: thousands of processes may be at work.
+    while (free := job.list_free()) and (parent is None or parent.is_alive()):  # killed: nobody waits for the rest
+        unit = random.SystemRandom().choice(free)
+        if _claim(job, unit):
             _build(job, unit, failures)
-        progress(job.n_finished, len(job.units), "units")
+        progress(len(job.list_finished()), len(job.units), "units")
     return failures
 
 
