@@ -127,6 +127,9 @@ PAGES: dict[str, Page] = {
         files={"text": "text/train"},
         replacements={"32000": "320", "4096": "64", "256": "8", "report.html": "page.html"},
     ),
+    "docs/guides/large-corpora.md": Page(
+        files={"text": "text/train", "tokenizer": "tokenizer"}, replacements={"4096": "64", "1000000000": "5000"}
+    ),
     "docs/guides/launch.md": Page(files=LOCAL_RUN_FILES, replacements={"RUN.toml": "run.toml", "RUN": "tiny"}),
     "docs/guides/quickstart.md": Page(
         files={"text": "text/train", "heldout": "text/validation", "run.toml": "run-here.toml"},

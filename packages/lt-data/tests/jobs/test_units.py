@@ -60,6 +60,13 @@ def test_the_documents_are_those_of_one_store(folder: Path, undisturbed: Path, t
     assert {path.name for path in (undisturbed / "units").iterdir() if not path.is_dir()} == {"plan.json"}
 
 
+def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
+    options = {"tokenizer": folder / "tok", "engine": "hf"}
+    manifest = prepare([folder / "in"], out=tmp_path / "store", unit_bytes=2**30, workers=2, **options)
+    assert manifest.documents == prepare([folder / "in"], out=tmp_path / "flat", **options).documents
+    assert TokenStore.open(tmp_path / "store").n_tokens == TokenStore.open(tmp_path / "flat").n_tokens
+
+
 @pytest.mark.parametrize(("workers", "commands"), [(3, 1), (1, 2)])
 def test_any_number_of_processes_makes_the_same_store(
     workers: int, commands: int, folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents

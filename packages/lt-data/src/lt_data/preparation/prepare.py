@@ -190,10 +190,15 @@ def _prepare_units(
         n_units=n_units,
         units=tuple(unit for unit in range(n_units) if reader.part(unit, n_units).n_files),
         prepare=partial(_prepare_unit, encode),
-        unit_path=part_folder,
+        unit_path=_unit_folder,
     )
     return run_units(job, {"unit_bytes": unit_bytes, **settings}, workers=workers, progress=progress)
 
 
 def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> StoreManifest:
     return encode(out=out, part_index=unit, num_parts=n_units)
+
+
+def _unit_folder(out: Path, unit: int, n_units: int) -> Path:
+    """Return the folder that `_prepare_unit` makes: of a single unit it is `out` itself."""
+    return part_folder(out, unit, n_units) if n_units > 1 else out
