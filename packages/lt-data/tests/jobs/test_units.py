@@ -105,6 +105,17 @@ def kill_at_random(
     assert contents(out) == expected
 
 
+def test_what_a_process_left_that_was_killed_after_the_join_is_removed(
+    folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents
+) -> None:
+    out = tmp_path / "store"
+    shutil.copytree(undisturbed, out)
+    (out / "units" / "00001-of-00009.claim").write_text("process 1\n", encoding="utf-8")
+    (out / "units" / "work-0123456789abcdef").mkdir()
+    prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
+    assert contents(out) == contents(undisturbed)
+
+
 @pytest.mark.guarantee("data-units")
 def test_some_kills(folder: Path, undisturbed: Path, tmp_path: Path, contents: Contents) -> None:
     expected = contents(undisturbed)

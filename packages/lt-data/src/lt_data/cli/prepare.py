@@ -124,6 +124,13 @@ def prepare(
             rich_help_panel=_JOB,
         ),
     ] = None,
+    ray: Annotated[
+        str,
+        typer.Option(
+            help="With --unit-bytes: run the workers on a Ray cluster: auto, local or its address.",
+            rich_help_panel=_JOB,
+        ),
+    ] = "",
     no_resume: _NoResume = False,
 ) -> None:
     """Read text, encode it and write a token store.
@@ -169,6 +176,7 @@ def prepare(
             part_index=part,
             num_parts=num_parts,
             unit_bytes=unit_bytes,
+            ray=ray,
             overwrite=overwrite,
             no_resume=no_resume,
             progress=report,

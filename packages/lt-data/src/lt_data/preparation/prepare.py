@@ -18,8 +18,9 @@ from lt_data.preparation.prepare_documents import (
     part_folder,
     prepare_documents,
 )
+from lt_data.preparation.ray_workers import build_on_ray
 from lt_data.preparation.record_map import load_record_map
-from lt_data.preparation.units import UnitJob, run_units
+from lt_data.preparation.units import BuildUnits, UnitJob, build_with_processes, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader
@@ -60,6 +61,7 @@ def prepare(
     part_index: int = 0,
     num_parts: int = 1,
     unit_bytes: int | None = None,
+    ray: str = "",
     overwrite: bool = False,
     no_resume: bool = False,
     progress: Progress = no_progress,
@@ -102,6 +104,7 @@ def prepare(
         unit_bytes: prepare units of about so many bytes of the sources, whole files, and join them where they lie, in
             `out`; `workers` processes take one after the other, as do those of other machines that make the same call
             on the same folder. Any number of them makes the same store.
+        ray: with unit_bytes: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         overwrite: replace `out` if it is a token store.
         no_resume: discard an interrupted job.
         progress: called with the source bytes encoded.
@@ -141,6 +144,8 @@ def prepare(
         map_args=map_args,
         keep=keep,
     )
+    if ray and unit_bytes is None:
+        raise DataError(f"ray = {ray!r}: has no effect without unit_bytes; give it, or leave ray out")
     if unit_bytes is None:
         return encode(
             out=out,
@@ -152,6 +157,8 @@ def prepare(
             progress=progress,
             notify=notify,
         )
+    if workers < 1:
+        raise DataError(f"workers = {workers}: at least 1")
     if overwrite or no_resume or num_parts > 1 or part_index or (selection and selection.drop_duplicates):
         raise DataError(
             f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite, no_resume or "
@@ -167,7 +174,10 @@ def prepare(
         reader,
         None,
     )
-    return _prepare_units(encode, reader, settings, Path(out), unit_bytes, workers, progress)
+    build_units = (
+        partial(build_on_ray, workers=workers, address=ray) if ray else partial(build_with_processes, workers=workers)
+    )
+    return _prepare_units(encode, reader, settings, Path(out), unit_bytes, build_units, progress)
 
 
 def _prepare_units(
@@ -176,12 +186,11 @@ def _prepare_units(
     settings: Mapping[str, Any],
     out: Path,
     unit_bytes: int,
-    workers: int,
+    build_units: BuildUnits,
     progress: Progress,
 ) -> StoreManifest:
-    for name, value in (("unit_bytes", unit_bytes), ("workers", workers)):
-        if value < 1:
-            raise DataError(f"{name} = {value}: at least 1")
+    if unit_bytes < 1:
+        raise DataError(f"unit_bytes = {unit_bytes}: at least 1")
     if not reader.n_files:
         raise DataError(f"no text in {reader.description}: check the sources and the suffixes")
     n_units = min(max(1, -(-reader.total_bytes // unit_bytes)), reader.n_files)
@@ -192,7 +201,7 @@ def _prepare_units(
         prepare=partial(_prepare_unit, encode),
         unit_path=_unit_folder,
     )
-    return run_units(job, {"unit_bytes": unit_bytes, **settings}, workers=workers, progress=progress)
+    return run_units(job, {"unit_bytes": unit_bytes, **settings}, build_units, progress=progress)
 
 
 def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> StoreManifest:

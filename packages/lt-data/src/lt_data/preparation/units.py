@@ -98,13 +98,19 @@ class UnitJob:
         return [unit for unit in self.units if not {(name := self.published(unit).name), name + CLAIM} & names]
 
 
-def run_units(job: UnitJob, settings: Mapping[str, Any], *, workers: int, progress: Progress) -> StoreManifest:
+BuildUnits = Callable[["UnitJob", Progress], dict[int, str]]
+"""Builds what it can of a job's units; returns what went wrong, by unit."""
+
+
+def run_units(
+    job: UnitJob, settings: Mapping[str, Any], build_units: BuildUnits, *, progress: Progress
+) -> StoreManifest:
     """Prepare the units of a job that are missing, beside other processes that do the same, and join them.
 
     Args:
         job: the job.
         settings: what must be the same for all processes, JSON values.
-        workers: processes here, this one included.
+        build_units: builds most of them; those that are left are built here.
         progress: called with the finished units.
 
     Returns:
@@ -115,17 +121,18 @@ def run_units(job: UnitJob, settings: Mapping[str, Any], *, workers: int, progre
     """
     _write_plan(job, settings)
     if not (job.out / MANIFEST_FILE).is_file():
-        failures = _build_together(job, workers, progress)
+        failures = build_units(job, progress)
         rest = [unit for unit in job.units if unit not in failures and not job.is_published(unit)]
         for unit in random.SystemRandom().sample(rest, len(rest)):
-            _build(job, unit, failures)
+            failures |= build_unit(job, unit)
             progress(len(job.list_finished()), len(job.units), "units")
         if failed := sorted(set(job.units) - job.list_finished()):
             raise DataError(
                 f"{len(failed)} of {len(job.units)} units failed, the others are finished; unit {failed[0]} of "
                 f"{job.n_units}: {failures[failed[0]]}"
             )
-        _publish(job)
+        _join(job)
+    _remove_leftovers(job)
     return load_store(job.out).manifest
 
 
@@ -153,22 +160,16 @@ def _write_plan(job: UnitJob, settings: Mapping[str, Any]) -> None:
         raise DataError(f"{job.folder}: units of a job with other settings: {'; '.join(changed)}; {_START_OVER}")
 
 
-def _build_together(job: UnitJob, workers: int, progress: Progress) -> dict[int, str]:
+def build_with_processes(job: UnitJob, progress: Progress, *, workers: int) -> dict[int, str]:
     """Build the units that nobody has claimed, with other processes; return failures of this one, by unit."""
     if workers > 1:
-        try:
-            pickle.dumps(job)
-        except (TypeError, AttributeError, pickle.PicklingError) as exc:
-            raise DataError(
-                f"workers = {workers}: these sources cannot be given to other processes ({exc}); use 1 worker, and run "
-                "the same command several times"
-            ) from exc
+        check_picklable(job, f"workers = {workers}: use 1, and run the same command several times")
     context = multiprocessing.get_context("spawn")
-    others = [context.Process(target=_build_unclaimed, args=(job,)) for _ in range(workers - 1)]
+    others = [context.Process(target=build_unclaimed, args=(job,)) for _ in range(workers - 1)]
     try:
         for process in others:
             process.start()
-        return _build_unclaimed(job, progress)
+        return build_unclaimed(job, progress)
     except BaseException:
         for process in others:
             process.terminate()
@@ -179,7 +180,15 @@ def _build_together(job: UnitJob, workers: int, progress: Progress) -> dict[int,
                 process.join()
 
 
-def _build_unclaimed(job: UnitJob, progress: Progress = no_progress) -> dict[int, str]:
+def check_picklable(job: UnitJob, remedy: str) -> None:
+    """Raise a DataError if a job cannot be given to other processes."""
+    try:
+        pickle.dumps(job)
+    except (TypeError, AttributeError, pickle.PicklingError) as exc:
+        raise DataError(f"these sources cannot be given to other processes ({exc}); {remedy}") from exc
+
+
+def build_unclaimed(job: UnitJob, progress: Progress = no_progress) -> dict[int, str]:
     """Build units that nobody has claimed, in random order; return what went wrong, by unit."""
     failures: dict[int, str] = {}
     parent = multiprocessing.parent_process()
@@ -187,7 +196,7 @@ def _build_unclaimed(job: UnitJob, progress: Progress = no_progress) -> dict[int
     while (free := job.list_free()) and (parent is None or parent.is_alive()):  # killed: nobody waits for the rest
         unit = random.SystemRandom().choice(free)
         if _claim(job, unit):
-            _build(job, unit, failures)
+            failures |= build_unit(job, unit)
         progress(len(job.list_finished()), len(job.units), "units")
     return failures
 
@@ -205,10 +214,10 @@ def _claim(job: UnitJob, unit: int) -> bool:
     return True
 
 
-def _build(job: UnitJob, unit: int, failures: dict[int, str]) -> None:
-    """Build a unit that is not finished and publish it, unless another process is faster."""
+def build_unit(job: UnitJob, unit: int) -> dict[int, str]:
+    """Build and publish a unit, unless another process is faster; return its failure."""
     if job.is_published(unit):
-        return
+        return {}
     work = job.folder / f"{_WORK}{secrets.token_hex(8)}"
     try:
         with translate_os_errors("create", work):
@@ -222,18 +231,23 @@ def _build(job: UnitJob, unit: int, failures: dict[int, str]) -> None:
                     raise
             fsync_folder(job.folder)
     except DataError as exc:
-        failures[unit] = str(exc)
+        return {unit: str(exc)}
     finally:
         shutil.rmtree(work, ignore_errors=True)  # who joined the units may be removing it too
+    return {}
 
 
-def _publish(job: UnitJob) -> None:
-    """Join the units, unless another process is faster, and remove what killed ones left."""
+def _join(job: UnitJob) -> None:
+    """Join the units, unless another process is faster."""
     try:
         join(job.out, [job.published(unit) for unit in job.units])
     except DataError:
         if not (job.out / MANIFEST_FILE).is_file():
             raise
+
+
+def _remove_leftovers(job: UnitJob) -> None:
+    """Remove the claims, and what killed processes left."""
     with translate_os_errors("clean", job.folder):
         for left in job.folder.glob(f"{_WORK}*"):
             shutil.rmtree(left, ignore_errors=True)  # a slow process may be at work there, and removes it in the end

@@ -1,0 +1,54 @@
+"""Prepares units on a local Ray cluster again and again, and kills its workers: SOURCES TOKENIZER OUT KILLS SEED.
+
+Run by test_units_on_ray.py in an environment that has ray; prints the number of kills.
+"""
+
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+import lt_data
+
+UNIT_BYTES, WORKERS = 40_000, 8
+
+
+def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None:
+    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    rng, killed, stop = random.Random(seed), 0, threading.Event()
+
+    def kill() -> None:
+        nonlocal killed
+        while not stop.is_set() and killed < kills:
+            time.sleep(rng.uniform(0.05, 0.3))
+            processes = psutil.process_iter(["cmdline"])
+            tasks = [process for process in processes if "ray::build_" in " ".join(process.info["cmdline"] or ())]
+            if tasks:
+                rng.choice(tasks).send_signal(signal.SIGKILL)
+                killed += 1
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    try:
+        while True:
+            shutil.rmtree(out, ignore_errors=True)
+            lt_data.prepare(
+                [sources], tokenizer=tokenizer, out=out, unit_bytes=UNIT_BYTES, workers=WORKERS, ray="auto", engine="hf"
+            )
+            if killed >= kills:
+                break
+    finally:
+        stop.set()
+        killer.join()
+        ray.shutdown()
+    sys.stdout.write(f"\n{killed}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
