@@ -33,8 +33,8 @@ from packaging.version import Version
 __all__ = ["environment_commands", "find_test_dependencies", "lowest_versions"]
 
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
-UNAVAILABLE_EXTRAS = {"lt-trainer-neuron": {"neuron"}}
-"""Extras whose packages are on no public index."""
+SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}}
+"""Extras of environments of their own: on no public index, or a cluster with Pythons of its own."""
 LOCK_GROUPS = {"lt-trainer-neuron": ["--no-group", "gpu", "--group", "neuron"]}
 """Dependency groups of packages with another torch version."""
 TORCH_REQUIREMENT = {"lt-trainer-neuron": ["torch==2.9.*"]}
@@ -82,7 +82,7 @@ def lowest_versions(member: Member, members: dict[str, Member], *, python: str) 
     environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
     for extra, requirements in member.requirements.items():
         for r in requirements:
-            if extra in UNAVAILABLE_EXTRAS.get(member.name, ()) or canonicalize_name(r.name) in members:
+            if extra in SEPARATE_EXTRAS.get(member.name, ()) or canonicalize_name(r.name) in members:
                 continue
             if r.marker and not r.marker.evaluate(environment):
                 continue
@@ -120,9 +120,7 @@ def environment_commands(
         export = ["uv", "export", "--quiet", "--locked", "--no-emit-workspace", "--no-hashes"]
         commands.append([*export, *groups, "--format", "requirements.txt", "--output-file", lock])
         pins = ["--constraint", lock]
-    extras = [
-        part for e in member.extras if e not in UNAVAILABLE_EXTRAS.get(member.name, ()) for part in ("--extra", e)
-    ]
+    extras = [part for e in member.extras if e not in SEPARATE_EXTRAS.get(member.name, ()) for part in ("--extra", e)]
     wanted = ["--requirements", str(member.folder / "pyproject.toml"), *extras, "--no-sources"]
     wanted += ["--group", f"{ROOT / 'pyproject.toml'}:dev"]
     wheel = str(out / "wheels" / f"{member.module}-{member.version}-py3-none-any.whl")
