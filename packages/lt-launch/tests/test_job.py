@@ -63,6 +63,7 @@ def test_names_that_every_target_takes(name: str) -> None:
         "GITHUB_PAT",
         "X_APIKEY",
         "DJANGO_SECRET_KEY",
+        *("PGPASSWORD", "MYSQL_PWD", "OPENAI_KEY", "HFTOKEN", "WANDB_KEY", "SMTP_PASS", "HTTP_AUTH", "DB_DSN", "JWT"),
     ],
 )
 def test_a_secret_is_refused_and_its_value_is_not_repeated(name: str) -> None:
@@ -72,13 +73,22 @@ def test_a_secret_is_refused_and_its_value_is_not_repeated(name: str) -> None:
     assert f'pass_env = ["{name}"]' in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "KEYS"])
+@pytest.mark.parametrize(
+    "name", ["TOKENIZERS_PARALLELISM", "MAX_TOKENS", "NCCL_DEBUG", "KEYS", "EOS_TOKEN", "SORT_KEY", "BYPASS"]
+)
 def test_variables_that_only_sound_like_secrets_are_taken(name: str) -> None:
     assert job(env={name: "1"}).env == {name: "1"}
 
 
 @pytest.mark.guarantee("no-secrets")
-@pytest.mark.parametrize("line", ["export HF_TOKEN=hush-hush", "a; WANDB_API_KEY='hush-hush' b", "MY_SECRET=hush"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("export HF_TOKEN=hush-hush", "a; WANDB_API_KEY='hush-hush' b", "MY_SECRET=hush", "PGPASSWORD=hush-hush psql"),
+        *("x --hf-token=hush-hush", "x --hf-token hush-hush", "x --api_key 'hush-hush'", "x -password=hush"),
+        *("curl -H 'Authorization: Bearer hush-hush-hush-hush'", "curl https://me:hush-hush@host/x"),
+    ],
+)
 def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None:
     for made in (
         lambda: job(argv=("bash", "-c", line)),
@@ -90,6 +100,20 @@ def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None
         assert "pass_env = [" in str(caught.value)
 
 
+def test_a_secret_in_the_word_after_its_option_is_refused() -> None:
+    with pytest.raises(RecipeError, match="looks like a secret") as caught:
+        job(argv=("python", "x.py", "--hf-token", "hush-hush"))
+    assert "hush" not in str(caught.value)
+
+
+@pytest.mark.guarantee("no-secrets")
+@pytest.mark.parametrize("value", ["hf_" + "x" * 34, "postgres://me:hush-hush@db/x", "Bearer hush-hush-hush-hush"])
+def test_a_variable_of_any_name_whose_value_is_a_secret_is_refused(value: str) -> None:
+    with pytest.raises(RecipeError, match="looks like a secret") as caught:
+        job(env={"INNOCENT": value})
+    assert value not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -99,7 +123,9 @@ def test_a_secret_in_a_command_or_a_line_of_set_up_is_refused(line: str) -> None
             "HF_TOKEN= lt",
             "--set data.eos_token=x",
         ),
-        *("--token=x", "echo $TOKEN", "TOKENIZERS_PARALLELISM=false"),
+        *("echo $TOKEN", "TOKENIZERS_PARALLELISM=false", 'x --hf-token "$HF_TOKEN"', "x --token --verbose"),
+        *("lt data prepare text --text-key content --tokenizer tok", "x --eos-token=x", "x --token-file t --key=a"),
+        *("curl -H 'Authorization: Bearer $TOKEN'", "curl https://me@host:8080/x"),
     ],
 )
 def test_a_command_that_takes_a_secret_from_elsewhere_is_taken(line: str) -> None:

@@ -1,17 +1,19 @@
 """What is kept of a launch: the working folder's state as a patch that applies, and never a secret."""
 
+import hashlib
+import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from lt_launch.errors import LaunchError
+from lt_launch.git_state import git_state
 from lt_launch.job import Job, Pipeline
 from lt_launch.launch_dir import (
     acquire_lock,
     create,
     find_launch_dir,
-    git_state,
     list_launch_dirs,
     load_launch,
     lock_owner,
@@ -21,6 +23,25 @@ from lt_launch.launch_dir import (
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.target import RenderedLaunch
+
+SECRET_NAMES = [
+    *(".env", "prod.env", "my_credentials.json", "password.txt", "passwords.txt", "token.json", "hf_token.yaml"),
+    *("kubeconfig", "admin.kubeconfig", ".aws/config", ".ssh/config", ".kube/config", ".docker/config.json"),
+    *("id_work", "id_ed25519_sk", "deep/id_rsa", ".git-credentials", ".s3cfg", "server.jks", "prod.tfstate"),
+    *("service-account.json", "auth.json", "rclone.conf", "api_key.txt", "wandb_api_key"),
+]
+SECRET_LINES = [
+    "export PGPASSWORD=hush-hush",
+    'openai_key = "hush-hush-hush"',
+    "token = hf_" + "x" * 34,
+    "AKIA" + "X" * 16,
+    "sk-proj-" + "x" * 40,
+    "ghp_" + "x" * 36,
+    "-----BEGIN OPENSSH PRIVATE KEY-----",
+    "postgres://me:hush-hush@db/x",
+    "Authorization: Bearer " + "x" * 20,
+]
+"""Values of the usual shapes, none of them real."""
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -42,19 +63,37 @@ def repository(tmp_path: Path) -> Path:
 
 
 @pytest.mark.guarantee("no-secrets")
-def test_the_patch_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path) -> None:
+def test_of_untracked_files_name_size_and_hash_are_kept(repository: Path) -> None:
+    (repository / "train.py").write_text("one\nchanged\n")
+    (repository / "notes").write_text("hush-hush")
+    (repository / "link").symlink_to("notes")
+    (repository / "pipe").symlink_to("/dev/zero")
+    state, patch = git_state(repository)
+    assert "+changed" in patch
+    assert "hush" not in patch
+    assert state["untracked"] == {
+        "link": {"bytes": 5, "sha256": "", "in_patch": False},
+        "notes": {"bytes": 9, "sha256": hashlib.sha256(b"hush-hush").hexdigest(), "in_patch": False},
+        "pipe": {"bytes": 9, "sha256": "", "in_patch": False},
+    }
+
+
+@pytest.mark.guarantee("no-secrets")
+def test_the_patch_with_untracked_files_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path) -> None:
     (repository / "train.py").write_text("one\nchanged\n")
     (repository / "new file.py").write_text("new\n")
     (repository / "ä.bin").write_bytes(bytes(range(256)))
     (repository / "ignored").write_text("x")
-    (repository / ".env").write_text("KEY=hush-hush")
-    (repository / "my_credentials.json").write_text("hush-hush")
     (repository / "big").write_bytes(b"x" * (2 << 20))
-    state, patch = git_state(repository)
+    (repository / "run.sh").write_text("export PGPASSWORD=hush-hush\n")
+    for name in SECRET_NAMES:
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text("hush-hush")
+    state, patch = git_state(repository, include_untracked=True)
     assert state["commit"] == git(repository, "rev-parse", "HEAD")
     assert (state["branch"], state["changed"]) == ("main", ["train.py"])
-    assert sorted(state["untracked"]) == [".env", "big", "my_credentials.json", "new file.py", "ä.bin"]
-    assert sorted(state["untracked_excluded"]) == [".env", "big", "my_credentials.json"]
+    assert {name for name, kept in state["untracked"].items() if kept["in_patch"]} == {"new file.py", "ä.bin"}
+    assert set(state["untracked"]) == {"big", "new file.py", "run.sh", "ä.bin", *SECRET_NAMES}
     assert "hush" not in patch
     clone = tmp_path / "clone"
     git(tmp_path, "clone", "-q", str(repository), str(clone))
@@ -62,6 +101,20 @@ def test_the_patch_makes_a_clean_clone_what_ran(repository: Path, tmp_path: Path
     git(clone, "apply", str(tmp_path / "patch"))
     for name in ("train.py", "new file.py", "ä.bin"):
         assert (clone / name).read_bytes() == (repository / name).read_bytes()
+
+
+@pytest.mark.guarantee("no-secrets")
+@pytest.mark.parametrize("line", SECRET_LINES)
+def test_a_tracked_file_into_which_a_secret_was_written_is_left_out(repository: Path, line: str) -> None:
+    (repository / "other.py").write_text("old\n")
+    git(repository, "add", "other.py")
+    git(repository, "commit", "-q", "-m", "x")
+    (repository / "train.py").write_text(f"one\n{line}\n")
+    (repository / "other.py").write_text("api_key = os.environ['API_KEY']\ntoken=self.token\n")
+    state, patch = git_state(repository)
+    assert state["changed_excluded"] == ["train.py"]
+    assert line not in patch
+    assert "+token=self.token" in patch
 
 
 @pytest.mark.guarantee("no-secrets")
@@ -82,7 +135,7 @@ def test_changes_of_private_files_that_git_knows_are_not_kept_either(repository:
     assert state["changed_excluded"] == [".env", ".envrc", "my_credentials.json", "old.pem"]
     assert "-two\n+changed\n" in patch
     assert "hush" not in patch
-    assert not state["untracked_excluded"]
+    assert not state["untracked"]
 
 
 def test_the_patch_is_of_the_whole_repository_from_any_folder_of_it(repository: Path, tmp_path: Path) -> None:
@@ -98,8 +151,8 @@ def test_the_patch_is_of_the_whole_repository_from_any_folder_of_it(repository: 
     wanted = {"train.py": "one\n", "deep/old.py": "changed\n", "deep/new.py": "new\n", "top.py": "top\n"}
     for name, text in wanted.items():
         (repository / name).write_text(text)
-    state, patch = git_state(repository / "deep")
-    assert (state["changed"], state["untracked"]) == (["deep/old.py", "train.py"], ["deep/new.py", "top.py"])
+    state, patch = git_state(repository / "deep", include_untracked=True)
+    assert (state["changed"], list(state["untracked"])) == (["deep/old.py", "train.py"], ["deep/new.py", "top.py"])
     (tmp_path / "patch").write_text(patch)
     git(clone, "apply", str(tmp_path / "patch"))
     assert {name: (clone / name).read_text() for name in wanted} == wanted
@@ -164,6 +217,43 @@ def test_a_launch_is_held_by_one_process(made) -> None:
         with pytest.raises(LaunchError, match="is being launched by process"):
             made()
     assert lock_owner(launch.directory) == ""
+
+
+@pytest.mark.guarantee("no-secrets")
+def test_records_are_for_their_owner_alone(made) -> None:
+    launch = save_job_ids(made(), {"x": "42"})
+    names = ["launch.json", "events.jsonl", "environment.json", "git.json", "diff.patch", "stages/x/spec.json"]
+    for name in (*names, "rendered/a/b.sh"):
+        assert stat.S_IMODE((launch.directory / name).stat().st_mode) == 0o600, name
+
+
+def test_a_launch_that_one_may_not_read_is_its_owners(made, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = made()
+
+    def refuse(_path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(LaunchError, match="may be read by its owner alone"):
+        load_launch(launch.directory)
+
+
+@pytest.mark.guarantee("no-secrets")
+@pytest.mark.parametrize("line", SECRET_LINES)
+def test_nothing_that_holds_a_secret_is_written(line: str, tmp_path: Path) -> None:
+    """Whatever field it came from: a profile, a recipe, a line of the script."""
+    pipeline = Pipeline.from_job(Job(name="x", argv=("true",)), out=str(tmp_path / "run"))
+    spec = {"x": stage_spec(pipeline.stages[0], pipeline, Profile())}
+    profile = Profile().with_values({"slurm.comment": line}, "test")
+    for kept in (
+        (pipeline, profile, "local", RenderedLaunch(files={}), spec),
+        (pipeline, Profile(), "local", RenderedLaunch(files={"job.sh": f"#!/bin/sh\n{line}\n"}), spec),
+        (pipeline, Profile(), "local", RenderedLaunch(files={}), {"x": {**spec["x"], "note": line}}),
+    ):
+        with pytest.raises(LaunchError, match=r"(launch\.json|job\.sh|spec\.json).* looks like a secret") as caught:
+            create(*kept)
+        assert line not in str(caught.value)
+        assert not (tmp_path / "run").exists()
 
 
 def test_damage_is_named(made) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lt_launch.secrets import find_secret_in_command, find_secret_value, is_secret_name
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
 
@@ -23,13 +24,6 @@ __all__ = ["ContainerImage", "Job", "Pipeline", "Resources", "RestartPolicy", "S
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-SECRET_VARIABLE = re.compile(
-    r"(?:^|_)(?:TOKEN|PAT|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|API_?KEY|ACCESS_KEY|ACCESS_KEY_ID"
-    r"|SECRET_KEY|PRIVATE_KEY)$"
-)
-"""Names of variables whose values must not be saved with a launch."""
-SHELL_ASSIGNMENT = re.compile(r"(?<![\w$.-])([A-Za-z_][A-Za-z0-9_]*)=[\"']?(?=[^\s\"'$`;&|])")
-"""A shell assignment of a literal value, not of another variable or of a command's output."""
 RESERVED_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -53,7 +47,7 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
         RecipeError: naming `source`, the variable and the remedy.
     """
     for name, value in env.items():
-        if SECRET_VARIABLE.search(name.upper()):
+        if is_secret_name(name) or (isinstance(value, str) and find_secret_value(value)):
             problem = "looks like a secret, and the environment is saved with the launch"
             raise _field_error(f"{source}.{name}", "...", problem, f'pass it by name: pass_env = ["{name}"]')
         if not isinstance(value, str) or not VARIABLE.fullmatch(name) or "\0" in value or "\n" in value:
@@ -65,16 +59,30 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
 
 
 def check_shell_lines(source: str, lines: Sequence[str]) -> None:
-    """Reject shell lines or command words that assign a value to a secret.
+    """Reject shell lines that assign a value to a secret.
 
     Raises:
-        RecipeError: naming `source` and the variable, never the value.
+        RecipeError: naming `source` and the variable or option, never the value.
     """
     for line in lines:
-        for match in SHELL_ASSIGNMENT.finditer(line):
-            if SECRET_VARIABLE.search(match[1].upper()):
-                problem = "looks like a secret, and commands are saved with the launch"
-                raise _field_error(source, f"{match[1]}=...", problem, f'pass it by name: pass_env = ["{match[1]}"]')
+        if found := find_secret_in_command([line]):
+            _refuse_secret(source, found)
+
+
+def check_command(source: str, argv: Sequence[str]) -> None:
+    """Reject a command that assigns a value to a secret, or gives it to an option.
+
+    Raises:
+        RecipeError: naming `source` and the variable or option, never the value.
+    """
+    if found := find_secret_in_command(argv):
+        _refuse_secret(source, found)
+
+
+def _refuse_secret(source: str, found: str) -> None:
+    problem = "looks like a secret, and commands are saved with the launch"
+    remedy = 'pass it by name: pass_env = ["NAME"], and write "$NAME" in a line of shell'
+    raise _field_error(source, f"{found} ...", problem, remedy)
 
 
 def _check_minimum(values: object, section: str, minimum: float, *names: str) -> None:
@@ -197,7 +205,7 @@ class Job:
                 "job.run_dir", "", "completion = run_dir needs it", "set job.run_dir to the recipe's run.dir"
             )
         check_env("job.env", self.env)
-        check_shell_lines("job.argv", self.argv)
+        check_command("job.argv", self.argv)
         for name in self.pass_env:
             if not VARIABLE.fullmatch(name):
                 raise _field_error(

@@ -3,10 +3,12 @@
     launch.json         format, name, target, job_ids, pipeline and profile values; when, where and by whom it was made
     rendered/           exactly what was sent
     agent/  stages/     code that runs on the nodes, and its records (see `agent`)
-    git.json diff.patch the commit of the working folder and its uncommitted changes
+    git.json diff.patch the commit of the working folder and its uncommitted changes (see `git_state`)
     environment.json    versions of packages, the machine, variables by allow-list only, since others may hold secrets
     events.jsonl        submissions, starts and ends of attempts, cancellations
     launch.lock         held by the process that runs it, if the target has no queue
+
+These files may be read by their owner alone, and a launch that looks as if it held a secret is refused.
 
 Launching into the same folder resumes: completed stages are not repeated. Every launch is listed in
 `$LT_LAUNCH_HOME/launches` (default ~/.local/state/lt-launch), one line per folder. Of a launch that is not listed
@@ -19,10 +21,8 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import secrets
 import socket
-import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -32,9 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.errors import LaunchError
+from lt_launch.git_state import git_state
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
 from lt_launch.process_start import process_start
 from lt_launch.profile import Profile, load_profile
+from lt_launch.secrets import find_secret
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
 from lt_trainer.config import Assignment
@@ -54,19 +56,6 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "lt-launch", 1
-SECRET_FILES = re.compile(
-    r"(^|/)(\.env(rc|\..*)?|\.(pg|ht)pass(wd)?|.*\.(pem|key|p12|pfx|kdbx)|id_(rsa|dsa|ecdsa|ed25519)|.*credential.*|.*secret.*|\.netrc"
-    r"|\.npmrc|\.pypirc|.*token(\.txt)?)$",
-    re.IGNORECASE,
-)
-"""Files listed by name only, tracked or not."""
-GIT_SETTINGS = ("core.quotepath=off", "core.fsmonitor=false", "core.hooksPath=/dev/null")
-GIT_OPTIONS = ["--no-optional-locks", *(word for setting in GIT_SETTINGS for word in ("-c", setting))]
-"""Options of every git call: the repository's monitor and hooks, which are programs, do not run."""
-GIT_DIFF_ARGS = ["--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/"]
-"""Options that make a patch portable, independent of the user's git configuration."""
-MAX_UNTRACKED_BYTES = 1 << 20
-"""Largest untracked file in bytes that is saved; larger ones are listed by name."""
 
 
 def create(
@@ -77,6 +66,7 @@ def create(
     specs: Mapping[str, Mapping[str, Any]],
     *,
     out: Path | None = None,
+    include_untracked: bool = False,
 ) -> Launch:
     """Create the launch directory, or resume in an existing one.
 
@@ -87,9 +77,11 @@ def create(
         rendered: the files and commands to be sent.
         specs: the agents' specs by stage.
         out: the folder to use in place of `pipeline.out`.
+        include_untracked: keep the content of untracked files, too.
 
     Raises:
-        LaunchError: the folder has other content, a running launch uses it, or the list of launches cannot be written.
+        LaunchError: a file would hold a secret, the folder has other content, a running launch uses it, or the list of
+            launches cannot be written.
     """
     root = (out or Path(pipeline.out)).absolute()
     directory = root / "launch"
@@ -102,17 +94,17 @@ def create(
         raise LaunchError(
             f"{root} is being launched by {lock_owner(directory)}; wait for it, or lt launch cancel {root}"
         )
+    launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
+    files = launch_files(pipeline, specs) | {f"rendered/{name}": text for name, text in rendered.files.items()}
+    files["launch.json"] = _launch_file(launch, rendered)
+    _check_no_secrets(files)
     _register_launch(directory)
     _create_run_dir(root, pipeline)
-    launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        for name, text in launch_files(pipeline, specs).items():
+        _write_environment(directory, include_untracked=include_untracked)
+        for name, text in files.items():
             _write(directory / name, text)
-        for name, text in rendered.files.items():
-            _write(directory / "rendered" / name, text)
-        _write_environment(directory)
-        _write_launch_file(launch, rendered)
     except OSError as exc:
         raise LaunchError(
             f"cannot write {exc.filename or directory}: {exc.strerror}; choose another folder with --out"
@@ -156,6 +148,8 @@ def load_launch(path: str | Path) -> Launch:
         )
     except LaunchError:
         raise
+    except PermissionError as exc:
+        raise LaunchError(f"{file} may be read by its owner alone; ask the user who made the launch") from exc
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise LaunchError(f"{file} is damaged ({exc}); launch again with the same --out") from exc
 
@@ -222,7 +216,10 @@ def log_event(launch: Launch, event: str, /, **values: Any) -> None:
     """Append an event with the UTC time; write errors are ignored."""
     now = datetime.now(UTC).isoformat(timespec="milliseconds")
     row = json.dumps({"time": now, "event": event, **values}, ensure_ascii=False)
-    with suppress(OSError), open(launch.directory / "events.jsonl", "a", encoding="utf-8") as file:
+    with (
+        suppress(OSError),
+        open(launch.directory / "events.jsonl", "a", encoding="utf-8", opener=_open_private) as file,
+    ):
         file.write(row + "\n")
 
 
@@ -286,7 +283,7 @@ def pipeline_from_dict(table: Mapping[str, Any]) -> Pipeline:
     return Pipeline(name=table["name"], stages=tuple(stages), out=table["out"])
 
 
-def _write_launch_file(launch: Launch, rendered: RenderedLaunch) -> None:
+def _launch_file(launch: Launch, rendered: RenderedLaunch) -> str:
     values = {
         "format": FORMAT,
         "version": VERSION,
@@ -300,7 +297,16 @@ def _write_launch_file(launch: Launch, rendered: RenderedLaunch) -> None:
         "profile": launch.profile.to_dict(),
         "pipeline": to_dict(launch.pipeline),
     }
-    _write(launch.directory / "launch.json", json.dumps(values, indent=1, ensure_ascii=False) + "\n")
+    return json.dumps(values, indent=1, ensure_ascii=False) + "\n"
+
+
+def _check_no_secrets(files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        if not name.startswith("agent/") and (found := find_secret(text)):
+            raise LaunchError(
+                f"{name} of the launch would hold {found}, which looks like a secret; pass it by name "
+                '(pass_env = ["NAME"]), or name a file that the job reads'
+            )
 
 
 def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
@@ -312,63 +318,13 @@ def _create_run_dir(root: Path, pipeline: Pipeline) -> None:
             RunDir.open(root).close()
 
 
-def _write_environment(directory: Path) -> None:
+def _write_environment(directory: Path, *, include_untracked: bool) -> None:
     from lt_trainer.run_directory import describe_environment
 
     _write(directory / "environment.json", json.dumps(describe_environment(), indent=1, ensure_ascii=False) + "\n")
-    state, patch = git_state(Path.cwd())
+    state, patch = git_state(Path.cwd(), include_untracked=include_untracked)
     _write(directory / "git.json", json.dumps(state, indent=1) + "\n")
     _write(directory / "diff.patch", patch)
-
-
-def git_state(folder: Path) -> tuple[dict[str, Any], str]:
-    """Return the commit of a working folder and a patch of its uncommitted changes.
-
-    Returns:
-        commit, branch, changed and untracked files, relative to the top of the repository; and the patch. Both are
-        empty without git or a repository.
-    """
-    root = ""
-
-    def git(*arguments: str, code: int = 0) -> str:
-        result = subprocess.run(
-            ["git", *GIT_OPTIONS, *arguments],
-            cwd=root or folder,
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            check=False,
-        )
-        return result.stdout if result.returncode == code else ""
-
-    try:
-        root = git("rev-parse", "--show-toplevel").strip()
-        if not root:
-            return {}, ""
-        untracked = [name for name in git("ls-files", "--others", "--exclude-standard", "-z").split("\0") if name]
-        changed = [name for name in git("diff", "--no-renames", "--name-only", "-z", "HEAD").split("\0") if name]
-        secret = [name for name in changed if SECRET_FILES.search(name)]
-        exclusions = [f":(top,exclude,literal){name}" for name in secret]
-        patch = git("diff", "--no-renames", *GIT_DIFF_ARGS, "HEAD", "--", ":(top)", *exclusions)
-        included = [name for name in untracked if not SECRET_FILES.search(name) and _is_small_file(Path(root) / name)]
-        for name in included[:200]:
-            patch += git("diff", *GIT_DIFF_ARGS, "--no-index", "--", "/dev/null", name, code=1)
-        state = {
-            "root": root,
-            "commit": git("rev-parse", "HEAD").strip(),
-            "branch": git("rev-parse", "--abbrev-ref", "HEAD").strip(),
-            "changed": changed,
-            "changed_excluded": secret,
-            "untracked": untracked,
-            "untracked_excluded": [name for name in untracked if name not in included[:200]],
-        }
-    except OSError:
-        return {}, ""
-    return state, patch
-
-
-def _is_small_file(path: Path) -> bool:
-    return path.is_file() and path.stat().st_size <= MAX_UNTRACKED_BYTES
 
 
 def _register_launch(directory: Path) -> None:
@@ -384,10 +340,14 @@ def _register_launch(directory: Path) -> None:
         ) from exc
 
 
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
+
+
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    with open(temporary, "x", encoding="utf-8", errors="surrogateescape") as file:
+    with open(temporary, "x", encoding="utf-8", errors="surrogateescape", opener=_open_private) as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
