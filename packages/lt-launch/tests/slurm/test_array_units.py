@@ -1,0 +1,103 @@
+"""Units of lt-data on an array of a real cluster whose elements are killed: the store of an undisturbed job."""
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_data import prepare, train_bpe
+from lt_launch.launch_dir import load_launch
+from lt_launch.launcher import launch
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.slurm.target import SlurmTarget
+
+KILLS = int(os.environ.get("LT_KILLS", "50"))
+SEED = int(os.environ.get("LT_SEED", "23"))
+ELEMENTS = 8
+UNIT_BYTES = 40_000
+RUN_FILE = """
+[pipeline]
+name = "units-{round}"
+[job]
+restart = {{ max_restarts = 100 }}
+[[stages]]
+name = "prepare"
+array = {elements}
+argv = ["{python}", "-m", "lt_data", {words}]
+[profile]
+python = "{python}"
+"""
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def processes(word: str) -> list[int]:
+    """Processes of the command whose words hold this one."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"lt_data" in words and word.encode() in words:
+            found.append(int(folder.name))
+    return found
+
+
+def start_at_once(cluster: Any, id_: str) -> None:
+    """Spare requeued elements the two minutes that Slurm lets them wait."""
+    for element in cluster.run("squeue", "-h", "-r", "-j", id_, "-t", "PD", "-o", "%i", code=None).split():
+        cluster.run("scontrol", "update", f"JobId={element}", "StartTime=now+3", code=None)
+
+
+@pytest.mark.slow
+def test_killed_elements_cost_units_alone(
+    cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    rng, words = random.Random(SEED), np.random.default_rng(SEED)
+    (tmp_path / "in").mkdir()
+    for number in range(60):
+        texts = [" ".join(map(str, words.integers(0, 10**9, int(n)))) for n in words.integers(1, 200, 40)]
+        lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
+        (tmp_path / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
+    train_bpe(texts, vocab_size=300).save(tmp_path / "tok")
+    prepare([tmp_path / "in"], tokenizer=tmp_path / "tok", out=tmp_path / "whole", unit_bytes=UNIT_BYTES, engine="hf")
+    expected = contents(tmp_path / "whole")
+    killed = number = 0
+    while killed < KILLS:
+        out = tmp_path / f"store-{number}"
+        given = ["prepare", tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", out, "--engine", "hf"]
+        given += ["--unit-bytes", UNIT_BYTES]
+        quoted = ", ".join(f'"{word}"' for word in given)
+        (tmp_path / "run.toml").write_text(
+            RUN_FILE.format(round=number, elements=ELEMENTS, python=python, words=quoted), encoding="utf-8"
+        )
+        file = read_run_file("run.toml", Profile(), RunOverrides())
+        assert launch(file.pipeline, file.profile, "slurm") == 0
+        made = load_launch(tmp_path / file.pipeline.out)
+        id_ = made.job_ids["prepare"]
+        deadline = time.monotonic() + 240
+        while cluster.run("squeue", "-h", "-r", "-j", id_, "-o", "%i", code=None).strip():
+            assert time.monotonic() < deadline, cluster.tail()
+            start_at_once(cluster, id_)
+            time.sleep(rng.uniform(0.05, 0.4))
+            victims = processes(str(out))
+            if victims and killed < KILLS:
+                os.kill(rng.choice(victims), signal.SIGKILL)
+                killed += 1
+        states = {one.stage: one.state for one in SlurmTarget().status(made)}
+        assert states == {f"prepare.{index}": "completed" for index in range(ELEMENTS)}
+        assert contents(out) == expected
+        number += 1
+    sys.stdout.write(f"{killed} kills in {number} jobs\n")
