@@ -105,6 +105,25 @@ def test_best_fit_rows_say_where_their_documents_begin(store: TokenStore, tmp_pa
         ExportOptions(to="hf", seq_len=seq_len, document_boundaries="seq_lengths")
 
 
+def test_the_flash_attention_of_transformers_finds_the_documents_of_a_row(store: TokenStore, tmp_path: Path) -> None:
+    """Its own functions, through its own collator, in a batch of one row: of more rows it takes each for one text."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    export(store, out=tmp_path / "hf", options=ExportOptions(to="hf", seq_len=64, packing="bfd"))
+    reader = RowReader(store, pack(store, seq_len=64, mode="bfd"))
+    found = [default_data_collator([row])["position_ids"] for row in loaded(tmp_path / "hf")]
+    n_packed = 0
+    for number, position_ids in enumerate(found):
+        expected = reader.read_token_rows(np.array([number])).cu_seqlens()
+        (cu_seqlens, _), _ = flash.prepare_fa_kwargs_from_position_ids(position_ids)
+        assert cu_seqlens.tolist() == expected.tolist()
+        is_packed = flash._is_packed_sequence(position_ids, position_ids.shape[0])
+        assert bool(is_packed) == (expected.size > 2)
+        n_packed += expected.size > 2
+    assert n_packed > 3
+    assert not flash._is_packed_sequence(torch.cat(found[:2]), 2)
+
+
 def test_a_pack_in_the_store_is_used(store: TokenStore, tmp_path: Path) -> None:
     """And what was made without one is the same."""
     options = ExportOptions(to="hf", seq_len=64, packing="bfd")

@@ -112,6 +112,7 @@ def test_what_a_process_left_that_was_killed_after_the_join_is_removed(
     shutil.copytree(undisturbed, out)
     (out / "units" / "00001-of-00009.claim").write_text("process 1\n", encoding="utf-8")
     (out / "units" / "work-0123456789abcdef").mkdir()
+    (out / "units" / "work-0123456789abcdef.json").write_text("{}", encoding="utf-8")
     prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
     assert contents(out) == contents(undisturbed)
 

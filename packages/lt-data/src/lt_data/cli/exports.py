@@ -22,7 +22,7 @@ def export(
     ] = None,
     labels: Annotated[str, typer.Option(help="hf: masked (-100 without a label) or copy.")] = "masked",
     document_boundaries: Annotated[
-        str, typer.Option(help="hf with bfd: position_ids (transformers) or seq_lengths (TRL).")
+        str, typer.Option(help="hf with bfd: position_ids (transformers, batches of one row) or seq_lengths (TRL).")
     ] = "position_ids",
     gz: Annotated[bool, typer.Option("--gz/--no-gz", help="smp: .json.gz or .json.")] = True,
     split: Annotated[str, typer.Option(help="hf, litespark, litpkds: train, validation or test.")] = "train",

@@ -10,8 +10,9 @@ t is compared with labels[t + 1]. So labels[t + 1] here is the label of lt_data.
 labels[0] is never used. Without padding and `bfd`, labels equal input_ids.
 
 Rows of `bfd`, which hold whole documents side by side, also say where each begins: by position_ids (int32), from which
-the flash attention of `transformers` finds them, or by seq_lengths (int32, as many as the row has documents), which
-TRL's collator reads. Padding counts as the last of them.
+the flash attention of `transformers` finds them in batches of one row (in larger ones it takes each row for one text),
+or by seq_lengths (int32, as many as the row has documents), which TRL's collator reads. Padding counts as the last of
+them.
 
 Documents (without `seq_len`) have the column input_ids. Features are written as "Sequence", which old and new versions
 of `datasets` read. Memory: one batch of about a million tokens.

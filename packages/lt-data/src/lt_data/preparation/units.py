@@ -250,6 +250,9 @@ def _remove_leftovers(job: UnitJob) -> None:
     """Remove the claims, and what killed processes left."""
     with translate_os_errors("clean", job.folder):
         for left in job.folder.glob(f"{_WORK}*"):
-            shutil.rmtree(left, ignore_errors=True)  # a slow process may be at work there, and removes it in the end
+            if left.is_dir():
+                shutil.rmtree(left, ignore_errors=True)  # a slow process may be at work there, and removes it at last
+            else:
+                left.unlink(missing_ok=True)
         for claim in job.folder.glob(f"*{CLAIM}"):
             claim.unlink(missing_ok=True)
