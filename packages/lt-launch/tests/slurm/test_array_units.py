@@ -58,7 +58,7 @@ def start_at_once(cluster: Any, id_: str) -> None:
     """Spare requeued elements the two minutes that Slurm lets them wait; once, or they would never start."""
     for row in cluster.run("squeue", "-h", "-r", "-j", id_, "-t", "PD", "-o", "%i %S", code=None).splitlines():
         element, start = row.split()
-        if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):  # noqa: DTZ005
+        if start != "N/A" and datetime.fromisoformat(start) > datetime.now() + timedelta(seconds=10):
             cluster.run("scontrol", "update", f"JobId={element}", "StartTime=now+3", code=None)
 
 

@@ -289,9 +289,9 @@ def weight_decay_names(config: LlamaConfig, *, include_embeddings: bool = False)
 def micro_batches_to_device(array: np.ndarray, device: torch.device) -> Iterator[Tensor]:
     """Yield the micro-batches of an int32 array [M, B, T] as int64 tensors [B, T] on `device`.
 
-    They are widened there, in three transfers of pinned memory: 12 bytes per token, half a nanosecond over PCIe, where a
-    token of a 1B model takes some 20 microseconds. Narrower ids alone (`lt_data.torch.to_tensors`) would not do: context
-    parallelism, custom loaders and XLA take labels and positions from the host.
+    They are widened there, in three transfers of pinned memory: 12 bytes per token, half a nanosecond over PCIe, where
+    a token of a 1B model takes some 20 microseconds. Narrower ids alone (`lt_data.torch.to_tensors`) would not do:
+    context parallelism, custom loaders and XLA take labels and positions from the host.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
