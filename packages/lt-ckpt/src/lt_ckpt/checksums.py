@@ -55,7 +55,7 @@ def describe_checksums(source: Source) -> str:
         listed = "" if source.hash_list is None else f" ({HASH_LIST} lists {len(source.hash_list.hashes)} files)"
         return f"every file has checksums{listed}"
     if len(unchecked) == n_files:
-        return f"its files have no checksums ({source.format}), so damaged bytes cannot be told from good ones"
+        return f"its files have no checksums ({source.format}), so damaged bytes look like good ones"
     more = ", ..." if len(unchecked) > MAX_NAMED_FILES else ""
     return f"{len(unchecked)} of {n_files} files have no checksums: {', '.join(unchecked[:MAX_NAMED_FILES])}{more}"
 

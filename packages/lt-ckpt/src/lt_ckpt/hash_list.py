@@ -127,7 +127,7 @@ def parse_hash_list(raw: bytes, where: str) -> dict[str, str]:
     try:
         *lines, rest = raw.decode().split("\n")
     except UnicodeDecodeError:
-        raise CheckpointError(f"{where}: is not UTF-8 text; write it anew with sha256sum") from None
+        raise CheckpointError(f"{where}: is not UTF-8 text; write it again with sha256sum") from None
     found: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         match = _LINE.fullmatch(line)
@@ -135,13 +135,13 @@ def parse_hash_list(raw: bytes, where: str) -> dict[str, str]:
         if match is None or name is None:
             raise CheckpointError(
                 f"{where}: line {number} is not a SHA-256, two spaces and a path in this folder: {line[:80]!r}; write "
-                "the list anew with sha256sum"
+                "the list again with sha256sum"
             )
         if name in found:
             raise CheckpointError(f"{where}: line {number}: {name!r} is listed twice; keep one of the lines")
         found[name] = match[2].lower()
     if rest or not found:
-        raise CheckpointError(f"{where}: its last line is cut, or it has none; write it anew with sha256sum")
+        raise CheckpointError(f"{where}: its last line is cut, or it has none; write it again with sha256sum")
     return found
 
 

@@ -112,8 +112,26 @@ def test_what_a_process_left_that_was_killed_after_the_join_is_removed(
     shutil.copytree(undisturbed, out)
     (out / "units" / "00001-of-00009.claim").write_text("process 1\n", encoding="utf-8")
     (out / "units" / "work-0123456789abcdef").mkdir()
-    (out / "units" / "work-0123456789abcdef.json").write_text("{}", encoding="utf-8")
+    for name in ("units/work-0123456789abcdef.json", "manifest.json.tmp-01234567", "joined.index.tmp-01234567"):
+        (out / name).write_text("{}", encoding="utf-8")
     prepare([folder / "in"], tokenizer=folder / "tok", out=out, unit_bytes=UNIT_BYTES, engine="hf")
+    assert contents(out) == contents(undisturbed)
+
+
+def test_a_slow_start_beside_a_process_that_ends_the_job(
+    folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
+) -> None:
+    """Another process does the whole job, and removes what is left, before this one has put its plan in place."""
+    out, link = tmp_path / "store", os.link
+    run = {"tokenizer": folder / "tok", "out": out, "unit_bytes": UNIT_BYTES, "engine": "hf"}
+
+    def late_link(*paths: str) -> None:
+        monkeypatch.setattr(os, "link", link)
+        prepare([folder / "in"], **run)
+        link(*paths)
+
+    monkeypatch.setattr(os, "link", late_link)
+    assert prepare([folder / "in"], **run).documents == TokenStore.open(undisturbed).n_documents
     assert contents(out) == contents(undisturbed)
 
 

@@ -65,8 +65,7 @@ def check_shell_lines(source: str, lines: Sequence[str]) -> None:
         RecipeError: naming `source` and the variable or option, never the value.
     """
     for line in lines:
-        if found := find_secret_in_command([line]):
-            _refuse_secret(source, found)
+        check_command(source, [line])
 
 
 def check_command(source: str, argv: Sequence[str]) -> None:
@@ -76,13 +75,9 @@ def check_command(source: str, argv: Sequence[str]) -> None:
         RecipeError: naming `source` and the variable or option, never the value.
     """
     if found := find_secret_in_command(argv):
-        _refuse_secret(source, found)
-
-
-def _refuse_secret(source: str, found: str) -> None:
-    problem = "looks like a secret, and commands are saved with the launch"
-    remedy = 'pass it by name: pass_env = ["NAME"], and write "$NAME" in a line of shell'
-    raise _field_error(source, f"{found} ...", problem, remedy)
+        problem = "looks like a secret, and commands are saved with the launch"
+        remedy = 'pass it by name: pass_env = ["NAME"], and write "$NAME" in a line of shell'
+        raise _field_error(source, f"{found} ...", problem, remedy)
 
 
 def _check_minimum(values: object, section: str, minimum: float, *names: str) -> None:

@@ -20,6 +20,8 @@ from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
 from lt_data.store.token_store import TokenStore
 
+_BUILDING = ".tmp-"
+
 
 def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallback = no_notice) -> StoreManifest:
     """Make a joined store of other stores, which stay where they are.
@@ -70,7 +72,7 @@ def replace_file(path: Path, content: bytes) -> None:
     Raises:
         DataError: a file system error; nothing is left.
     """
-    building = path.with_name(f"{path.name}.tmp-{secrets.token_hex(4)}")
+    building = path.with_name(f"{path.name}{_BUILDING}{secrets.token_hex(4)}")
     try:
         write_file(building, content)
         with translate_os_errors("write", path):
@@ -78,6 +80,12 @@ def replace_file(path: Path, content: bytes) -> None:
             fsync_folder(path.parent)
     finally:
         building.unlink(missing_ok=True)
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what killed processes left of `replace_file`; one that is writing the file fails."""
+    for left in path.parent.glob(f"{path.name}{_BUILDING}*"):
+        left.unlink(missing_ok=True)
 
 
 def _path_of(part: Path, out: Path) -> str:

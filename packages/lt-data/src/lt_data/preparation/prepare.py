@@ -107,7 +107,7 @@ def prepare(
         ray: with unit_bytes: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         overwrite: replace `out` if it is a token store.
         no_resume: discard an interrupted job.
-        progress: called with the source bytes encoded.
+        progress: called with the source bytes encoded; with unit_bytes, with the finished units.
         notify: called with notices for the user.
 
     Returns:
@@ -130,6 +130,7 @@ def prepare(
         streaming=streaming,
         keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
     )
+    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)  # once for all units
     encode = partial(
         prepare_documents,
         reader,
@@ -164,7 +165,6 @@ def prepare(
             f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite, no_resume or "
             "drop_duplicates, which compares the documents of one store; leave them out"
         )
-    tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     settings = describe_job(
         Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as),
         selection or Selection(),

@@ -1,6 +1,6 @@
 """Workers for units on a Ray cluster; the only module that imports ray (extra `ray`).
 
-Each worker is a task that takes units until none is free. Ray begins the task of a lost worker anew; the units that
+Each worker is a task that takes units until none is free. Ray starts the task of a lost worker again; the units that
 lost workers had claimed are tasks of their own in the end. All machines must see the sources and the store's folder.
 """
 
@@ -39,7 +39,7 @@ def build_on_ray(job: UnitJob, progress: Progress, *, workers: int, address: str
     try:
         options = {"num_cpus": 1, "max_retries": -1}
         failures = _gather(job, [ray.remote(**options)(build_unclaimed).remote(job) for _ in range(workers)], progress)
-        rest = sorted(set(job.units) - job.list_finished() - failures.keys())
+        rest = sorted(set(job.units) - job.list_units()[0] - failures.keys())
         return failures | _gather(job, [ray.remote(**options)(build_unit).remote(job, unit) for unit in rest], progress)
     finally:
         if is_mine:
@@ -55,5 +55,5 @@ def _gather(job: UnitJob, tasks: list[object], progress: Progress) -> dict[int, 
         done, tasks = ray.wait(tasks, timeout=_POLL_S)
         for result in ray.get(done):
             failures |= result
-        progress(len(job.list_finished()), len(job.units), "units")
+        progress(len(job.list_units()[0]), len(job.units), "units")
     return failures

@@ -12,7 +12,7 @@ the first one wins and a claim only saves work: there is no clock, no lock, and 
 finds all units finished writes the manifest, which is the same from any of them. A killed process costs the unit that
 it was building.
 
-Cost: that of `prepare`; the sources are listed once per process, and the folder of units twice per unit.
+Cost: that of `prepare`; the sources are listed once per process, and the folder of units once per unit.
 """
 
 import json
@@ -32,10 +32,9 @@ from typing import Any
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import describe_differences
-from lt_data.preparation.join import join
+from lt_data.preparation.join import join, remove_unfinished
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import (
-    find_link,
     fsync_folder,
     make_folder_synced,
     read_file,
@@ -43,6 +42,7 @@ from lt_data.storage import (
     write_file,
 )
 from lt_data.store.joined import load_store
+from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
 
 UNIT_FOLDER = "units"
@@ -87,15 +87,12 @@ class UnitJob:
         """Return True if a unit is finished."""
         return os.path.lexists(self.published(unit))
 
-    def list_finished(self) -> set[int]:
-        """Return the finished units, by one listing of the folder."""
+    def list_units(self) -> tuple[set[int], list[int]]:
+        """Return the finished units, and those that nobody has begun, by one listing of the folder."""
         names = set(os.listdir(self.folder))
-        return {unit for unit in self.units if self.published(unit).name in names}
-
-    def list_free(self) -> list[int]:
-        """Return the units that nobody has claimed, by one listing of the folder."""
-        names = set(os.listdir(self.folder))
-        return [unit for unit in self.units if not {(name := self.published(unit).name), name + CLAIM} & names]
+        finished = {unit for unit in self.units if self.published(unit).name in names}
+        free = [u for u in self.units if u not in finished and self.published(u).name + CLAIM not in names]
+        return finished, free
 
 
 BuildUnits = Callable[["UnitJob", Progress], dict[int, str]]
@@ -122,11 +119,11 @@ def run_units(
     _write_plan(job, settings)
     if not (job.out / MANIFEST_FILE).is_file():
         failures = build_units(job, progress)
-        rest = [unit for unit in job.units if unit not in failures and not job.is_published(unit)]
+        rest = sorted(set(job.units) - job.list_units()[0] - failures.keys())
         for unit in random.SystemRandom().sample(rest, len(rest)):
             failures |= build_unit(job, unit)
-            progress(len(job.list_finished()), len(job.units), "units")
-        if failed := sorted(set(job.units) - job.list_finished()):
+            progress(len(job.list_units()[0]), len(job.units), "units")
+        if failed := sorted(set(job.units) - job.list_units()[0]):
             raise DataError(
                 f"{len(failed)} of {len(job.units)} units failed, the others are finished; unit {failed[0]} of "
                 f"{job.n_units}: {failures[failed[0]]}"
@@ -143,18 +140,21 @@ def _write_plan(job: UnitJob, settings: Mapping[str, Any]) -> None:
         raise DataError(f"out = {job.out}: holds a token store already; choose another folder")
     with translate_os_errors("create", job.folder):
         make_folder_synced(job.folder)
-        if link := find_link(job.folder):
+        # Of a unit's own files the reader of stores takes care: there may be a million of them.
+        if link := next((path for path in (job.folder, *job.folder.iterdir()) if path.is_symlink()), None):
             raise DataError(f"{link}: a symbolic link; remove it, or choose another folder")
     plan = {"n_units": job.n_units, **settings}
-    building = job.folder / f"{_WORK}{secrets.token_hex(8)}.json"
-    try:
-        write_file(building, (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode())
-        with translate_os_errors("write", path):
-            with suppress(FileExistsError):
-                os.link(building, path)
-            fsync_folder(job.folder)
-    finally:
-        building.unlink(missing_ok=True)
+    if not path.exists():
+        building = job.folder / f"{_WORK}{secrets.token_hex(8)}.json"
+        try:
+            write_file(building, (json.dumps(plan, indent=1, ensure_ascii=False) + "\n").encode())
+            with translate_os_errors("write", path):
+                # Not found: a faster process has joined the units and removed what was left, so its plan is there.
+                with suppress(FileExistsError, FileNotFoundError):
+                    os.link(building, path)
+                fsync_folder(job.folder)
+        finally:
+            building.unlink(missing_ok=True)
     there = strict_json.load_object(read_file(path, max_bytes=_MAX_PLAN_BYTES), str(path), _START_OVER)
     if changed := describe_differences(there, json.loads(json.dumps(plan))):
         raise DataError(f"{job.folder}: units of a job with other settings: {'; '.join(changed)}; {_START_OVER}")
@@ -192,12 +192,15 @@ def build_unclaimed(job: UnitJob, progress: Progress = no_progress) -> dict[int,
     """Build units that nobody has claimed, in random order; return what went wrong, by unit."""
     failures: dict[int, str] = {}
     parent = multiprocessing.parent_process()
-    # A listing per unit, rather than a try at every unit: thousands of processes may be at work.
-    while (free := job.list_free()) and (parent is None or parent.is_alive()):  # killed: nobody waits for the rest
+    while parent is None or parent.is_alive():  # killed: nobody waits for the rest
+        # A listing per unit, rather than a try at every unit: thousands of processes may be at work.
+        finished, free = job.list_units()
+        progress(len(finished), len(job.units), "units")
+        if not free:
+            break
         unit = random.SystemRandom().choice(free)
         if _claim(job, unit):
             failures |= build_unit(job, unit)
-        progress(len(job.list_finished()), len(job.units), "units")
     return failures
 
 
@@ -256,3 +259,5 @@ def _remove_leftovers(job: UnitJob) -> None:
                 left.unlink(missing_ok=True)
         for claim in job.folder.glob(f"*{CLAIM}"):
             claim.unlink(missing_ok=True)
+        for name in (MANIFEST_FILE, INDEX_FILE):  # the manifest is there: who still writes one has nothing to add
+            remove_unfinished(job.out / name)

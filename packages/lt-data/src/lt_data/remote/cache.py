@@ -7,7 +7,7 @@ A block is written under another name and renamed, so that who reads it sees all
 they are written, and counting, renaming and making room are done under the lock; a process that is killed in between
 leaves the count too high, never too low. When the count would go over the limit, the blocks are counted again and those
 read longest ago go, down to nine tenths. Files on their way are locked by who writes them: those of the dead can
-be told and removed.
+be recognized and removed.
 
 Nothing is synced: what a crash of the machine leaves is found by its hash when a process reads a block for the first
 time. Cost: some 20 µs for each read; one look at every block for each tenth of the limit that comes in.

@@ -4,7 +4,7 @@ Files come into a folder beside the target whose name holds a hash of the list o
 left is taken up only for the very same content:
 
     .NAME.<hash>.download/files/...    files that are complete
-    .NAME.<hash>.download/parts/...    files on their way: fetched anew by the next call
+    .NAME.<hash>.download/parts/...    files on their way: fetched again by the next call
 
 boto3's transfer manager fetches a file in ranges and asks again for those that do not come. A file is read once more
 and its SHA-256 compared before it counts as complete, also one that an earlier call left; one that differs is fetched

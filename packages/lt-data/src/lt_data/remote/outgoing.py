@@ -1,7 +1,7 @@
 """What a folder on this machine consists of that is to be sent (one in a bucket: lt_data.remote.parcel).
 
 A joined store is sent as a flat one. The sources of its documents name files by their index in the whole store, so
-those of later parts are written anew while they are sent.
+those of later parts are written again while they are sent.
 
 Cost: each file is looked at, and none but a store's manifest is read; of a joined store also the sources of its
 documents, 8 bytes for each, one shard at a time.

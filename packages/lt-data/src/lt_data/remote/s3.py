@@ -366,9 +366,9 @@ class Transfers:
             DataError: the file cannot be read, or is another by now; nothing of it stays in S3.
         """
         where, extra = self._at(name), {"ChecksumAlgorithm": "SHA256"}
-        told = _subscriber(content.n_bytes, on_bytes)
+        subscriber = _subscriber(content.n_bytes, on_bytes)
         with _asking("uploading", f"{self.url}/{name}"):
-            self._manager.upload(content, where["Bucket"], where["Key"], extra, [told]).result()
+            self._manager.upload(content, where["Bucket"], where["Key"], extra, [subscriber]).result()
 
     def download(self, name: str, target: BinaryIO, n_bytes: int, on_bytes: Callable[[int], None]) -> None:
         """Download an object in ranges of `part_bytes`, several at a time, into an empty file.
@@ -379,9 +379,9 @@ class Transfers:
             RemoteError: S3 refuses or cannot be reached.
             OSError: the file cannot be written.
         """
-        where, told = self._at(name), _subscriber(n_bytes, on_bytes)
+        where, subscriber = self._at(name), _subscriber(n_bytes, on_bytes)
         with _asking("reading", f"{self.url}/{name}"):
-            self._manager.download(where["Bucket"], where["Key"], target, None, [told]).result()
+            self._manager.download(where["Bucket"], where["Key"], target, None, [subscriber]).result()
 
 
 def _subscriber(n_bytes: int, on_bytes: Callable[[int], None]) -> Any:
