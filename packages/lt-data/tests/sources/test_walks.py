@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, Document, DocumentReader
 from lt_data.sources.reader import summarize_sources
-from lt_data.store.manifest import SourceFile
+from lt_data.store.source_files import SourceFile
 
 # One file: its kind, and what stands in each of its records: a text, or None for one that is bad.
 FILES = st.lists(

@@ -132,7 +132,7 @@ def test_opening_reads_no_index(store: TokenStore, monkeypatch: pytest.MonkeyPat
     def refuse(*_: object) -> None:
         raise AssertionError("an index was read")
 
-    monkeypatch.setattr("lt_data.store.token_store.decode_index", refuse)
+    monkeypatch.setattr("lt_data.store.document_index.decode_index", refuse)
     opened = TokenStore.open(store.path)
     assert opened.n_documents == store.n_documents
     assert opened.tokens(0, 1).tolist() == [0]
@@ -143,7 +143,7 @@ def test_the_place_of_a_document_is_looked_up_in_the_map(
 ) -> None:
     lengths = [3, 9, 4, 1, 1, 12, 7]
     store = counting_store(lengths, 2)
-    monkeypatch.setattr("lt_data.store.token_store.decode_index", None)  # reads an index whole
+    monkeypatch.setattr("lt_data.store.document_index.decode_index", None)  # reads an index whole
     begins = np.cumsum([0, *lengths])
     for i, length in enumerate(lengths):
         assert store.document_span(i) == (begins[i], length)

@@ -36,7 +36,8 @@ from lt_data.storage import (
     remove_tree,
     translate_os_errors,
 )
-from lt_data.store.manifest import MANIFEST_FILE, ShardFile, check_counts, read_manifest
+from lt_data.store.manifest import MANIFEST_FILE, ShardFile, read_manifest
+from lt_data.store.manifest_checks import check_counts
 
 SUFFIX = ".building"
 START_OVER = "start over (--no-resume)"

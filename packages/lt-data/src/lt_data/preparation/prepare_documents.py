@@ -38,14 +38,13 @@ from lt_data.store.manifest import (
     ColumnInfo,
     Selection,
     ShardFile,
-    SourceFile,
-    SourceFiles,
     StoreManifest,
     StorePart,
     TokenizerInfo,
     encode_manifest,
     read_manifest,
 )
+from lt_data.store.source_files import SourceFile, SourceFiles
 from lt_data.tokenizing.encode import encode_documents
 from lt_data.tokenizing.encoder import Encoder
 from lt_data.tokenizing.engine_selection import EngineRequest

@@ -29,8 +29,10 @@ from lt_data.sources.hashing_reader import HashedPrefix
 from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_source_files, encode_source_files
-from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile, SourceFile, check_counts
+from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile
+from lt_data.store.manifest_checks import check_counts
 from lt_data.store.shards import ShardWriter
+from lt_data.store.source_files import SourceFile
 from lt_data.tokenizing.engine_selection import EngineChoice
 
 _PART_REMEDY = "prepare this part again"

@@ -24,7 +24,7 @@ from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad, ReadOptio
 from lt_data.sources.record import BadRecord, ChangedFileError, DamagedFileError, SourceRecord
 from lt_data.sources.source_unit import SourceUnit
 from lt_data.store.document_sources import encode_source_files, format_source
-from lt_data.store.manifest import MAX_LISTED_SOURCES, SourceFile, SourceFiles
+from lt_data.store.source_files import MAX_LISTED_SOURCES, SourceFile, SourceFiles
 
 UNCONFIRMED = "unconfirmed before damage"
 """Reason of records that are left out because the checksum that would confirm them comes after the damage."""

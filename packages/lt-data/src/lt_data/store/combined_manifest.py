@@ -11,14 +11,8 @@ from typing import Any, TypeVar
 
 from lt_data.errors import DataError
 from lt_data.store.document_sources import MAX_SOURCE_FILES
-from lt_data.store.manifest import (
-    MAX_LISTED_SOURCES,
-    ColumnInfo,
-    DocumentTotals,
-    ShardFile,
-    SourceFiles,
-    StoreManifest,
-)
+from lt_data.store.manifest import ColumnInfo, DocumentTotals, ShardFile, StoreManifest
+from lt_data.store.source_files import MAX_LISTED_SOURCES, SourceFiles
 
 SHARED_FIELDS = ("bos", "eos", "dtype", "special_tokens_as", "selection", "map", "shard_tokens")
 """Manifest fields that parts share, besides the tokenizer."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.store.manifest import SourceFile
+from lt_data.store.source_files import SourceFile
 
 SOURCES_FILE = "sources.jsonl"
 SOURCE_DTYPE = np.dtype("<u8")

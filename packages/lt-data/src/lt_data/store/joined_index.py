@@ -20,8 +20,10 @@ from typing import overload
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.store.manifest import ColumnInfo, ShardFile, SourceFiles, StoreManifest, check_counts
+from lt_data.store.manifest import ColumnInfo, ShardFile, StoreManifest
+from lt_data.store.manifest_checks import check_counts
 from lt_data.store.shard_table import ShardTable
+from lt_data.store.source_files import SourceFiles
 
 FORMAT = "lt-data-joined-index"
 VERSION = 1

@@ -12,7 +12,8 @@ from typing import Any
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
-from lt_data.store.manifest import check_counts, check_hashes, checksum_of
+from lt_data.store.manifest import checksum_of
+from lt_data.store.manifest_checks import check_counts, check_hashes
 
 FORMAT = "lt-data-joined-store"
 VERSION = 1

@@ -9,8 +9,7 @@ of entries of their folder. Full specification: docs/reference/data-formats.md.
 
 import hashlib
 import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +19,10 @@ import numpy as np
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.file_names import is_plain_name
 from lt_data.storage import read_file, translate_os_errors
+from lt_data.store.manifest_checks import check_counts, check_hashes, check_names
 from lt_data.store.megatron import index_size
+from lt_data.store.source_files import SourceFiles
 
 FORMAT = "lt-data-store"
 VERSION = 1
@@ -30,71 +30,11 @@ MANIFEST_FILE = "manifest.json"
 TOKENIZER_FOLDER = "tokenizer"
 SHARD_FOLDER = "shards"
 PACK_FOLDER = "packs"
-MAX_LISTED_SOURCES = 1000  # more source files are listed in a file of their own
 MAX_MANIFEST_BYTES = 2**31
 MAX_TOKENIZER_BYTES = 2**28
 EMPTY = "empty"
 DUPLICATE = "duplicate"
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _REMEDY = "copy the store again or prepare it again"
-
-
-def _check_names(what: str, names: Iterable[str]) -> None:
-    if wrong := [name for name in names if not is_plain_name(name)]:
-        raise DataError(f"{what} {wrong[0]!r} is not the name of a file in its folder")
-
-
-def check_hashes(what: str, hashes: Iterable[str]) -> None:
-    """Raise DataError if one is not a SHA-256 in hexadecimal."""
-    if wrong := [value for value in hashes if not _SHA256.fullmatch(value)]:
-        raise DataError(f"{what} = {wrong[0][:80]!r} is not a SHA-256 in hexadecimal")
-
-
-def check_counts(**counts: int) -> None:
-    """Raise DataError if one is not a count."""
-    if wrong := [name for name, value in counts.items() if not 0 <= value < 2**63]:
-        raise DataError(f"{wrong[0]} = {counts[wrong[0]]}: not a count")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFile:
-    """A source file: name as given, size in bytes and SHA-256 of its content.
-
-    `unchecked` names its format if no checksum in the file confirms the content, such as "jsonl"; otherwise it is "".
-    """
-
-    path: str
-    bytes: int
-    sha256: str
-    unchecked: str = ""
-
-    def __post_init__(self) -> None:
-        check_counts(bytes=self.bytes)
-        check_hashes(f"sha256 of {self.path}", [self.sha256])
-
-
-@dataclass(frozen=True, kw_only=True)
-class SourceFiles:
-    """Source files: their number, total bytes, and a SHA-256 over the lines "sha256 bytes path" in order.
-
-    `listed` holds each file if there are at most `MAX_LISTED_SOURCES`; otherwise they are in `sources.jsonl`, whose
-    SHA-256 is `list_sha256`. `skipped_links` counts symbolic links that led
-    out of a source folder (or to a folder) and were not followed. `unchecked` counts, by format, the files in which no
-    checksum confirms the content, so that damage may have gone unnoticed.
-    """
-
-    files: int = 0
-    bytes: int = 0
-    sha256: str = hashlib.sha256().hexdigest()
-    skipped_links: int = 0
-    listed: tuple[SourceFile, ...] = ()
-    unchecked: Mapping[str, int] = field(default_factory=dict)
-    list_sha256: str = ""
-
-    def __post_init__(self) -> None:
-        check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
-        check_counts(**self.unchecked)
-        check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +48,7 @@ class TokenizerInfo:
 
     def __post_init__(self) -> None:
         check_counts(vocab_size=self.vocab_size)
-        _check_names("tokenizer file", self.files)
+        check_names("tokenizer file", self.files)
         check_hashes("sha256 of a tokenizer file", [self.sha256, *self.files.values()])
 
 
@@ -148,7 +88,7 @@ class ShardFile:
     arrow_bytes: int = 0
 
     def __post_init__(self) -> None:
-        _check_names("shard", [self.name])
+        check_names("shard", [self.name])
         check_counts(tokens=self.tokens, documents=self.documents, arrow_bytes=self.arrow_bytes)
         check_hashes(f"sha256 of shard {self.name}", self.hashes.values())
 
@@ -252,7 +192,7 @@ class StorePart:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_names("file of the part", self.files)
+        check_names("file of the part", self.files)
         check_hashes("sha256 of a file of the part", self.files.values())
 
 

@@ -22,8 +22,9 @@ from lt_data.store.document_sources import (
     shift_files,
 )
 from lt_data.store.joined_index import ShardLocation
-from lt_data.store.manifest import MAX_MANIFEST_BYTES, SourceFile, SourceFiles, read_manifest
+from lt_data.store.manifest import MAX_MANIFEST_BYTES, read_manifest
 from lt_data.store.shard_files import read_checked
+from lt_data.store.source_files import SourceFile, SourceFiles
 
 _HELD_SOURCES = 16  # shards whose document sources stay in memory
 _HELD_COLUMNS = 2  # likewise kept columns

@@ -15,17 +15,16 @@ needs no memory and no file descriptors; `lengths` and `offsets`, which packing 
 each). `verify` reads everything.
 """
 
-import hashlib
-from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from lt_data.errors import DataError
 from lt_data.progress import Progress, no_progress
 from lt_data.storage import check_inside
+from lt_data.store.document_index import DocumentIndex
 from lt_data.store.document_sources import DocumentSource
 from lt_data.store.joined import LoadedStore, flat_store, load_store
 from lt_data.store.joined_index import ShardLocation
@@ -35,33 +34,14 @@ from lt_data.store.manifest import (
     PACK_FOLDER,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
-    SourceFile,
     StoreManifest,
 )
 from lt_data.store.mapped_files import MappedFiles
-from lt_data.store.megatron import decode_index, index_size
-from lt_data.store.shard_files import check_hash, check_sizes, map_ids, map_index, read_checked
+from lt_data.store.shard_files import check_hash, check_sizes, map_ids, read_checked
 from lt_data.store.shard_metadata import ShardMetadata
+from lt_data.store.shard_reader import ShardReader, check_shard
+from lt_data.store.source_files import SourceFile
 from lt_data.tokenizing.tokenizer import Tokenizer
-
-_READ_IDS = 2**22  # ids per read of a shard that is not a local file
-_HELD_INDEXES = 256  # shards whose index stays mapped
-
-
-class ShardReader(Protocol):
-    """Reader of the shards of a store that is not in a local folder, such as lt_data.remote.reading."""
-
-    def read(self, shard: int, begin: int, end: int) -> np.ndarray:
-        """Return the ids [begin, end) of a shard, in the dtype of the store."""
-        ...
-
-    def prefetch(self, spans: Iterable[tuple[int, int, int]]) -> None:
-        """Fetch many spans (shard, begin, end) concurrently."""
-        ...
-
-    def bring(self, name: str) -> None:
-        """Download a file of the store, or all files of one of its folders, to the local folder."""
-        ...
 
 
 class TokenStore:
@@ -91,10 +71,11 @@ class TokenStore:
         self._loaded = loaded or flat_store(path, manifest)
         self._locations = self._loaded.locations
         self._token_boundaries = np.cumsum([0, *manifest.shard_tokens_each], dtype=np.int64)
-        self._document_boundaries = np.cumsum([0, *manifest.shard_documents], dtype=np.int64)
         self._checked_folders: set[Path] = set()
         self._mapped = MappedFiles(self._map_tokens, len(manifest.shards))
-        self._map_index = lru_cache(maxsize=_HELD_INDEXES)(self._open_index)
+        self._documents = DocumentIndex(
+            manifest, self._checked_location, self.shard_path, is_local=shard_reader is None
+        )
         self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -152,7 +133,7 @@ class TokenStore:
     @property
     def n_documents(self) -> int:
         """Documents in the store."""
-        return int(self._document_boundaries[-1])
+        return len(self._documents)
 
     @property
     def n_tokens(self) -> int:
@@ -200,28 +181,19 @@ class TokenStore:
         """Global token offset at which each shard begins, and the end of the last (int64 [shards + 1])."""
         return self._token_boundaries
 
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each document, in order (int32 [n_documents])."""
-        # a part of a job may have no shard
-        return np.concatenate([np.zeros(0, np.int32), *map(self._shard_lengths, range(len(self.manifest.shards)))])
+        """Tokens of each document, in order (int32 [n_documents]), held after the first use."""
+        return self._documents.lengths
 
     def read_lengths(self, first: int, last: int) -> np.ndarray:
         """Return the tokens of each document from `first` to before `last` (int32), read from their shards."""
-        bounds = self._document_boundaries
-        shards = range(int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, last, "left")))
-        parts = [
-            self._shard_lengths(number)[max(first - int(bounds[number]), 0) : last - int(bounds[number])]
-            for number in shards
-        ]
-        return np.concatenate([np.zeros(0, np.int32), *parts])
+        return self._documents.read_lengths(first, last)
 
-    @cached_property
+    @property
     def offsets(self) -> np.ndarray:
         """Global token offset of each document, and the end of the last (int64 [n_documents + 1])."""
-        offsets = np.zeros(self.n_documents + 1, np.int64)
-        np.cumsum(self.lengths, out=offsets[1:])
-        return offsets
+        return self._documents.offsets
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer from the files in the store.
@@ -247,23 +219,11 @@ class TokenStore:
 
     def document(self, index: int) -> np.ndarray:
         """Return the ids of one document (a view of the mapped file)."""
-        if not 0 <= index < self.n_documents:
-            raise IndexError(f"document {index} of {self.n_documents}")
         return self.tokens(*self.document_span(index))
 
     def document_span(self, index: int) -> tuple[int, int]:
         """Return global token offset and length of one document, from the mapped index."""
-        if not 0 <= index < self.n_documents:
-            raise IndexError(f"document {index} of {self.n_documents}")
-        if "offsets" in self.__dict__ or self._shard_reader is not None:
-            return int(self.offsets[index]), int(self.lengths[index])
-        number, place = self._find_document(index)
-        lengths, begins = self._map_index(number)
-        begin, length = int(begins[place]) // self.dtype.itemsize, int(lengths[place])
-        if not 0 <= begin < begin + length <= self.manifest.shard_tokens_each[number]:
-            raise DataError(
-                f"{self.shard_path(number, 'idx')}: broken index (document {place}); copy it again or prepare it again"
-            )
+        number, begin, length = self._documents.span(index)
         return int(self._token_boundaries[number]) + begin, length
 
     @cached_property
@@ -286,7 +246,7 @@ class TokenStore:
         Raises:
             DataError: they cannot be read.
         """
-        return self._metadata.source(*self._find_document(index))
+        return self._metadata.source(*self._documents.find(index))
 
     def shard_sources(self, number: int) -> np.ndarray | None:
         """Return the source of each document of a shard (u64), if known.
@@ -304,7 +264,7 @@ class TokenStore:
         Raises:
             DataError: they cannot be read, or pyarrow is missing.
         """
-        number, place = self._find_document(index)
+        number, place = self._documents.find(index)
         columns = self.shard_columns(number)
         return {} if columns is None else columns.slice(place, 1).to_pylist()[0]
 
@@ -384,7 +344,7 @@ class TokenStore:
         for number, shard in enumerate(self.manifest.shards):
             index, location = self.shard_path(number, "idx"), self._locations[number]
             check_hash(index, shard.idx_sha256, location.folder)
-            lengths = self._shard_lengths(number)
+            lengths = self._documents.shard_lengths(number)
             if int(lengths.sum(dtype=np.int64)) != shard.tokens:
                 raise DataError(f"{index}: the lengths do not sum to {shard.tokens} tokens")
             if self.shard_sources(number) is not None:
@@ -394,7 +354,7 @@ class TokenStore:
             if self._shard_reader is None:
                 check_hash(self.shard_path(number, "bin"), shard.sha256, location.folder)
             else:
-                self._check_ids(number)
+                check_shard(self._shard_reader, number, shard)
             done += shard.tokens * self.dtype.itemsize
             progress(done, total, "bytes")
 
@@ -418,13 +378,6 @@ class TokenStore:
             self.download(name)
         return location.folder / name
 
-    def _find_document(self, index: int) -> tuple[int, int]:
-        """Return the shard of a document and its number there."""
-        if not 0 <= index < self.n_documents:
-            raise IndexError(f"document {index} of {self.n_documents}")
-        number = int(np.searchsorted(self._document_boundaries, index, side="right")) - 1
-        return number, index - int(self._document_boundaries[number])
-
     def _checked_location(self, number: int) -> ShardLocation:
         """Return where a shard is; no link of the folder of its files leads out of the store."""
         location = self._locations[number]
@@ -436,25 +389,6 @@ class TokenStore:
     def _map_tokens(self, number: int) -> np.ndarray:
         location = self._checked_location(number)
         return map_ids(self.shard_path(number, "bin"), location.shard.tokens, self.dtype, inside=location.folder)
-
-    def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        location = self._checked_location(number)
-        return map_index(self.shard_path(number, "idx"), location.shard, inside=location.folder)
-
-    def _shard_lengths(self, number: int) -> np.ndarray:
-        shard, path = self.manifest.shards[number], self.shard_path(number, "idx")
-        content = read_checked(path, index_size(shard.documents), self._locations[number].folder)
-        lengths, dtype = decode_index(content, str(path))
-        if lengths.size != shard.documents or dtype != self.manifest.dtype:
-            raise DataError(f"{path}: {lengths.size} documents of {dtype}, the manifest says {shard.documents}")
-        return lengths
-
-    def _check_ids(self, number: int) -> None:
-        shard, digest = self.manifest.shards[number], hashlib.sha256()
-        for begin in range(0, shard.tokens, _READ_IDS):
-            digest.update(np.ascontiguousarray(self.read(number, begin, min(begin + _READ_IDS, shard.tokens))).data)
-        if digest.hexdigest() != shard.sha256:
-            raise DataError(f"shard {shard.name}: SHA-256 differs from the manifest: upload it again")
 
 
 def _reopen(

@@ -1,0 +1,53 @@
+"""Source files of a store, as its manifest has them.
+
+At most `MAX_LISTED_SOURCES` are listed in the manifest; more are in `sources.jsonl`.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lt_data.store.manifest_checks import check_counts, check_hashes
+
+MAX_LISTED_SOURCES = 1000  # more source files are listed in a file of their own
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFile:
+    """A source file: name as given, size in bytes and SHA-256 of its content.
+
+    `unchecked` names its format if no checksum in the file confirms the content, such as "jsonl"; otherwise it is "".
+    """
+
+    path: str
+    bytes: int
+    sha256: str
+    unchecked: str = ""
+
+    def __post_init__(self) -> None:
+        check_counts(bytes=self.bytes)
+        check_hashes(f"sha256 of {self.path}", [self.sha256])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceFiles:
+    """Source files: their number, total bytes, and a SHA-256 over the lines "sha256 bytes path" in order.
+
+    `listed` holds each file if there are at most `MAX_LISTED_SOURCES`; otherwise they are in `sources.jsonl`, whose
+    SHA-256 is `list_sha256`. `skipped_links` counts symbolic links that led
+    out of a source folder (or to a folder) and were not followed. `unchecked` counts, by format, the files in which no
+    checksum confirms the content, so that damage may have gone unnoticed.
+    """
+
+    files: int = 0
+    bytes: int = 0
+    sha256: str = hashlib.sha256().hexdigest()
+    skipped_links: int = 0
+    listed: tuple[SourceFile, ...] = ()
+    unchecked: Mapping[str, int] = field(default_factory=dict)
+    list_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        check_counts(files=self.files, bytes=self.bytes, skipped_links=self.skipped_links)
+        check_counts(**self.unchecked)
+        check_hashes("sha256 of the sources", [self.sha256, *([self.list_sha256] if self.list_sha256 else [])])
