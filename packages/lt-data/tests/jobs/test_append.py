@@ -42,7 +42,16 @@ def _append(store: Path, source: Path, **options: Any) -> lt_data.StoreManifest:
     return lt_data.append(store, [source], engine="hf", **options)
 
 
+@pytest.fixture(params=["parsed", "indexed"])
+def is_indexed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Generations with and without an index."""
+    if request.param == "indexed":
+        monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", 1)
+    return request.param == "indexed"
+
+
 @pytest.mark.guarantee("append")
+@pytest.mark.usefixtures("is_indexed")
 def test_generations(base: Path, fast_path: Path, texts: list[str], tokenizer: Tokenizer, contents: Contents) -> None:
     before, first = contents(base), TokenStore.open(base).manifest
     lt_data.pack(TokenStore.open(base), seq_len=64)
@@ -165,6 +174,7 @@ def _check_kills(base: Path, fast_path: Path, texts: list[str], contents: Conten
 
 
 @pytest.mark.guarantee("append")
+@pytest.mark.usefixtures("is_indexed")
 def test_a_killed_append_is_finished_by_the_same_command(
     base: Path, fast_path: Path, texts: list[str], contents: Contents
 ) -> None:
@@ -174,6 +184,7 @@ def test_a_killed_append_is_finished_by_the_same_command(
 
 @pytest.mark.slow
 @pytest.mark.guarantee("append")
+@pytest.mark.usefixtures("is_indexed")
 def test_append_killed_at_every_call(base: Path, fast_path: Path, texts: list[str], contents: Contents) -> None:
     kills = _check_kills(base, fast_path, texts, contents, [*range(1, 120)])
     assert 40 < kills < 119  # the last calls were not reached
@@ -216,3 +227,55 @@ def test_a_joined_store_can_be_appended_to(base: Path, fast_path: Path, texts: l
     assert not (root / "a/generations").exists()
     moved = root.rename(fast_path / "moved")
     assert TokenStore.open(moved).manifest == manifest
+
+
+@pytest.mark.guarantee("append")
+def test_a_large_generation_is_read_by_its_index(
+    base: Path, fast_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an index a generation has the content of one without, and no manifest of a part is parsed."""
+    parsed = fast_path / "parsed"
+    shutil.copytree(base, parsed)
+    first, second = _write(fast_path, "more1", texts[22:40]), _write(fast_path, "more2", texts[40:])
+    _append(parsed, first)
+    _append(parsed, second)
+    monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", len(TokenStore.open(base).manifest.shards) + 1)
+    _append(base, first)
+    _append(base, second)
+    assert [path.parent.name for path in sorted(base.rglob("joined.index"))] == ["00001", "00002"]
+    lt_data.join(fast_path / "joined", [base])
+    assert (fast_path / "joined/joined.index").read_bytes() == (base / "generations/00002/joined.index").read_bytes()
+    by_manifests = TokenStore.open(parsed)
+    with monkeypatch.context() as patched:
+        patched.setattr("lt_data.store.joined._load_part", None)  # parses a part's manifest
+        by_index = TokenStore.open(base)
+        older = TokenStore.open(base / "generations/00001")
+        with pytest.raises(TypeError):
+            TokenStore.open(parsed)
+    assert older.manifest == TokenStore.open(parsed / "generations/00001").manifest
+    assert by_index.manifest == by_manifests.manifest
+    assert by_index.manifest.fingerprint == by_manifests.manifest.fingerprint
+    assert by_index.lengths.tolist() == by_manifests.lengths.tolist()
+    assert by_index.tokens(0, by_index.n_tokens).tolist() == by_manifests.tokens(0, by_manifests.n_tokens).tolist()
+    n = by_index.n_documents
+    assert [*map(by_index.document_source, range(n))] == [*map(by_manifests.document_source, range(n))]
+    packs = [lt_data.pack(store, seq_len=64) for store in (by_index, by_manifests)]
+    assert packs[0].fingerprint == packs[1].fingerprint
+    assert lt_data.verify(by_index) == lt_data.verify(older) == []
+
+
+@pytest.mark.guarantee("append")
+def test_a_damaged_or_missing_index_of_a_generation_is_one_error(
+    base: Path, fast_path: Path, texts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lt_data.store.joined.MIN_INDEXED_SHARDS", 1)
+    _append(base, _write(fast_path, "more", texts[22:]))
+    path = base / "generations/00001/joined.index"
+    content = path.read_bytes()
+    path.write_bytes(content[:400] + b"?" + content[401:])
+    with pytest.raises(DataError, match=r"00001/joined\.index: SHA-256 differs from generation\.json"):
+        TokenStore.open(base)
+    path.unlink()
+    with pytest.raises(DataError, match=r"cannot read the index .*00001/joined\.index: No such file"):
+        TokenStore.open(base)
+    assert TokenStore.open(base / "generations/00000").n_documents

@@ -4,6 +4,9 @@ The new documents are prepared, with the options of the store, into the folder o
 manifest is published with them by one rename. So the store opens as its newest generation before and after a kill at
 any time, and the same command resumes. What was there is never changed: older generations stay readable. The sources
 of a generation are recorded; appending the same ones again does nothing.
+
+Cost: that of preparing the new documents, and of joining all parts: their manifests are read and a joined manifest, and
+of 1024 shards or more an index, is written.
 """
 
 import os
@@ -18,6 +21,7 @@ from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
+from lt_data.store.combined_manifest import LoadedPart
 from lt_data.store.joined import (
     GENERATION_FILE,
     GENERATION_FOLDER,
@@ -28,6 +32,7 @@ from lt_data.store.joined import (
     new_part,
     read_joined,
 )
+from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import StoreManifest
 from lt_data.store.token_store import TokenStore
 from lt_data.tokenizing.engine_selection import EngineRequest
@@ -121,7 +126,7 @@ def append(
 
     def generation_file(manifest: StoreManifest) -> dict[str, bytes]:
         parts = [*loaded.parts, new_part(root, target, manifest)]
-        return {GENERATION_FILE: join_parts(parts, appended=reader.fingerprint).encode()}
+        return _encode_generation(parts, reader.fingerprint)
 
     prepare_documents(
         reader,
@@ -145,6 +150,13 @@ def append(
     return load_store(target).manifest
 
 
+def _encode_generation(parts: Sequence[LoadedPart], appended: str = "") -> dict[str, bytes]:
+    """Return the files of a generation by name: the index of a large one, and last its joined manifest."""
+    joined, _, index = join_parts(parts, appended=appended)
+    files = {} if index is None else {INDEX_FILE: index}
+    return {**files, GENERATION_FILE: joined.encode()}
+
+
 def _find_appended(root: Path, listing: str) -> Path | None:
     for generation in list_generations(root):
         if read_joined(generation / GENERATION_FILE).appended == listing:
@@ -160,11 +172,12 @@ def _remove_rest(generation: Path) -> None:
 
 
 def _name_first(root: Path, loaded: LoadedStore) -> None:
-    file = root / GENERATION_FOLDER / "00000" / GENERATION_FILE
-    building = file.with_name(f"{file.name}.tmp")
-    with translate_os_errors("write", file):
-        make_folder_synced(file.parent)
-        building.unlink(missing_ok=True)  # of a killed call
-        write_file(building, join_parts(loaded.parts).encode())
-        building.rename(file)
-        fsync_folder(file.parent)
+    folder = root / GENERATION_FOLDER / "00000"
+    with translate_os_errors("write", folder):
+        make_folder_synced(folder)
+        for name, content in _encode_generation(loaded.parts).items():
+            building = folder / f"{name}.tmp"
+            building.unlink(missing_ok=True)  # of a killed call
+            write_file(building, content)
+            building.rename(folder / name)
+            fsync_folder(folder)

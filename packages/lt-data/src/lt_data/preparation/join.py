@@ -15,7 +15,7 @@ from lt_data.file_names import to_portable_name
 from lt_data.progress import NoticeCallback, no_notice
 from lt_data.storage import fsync_folder, make_folder_synced, translate_os_errors, write_file
 from lt_data.store.combined_manifest import LoadedPart
-from lt_data.store.joined import PART_FOLDERS, join_parts_indexed, load_store
+from lt_data.store.joined import PART_FOLDERS, join_parts, load_store
 from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
 from lt_data.store.token_store import TokenStore
@@ -52,7 +52,7 @@ def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallbac
             raise DataError(f"{store}: only stores in folders can be joined; download it first (lt data download)")
         TokenStore.open(store)
         parts += [replace(part, path=_path_of(part.folder, out)) for part in load_store(Path(store)).parts]
-    joined, manifest, index = join_parts_indexed(parts)
+    joined, manifest, index = join_parts(parts)
     with translate_os_errors("create", out):
         make_folder_synced(out)
     if index is not None:

@@ -23,8 +23,9 @@ the new documents, both in one folder:
 
 STORE opens as its newest generation, STORE/generations/00001 as that one.
 
-A store of 1024 shards or more has an index (lt_data.store.joined_index), pinned by its SHA-256: then the manifests of
-the parts are hashed and not parsed, and the size of a shard's file is compared when it is first used.
+A store, or generation, of 1024 shards or more has an index beside its joined manifest (lt_data.store.joined_index),
+pinned by its SHA-256: then the manifests of the parts are hashed and not parsed, and the size of a shard's file is
+compared when it is first used.
 
 Cost: one read of each part's manifest.
 """
@@ -204,38 +205,31 @@ def new_part(root: Path, folder: Path, manifest: StoreManifest) -> LoadedPart:
     return LoadedPart(folder=folder, manifest=manifest, sha256=sha256, path=folder.relative_to(root).as_posix())
 
 
-def join_parts(parts: Sequence[LoadedPart], *, appended: str = "") -> JoinedManifest:
-    """Return the joined manifest of parts, by their recorded paths, without an index.
-
-    Raises:
-        DataError: they do not fit together.
-    """
-    return _joined_manifest(parts, combine_manifests(parts), appended)
-
-
-def join_parts_indexed(parts: Sequence[LoadedPart]) -> tuple[JoinedManifest, StoreManifest, bytes | None]:
+def join_parts(
+    parts: Sequence[LoadedPart], *, appended: str = ""
+) -> tuple[JoinedManifest, StoreManifest, bytes | None]:
     """Return the joined manifest of parts, that of the flat store, and the index of a large one.
+
+    Args:
+        parts: the parts, with their recorded paths.
+        appended: fingerprint of the listing of the sources that a generation added.
 
     Raises:
         DataError: they do not fit together.
     """
     manifest = combine_manifests(parts)
-    joined = _joined_manifest(parts, manifest, "")
-    if len(manifest.shards) < MIN_INDEXED_SHARDS:
-        return joined, manifest, None
-    content = encode_joined_index(manifest, [part.manifest for part in parts])
-    index = IndexFile(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
-    return replace(joined, index=index), manifest, content
-
-
-def _joined_manifest(parts: Sequence[LoadedPart], manifest: StoreManifest, appended: str) -> JoinedManifest:
-    return JoinedManifest(
+    joined = JoinedManifest(
         fingerprint=manifest.fingerprint,
         documents=manifest.documents,
         tokens=manifest.tokens,
         parts=tuple(JoinedPart(path=part.path, sha256=part.sha256) for part in parts),
         appended=appended,
     )
+    if len(manifest.shards) < MIN_INDEXED_SHARDS:
+        return joined, manifest, None
+    content = encode_joined_index(manifest, [part.manifest for part in parts])
+    index = IndexFile(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
+    return replace(joined, index=index), manifest, content
 
 
 def _load_generation(folder: Path) -> LoadedStore:
