@@ -13,7 +13,7 @@ from lt_model.activation_memory import (
     non_block_bytes_per_token,
 )
 from lt_model.llama import Llama
-from lt_model.loss import _chunk_tokens
+from lt_model.loss import default_chunk_tokens
 from lt_model.swiglu import swiglu
 
 SHAPES = {
@@ -93,7 +93,7 @@ def test_the_loss_holds_a_chunk() -> None:
     assert (whole["logits"], whole["gradient of the head"]) == (100 * 96 * 6, 96 * 64 * 2)
     for vocab in (96, 32000, 128_256):
         weight = torch.empty(vocab, 8, device="meta")
-        assert loss_chunk_tokens(vocab) == _chunk_tokens(torch.empty(4, 8, device="meta"), weight)
+        assert loss_chunk_tokens(vocab) == default_chunk_tokens(torch.empty(4, 8, device="meta"), weight)
 
 
 def test_swiglu_is_its_formula_and_keeps_two_tensors() -> None:

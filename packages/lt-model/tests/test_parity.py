@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from lt_model import Llama, config_to_hf, param_specs  # noqa: E402
+from lt_model import Llama, config_to_hf, linear_label_scores, param_specs  # noqa: E402
 
 N_ROWS, N_TOKENS = 3, 40
 TOLERANCE = 1e-10
@@ -93,6 +93,19 @@ def test_default_positions_match_untouched_transformers_in_fp32(config, make_mod
     expected, found = _loss_and_gradients(theirs, loss), _loss_and_gradients(ours, our_loss)
     worst = {name: _relative(found[name], expected[name]) for name in expected}
     assert max(worst.values()) < 2e-5, worst
+
+
+def test_label_scores_match_transformers_position_by_position_in_fp32(config, make_model):
+    ours = make_model(config, dtype=torch.float32)
+    ids, labels, _ = _batch(config)
+    with torch.no_grad():
+        log_probs = _hugging_face(ours)(input_ids=ids, use_cache=False).logits.log_softmax(dim=-1)
+        labels[:, ::5] = log_probs.argmax(dim=-1)[:, ::5]
+        expected = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0].masked_fill(labels == -100, 0)
+        found = linear_label_scores(ours.hidden_states(ids), ours.lm_head.weight, labels)
+    assert (found.log_probs - expected).abs().max() < 1e-4
+    assert found.is_greedy.tolist() == (log_probs.argmax(dim=-1) == labels).tolist()
+    assert found.is_greedy[:, ::5].all()
 
 
 def test_rotary_angles_are_bit_equal_to_transformers(config):

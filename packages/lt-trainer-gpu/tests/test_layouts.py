@@ -21,7 +21,15 @@ from lt_model import LlamaConfig
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import NamedTensors, StateSlice, TrainResult, assemble, assert_near, rank_batch
+from lt_trainer.testing.layouts import (
+    NamedTensors,
+    StateSlice,
+    TrainResult,
+    assemble,
+    assemble_scores,
+    assert_near,
+    rank_batch,
+)
 from lt_trainer_gpu import checks
 from lt_trainer_gpu.engine import GpuEngine
 from lt_trainer_gpu.spec import SPEC
@@ -178,8 +186,20 @@ def compare(one: TrainResult, found: list[TrainResult]) -> None:
     assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=NEAR)
     assert min(one.grad_norms) > CLIP, "clipping must be at work"
     assert found[0].validation == pytest.approx(one.validation, rel=1e-12)
+    compare_scores(one, found)
     assert_near(gradients(after_1[0], found[0].grad_norms[0]), gradients(after_1[1], one.grad_norms[0]), NEAR)
     assert_near(*after_all, NEAR_WEIGHTS)
+
+
+def compare_scores(one: TrainResult, found: list[TrainResult]) -> None:
+    """Each label is scored on exactly one rank, and as in one process; the loss is made of the same numbers."""
+    (wanted, wanted_greedy), (scores, is_greedy) = assemble_scores([one]), assemble_scores(found)
+    np.testing.assert_allclose(scores, wanted, rtol=1e-10)
+    assert (is_greedy == wanted_greedy).all()
+    assert is_greedy.any()
+    assert not is_greedy.all()
+    assert -scores.sum() == pytest.approx(found[0].validation[0], rel=1e-12)
+    assert np.count_nonzero(scores) == found[0].validation[1]
 
 
 @pytest.mark.guarantee("layout-parity")

@@ -21,7 +21,7 @@ from lt_test_helpers.meshes import CONTEXTS, DATA, DATA_RANKS, MAX_RANKS, PIPELI
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import World
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import NamedTensors, TrainResult, assemble, assert_near
+from lt_trainer.testing.layouts import NamedTensors, TrainResult, assemble, assemble_scores, assert_near
 from lt_trainer_gpu.spec import SPEC
 
 STEPS, ROWS, SEQ_LEN, VOCAB, N_LAYERS = 5, 8, 16, 61, 5
@@ -140,6 +140,9 @@ def prove(ranks, alone, cell: Cell) -> None:
     assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=1e-10)
     assert min(one.grad_norms) > CLIP, "clipping must be at work"
     assert found[0].validation == pytest.approx(one.validation, rel=1e-12)
+    scores = assemble_scores(found), assemble_scores([one])
+    np.testing.assert_allclose(scores[0][0], scores[1][0], rtol=1e-9)
+    assert (scores[0][1] == scores[1][1]).all()
     moments = (first_gradients(after_1[0], found[0].grad_norms[0]), first_gradients(after_1[1], one.grad_norms[0]))
     if moments[1]:
         assert largest_error(*moments) <= 1e-10

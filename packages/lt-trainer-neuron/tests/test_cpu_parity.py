@@ -19,7 +19,15 @@ from lt_model import LlamaConfig
 from lt_trainer.config.recipe import load
 from lt_trainer.engine import StepBatch, StepMetrics, World
 from lt_trainer.testing import layouts
-from lt_trainer.testing.layouts import NamedTensors, StateSlice, TrainResult, assemble, assert_near, learning_rate_at
+from lt_trainer.testing.layouts import (
+    NamedTensors,
+    StateSlice,
+    TrainResult,
+    assemble,
+    assemble_scores,
+    assert_near,
+    learning_rate_at,
+)
 from lt_trainer_neuron.engine import NeuronEngine
 from lt_trainer_neuron.spec import SPEC
 
@@ -90,6 +98,9 @@ class Alone:
     start: dict[str, np.ndarray]
     end: dict[str, np.ndarray]
     validation: float
+    log_probs: np.ndarray
+    """Of the validation's labels by all logits, 0 where there is none: [rows, T]."""
+    is_greedy: np.ndarray
 
 
 def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
@@ -107,14 +118,15 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     ]
     optimizer = torch.optim.AdamW(groups, betas=(BETA1, 0.95), eps=1e-8)
 
+    def tensors_of(batch: StepBatch) -> list[torch.Tensor]:
+        arrays = (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
+        return [torch.from_numpy(array[0]).long() for array in arrays]
+
     def values(tensors: Any) -> dict[str, np.ndarray]:
         return {name: tensor.detach().numpy().copy() for name, tensor in tensors}
 
     def loss_of(batch: StepBatch, z: float) -> Any:
-        ids, positions, docs, labels = (
-            torch.from_numpy(array[0]).long()
-            for array in (batch.input_ids, batch.position_ids, batch.doc_ids, batch.labels)
-        )
+        ids, positions, docs, labels = tensors_of(batch)
         return model(ids, position_ids_BT=positions, doc_ids_BT=docs, labels_BT=labels, z_loss=z, return_parts=True)
 
     losses, norms, gradients, start = [], [], {}, values(named.items())
@@ -132,7 +144,11 @@ def train_alone(shape: Shape, z_loss: float = 0.0) -> Alone:
     (rest,) = global_batches(1, shape.vocab, seed=9)
     with torch.no_grad():
         validation = float(loss_of(rest, 0.0).cross_entropy)
-    return Alone(losses, norms, gradients, start, values(named.items()), validation)
+        ids, positions, docs, labels = tensors_of(rest)
+        logits = model(ids, position_ids_BT=positions, doc_ids_BT=docs)
+        log_probs = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0] * (labels >= 0)
+    scores = log_probs.numpy(), (logits.argmax(-1) == labels).numpy()
+    return Alone(losses, norms, gradients, start, values(named.items()), validation, *scores)
 
 
 def train(shape: Shape, sets: tuple[str, ...], micro_batch_size: int) -> TrainResult:
@@ -176,6 +192,9 @@ def compare(one: Alone, found: list[TrainResult]) -> None:
     assert found[0].grad_norms == pytest.approx(one.norms, rel=NEAR)
     assert min(one.norms) > CLIP, "clipping must be at work"
     assert found[0].validation[0] == pytest.approx(one.validation, rel=1e-12)
+    log_probs, is_greedy = assemble_scores(found)
+    np.testing.assert_allclose(log_probs[0], one.log_probs, rtol=1e-10)
+    assert (is_greedy[0] == one.is_greedy).all()
     # After the first step exp_avg is the clipped gradient times 1 - beta1.
     scale = min(1.0, CLIP / (one.norms[0] + 1e-6)) * (1 - BETA1)
     moments = {key: tensor / scale for key, tensor in after_1.items() if key[0] == "exp_avg"}

@@ -222,6 +222,9 @@ def trained(shape: Shape, backend: str, *sets: str) -> dict[str, Any]:
     found = {"numbers": numbers, "steps": engine.backend.step_count, "boxes": boxes, "weights": weights, "turns": turns}
     events.clear()
     found["evaluated"], found["evaluation"] = engine.validate([batch]), list(events)
+    events.clear()
+    scores = engine.score(batch)
+    found["scored"], found["scoring"] = (float(scores.log_probs.sum()), int(scores.is_reported.sum())), list(events)
     found["stage"] = engine.backend.grid.pp_rank
     engine.close()
     return found
@@ -322,11 +325,14 @@ def test_stages_give_what_one_process_of_the_cpu_backend_gives(ranks, name: str)
 
 
 def assert_evaluated(found: list[dict[str, Any]], one: dict[str, Any], *, dp: int, rel: float) -> None:
-    """Every rank has the loss of all rows, and the tokens that the batches of the data-parallel ranks count."""
+    """Every rank has the loss of all rows, and the tokens that the batches count; scores add up to the loss."""
     loss, tokens = one["evaluated"]
     assert tokens > 0
     for rank in found:
         assert rank["evaluated"] == (pytest.approx(loss, rel=rel), dp * tokens)
+    log_probs, labels = (sum(numbers) for numbers in zip(*(rank["scored"] for rank in found), strict=True))
+    assert log_probs == pytest.approx(-loss, rel=rel)
+    assert labels == one["scored"][1] > 0
 
 
 def assert_graphs(rank: dict[str, Any], *, n_stages: int) -> None:
@@ -339,10 +345,10 @@ def assert_graphs(rank: dict[str, Any], *, n_stages: int) -> None:
             joined = stage == n_stages - 1 and (one, next_one) == ("forward", "backward")
             assert joined or "mark" in (one, next_one), (one, next_one)
         assert told[0] == told[-1] == "mark"
-    told = rank["evaluation"]
-    done = [event for event in told if event != "mark"]
-    assert done == [kind for kind, _ in forward_only(stage, n_stages, done.count("forward"))]
-    assert all("mark" in pair for pair in pairwise(told))
+    for told in (rank["evaluation"], rank["scoring"]):
+        done = [event for event in told if event != "mark"]
+        assert done == [kind for kind, _ in forward_only(stage, n_stages, done.count("forward"))]
+        assert all("mark" in pair for pair in pairwise(told))
 
 
 def losses(z_loss: float) -> tuple[float, float, np.ndarray]:

@@ -17,6 +17,7 @@ ROOMS = (
     "checkpointing",
     "config",
     "data",
+    "evaluation",
     "observability",
     "planning",
     "resilience",

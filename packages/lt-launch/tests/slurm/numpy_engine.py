@@ -25,6 +25,7 @@ from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import Recipe
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, Topology, World
 from lt_trainer.errors import PeerError
+from lt_trainer.evaluation import PositionScores
 from lt_trainer.timing import HostStopwatch
 
 STEP_S = 0.05
@@ -153,6 +154,9 @@ class NumpyEngine:
         return [StepMetrics(loss=loss, grad_norm=norm) for loss, norm in pendings]
 
     def validate(self, batches: Iterable[StepBatch]) -> tuple[float, int]:
+        raise NotImplementedError
+
+    def score(self, batch: StepBatch) -> PositionScores:
         raise NotImplementedError
 
     def on_step_begin(self, step: int) -> list[Path]:

@@ -1,7 +1,7 @@
 """Llama as data (shape, parameters, costs) and, with [torch], as a module.
 
 Importing the package imports nothing else: every name below is loaded from its module on first use (PEP 562). The names
-of `llama`, `documents`, `loss`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
+of `llama`, `documents`, `loss`, `scoring`, `init` and `generation` need torch (`pip install 'lt-model[torch]'`).
 """
 
 from importlib import import_module
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from lt_model.loss import IGNORE_INDEX, LossParts, cross_entropy_sum, linear_cross_entropy_sum, linear_loss_parts
     from lt_model.params import ParamSpec, param_specs
     from lt_model.presets import PRESETS, preset
+    from lt_model.scoring import LabelScores, linear_label_scores
     from lt_model.stages import stage_layers
 
 _MODULES = {
@@ -46,6 +47,8 @@ _MODULES = {
     "param_specs": "params",
     "PRESETS": "presets",
     "preset": "presets",
+    "LabelScores": "scoring",
+    "linear_label_scores": "scoring",
     "stage_layers": "stages",
 }
 
@@ -53,6 +56,7 @@ __all__ = [
     "IGNORE_INDEX",
     "PRESETS",
     "DocumentBoundaries",
+    "LabelScores",
     "Llama",
     "LlamaBlock",
     "LlamaConfig",
@@ -70,6 +74,7 @@ __all__ = [
     "init_model",
     "init_slice",
     "linear_cross_entropy_sum",
+    "linear_label_scores",
     "linear_loss_parts",
     "n_parameters",
     "param_specs",

@@ -251,7 +251,7 @@ def linear_loss_parts(
         vocab_start_index,
         all_reduce_softmax,
         needs_grad,
-        chunk_tokens or _chunk_tokens(hidden, weight_VD),
+        chunk_tokens or default_chunk_tokens(hidden, weight_VD),
         compile,
     )
     return LossParts(*parts)
@@ -351,7 +351,8 @@ def _check_arguments(*, z_loss: float, pad_to_multiple_of: int, vocab_size: int 
         raise ModelError(f"vocab_size = {vocab_size}: must be between 1 and the {n_columns} columns of the logits")
 
 
-def _chunk_tokens(hidden: Tensor, weight_VD: Tensor) -> int:
+def default_chunk_tokens(hidden: Tensor, weight_VD: Tensor) -> int:
+    """Return the tokens whose logits exist at a time, by device and vocabulary."""
     if hidden.device.type == "cpu":
         return _CPU_CHUNK_TOKENS
     return max(1024, _DEVICE_CHUNK_NUMEL // weight_VD.shape[0] // 128 * 128)  # whole tiles of a matrix product

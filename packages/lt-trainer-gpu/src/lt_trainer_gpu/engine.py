@@ -27,9 +27,11 @@ from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe
 from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import Device, Snapshot, StepBatch, StepMetrics, World
+from lt_trainer.evaluation import PositionScores
 from lt_trainer.torch import GlooControl, PendingStep, allocate_host_memory, translate_dist_errors
 from lt_trainer_gpu import flight_recorder
 from lt_trainer_gpu.computation import Computation, choose_computation
+from lt_trainer_gpu.context_parallel_rows import rank_positions
 from lt_trainer_gpu.devices import device_name, init_process_group, peak_memory_bytes, total_device
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.gradients import all_reduce_loss_and_norm, clip_coefficient, squared_norm
@@ -165,9 +167,30 @@ class GpuEngine:
             if self.topology.world_size > 1:
                 dist.all_reduce(totals)
             loss_sum, tokens = totals.tolist()
+        self._reshard_params()
+        return loss_sum, int(tokens)
+
+    @torch.no_grad()
+    def score(self, batch: StepBatch) -> PositionScores:
+        """Return the log-probability of each label and whether it is the greedy choice; synchronizes."""
+        for stage in self._stages:
+            stage.eval()
+        with translate_dist_errors():
+            found = self._runner.score(self._micro_batches(batch))
+            if not self._is_loss_reporter:
+                found = []
+            scores = [(one.log_probs.cpu().numpy(), one.is_greedy.cpu().numpy()) for one in found]
+        self._reshard_params()
+        if not scores:
+            return PositionScores.unreported(batch)
+        log_probs, is_greedy = (np.stack(arrays) for arrays in zip(*scores, strict=True))
+        cp, cp_rank = self._mesh_layout.cp, self._mesh_layout.cp_rank
+        indices = rank_positions(np.arange(batch.labels.size).reshape(batch.labels.shape), cp, cp_rank)
+        return PositionScores.at_positions(batch, indices, log_probs, is_greedy)
+
+    def _reshard_params(self) -> None:
         for fsdp_sync in self._fsdp_syncs:
             fsdp_sync.reshard_params()
-        return loss_sum, int(tokens)
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Open or close profiler and memory-snapshot windows; return the files written."""

@@ -6,7 +6,7 @@ Shapes: M micro-batches, B rows, T positions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lt_model.documents import DocumentBoundaries
 from lt_model.loss import LossParts
+from lt_model.scoring import LabelScores
 from lt_trainer.engine import StepBatch
 from lt_trainer.torch import micro_batches_to_device
 from lt_trainer_gpu.context_parallel_rows import rank_positions, split_boundaries
@@ -101,6 +102,13 @@ class PassRunner(Protocol):
         """Return the summed cross-entropy, as above; call under `torch.no_grad`."""
         ...
 
+    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
+        """Return the scores of the labels by micro-batch, [B, T] each; call under `torch.no_grad`.
+
+        Empty where this rank has no head.
+        """
+        ...
+
 
 class ModelRunner:
     """Passes through a model that is not pipelined, one micro-batch after the other.
@@ -130,6 +138,13 @@ class ModelRunner:
             loss_sum.add(parts.cross_entropy)
         return loss_sum.total
 
+    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
+        """Return the scores of the labels."""
+        return [self._forward(micro, None) for micro in micros]
+
     def _losses(self, micros: Sequence[DeviceMicroBatch], z_loss: float) -> Iterable[LossParts]:
         for micro in micros:
-            yield self._model(micro.first_inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)
+            yield self._forward(micro, z_loss)
+
+    def _forward(self, micro: DeviceMicroBatch, z_loss: float | None) -> Any:
+        return self._model(micro.first_inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)

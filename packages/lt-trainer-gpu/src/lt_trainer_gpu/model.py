@@ -1,9 +1,9 @@
 """Consecutive layers of a Llama with the training loss: a pipeline stage, or the whole model.
 
-The first stage has the embedding, the last one the norm and the head, which computes the loss itself (`LossHead`): FSDP
-can then gather its weight just before and free it just after. Modules keep their names, so a parameter is called the
-same in every stage and checkpoint. Only a tied head away from the embedding is a parameter of its own: `stage_params`
-returns it under the embedding's name.
+The first stage has the embedding, the last one the norm and the head, which computes the loss, or the scores of labels,
+itself (`LossHead`): FSDP can then gather its weight just before and free it just after. Modules keep their names, so a
+parameter is called the same in every stage and checkpoint. Only a tied head away from the embedding is a parameter of
+its own: `stage_params` returns it under the embedding's name.
 
 Shapes: B batch, T positions, D hidden_size.
 """
@@ -20,11 +20,12 @@ from lt_model.documents import DocumentBoundaries
 from lt_model.llama import Llama, LlamaBlock
 from lt_model.loss import LossParts, linear_loss_parts
 from lt_model.rope import rope_tables
+from lt_model.scoring import LabelScores, linear_label_scores
 from lt_trainer_gpu.collectives import TensorParallelGroup, all_reduce_softmax_terms, copy_to_tp
 
 
 class LossHead(nn.Linear):
-    """Output head whose forward pass is the training loss; made from a Llama's head by `build_stage`."""
+    """Output head whose forward pass is the loss, or scores; made from a Llama's head by `build_stage`."""
 
     tp_group: TensorParallelGroup | None
     vocab_start_index: int
@@ -33,13 +34,26 @@ class LossHead(nn.Linear):
     compile_loss: bool
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden_BTD: Tensor, labels_BT: Tensor, z_loss: float
-    ) -> LossParts:
-        """Return the summed loss and its parts, the same on all tensor-parallel ranks."""
+        self, hidden_BTD: Tensor, labels_BT: Tensor, z_loss: float | None
+    ) -> LossParts | LabelScores:
+        """Return the summed loss and its parts, the same on all tensor-parallel ranks.
+
+        With `z_loss` None, return the score of each label instead; not differentiable.
+        """
         all_reduce_softmax = None
         if self.tp_group is not None:
             hidden_BTD = copy_to_tp(hidden_BTD, self.tp_group)
             all_reduce_softmax = partial(all_reduce_softmax_terms, tp_group=self.tp_group)
+        if z_loss is None:
+            return linear_label_scores(
+                hidden_BTD,
+                self.weight,
+                labels_BT,
+                pad_to_multiple_of=self.pad_vocab_to_multiple_of,
+                vocab_start_index=self.vocab_start_index,
+                all_reduce_softmax=all_reduce_softmax,
+                chunk_tokens=self.chunk_tokens,
+            )
         return linear_loss_parts(
             hidden_BTD,
             self.weight,
@@ -74,16 +88,16 @@ class LlamaStage(Llama):
         position_ids_BT: Tensor,
         boundaries: DocumentBoundaries,
         labels_BT: Tensor | None,
-        z_loss: float,
-    ) -> Tensor | LossParts:
-        """Return the loss on the last stage, equal on all tensor-parallel ranks; else x_BTD.
+        z_loss: float | None,
+    ) -> Tensor | LossParts | LabelScores:
+        """Return the loss or scores on the last stage, equal on all tensor-parallel ranks; else x_BTD.
 
         Args:
             inputs: token ids [B, T] on the first stage, else the x_BTD of the previous stage.
             position_ids_BT: rotary positions.
             boundaries: document boundaries; on the host, where FSDP leaves them.
             labels_BT: the token after each position, -100 where none is to be learned; for the last stage.
-            z_loss: coefficient of logsumexp(logits)^2.
+            z_loss: coefficient of logsumexp(logits)^2 in the loss; None for the scores of the labels instead.
         """
         x_BTD = self.model.embed_tokens(inputs) if self.is_first else inputs
         rope = rope_tables(self.config, position_ids_BT, x_BTD.dtype)

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lt_model.loss import LossParts
+from lt_model.scoring import LabelScores
 from lt_trainer_gpu.device_sum import DeviceSum
 from lt_trainer_gpu.fsdp_sync import FsdpSync
 from lt_trainer_gpu.mesh_layout import MeshLayout
@@ -165,18 +167,27 @@ class PipelineRunner:
     def forward(self, micros: Sequence[DeviceMicroBatch]) -> Tensor:
         """Return the summed cross-entropy, 0 on ranks without the head."""
         loss_sum = DeviceSum(self._device)
+        for parts in self._forward_all(micros, z_loss=0.0):
+            loss_sum.add(parts.cross_entropy)
+        return loss_sum.total
+
+    def score(self, micros: Sequence[DeviceMicroBatch]) -> list[LabelScores]:
+        """Return the scores of the labels, none on ranks without the head."""
+        return list(self._forward_all(micros, z_loss=None))
+
+    def _forward_all(self, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> Iterator[Any]:
+        """Run all forward passes; yield the results of the last stage by micro-batch."""
         passes = list(
             forward_passes(pp=self._layout.pp, stages_per_rank=len(self._stages), n_micro_batches=len(micros))
         )
         for one, received in self._with_messages(passes, micros):
             inputs = micros[one.micro_batch].first_inputs if received is None else received
-            outputs = self._forward(one, inputs, micros, z_loss=0.0)
-            if isinstance(outputs, LossParts):
-                loss_sum.add(outputs.cross_entropy)
-            else:
+            outputs = self._forward(one, inputs, micros, z_loss)
+            if isinstance(outputs, Tensor):
                 self._send(outputs, one)
+            else:
+                yield outputs
         self._edges.finish_sends()
-        return loss_sum.total
 
     def _with_messages(
         self, passes: Sequence[StagePass], micros: Sequence[DeviceMicroBatch]
@@ -200,9 +211,7 @@ class PipelineRunner:
         buffer = torch.empty(shape, dtype=self._dtype, device=self._device)
         return self._edges.receive(buffer, stage - 1 if one.is_forward else stage + 1)
 
-    def _forward(
-        self, one: StagePass, inputs: Tensor, micros: Sequence[DeviceMicroBatch], z_loss: float
-    ) -> Tensor | LossParts:
+    def _forward(self, one: StagePass, inputs: Tensor, micros: Sequence[DeviceMicroBatch], z_loss: float | None) -> Any:
         micro = micros[one.micro_batch]
         return self._stages[one.chunk](inputs, micro.position_ids, micro.boundaries, micro.labels, z_loss)
 

@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.nn import functional
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lt_trainer.control import Control
     from lt_trainer.engine import Device, StepBatch, Stopwatch
     from lt_trainer_neuron.grid import Grid
@@ -166,12 +168,23 @@ class ComputeBackend(Protocol):
         """
         ...
 
+    def score(self, batch: StepBatch) -> Tensor | None:
+        """Return log-probability and greedy flag (1 or 0) of each label, [2, M, B * T], on the device.
+
+        Equal on all tensor-parallel ranks; 0 where there is no label. None on every stage but the last.
+        """
+        ...
+
     def mark_step(self) -> None:
         """End the graph of a lazy device; no-op on other devices."""
         ...
 
     def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
-        """Return scalars as floats; the only method, besides `step_count`, that waits for the device."""
+        """Return scalars as floats; waits for the device, as only `step_count` and `fetch_array` do otherwise."""
+        ...
+
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor of a finished graph as a float64 array; waits for the device."""
         ...
 
     def memory_bytes(self) -> int:

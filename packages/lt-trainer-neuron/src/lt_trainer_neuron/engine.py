@@ -28,6 +28,7 @@ from lt_model import LlamaConfig, param_specs
 from lt_trainer.checkpointing import PretrainedWeights
 from lt_trainer.config import Recipe, engine_options
 from lt_trainer.engine import Snapshot, StepBatch, StepMetrics
+from lt_trainer.evaluation import PositionScores
 from lt_trainer.optimizers import optimizer_spec
 from lt_trainer.optimizers.driver import check_optimizer
 from lt_trainer.resilience import read_on_all_ranks
@@ -112,6 +113,19 @@ class NeuronEngine:
         is_counted = grid.tp_rank == 0 and grid.is_last_stage
         totals = self.control.all_gather([loss_sum, tokens] if is_counted else [0.0, 0])
         return math.fsum(loss for loss, _ in totals), sum(count for _, count in totals)
+
+    def score(self, batch: StepBatch) -> PositionScores:
+        """Return the log-probability of each label and whether it is the greedy choice; waits for the device.
+
+        With `bf16_sr` a log-probability has 8 bits.
+        """
+        with translate_dist_errors():
+            scores = self.backend.score(batch)
+            self.backend.mark_step()
+            if scores is None or self.backend.grid.tp_rank != 0:
+                return PositionScores.unreported(batch)
+            log_probs, is_greedy = self.backend.fetch_array(scores)
+        return PositionScores.at_positions(batch, np.arange(batch.labels.size), log_probs, is_greedy > 0)
 
     def on_step_begin(self, step: int) -> list[Path]:
         """Return no files: this engine has no per-step profiling."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lt_model import LlamaConfig
     from lt_trainer.checkpointing import PretrainedWeights
     from lt_trainer.config import Recipe
+    from lt_trainer.evaluation import PositionScores
 
 ENGINE_ENTRY_POINTS = "lt.engines"
 
@@ -204,6 +205,14 @@ class Engine(Protocol):
         """Return the loss sum in nats and the number of valid tokens over all ranks.
 
         Collective: all ranks must pass equally many batches.
+        """
+        ...
+
+    def score(self, batch: StepBatch) -> PositionScores:
+        """Return the log-probability of each label in `batch` and whether it is the greedy choice.
+
+        Waits for the device; changes no state that training depends on. Collective: all ranks must make equally many
+        calls, with batches of the same shape; `valid_tokens` is not used.
         """
         ...
 

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -117,12 +118,20 @@ class CpuBackend:
         """Return the summed loss of this rank's rows."""
         return self._pipeline.validate(self._micro_batches(batch))
 
+    def score(self, batch: StepBatch) -> Tensor | None:
+        """Return the scores of this rank's labels; see `ComputeBackend.score`."""
+        return self._pipeline.score(self._micro_batches(batch))
+
     def mark_step(self) -> None:
         """Do nothing: execution is eager."""
 
     def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
         """Return scalars as floats."""
         return [float(value) for value in values]
+
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor as a float64 array."""
+        return values.to(torch.float64).numpy()
 
     def memory_bytes(self) -> int:
         """Return the peak resident memory of this process in bytes."""

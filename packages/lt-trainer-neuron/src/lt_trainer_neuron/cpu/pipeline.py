@@ -8,7 +8,7 @@ Cost: activations of at most P micro-batches per stage.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,20 @@ class PipelineSchedule:
     def validate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
         """Return the summed cross-entropy, float64; 0 on every stage but the last."""
         loss_sum = torch.zeros((), dtype=torch.float64)
+        for hidden, micro_batch in self._forward_all(micro_batches):
+            loss_sum += self._stage.loss(hidden, micro_batch, 0.0).cross_entropy
+        return loss_sum
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[MicroBatch]) -> Tensor | None:
+        """Return log-probability and greedy flag of labels, [2, M, B * T]; None on all stages but the last."""
+        scores = [self._stage.scores(*outputs) for outputs in self._forward_all(micro_batches)]
+        if not self._is_last_stage:
+            return None
+        return torch.stack([torch.stack([s.log_probs, s.is_greedy.to(s.log_probs.dtype)]) for s in scores], dim=1)
+
+    def _forward_all(self, micro_batches: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, MicroBatch]]:
+        """Run the forward passes; on the last stage, yield its output and the micro-batch of each."""
         activation: Tensor | None = None
         for kind, index in forward_only(self._pp_group.rank, self._pp_group.size, len(micro_batches)):
             match kind:
@@ -86,13 +100,12 @@ class PipelineSchedule:
                 case "forward":
                     activation = self._stage.forward(micro_batches[index], activation)
                     if self._is_last_stage:
-                        loss_sum += self._stage.loss(activation, micro_batches[index], 0.0).cross_entropy
+                        yield activation, micro_batches[index]
                         activation = None
                 case _:
                     assert activation is not None
                     self._send(activation, 1, index)
                     activation = None
-        return loss_sum
 
     def _recv(self, micro: MicroBatch, stage_offset: int, tag: int) -> Tensor:
         buffer = torch.empty(self._stage.activation_shape(micro), dtype=self._dtype)

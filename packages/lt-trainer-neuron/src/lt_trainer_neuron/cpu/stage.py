@@ -33,6 +33,7 @@ from lt_model.llama import vocab_parallel_embedding
 from lt_model.loss import LossParts, vocab_parallel_loss_parts
 from lt_model.norm import rms_norm
 from lt_model.rope import apply_rope, rope_tables
+from lt_model.scoring import LabelScores, vocab_parallel_label_scores
 from lt_model.swiglu import swiglu
 from lt_trainer_neuron.cpu.collectives import RankGroup, all_reduce_max, copy_to_tp, reduce_from_tp
 from lt_trainer_neuron.grid import Grid
@@ -113,13 +114,23 @@ class CpuPipelineStage:
         """Return the summed loss of the last stage's output, equal on all tensor-parallel ranks."""
         logits_BTV = F.linear(self._copy_to_tp(hidden_BSD), self.weights[HEAD])
         return vocab_parallel_loss_parts(
-            logits_BTV.flatten(0, 1),
-            micro_batch.labels.flatten(),
-            z_loss=z_loss,
-            vocab_start_index=self._tp_group.rank * logits_BTV.shape[2],
-            all_reduce_max=partial(all_reduce_max, group=self._tp_group),
-            all_reduce_sum=partial(reduce_from_tp, tp_group=self._tp_group, sequence_parallel=False),
+            logits_BTV.flatten(0, 1), micro_batch.labels.flatten(), z_loss=z_loss, **self._vocabulary(logits_BTV)
         )
+
+    def scores(self, hidden_BSD: Tensor, micro_batch: MicroBatch) -> LabelScores:
+        """Return the scores of the labels, [B * T], equal on all tensor-parallel ranks."""
+        logits_BTV = F.linear(self._copy_to_tp(hidden_BSD), self.weights[HEAD])
+        return vocab_parallel_label_scores(
+            logits_BTV.flatten(0, 1), micro_batch.labels.flatten(), **self._vocabulary(logits_BTV)
+        )
+
+    def _vocabulary(self, logits_BTV: Tensor) -> dict[str, Any]:
+        """Return the options of `vocab_parallel_softmax` for this rank's columns."""
+        return {
+            "vocab_start_index": self._tp_group.rank * logits_BTV.shape[2],
+            "all_reduce_max": partial(all_reduce_max, group=self._tp_group),
+            "all_reduce_sum": partial(reduce_from_tp, tp_group=self._tp_group, sequence_parallel=False),
+        }
 
     def activation_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """Return the shape of activations sent between stages."""

@@ -21,6 +21,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -216,6 +217,10 @@ class NxdBackend:
         """Return the summed loss of this rank's rows."""
         return self._schedule.validate(load_micro_batches(batch, self._tensor_device))
 
+    def score(self, batch: StepBatch) -> Tensor | None:
+        """Return the scores of this rank's labels; see `ComputeBackend.score`."""
+        return self._schedule.score(load_micro_batches(batch, self._tensor_device))
+
     def mark_step(self) -> None:
         """End the graph."""
         self._tensor_device.mark_step()
@@ -223,6 +228,10 @@ class NxdBackend:
     def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
         """Return scalars as floats."""
         return self._tensor_device.fetch_scalars(values)
+
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor of a finished graph as a float64 array."""
+        return self._tensor_device.fetch_array(values)
 
     def memory_bytes(self) -> int:
         """Return the peak memory in bytes of the device, or of this process."""

@@ -4,7 +4,7 @@ A lazy device records operations and runs them as one compiled graph when the gr
 anything in it is new: a shape, a constant, or a tensor that was a constant and is now data. So numbers that change from
 step to step are moved to the device as tensors (`scalar_tensor`): a Python 0 or 1 is a constant of the graph, and
 torch-xla also treats a 0 or 1 in a zero-dimensional tensor as one. Reading a value ends the graph and waits; here only
-`fetch_scalars` does.
+`fetch_scalars` and `fetch_array` do.
 
 Cost: `to_device` copies without waiting; `fetch_scalars` is one transfer for all of its values.
 """
@@ -47,6 +47,10 @@ class TensorDevice(Protocol):
         """Return scalars as floats; waits for the device."""
         ...
 
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor of a finished graph as a float64 array; waits for the device."""
+        ...
+
     def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call the function with activation checkpointing.
 
@@ -80,6 +84,10 @@ class HostDevice:
     def fetch_scalars(self, values: Sequence[Tensor]) -> list[float]:
         """Return scalars as floats."""
         return [float(value) for value in values]
+
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor as a float64 array."""
+        return values.detach().to(torch.float64).numpy()
 
     def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call the function with torch's activation checkpointing."""
@@ -132,6 +140,10 @@ class XlaDevice:
         Results of a finished graph are only copied; nothing is compiled.
         """
         return [float(value.detach().cpu()) for value in values]
+
+    def fetch_array(self, values: Tensor) -> np.ndarray:
+        """Return a tensor of a finished graph as a float64 array; it is converted on the host."""
+        return values.detach().cpu().to(torch.float64).numpy()
 
     def recompute_in_backward(self, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Call the function with torch-xla's activation checkpointing.

@@ -17,7 +17,7 @@ parallelism, of this rank's positions).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,22 @@ class NxdPipelineSchedule:
     @torch.no_grad()
     def validate(self, micro_batches: Sequence[Tensor]) -> Tensor:
         """Return the summed cross-entropy; zero on every stage but the last."""
-        losses: list[Tensor] = []
+        losses = self._forward_all(
+            micro_batches, lambda logits, micro: self._stage.loss(logits, micro, training=False).cross_entropy
+        )
+        return torch.stack(losses).sum() if self._is_last_stage else self._stage.zero_loss(micro_batches[0])
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[Tensor]) -> Tensor | None:
+        """Return log-probability and greedy flag of labels, [2, M, B * T]; None on all stages but the last."""
+        scores = self._forward_all(micro_batches, self._stage.scores)
+        return torch.stack(scores, dim=1) if self._is_last_stage else None
+
+    def _forward_all(
+        self, micro_batches: Sequence[Tensor], on_logits: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """Run the forward passes; on the last stage, return `on_logits(logits, micro_batch)` of each."""
+        results: list[Tensor] = []
         activation: Tensor | None = None
         self._device.mark_step()
         for kind, index in forward_only(*self._stage_and_count, len(micro_batches)):
@@ -97,14 +112,14 @@ class NxdPipelineSchedule:
                 case "forward":
                     activation = self._stage.forward(activation, micro_batches[index])
                     if self._is_last_stage:
-                        losses.append(self._stage.loss(activation, micro_batches[index], training=False).cross_entropy)
+                        results.append(on_logits(activation, micro_batches[index]))
                         activation = None
                     self._device.mark_step()
                 case _:
                     assert activation is not None
                     self._send(activation, "forward")
                     activation = None
-        return torch.stack(losses).sum() if self._is_last_stage else self._stage.zero_loss(micro_batches[0])
+        return results
 
     def _recv(self, micro_batch: Tensor, direction: Direction) -> Tensor:
         received = self._p2p.recv(self._stage.activation_shape(micro_batch), self._dtype, direction)

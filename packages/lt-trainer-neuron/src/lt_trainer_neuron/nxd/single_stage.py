@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lt_model.loss import LossParts
+from lt_model.scoring import vocab_parallel_label_scores
 from lt_trainer.engine import StepBatch
 from lt_trainer_neuron.nxd.collectives import Collectives
 from lt_trainer_neuron.nxd.device import TensorDevice
@@ -81,6 +82,18 @@ class StageWithLoss:
             upcast_dtype=self._upcast_dtype,
         )
 
+    def scores(self, logits: Tensor, micro_batch: Tensor) -> Tensor:
+        """Return log-probability and greedy flag (1 or 0) of each label, [2, B * T]."""
+        log_probs, is_greedy = vocab_parallel_label_scores(
+            logits.flatten(0, 1),
+            micro_batch[2].flatten(),
+            all_reduce_max=lambda x: self._collectives.all_reduce_max(x, "tp"),
+            all_reduce_sum=lambda x: self._collectives.all_reduce_sum(x, "tp"),
+            vocab_start_index=self._vocab_start_index,
+            upcast_dtype=self._upcast_dtype,
+        )
+        return torch.stack([log_probs, is_greedy.to(log_probs.dtype)])
+
 
 class SingleStageSchedule:
     """Schedule of a single stage: one micro-batch after another."""
@@ -105,3 +118,10 @@ class SingleStageSchedule:
             for micro in micro_batches
         ]
         return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def score(self, micro_batches: Sequence[Tensor]) -> Tensor | None:
+        """Return log-probability and greedy flag of each label, [2, M, B * T]."""
+        return torch.stack(
+            [self._stage.scores(self._stage.forward(None, micro), micro) for micro in micro_batches], dim=1
+        )

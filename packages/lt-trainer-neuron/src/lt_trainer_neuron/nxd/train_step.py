@@ -109,6 +109,10 @@ class MicroBatchSchedule(Protocol):
         """Return the summed cross-entropy of the micro-batches, without gradients."""
         ...
 
+    def score(self, micro_batches: Sequence[Tensor]) -> Tensor | None:
+        """Return log-probability and greedy flag of labels, [2, M, B * T]; None on all stages but the last."""
+        ...
+
 
 class TrainStep:
     """Training step of one rank.

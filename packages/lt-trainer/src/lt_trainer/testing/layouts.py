@@ -18,17 +18,20 @@ import numpy as np
 from lt_ckpt import Checkpoint, CheckpointMetadata, Shard, begin_save, commit_save, write_rank_files
 from lt_trainer.data import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.engine import Engine, StepBatch, StepMetrics
+from lt_trainer.evaluation import PositionScores
 
 __all__ = [
     "NamedTensors",
     "StateSlice",
     "TrainResult",
     "assemble",
+    "assemble_scores",
     "assert_near",
     "copy_slices",
     "global_batches",
     "learning_rate_at",
     "rank_batch",
+    "rank_rows",
     "restore_and_train",
     "save_checkpoint",
     "step_batch",
@@ -90,11 +93,16 @@ def step_batch(*, doc_ids: np.ndarray, document_mask: bool = True, **fields: Any
 
 def rank_batch(batch: StepBatch, engine: Engine, micro_batch_size: int) -> StepBatch:
     """Return this rank's rows of a global batch, in micro-batches."""
-    topology, (_, rows, seq_len) = engine.topology, batch.input_ids.shape
-    own = slice(topology.dp_rank * rows // topology.dp_size, (topology.dp_rank + 1) * rows // topology.dp_size)
+    own, seq_len = rank_rows(batch, engine), batch.input_ids.shape[-1]
     names = ("input_ids", "labels", "position_ids", "doc_ids")
     arrays = {n: getattr(batch, n)[0, own].reshape(-1, micro_batch_size, seq_len) for n in names}
     return step_batch(**arrays, valid_tokens=batch.valid_tokens)
+
+
+def rank_rows(batch: StepBatch, engine: Engine) -> slice:
+    """Return this rank's rows of a global batch."""
+    topology, rows = engine.topology, batch.input_ids.shape[1]
+    return slice(topology.dp_rank * rows // topology.dp_size, (topology.dp_rank + 1) * rows // topology.dp_size)
 
 
 def learning_rate_at(step: int) -> float:
@@ -156,6 +164,8 @@ class TrainResult:
     losses: list[float]
     grad_norms: list[float]
     validation: tuple[float, int]
+    scores: PositionScores
+    """Scores of the validation batch that this rank reports, in the place of its rows: [1, rows, T]."""
     state_bytes: tuple[int, int]
     """Bytes of the rank's checkpoint shards as reported by the engine, and as counted."""
     states: tuple[list[StateSlice], ...]
@@ -175,10 +185,32 @@ def train_steps(
             states.append(copy_slices(shards()))
     own = rank_batch(validation_batch, engine, micro_batch_size)
     validation = engine.validate([replace(own, valid_tokens=int((own.labels != -100).sum()))])
+    scores = _in_global_batch(engine.score(own), validation_batch, engine)
     state_bytes = engine.state_bytes(), sum(shard.bytes().nbytes for shard in engine.state().shards)
     engine.close()
     losses, grad_norms = [m.loss for m in metrics], [m.grad_norm for m in metrics]
-    return TrainResult(losses, grad_norms, validation, state_bytes, tuple(states))
+    return TrainResult(losses, grad_norms, validation, scores, state_bytes, tuple(states))
+
+
+def _in_global_batch(scores: PositionScores, batch: StepBatch, engine: Engine) -> PositionScores:
+    """Return a rank's scores of its rows of a global batch, in the shape of that batch."""
+    own = rank_rows(batch, engine)
+    found = PositionScores.unreported(batch)
+    for name in ("log_probs", "is_greedy", "is_reported"):
+        values = getattr(scores, name)
+        getattr(found, name)[0, own] = values.reshape(-1, values.shape[-1])
+    return found
+
+
+def assemble_scores(ranks: Sequence[TrainResult]) -> tuple[np.ndarray, np.ndarray]:
+    """Return log-probabilities and greedy flags of the validation batch [1, rows, T] from all ranks."""
+    reports = sum(rank.scores.is_reported.astype(int) for rank in ranks)
+    assert isinstance(reports, np.ndarray)
+    assert reports.max() == 1, "no label, or one that two ranks report"
+    log_probs, is_greedy = (sum(getattr(r.scores, name) * 1.0 for r in ranks) for name in ("log_probs", "is_greedy"))
+    assert isinstance(log_probs, np.ndarray)
+    assert ((log_probs < 0) == (reports == 1)).all(), "a label without a score, or a score without a label"
+    return log_probs, np.asarray(is_greedy) > 0
 
 
 def train_save_train(
