@@ -13,7 +13,8 @@ from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.local import SageMakerLocalTarget
 from lt_launch.sagemaker.options import SageMakerOptions
-from lt_launch.sagemaker.request import OVERRIDE_PREFIX, create_training_job_request
+from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
+from lt_launch.sagemaker.request import create_training_job_request
 from lt_launch.sagemaker.target import REQUEST_FILE, SageMakerTarget
 from lt_trainer.config.recipe import load, to_toml
 from lt_trainer.errors import RecipeError
@@ -121,6 +122,7 @@ def test_file_systems_vpc_checkpoints_and_all_the_rest() -> None:
         },
         nodes=2,
         time_limit_s=3600,
+        resources=Resources(instance_type="ml.p3.16xlarge"),
     )
     train, tokenizer, run = found["InputDataConfig"]
     assert train["DataSource"] == {
@@ -151,7 +153,9 @@ def test_file_systems_vpc_checkpoints_and_all_the_rest() -> None:
 
 
 def test_spot_waits_twice_as_long_as_it_runs() -> None:
-    found = made(options={"use_spot_instances": True}, time_limit_s=1000)
+    found = made(
+        options={"use_spot_instances": True, "checkpoint_s3_uri": "s3://bucket/checkpoints"}, time_limit_s=1000
+    )
     assert found["EnableManagedSpotTraining"] is True
     assert found["StoppingCondition"] == {"MaxRuntimeInSeconds": 1000, "MaxWaitTimeInSeconds": 2000}
 

@@ -12,7 +12,7 @@ import json
 import re
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,11 +20,10 @@ from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.rules import find_broken_rules
+from lt_launch.sagemaker.violation import Violation, source_of, truncated_repr
 
-__all__ = ["Violation", "check_request", "find_violations", "load_model_shapes"]
+__all__ = ["check_request", "find_violations", "load_model_shapes"]
 
-MAX_SHOWN_CHARS = 80
-"""Maximum number of characters of a value in an error."""
 UNICODE_CLASSES = {
     "L": "a-zA-Z",
     "N": "0-9",
@@ -37,17 +36,6 @@ UNICODE_CLASSES = {
 """ASCII members of the Unicode classes in patterns, which Python's `re` does not support."""
 ASCII_REPLACEMENTS = {"L": "a", "N": "0", "Z": " ", "P": "!", "S": "$", "M": "\ue000"}
 """ASCII replacement of a non-ASCII character in a pattern, by the first letter of its Unicode category."""
-
-
-@dataclass(frozen=True)
-class Violation:
-    """One violated constraint: the field, and the limit with the given value."""
-
-    field: str
-    problem: str
-
-    def __str__(self) -> str:
-        return f"{self.field}: {self.problem}"
 
 
 @cache
@@ -66,15 +54,32 @@ def load_model_shapes() -> Mapping[str, Any]:
     return json.loads(text)["shapes"]
 
 
-def check_request(shape: str, request: Mapping[str, Any]) -> None:
+def check_request(shape: str, request: Mapping[str, Any], *, region: str = "") -> None:
     """Reject a request that the service would reject.
 
+    Args:
+        shape: name of the request in the service model.
+        request: the request.
+        region: region that it is sent to; "" = unknown.
+
     Raises:
-        SageMakerError: names each field that violates a constraint, with the limit.
+        SageMakerError: names each field that violates a constraint, with the limit and the field to change.
     """
-    violations = [*find_violations(shape, request), *(Violation(*rule) for rule in find_broken_rules(shape, request))]
+    violations = find_violations(shape, request)
+    known = {item.field for item in violations}
+    violations += [item for item in find_broken_rules(shape, request, region) if item.field not in known]
     if violations:
-        raise SageMakerError("SageMaker would reject this request:\n" + "\n".join(f"  {item}" for item in violations))
+        lines = (str(_with_remedy(shape, item)) for item in violations)
+        raise SageMakerError("SageMaker would reject this request:\n" + "\n".join(f"  {line}" for line in lines))
+
+
+def _with_remedy(shape: str, violation: Violation) -> Violation:
+    """Return the violation with the field of the run file, unless its remedy names it already."""
+    source = source_of(shape, violation.field)
+    if not source or source in violation.remedy:
+        return violation
+    remedy = f"{violation.remedy}, in {source}" if violation.remedy else f"change {source}"
+    return replace(violation, remedy=remedy)
 
 
 def find_violations(shape: str, value: Any, field: str = "") -> list[Violation]:
@@ -87,7 +92,7 @@ def _walk(name: str, value: Any, field: str) -> Iterator[Violation]:
     kind = shape["type"]
     expected, fits = _TYPES[kind]
     if not fits(value):
-        yield Violation(field or name, f"expected {expected}, got {_truncated_repr(value)}")
+        yield Violation(field or name, f"expected {expected}, got {truncated_repr(value)}")
         return
     yield from _check_limits(shape, value, field or name)
     if kind == "structure":
@@ -117,15 +122,15 @@ def _check_members(shape: Mapping[str, Any], value: Mapping[str, Any], field: st
 def _check_limits(shape: Mapping[str, Any], value: Any, field: str) -> Iterator[Violation]:
     has_length = shape["type"] in ("string", "list", "map", "blob")
     size, unit = (len(value), {"string": " characters"}.get(shape["type"], " entries")) if has_length else (value, "")
-    shown = f"it has {size}" if has_length else f"got {_truncated_repr(value)}"
+    found = f"it has {size}" if has_length else f"got {truncated_repr(value)}"
     if "min" in shape and size < shape["min"]:
-        yield Violation(field, f"must be at least {shape['min']}{unit}, {shown}")
+        yield Violation(field, f"must be at least {shape['min']}{unit}, {found}")
     if "max" in shape and size > shape["max"]:
-        yield Violation(field, f"must be at most {shape['max']}{unit}, {shown}")
+        yield Violation(field, f"must be at most {shape['max']}{unit}, {found}")
     if "enum" in shape and value not in shape["enum"]:
-        yield Violation(field, f"{_truncated_repr(value)} is not one of {_format_choices(shape['enum'], value)}")
+        yield Violation(field, f"{truncated_repr(value)} is not one of {_format_choices(shape['enum'], value)}")
     if "pattern" in shape and not _compile_pattern(shape["pattern"]).fullmatch(_as_ascii(value)):
-        yield Violation(field, f"{_truncated_repr(value)} does not fit the pattern {shape['pattern']}")
+        yield Violation(field, f"{truncated_repr(value)} does not fit the pattern {shape['pattern']}")
 
 
 def _is_number(value: Any) -> bool:
@@ -149,11 +154,6 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "timestamp": ("a time", lambda value: value is not None),
     "blob": ("bytes", lambda value: isinstance(value, bytes)),
 }
-
-
-def _truncated_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "..."
 
 
 def _format_choices(choices: list[str], value: Any) -> str:

@@ -12,21 +12,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_launch.sagemaker.contract import Contract
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, PROCS_PER_NODE_VARIABLE, RUN_CHANNEL, Contract
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES
-from lt_launch.sagemaker.request import OVERRIDE_PREFIX, VALIDATION_CHANNEL_PREFIX, channel_for_field
+from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
+from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_field
 
 if TYPE_CHECKING:
     from lt_trainer.config import ResolvedRecipe
 
-__all__ = ["GRACE_PERIOD_S", "check_tokenizer", "find_store", "procs_per_node", "resolve_recipe", "run_dir"]
+__all__ = ["check_tokenizer", "find_store", "procs_per_node", "resolve_recipe", "run_dir"]
 
-GRACE_PERIOD_S = 115.0
-"""Grace period from SIGTERM to SIGKILL; the service kills everything after 120 s, and the failure must be written
-before."""
-RUN_CHANNEL, RUN_FOLDER = "run", "run"
-PROCS_PER_NODE_VARIABLE = "LT_PROCS_PER_NODE"
+RUN_FOLDER = "run"
 
 
 def resolve_recipe(contract: Contract, environ: Mapping[str, str]) -> ResolvedRecipe:

@@ -22,9 +22,24 @@ from typing import Any
 
 from lt_launch.sagemaker.errors import SageMakerError
 
-__all__ = ["ROOT", "Cluster", "Contract", "natural_sort_key", "read_contract"]
+__all__ = [
+    "GRACE_PERIOD_S",
+    "PROCS_PER_NODE_VARIABLE",
+    "ROOT",
+    "RUN_CHANNEL",
+    "Cluster",
+    "Contract",
+    "natural_sort_key",
+    "read_contract",
+]
 
 ROOT = Path("/opt/ml")
+GRACE_PERIOD_S = 115.0
+"""Grace period from SIGTERM to SIGKILL; the service kills everything after 120 s, and the failure must be written
+before."""
+RUN_CHANNEL = "run"
+"""Channel with a writable file system: the run directory that all hosts share."""
+PROCS_PER_NODE_VARIABLE = "LT_PROCS_PER_NODE"
 DIGITS = re.compile(r"(\d+)")
 
 

@@ -30,8 +30,8 @@ from typing import Any
 from lt_launch.agent import verdict
 from lt_launch.agent.main import finish
 from lt_launch.agent.places import Place, write_table
-from lt_launch.sagemaker.container_recipe import GRACE_PERIOD_S, procs_per_node, resolve_recipe
-from lt_launch.sagemaker.contract import Contract, read_contract
+from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
+from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.failure import failure_text, write_failure
 from lt_launch.sagemaker.toolkit import toolkit_environment

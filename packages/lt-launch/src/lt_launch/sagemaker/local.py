@@ -33,6 +33,8 @@ from lt_trainer.config import flatten
 __all__ = ["SageMakerLocalTarget"]
 
 LOCAL_S3 = "s3://local"
+LOCAL_IMAGE = "000000000000.dkr.ecr.{}.amazonaws.com/local:1"
+"""Stand-in for an image, in the region of the profile; nothing is pulled."""
 ADDRESSES_FILE = "addresses.json"
 TERMINAL_STATUSES = ("Completed", "Failed", "Stopped")
 TAIL_BYTES = 1 << 16
@@ -50,7 +52,7 @@ class SageMakerLocalTarget:
         options = profile.options("sagemaker", SageMakerOptions)
         job = with_container_env(pipeline.single_job, target="SageMaker", env=profile.env)
         job, localized, folders = map_to_local_folders(job, options)
-        request = create_training_job_request(job, localized)
+        request = create_training_job_request(job, localized, emulated=True)
         files = {
             REQUEST_FILE: json.dumps(request, indent=1) + "\n",
             ADDRESSES_FILE: json.dumps(folders, indent=1) + "\n",
@@ -180,7 +182,7 @@ def map_to_local_folders(job: Job, options: SageMakerOptions) -> tuple[Job, Sage
     local_options = replace(
         options,
         role=options.role or "arn:aws:iam::000000000000:role/local",
-        image=options.image or ("" if options.algorithm else "local"),
+        image=options.image or ("" if options.algorithm else LOCAL_IMAGE.format(options.region or "us-east-1")),
         channels=tuple(f"{name}={source}" for name, source in channels.items()),
         checkpoint_s3_uri=checkpoints,
         output_path=output,

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_launch.sagemaker.aws_names import region_problem
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
@@ -56,6 +57,8 @@ class SageMakerOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "sagemaker")
+        if self.region and (problem := region_problem(self.region)):
+            raise RecipeError("is not a region", values={"sagemaker.region": self.region}, remedy=problem.remedy)
         if self.image and self.algorithm:
             raise RecipeError(
                 "a job has either an image or an algorithm",

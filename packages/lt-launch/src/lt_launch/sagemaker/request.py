@@ -16,12 +16,12 @@ from lt_launch.job import Job
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
+from lt_launch.sagemaker.recipe_rules import DEFAULT_VOLUME_GB, OVERRIDE_PREFIX, check_compatible
 from lt_trainer.config import Leaf, Recipe, flatten, format_value, hyperparameter_leaves, leaves
 from lt_trainer.engine import engine_names, engine_spec
 from lt_trainer.run_directory import METRIC_DEFINITIONS
 
 __all__ = [
-    "OVERRIDE_PREFIX",
     "VALIDATION_CHANNEL_PREFIX",
     "channel_for_field",
     "create_training_job_request",
@@ -29,7 +29,6 @@ __all__ = [
     "recipe_overrides",
 ]
 
-OVERRIDE_PREFIX = "LT_SET_"
 LAUNCHER_ONLY_FIELDS = ("run.dir", "model.preset", "parallel.n_nodes")
 """Fields that have no meaning in the container or reach it in another way."""
 FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model.init_from": "init"}
@@ -37,17 +36,16 @@ VALIDATION_CHANNEL_PREFIX = "validation-"
 VALIDATION_STORE_FIELD = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
 WAIT_FACTOR = 2
 FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
-DEFAULT_VOLUME_GB = 1
-"""Smallest volume; channels in File mode need more, file systems and FastFile do not."""
 
 
-def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str, Any]:
+def create_training_job_request(job: Job, options: SageMakerOptions, *, emulated: bool = False) -> dict[str, Any]:
     """Return the request of one training job.
 
     Args:
         job: the job; used are its recipe, nodes (instances), resources.instance_type and volume_gib, time limit and
             environment.
         options: options of the profile.
+        emulated: whether the addresses are folders of this machine, all of them writable.
 
     Raises:
         SageMakerError: a value is missing, or the service would reject it; names field, value and limit.
@@ -92,8 +90,8 @@ def create_training_job_request(job: Job, options: SageMakerOptions) -> dict[str
         ]
     if options.max_retry_attempts:
         request["RetryStrategy"] = {"MaximumRetryAttempts": options.max_retry_attempts}
-    check_request("CreateTrainingJobRequest", request)
-    _check_compatible(recipe, request)
+    check_request("CreateTrainingJobRequest", request, region=options.region)
+    check_compatible(recipe, job, options, request, emulated=emulated)
     return request
 
 
@@ -205,7 +203,17 @@ def _channels(recipe: Mapping[str, Any], options: SageMakerOptions) -> list[dict
 
 def _channel(name: str, source: str, options: SageMakerOptions) -> dict[str, Any]:
     scheme, separator, rest = source.partition("://")
-    if separator and scheme in FILE_SYSTEMS:
+    if not separator:
+        raise SageMakerError(
+            f"sagemaker.channels, {name}={source}: a folder of this machine; send it to S3 with `lt data upload`, and "
+            f'write "{name}=s3://BUCKET/FOLDER"'
+        )
+    if scheme not in ("s3", *FILE_SYSTEMS):
+        raise SageMakerError(
+            f"sagemaker.channels, {name}={source}: write it as s3://BUCKET/FOLDER, fsx://FILE_SYSTEM_ID/FOLDER or "
+            "efs://FILE_SYSTEM_ID/FOLDER"
+        )
+    if scheme in FILE_SYSTEMS:
         rest, _, mode = rest.partition("?")
         identifier, _, path = rest.partition("/")
         if mode not in ("", "ro", "rw"):
@@ -217,6 +225,11 @@ def _channel(name: str, source: str, options: SageMakerOptions) -> dict[str, Any
             "DirectoryPath": f"/{path}",
         }
         return {"ChannelName": name, "DataSource": {"FileSystemDataSource": system}, "InputMode": "File"}
+    if source.endswith(("?ro", "?rw")):
+        raise SageMakerError(
+            f"sagemaker.channels, {name}={source}: S3 is copied or streamed, never written; leave out what follows ?, "
+            "or name a file system, fsx://FILE_SYSTEM_ID/FOLDER?rw"
+        )
     s3 = {"S3DataType": "S3Prefix", "S3Uri": source, "S3DataDistributionType": "FullyReplicated"}
     return {"ChannelName": name, "DataSource": {"S3DataSource": s3}, "InputMode": options.input_mode}
 
@@ -235,22 +248,6 @@ def _environment(recipe: Mapping[str, Any], job: Job) -> dict[str, str]:
     overrides = {f"{OVERRIDE_PREFIX}{at:02}": text for at, text in enumerate(recipe_overrides(recipe))}
     processes = {"LT_PROCS_PER_NODE": str(job.procs_per_node)} if job.procs_per_node > 1 else {}
     return {**job.env, **overrides, **processes}
-
-
-def _check_compatible(recipe: Mapping[str, Any], request: Mapping[str, Any]) -> None:
-    """Reject requests that the service would accept and the container could not run."""
-    mirror = recipe.get("checkpoint", {}).get("mirror_url", "")
-    if mirror and request["EnableNetworkIsolation"]:
-        raise SageMakerError(
-            f"checkpoint.mirror_url = {mirror!r} cannot be reached from an isolated container; leave it out and set "
-            "sagemaker.checkpoint_s3_uri, or set sagemaker.network_isolation to false"
-        )
-    names = [channel["ChannelName"] for channel in request["InputDataConfig"]]
-    if request["ResourceConfig"]["InstanceCount"] > 1 and "run" not in names:
-        raise SageMakerError(
-            f"{request['ResourceConfig']['InstanceCount']} instances need one folder that all of them write "
-            'checkpoints to; add a writable file system, "run=fsx://FILE_SYSTEM_ID/FOLDER?rw", to sagemaker.channels'
-        )
 
 
 def _without_empty(**values: Any) -> dict[str, Any]:

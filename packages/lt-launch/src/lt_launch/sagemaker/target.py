@@ -14,6 +14,7 @@ from lt_launch.launch_dir import check_own
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions
+from lt_launch.sagemaker.recipe_rules import request_notes
 from lt_launch.sagemaker.request import create_training_job_request
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageState, StageStatus, TargetNode
 
@@ -48,7 +49,7 @@ class SageMakerTarget:
         return RenderedLaunch(
             files={REQUEST_FILE: json.dumps(request, indent=1) + "\n"},
             commands=(("aws", "sagemaker", "create-training-job", "--cli-input-json", f"file://{REQUEST_FILE}"),),
-            notes=profile.container_notes,
+            notes=(*profile.container_notes, *request_notes(request)),
             comments=("training job names are unique: lt launch run appends the time",),
         )
 
