@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lt_data import Buckets, Mixture, RowReader, Stream, TokenStore
 from lt_data.packing.groups import PackMode
 from lt_data.packing.pack_index import build_index
+from lt_data.store.extents import Extents
 from lt_trainer.data.document_boundaries import find_document_starts, micro_batch_cu_seqlens
 from lt_trainer.data.synthetic import SyntheticRows
 from lt_trainer.data.training_data import to_step_batch, validation_batches
@@ -26,7 +27,7 @@ class CountingStore:
     def __init__(self, lengths: list[int]) -> None:
         self.lengths, self.n_tokens = np.array(lengths), sum(lengths)
         self.ids = np.arange(self.n_tokens, dtype=np.uint32)
-        self.dtype, self.shard_boundaries = self.ids.dtype, np.array([0, self.n_tokens])
+        self.dtype, self.extents = self.ids.dtype, Extents.of_shards([self.n_tokens], [len(lengths)])
         self.manifest = SimpleNamespace(fingerprint="", tokenizer=SimpleNamespace(sha256=""))
 
     def mmap_shards(self, shard: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

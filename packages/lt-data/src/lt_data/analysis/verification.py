@@ -1,6 +1,7 @@
 """Verification of all content of a store: `lt data verify`.
 
     manifest.json   its checksum, its totals, and its exact formatting
+    kept.extents    SHA-256
     tokenizer/      SHA-256 of each file, and of the tokenizer
     shards          SHA-256 of all files; sums of lengths; offsets; ids within the vocabulary; indices of source files;
                     columns
@@ -38,7 +39,7 @@ def find_problems(store: TokenStore, progress: Progress = no_progress) -> Iterat
     yield from _check_index_of_parts(store)
     yield from _check_tokenizer(store)
     yield from _check_source_files(store)
-    done, total = 0, store.n_tokens * store.dtype.itemsize
+    done, total = 0, sum(store.manifest.shard_tokens_each) * store.dtype.itemsize
     indexes_valid = True
     for number in range(len(store.manifest.shards)):
         for problem in _check_index(store, number):
@@ -79,10 +80,11 @@ def _check_json(path: Path) -> Iterator[str]:
 
 
 def _check_index_of_parts(store: TokenStore) -> Iterator[str]:
-    try:
-        store.check_index()
-    except DataError as exc:
-        yield str(exc)
+    for check in (store.check_index, store.check_extents):
+        try:
+            check()
+        except DataError as exc:
+            yield str(exc)
 
 
 def _check_tokenizer(store: TokenStore) -> Iterator[str]:

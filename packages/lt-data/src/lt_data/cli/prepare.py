@@ -189,16 +189,21 @@ def prepare(
 
 def merge(
     out: Annotated[Path, typer.Argument(help="Folder of the store; the parts are OUT.part-...")],
+    units: Annotated[
+        Path | None, typer.Option(help="Store that was made in units (--unit-bytes), to merge instead.")
+    ] = None,
     overwrite: _Overwrite = False,
     no_resume: _NoResume = False,
 ) -> None:
-    """Merge the parts that `prepare --part I --num-parts N` made into one store; the parts are kept."""
+    """Merge the parts of `prepare --part I --num-parts N`, or units, into one store; the parts are kept."""
     import lt_data
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo, echo_error
 
     with progress_bar("merge") as report:
-        manifest = lt_data.merge(out, overwrite=overwrite, no_resume=no_resume, progress=report, notify=echo_error)
+        manifest = lt_data.merge(
+            out, units=units, overwrite=overwrite, no_resume=no_resume, progress=report, notify=echo_error
+        )
     for line in _summary_lines(manifest, out):
         echo(line)
     echo(f"merged from {manifest.merged_from} parts, which are no longer needed")

@@ -17,13 +17,19 @@ from lt_data.storage import fsync_folder, make_folder_synced, translate_os_error
 from lt_data.store.combined_manifest import LoadedPart
 from lt_data.store.joined import PART_FOLDERS, join_parts, load_store
 from lt_data.store.joined_index import INDEX_FILE
-from lt_data.store.manifest import MANIFEST_FILE, StoreManifest
+from lt_data.store.manifest import MANIFEST_FILE, DropList, StoreManifest
 from lt_data.store.token_store import TokenStore
 
 _BUILDING = ".tmp-"
 
 
-def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallback = no_notice) -> StoreManifest:
+def join(
+    out: str | Path,
+    stores: Sequence[str | Path],
+    *,
+    dropped: DropList | None = None,
+    notify: NoticeCallback = no_notice,
+) -> StoreManifest:
     """Make a joined store of other stores, which stay where they are.
 
     Of a joined store its parts are taken.
@@ -31,6 +37,7 @@ def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallbac
     Args:
         out: folder of the joined store: a new one, or one that contains the stores.
         stores: folders of the stores, in the order of their documents.
+        dropped: what to leave out of them; the file of the extents that are left is in `out`.
         notify: called with notices for the user.
 
     Returns:
@@ -50,9 +57,13 @@ def join(out: str | Path, stores: Sequence[str | Path], *, notify: NoticeCallbac
     for store in stores:
         if str(store).startswith("s3://"):
             raise DataError(f"{store}: only stores in folders can be joined; download it first (lt data download)")
-        TokenStore.open(store)
+        if TokenStore.open(store).manifest.dropped is not None:
+            raise DataError(
+                f"{store}: leaves out duplicates of its parts, so it cannot be a part itself; make one store of all "
+                "sources, use the stores as a mixture, or make a flat store of it (lt data merge --units)"
+            )
         parts += [replace(part, path=_path_of(part.folder, out)) for part in load_store(Path(store)).parts]
-    joined, manifest, index = join_parts(parts)
+    joined, manifest, index = join_parts(parts, dropped=dropped)
     with translate_os_errors("create", out):
         make_folder_synced(out)
     if index is not None:

@@ -14,43 +14,31 @@ written and hashed once.
 
 import hashlib
 import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.preparation.build_folder import SUFFIX, ShardRecord, open_build_folder
 from lt_data.preparation.counts import DocumentCounts
 from lt_data.preparation.deduplication import DocumentHashSet
+from lt_data.preparation.part_documents import add_manifest, check_part_files, read_entries, recount_duplicates
 from lt_data.preparation.prepare_documents import check_output, part_folder, publish_store
-from lt_data.preparation.store_writer import (
-    DOCUMENTS,
-    ENTRY_DTYPE,
-    PART_FOLDER,
-    SOURCES,
-    SPECIAL_STRINGS,
-    filter_by_tokens,
-    read_sources,
-    remove_unrecorded,
-)
+from lt_data.preparation.store_writer import PART_FOLDER, SOURCES, read_sources, remove_unrecorded
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.reader import summarize_sources
-from lt_data.storage import check_inside, make_folder_synced, open_regular, read_file, translate_os_errors
+from lt_data.storage import check_inside, make_folder_synced, read_file, translate_os_errors
 from lt_data.store.combined_manifest import SHARED_FIELDS, merge_engines
 from lt_data.store.document_columns import count_nulls, decode_columns
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_sources, shift_files
+from lt_data.store.joined import load_store
 from lt_data.store.manifest import (
-    DUPLICATE,
-    MANIFEST_FILE,
     MAX_TOKENIZER_BYTES,
     SHARD_FOLDER,
     TOKENIZER_FOLDER,
-    DocumentTotals,
     ShardFile,
     StoreManifest,
     read_manifest,
@@ -59,16 +47,6 @@ from lt_data.store.megatron import decode_index, index_size
 from lt_data.store.shards import ShardWriter
 
 _CHUNK_TOKENS = 1 << 22
-
-_REMEDY = "prepare this part again"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _DocumentSpecials:
-    """Line of a part's list of special strings: their counts in a document."""
-
-    document: int
-    special: Mapping[str, int]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +58,19 @@ class _LoadedPart:
 def merge(
     out: str | Path,
     *,
+    units: str | Path | None = None,
     overwrite: bool = False,
     no_resume: bool = False,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
-    """Merge the parts that `prepare(..., part_index=i, num_parts=n)` made beside `out` into `out`.
+    """Merge parts that `prepare(..., part_index=i, num_parts=n)` made beside `out`, or units, into it.
 
     The parts are kept. The same call resumes an interrupted merge after the last finished shard.
 
     Args:
         out: folder of the store; the parts are in `part_folder(out, part_index, num_parts)`.
+        units: a store that was made in units (`prepare(..., unit_bytes=n)`), to merge instead.
         overwrite: replace `out` if it is a token store.
         no_resume: discard an interrupted merge.
         progress: called with the bytes read.
@@ -103,7 +83,7 @@ def merge(
         DataError: a part is missing, damaged or of another job, there is no document, or `out` is in use or unwritable.
     """
     out = Path(out)
-    parts = _find_parts(out)
+    parts = _find_parts(out) if units is None else _find_units(Path(units))
     first = parts[0].manifest
     if not any(part.manifest.documents for part in parts):
         raise DataError(f"no text in any of the {len(parts)} parts beside {out}: check the sources and the suffixes")
@@ -200,6 +180,20 @@ def _find_parts(out: Path) -> list[_LoadedPart]:
     return parts
 
 
+def _find_units(store: Path) -> list[_LoadedPart]:
+    """Return the units of a store in order, checked to belong together."""
+    parts = [_LoadedPart(path=part.folder, manifest=part.manifest) for part in load_store(store).parts]
+    entries = [part.manifest.part for part in parts]
+    if any(entry is None for entry in entries):
+        raise DataError(f"units = {store}: not a store that was made in several units; use it as it is")
+    numbers = [(entry.index, entry.num_parts) for entry in entries if entry is not None]
+    for part, (index, num_parts) in zip(parts, numbers, strict=True):
+        _check_part(part, parts[0], index, num_parts)
+    if len({num_parts for _, num_parts in numbers}) > 1 or numbers != sorted(set(numbers)):
+        raise DataError(f"units = {store}: its parts are not the units of one job in order; merge those of each job")
+    return parts
+
+
 def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_parts: int) -> None:
     entry = part.manifest.part
     if entry is None or first.manifest.part is None or (entry.index, entry.num_parts) != (part_index, num_parts):
@@ -212,15 +206,7 @@ def _check_part(part: _LoadedPart, first: _LoadedPart, part_index: int, num_part
     ]
     if differences := [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]:
         raise DataError(f"{part.path}: of another job than {first.path}: {'; '.join(differences)}; prepare it again")
-    needed = [SOURCES, *([DOCUMENTS, SPECIAL_STRINGS] if part.manifest.selection.drop_duplicates else [])]
-    if missing := [name for name in needed if name not in entry.files]:
-        raise DataError(f"{part.path / MANIFEST_FILE}: part.files lists no {missing[0]}; {_REMEDY}")
-    for name, sha256 in entry.files.items():
-        path = part.path / PART_FOLDER / name
-        with translate_os_errors("read", path), open_regular(path, inside=part.path) as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-        if actual != sha256:
-            raise DataError(f"{path}: SHA-256 differs from the manifest: copy the part again")
+    check_part_files(part.path, part.manifest)
 
 
 def _column_types(part: _LoadedPart) -> list[tuple[str, str]]:
@@ -229,72 +215,11 @@ def _column_types(part: _LoadedPart) -> list[tuple[str, str]]:
 
 def _add_part_counts(part: _LoadedPart, seen: DocumentHashSet, counts: DocumentCounts) -> np.ndarray | None:
     """Add the counts of a part; return a mask of its new documents (bool [documents]), None: all."""
-    manifest = part.manifest
-    counts.read += manifest.read
-    counts.text_bytes += manifest.text_bytes
-    counts.skipped.update(manifest.skipped)
-    counts.special_strings.update(manifest.special_strings)
-    for reason, amount in manifest.left_out.items():
-        counts.left_out[reason] = counts.left_out.get(reason, DocumentTotals()) + amount
-    if not manifest.selection.drop_duplicates:
+    add_manifest(counts, part.manifest)
+    if not part.manifest.selection.drop_duplicates:
         return None
-    path = part.path / PART_FOLDER / DOCUMENTS
-    with translate_os_errors("read", path):
-        entries = np.fromfile(path, ENTRY_DTYPE)
-    is_new = seen.add(entries["hash"])
-    tokens = entries["tokens"].astype(np.int64)
-    text_bytes = entries["text_bytes"].astype(np.int64)
-    stored = np.ones(entries.size, bool)
-    for reason, mask in filter_by_tokens(tokens, manifest.selection):
-        stored &= ~mask
-        _recount_as_duplicates(counts, reason, mask & ~is_new, text_bytes, tokens)
-    if int(stored.sum()) != manifest.documents or int(tokens[stored].sum()) != manifest.tokens:
-        raise DataError(f"{path}: does not match the manifest; {_REMEDY}")
-    repeated = stored & ~is_new
-    _recount_as_duplicates(counts, None, repeated, text_bytes, tokens)
-    _subtract_special_strings(counts, part.path / PART_FOLDER / SPECIAL_STRINGS, repeated)
-    return is_new[stored]
-
-
-def _recount_as_duplicates(
-    counts: DocumentCounts, reason: str | None, mask: np.ndarray, text_bytes: np.ndarray, tokens: np.ndarray
-) -> None:
-    """Recount documents that were left out for `reason`, or stored (None), as duplicates.
-
-    A single run would not have encoded them, so their ids no longer count as read.
-    """
-    if not mask.any():
-        return
-    amount = DocumentTotals(
-        documents=int(mask.sum()), text_bytes=int(text_bytes[mask].sum()), tokens=int(tokens[mask].sum())
-    )
-    if reason is None:
-        counts.text_bytes -= amount.text_bytes
-    else:
-        left = counts.left_out[reason]
-        rest = DocumentTotals(
-            documents=left.documents - amount.documents,
-            text_bytes=left.text_bytes - amount.text_bytes,
-            tokens=left.tokens - amount.tokens,
-        )
-        if rest == DocumentTotals():
-            del counts.left_out[reason]
-        else:
-            counts.left_out[reason] = rest
-    counts.read += DocumentTotals(tokens=-amount.tokens)
-    counts.add_left_out(DUPLICATE, documents=amount.documents, text_bytes=amount.text_bytes)
-
-
-def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.ndarray) -> None:
-    with translate_os_errors("read", path):
-        lines = path.read_bytes().splitlines()
-    for number, line in enumerate(lines, start=1):
-        at = f"{path}:{number}"
-        found = strict_json.parse(_DocumentSpecials, strict_json.loads(line, at, _REMEDY), at, _REMEDY)
-        if not 0 <= found.document < repeated.size:
-            raise DataError(f"{at}: no document {found.document}; {_REMEDY}")
-        if repeated[found.document]:
-            counts.special_strings -= Counter(found.special)
+    entries = read_entries(part.path)
+    return recount_duplicates(counts, part.path, part.manifest, entries, seen.add(entries["hash"]))
 
 
 def _read_documents(

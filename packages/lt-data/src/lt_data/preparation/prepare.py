@@ -20,7 +20,8 @@ from lt_data.preparation.prepare_documents import (
 )
 from lt_data.preparation.ray_workers import build_on_ray
 from lt_data.preparation.record_map import load_record_map
-from lt_data.preparation.units import BuildUnits, UnitJob, build_with_processes, run_units
+from lt_data.preparation.tasks import BuildTasks, build_with_processes
+from lt_data.preparation.units import UnitJob, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
 from lt_data.sources.reader import DocumentReader
@@ -103,7 +104,8 @@ def prepare(
         num_parts: number of parts, which several machines can prepare and `lt_data.merge` joins.
         unit_bytes: prepare units of about so many bytes of the sources, whole files, and join them where they lie, in
             `out`; `workers` processes take one after the other, as do those of other machines that make the same call
-            on the same folder. Any number of them makes the same store.
+            on the same folder. Any number of them makes the same store. Duplicates in different units are listed, not
+            rewritten (lt_data.preparation.drop_list).
         ray: with unit_bytes: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         overwrite: replace `out` if it is a token store.
         no_resume: discard an interrupted job.
@@ -160,24 +162,28 @@ def prepare(
         )
     if workers < 1:
         raise DataError(f"workers = {workers}: at least 1")
-    if overwrite or no_resume or num_parts > 1 or part_index or (selection and selection.drop_duplicates):
+    if overwrite or no_resume or num_parts > 1 or part_index:
         raise DataError(
-            f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite, no_resume or "
-            "drop_duplicates, which compares the documents of one store; leave them out"
+            f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite or no_resume; "
+            "leave them out"
         )
+    selection = selection or Selection()
     settings = describe_job(
         Encoder(tokenizer, bos=bos, eos=eos, engine=engine, special_tokens_as=special_tokens_as),
-        selection or Selection(),
+        selection,
         load_record_map(record_map, map_args, reader),
         parse_kept_columns(keep, reader),
         shard_tokens,
         reader,
         None,
     )
-    build_units = (
+    build_tasks = (
         partial(build_on_ray, workers=workers, address=ray) if ray else partial(build_with_processes, workers=workers)
     )
-    return _prepare_units(encode, reader, settings, Path(out), unit_bytes, build_units, progress)
+    drop_duplicates = selection.drop_duplicates
+    return _prepare_units(
+        encode, reader, settings, Path(out), unit_bytes, build_tasks, progress, drop_duplicates=drop_duplicates
+    )
 
 
 def _prepare_units(
@@ -186,8 +192,10 @@ def _prepare_units(
     settings: Mapping[str, Any],
     out: Path,
     unit_bytes: int,
-    build_units: BuildUnits,
+    build_tasks: BuildTasks,
     progress: Progress,
+    *,
+    drop_duplicates: bool,
 ) -> StoreManifest:
     if unit_bytes < 1:
         raise DataError(f"unit_bytes = {unit_bytes}: at least 1")
@@ -199,15 +207,11 @@ def _prepare_units(
         n_units=n_units,
         units=tuple(unit for unit in range(n_units) if reader.part(unit, n_units).n_files),
         prepare=partial(_prepare_unit, encode),
-        unit_path=_unit_folder,
+        drop_duplicates=drop_duplicates,
     )
-    return run_units(job, {"unit_bytes": unit_bytes, **settings}, build_units, progress=progress)
+    return run_units(job, {"unit_bytes": unit_bytes, **settings}, build_tasks, progress=progress)
 
 
-def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> StoreManifest:
-    return encode(out=out, part_index=unit, num_parts=n_units)
-
-
-def _unit_folder(out: Path, unit: int, n_units: int) -> Path:
-    """Return the folder that `_prepare_unit` makes: of a single unit it is `out` itself."""
+def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> Path:
+    encode(out=out, part_index=unit, num_parts=n_units)
     return part_folder(out, unit, n_units) if n_units > 1 else out

@@ -216,9 +216,10 @@ def _write_side(
         with ShardWriter(
             folder, base.shard_tokens, base.dtype, on_shard_closed=on_shard_closed, finished=finished
         ) as writer:
-            for number, shard in enumerate(base.shards):
-                if not wanted[first : first + shard.documents].any():
-                    first += shard.documents
+            for number in range(len(base.shards)):
+                last = int(store.document_boundaries[number + 1])
+                if not wanted[first:last].any():
+                    first = last
                     continue
                 metadata = DocumentMetadata(
                     sources=store.shard_sources(number) if store.has_sources else None,
@@ -250,6 +251,7 @@ def _write_side(
             else base.sources,
             merged_from=1,
             split=origin,
+            dropped=None,
         )
         publish_store(build_folder, store.tokenizer().files, manifest, store.source_files, overwrite=overwrite)
     return manifest
@@ -257,14 +259,15 @@ def _write_side(
 
 def _read_chunks(store: TokenStore, number: int, before: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the documents of a shard, after `before` earlier ones, in chunks: ids and their lengths."""
-    shard = store.manifest.shards[number]  # verified, so its lengths sum to its tokens
-    lengths = store.lengths[before : before + shard.documents].astype(np.int64)
-    ends = np.cumsum(lengths)
+    after = int(store.document_boundaries[number + 1])
+    lengths = store.lengths[before:after].astype(np.int64)  # verified, so they sum to the tokens of the shard
+    extents, ends = store.extents, np.cumsum(lengths)
+    start = int(extents.first_token[np.searchsorted(extents.shard, number)])
     first = begin = 0
     while first < lengths.size:
         last = max(first + 1, int(np.searchsorted(ends, begin + _CHUNK_TOKENS, side="right")))
         end = int(ends[last - 1])
-        yield np.ascontiguousarray(store.read(number, begin, end)), lengths[first:last]
+        yield np.ascontiguousarray(store.tokens(start + begin, end - begin)), lengths[first:last]
         first, begin = last, end
 
 

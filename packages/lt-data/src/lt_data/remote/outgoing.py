@@ -88,6 +88,10 @@ def of_folder(folder: Path) -> LocalParcel:
     if content is not None:
         store = TokenStore.open(folder)
         manifest = store.manifest
+        if manifest.dropped is not None:
+            raise DataError(
+                f"{folder}: leaves out duplicates of its parts; make a flat store of it first (lt data merge --units)"
+            )
         if store.is_joined:
             manifest, made = _add_sources(store)
             content = encode_manifest(manifest)

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from lt_data.errors import DataError
+from lt_data.store.extents import Extents
 from lt_data.store.joined_index import ShardLocation
 from lt_data.store.manifest import StoreManifest
 from lt_data.store.megatron import decode_index, index_size
@@ -22,10 +23,14 @@ _HELD_INDEXES = 256  # shards whose index stays mapped
 
 
 class DocumentIndex:
-    """Documents of a store, numbered through its shards.
+    """Documents of a store, numbered through its extents.
+
+    Attributes:
+        boundaries: index of the first document of each shard, and the end of the last (int64 [shards + 1]).
 
     Args:
         manifest: manifest of the store.
+        extents: what the store has of its shards.
         location_of: checked location of a shard by its number.
         path_of: path of a file of a shard by its number and suffix.
         is_local: whether the files are in their folders, so that an index is mapped.
@@ -34,6 +39,7 @@ class DocumentIndex:
     def __init__(
         self,
         manifest: StoreManifest,
+        extents: Extents,
         location_of: Callable[[int], ShardLocation],
         path_of: Callable[[int, str], Path],
         *,
@@ -43,17 +49,18 @@ class DocumentIndex:
         self._location_of = location_of
         self._path_of = path_of
         self._is_local = is_local
-        self._boundaries = np.cumsum([0, *manifest.shard_documents], dtype=np.int64)
+        self._extents = extents
+        self.boundaries = extents.shard_documents(len(manifest.shards))
         self._map_index = lru_cache(maxsize=_HELD_INDEXES)(self._open_index)
 
     def __len__(self) -> int:
-        return int(self._boundaries[-1])
+        return self._extents.n_documents
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """Tokens of each document, in order (int32 [n_documents])."""
         # a part of a job may have no shard
-        return np.concatenate([np.zeros(0, np.int32), *map(self.shard_lengths, range(len(self._manifest.shards)))])
+        return np.concatenate([np.zeros(0, np.int32), *map(self._kept_lengths, range(len(self._manifest.shards)))])
 
     @cached_property
     def offsets(self) -> np.ndarray:
@@ -64,16 +71,16 @@ class DocumentIndex:
 
     def read_lengths(self, first: int, last: int) -> np.ndarray:
         """Return the tokens of each document from `first` to before `last` (int32), read from their shards."""
-        bounds = self._boundaries
+        bounds = self.boundaries
         shards = range(int(np.searchsorted(bounds, first, "right")) - 1, int(np.searchsorted(bounds, last, "left")))
         parts = [
-            self.shard_lengths(number)[max(first - int(bounds[number]), 0) : last - int(bounds[number])]
+            self._kept_lengths(number)[max(first - int(bounds[number]), 0) : last - int(bounds[number])]
             for number in shards
         ]
         return np.concatenate([np.zeros(0, np.int32), *parts])
 
     def shard_lengths(self, number: int) -> np.ndarray:
-        """Return the tokens of each document of a shard (int32), read from its index.
+        """Return the tokens of each document in the files of a shard (int32), read from its index.
 
         Raises:
             DataError: the index cannot be read, or is not that of the shard.
@@ -86,34 +93,39 @@ class DocumentIndex:
         return lengths
 
     def find(self, index: int) -> tuple[int, int]:
-        """Return the shard of a document and its number there.
+        """Return the shard of a document and its number in the files there.
 
         Raises:
             IndexError: there is no such document.
         """
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        number = int(np.searchsorted(self._boundaries, index, side="right")) - 1
-        return number, index - int(self._boundaries[number])
+        return self._extents.find_document(index)[1:]
 
-    def span(self, index: int) -> tuple[int, int, int]:
-        """Return the shard of a document, its begin there in tokens, and its length.
+    def span(self, index: int) -> tuple[int, int]:
+        """Return the global token offset of a document, and its length.
 
         Raises:
             DataError: the index of the shard cannot be read or is broken.
             IndexError: there is no such document.
         """
-        number, place = self.find(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} of {len(self)}")
         if "offsets" in self.__dict__ or not self._is_local:
-            begin = self.offsets[index] - self.offsets[self._boundaries[number]]
-            return number, int(begin), int(self.lengths[index])
+            return int(self.offsets[index]), int(self.lengths[index])
+        extent, number, place = self._extents.find_document(index)
         lengths, begins = self._map_index(number)
         begin, length = int(begins[place]) // np.dtype(self._manifest.dtype).itemsize, int(lengths[place])
         if not 0 <= begin < begin + length <= self._manifest.shard_tokens_each[number]:
             raise DataError(
                 f"{self._path_of(number, 'idx')}: broken index (document {place}); copy it again or prepare it again"
             )
-        return number, begin, length
+        return int(self._extents.first_token[extent] - self._extents.shard_token[extent]) + begin, length
+
+    def _kept_lengths(self, number: int) -> np.ndarray:
+        lengths = self.shard_lengths(number)
+        kept = self._extents.kept_documents(number, lengths.size)
+        return lengths if kept is None else lengths[kept]
 
     def _open_index(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         location = self._location_of(number)

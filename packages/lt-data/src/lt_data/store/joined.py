@@ -1,7 +1,7 @@
 """Joined store: a manifest that names other stores, its parts, which stay where they are.
 
     {"format": "lt-data-joined-store", "version": 1, "fingerprint", "documents", "tokens",
-     "parts": [{"path", "sha256"}, ...], "index": {"sha256", "bytes"}, "checksum"}
+     "parts": [{"path", "sha256"}, ...], "index": {"sha256", "bytes"}, "dropped": {...}, "checksum"}
 
 Each part is pinned by the SHA-256 of its `manifest.json`, which has the hashes of its shards, so a part that changed is
 an error. The documents are those of the parts in order. In memory a joined store is one flat manifest, whose shards are
@@ -20,6 +20,9 @@ the new documents, both in one folder:
     STORE/generations/00000/generation.json   names it
     STORE/generations/00001/generation.json   the joined manifest; paths are relative to STORE
     STORE/generations/00001/manifest.json, shards/, ...   the new documents
+
+A store may leave out documents of its parts, duplicates of documents of an earlier part: `dropped` has their totals
+and pins the file `kept.extents`, which says what is left (lt_data.store.extents).
 
 STORE opens as its newest generation, STORE/generations/00001 as that one.
 
@@ -44,6 +47,7 @@ from lt_data.errors import DataError
 from lt_data.file_names import to_local_name
 from lt_data.storage import read_file, translate_os_errors
 from lt_data.store.combined_manifest import LoadedPart, combine_manifests
+from lt_data.store.extents import EXTENTS_FILE, Extents, map_extents
 from lt_data.store.joined_index import (
     INDEX_FILE,
     MIN_INDEXED_SHARDS,
@@ -53,7 +57,15 @@ from lt_data.store.joined_index import (
     encode_joined_index,
 )
 from lt_data.store.joined_manifest import FORMAT, IndexFile, JoinedManifest, JoinedPart
-from lt_data.store.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, PACK_FOLDER, StoreManifest, encode_manifest
+from lt_data.store.manifest import (
+    MANIFEST_FILE,
+    MAX_MANIFEST_BYTES,
+    PACK_FOLDER,
+    DropList,
+    StoreManifest,
+    encode_manifest,
+)
+from lt_data.store.shard_files import check_hash
 
 GENERATION_FOLDER = "generations"
 GENERATION_FILE = "generation.json"
@@ -85,6 +97,33 @@ class LoadedStore:
     entries: tuple[JoinedPart, ...] = ()
     indexed: bool = False
 
+    def map_extents(self) -> Extents:
+        """Return what the store has of its shards.
+
+        Raises:
+            DataError: their file is missing or broken.
+        """
+        manifest, dropped = self.manifest, self.manifest.dropped
+        if dropped is None:
+            return Extents.of_shards(manifest.shard_tokens_each, manifest.shard_documents)
+        assert self.joined is not None
+        path = self.joined.with_name(EXTENTS_FILE)
+        tokens, documents = manifest.shard_tokens_each, manifest.shard_documents
+        extents = map_extents(path, dropped.extents, shard_tokens=tokens, shard_documents=documents)
+        if (extents.n_documents, extents.n_tokens) != (manifest.documents, manifest.tokens):
+            raise DataError(f"{path}: its totals are not those of the manifest; copy it again, or {_REMEDY}")
+        return extents
+
+    def check_extents(self) -> None:
+        """Compare the file of the extents, if there is one, with its hash.
+
+        Raises:
+            DataError: it differs.
+        """
+        if self.manifest.dropped is not None:
+            assert self.joined is not None
+            check_hash(self.joined.with_name(EXTENTS_FILE), self.manifest.dropped.sha256, self.joined.parent)
+
     @cached_property
     def parts(self) -> tuple[LoadedPart, ...]:
         """Parts with their manifests, which are read now if there is an index.
@@ -103,7 +142,7 @@ class LoadedStore:
             DataError: they differ.
         """
         if self.indexed:
-            manifest = combine_manifests(self.parts)
+            manifest = _without_dropped(combine_manifests(self.parts), self.manifest.dropped)
             if manifest != self.manifest or manifest.fingerprint != self.manifest.fingerprint:
                 raise DataError(f"{self.joined}: the index has other shards or totals than its parts; {_REMEDY}")
 
@@ -152,6 +191,15 @@ def load_store(folder: Path) -> LoadedStore:
         part = _flat_part(folder, content, values)
         return _loaded([part], part.manifest, None, folder / PACK_FOLDER)
     return _load_joined(folder, folder / MANIFEST_FILE, folder)
+
+
+def load_parts(folders: Sequence[Path]) -> list[LoadedPart]:
+    """Read the manifests of flat stores.
+
+    Raises:
+        DataError: one is missing or broken, or not of a flat store.
+    """
+    return [_flat_part(folder, *_read(folder / MANIFEST_FILE)) for folder in folders]
 
 
 def list_generations(folder: Path) -> list[Path]:
@@ -206,30 +254,50 @@ def new_part(root: Path, folder: Path, manifest: StoreManifest) -> LoadedPart:
 
 
 def join_parts(
-    parts: Sequence[LoadedPart], *, appended: str = ""
+    parts: Sequence[LoadedPart], *, appended: str = "", dropped: DropList | None = None
 ) -> tuple[JoinedManifest, StoreManifest, bytes | None]:
     """Return the joined manifest of parts, that of the flat store, and the index of a large one.
 
     Args:
         parts: the parts, with their recorded paths.
+        dropped: what to leave out of them.
         appended: fingerprint of the listing of the sources that a generation added.
 
     Raises:
         DataError: they do not fit together.
     """
-    manifest = combine_manifests(parts)
+    flat = combine_manifests(parts)
+    manifest = _without_dropped(flat, dropped)
     joined = JoinedManifest(
         fingerprint=manifest.fingerprint,
         documents=manifest.documents,
         tokens=manifest.tokens,
         parts=tuple(JoinedPart(path=part.path, sha256=part.sha256) for part in parts),
         appended=appended,
+        dropped=dropped,
     )
     if len(manifest.shards) < MIN_INDEXED_SHARDS:
         return joined, manifest, None
-    content = encode_joined_index(manifest, [part.manifest for part in parts])
+    content = encode_joined_index(flat, [part.manifest for part in parts])
     index = IndexFile(sha256=hashlib.sha256(content).hexdigest(), bytes=len(content))
     return replace(joined, index=index), manifest, content
+
+
+def _without_dropped(flat: StoreManifest, dropped: DropList | None) -> StoreManifest:
+    """Return the manifest of all documents of the parts without those that are dropped."""
+    if dropped is None:
+        return flat
+    manifest = replace(
+        flat,
+        text_bytes=dropped.text_bytes,
+        read=dropped.read,
+        left_out=dropped.left_out,
+        special_strings=dropped.special_strings,
+        selection=replace(flat.selection, drop_duplicates=True),
+        dropped=dropped,
+    )
+    vars(manifest).update(shard_tokens_each=flat.shard_tokens_each, shard_documents=flat.shard_documents)
+    return manifest
 
 
 def _load_generation(folder: Path) -> LoadedStore:
@@ -257,10 +325,12 @@ def _load_joined(root: Path, file: Path, home: Path) -> LoadedStore:
     if joined.index is not None:
         return _load_indexed(joined, tuple(folders), file, home)
     parts = [_load_part(entry, folder, file) for entry, folder in zip(joined.parts, folders, strict=True)]
-    manifest = combine_manifests(parts)
+    manifest = _without_dropped(combine_manifests(parts), joined.dropped)
     stated = (joined.fingerprint, joined.documents, joined.tokens)
     if stated != (manifest.fingerprint, manifest.documents, manifest.tokens):
         raise DataError(f"{file}: fingerprint or totals are not those of its parts; {_REMEDY}")
+    if not manifest.is_consistent:
+        raise DataError(f"{file}: dropped does not match the parts; {_REMEDY}")
     return _loaded(parts, manifest, file, home / PACK_FOLDER)
 
 
@@ -275,7 +345,8 @@ def _load_indexed(joined: JoinedManifest, folders: tuple[Path, ...], file: Path,
     for entry, folder in zip(joined.parts, folders, strict=True):
         _read_pinned(entry, folder, file)
     index = decode_joined_index(content, joined.fingerprint, str(path))
-    manifest = index.manifest
+    manifest = _without_dropped(index.manifest, joined.dropped)
+    vars(manifest).update(fingerprint=joined.fingerprint)  # taken, not computed, as that of the index
     if len(index.parts) != len(folders) or (joined.documents, joined.tokens) != (manifest.documents, manifest.tokens):
         raise DataError(f"{path}: parts or totals are not those of {file.name}; {_REMEDY}")
     return LoadedStore(

@@ -1,4 +1,4 @@
-"""Manifest of a joined store: its parts by path and SHA-256 of their manifest, and an index.
+"""Manifest of a joined store: parts by path and SHA-256 of their manifest, index, left-out documents.
 
 Cost: two hashes over the fields.
 """
@@ -12,12 +12,13 @@ from typing import Any
 from lt_data import strict_json
 from lt_data.errors import DataError
 from lt_data.file_names import is_plain_name
-from lt_data.store.manifest import checksum_of
+from lt_data.store.manifest import DropList, checksum_of
 from lt_data.store.manifest_checks import check_counts, check_hashes
 
 FORMAT = "lt-data-joined-store"
 VERSION = 1
 INDEXED_VERSION = 2
+DROPPING_VERSION = 3
 _REMEDY = "join the stores again"
 
 
@@ -60,7 +61,7 @@ class JoinedManifest:
     """Manifest of a joined store; `fingerprint`, `documents` and `tokens` are those of all parts together.
 
     `appended` is the fingerprint of the listing of the sources that a generation added, otherwise "". With an `index`
-    the version is 2: a reader of version 1 would not check it.
+    the version is 2, with documents `dropped` 3: readers of earlier versions would not check them.
     """
 
     fingerprint: str
@@ -69,6 +70,12 @@ class JoinedManifest:
     parts: tuple[JoinedPart, ...]
     appended: str = ""
     index: IndexFile | None = None
+    dropped: DropList | None = None
+
+    @property
+    def version(self) -> int:
+        """Version of the format that it needs."""
+        return DROPPING_VERSION if self.dropped else INDEXED_VERSION if self.index else VERSION
 
     def __post_init__(self) -> None:
         check_hashes("fingerprint", [self.fingerprint, *([self.appended] if self.appended else [])])
@@ -79,8 +86,8 @@ class JoinedManifest:
 
     def encode(self) -> bytes:
         """Return the bytes of the file."""
-        values = {"format": FORMAT, "version": INDEXED_VERSION if self.index else VERSION, **asdict(self)}
-        for name in ("appended", "index"):
+        values = {"format": FORMAT, "version": self.version, **asdict(self)}
+        for name in ("appended", "index", "dropped"):
             if not values[name]:
                 del values[name]
         return (json.dumps({**values, "checksum": checksum_of(values)}, indent=2) + "\n").encode()
@@ -94,10 +101,11 @@ class JoinedManifest:
         """
         fields = dict(values)
         del fields["format"]
-        if (version := fields.pop("version", None)) != (INDEXED_VERSION if "index" in fields else VERSION):
+        expected = DROPPING_VERSION if "dropped" in fields else INDEXED_VERSION if "index" in fields else VERSION
+        if (version := fields.pop("version", None)) != expected:
             raise DataError(
-                f"{source}: format version {version!r}; this lt-data reads {VERSION} and, with an index, "
-                f"{INDEXED_VERSION}: update lt-data"
+                f"{source}: format version {version!r}; this lt-data reads {VERSION}, with an index {INDEXED_VERSION}, "
+                f"with dropped documents {DROPPING_VERSION}: update lt-data"
             )
         checksum = fields.pop("checksum", None)
         manifest = strict_json.parse(cls, fields, source, _REMEDY)

@@ -197,6 +197,38 @@ class StorePart:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DropList:
+    """Documents of its parts that a joined store leaves out: duplicates of documents of an earlier part.
+
+    Attributes:
+        sha256: SHA-256 of the file of the extents that it has (lt_data.store.extents).
+        extents: their number.
+        documents: documents that are left out.
+        tokens: their ids.
+        text_bytes: UTF-8 bytes of the text of the documents that are left; 0 if unknown.
+        read: all documents that were read, and the ids of those that one process would have encoded.
+        left_out: those left out by reason, by the parts or here.
+        special_strings: counts in the documents that are left.
+    """
+
+    sha256: str
+    extents: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    read: DocumentTotals
+    left_out: Mapping[str, DocumentTotals]
+    special_strings: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        check_hashes("sha256 of the extents", [self.sha256])
+        check_counts(extents=self.extents, documents=self.documents, tokens=self.tokens, text_bytes=self.text_bytes)
+        check_counts(**self.special_strings)
+        for totals in (self.read, *self.left_out.values()):
+            check_counts(**asdict(totals))
+
+
+@dataclass(frozen=True, kw_only=True)
 class StoreManifest:
     """Manifest of a token store.
 
@@ -223,6 +255,7 @@ class StoreManifest:
         merged_from: number of parts that were merged; 1 if one process prepared the store.
         split: the store and the side of the split that made this one, if any.
         part: the part of a job that this store is; None for a complete store.
+        dropped: documents in the shards that a joined store leaves out; None in the file of a flat store.
         fingerprint: SHA-256 over everything that determines the tokens.
     """
 
@@ -246,6 +279,7 @@ class StoreManifest:
     merged_from: int = 1
     split: StoreSplit | None = None
     part: StorePart | None = None
+    dropped: DropList | None = None
 
     def __post_init__(self) -> None:
         for totals in (self.read, *self.left_out.values()):
@@ -262,23 +296,23 @@ class StoreManifest:
 
     @cached_property
     def shard_tokens_each(self) -> list[int]:
-        """Ids of each shard."""
+        """Ids of each shard, those of documents that a joined store leaves out included."""
         return [shard.tokens for shard in self.shards]
 
     @cached_property
     def shard_documents(self) -> list[int]:
-        """Documents of each shard."""
+        """Documents of each shard, likewise."""
         return [shard.documents for shard in self.shards]
 
     @property
     def tokens(self) -> int:
         """Ids in the store."""
-        return sum(self.shard_tokens_each)
+        return sum(self.shard_tokens_each) - (self.dropped.tokens if self.dropped else 0)
 
     @property
     def documents(self) -> int:
         """Documents in the store."""
-        return sum(self.shard_documents)
+        return sum(self.shard_documents) - (self.dropped.documents if self.dropped else 0)
 
     @property
     def empty_documents(self) -> int:
@@ -307,6 +341,8 @@ class StoreManifest:
             "dtype": self.dtype,
             "shards": [shard.identity for shard in self.shards],
         }
+        if self.dropped is not None:
+            identity["dropped"] = self.dropped.sha256
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
     def to_dict(self) -> dict[str, Any]:
@@ -330,7 +366,7 @@ class StoreManifest:
                     del shard[name]
         if not values["sources"]["list_sha256"]:
             del values["sources"]["list_sha256"]
-        for name in ("columns", "map", "split"):
+        for name in ("columns", "map", "split", "dropped"):
             if not values[name]:
                 del values[name]
         return {**values, "checksum": checksum_of(values)}
@@ -349,6 +385,8 @@ class StoreManifest:
             raise DataError(
                 f"{source}: format version {version!r}; this lt-data reads version {VERSION}: update lt-data"
             )
+        if "dropped" in fields:
+            raise DataError(f"{source}: dropped is a field of joined stores alone; {_REMEDY}")
         checksum = fields.pop("checksum", None)
         stated = {name: fields.pop(name, None) for name in ("fingerprint", "documents", "tokens")}
         manifest = strict_json.parse(cls, fields, source, _REMEDY)

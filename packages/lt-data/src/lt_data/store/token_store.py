@@ -70,11 +70,11 @@ class TokenStore:
         self._packs = packs
         self._loaded = loaded or flat_store(path, manifest)
         self._locations = self._loaded.locations
-        self._token_boundaries = np.cumsum([0, *manifest.shard_tokens_each], dtype=np.int64)
+        self.extents = self._loaded.map_extents()
         self._checked_folders: set[Path] = set()
         self._mapped = MappedFiles(self._map_tokens, len(manifest.shards))
         self._documents = DocumentIndex(
-            manifest, self._checked_location, self.shard_path, is_local=shard_reader is None
+            manifest, self.extents, self._checked_location, self.shard_path, is_local=shard_reader is None
         )
         self._metadata = ShardMetadata(self._locations, self.shard_path, self.download)
 
@@ -138,7 +138,7 @@ class TokenStore:
     @property
     def n_tokens(self) -> int:
         """Ids in the store."""
-        return int(self._token_boundaries[-1])
+        return self.extents.n_tokens
 
     @property
     def vocab_size(self) -> int:
@@ -177,9 +177,9 @@ class TokenStore:
         return self.part_folders[0] / TOKENIZER_FOLDER
 
     @property
-    def shard_boundaries(self) -> np.ndarray:
-        """Global token offset at which each shard begins, and the end of the last (int64 [shards + 1])."""
-        return self._token_boundaries
+    def document_boundaries(self) -> np.ndarray:
+        """Index of the first document of each shard, and the end of the last (int64 [shards + 1])."""
+        return self._documents.boundaries
 
     @property
     def lengths(self) -> np.ndarray:
@@ -223,8 +223,7 @@ class TokenStore:
 
     def document_span(self, index: int) -> tuple[int, int]:
         """Return global token offset and length of one document, from the mapped index."""
-        number, begin, length = self._documents.span(index)
-        return int(self._token_boundaries[number]) + begin, length
+        return self._documents.span(index)
 
     @cached_property
     def source_files(self) -> tuple[SourceFile, ...]:
@@ -249,14 +248,15 @@ class TokenStore:
         return self._metadata.source(*self._documents.find(index))
 
     def shard_sources(self, number: int) -> np.ndarray | None:
-        """Return the source of each document of a shard (u64), if known.
+        """Return the source of each document of a shard (u64), without those that are left out, if known.
 
         Their bits: lt_data.store.document_sources.
 
         Raises:
             DataError: they cannot be read.
         """
-        return self._metadata.sources(number)
+        sources, kept = self._metadata.sources(number), self.kept_documents(number)
+        return sources if sources is None or kept is None else sources[kept]
 
     def document_columns(self, index: int) -> dict[str, Any]:
         """Return the kept columns of one document by name; empty if the store has none.
@@ -265,7 +265,7 @@ class TokenStore:
             DataError: they cannot be read, or pyarrow is missing.
         """
         number, place = self._documents.find(index)
-        columns = self.shard_columns(number)
+        columns = self._metadata.columns(number)
         return {} if columns is None else columns.slice(place, 1).to_pylist()[0]
 
     def shard_columns(self, number: int) -> Any:
@@ -274,19 +274,18 @@ class TokenStore:
         Raises:
             DataError: they cannot be read, or pyarrow is missing.
         """
-        return self._metadata.columns(number)
+        columns, kept = self._metadata.columns(number), self.kept_documents(number)
+        return columns if columns is None or kept is None else columns.take(np.flatnonzero(kept))
+
+    def kept_documents(self, number: int) -> np.ndarray | None:
+        """Return a mask of the documents of a shard that the store has (bool [n]); None: all of them."""
+        return self.extents.kept_documents(number, self.manifest.shards[number].documents)
 
     def tokens(self, start: int, length: int) -> np.ndarray:
         """Return the ids [start, start + length) of the store: a view, or a copy if they span shards."""
         if not (0 <= start <= start + length <= self.n_tokens):
             raise IndexError(f"tokens {start} to {start + length} of {self.n_tokens}")
-        parts: list[np.ndarray] = []
-        number = int(np.searchsorted(self._token_boundaries, start, side="right")) - 1
-        while length > 0:
-            begin = start - int(self._token_boundaries[number])
-            end = min(begin + length, self.manifest.shard_tokens_each[number])
-            parts.append(self.read(number, begin, end))
-            start, length, number = start + parts[-1].size, length - parts[-1].size, number + 1
+        parts = [self.read(*piece) for piece in self.extents.split(start, length)]
         if not parts:
             return np.zeros(0, self.dtype)
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -333,13 +332,14 @@ class TokenStore:
         Raises:
             DataError: a file differs; the message names it.
         """
-        total = self.n_tokens * self.dtype.itemsize
+        total = sum(self.manifest.shard_tokens_each) * self.dtype.itemsize
         done = 0
         tokenizer = self.manifest.tokenizer
         for name, sha256 in tokenizer.files.items():
             check_hash(self.tokenizer_folder / name, sha256, self.tokenizer_folder.parent)
         self.tokenizer()
         self.check_index()
+        self.check_extents()
         _ = self.source_files  # compared with its hash
         for number, shard in enumerate(self.manifest.shards):
             index, location = self.shard_path(number, "idx"), self._locations[number]
@@ -365,6 +365,14 @@ class TokenStore:
             DataError: they differ.
         """
         self._loaded.check_index()
+
+    def check_extents(self) -> None:
+        """Compare the file of what a joined store has of its parts, if there is one, with its hash.
+
+        Raises:
+            DataError: it differs.
+        """
+        self._loaded.check_extents()
 
     def shard_location(self, number: int) -> ShardLocation:
         """Return where a shard is."""

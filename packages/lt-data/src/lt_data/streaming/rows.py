@@ -287,7 +287,7 @@ class RowReader:
         used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
         padding = self.seq_len - used
         item = self.store.dtype.itemsize
-        row, shard, begin, length = self._split_at_shards(row, start, length)
+        row, shard, begin, length = self._split_at_extents(row, start, length)
         parts: list[Any] = list(self._run_buffers(shard, begin, length))
         if padding.any():
             ends = np.searchsorted(row, np.arange(n), side="right")
@@ -297,15 +297,18 @@ class RowReader:
         return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
 
     def _copy_single_runs(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
-        """Copy rows of one run each, most of them full and in one local shard, in one numpy call; else None."""
-        boundaries = self.store.shard_boundaries
-        shard = np.searchsorted(boundaries, start, side="right") - 1
-        is_full = (length == self.seq_len) & (start + self.seq_len <= boundaries[shard + 1])
+        """Copy rows of one run each in one numpy call if most are full and in one extent of a local shard."""
+        extents = self.store.extents
+        extent = extents.find_tokens(start)
+        is_full = (length == self.seq_len) & (start + self.seq_len <= extents.first_token[extent + 1])
         others = np.flatnonzero(~is_full)
-        if 2 * others.size >= start.size or (mapped := self.store.mmap_shards(shard[is_full])) is None:
+        if 2 * others.size >= start.size:
+            return None
+        shard, offset = extents.place(extent[is_full], start[is_full])
+        if (mapped := self.store.mmap_shards(shard)) is None:
             return None
         ids, begin = mapped
-        source = (start - boundaries[shard])[is_full] + begin
+        source = offset + begin
         if others.size:  # placeholders, overwritten below
             source = np.insert(source, others - np.arange(others.size), source[0])
         row = np.dtype((np.void, self.seq_len * ids.itemsize))
@@ -318,22 +321,22 @@ class RowReader:
             rows[others] = self._join_runs(np.arange(others.size), start[others], length[others], others.size)
         return rows
 
-    def _split_at_shards(
+    def _split_at_extents(
         self, row: np.ndarray, start: np.ndarray, length: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Split runs that span shards; return row, shard, first token in the shard, and length of each run."""
-        boundaries = self.store.shard_boundaries
-        if start.size and not (start.min() >= 0 and (start + length).max() <= boundaries[-1]):
+        """Split runs that span extents; return row, shard, first token in the shard, and length of each run."""
+        extents = self.store.extents
+        if start.size and not (start.min() >= 0 and (start + length).max() <= extents.n_tokens):
             raise DataError(f"a pack of {self.store.path} has rows outside the store: find it with lt data verify")
-        first = np.searchsorted(boundaries, start, side="right") - 1
-        n_shards = np.searchsorted(boundaries, start + length - 1, side="right") - first
-        if start.size == 0 or n_shards.max() == 1:
-            return row, first, start - boundaries[first], length
-        run = np.repeat(np.arange(start.size), n_shards)
-        shard = first[run] + concat_aranges(n_shards)
-        begin = np.maximum(start[run], boundaries[shard])
-        end = np.minimum(start[run] + length[run], boundaries[shard + 1])
-        return row[run], shard, begin - boundaries[shard], end - begin
+        first = extents.find_tokens(start)
+        n_extents = extents.find_tokens(start + length - 1) + 1 - first
+        if start.size == 0 or n_extents.max() == 1:
+            return row, *extents.place(first, start), length
+        run = np.repeat(np.arange(start.size), n_extents)
+        extent = first[run] + concat_aranges(n_extents)
+        begin = np.maximum(start[run], extents.first_token[extent])
+        end = np.minimum(start[run] + length[run], extents.first_token[extent + 1])
+        return row[run], *extents.place(extent, begin), end - begin
 
     def _run_buffers(self, shard: np.ndarray, begin: np.ndarray, length: np.ndarray) -> Iterable[Any]:
         """Return the bytes of each run, which is in one shard."""
@@ -352,9 +355,8 @@ class RowReader:
         if positions.size > _RUNS_PER_COPY:
             parts = np.array_split(positions, -(-positions.size // _RUNS_PER_COPY))
             return np.concatenate([self._tokens_at(part) for part in parts])
-        boundaries = self.store.shard_boundaries
-        shard = np.searchsorted(boundaries, positions, side="right") - 1
-        offset = positions - boundaries[shard]
+        extents = self.store.extents
+        shard, offset = extents.place(extents.find_tokens(positions), positions)
         if (mapped := self.store.mmap_shards(shard)) is not None:
             ids, begin = mapped
             return ids[offset + begin]
