@@ -141,7 +141,7 @@ def test_export_loads_in_transformers_with_the_same_logits(uninterrupted_run: Pa
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from lt_trainer.cli.sample import load_model
+    from lt_trainer.evaluation import load_model
 
     lt("ckpt", "verify", uninterrupted_run, cwd=tmp_path)
     lt("ckpt", "export", uninterrupted_run, "--out", "model", cwd=tmp_path)

@@ -50,6 +50,7 @@ def test_engines_can_add_commands(monkeypatch: pytest.MonkeyPatch) -> None:
         "report",
         "bench",
         "tune",
+        "evaluate",
         "sample",
         "other",
         "polish",

@@ -1,4 +1,4 @@
-"""`lt train`: run, check, show, plan, watch, report, bench, tune and sample.
+"""`lt train`: run, check, show, plan, watch, report, bench, tune, evaluate and sample.
 
 Heavy imports are in the commands.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -51,7 +52,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Train a recipe, show it, or sample from a trained model.",
+    help="Train a recipe, show it, evaluate a trained model or sample from it.",
 )
 
 RecipeFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="Recipe.")]
@@ -300,6 +301,48 @@ def tune(
 
 
 @app.command()
+def evaluate(
+    model: Annotated[
+        Path,
+        typer.Argument(
+            metavar="MODEL",
+            help="Run directory (its newest checkpoint), checkpoint, or model of another format.",
+        ),
+    ],
+    store: Annotated[
+        list[Path] | None, typer.Option(help="Token store to compute the loss over; repeatable.", show_default=False)
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder for results.jsonl; the same command goes on from it.", show_default=False),
+    ] = None,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype: auto (bfloat16 on a GPU, else float32), float32, bfloat16, float64.")
+    ] = "auto",
+    seq_len: Annotated[int, typer.Option(help="Positions per row; 0 for the model's context length.", min=0)] = 0,
+    micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 1,
+) -> None:
+    """Evaluate a model on one device: loss, perplexity, bits per byte of stores, by source and length."""
+    require_torch("evaluate")
+    from lt_data.display.terminal import escape_controls
+    from lt_trainer.cli.evaluate import EvaluateOptions
+    from lt_trainer.cli.evaluate import evaluate as run_evaluation
+
+    options = EvaluateOptions(
+        stores=store or [], device=device, dtype=dtype, seq_len=seq_len, micro_batch_size=micro_batch_size
+    )
+    run_evaluation(model, options, out=out, echo=lambda line: typer.echo(escape_controls(line)))
+
+
+def require_torch(command: str) -> None:
+    """Exit with a message if torch is not installed."""
+    if find_spec("torch") is None:
+        typer.echo(f"lt train {command} needs torch: pip install 'lt-trainer[torch]'", err=True)
+        raise typer.Exit(EXIT_USER)
+
+
+@app.command()
 def sample(
     checkpoint: Annotated[
         Path,
@@ -318,18 +361,17 @@ def sample(
     ] = 1.0,
     seed: Annotated[int, typer.Option(help="Random seed.")] = 0,
     samples: Annotated[int, typer.Option(help="Number of continuations.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype: auto (bfloat16 on a GPU, else float32), float32, bfloat16, float64.")
+    ] = "auto",
 ) -> None:
-    """Generate text from a trained model."""
-    try:
-        from lt_trainer.cli.sample import generate_text, load_model
-    except ModuleNotFoundError as exc:
-        if exc.name != "torch":
-            raise
-        typer.echo("lt train sample needs torch: pip install 'lt-trainer[torch]'", err=True)
-        raise typer.Exit(EXIT_USER) from exc
+    """Generate text from a trained model; ends at the model's context length at the latest."""
+    require_torch("sample")
     from lt_data.display.terminal import escape_controls
+    from lt_trainer.cli.sample import generate_text, load_model
 
-    loaded = load_model(checkpoint)
+    loaded = load_model(checkpoint, device=device, dtype=dtype)
     for i in range(samples):
         text = generate_text(
             loaded,

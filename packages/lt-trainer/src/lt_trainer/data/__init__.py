@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from lt_trainer.data.training_data import data_event_fields as data_event_fields
     from lt_trainer.data.training_data import open_data as open_data
     from lt_trainer.data.training_data import open_stream as open_stream
+    from lt_trainer.data.training_data import text_bytes as text_bytes
+    from lt_trainer.data.training_data import to_micro_batches as to_micro_batches
     from lt_trainer.data.training_data import validation_batches as validation_batches
+    from lt_trainer.data.training_data import validation_rows as validation_rows
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -28,6 +31,9 @@ else:
             "document_boundaries": "find_document_starts micro_batch_cu_seqlens",
             "generations": "changed_generations recorded_stores reopen_data resume_state",
             "synthetic": "SyntheticRows",
-            "training_data": ("STORES TrainingData data_event_fields open_data open_stream validation_batches"),
+            "training_data": (
+                "STORES TrainingData data_event_fields open_data open_stream text_bytes to_micro_batches "
+                "validation_batches validation_rows"
+            ),
         },
     )

@@ -313,17 +313,20 @@ def to_step_batch(batch: StreamBatch, micro_batch_size: int, seq_len: int = 0) -
     )
 
 
+def validation_rows(n_rows: int, topology: Topology, micro_batch_size: int) -> Iterator[np.ndarray]:
+    """Yield the row numbers (int64) of this rank's batches; the last may have fewer."""
+    per_round = micro_batch_size * topology.dp_size
+    for start in range(0, n_rows, per_round):
+        yield np.arange(start + topology.dp_rank, min(start + per_round, n_rows), topology.dp_size, dtype=np.int64)
+
+
 def validation_batches(reader: RowReader, topology: Topology, micro_batch_size: int) -> Iterator[StepBatch]:
     """Yield all rows of `reader` once over all ranks, as equally many batches [1, B, T] on every rank.
 
     Row r belongs to rank r % dp_size. When rows run out, batches are padded with rows without labels: they cost time
     but do not change the sum, and no rank waits in a collective for one that has finished.
     """
-    per_round = micro_batch_size * topology.dp_size
-    for start in range(0, reader.n_rows, per_round):
-        row_numbers = np.arange(
-            start + topology.dp_rank, min(start + per_round, reader.n_rows), topology.dp_size, dtype=np.int64
-        )
+    for row_numbers in validation_rows(reader.n_rows, topology, micro_batch_size):
         tokens = reader.read_token_rows(row_numbers)
         rows, starts = tokens.to_int32(), tokens.segments()[0]
         n_padding = micro_batch_size - len(row_numbers)

@@ -1,0 +1,167 @@
+"""`lt train evaluate` on one device: losses over stores and tasks, as a table and as JSON lines.
+
+Each store and task is one unit of work: its records are appended to a file in the results folder when it is done, and
+a repeated command goes on after the units that it finds there. The file's first line names model, dtype and options; a
+file of others is an error, so that numbers of two models never mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lt_data import RowReader, TokenStore, open_pack
+from lt_data.display.progress_bars import progress_bar
+from lt_trainer.evaluation import BatchShape, EvaluationError, GroupLoss, LoadedModel, evaluate_store, load_model
+from lt_trainer.run_directory import JsonlWriter, read_jsonl
+
+RESULTS_FILE = "results.jsonl"
+N_SHOWN = 20
+"""Source files shown of a store; the file has all."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateOptions:
+    """Options of the command that change numbers."""
+
+    stores: Sequence[Path] = ()
+    device: str = "auto"
+    dtype: str = "auto"
+    seq_len: int = 0
+    """Positions per row; 0: the model's context length."""
+    micro_batch_size: int = 1
+
+
+def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: Any) -> None:
+    """Evaluate a model and print the results.
+
+    Args:
+        model: checkpoint, run directory or model of another format.
+        options: what to evaluate, and how.
+        out: folder of the results; None for none.
+        echo: prints a line.
+
+    Raises:
+        EvaluationError: nothing to evaluate, options that do not fit the model, or results of another evaluation.
+        CheckpointError: the model cannot be loaded.
+        DataError: a store cannot be read, or has no pack of this row length.
+    """
+    if not options.stores:
+        raise EvaluationError("nothing to evaluate; pass --store STORE")
+    loaded = load_model(model, device=options.device, dtype=options.dtype)
+    results = Results.open(out, describe(loaded, options))
+    readers = {str(path): _open_reader(loaded, path, options) for path in options.stores}
+    shape = _shape(loaded, options)
+    for name, reader in readers.items():
+        losses = results.find("store", name)
+        if losses is None:
+            with progress_bar(name) as progress:
+                losses = [
+                    loss.to_dict()
+                    for loss in evaluate_store(
+                        loaded, reader, shape, name=name, on_batch=lambda done, total: progress(done, total, "batches")
+                    )
+                ]
+            results.add("store", name, losses)
+        for line in store_lines(losses):
+            echo(line)
+
+
+def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
+    """Return what numbers depend on besides the store or the task."""
+    return {
+        "model": str(loaded.source.resolve()),
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
+        "seq_len": _shape(loaded, options).seq_len,
+    }
+
+
+def _shape(loaded: LoadedModel, options: EvaluateOptions) -> BatchShape:
+    context_length = loaded.model.config.max_position_embeddings
+    seq_len = options.seq_len or context_length
+    if seq_len > context_length:
+        raise EvaluationError(
+            f"--seq-len {seq_len}: {loaded.source} has a context of {context_length} tokens; pass at most that"
+        )
+    return BatchShape(micro_batch_size=options.micro_batch_size, seq_len=seq_len)
+
+
+def _open_reader(loaded: LoadedModel, path: Path, options: EvaluateOptions) -> RowReader:
+    store = TokenStore.open(path)
+    if store.vocab_size > loaded.model.config.vocab_size:
+        raise EvaluationError(
+            f"store {path} has ids up to {store.vocab_size - 1}, and {loaded.source} has "
+            f"{loaded.model.config.vocab_size} rows; prepare the text with the model's tokenizer"
+        )
+    if store.manifest.tokenizer.sha256 != loaded.tokenizer.sha256:
+        raise EvaluationError(
+            f"store {path} was prepared with another tokenizer ({store.manifest.tokenizer.name!r}) than that of "
+            f"{loaded.source}; prepare the text with the model's tokenizer"
+        )
+    return RowReader(store, open_pack(store, seq_len=_shape(loaded, options).seq_len))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Results:
+    """Results file of one evaluation: a description, then a line for each store and task that is done."""
+
+    path: Path | None
+    done: dict[tuple[str, str], list[dict[str, Any]]]
+
+    @classmethod
+    def open(cls, folder: Path | None, description: dict[str, Any]) -> Results:
+        """Open the results in a folder, which is created if it is missing.
+
+        Raises:
+            EvaluationError: the folder has results of another evaluation.
+        """
+        if folder is None:
+            return cls(path=None, done={})
+        path = folder / RESULTS_FILE
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with JsonlWriter(path) as writer:
+                writer.write(description)
+            return cls(path=path, done={})
+        first, *others = read_jsonl(path) or [{}]
+        if changed := [name for name in description if first.get(name) != description[name]]:
+            name = changed[0]
+            raise EvaluationError(
+                f"{path} has results with {name} = {first.get(name)!r}, not {description[name]!r}; pass another --out, "
+                "or move it away"
+            )
+        return cls(path=path, done={(record["kind"], record["name"]): record["results"] for record in others})
+
+    def find(self, kind: str, name: str) -> list[dict[str, Any]] | None:
+        """Return the results of a store or task that is done."""
+        return self.done.get((kind, name))
+
+    def add(self, kind: str, name: str, results: Sequence[dict[str, Any]]) -> None:
+        """Append the results of a store or task."""
+        if self.path is not None:
+            with JsonlWriter(self.path) as writer:
+                writer.write({"kind": kind, "name": name, "results": list(results)})
+
+
+def store_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the losses of a store as a table."""
+    lines = [f"{'documents':>10} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>9}"]
+    n_sources = 0
+    for loss in losses:
+        label = {"all": loss["store"], "source": f"  {loss['name']}", "length": f"  {loss['name']} tokens"}
+        n_sources += loss["group"] == "source"
+        if loss["group"] == "source" and n_sources > N_SHOWN:
+            continue
+        lines.append(
+            f"{loss['documents']:>10,} {loss['tokens']:>12,} {loss['loss']:>9.4f} {loss['perplexity']:>11.4g} "
+            f"{loss['bits_per_byte']:>9.4f}  {label[loss['group']]}"
+        )
+    if n_sources > N_SHOWN:
+        lines.append(f"  and {n_sources - N_SHOWN} further source files")
+    return lines
+
+
+__all__ = ["EvaluateOptions", "GroupLoss", "Results", "describe", "evaluate", "store_lines"]
