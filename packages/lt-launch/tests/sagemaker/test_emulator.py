@@ -39,7 +39,8 @@ def start(
         **more,
     }
     write_table(tmp_path / "job" / "request.json", request)
-    write_table(tmp_path / "job" / "addresses.json", {"s3://local/kept": str(tmp_path / "kept")})
+    folders = {"s3://local/kept": str(tmp_path / "kept"), "s3://bucket/out": str(tmp_path / "out")}
+    write_table(tmp_path / "job" / "addresses.json", folders)
     return subprocess.Popen([sys.executable, "-c", PROGRAM, str(tmp_path / "job"), str(grace_period_s), script])
 
 
@@ -65,9 +66,11 @@ echo "step=1 loss=2.5 learning_rate=1e-3"; echo "step=2 loss=nan tokens_per_sec=
     found = job(tmp_path)
     assert (found["TrainingJobStatus"], found["SecondaryStatus"]) == ("Completed", "Completed")
     seen = (tmp_path / "job" / "output" / "data" / "algo-10" / "seen").read_text()
-    resources = json.loads(seen.partition("}")[0] + "}")
+    resources, _ = json.JSONDecoder().raw_decode(seen)
     assert resources["current_host"] == "algo-10"
     assert resources["hosts"][:3] == ["algo-1", "algo-10", "algo-11"], "as text, like the service"
+    (group,) = resources["instance_groups"]
+    assert (group["instance_group_name"], group["hosts"]) == (resources["current_group_name"], resources["hosts"])
     assert seen.endswith("restored")
     assert (tmp_path / "kept" / "run" / "new").read_text() == "new\n"
     assert (tmp_path / "job" / "output" / "model" / "weights").read_text() == "weights\n"
@@ -75,6 +78,31 @@ echo "step=1 loss=2.5 learning_rate=1e-3"; echo "step=2 loss=nan tokens_per_sec=
     of_one = [(point["MetricName"], point["Value"]) for point in points if point["Host"] == "algo-3"]
     assert of_one == [("loss", "2.5"), ("loss", "nan"), ("tokens_per_sec", "1.5e+06")]
     assert {one["MetricName"]: one["Value"] for one in found["FinalMetricDataList"]}["loss"] == "nan"
+
+
+@pytest.mark.parametrize("compression", ["NONE", "GZIP"])
+def test_results_are_in_the_folder_that_stands_for_the_output_path(tmp_path: Path, compression: str) -> None:
+    output = {"S3OutputPath": "s3://bucket/out", "CompressionType": compression}
+    script = "echo weights > $1/model/weights; echo other > $1/output/data/other"
+    assert start(tmp_path, script, OutputDataConfig=output).wait(60) == 0
+    results = tmp_path / "out" / "job" / "output"
+    model = results / ("model" if compression == "NONE" else "model.tar.gz")
+    assert model.exists()
+    assert (results / "data" / "algo-1" / "other").read_text() == "other\n"
+    assert job(tmp_path)["ModelArtifacts"] == {"S3ModelArtifacts": str(model)}
+    assert not (tmp_path / "job" / "output").exists()
+
+
+def test_checkpoints_are_where_the_request_has_them(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "old").write_text("restored")
+    config = {"S3Uri": "s3://local/kept", "LocalPath": "/opt/ml/mine"}
+    script = """
+grep -q '"LocalPath": *"/opt/ml/mine"' $1/input/config/checkpointconfig.json || exit 1
+cp $1/mine/old $1/mine/new
+"""
+    assert start(tmp_path, script, CheckpointConfig=config).wait(60) == 0, job(tmp_path)
+    assert (tmp_path / "kept" / "new").read_text() == "restored"
 
 
 def test_a_host_that_fails_ends_the_job_of_all_and_is_named(tmp_path: Path) -> None:

@@ -229,6 +229,7 @@ def test_golden(golden: Any) -> None:
 def test_variables_of_the_profile_travel_and_those_by_name_are_refused() -> None:
     """Here, and in what is run on this machine in its place."""
     table = {f"sagemaker.{name}": value for name, value in OPTIONS.items()}
+    table["sagemaker.local_folders"] = ("s3://bucket=/data",)
     profile = Profile().with_values({**table, "env.A": "profile", "env.B": "profile"}, "test")
     for target in (SageMakerTarget(), SageMakerLocalTarget()):
         text = target.render(Pipeline.from_job(job(env={"B": "job"})), profile).files[REQUEST_FILE]

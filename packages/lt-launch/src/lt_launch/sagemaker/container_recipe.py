@@ -17,6 +17,7 @@ from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.instances import INSTANCE_TYPES
 from lt_launch.sagemaker.recipe_rules import OVERRIDE_PREFIX
 from lt_launch.sagemaker.request import VALIDATION_CHANNEL_PREFIX, channel_for_field
+from lt_launch.sagemaker.toolkit import count_gpus
 
 if TYPE_CHECKING:
     from lt_trainer.config import ResolvedRecipe
@@ -165,5 +166,4 @@ def procs_per_node(contract: Contract, environ: Mapping[str, str], devices: Path
     instance_type = INSTANCE_TYPES.get(contract.cluster.instance_type)
     if instance_type:
         return instance_type.devices
-    gpus = [path for path in devices.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()]
-    return max(1, len(gpus))
+    return max(1, count_gpus(devices))

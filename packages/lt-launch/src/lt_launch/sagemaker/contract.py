@@ -31,6 +31,7 @@ __all__ = [
     "Contract",
     "natural_sort_key",
     "read_contract",
+    "resolve_path",
 ]
 
 ROOT = Path("/opt/ml")
@@ -78,6 +79,10 @@ class Contract:
     checkpoint_dir: Path
     has_checkpoint_config: bool
     """True if the service uploads the checkpoint folder to S3 and restores it."""
+    resource_config: Mapping[str, Any]
+    """resourceconfig.json as the service wrote it, hosts in its order."""
+    input_data_config: Mapping[str, Any]
+    """inputdataconfig.json as the service wrote it."""
 
     @property
     def model_dir(self) -> Path:
@@ -114,17 +119,21 @@ def read_contract(root: Path, environ: Mapping[str, str]) -> Contract:
     config = root / "input" / "config"
     checkpoint_config = _read_json_object(config / "checkpointconfig.json", default={})
     local_path = checkpoint_config.get("LocalPath") or "/opt/ml/checkpoints"
+    input_data_config = _read_json_object(config / "inputdataconfig.json", default={})
+    resource_config = _read_json_object(config / "resourceconfig.json")
     return Contract(
         root=root,
         hyperparameters=_read_json_object(config / "hyperparameters.json", default={}),
-        channels=_read_channels(root, _read_json_object(config / "inputdataconfig.json", default={})),
-        cluster=_read_cluster(config / "resourceconfig.json", environ),
-        checkpoint_dir=_resolve_path(root, str(local_path)),
+        channels=_read_channels(root, input_data_config),
+        cluster=_read_cluster(config / "resourceconfig.json", resource_config, environ),
+        checkpoint_dir=resolve_path(root, str(local_path)),
         has_checkpoint_config=bool(checkpoint_config),
+        resource_config=resource_config,
+        input_data_config=input_data_config,
     )
 
 
-def _resolve_path(root: Path, path: str) -> Path:
+def resolve_path(root: Path, path: str) -> Path:
     """Return a path of the service with /opt/ml replaced by the root."""
     given = Path(path)
     return root / given.relative_to(ROOT) if given.is_relative_to(ROOT) else given
@@ -149,8 +158,7 @@ def _read_json_object(path: Path, *, default: dict[str, Any] | None = None) -> d
     return content
 
 
-def _read_cluster(path: Path, environ: Mapping[str, str]) -> Cluster:
-    resources = _read_json_object(path)
+def _read_cluster(path: Path, resources: Mapping[str, Any], environ: Mapping[str, str]) -> Cluster:
     hosts, current = resources.get("hosts"), resources.get("current_host")
     if not isinstance(hosts, list) or not all(isinstance(host, str) and host for host in hosts):
         raise SageMakerError(f"{path}: hosts = {hosts!r} is not a list of names")

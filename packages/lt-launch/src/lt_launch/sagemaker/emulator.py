@@ -6,7 +6,8 @@ One process emulates the service and runs one job to its end. JOB is a folder wi
     hosts/algo-N/           /opt/ml of a host: channels as links, config files, model, checkpoints, output
     logs/algo-N.log         output of its container (CloudWatch's stream)
     metrics.jsonl           matches of the metric regexes in those lines (CloudWatch's metrics)
-    output/                 model.tar.gz, or plain files with CompressionType NONE
+    output/                 model.tar.gz, or plain files with CompressionType NONE; where a folder stands for the output
+                            path, they are in FOLDER/NAME/output instead, NAME being the training job's
     CHECKPOINTS             restored at the start, copied to continuously, if the job has a CheckpointConfig
 
 `addresses.json` in JOB maps addresses s3://BUCKET/FOLDER to local folders. SIGTERM emulates StopTrainingJob: the
@@ -26,12 +27,13 @@ import sys
 import tarfile
 import threading
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
+from lt_launch.sagemaker.addresses import address_of
+from lt_launch.sagemaker.contract import ROOT, resolve_path
 from lt_launch.sagemaker.failure import FAILURE_REASON_LIMIT
 
 __all__ = ["GRACE_PERIOD_S", "TrainingJobEmulator", "network_isolation_prefix"]
@@ -139,7 +141,7 @@ class TrainingJobEmulator:
             name = channel["ChannelName"]
             link = root / "input" / "data" / name
             link.unlink(missing_ok=True)
-            link.symlink_to(self._local_path(channel["DataSource"]), target_is_directory=True)
+            link.symlink_to(self.addresses[address_of(channel["DataSource"])], target_is_directory=True)
             channels[name] = {
                 "TrainingInputMode": channel.get("InputMode", "File"),
                 "S3DistributionType": "FullyReplicated",
@@ -152,25 +154,37 @@ class TrainingJobEmulator:
             "network_interface_name": "lo",
             "current_instance_type": "local",
             "current_group_name": "homogeneousCluster",
+            "instance_groups": [
+                {"instance_group_name": "homogeneousCluster", "instance_type": "local", "hosts": hosts},
+            ],
         }
         write_table(config / "hyperparameters.json", self.request.get("HyperParameters", {}))
         write_table(config / "inputdataconfig.json", channels)
         write_table(config / "resourceconfig.json", resources)
         if "CheckpointConfig" in self.request:
-            write_table(config / "checkpointconfig.json", {"LocalPath": "/opt/ml/checkpoints"})
-            stored = self._checkpoint_folder()
+            write_table(config / "checkpointconfig.json", {"LocalPath": self._checkpoint_path()})
+            stored, folder = self._checkpoint_storage(), self._checkpoint_folder(root)
+            folder.mkdir(parents=True, exist_ok=True)
             if stored is not None and stored.is_dir():
-                shutil.copytree(stored, root / "checkpoints", dirs_exist_ok=True)
+                shutil.copytree(stored, folder, dirs_exist_ok=True)
         return root
 
-    def _local_path(self, source: Mapping[str, Any]) -> Path:
-        s3, system = source.get("S3DataSource"), source.get("FileSystemDataSource")
-        address = s3["S3Uri"] if s3 else f"{system['FileSystemId']}:{system['DirectoryPath']}" if system else ""
-        return Path(self.addresses[address])
+    def _checkpoint_path(self) -> str:
+        """Return the path of the checkpoints in a container."""
+        return self.request.get("CheckpointConfig", {}).get("LocalPath") or f"{ROOT}/checkpoints"
 
-    def _checkpoint_folder(self) -> Path | None:
+    def _checkpoint_folder(self, root: Path) -> Path:
+        """Return the folder of a container's checkpoints; one outside /opt/ml is that of this machine."""
+        return resolve_path(root, self._checkpoint_path())
+
+    def _checkpoint_storage(self) -> Path | None:
         address = self.request.get("CheckpointConfig", {}).get("S3Uri")
         return Path(self.addresses[address]) if address in self.addresses else None
+
+    def _output_folder(self) -> Path:
+        """Return the folder of the results: below that of the output path, else in the job's folder."""
+        folder = self.addresses.get(self.request["OutputDataConfig"]["S3OutputPath"])
+        return Path(folder) / self.request["TrainingJobName"] / "output" if folder else self.job / "output"
 
     def _run_containers(self, roots: list[Path]) -> list[int]:
         (self.job / "logs").mkdir(exist_ok=True)
@@ -271,20 +285,20 @@ class TrainingJobEmulator:
 
     def _sync_checkpoints(self, roots: list[Path]) -> None:
         """Copy the checkpoints of every host to storage; incomplete files follow in the next round."""
-        storage = self._checkpoint_folder()
+        storage = self._checkpoint_storage()
         if storage is None:
             return
-        for root in roots:
-            for path in sorted((root / "checkpoints").rglob("*")):
-                target = storage / path.relative_to(root / "checkpoints")
+        for folder in map(self._checkpoint_folder, roots):
+            for path in sorted(folder.rglob("*")):
+                target = storage / path.relative_to(folder)
                 with suppress(FileNotFoundError):
                     if path.is_file() and not (target.exists() and _is_unchanged(path, target)):
                         target.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy2(path, target)
 
     def _collect_outputs(self, roots: list[Path]) -> None:
-        output = self.job / "output"
-        output.mkdir(exist_ok=True)
+        output = self._output_folder()
+        output.mkdir(parents=True, exist_ok=True)
         plain = self.request["OutputDataConfig"].get("CompressionType") == "NONE"
         models = [root / "model" for root in roots if any((root / "model").iterdir())]
         if plain:

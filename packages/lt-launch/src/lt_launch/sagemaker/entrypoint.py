@@ -156,16 +156,16 @@ def _train(contract: Contract, environ: Mapping[str, str], children: ChildRunner
         "restart": {"max_restarts": MAX_RESTARTS, "max_without_progress": MAX_WITHOUT_PROGRESS},
     }
     code = _run_attempts(
-        contract, spec, output, {**environ, **OFFLINE_ENV, **_container_env(contract, procs)}, children, log
+        contract, spec, output, {**environ, **OFFLINE_ENV, **_container_env(contract, environ)}, children, log
     )
     if code == 0 and is_first_host:
         code = _export_model(contract, Path(recipe.run.dir), environ, children, log)
     return code
 
 
-def _container_env(contract: Contract, procs: int) -> dict[str, str]:
+def _container_env(contract: Contract, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the SM_* variables and the network interface for NCCL and gloo."""
-    env = toolkit_environment(contract, devices=procs)
+    env = toolkit_environment(contract, environ)
     interface = contract.cluster.network_interface
     return env | ({"NCCL_SOCKET_IFNAME": interface, "GLOO_SOCKET_IFNAME": interface} if interface else {})
 

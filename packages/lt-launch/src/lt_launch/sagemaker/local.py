@@ -1,7 +1,8 @@
 """Target `sagemaker-local`: the same request, run by `emulator` with local processes, without docker.
 
 Local paths replace S3: a path in `sagemaker.channels` or in the recipe becomes an address below s3://local/, and
-`sagemaker.local_folders` maps other addresses to folders. Role, image and instance type are optional.
+`sagemaker.local_folders` maps other addresses, with all below them, to folders: of channels, checkpoints and output.
+Role, image and instance type are optional.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from lt_launch.job import Job, Pipeline, with_container_env
 from lt_launch.launch_dir import check_own
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
+from lt_launch.sagemaker.addresses import channel_address, local_folder
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
 from lt_launch.sagemaker.request import channel_for_field, create_training_job_request
-from lt_launch.sagemaker.target import REQUEST_FILE, to_stage_status
+from lt_launch.sagemaker.target import REQUEST_FILE, to_stage_status, unique_job_name
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 from lt_trainer.config import flatten
 
@@ -64,6 +66,7 @@ class SageMakerLocalTarget:
         """Run the job to its end here, or in the background."""
         base = launch.directory / "sagemaker"
         request = json.loads(rendered.files[REQUEST_FILE])
+        request["TrainingJobName"] = unique_job_name(request["TrainingJobName"])
         number = len(list(base.glob("job-*"))) if base.is_dir() else 0
         folder = base / f"job-{number:03}"
         folder.mkdir(parents=True)
@@ -161,7 +164,8 @@ class SageMakerLocalTarget:
 
 def map_to_local_folders(job: Job, options: SageMakerOptions) -> tuple[Job, SageMakerOptions, dict[str, str]]:
     """Return job and options with local paths as addresses, and the folder of each address."""
-    folders = parse_pairs(options.local_folders, "sagemaker.local_folders")
+    given = parse_pairs(options.local_folders, "sagemaker.local_folders")
+    given = {address: str(Path(folder).expanduser().absolute()) for address, folder in given.items()}
     channels = parse_pairs(options.channels, "sagemaker.channels")
     values = flatten(tomllib.loads(job.recipe)) if job.recipe else {}
     for name, value in values.items():
@@ -169,15 +173,26 @@ def map_to_local_folders(job: Job, options: SageMakerOptions) -> tuple[Job, Sage
             channels.setdefault(channel_for_field(name), str(value))
     if job.nodes > 1:
         channels.setdefault("run", f"{LOCAL_S3}/run")
-        folders.setdefault(f"{LOCAL_S3}/run", "run")
+    folders: dict[str, str] = {}
     for name, source in channels.items():
         if "://" not in source:
             path = Path(source).absolute()
             channels[name] = f"{LOCAL_S3}{path}"
             folders[channels[name]] = str(path)
+            continue
+        address = channel_address(source)
+        folder = local_folder(address, given) or ("run" if source == f"{LOCAL_S3}/run" else "")
+        if not folder:
+            raise SageMakerError(
+                f"sagemaker.channels, {name}={source}: no folder of this machine stands for it; add "
+                f'"{address}=/PATH" to sagemaker.local_folders'
+            )
+        folders[address] = folder
     checkpoints = options.checkpoint_s3_uri or f"{LOCAL_S3}/checkpoints"
-    folders.setdefault(checkpoints, "checkpoints")
+    folders[checkpoints] = local_folder(checkpoints, given) or "checkpoints"
     output = options.output_path or f"{LOCAL_S3}/output"
+    if folder := local_folder(output, given):
+        folders[output] = folder
     resources = replace(job.resources, instance_type=job.resources.instance_type or "ml.m5.xlarge")
     local_options = replace(
         options,

@@ -52,7 +52,9 @@ class SageMakerOptions:
     max_retry_attempts: int = option(0, "restarts by SageMaker after internal failures", former_name="retries")
     tags: tuple[str, ...] = option((), "tags of the job, as KEY=VALUE")
     local_folders: tuple[str, ...] = option(
-        (), "sagemaker-local: local folder of an address, as s3://BUCKET/FOLDER=/path", former_name="folders"
+        (),
+        "sagemaker-local: local folder of an address and all below it, as s3://BUCKET/FOLDER=/path",
+        former_name="folders",
     )
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lt_launch.job import Job
+from lt_launch.sagemaker.addresses import FILE_SYSTEMS
 from lt_launch.sagemaker.constraints import check_request
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.options import SageMakerOptions, parse_pairs
@@ -35,7 +36,6 @@ FIELD_CHANNELS = {"data.store": "train", "data.validation": "validation", "model
 VALIDATION_CHANNEL_PREFIX = "validation-"
 VALIDATION_STORE_FIELD = re.compile(r"data\.validation_sets\.([A-Za-z0-9._-]+)\.store")
 WAIT_FACTOR = 2
-FILE_SYSTEMS = {"fsx": "FSxLustre", "efs": "EFS"}
 
 
 def create_training_job_request(job: Job, options: SageMakerOptions, *, emulated: bool = False) -> dict[str, Any]:

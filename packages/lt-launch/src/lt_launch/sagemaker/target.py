@@ -18,7 +18,7 @@ from lt_launch.sagemaker.recipe_rules import request_notes
 from lt_launch.sagemaker.request import create_training_job_request
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageState, StageStatus, TargetNode
 
-__all__ = ["REQUEST_FILE", "STATES", "SageMakerTarget", "to_stage_status"]
+__all__ = ["REQUEST_FILE", "STATES", "SageMakerTarget", "to_stage_status", "unique_job_name"]
 
 REQUEST_FILE = "request.json"
 STATES: Mapping[str, StageState] = {
@@ -56,7 +56,7 @@ class SageMakerTarget:
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Create the training job."""
         request = json.loads(rendered.files[REQUEST_FILE])
-        request["TrainingJobName"] = f"{request['TrainingJobName'][:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
+        request["TrainingJobName"] = unique_job_name(request["TrainingJobName"])
         self._client(launch.profile).create_training_job(request)
         return {launch.pipeline.single_job.name: request["TrainingJobName"]}, 0
 
@@ -140,6 +140,11 @@ class SageMakerTarget:
         except ModuleNotFoundError as exc:
             raise SageMakerError("--on sagemaker needs boto3: pip install 'lt-launch[sagemaker]'") from exc
         return SageMakerClient(profile.options("sagemaker", SageMakerOptions))
+
+
+def unique_job_name(name: str) -> str:
+    """Return the name with the time: an account has each name of a training job once."""
+    return f"{name[:MAX_NAME_PREFIX]}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
 
 
 def to_stage_status(stage: str, description: Mapping[str, Any]) -> StageStatus:
