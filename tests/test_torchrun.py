@@ -18,8 +18,8 @@ LONG_RUN_ARGS = ("--set", "schedule.max_steps=100000", "--set", "checkpoint.inte
 
 
 @contextmanager
-def start_torchrun(recipe: Path, cwd: Path, *arguments: str) -> Iterator[subprocess.Popen]:
-    command = [sys.executable, "-m", "lt_trainer", "torchrun", str(recipe), "--nproc-per-node", "2", *arguments]
+def start_torchrun(recipe: Path, cwd: Path, *arguments: str, ranks: int = 2) -> Iterator[subprocess.Popen]:
+    command = [sys.executable, "-m", "lt_trainer", "torchrun", str(recipe), "--nproc-per-node", str(ranks), *arguments]
     with (
         open(cwd / "out.txt", "w", encoding="utf-8") as out,
         subprocess.Popen(
@@ -53,6 +53,15 @@ def rank_pids(cwd: Path) -> dict[int, int]:
         (record := json.loads(path.read_bytes()))["rank"]: record["pid"]
         for path in (cwd / "run" / "alive").glob("*.json")
     }
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 where there is no such process any more."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state in "ZX" else int(parent)
 
 
 @pytest.mark.guarantee("torchrun-signals")
@@ -98,6 +107,36 @@ def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path
     log = (tmp_path / "run" / "logs" / "rank00000.log").read_text(encoding="utf-8")
     assert "rank 1" in log
     assert "rerun to resume" in log
+
+
+@pytest.mark.guarantee("lost-rank")
+def test_a_killed_rank_that_has_no_others_ends_with_the_signal(prepared: Path, tmp_path: Path) -> None:
+    with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS, ranks=1) as process:
+        wait_until_training(process, tmp_path)
+        os.kill(rank_pids(tmp_path)[0], signal.SIGKILL)
+        assert process.wait(timeout=180) == 128 + signal.SIGKILL, (tmp_path / "out.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.guarantee("lost-rank")
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
+@pytest.mark.parametrize("killed", ["torchrun", "command"])
+def test_ranks_whose_launcher_is_killed_save_and_end(prepared: Path, tmp_path: Path, killed: str) -> None:
+    """torchrun itself, or the command above it: nobody watches the ranks any more."""
+    with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS) as process:
+        wait_until_training(process, tmp_path)
+        ranks = list(rank_pids(tmp_path).values())
+        agent = parent_of(ranks[0])
+        assert parent_of(agent) == process.pid
+        os.kill(agent if killed == "torchrun" else process.pid, signal.SIGKILL)
+        assert process.wait(timeout=60) in (137, -9)
+        deadline = time.monotonic() + 60
+        while any(parent_of(pid) for pid in (*ranks, agent)):
+            assert time.monotonic() < deadline, (tmp_path / "out.txt").read_text(encoding="utf-8")
+            time.sleep(0.1)
+    found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
+    assert not rejected
+    assert found is not None
+    assert found.step == max(metrics_by_step(tmp_path / "run"))
 
 
 @pytest.mark.guarantee("lost-rank")

@@ -19,7 +19,7 @@ from lt_model import LlamaConfig, flops_per_token
 from lt_trainer.config.lr_schedule import learning_rate
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
-from lt_trainer.resilience.stop_signals import STOP_SIGNALS
+from lt_trainer.resilience.stop_signals import STOP_SIGNALS, StopSignals
 from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.training.loop import TrainingError
 from lt_trainer.training.runner import run
@@ -122,6 +122,16 @@ def test_what_nohup_ignores_stays_ignored(recipe_base, fake_engine, hangup) -> N
 def test_a_signal_in_the_last_step_is_not_a_stop(recipe_base, fake_engine) -> None:
     fake_engine.on_step = lambda step: os.kill(os.getpid(), signal.SIGTERM) if step == 20 else None
     assert start(recipe_base) == 0
+
+
+@pytest.mark.guarantee("stop-signals")
+def test_a_signal_to_a_finished_run_that_is_started_again_is_not_a_stop(recipe_base, fake_engine) -> None:
+    assert start(recipe_base) == 0
+    with StopSignals() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert start(recipe_base, stop=stop) == 0
+        assert stop.received == signal.SIGUSR1
+        assert start(recipe_base, ["schedule.max_steps=30"], stop=stop) == 75, "here is something left to do"
 
 
 def test_reads_the_device_only_where_something_is_due(recipe_base, fake_engine) -> None:

@@ -13,7 +13,7 @@ from lt_trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 def test_the_command_line() -> None:
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    run = [sys.executable, "-m", "lt_trainer.cli.torchrun_process", "--nproc-per-node", "2"]
     rank = ["-m", "lt_trainer", "run", "a.toml"]
     assert torchrun.torchrun_command(2, [], ["run", "a.toml"]) == [*run, "--standalone", *rank]
     assert torchrun.torchrun_command(2, ["--nnodes", "4"], ["run", "a.toml"]) == [*run, "--nnodes", "4", *rank]
@@ -40,6 +40,8 @@ def test_torchrun_waits_as_long_as_the_recipe_says_and_forwards_all_stop_signals
         (1, [0, 1], 1),
         (1, [], 1),
         (137, [], 137),
+        (138, [], 75),  # torchrun itself was told to stop while it loaded
+        (137, [0], 137),
     ],
 )
 def test_one_code_for_all_ranks(of_torchrun, of_ranks, code) -> None:

@@ -26,7 +26,10 @@ def main() -> int:
     import os
 
     from lt_trainer.cli.torchrun import write_exit_code
+    from lt_trainer.resilience import LAUNCHED_VARIABLE, stop_when_launcher_dies
 
+    if LAUNCHED_VARIABLE in os.environ:
+        stop_when_launcher_dies()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot encode must not end a run
             stream.reconfigure(errors="backslashreplace")

@@ -3,7 +3,8 @@
 By itself, torchrun exits on SIGUSR1 and SIGUSR2 (Slurm's warnings before a time limit) and leaves its ranks running,
 kills ranks 30 s after a SIGTERM even during a save, and reports every exit code of a rank as 1, so that a scheduler
 cannot tell "rerun" from an error. Here it forwards all stop signals, waits `fault_tolerance.grace_period_s`, and every
-rank writes its exit code into a folder that is read when torchrun has exited.
+rank writes its exit code into a folder that is read when torchrun has exited; a killed rank's code is torchrun's own
+record of it (`torchrun_process`).
 
 The settings are environment variables of torchrun; a torch that does not know one ignores it.
 """
@@ -26,6 +27,7 @@ from lt_trainer.resilience import STOP_SIGNALS, install_handlers, process_stop_s
 
 EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
 """Environment variable with the folder for exit codes of ranks (see `write_exit_code`)."""
+TORCHRUN_MODULE = "lt_trainer.cli.torchrun_process"
 
 
 def torchrun_command(ranks: int, options: Sequence[str], arguments: Sequence[str]) -> list[str]:
@@ -36,7 +38,7 @@ def torchrun_command(ranks: int, options: Sequence[str], arguments: Sequence[str
         options: options of torchrun, such as --nnodes and --rdzv-endpoint; default --standalone.
         arguments: arguments of `python -m lt_trainer`.
     """
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    launch = [sys.executable, "-m", TORCHRUN_MODULE, "--nproc-per-node", str(ranks)]
     return [*launch, *(options or ["--standalone"]), "-m", "lt_trainer", *arguments]
 
 
@@ -63,17 +65,19 @@ def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int], *, was_sto
     """Return one exit code for all ranks: user errors take precedence over what a rerun would fix.
 
     Args:
-        torchrun_code: exit code of torchrun.
+        torchrun_code: exit code of torchrun; that of the first failure, 128 + n for a rank killed by signal n.
         rank_codes: exit codes that ranks have written.
-        was_stopped: a stop signal was forwarded; torchrun dies of one that comes before its handlers are set.
+        was_stopped: a stop signal was forwarded. torchrun dies of one that comes before its handlers are set, and so
+            does a rank.
 
     Example:
-        >>> [combine_exit_codes(int(any(codes)), codes) for codes in ([0, 0], [75, 75], [75, 64])]
-        [0, 75, 64]
+        >>> [combine_exit_codes(max(codes), codes) for codes in ([0, 0], [75, 75], [75, 64], [137])]
+        [0, 75, 64, 137]
     """
     codes = set(rank_codes)
     if torchrun_code == 0:
         return 0
+    was_stopped = was_stopped or torchrun_code - 128 in STOP_SIGNALS
     default = EXIT_REQUEUE if was_stopped and not codes else torchrun_code
     return next((code for code in (EXIT_USER, EXIT_INTERNAL, EXIT_REQUEUE) if code in codes), default)
 

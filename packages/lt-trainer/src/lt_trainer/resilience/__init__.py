@@ -6,6 +6,8 @@ from lt_trainer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from lt_trainer.resilience.heartbeat import decode_heartbeat as decode_heartbeat
+    from lt_trainer.resilience.launcher_watch import LAUNCHED_VARIABLE as LAUNCHED_VARIABLE
+    from lt_trainer.resilience.launcher_watch import stop_when_launcher_dies as stop_when_launcher_dies
     from lt_trainer.resilience.rank_sync import read_on_all_ranks as read_on_all_ranks
     from lt_trainer.resilience.rank_sync import run_on_all_ranks as run_on_all_ranks
     from lt_trainer.resilience.rank_sync import run_on_rank0 as run_on_rank0
@@ -23,6 +25,7 @@ else:
         __name__,
         {
             "heartbeat": "decode_heartbeat",
+            "launcher_watch": "LAUNCHED_VARIABLE stop_when_launcher_dies",
             "rank_sync": "read_on_all_ranks run_on_all_ranks run_on_rank0 run_with_keepalive",
             "stop_signals": (
                 "STOP_SIGNALS StopSignals ignore_stop_signals install_handlers process_stop_signals restore_handlers"

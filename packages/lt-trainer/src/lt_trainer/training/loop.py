@@ -165,7 +165,7 @@ class TrainingLoop:
         recipe, max_steps = self.recipe, self.recipe.schedule.max_steps
         step = self.batches.state.step
         stop_signal = self.engine.control.all_reduce_max(self.stop.received)  # received during the start
-        if stop_signal:
+        if stop_signal and step < max_steps:  # a run that is done needs no rerun
             return LoopResult(step=step, stop_signal=stop_signal)
         with GarbageCollection(recipe.run.gc_interval) as garbage:
             return self._run(step, max_steps, garbage, stop_after_step, verify_resume_steps)

@@ -1,0 +1,32 @@
+"""Watch of the process that started this one: when it dies, this one stops as on SIGTERM.
+
+A torchrun or a Slurm step daemon that is killed leaves its processes behind. They would train on to the last step
+unwatched, on devices that the scheduler may give to another job. So a thread compares the parent's number, which the
+kernel changes when the parent dies, and raises SIGTERM: a rank saves and exits with 75, torchrun ends its ranks.
+
+Cost: one system call per second.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+POLL_S = 1.0
+LAUNCHED_VARIABLE = "TORCHELASTIC_RUN_ID"
+"""Environment variable of ranks whose launcher waits for them. A shell may end before what it started, under nohup."""
+
+
+def stop_when_launcher_dies() -> None:
+    """Raise SIGTERM in this process once the parent of now has died."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(POLL_S)
+        os.write(2, f"# process {parent}, which started this one, has died: stopping as on SIGTERM\n".encode())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="launcher watch", daemon=True).start()
