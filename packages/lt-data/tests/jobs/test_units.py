@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lt_data import DataError, Selection, Tokenizer, TokenStore, prepare
+from lt_data import DataError, DocumentReader, Selection, Tokenizer, TokenStore, prepare, prepare_documents
 
 Contents = Callable[[Path], dict[str, bytes]]
 
@@ -51,7 +51,9 @@ def command(folder: Path, out: Path, workers: int) -> list[str]:
 
 
 def test_the_documents_are_those_of_one_store(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
-    flat = prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "flat", engine="hf")
+    reader = DocumentReader([folder / "in"]).divided(UNIT_BYTES)
+    assert reader.n_files > len(list((folder / "in").iterdir()))
+    flat = prepare_documents(reader, tokenizer=Tokenizer.load(folder / "tok"), out=tmp_path / "flat", engine="hf")
     joined, one = TokenStore.open(undisturbed), TokenStore.open(tmp_path / "flat")
     assert (joined.n_documents, joined.n_tokens) == (flat.documents, flat.tokens)
     for number in range(joined.n_documents):
@@ -195,7 +197,7 @@ def test_another_job_in_the_folder_is_refused(folder: Path, undisturbed: Path, t
 def test_options_without_effect_are_refused(options: dict[str, object], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no effect together with"):
         prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=1000, **options)
-    with pytest.raises(DataError, match="unit_bytes = 0: at least 1"):
+    with pytest.raises(DataError, match="unit_bytes = 0, workers = 1: at least 1 each"):
         prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=0)
     assert not (tmp_path / "store").exists()
 

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from lt_data import (
     DataError,
+    DocumentReader,
     ExportOptions,
     RowReader,
     TokenStore,
@@ -28,6 +29,7 @@ from lt_data import (
     merge,
     pack,
     prepare,
+    prepare_documents,
     split,
     stats,
     upload,
@@ -63,9 +65,11 @@ def sources(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def flat(sources: Path, options_: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> TokenStore:
-    """The store of one process."""
+    """The store of one process, of the same ranges of files."""
     out = tmp_path_factory.mktemp("flat") / "store"
-    prepare([sources], out=out, **options_)
+    options = dict(options_)
+    reader = DocumentReader([sources], on_bad=options.pop("on_bad"), keep_fields=options["keep"]).divided(UNIT_BYTES)
+    prepare_documents(reader, out=out, **options)
     return TokenStore.open(out)
 
 

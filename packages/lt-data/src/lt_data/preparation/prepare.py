@@ -102,10 +102,11 @@ def prepare(
         streaming: read a hub dataset without storing it on disk.
         part_index: part of the job to prepare, from 0. It is written to `part_folder(out, part_index, num_parts)`.
         num_parts: number of parts, which several machines can prepare and `lt_data.merge` joins.
-        unit_bytes: prepare units of about so many bytes of the sources, whole files, and join them where they lie, in
-            `out`; `workers` processes take one after the other, as do those of other machines that make the same call
-            on the same folder. Any number of them makes the same store. Duplicates in different units are listed, not
-            rewritten (lt_data.preparation.drop_list).
+        unit_bytes: prepare units of about so many bytes of the sources, files or ranges of large ones
+            (lt_data.sources.file_ranges), and join them where they lie, in `out`; `workers` processes take one after
+            the other, as do those of other machines that make the same call on the same folder. Any number of them
+            makes the same store. Duplicates in different units are listed, not rewritten
+            (lt_data.preparation.drop_list).
         ray: with unit_bytes: address of a Ray cluster (`auto`, or `local` for a new one), on which the workers run.
         overwrite: replace `out` if it is a token store.
         no_resume: discard an interrupted job.
@@ -119,6 +120,13 @@ def prepare(
         DataError: bad source, no document, tokenizer without the requested BOS or EOS, `out` in use or unwritable, or
             an interrupted job that was a different one.
     """
+    if ray and unit_bytes is None:
+        raise DataError(f"ray = {ray!r}: has no effect without unit_bytes; give it, or leave ray out")
+    if unit_bytes is not None and (overwrite or no_resume or num_parts > 1 or part_index):
+        raise DataError(
+            f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite or no_resume; "
+            "leave them out"
+        )
     reader = DocumentReader(
         sources,
         suffixes=suffixes,
@@ -133,6 +141,10 @@ def prepare(
         keep_fields=True if record_map is not None else [column.name for column in parse_columns(keep)],
     )
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)  # once for all units
+    if unit_bytes is not None:
+        if unit_bytes < 1 or workers < 1:
+            raise DataError(f"unit_bytes = {unit_bytes}, workers = {workers}: at least 1 each")
+        reader = reader.divided(unit_bytes)
     encode = partial(
         prepare_documents,
         reader,
@@ -147,8 +159,6 @@ def prepare(
         map_args=map_args,
         keep=keep,
     )
-    if ray and unit_bytes is None:
-        raise DataError(f"ray = {ray!r}: has no effect without unit_bytes; give it, or leave ray out")
     if unit_bytes is None:
         return encode(
             out=out,
@@ -159,13 +169,6 @@ def prepare(
             no_resume=no_resume,
             progress=progress,
             notify=notify,
-        )
-    if workers < 1:
-        raise DataError(f"workers = {workers}: at least 1")
-    if overwrite or no_resume or num_parts > 1 or part_index:
-        raise DataError(
-            f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite or no_resume; "
-            "leave them out"
         )
     selection = selection or Selection()
     settings = describe_job(
@@ -197,8 +200,6 @@ def _prepare_units(
     *,
     drop_duplicates: bool,
 ) -> StoreManifest:
-    if unit_bytes < 1:
-        raise DataError(f"unit_bytes = {unit_bytes}: at least 1")
     if not reader.n_files:
         raise DataError(f"no text in {reader.description}: check the sources and the suffixes")
     n_units = min(max(1, -(-reader.total_bytes // unit_bytes)), reader.n_files)

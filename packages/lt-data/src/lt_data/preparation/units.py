@@ -1,7 +1,7 @@
 """Units of a job: parts that depend on the sources alone, for any number of processes and machines.
 
     OUT/units/plan.json               the job: settings, listing of the sources, number of units
-    OUT/units/00012-of-00040/         a finished unit: a token store of consecutive whole files
+    OUT/units/00012-of-00040/         a finished unit: a token store of consecutive files, or ranges of them
     OUT/units/duplicates-003-of-016   duplicates among the units, of one range of hashes
     OUT/kept.extents                  what is left of the units without them
     OUT/manifest.json                 last: the joined store of all units (lt_data.store.joined)

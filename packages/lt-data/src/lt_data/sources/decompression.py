@@ -55,11 +55,14 @@ class _DecompressedStream(io.RawIOBase):
     lines that were decompressed and not confirmed.
     """
 
-    def __init__(self, stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None) -> None:
+    def __init__(
+        self, stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None, offset: int
+    ) -> None:
         self._name, self._open = COMPRESSIONS[suffix]
         self._members = self._open(stream)
         self._counter = counter
         self._file = file
+        self._offset = offset
         self._output = memoryview(b"")
         self._is_open = False  # the member, if content is not to be confirmed
         self._confirmed: deque[bytes] = deque()
@@ -123,7 +126,7 @@ class _DecompressedStream(io.RawIOBase):
             self._confirmed.extend(held)
             return True
         held.clear()
-        self._second_pass = self._open(open_at(file, self._members.begin))
+        self._second_pass = self._open(open_at(file, self._offset + self._members.begin))
         self._second_pass_bytes = size
         if not self._second_pass.open_member():
             raise ChangedFileError("it was truncated while it was read; run again once it no longer changes")
@@ -143,7 +146,7 @@ class _DecompressedStream(io.RawIOBase):
 
 
 def decompress_stream(
-    stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None
+    stream: io.BufferedReader, suffix: str, counter: HashingCounter, file: BinaryIO | None, *, offset: int = 0
 ) -> io.BufferedReader:
     """Return the content of a compressed file as a stream.
 
@@ -153,8 +156,9 @@ def decompress_stream(
         counter: its `unchecked` is set if a member has no checksum.
         file: the same file, open for a second pass, to return only confirmed content; None to return all content at
             once, and an error at the end of a damaged member.
+        offset: where `stream` begins in the file.
 
     Returns:
         A stream whose reads raise DamagedFileError, or ChangedFileError if the file changes in the meantime.
     """
-    return io.BufferedReader(_DecompressedStream(stream, suffix, counter, file), BUFFER_BYTES)
+    return io.BufferedReader(_DecompressedStream(stream, suffix, counter, file, offset), BUFFER_BYTES)

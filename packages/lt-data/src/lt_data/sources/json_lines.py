@@ -19,15 +19,17 @@ from lt_data.sources.record import BadRecord, DamagedFileError, SourceRecord, ch
 BOM = b"\xef\xbb\xbf"
 
 
-def read_jsonl(stream: io.BufferedIOBase, options: ReadOptions, start: int) -> Iterator[SourceRecord]:
-    """Yield the records of a JSON lines file; record n is line n + 1."""
+def read_jsonl(
+    stream: io.BufferedIOBase, options: ReadOptions, start: int, *, has_first: bool = True
+) -> Iterator[SourceRecord]:
+    """Yield the records of JSON lines; record n is line n + 1, the file's if `has_first`."""
     number = 0
     limit = options.max_document_bytes
     for line in _split_lines(stream, limit):
         number += 1
         if number <= start:
             continue
-        if number == 1 and line.startswith(BOM):
+        if number == 1 and has_first and line.startswith(BOM):
             line = line[len(BOM) :]
         if line.isspace() or not line:
             continue

@@ -24,8 +24,34 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _ARROW_FILE, _ARROW_FILE_HEADER_BYTES = b"ARROW1", 8
 
 
-def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter) -> Iterator[SourceRecord]:
-    """Yield the rows of a parquet file."""
+def list_row_groups(file: BinaryIO) -> list[tuple[int, int]]:
+    """Return the first byte, and the number of rows, of each row group of a parquet file.
+
+    Raises:
+        DamagedFileError: its footer is damaged.
+    """
+    _require_pyarrow("parquet")
+    import pyarrow.parquet
+
+    with _translate_errors("parquet"):
+        metadata = pyarrow.parquet.ParquetFile(file).metadata
+        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
+        return [(min(map(_first_byte, _columns(group)), default=0), group.num_rows) for group in groups]
+
+
+def _columns(group: Any) -> list[Any]:
+    return [group.column(i) for i in range(group.num_columns)]
+
+
+def _first_byte(column: Any) -> int:
+    has_dictionary = column.has_dictionary_page and column.dictionary_page_offset is not None
+    return min(column.data_page_offset, column.dictionary_page_offset) if has_dictionary else column.data_page_offset
+
+
+def read_parquet(
+    file: BinaryIO, options: ReadOptions, start: int, counter: HashingCounter, *, groups: range | None = None
+) -> Iterator[SourceRecord]:
+    """Yield the rows of a parquet file, or of some of its row groups, from row `start` of the file on."""
     _require_pyarrow("parquet")
     import pyarrow.parquet
 
@@ -35,13 +61,16 @@ def read_parquet(file: BinaryIO, options: ReadOptions, start: int, counter: Hash
         )
         columns = select_columns(parquet.schema_arrow.names, options)
         if isinstance(columns, BadRecord):
-            yield from _bad_rows(columns, start, parquet.metadata.num_rows)
+            rows = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+            yield from _bad_rows(columns, start, sum(rows[: groups.stop] if groups else rows))
             return
         leaves = _leaf_columns(parquet.schema, columns)
         end = 0
         for group in range(parquet.num_row_groups):
             row, metadata = end, parquet.metadata.row_group(group)
             end += metadata.num_rows
+            if groups is not None and group not in groups:
+                continue
             pages = read_pages(file, [metadata.column(leaf) for leaf in leaves])
             if not pages.is_checked:
                 counter.unchecked = "parquet"

@@ -18,6 +18,7 @@ from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.sources.document import Document
+from lt_data.sources.file_ranges import divide
 from lt_data.sources.hashing_reader import HashedPrefix, HashingCounter
 from lt_data.sources.listing import SourceListing
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad, ReadOptions
@@ -190,6 +191,19 @@ class DocumentReader:
     def source_files(self) -> SourceFiles:
         """Return the files read completely in this iteration, for the manifest."""
         return summarize_sources(self.finished_files, skipped_links=self._listing.skipped_links)
+
+    def divided(self, max_bytes: int) -> "DocumentReader":
+        """Return a reader of the same documents, with large files in ranges (lt_data.sources.file_ranges).
+
+        Args:
+            max_bytes: bytes of a range, about.
+
+        Raises:
+            DataError: a file cannot be read, or a package is missing.
+        """
+        reader = copy.copy(self)
+        reader._set_files([unit for file in self._files for unit in divide(file, max_bytes)], part=None)
+        return reader
 
     def part(self, part_index: int, num_parts: int) -> "DocumentReader":
         """Return a reader of one of `num_parts` parts: consecutive whole files, balanced by bytes.

@@ -76,14 +76,15 @@ class ListedFile:
         """
         path = urlsplit(self.path).path if "://" in self.path else self.path
         try:
-            with self._translate_errors(), self.open() as file:
+            with self.translate_errors(), self.open() as file:
                 yield from read_file(file, path.lower(), options, start, counter, local=self.filesystem is None)
         except DamagedFileError:
             self._check_size(counter)
             raise
         self._check_size(counter)
 
-    def _translate_errors(self) -> AbstractContextManager[None]:
+    def translate_errors(self) -> AbstractContextManager[None]:
+        """Return a context that converts errors of the file system, or of the transfer, to a DataError."""
         return (
             translate_os_errors("read", self.name)
             if self.filesystem is None

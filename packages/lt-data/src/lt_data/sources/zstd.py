@@ -6,11 +6,13 @@ only if it was written with a checksum (the `zstd` command does, many libraries 
 """
 
 import io
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, BinaryIO
 
 from lt_data.errors import DataError
 from lt_data.sources.record import DamagedFileError
 
+ZSTD_SUFFIX = ".zst"
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _SKIPPABLE_MAGIC = b"\x2a\x4d\x18"  # bytes 1 to 3; byte 0 is 0x50 to 0x5f
 _WINDOW_BYTES, _DICTIONARY_BYTES, _SIZE_BYTES = (1, 0), (0, 1, 2, 4), (0, 2, 4, 8)
@@ -112,3 +114,38 @@ class ZstdFrames:
     @staticmethod
     def _damage(reason: object) -> str:
         return f"damaged zstandard file: {reason}; download or compress it again"
+
+
+def list_frames(file: BinaryIO) -> Iterator[int]:
+    """Yield the offset of each frame of a file that can be sought, without decompressing it.
+
+    Raises:
+        DamagedFileError: the file is not made of whole frames.
+    """
+    size = file.seek(0, 2)
+    offset = 0
+    while offset < size:
+        file.seek(offset)
+        head = file.read(5)
+        if len(head) == 5 and head[0] & 0xF0 == 0x50 and head[1:4] == _SKIPPABLE_MAGIC:
+            offset += 8 + int.from_bytes(head[4:] + file.read(3), "little")
+            continue
+        if len(head) < 5 or head[:4] != _MAGIC:
+            raise DamagedFileError(_TRUNCATED)
+        yield offset
+        flags = head[4]
+        single_segment = flags >> 5 & 1
+        size_bytes = _SIZE_BYTES[flags >> 6] or single_segment
+        offset += 5 + _WINDOW_BYTES[single_segment] + _DICTIONARY_BYTES[flags & 3] + size_bytes
+        is_last = 0
+        while not is_last:
+            file.seek(offset)
+            header = file.read(3)
+            bits = int.from_bytes(header, "little")
+            is_last, kind, block = bits & 1, bits >> 1 & 3, bits >> 3
+            offset += 3 + (1 if kind == _RLE_BLOCK else block)
+            if len(header) < 3 or offset > size:
+                raise DamagedFileError(_TRUNCATED)
+        offset += 4 if flags & 4 else 0
+    if offset != size:
+        raise DamagedFileError(_TRUNCATED)

@@ -2,12 +2,14 @@
 
 Each is a little-endian u64: in the upper 24 bits the index of the file in the store's source files, in the lower 40
 the number of the record as the reader counts, from 1: the line of JSON lines, the row of a table or hub dataset, the
-element of a JSON array; 0 is a file that is one document. Records that were left out keep their numbers.
+element of a JSON array; 0 is a file that is one document. Records that were left out keep their numbers. A range of a
+large file (lt_data.sources.file_ranges) is a file of its own, with its own lines.
 
 The manifest lists up to 1000 source files; a store of more has them in `sources.jsonl`, one JSON object per line.
 """
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
@@ -23,6 +25,7 @@ MAX_SOURCE_FILES = 1 << 24
 _RECORD_BITS = 40
 _COMPRESSIONS = (".gz", ".zst")
 _LINE_FORMATS = (".jsonl", ".ndjson", ".json")
+_RANGE = re.compile(r"\[\d+:\d+\]$")  # of a file (lt_data.sources.file_ranges)
 _REMEDY = "copy it again or prepare it again"
 
 
@@ -41,7 +44,7 @@ def format_source(path: str, record: int) -> str:
     """Return `path:line` of a JSON file, `path#row` of a table, and `path` for a whole file."""
     if not record:
         return path
-    name = path.lower().partition("?")[0]
+    name = _RANGE.sub("", path.lower().partition("?")[0])
     for suffix in _COMPRESSIONS:
         name = name.removesuffix(suffix)
     return f"{path}{':' if name.endswith(_LINE_FORMATS) else '#'}{record}"
