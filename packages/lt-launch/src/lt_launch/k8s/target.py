@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, with_container_env
-from lt_launch.k8s.manifest import manifests
+from lt_launch.k8s.manifest import manifest_notes, manifests
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.profile import Profile
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
@@ -43,11 +43,13 @@ class KubernetesTarget:
 
         Plain.add_representer(str, text)
         job = with_container_env(pipeline.single_job, target="Kubernetes", env=profile.env)
-        documents = manifests(job, profile.options("k8s", KubernetesOptions), profile.python)
+        options = profile.options("k8s", KubernetesOptions)
+        documents = manifests(job, options, profile.python)
         document = yaml.dump_all(documents, Dumper=Plain, sort_keys=False, width=1000)
         file = f"{job.name}.yaml"
+        notes = (*profile.container_notes, *manifest_notes(job, options))
         commands = (("kubectl", "apply", "-f", file),)
-        return RenderedLaunch(files={file: document}, commands=commands, notes=profile.container_notes)
+        return RenderedLaunch(files={file: document}, commands=commands, notes=notes)
 
     def submit(self, launch: Launch, rendered: RenderedLaunch, *, detach: bool) -> tuple[Mapping[str, str], int]:
         """Raise LaunchError: the target is render-only."""

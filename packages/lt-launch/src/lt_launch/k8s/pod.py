@@ -1,0 +1,76 @@
+"""Parts of a pod common to all kinds of jobs: image, environment, resources, volumes, grace period."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from lt_launch.job import Job
+from lt_launch.k8s.options import KubernetesOptions
+
+__all__ = [
+    "RECIPE_FILE",
+    "RECIPE_MOUNT_PATH",
+    "SHM_PATH",
+    "environment",
+    "image_of",
+    "resources",
+    "termination_grace_period",
+    "volumes_and_mounts",
+]
+
+RECIPE_MOUNT_PATH = "/etc/lt"
+RECIPE_FILE = f"{RECIPE_MOUNT_PATH}/run.toml"
+SHM_PATH = "/dev/shm"
+EXIT_MARGIN_S = 30
+"""Time that a pod has for its end after the grace period of its processes."""
+
+
+def image_of(job: Job, options: KubernetesOptions) -> str:
+    """Return the image of the pods."""
+    return options.image or job.container.image
+
+
+def resources(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    """Return the resources of one pod, as limits: devices and huge pages support nothing else.
+
+    Quantities are text, as Kubernetes' own definitions have them.
+    """
+    limits: dict[str, Any] = {}
+    if job.resources.neuron_cores_per_node or job.engine == "neuron":
+        limits["aws.amazon.com/neuroncore"] = job.resources.neuron_cores_per_node or job.procs_per_node
+    else:
+        limits["nvidia.com/gpu"] = job.resources.gpus_per_node or job.procs_per_node
+    if options.efa_per_node:
+        limits["vpc.amazonaws.com/efa"] = options.efa_per_node
+    if job.resources.cpus_per_proc:
+        limits["cpu"] = job.resources.cpus_per_proc * job.procs_per_node
+    if job.resources.memory_gib:
+        limits["memory"] = f"{job.resources.memory_gib}Gi"
+    quantities = {name: str(value) for name, value in limits.items()}
+    return {"limits": quantities, "requests": dict(quantities)}
+
+
+def environment(job: Job) -> list[dict[str, str]]:
+    """Return the environment; each $ is doubled because Kubernetes expands $(NAME) in values."""
+    return [{"name": name, "value": value.replace("$", "$$")} for name, value in job.env.items()]
+
+
+def volumes_and_mounts(job: Job, options: KubernetesOptions) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the volumes of a pod, and their mounts in its container."""
+    volumes = [
+        {"name": "recipe", "configMap": {"name": f"{job.name}-recipe"}},
+        {"name": "shared", "persistentVolumeClaim": {"claimName": options.persistent_volume_claim}},
+        {"name": "shm", "emptyDir": {"medium": "Memory"}},
+    ]
+    mounts = [
+        {"name": "recipe", "mountPath": RECIPE_MOUNT_PATH, "readOnly": True},
+        {"name": "shared", "mountPath": options.mount_path},
+        {"name": "shm", "mountPath": SHM_PATH},
+    ]
+    return volumes, mounts
+
+
+def termination_grace_period(job: Job) -> int:
+    """Return the seconds from signal to kill: the grace period of the processes, and a margin."""
+    return math.ceil(job.grace_period_s) + EXIT_MARGIN_S
