@@ -130,6 +130,9 @@ PAGES: dict[str, Page] = {
     "docs/guides/large-corpora.md": Page(
         files={"text": "text/train", "tokenizer": "tokenizer"}, replacements={"4096": "64", "1000000000": "5000"}
     ),
+    "docs/guides/evaluate.md": Page(
+        files={"runs/1b": "run", "held-out": "train"}, replacements={"2048": "64", "100": "3"}
+    ),
     "docs/guides/launch.md": Page(files=LOCAL_RUN_FILES, replacements={"RUN.toml": "run.toml", "RUN": "tiny"}),
     "docs/guides/quickstart.md": Page(
         files={"text": "text/train", "heldout": "text/validation", "run.toml": "run-here.toml"},

@@ -1,4 +1,4 @@
-"""Losses of a store by source and length are the same from one rank and from every kind of layout, in float64."""
+"""Losses of a store by source and length are the same from every layout; scoring changes no bit of training."""
 
 import os
 from dataclasses import replace
@@ -10,6 +10,7 @@ from lt_data import Document, RowReader, TokenStore, open_pack, pack, prepare_do
 from lt_trainer.config.recipe import llama_config, load
 from lt_trainer.engine import World
 from lt_trainer.evaluation import BatchShape, GroupLoss, evaluate_store
+from lt_trainer.testing.layouts import global_batches, rank_batch
 from lt_trainer_gpu.spec import SPEC
 
 SEQ_LEN, MICRO_BATCH_SIZE = 32, 2
@@ -68,3 +69,43 @@ def test_a_layout_has_the_losses_of_one_rank(ranks, store: str, alone: list[Grou
     for found in ranks.run(evaluated, store, sets, ranks=n):
         assert [loss.loss_sum for loss in found] == pytest.approx([loss.loss_sum for loss in alone], rel=1e-11)
         assert [replace(loss, loss_sum=0.0) for loss in found] == [replace(loss, loss_sum=0.0) for loss in alone]
+
+
+def trained(sets: tuple[str, ...], score: bool) -> list[tuple[float, float]]:
+    """In a rank: losses and norms of four steps, with or without scores between them."""
+    base = {
+        "model": {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 3},
+        "data": {"store": "unused", "seq_len": 16},
+        "batch": {"global_batch_size": 8, "micro_batch_size": 2},
+        "schedule": {"max_steps": 4, "warmup_steps": 0},
+        "engine": {"gpu": {"device": "cpu", "dtype": "float32"}},
+    }
+    recipe, world = load(base=base, overrides=sets).recipe, World.from_env(os.environ)
+    SPEC.check(recipe, world)
+    engine = SPEC.open(recipe, llama_config(recipe, 61), world)
+    found = []
+    for batch in global_batches(4, rows=8, seq_len=16, vocab=61):
+        mine = rank_batch(batch, engine, 2)
+        if score:
+            assert engine.score(mine).log_probs.min() <= 0
+        found += engine.fetch_metrics([engine.step(mine, 1e-2)])
+    engine.close()
+    return [(metrics.loss, metrics.grad_norm) for metrics in found]
+
+
+KEEP = "engine.gpu.reshard_after_forward=false"
+TRAINED: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ("engine.gpu.activation_checkpointing=full",)),
+    "fsdp-keep": (2, (KEEP,)),
+    "tp-sp": (2, ("parallel.tp=2", "parallel.sequence_parallel=true")),
+    "pp": (2, ("parallel.pp=2",)),
+}
+
+
+@pytest.mark.guarantee("evaluation-same-bits")
+@pytest.mark.parametrize("name", TRAINED)
+def test_scoring_between_steps_changes_no_bit_of_training(ranks, name: str) -> None:
+    n, sets = TRAINED[name]
+    with_scores, without = (ranks.run(trained, sets, score, ranks=n) for score in (True, False))
+    assert with_scores == without
+    assert len(set(without[0])) == 4

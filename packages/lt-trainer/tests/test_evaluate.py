@@ -160,9 +160,29 @@ def test_a_repeated_command_computes_only_what_is_missing(
         run(model, tmp_path / "out", little_data / "validation", dtype="bfloat16")
 
 
+def test_tasks_are_printed_and_kept_with_their_items(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    chosen = {"tasks": ["lt_copy", "lt_recall"], "limit": 12, "seq_len": 64}
+    lines = run(model, out, **chosen)
+    _, copied, recalled = read_jsonl(out / "results.jsonl")
+    assert [copied["name"], recalled["name"]] == ["lt_copy", "lt_recall"]
+    (summary,) = copied["results"]
+    assert sorted(summary) == ["acc", "acc_norm", "acc_norm_stderr", "acc_stderr", "limit", "n_items"]
+    items = read_jsonl(out / "items" / "lt_copy.jsonl")
+    assert sum(item["acc"] for item in items) / 12 == summary["acc"]
+    assert [len(item["log_probs"]) for item in items] == [4] * 12
+    assert lines[0].startswith(f"lt_copy: acc {summary['acc']:.4f} +- ")
+    assert "perplexity" in lines[1]
+    assert run(model, out, **chosen) == lines
+    assert len(read_jsonl(out / "results.jsonl")) == 3
+    (fewer,) = run(model, out, **{**chosen, "tasks": ["lt_copy"], "limit": 5})
+    assert fewer.endswith("(5 items)")
+    assert len(read_jsonl(out / "items" / "lt_copy.jsonl")) == 5
+
+
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_data: Path, tmp_path: Path) -> None:
     store = little_data / "validation"
-    with pytest.raises(EvaluationError, match="nothing to evaluate; pass --store"):
+    with pytest.raises(EvaluationError, match="nothing to evaluate; pass --tasks NAMES or --store STORE"):
         run(model, None)
     with pytest.raises(EvaluationError, match=r"--seq-len 65: .* has a context of 64 tokens; pass at most that"):
         run(model, None, store, seq_len=65)

@@ -121,14 +121,14 @@ def test_store_is_required() -> None:
         (
             "qqqq = 5\n",
             "qqqq = 5 (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, "
-            "fault_tolerance, metrics, model, model.rope_scaling, optimizer, optimizer.lr_scale, parallel, run, "
-            "schedule",
+            "evaluation, fault_tolerance, metrics, model, model.rope_scaling, optimizer, optimizer.lr_scale, parallel, "
+            "run, schedule",
         ),
         (
             "[zzzzzz]\n",
             "zzzzzz = {} (RUN:1): unknown field; the sections are batch, batch.ramp, checkpoint, data, engine, "
-            "fault_tolerance, metrics, model, model.rope_scaling, optimizer, optimizer.lr_scale, parallel, run, "
-            "schedule",
+            "evaluation, fault_tolerance, metrics, model, model.rope_scaling, optimizer, optimizer.lr_scale, parallel, "
+            "run, schedule",
         ),
         (
             "batch = 5\n",

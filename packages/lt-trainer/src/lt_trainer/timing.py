@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 STEP_PARTS: tuple[str, ...] = ("data", "forward_backward", "optimizer", "checkpoint", "validation", "rest")
 """Waiting for batches; forward and backward passes; gradient clipping and optimizer step; checkpoint
-save or restore; validation; everything else, such as stop synchronization, fetching metrics and logging.
+save or restore; validation and evaluation; everything else, such as stop synchronization, fetching metrics and logging.
 """
 
 

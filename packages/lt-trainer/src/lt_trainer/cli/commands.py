@@ -309,6 +309,12 @@ def evaluate(
             help="Run directory (its newest checkpoint), checkpoint, or model of another format.",
         ),
     ],
+    tasks: Annotated[
+        str,
+        typer.Option(help="Tasks, separated by commas: files NAME.jsonl of --tasks-dir, or generated ones."),
+    ] = "",
+    tasks_dir: Annotated[str, typer.Option(help="Folder of task files.")] = "",
+    limit: Annotated[int, typer.Option(help="Items of each task, the first ones; 0 for all.", min=0)] = 0,
     store: Annotated[
         list[Path] | None, typer.Option(help="Token store to compute the loss over; repeatable.", show_default=False)
     ] = None,
@@ -323,14 +329,24 @@ def evaluate(
     seq_len: Annotated[int, typer.Option(help="Positions per row; 0 for the model's context length.", min=0)] = 0,
     micro_batch_size: Annotated[int, typer.Option(help="Rows per forward pass.", min=1)] = 1,
 ) -> None:
-    """Evaluate a model on one device: loss, perplexity, bits per byte of stores, by source and length."""
+    """Evaluate a model on one device: tasks, and the loss over stores by source and by length.
+
+    Results are printed and, with --out, kept as JSON lines.
+    """
     require_torch("evaluate")
     from lt_data.display.terminal import escape_controls
     from lt_trainer.cli.evaluate import EvaluateOptions
     from lt_trainer.cli.evaluate import evaluate as run_evaluation
 
     options = EvaluateOptions(
-        stores=store or [], device=device, dtype=dtype, seq_len=seq_len, micro_batch_size=micro_batch_size
+        tasks=[name for name in tasks.split(",") if name],
+        tasks_dir=tasks_dir,
+        limit=limit,
+        stores=store or [],
+        device=device,
+        dtype=dtype,
+        seq_len=seq_len,
+        micro_batch_size=micro_batch_size,
     )
     run_evaluation(model, options, out=out, echo=lambda line: typer.echo(escape_controls(line)))
 

@@ -14,7 +14,18 @@ from typing import Any
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
-from lt_trainer.evaluation import BatchShape, EvaluationError, GroupLoss, LoadedModel, evaluate_store, load_model
+from lt_trainer.evaluation import (
+    BatchShape,
+    EncodedTask,
+    EvaluationError,
+    LoadedModel,
+    PairEncoder,
+    TaskResult,
+    evaluate_store,
+    evaluate_task,
+    find_tasks,
+    load_model,
+)
 from lt_trainer.run_directory import JsonlWriter, read_jsonl
 
 RESULTS_FILE = "results.jsonl"
@@ -26,6 +37,11 @@ N_SHOWN = 20
 class EvaluateOptions:
     """Options of the command that change numbers."""
 
+    tasks: Sequence[str] = ()
+    """Names of files in `tasks_dir`, or of generated tasks."""
+    tasks_dir: str = ""
+    limit: int = 0
+    """Items of each task, the first ones; 0 for all."""
     stores: Sequence[Path] = ()
     device: str = "auto"
     dtype: str = "auto"
@@ -44,16 +60,32 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
         echo: prints a line.
 
     Raises:
-        EvaluationError: nothing to evaluate, options that do not fit the model, or results of another evaluation.
+        EvaluationError: nothing to evaluate, no such task, options that do not fit the model, or results of
+            another evaluation.
         CheckpointError: the model cannot be loaded.
         DataError: a store cannot be read, or has no pack of this row length.
     """
-    if not options.stores:
-        raise EvaluationError("nothing to evaluate; pass --store STORE")
+    if not (options.stores or options.tasks):
+        raise EvaluationError("nothing to evaluate; pass --tasks NAMES or --store STORE")
+    tasks = find_tasks(options.tasks, options.tasks_dir, limit=options.limit)
     loaded = load_model(model, device=options.device, dtype=options.dtype)
-    results = Results.open(out, describe(loaded, options))
-    readers = {str(path): _open_reader(loaded, path, options) for path in options.stores}
     shape = _shape(loaded, options)
+    readers = {str(path): _open_reader(loaded, path, options) for path in options.stores}
+    encoder = PairEncoder(loaded.tokenizer) if tasks else None
+    encoded = [EncodedTask.encode(task, encoder, shape) for task in tasks if encoder is not None]
+    results = Results.open(out, describe(loaded, options))
+    for task in encoded:
+        name = task.task.name
+        summaries = results.find("task", name)
+        if summaries is None or summaries[0]["limit"] != options.limit:
+            with progress_bar(name) as progress:
+                result = evaluate_task(
+                    loaded, task, shape, on_batch=lambda done, total: progress(done, total, "batches")
+                )
+            results.write_items(result)
+            summaries = [{"limit": options.limit, "n_items": result.n_items, **result.metrics}]
+            results.add("task", name, summaries)
+        echo(task_line(name, summaries[0]))
     for name, reader in readers.items():
         losses = results.find("store", name)
         if losses is None:
@@ -145,6 +177,31 @@ class Results:
             with JsonlWriter(self.path) as writer:
                 writer.write({"kind": kind, "name": name, "results": list(results)})
 
+    def write_items(self, result: TaskResult) -> None:
+        """Write the items of a task to items/TASK.jsonl, instead of those of a command that was ended."""
+        if self.path is None:
+            return
+        folder = self.path.parent / "items"
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{result.task}.jsonl"
+        path.unlink(missing_ok=True)
+        with JsonlWriter(path) as writer:
+            for item in result.items:
+                writer.write(item)
+
+
+def task_line(name: str, summary: dict[str, Any]) -> str:
+    """Return the metrics of a task as a line."""
+    metrics = [
+        f"{metric} {value:.4f} +- {summary[f'{metric}_stderr']:.4f}"
+        if f"{metric}_stderr" in summary
+        # a perplexity has no standard error here
+        else f"{metric} {value:.5g}"
+        for metric, value in summary.items()
+        if metric not in ("limit", "n_items") and not metric.endswith("_stderr")
+    ]
+    return f"{name}: {', '.join(metrics)} ({summary['n_items']:,} items)"
+
 
 def store_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
     """Return the losses of a store as a table."""
@@ -162,6 +219,3 @@ def store_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
     if n_sources > N_SHOWN:
         lines.append(f"  and {n_sources - N_SHOWN} further source files")
     return lines
-
-
-__all__ = ["EvaluateOptions", "GroupLoss", "Results", "describe", "evaluate", "store_lines"]

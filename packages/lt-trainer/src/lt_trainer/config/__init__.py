@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lt_trainer.config.sections import BucketOptions as BucketOptions
     from lt_trainer.config.sections import CheckpointOptions as CheckpointOptions
     from lt_trainer.config.sections import DataOptions as DataOptions
+    from lt_trainer.config.sections import EvaluationOptions as EvaluationOptions
     from lt_trainer.config.sections import FaultToleranceOptions as FaultToleranceOptions
     from lt_trainer.config.sections import MetricsOptions as MetricsOptions
     from lt_trainer.config.sections import ModelOptions as ModelOptions
@@ -60,9 +61,10 @@ else:
             "lr_schedule": "learning_rate",
             "recipe": "ResolvedRecipe engine_options from_dict llama_config load to_dict to_toml",
             "sections": (
-                "BatchOptions BucketOptions CheckpointOptions DataOptions FaultToleranceOptions MetricsOptions "
-                "ModelOptions OptimizerOptions ParallelOptions RampOptions Recipe RopeScalingOptions RunOptions "
-                "ScheduleOptions SourceOptions ValidationOptions field_error require_at_least require_positive"
+                "BatchOptions BucketOptions CheckpointOptions DataOptions EvaluationOptions FaultToleranceOptions "
+                "MetricsOptions ModelOptions OptimizerOptions ParallelOptions RampOptions Recipe RopeScalingOptions "
+                "RunOptions ScheduleOptions SourceOptions ValidationOptions field_error require_at_least "
+                "require_positive"
             ),
             "sources": "Assignment coerce_assignments read_toml",
             "toml": "dump format_value",

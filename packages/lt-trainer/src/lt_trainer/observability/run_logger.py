@@ -12,10 +12,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from lt_data.display.terminal import escape_controls
 from lt_trainer.constants import GIB
@@ -23,6 +23,7 @@ from lt_trainer.engine import Device
 from lt_trainer.observability.sinks.group import SinkGroup
 from lt_trainer.observability.throughput import Throughput
 from lt_trainer.run_directory import (
+    EvaluationRecord,
     JsonlWriter,
     MetricsRecord,
     RankLog,
@@ -81,6 +82,30 @@ class Monitor(Protocol):
         ...
 
 
+class EvaluationResult(Protocol):
+    """Result of a task (`lt_trainer.evaluation.TaskResult`)."""
+
+    @property
+    def task(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def n_items(self) -> int:
+        """Number of items."""
+        ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics by name, such as acc."""
+        ...
+
+    @property
+    def items(self) -> Sequence[Mapping[str, Any]]:
+        """Records of the items."""
+        ...
+
+
 class NullLogger:
     """No-op logger of all ranks except 0."""
 
@@ -94,6 +119,9 @@ class NullLogger:
         """Do nothing."""
 
     def log_validation(self, step: int, name: str, loss_sum: float, tokens: int, text_bytes: int) -> None:
+        """Do nothing."""
+
+    def log_evaluation(self, step: int, result: EvaluationResult) -> None:
         """Do nothing."""
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
@@ -216,6 +244,25 @@ class Rank0Logger:
             )
         )
 
+    def log_evaluation(self, step: int, result: EvaluationResult) -> None:
+        """Write the record of a task, and its items to evaluation/step-N/TASK.jsonl."""
+        folder = self._run_dir.path / "evaluation" / f"step-{step:08d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{result.task}.jsonl"
+        path.unlink(missing_ok=True)  # of a start that reached this step before
+        with JsonlWriter(path) as items:
+            for item in result.items:
+                items.write(item)
+        self._write(
+            EvaluationRecord(
+                step=step,
+                eval_task=result.task,
+                eval_items=result.n_items,
+                elapsed_s=self._clock() - self._start,
+                **{f"eval_{name}": value for name, value in result.metrics.items()},
+            )
+        )
+
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
         """Log a step that did not change the weights."""
         self._run_dir.append_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm)
@@ -246,7 +293,7 @@ class Rank0Logger:
         """Continue counting training time."""
         self._throughput.unpause()
 
-    def _write(self, record: MetricsRecord | ValidationRecord) -> None:
+    def _write(self, record: MetricsRecord | ValidationRecord | EvaluationRecord) -> None:
         self._print(format_record(record))
         self._log.write(format_record(record))
         values = record_to_dict(record)

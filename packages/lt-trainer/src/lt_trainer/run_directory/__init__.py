@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from lt_trainer.run_directory.jsonl import read_last_object as read_last_object
     from lt_trainer.run_directory.rank_log import RankLog as RankLog
     from lt_trainer.run_directory.records import METRIC_DEFINITIONS as METRIC_DEFINITIONS
+    from lt_trainer.run_directory.records import EvaluationRecord as EvaluationRecord
     from lt_trainer.run_directory.records import MetricsRecord as MetricsRecord
     from lt_trainer.run_directory.records import StepRecord as StepRecord
     from lt_trainer.run_directory.records import ValidationRecord as ValidationRecord
@@ -31,8 +32,8 @@ else:
             "jsonl": "NON_FINITE JsonlWriter LogFile read_jsonl read_last_object",
             "rank_log": "RankLog",
             "records": (
-                "METRIC_DEFINITIONS MetricsRecord StepRecord ValidationRecord drop_superseded_records "
-                "format_record is_first_of_start record_to_dict"
+                "METRIC_DEFINITIONS EvaluationRecord MetricsRecord StepRecord ValidationRecord "
+                "drop_superseded_records format_record is_first_of_start record_to_dict"
             ),
             "run_dir": "RunDir read_mirror_name write_atomic",
         },

@@ -7,6 +7,7 @@ Cost: one `write` per line, no buffer, no fsync.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,9 @@ def _cut_unfinished_line(path: Path) -> None:
 def _json_value(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
-    return value
+    if isinstance(value, Mapping):
+        return {name: _json_value(inner) for name, inner in value.items()}
+    return [_json_value(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 NON_FINITE = {text: float(text) for text in ("nan", "inf", "-inf")}
@@ -127,8 +130,16 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
             raise RunDirError(f"{path}:{number}: not a JSON object ({exc}); remove the line") from exc
         if not isinstance(values, dict):
             raise RunDirError(f"{path}:{number}: not a JSON object; remove the line")
-        objects.append({name: NON_FINITE.get(v, v) if isinstance(v, str) else v for name, v in values.items()})
+        objects.append({name: _from_json(value) for name, value in values.items()})
     return objects
+
+
+def _from_json(value: Any) -> Any:
+    if isinstance(value, str):
+        return NON_FINITE.get(value, value)
+    if isinstance(value, dict):
+        return {name: _from_json(inner) for name, inner in value.items()}
+    return [_from_json(inner) for inner in value] if isinstance(value, list) else value
 
 
 TAIL_BYTES = 65536

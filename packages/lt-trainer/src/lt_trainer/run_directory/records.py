@@ -16,6 +16,7 @@ from lt_trainer.timing import STEP_PARTS
 
 __all__ = [
     "METRIC_DEFINITIONS",
+    "EvaluationRecord",
     "MetricsRecord",
     "StepRecord",
     "ValidationRecord",
@@ -99,6 +100,24 @@ class ValidationRecord:
     """Loss of the whole set in bits, over its bytes of text; None if these are unknown."""
     val_set: str | None = None
     """Name of the set in the recipe; None for the only one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluationRecord:
+    """Metrics of a task after `step` steps."""
+
+    step: int
+    eval_task: str
+    eval_items: int
+    elapsed_s: float
+    eval_acc: float | None = None
+    """Share of the items that are right."""
+    eval_acc_stderr: float | None = None
+    eval_acc_norm: float | None = None
+    """The same by log-probability per character of a choice; None for a cloze."""
+    eval_acc_norm_stderr: float | None = None
+    eval_perplexity: float | None = None
+    """exp(-mean log-probability of a target); None for multiple choice."""
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"

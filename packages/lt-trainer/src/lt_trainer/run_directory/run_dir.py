@@ -8,6 +8,7 @@
     metrics.jsonl       one record per logging step
     events.jsonl        starts, stops, checkpoints, warnings
     monitor/            samples of each node (`observability.monitor`)
+    evaluation/         items of each evaluated task by step: step-N/TASK.jsonl
     profile/  memory/   requested profiler traces and CUDA memory snapshots
     tensorboard/  wandb/  wandb.json  trackio/  trackio.json   files of the recipe's sinks
     mirror.json         the run's name in its mirror, if any: {"run": ...} (`checkpointing.mirror`)

@@ -1,8 +1,8 @@
 """Training loop, for every engine and without torch.
 
 At each step boundary, in this order: take the next batch, step the engine, synchronize stops over all ranks; then, if
-due, fetch metrics, validate, save. Metrics are fetched only at logging steps, so a device runs ahead of the host in
-between. A stop always saves. With asynchronous saves, the stop synchronization includes whether one has failed.
+due, fetch metrics, validate, evaluate, save. Metrics are fetched only at logging steps, so a device runs ahead of the
+host in between. A stop always saves. With asynchronous saves, the stop synchronization includes whether one has failed.
 
 The engine skips a step whose loss or gradient norm is not finite; the loop learns of it when it fetches metrics. After
 too many, the run rolls back to its newest checkpoint and skips all rows read since: the rows before the first bad step
@@ -26,6 +26,7 @@ from lt_trainer.config import Recipe, learning_rate
 from lt_trainer.data import Batches
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import NoCheckpointError, TrainerError
+from lt_trainer.evaluation import TaskResult
 from lt_trainer.resilience import StopSignals
 from lt_trainer.run_directory import StepRecord
 from lt_trainer.training.garbage_collection import GarbageCollection
@@ -48,6 +49,15 @@ class ValidationTask:
     """All batches of this rank; equally many on every rank."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class EvaluationTask:
+    """Task of `[evaluation]`."""
+
+    name: str
+    evaluate: Callable[[Callable[[int, int], None]], TaskResult]
+    """Scores the task on the engine, collectively; its argument is told of every batch."""
+
+
 class RunLogger(Protocol):
     """Logger of the loop; a no-op on ranks other than 0."""
 
@@ -65,6 +75,10 @@ class RunLogger(Protocol):
             tokens: Positions with a label.
             text_bytes: UTF-8 bytes of the set's text.
         """
+        ...
+
+    def log_evaluation(self, step: int, result: TaskResult) -> None:
+        """Log the metrics of a task and its items after `step`."""
         ...
 
     def log_skipped_step(self, record: StepRecord, count: int) -> None:
@@ -92,7 +106,7 @@ class StageTracker(Protocol):
     """Hang watchdog of this rank."""
 
     def mark(self, stage: str, step: int) -> None:
-        """Record the start of a stage; in each step: data, step, sync_stop, fetch_metrics, validate, save."""
+        """Record a stage: data, step, sync_stop, fetch_metrics, validate, evaluate, save."""
         ...
 
 
@@ -145,6 +159,7 @@ class TrainingLoop:
     The batches continue after the rows already read. Raises NoCheckpointError without a checkpoint.
     """
     validation: Sequence[ValidationTask] = ()
+    evaluation: Sequence[EvaluationTask] = ()
     _n_skipped: int = field(default=0, init=False)
     """Skipped steps, reset once none was skipped between two checkpoints."""
     _no_skips_since_save: bool = field(default=True, init=False)
@@ -184,21 +199,26 @@ class TrainingLoop:
             stop_signal = self._sync_stop(step)
             is_last = step == max_steps
             save = bool(stop_signal) or is_last or _is_due(step, recipe.checkpoint.interval)
-            # A stop must be quick: no validation.
+            # A stop must be quick: no validation, no evaluation.
             validate = bool(self.validation) and (
                 is_last or (_is_due(step, recipe.metrics.validation_interval) and not stop_signal)
             )
-            if save or validate or _is_due(step, recipe.metrics.log_interval):
+            evaluate = bool(self.evaluation) and (
+                is_last or (_is_due(step, recipe.evaluation.interval) and not stop_signal)
+            )
+            if save or validate or evaluate or _is_due(step, recipe.metrics.log_interval):
                 self._fetch_metrics(pending, step)
                 pending = []
                 if self._n_skipped > recipe.fault_tolerance.max_skipped_steps and not stop_signal:
                     step = self._rollback(step)
                     continue
-            if save or validate:
+            if save or validate or evaluate:
                 self.logger.pause()
+                self.engine.stopwatch.begin("validation")
                 if validate:
-                    self.engine.stopwatch.begin("validation")
                     self._validate(step)
+                if evaluate:
+                    self._evaluate(step)
                 if save:
                     self.engine.stopwatch.begin("checkpoint")
                     self.watchdog.mark("save", step)
@@ -309,6 +329,12 @@ class TrainingLoop:
         for task in self.validation:
             loss_sum, tokens = self.engine.validate(mark_each(task.batches()))
             self.logger.log_validation(step, task.name, loss_sum, tokens, task.text_bytes)
+
+    def _evaluate(self, step: int) -> None:
+        for task in self.evaluation:
+            self.watchdog.mark("evaluate", step)
+            result = task.evaluate(lambda done, total: self.watchdog.mark("evaluate", step))
+            self.logger.log_evaluation(step, result)
 
 
 def _mean_document_length(batch: StepBatch) -> float:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lt_ckpt import find_latest_valid
+from lt_data import Tokenizer
 from lt_trainer.checkpointing import CheckpointManager
 from lt_trainer.config import Recipe, ResolvedRecipe, llama_config, to_dict
 from lt_trainer.data import TrainingData, open_data, recorded_stores
 from lt_trainer.engine import Engine, EngineSpec, World, engine_spec
 from lt_trainer.errors import RecipeError
+from lt_trainer.evaluation import BatchShape, EncodedTask, EvaluationError, PairEncoder, find_tasks
 from lt_trainer.observability import ComputeCost, check_metrics_options
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class RunSetup:
     spec: EngineSpec
     data: TrainingData
     model: LlamaConfig
+    tasks: tuple[EncodedTask, ...] = ()
+    """Tasks of `[evaluation]`."""
 
     @classmethod
     def create(cls, resolved: ResolvedRecipe, environ: Mapping[str, str]) -> RunSetup:
@@ -52,9 +56,10 @@ class RunSetup:
             check_metrics_options(recipe, spec, world)
             data = open_data(recipe, read=_stores_read(recipe))
             model = llama_config(recipe, data.vocab_size)
+            tasks = _open_tasks(recipe, data)
         except RecipeError as exc:
             raise exc.with_origins(resolved.origins) from exc
-        return cls(recipe=recipe, world=world, spec=spec, data=data, model=model)
+        return cls(recipe=recipe, world=world, spec=spec, data=data, model=model, tasks=tasks)
 
     @property
     def folder(self) -> Path:
@@ -121,6 +126,28 @@ def _require_capabilities(recipe: Recipe, spec: EngineSpec) -> None:
             values={"data.document_mask": recipe.data.document_mask},
             remedy="set data.document_mask to false, or choose another engine with run.engine",
         )
+
+
+def evaluation_shape(recipe: Recipe) -> BatchShape:
+    """Return the shape of the batches of an evaluation: that of a micro-batch."""
+    return BatchShape(
+        micro_batch_size=recipe.batch.micro_batch_size,
+        seq_len=recipe.data.seq_len,
+        document_mask=recipe.data.document_mask,
+    )
+
+
+def _open_tasks(recipe: Recipe, data: TrainingData) -> tuple[EncodedTask, ...]:
+    """Read and encode the tasks of `[evaluation]`."""
+    options = recipe.evaluation
+    if not options.tasks:
+        return ()
+    try:
+        tasks = find_tasks(options.tasks, options.tasks_dir, limit=options.limit)
+        encoder = PairEncoder(Tokenizer.from_bytes(data.tokenizer_files))
+        return tuple(EncodedTask.encode(task, encoder, evaluation_shape(recipe)) for task in tasks)
+    except EvaluationError as exc:
+        raise RecipeError(str(exc), values={"evaluation.tasks": options.tasks}) from exc
 
 
 def _require_boto3(recipe: Recipe) -> None:

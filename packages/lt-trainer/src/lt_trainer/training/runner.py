@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from functools import partial
 
@@ -17,11 +17,13 @@ from lt_trainer.checkpointing import RunRestorer, StopRequested
 from lt_trainer.config import ResolvedRecipe
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE, GIB
 from lt_trainer.data import validation_batches
+from lt_trainer.engine import Engine
 from lt_trainer.errors import PeerError
+from lt_trainer.evaluation import BatchShape, EncodedTask, TaskResult, evaluate_task
 from lt_trainer.resilience import StopSignals
-from lt_trainer.training.loop import LoopResult, TrainingLoop, ValidationTask
+from lt_trainer.training.loop import EvaluationTask, LoopResult, TrainingLoop, ValidationTask
 from lt_trainer.training.run_context import Logger, RunContext
-from lt_trainer.training.run_setup import RunSetup
+from lt_trainer.training.run_setup import RunSetup, evaluation_shape
 
 
 def run(
@@ -103,7 +105,15 @@ def _create_loop(stack: ExitStack, setup: RunSetup, context: RunContext) -> Trai
             )
             for dataset in restorer.data.validation
         ],
+        evaluation=[
+            EvaluationTask(name=task.task.name, evaluate=partial(_evaluate, engine, task, evaluation_shape(recipe)))
+            for task in setup.tasks
+        ],
     )
+
+
+def _evaluate(engine: Engine, task: EncodedTask, shape: BatchShape, on_batch: Callable[[int, int], None]) -> TaskResult:
+    return evaluate_task(engine, task, shape, on_batch=on_batch)
 
 
 def _preflight_checkpoints(context: RunContext) -> None:

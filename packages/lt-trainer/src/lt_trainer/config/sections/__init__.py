@@ -9,6 +9,7 @@ Upper-case names (`hyperparameter`) are those of the Litespark training algorith
 from lt_trainer.config.sections.batch import BatchOptions, RampOptions
 from lt_trainer.config.sections.checkpoint import CheckpointOptions
 from lt_trainer.config.sections.data import BucketOptions, DataOptions, SourceOptions, ValidationOptions
+from lt_trainer.config.sections.evaluation import EvaluationOptions
 from lt_trainer.config.sections.fault_tolerance import FaultToleranceOptions
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.config.sections.model import ModelOptions, RopeScalingOptions
@@ -24,6 +25,7 @@ __all__ = [
     "BucketOptions",
     "CheckpointOptions",
     "DataOptions",
+    "EvaluationOptions",
     "FaultToleranceOptions",
     "MetricsOptions",
     "ModelOptions",

@@ -7,6 +7,7 @@ from typing import Any
 from lt_trainer.config.sections.batch import BatchOptions
 from lt_trainer.config.sections.checkpoint import CheckpointOptions
 from lt_trainer.config.sections.data import DataOptions
+from lt_trainer.config.sections.evaluation import EvaluationOptions
 from lt_trainer.config.sections.fault_tolerance import FaultToleranceOptions
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.config.sections.model import ModelOptions
@@ -30,6 +31,7 @@ class Recipe:
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     metrics: MetricsOptions = field(default_factory=MetricsOptions)
+    evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)
     fault_tolerance: FaultToleranceOptions = field(default_factory=FaultToleranceOptions)
     engine: Mapping[str, Any] = field(default_factory=dict)
     """Options by engine name: its options dataclass, or a raw table if its package is not installed."""
@@ -56,6 +58,15 @@ class Recipe:
                     "data.validation": self.data.validation,
                 },
                 remedy="set data.validation to a token store, or remove metrics.validation_interval",
+            )
+        if self.evaluation.tasks and self.data.source_kind in ("synthetic", "loader") and not self.data.store_paths():
+            raise RecipeError(
+                "tasks are texts, and without a token store there is no tokenizer",
+                values={
+                    "evaluation.tasks": self.evaluation.tasks,
+                    f"data.{self.data.source_kind}": getattr(self.data, self.data.source_kind),
+                },
+                remedy="set data.validation to a token store, or remove evaluation.tasks",
             )
         if self.data.source_kind in ("synthetic", "loader") and not self.model.vocab_size:
             raise RecipeError(

@@ -113,6 +113,7 @@ def build_charts(runs: Sequence[RunHistory]) -> list[Chart]:
         _chart(runs, "memory", "Memory", "GiB, peak per device", fields={"memory_gib": "line"}, from_zero=True),
         _chart(runs, "joules_per_token", "Energy", "J per token", fields={"joules_per_token": "line"}, from_zero=True),
         _validation(runs),
+        _evaluation(runs),
     ]
     return [_with_validation(chart, runs) if chart.key == "loss" else chart for chart in charts if chart.curves]
 
@@ -170,6 +171,24 @@ def _validation_lines(runs: Sequence[RunHistory], style: LineStyle) -> list[Curv
                     )
                 )
     return lines
+
+
+def _evaluation(runs: Sequence[RunHistory]) -> Chart:
+    """Return the accuracy of each task by step."""
+    lines = []
+    for number, run in enumerate(runs):
+        for index, (task, records) in enumerate(run.evaluation.items(), start=1):
+            points = [(float(record["step"]), float(record["eval_acc"])) for record in records if "eval_acc" in record]
+            if points:
+                lines.append(
+                    Curve(
+                        color=index if len(runs) == 1 else number,
+                        name=f"{run.name}, {task}",
+                        points=downsample(points, MAX_POINTS),
+                        style="dashed" if len(runs) > 1 and index > 1 else "line",
+                    )
+                )
+    return Chart(key="evaluation", title="Tasks", unit="accuracy", curves=lines, from_zero=True, percent=True)
 
 
 def _with_validation(chart: Chart, runs: Sequence[RunHistory]) -> Chart:

@@ -132,6 +132,9 @@ def _numbers(run: RunHistory) -> Iterator[tuple[str, str]]:
             yield f"best{of}, at step {best['step']:,}", f"{best['val_loss']:.4f}"
         if "val_bits_per_byte" in newest:
             yield f"bits per byte{of}", f"{newest['val_bits_per_byte']:.4f}"
+    for task, evaluations in run.evaluation.items():
+        if "eval_acc" in evaluations[-1]:
+            yield f"accuracy, {task}", f"{evaluations[-1]['eval_acc']:.1%}"
     last: Mapping[str, Any] = run.train[-1] if run.train else {}
     if "tokens_per_sec" in last:
         yield "tokens/s per device", format_short(last["tokens_per_sec"])

@@ -52,6 +52,8 @@ class RunHistory:
     """Training records without superseded ones, by increasing step."""
     validation: Mapping[str, Sequence[Mapping[str, Any]]]
     """Validation records by set ("" for the only one)."""
+    evaluation: Mapping[str, Sequence[Mapping[str, Any]]]
+    """Evaluation records by task."""
     n_superseded: int
     """Number of training records of steps that were repeated later."""
     training_seconds: float
@@ -114,7 +116,10 @@ def read_run(path: str | Path, *, name: str = "") -> RunHistory:
     kept = drop_superseded_records(records)
     train = [record for record in kept if "loss" in record]
     validation: dict[str, list[Mapping[str, Any]]] = {}
+    evaluation: dict[str, list[Mapping[str, Any]]] = {}
     for record in kept:
+        if "eval_task" in record:
+            evaluation.setdefault(str(record["eval_task"]), []).append(record)
         if "val_loss" in record:
             validation.setdefault(str(record.get("val_set", "")), []).append(record)
     return RunHistory(
@@ -123,6 +128,7 @@ def read_run(path: str | Path, *, name: str = "") -> RunHistory:
         state=_state(events),
         train=train,
         validation={set_name: _last_per_step(set_records) for set_name, set_records in validation.items()},
+        evaluation={task: _last_per_step(task_records) for task, task_records in evaluation.items()},
         n_superseded=sum("loss" in record for record in records) - len(train),
         training_seconds=_seconds(records),
         step_events=[

@@ -24,7 +24,14 @@ TAG_BY_FIELD = {field: f"{group}/{field}" for group, names in TAG_GROUPS.items()
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a record's numbers by tag, such as "train/loss" or "validation/NAME/loss"."""
+    """Return a record's numbers by tag: "train/loss", "validation/NAME/loss", "evaluation/TASK/acc"."""
+    if "eval_task" in record:
+        group = f"evaluation/{record['eval_task']}"
+        return {
+            f"{group}/{name.removeprefix('eval_')}": float(value)
+            for name, value in record.items()
+            if name.startswith("eval_") and name != "eval_task"
+        }
     if "val_loss" not in record:
         return {TAG_BY_FIELD[name]: float(value) for name, value in record.items() if name in TAG_BY_FIELD}
     group = f"validation/{record['val_set']}" if "val_set" in record else "validation"

@@ -1,0 +1,128 @@
+"""`[evaluation]` in a run with the fake engine: when it is done, what it writes, that training does not notice."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_trainer.config.recipe import load
+from lt_trainer.errors import RecipeError
+from lt_trainer.observability.sinks.tags import scalars
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.training.benchmark import resolve_bench_recipe
+from lt_trainer.training.runner import run
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, recipe_base: dict[str, Any]) -> Path:
+    """A folder with a multiple-choice task and a cloze, which the recipe evaluates every eight steps."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    words = ["alpha", "beta", "gamma", "delta"]
+    choices = [{"context": f"{i} and", "choices": [f" {w}" for w in words], "label": i % 4} for i in range(9)]
+    cloze = [{"context": f"{i} and", "target": f" {words[i % 4]}"} for i in range(7)]
+    for name, items in (("choice", choices), ("cloze", cloze)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(item) + "\n" for item in items))
+    recipe_base["evaluation"] = {"tasks": ["choice", "cloze"], "tasks_dir": str(folder), "interval": 8}
+    return folder
+
+
+def start(base: dict[str, Any], *overrides: str, **options: Any) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
+
+
+def records(base: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [r for r in read_jsonl(Path(base["run"]["dir"]) / "metrics.jsonl") if key in r]
+
+
+@pytest.mark.guarantee("evaluation-same-bits")
+def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
+    recipe_base, fake_engine, tasks: Path, tmp_path: Path
+) -> None:
+    assert start(recipe_base) == 0
+    found = records(recipe_base, "eval_task")
+    assert [(r["step"], r["eval_task"]) for r in found] == [(s, t) for s in (8, 16, 20) for t in ("choice", "cloze")]
+    first = found[0]
+    assert first["eval_items"] == 9
+    items = read_jsonl(Path(recipe_base["run"]["dir"]) / "evaluation" / "step-00000008" / "choice.jsonl")
+    assert sum(item["acc"] for item in items) / 9 == first["eval_acc"]
+    assert found[1]["eval_perplexity"] != found[3]["eval_perplexity"], "the weights of the step"
+    with_evaluation = [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")]
+    recipe_base["run"]["dir"] = str(tmp_path / "without")
+    del recipe_base["evaluation"]
+    assert start(recipe_base) == 0
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")] == with_evaluation
+    assert not (tmp_path / "without" / "evaluation").exists()
+
+
+def test_a_resumed_run_has_the_results_of_the_uninterrupted_one(
+    recipe_base, fake_engine, tasks: Path, tmp_path: Path
+) -> None:
+    assert start(recipe_base) == 0
+    whole = [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task")]
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    assert start(recipe_base, stop_after_step=16) == 75  # a stop is quick: the step's evaluation is left out
+    assert [r["step"] for r in records(recipe_base, "eval_task")] == [8, 8]
+    assert start(recipe_base) == 0
+    found = [{**r, "elapsed_s": 0} for r in records(recipe_base, "eval_task")]
+    assert found == [r for r in whole if r["step"] != 16]
+
+
+def test_sinks_have_a_tag_for_each_task_and_metric() -> None:
+    record = {"step": 8, "eval_task": "choice", "eval_items": 9, "elapsed_s": 1.5, "eval_acc": 0.25}
+    assert scalars(record) == {"evaluation/choice/items": 9.0, "evaluation/choice/acc": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        (
+            "evaluation.tasks=[choise]",
+            r"evaluation.tasks = .*task 'choise': no such task in .*; have choice, cloze, lt_",
+        ),
+        ("evaluation.tasks=[]", "has no effect without evaluation.tasks"),
+        ("evaluation.tasks=[cloze, cloze]", "duplicate task"),
+        ("evaluation.interval=-1", "must be at least 0"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused_before_anything_is_written(
+    recipe_base, fake_engine, tasks: Path, override: str, problem: str
+) -> None:
+    with pytest.raises(RecipeError, match=problem):
+        start(recipe_base, override)
+    assert not Path(recipe_base["run"]["dir"]).exists()
+    assert not fake_engine.opened
+
+
+def test_tasks_without_a_tokenizer_are_refused(recipe_base) -> None:
+    with pytest.raises(RecipeError, match="without a token store there is no tokenizer"):
+        load(
+            base={
+                "data": {"synthetic": True, "seq_len": 32},
+                "model": {"vocab_size": 300},
+                "evaluation": {"tasks": ["lt_copy"]},
+            }
+        )
+
+
+def test_a_benchmark_of_the_recipe_leaves_the_tasks_out(recipe_base, tasks: Path, tmp_path: Path) -> None:
+    from lt_trainer.config import to_toml
+
+    (tmp_path / "run.toml").write_text(to_toml(load(base=recipe_base).recipe))
+    resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
+    assert resolved.recipe.evaluation.tasks == ()
+
+
+def test_the_report_has_the_accuracy_of_each_task(recipe_base, fake_engine, tasks: Path, tmp_path: Path) -> None:
+    from lt_trainer.observability.report.charts import build_charts
+    from lt_trainer.observability.report.page import report_html
+    from lt_trainer.observability.report.run_history import read_run
+
+    assert start(recipe_base) == 0
+    history = read_run(recipe_base["run"]["dir"])
+    (chart,) = (chart for chart in build_charts([history]) if chart.key == "evaluation")
+    found = {r["step"]: r["eval_acc"] for r in records(recipe_base, "eval_task") if r["eval_task"] == "choice"}
+    assert [curve.name for curve in chart.curves] == ["run, choice", "run, cloze"]
+    assert dict(chart.curves[0].points) == found
+    assert "accuracy, choice" in report_html([history])
