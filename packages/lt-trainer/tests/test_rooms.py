@@ -20,6 +20,7 @@ ROOMS = (
     "evaluation",
     "observability",
     "planning",
+    "release",
     "resilience",
     "run_directory",
     "training",

@@ -1,0 +1,99 @@
+"""Command line of `lt release`: make, verify, reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="release",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Publish a run with all that made it, check such a release, and repeat it.",
+)
+
+
+@app.callback()
+def release() -> None:
+    """Publish a run with all that made it, check such a release, and repeat it."""
+
+
+@app.command()
+def make(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")],
+    out: Annotated[Path, typer.Option(help="Folder of the release: new or empty.")],
+    licenses: Annotated[
+        Path | None,
+        typer.Option(help="licences.toml: names, licenses, origins of the sources.", show_default=False),
+    ] = None,
+    checkpoints: Annotated[
+        str, typer.Option(help="Weights beside the final ones: all, final, or steps such as 1000,2000.")
+    ] = "all",
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder in which source files are looked for by hash; repeatable.", show_default=False),
+    ] = None,
+    lock: Annotated[
+        Path | None,
+        typer.Option(help="uv.lock or requirements file with the packages' hashes.", show_default=False),
+    ] = None,
+    mof_class: Annotated[
+        int, typer.Option(help="Class of the Model Openness Framework that must be reached; 0 for any.", min=0, max=3)
+    ] = 0,
+) -> None:
+    """Write the release of a run: weights, data, recipe, logs, packages, cards, hashes.
+
+    All that is missing is in one list (exit code 64), and nothing is left half written.
+    """
+    from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.facts import LICENSE_FILE
+    from lt_trainer.release.make import MakeOptions, make_release
+    from lt_trainer.release.verify import hash_of_list
+
+    if licenses is None:
+        licenses = next((path for path in (run / LICENSE_FILE, Path(LICENSE_FILE)) if path.is_file()), None)
+    options = MakeOptions(
+        licenses=licenses,
+        checkpoints=checkpoints,
+        source_folders=tuple(sources or ()),
+        lock=lock,
+        mof_class=mof_class,
+    )
+    facts = make_release(run, out, options, notify=echo_error)
+    echo(f"{out}: {facts.openness.name}")
+    number = facts.openness.class_number
+    for reason in facts.openness.missing.get(number - 1 if number else 3, ()):
+        echo(f"  missing for the next class: {reason}")
+    for remark in facts.openness.remarks:
+        echo(f"  {remark}")
+    echo(f"SHA-256 of its hash list: {hash_of_list(out)}")
+
+
+@app.command()
+def verify(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")],
+    expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run directory: compare the weights with its checkpoints too.", show_default=False),
+    ] = None,
+) -> None:
+    """Check hashes, weights, data, recipe, cards and class of a release; exit code 1 for a problem."""
+    from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.verify import verify_release
+
+    result = verify_release(folder, expect=expect, run=run, notify=echo_error)
+    for problem in result.problems:
+        echo(f"PROBLEM {problem}")
+    for note in result.notes:
+        echo(note)
+    if result.openness is not None:
+        echo(f"openness: {result.openness.name}")
+    echo(f"{result.n_files} files, SHA-256 of the hash list: {result.list_hash}")
+    if result.problems:
+        echo(f"{len(result.problems)} problem(s)")
+        raise typer.Exit(1)
+    echo("verified")

@@ -1,0 +1,96 @@
+"""COMMANDS.md: the commands by hand that repeat a release, from its sources to its weights."""
+
+import json
+import shlex
+from typing import Any
+
+from lt_trainer.release.data_files import SourceEntry
+from lt_trainer.release.facts import Facts, StoreFacts
+
+__all__ = ["command_page", "prepare_arguments"]
+
+
+def prepare_arguments(store: StoreFacts, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of `lt_data.prepare` that made a store."""
+    manifest = store.manifest
+    arguments: dict[str, Any] = {
+        "bos": manifest["bos"],
+        "eos": manifest["eos"],
+        "special_tokens_as": manifest["special_tokens_as"],
+        "shard_tokens": manifest["shard_tokens"],
+        "selection": manifest["selection"],
+        "keep": [f"{column['name']}:{column['type']}" for column in manifest.get("columns", [])],
+        **given,
+    }
+    if manifest.get("map"):
+        arguments["record_map"] = manifest["map"]["function"]
+        arguments["map_args"] = manifest["map"]["arguments"]
+    return arguments
+
+
+def command_page(facts: Facts) -> str:
+    """Return COMMANDS.md."""
+    python = facts.environment.get("python", "")
+    lines = [
+        "# The commands by hand",
+        "",
+        "In an empty folder, with this release as `$RELEASE`. `lt release reproduce` does the same and compares.",
+        "",
+        "```",
+        f"uv venv --python {python} env",
+        "uv pip install --python env/bin/python -r $RELEASE/environment/requirements.txt",
+        "uv pip install --python env/bin/python --no-deps $RELEASE/wheels/*.whl",
+    ]
+    for store in facts.stores:
+        entries = [entry for entry in facts.sources if entry.store == store.name]
+        lines += [_prepare_command(store, entries, dict(facts.info.prepare.get(store.name, {}))), _pack_command(store)]
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in thread_variables(facts).items())
+    lines += [
+        f"{variables}env/bin/lt train run $RELEASE/recipe/recipe.toml",
+        f"env/bin/lt ckpt export {facts.recipe['run']['dir']} --out model",
+        "```",
+    ]
+    if any(not entry.file for entry in facts.sources):
+        lines += ["", "Sources that are not in `$RELEASE/sources` must be obtained first: see DATA_CARD.md."]
+    return "\n".join(lines) + "\n"
+
+
+def thread_variables(facts: Facts) -> dict[str, str]:
+    """Return the variables of the run's environment that a rerun on a CPU depends on."""
+    recorded = facts.environment.get("variables", {})
+    return {
+        name: recorded[name]
+        for name in ("ATEN_CPU_CAPABILITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
+        if name in recorded
+    }
+
+
+def _prepare_command(store: StoreFacts, entries: list[SourceEntry], given: dict[str, Any]) -> str:
+    arguments = prepare_arguments(store, given)
+    words = ["env/bin/lt", "data", "prepare"]
+    words += [f"$RELEASE/{entry.file}" if entry.file else shlex.quote(entry.path) for entry in entries]
+    words += ["--tokenizer", f"$RELEASE/data/{store.name}/tokenizer", "--out", f"data/{store.name}"]
+    words += [] if arguments["bos"] else ["--no-bos"]
+    words += [] if arguments["eos"] else ["--no-eos"]
+    words += ["--special-tokens-as", arguments["special_tokens_as"], "--shard-tokens", str(arguments["shard_tokens"])]
+    names = {"min_characters": "min-chars", "max_characters": "max-chars"}
+    for name, value in arguments["selection"].items():
+        if value is True:
+            words.append("--drop-duplicates")
+        elif value:
+            words += [f"--{names.get(name, name.replace('_', '-'))}", str(value)]
+    for column in arguments["keep"]:
+        words += ["--keep", shlex.quote(column)]
+    for name in ("text_field", "tokens_field", "on_bad", "max_document_bytes"):
+        if name in given:
+            words += [f"--{name.replace('_', '-')}", shlex.quote(str(given[name]))]
+    if "record_map" in arguments:
+        words += ["--map", shlex.quote(arguments["record_map"])]
+        words += ["--map-args", shlex.quote(json.dumps(arguments["map_args"]))]
+    return " ".join(words)
+
+
+def _pack_command(store: StoreFacts) -> str:
+    pack = store.pack
+    shortest = f" --min-seq-len {min(length for length, _ in pack['buckets'])}" if pack["mode"] == "buckets" else ""
+    return f"env/bin/lt data pack data/{store.name} --seq-len {pack['seq_len']} --mode {pack['mode']}{shortest}"

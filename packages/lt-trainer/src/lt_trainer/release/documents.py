@@ -1,0 +1,43 @@
+"""All documents of a release, as functions of its facts.
+
+What is made here is made again by `verify` and compared byte for byte.
+"""
+
+from collections.abc import Callable, Mapping
+
+from lt_trainer.release.cards import citation, data_card, model_card, mof_document
+from lt_trainer.release.commands import command_page
+from lt_trainer.release.facts import Facts
+from lt_trainer.release.filtering import PLACEHOLDERS
+from lt_trainer.release.report import report_page
+
+__all__ = ["DOCUMENTS", "filter_page"]
+
+
+def filter_page(facts: Facts) -> str:
+    """Return FILTERED.md: what was replaced before the files were hashed."""
+    counts = facts.provenance.filtered
+    text = (
+        "# What was filtered\n\nBefore anything was hashed, these parts of the run's texts were replaced; the values\n"
+        "are not kept anywhere in this release. Logs of the ranks are not released. Source files and tokens are as\n"
+        "they were: what their documents say is not filtered.\n\n"
+    )
+    text += "".join(f"- `{name}`: {what}; {counts.get(name, 0)} times\n" for name, what in PLACEHOLDERS.items())
+    if facts.provenance.changed_fields:
+        text += (
+            "\nFields of the recipe that were changed, so that it runs in this folder and writes nothing elsewhere:\n\n"
+        )
+        text += "".join(f"- `{name}` = {value!r}\n" for name, value in facts.provenance.changed_fields.items())
+    return text
+
+
+DOCUMENTS: Mapping[str, Callable[[Facts], str]] = {
+    "README.md": model_card,
+    "DATA_CARD.md": data_card,
+    "REPORT.md": report_page,
+    "COMMANDS.md": command_page,
+    "CITATION.cff": citation,
+    "FILTERED.md": filter_page,
+    "mof.yml": mof_document,
+}
+"""File of the bundle → its text."""

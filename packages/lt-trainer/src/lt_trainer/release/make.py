@@ -1,0 +1,342 @@
+"""Making of a release: all is checked first, and the folder appears complete or not at all.
+
+Order: read the run and the license file; verify checkpoints and stores; compare the installed packages with the run's;
+then write into a hidden folder beside the output: weights, data, recipe, logs, wheels and lock, documents, SHA256SUMS.
+It is renamed at the end. Where a class of the Model Openness Framework was asked for and is not reached, nothing is
+left. The same run with the same lt gives the same bytes: no clock is read.
+
+Cost: reads the released checkpoints twice and the stores once; copies what is released.
+"""
+
+import getpass
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lt_ckpt import Checkpoint, list_steps
+from lt_ckpt.atomic_folder import AtomicFolder
+from lt_ckpt.hash_list import HASH_LIST, format_hash_list
+from lt_data import DataError, TokenStore
+from lt_data import verify as verify_store
+from lt_trainer.config import from_dict
+from lt_trainer.data import STORES
+from lt_trainer.errors import RecipeError, TrainerError
+from lt_trainer.release.data_files import (
+    ReleasedStore,
+    describe_store,
+    hash_file,
+    release_store,
+    store_names,
+    write_source_list,
+)
+from lt_trainer.release.documents import DOCUMENTS
+from lt_trainer.release.errors import ReleaseError
+from lt_trainer.release.facts import LICENSE_FILE, Facts, Provenance, read_facts, write_provenance
+from lt_trainer.release.filtering import TextFilter, find_secrets
+from lt_trainer.release.license_file import LicenseFile, read_license_file
+from lt_trainer.release.lock import format_requirements, installed_closure, lock_packages, normalize, read_lock_hashes
+from lt_trainer.release.mof import CLASS_NAMES
+from lt_trainer.release.run_files import copy_paper, known_hosts, release_logs, release_recipe, write_validation_results
+from lt_trainer.release.weight_files import choose_checkpoints, release_weights
+from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
+from lt_trainer.run_directory import read_jsonl
+
+__all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
+
+LT_EXTRAS = {"lt-trainer": ("cli", "torch"), "lt-data": ("cli", "fast", "parquet", "zstd"), "lt-ckpt": ("cli", "fast")}
+"""Extras of lt's packages that a rerun uses."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MakeOptions:
+    """Options of `make_release`.
+
+    Attributes:
+        licenses: The license file; None for none.
+        checkpoints: "all", "final" or steps separated by commas.
+        source_folders: Where source files are looked for by hash, besides their own paths.
+        lock: uv.lock or requirements file with hashes; None for the uv.lock beside lt's sources.
+        mof_class: Class that must be reached; 0 for any.
+    """
+
+    licenses: Path | None = None
+    checkpoints: str = "all"
+    source_folders: tuple[Path, ...] = ()
+    lock: Path | None = None
+    mof_class: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    path: Path
+    record: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    events: list[dict[str, Any]]
+    licenses: LicenseFile
+    license_text: str
+    checkpoints: list[Checkpoint]
+    stores: list[ReleasedStore]
+    text_filter: TextFilter
+
+
+def make_release(
+    run: Path, out: Path, options: MakeOptions, *, notify: Callable[[str], None] = lambda text: None
+) -> Facts:
+    """Make the release of a run.
+
+    Args:
+        run: Run directory.
+        out: Folder to make; an existing one must be empty.
+        options: See `MakeOptions`.
+        notify: Called with what is being done.
+
+    Raises:
+        ReleaseError: All that is missing or wrong; nothing is written then.
+        CheckpointError: `out` is not empty, or the disk fails.
+    """
+    gathered = _gather(run, options, notify)
+    with AtomicFolder(out) as folder:
+        bundle = folder.temp_path
+        notify(f"weights of steps {', '.join(str(checkpoint.step) for checkpoint in gathered.checkpoints)}")
+        release_weights(bundle, gathered.checkpoints)
+        notify("data, recipe, logs")
+        for released in gathered.stores:
+            release_store(released, bundle, gathered.text_filter)
+        write_source_list(bundle, gathered.stores)
+        changed = release_recipe(bundle, gathered.record, gathered.text_filter)
+        release_logs(bundle, run, gathered.text_filter)
+        (bundle / LICENSE_FILE).write_text(gathered.license_text, encoding="utf-8")
+        notify("packages of lt, environment")
+        facts = _finish(bundle, gathered, changed, options)
+        lacking = facts.openness.missing.get(options.mof_class, ())
+        if lacking:
+            raise ReleaseError(f"RUN = {run}: {CLASS_NAMES[options.mof_class]} is not reached", lacking)
+        leaked = [name for name in list_files(bundle) if _is_text(name) and _has_secret(bundle / name)]
+        if leaked:
+            raise ReleaseError("these files have what looks like a secret", leaked)
+        _sync_files(bundle)
+        (bundle / HASH_LIST).write_bytes(format_hash_list(list_hashes(bundle)))
+    return facts
+
+
+def _finish(bundle: Path, gathered: _Run, changed: Mapping[str, Any], options: MakeOptions) -> Facts:
+    """Write wheels, lock, provenance, results and documents; return the facts."""
+    state, without_hash = _write_environment(bundle, gathered, options)
+    events = gathered.events
+    final = gathered.checkpoints[-1].step
+    there = {step for step, _ in list_steps(gathered.path / "checkpoints")}
+    saved = {event["step"] for event in events if event.get("event") == "checkpoint"}
+    paper = gathered.licenses.release.paper
+    assert options.licenses is not None or not paper
+    provenance = Provenance(
+        lt={name: package.version for name, package in lt_distributions().items()},
+        date=str(events[-1]["time"])[:10],
+        run=gathered.path.resolve().name,
+        step=final,
+        earlier_steps=[checkpoint.step for checkpoint in gathered.checkpoints[:-1]],
+        removed_steps=sorted(step for step in saved - there if step <= final),
+        commit=state.commit,
+        has_patch=bool(state.patch),
+        untracked=list(state.untracked),
+        without_hash=without_hash,
+        stores={
+            released.name: {"field": released.field, "fingerprint": released.store.manifest.fingerprint}
+            for released in gathered.stores
+        },
+        changed_fields=changed,
+        filtered={name: number for name, number in sorted(gathered.text_filter.counts.items()) if number},
+        paper=copy_paper(bundle, options.licenses.parent / paper) if paper and options.licenses else "",
+    )
+    write_provenance(bundle, provenance)
+    write_validation_results(bundle, read_facts(bundle))
+    facts = read_facts(bundle)  # with the results
+    for name, render in DOCUMENTS.items():
+        (bundle / name).write_text(render(facts), encoding="utf-8")
+    return facts
+
+
+def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _Run:
+    """Read and verify all that goes into the release; raise all problems at once."""
+    if not (run / ".lt-run").exists():
+        raise ReleaseError(f"RUN = {run}", ["not a run directory (it has no .lt-run); pass the folder in run.dir"])
+    problems: list[str] = []
+    licenses, license_text = _read_licenses(options.licenses, problems)
+    record, environment = _read_json(run / "recipe.json", problems), _read_json(run / "environment.json", problems)
+    notify("verifying checkpoints")
+    checkpoints, found = choose_checkpoints(run, options.checkpoints)
+    problems += found
+    problems += _version_problems(environment)
+    events: list[dict[str, Any]] = []
+    for name in ("events.jsonl", "metrics.jsonl"):
+        try:
+            events = read_jsonl(run / name) if name == "events.jsonl" else events
+            _ = read_jsonl(run / name)
+        except TrainerError as exc:
+            problems.append(str(exc))
+    monitor = [record for path in sorted(run.glob("monitor/*.jsonl")) for record in read_jsonl(path)]
+    user = getpass.getuser()
+    text_filter = TextFilter(
+        hosts=known_hosts(run, environment, monitor) | {os.uname().nodename},
+        users=() if user == "root" else (user,),
+        folders=(str(run.resolve().parent), str(Path.cwd())),
+        homes=(str(Path.home()),),
+    )
+    stores: list[ReleasedStore] = []
+    if "recipe" in record:
+        notify("verifying stores")
+        stores = _open_stores(record["recipe"], checkpoints, licenses, text_filter, options, problems)
+    if not events:
+        problems.append(f"{run / 'events.jsonl'}: has no event")
+    if problems:
+        raise ReleaseError(f"RUN = {run}: cannot be released", problems)
+    return _Run(
+        path=run,
+        record=record,
+        environment=environment,
+        events=events,
+        licenses=licenses,
+        license_text=license_text,
+        checkpoints=checkpoints,
+        stores=stores,
+        text_filter=text_filter,
+    )
+
+
+def _read_licenses(path: Path | None, problems: list[str]) -> tuple[LicenseFile, str]:
+    licenses, text = LicenseFile(), ""
+    if path is not None:
+        try:
+            licenses, text = read_license_file(path), path.read_text(encoding="utf-8")
+        except ReleaseError as exc:
+            problems += [f"{path}: {problem}" for problem in exc.problems]
+            return licenses, text
+        if find_secrets(text):
+            problems.append(f"{path}: has what looks like a secret; remove it")
+        if licenses.release.paper and not (path.parent / licenses.release.paper).is_file():
+            problems.append(f"release.paper = {licenses.release.paper!r} ({path}): no such file; give one beside it")
+    source = path or LICENSE_FILE
+    for name in ("name", "producer"):
+        if not getattr(licenses.release, name):
+            problems.append(
+                f"release.{name} ({source}): missing; write it in [release] of the file given as --licenses"
+            )
+    return licenses, text
+
+
+def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as exc:
+        problems.append(f"{path}: cannot be read ({exc}); start the run again to rewrite it")
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _version_problems(environment: Mapping[str, Any]) -> list[str]:
+    """Return the packages whose version here is not the run's: wheels and lock would be of other code."""
+    run = {
+        name: text
+        for name, text in environment.get("packages", {}).items()
+        if name.startswith("lt-") or name == "torch"
+    }
+    here = {name: package.version for name, package in lt_distributions().items()} | installed_closure(_lt_roots())
+    return [
+        f"{name}: the run used {text}, here is {here[name]}; make the release in the run's environment"
+        for name, text in run.items()
+        if name in here and here[name] != text
+    ]
+
+
+def _lt_roots() -> dict[str, tuple[str, ...]]:
+    return {name: LT_EXTRAS.get(name, ()) for name in lt_distributions()}
+
+
+def _open_stores(
+    table: Mapping[str, Any],
+    checkpoints: list[Checkpoint],
+    licenses: LicenseFile,
+    text_filter: TextFilter,
+    options: MakeOptions,
+    problems: list[str],
+) -> list[ReleasedStore]:
+    """Open and verify the stores of the recipe, which must be those that the run has read."""
+    try:
+        data = from_dict(table, source="recipe.json").data
+    except RecipeError as exc:
+        problems.append(f"recipe.json: {exc}")
+        return []
+    read = (checkpoints[-1].manifest.data or {}).get(STORES, {}) if checkpoints else {}
+    released: list[ReleasedStore] = []
+    for name, (field, path) in store_names(data).items():
+        try:
+            store = TokenStore.open(path, packs=data.packs)
+            if read.get(field, store.manifest.fingerprint) != store.manifest.fingerprint:
+                problems.append(
+                    f"{field} = {path!r}: the store has changed: the run has read {read[field][:16]}, this is "
+                    f"{store.manifest.fingerprint[:16]}; put back the store of the run"
+                )
+                continue
+            damage = verify_store(store)
+            problems += [f"{field} = {path!r}: {problem}; copy the store again" for problem in damage]
+            if not damage:
+                released.append(describe_store(name, field, store, data, licenses, text_filter, options.source_folders))
+        except DataError as exc:
+            problems.append(f"{field} = {path!r}: {exc}; relative paths are taken from the current folder")
+    return released
+
+
+def _write_environment(bundle: Path, gathered: _Run, options: MakeOptions) -> tuple[SourceState, list[str]]:
+    """Write wheels/ and environment/; return the state of lt's sources and the packages without a hash."""
+    packages = lt_distributions()
+    (bundle / "wheels").mkdir()
+    for package in packages.values():
+        name, data = make_wheel(package)
+        (bundle / "wheels" / name).write_bytes(data)
+    folder = source_folder(packages["lt-trainer"])
+    state = source_state(folder)
+    license_name = packages["lt-trainer"].metadata["License-Expression"]
+    (bundle / "wheels" / "LICENSE.spdx").write_text(f"{license_name}\n", encoding="utf-8")
+    if state.patch:
+        patch = gathered.text_filter.apply(state.patch)
+        (bundle / "environment" / "lt.patch").write_text(patch, encoding="utf-8")
+    lock = options.lock
+    if lock is None and folder is not None:
+        lock = next((parent / "uv.lock" for parent in folder.parents if (parent / "uv.lock").is_file()), None)
+    locked = lock_packages(installed_closure(_lt_roots()), read_lock_hashes(lock) if lock is not None else {})
+    own = {normalize(name) for name in packages}
+    locked = tuple(package for package in locked if package.name not in own)
+    (bundle / "environment" / "requirements.txt").write_text(format_requirements(locked), encoding="utf-8")
+    return state, [package.name for package in locked if not package.hashes]
+
+
+def list_files(bundle: Path) -> list[str]:
+    """Return the files of a bundle but its hash list, relative to it."""
+    names = sorted(path.relative_to(bundle).as_posix() for path in bundle.rglob("*") if path.is_file())
+    return [name for name in names if name != HASH_LIST]
+
+
+def list_hashes(bundle: Path) -> dict[str, str]:
+    """Return the SHA-256 of each file of a bundle but its hash list, by path."""
+    return {name: hash_file(bundle / name) for name in list_files(bundle)}
+
+
+def _is_text(name: str) -> bool:
+    own_texts = name.startswith(("recipe/", "run/", "environment/", "results/")) or name in DOCUMENTS
+    return own_texts or name in (LICENSE_FILE, "data/sources.jsonl", "release.json")
+
+
+def _has_secret(path: Path) -> bool:
+    return find_secrets(path.read_text(encoding="utf-8", errors="replace")) > 0
+
+
+def _sync_files(bundle: Path) -> None:
+    for path in bundle.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)

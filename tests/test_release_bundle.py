@@ -1,0 +1,263 @@
+"""The open release of a run: made, verified, and found out where a bit of it was changed."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from lt_ckpt.hash_list import HASH_LIST, format_hash_list
+from lt_trainer.release.errors import ReleaseError
+from lt_trainer.release.make import MakeOptions, list_files, list_hashes, make_release
+from lt_trainer.release.verify import hash_of_list, verify_release
+
+LICENSES = """
+[release]
+name = "tiny"
+producer = "Example Lab"
+version = "1.0"
+authors = ["Ada Example"]
+paper = "paper.md"
+
+[licenses]
+data = "CDLA-Permissive-2.0"
+document = "CC-BY-4.0"
+
+[[sources]]
+path = "text/train/*"
+license = "CC0-1.0"
+redistribute = true
+
+[[sources]]
+path = "text/validation/*"
+license = "CC-BY-4.0"
+redistribute = true
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the prepared folder with a finished run in `run` and a license file."""
+    root = tmp_path_factory.mktemp("release") / "work"
+    shutil.copytree(prepared, root)
+    recipe = (root / "run.toml").read_text().replace(str(prepared), str(root))
+    (root / "run.toml").write_text(recipe)
+    (root / "licences.toml").write_text(LICENSES)
+    (root / "paper.md").write_text("# A paper\n")
+    changes = ("schedule.max_steps=8", "checkpoint.interval=2", "checkpoint.keep_last=2", "batch.micro_batch_size=4")
+    lt("train", "run", "run.toml", *(word for text in changes for word in ("--set", text)), cwd=root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def made(folder: Path, lt: Callable[..., str]) -> tuple[Path, str]:
+    """A release of that run by the command, and what it printed."""
+    text = lt("release", "make", "run", "--out", "release", "--mof-class", "1", cwd=folder)
+    return folder / "release", text
+
+
+@pytest.fixture
+def bundle(made: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of the release that a test may change."""
+    return Path(shutil.copytree(made[0], tmp_path / "release"))
+
+
+def rewrite_hashes(bundle: Path) -> None:
+    """Make the list again, as one would who hides a change."""
+    (bundle / HASH_LIST).write_bytes(format_hash_list(list_hashes(bundle)))
+
+
+def change_bytes(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert content.count(old) >= 1, (path, old)
+    path.write_bytes(content.replace(old, new, 1))
+
+
+def flip_last_byte(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_a_release_is_verified_and_compared_with_its_run(
+    made: tuple[Path, str], folder: Path, lt: Callable[..., str]
+) -> None:
+    bundle, text = made
+    digest = hash_of_list(bundle)
+    assert "Class I (open science)" in text
+    assert digest in text
+    text = lt("release", "verify", bundle, "--expect", digest, "--run", "run", cwd=folder)
+    assert digest in text
+    assert "verified" in text
+    text = lt("release", "verify", bundle, "--expect", "0" * 64, cwd=folder, code=1)
+    assert f"{HASH_LIST}: is {digest}, expected {'0' * 64}" in text
+
+
+def test_it_has_what_a_reader_looks_for(made: tuple[Path, str], folder: Path) -> None:
+    bundle, _ = made
+    names = set(list_files(bundle))
+    assert {"README.md", "DATA_CARD.md", "REPORT.md", "CITATION.cff", "COMMANDS.md", "FILTERED.md", "mof.yml"} <= names
+    assert {"model/model.safetensors", "model/config.json", "model/generation_config.json"} <= names
+    assert {"model/tokenizer.json", "checkpoints/step-00000006/model.safetensors"} <= names
+    assert {"data/train/shards/00000.bin", "data/validation/manifest.json", "recipe/recipe.toml"} <= names
+    assert {"environment/requirements.txt", "run/metrics.jsonl", "results/validation.json"} <= names
+    assert len([name for name in names if name.startswith("sources/")]) == 66, "one per document of both stores"
+    sources = [json.loads(line) for line in (bundle / "data" / "sources.jsonl").read_text().splitlines()]
+    manifest = json.loads((bundle / "data" / "train" / "manifest.json").read_text())
+    assert sum(source["tokens"] for source in sources if source["store"] == "train") == manifest["tokens"]
+    assert "Checkpoints of steps 2, 4 were saved and removed" in (bundle / "README.md").read_text()
+    assert "energy of this run was not measured" in (bundle / "REPORT.md").read_text()
+    texts = [path for name in names if (path := bundle / name).suffix in (".md", ".json", ".jsonl", ".toml", ".yml")]
+    told = [path for path in texts if str(folder) in path.read_text(errors="replace")]
+    assert told == [], "the machine's folders are filtered"
+
+
+def test_the_same_run_gives_the_same_bytes(
+    made: tuple[Path, str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    make_release(Path("run"), tmp_path / "again", MakeOptions(licenses=Path("licences.toml")))
+    assert hash_of_list(tmp_path / "again") == hash_of_list(made[0])
+
+
+@pytest.mark.parametrize("is_hidden", [False, True], ids=["as it is", "with a new hash list"])
+@pytest.mark.parametrize(
+    ("file", "change", "told"),
+    [
+        ("model/model.safetensors", flip_last_byte, "model: "),
+        ("checkpoints/step-00000006/model.safetensors", flip_last_byte, "checkpoints/step-00000006: "),
+        ("data/train/shards/00000.bin", flip_last_byte, "data/train: "),
+        ("data/train/packs/bfd-64/start.npy", flip_last_byte, "data/train: "),
+        ("recipe/recipe.toml", lambda path: change_bytes(path, b"lr = 0.003", b"lr = 0.002"), "recipe/recipe.toml: "),
+        ("recipe/recipe.json", lambda path: change_bytes(path, b'"lr": 0.003', b'"lr": 0.002'), "recipe/recipe.toml: "),
+        (
+            "results/validation.json",
+            lambda path: change_bytes(path, b'"loss": ', b'"loss": 0'),
+            "results/validation.json: ",
+        ),
+        ("run/metrics.jsonl", lambda path: change_bytes(path, b'"loss": ', b'"loss": 1'), "REPORT.md: "),
+        ("licences.toml", lambda path: change_bytes(path, b"CDLA-Permissive-2.0", b"MIT"), "mof.yml: "),
+        (
+            "data/sources.jsonl",
+            lambda path: change_bytes(path, b'"redistribute": true', b'"redistribute": false'),
+            "may not be redistributed",
+        ),
+        ("README.md", lambda path: change_bytes(path, b"Class I ", b"Class 0 "), "README.md: "),
+        ("model/config.json", lambda path: change_bytes(path, b'"rope_theta": 1', b'"rope_theta": 2'), "model"),
+    ],
+)
+def test_a_change_of_any_part_is_found(
+    bundle: Path, file: str, change: Callable[[Path], None], told: str, is_hidden: bool
+) -> None:
+    change(bundle / file)
+    if is_hidden:
+        rewrite_hashes(bundle)
+    problems = verify_release(bundle).problems
+    assert any(told in problem for problem in problems), problems
+    assert is_hidden or any(file in problem for problem in problems), "the hash list names the file"
+
+
+def test_missing_and_extra_files_are_found(bundle: Path) -> None:
+    (bundle / "REPORT.md").unlink()
+    (bundle / "model" / "more.txt").write_text("x")
+    problems = verify_release(bundle).problems
+    assert any("REPORT.md" in problem for problem in problems)
+    assert any("model/more.txt" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "class_number", "lacks"),
+    [
+        ((), 1, ""),
+        (('paper = "paper.md"', ""), 2, "Research paper: not in the release"),
+        (('path = "text/train/*"\nlicense = "CC0-1.0"', 'path = "text/train/*"'), 2, "Datasets: source text/train/"),
+        (("text/validation/*", "text/test/*"), 3, "Evaluation data: source text/validation/"),
+        (('data = "CDLA-Permissive-2.0"', ""), 0, "Model parameters (Final): has no license"),
+        (('data = "CDLA-Permissive-2.0"', 'data = "CC-BY-NC-4.0"'), 0, "Model parameters (Final): CC-BY-NC-4.0 is not"),
+    ],
+    ids=["I", "II without a paper", "II without a license of data", "III", "none", "none with a closed license"],
+)
+def test_a_release_of_each_class_gets_its_class(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: tuple[str, str],
+    class_number: int,
+    lacks: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    text = LICENSES.replace(*change) if change else LICENSES
+    shutil.copyfile("paper.md", tmp_path / "paper.md")
+    (tmp_path / "licences.toml").write_text(text)
+    facts = make_release(Path("run"), tmp_path / "out", MakeOptions(licenses=tmp_path / "licences.toml"))
+    assert facts.openness.class_number == class_number
+    following = class_number - 1 if class_number else 3
+    assert any(reason.startswith(lacks) for reason in facts.openness.missing.get(following, (lacks,)))
+    result = verify_release(tmp_path / "out")
+    assert result.problems == ()
+    assert result.openness is not None
+    assert result.openness.class_number == class_number
+    assert f"class: {class_number}" in (tmp_path / "out" / "mof.yml").read_text()
+    if "without a license" in lacks or "text/test" in "".join(change):
+        assert not list((tmp_path / "out").glob("data/validation/shards"))
+
+
+def test_a_class_that_is_asked_for_and_not_reached_leaves_nothing(
+    folder: Path, tmp_path: Path, lt: Callable[..., str]
+) -> None:
+    (tmp_path / "licences.toml").write_text(LICENSES.replace('paper = "paper.md"', ""))
+    text = lt(
+        *("release", "make", "run", "--out", tmp_path / "out", "--licenses", tmp_path / "licences.toml"),
+        *("--mof-class", "1"),
+        cwd=folder,
+        code=64,
+    )
+    assert "Class I (open science) is not reached" in text
+    assert "Research paper: not in the release" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["licences.toml"]
+
+
+def test_all_that_is_wrong_is_in_one_list_and_nothing_is_written(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(folder, tmp_path / "work"))
+    monkeypatch.chdir(work)
+    recipe = json.loads((work / "run" / "recipe.json").read_text())
+    recipe["recipe"]["data"] |= {"store": "train", "validation": "validation"}
+    (work / "run" / "recipe.json").write_text(json.dumps(recipe))
+    for checkpoint in (work / "run" / "checkpoints").iterdir():
+        (checkpoint / "COMMIT").unlink()
+    flip_last_byte(work / "validation" / "shards" / "00000.bin")
+    shutil.rmtree(work / "train")
+    (work / "licences.toml").write_text('[release]\nname = "x"\n[licenses]\ndata = ""\n')
+    with pytest.raises(ReleaseError) as raised:
+        make_release(Path("run"), Path("out"), MakeOptions(licenses=Path("licences.toml")))
+    text = "\n".join(raised.value.problems)
+    assert "licenses.data = '': must not be empty" in text
+    assert "no committed checkpoint that verifies" in text
+    assert "data.store = 'train'" in text
+    assert "data.validation = 'validation'" in text
+    assert raised.value.exit_code == 64
+    assert not list(work.glob("*out*"))
+
+
+def test_a_store_that_is_no_longer_the_one_that_was_read_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(folder, tmp_path / "work"))
+    monkeypatch.chdir(work)
+    recipe = json.loads((work / "run" / "recipe.json").read_text())
+    recipe["recipe"]["data"] |= {"store": "validation"}
+    (work / "run" / "recipe.json").write_text(json.dumps(recipe))
+    with pytest.raises(ReleaseError, match="the store has changed: the run has read"):
+        make_release(Path("run"), Path("out"), MakeOptions(licenses=Path("licences.toml")))
+
+
+def test_what_is_no_run_and_no_release_is_refused(folder: Path, lt: Callable[..., str]) -> None:
+    assert "not a run directory" in lt("release", "make", "text", "--out", "x", cwd=folder, code=64)
+    assert "not a release" in lt("release", "verify", "text", cwd=folder, code=64)
+    text = lt("release", "make", "run", "--out", "x", "--licenses", "none.toml", cwd=folder, code=64)
+    assert "none.toml: cannot be read" in text
+    text = lt("release", "make", "run", "--out", "x", "--checkpoints", "7", cwd=folder, code=64)
+    assert "the run has no valid checkpoint of step 7; it has [8]" in text
+    assert not (folder / "x").exists()
