@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, RestartPolicy, Stage, to_dict
+from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.launch_dir import pipeline_from_dict
 from lt_launch.profile import Profile
+from lt_launch.sagemaker.options import SageMakerOptions
+from lt_launch.slurm.options import SlurmOptions
 from lt_trainer.errors import RecipeError
 
 
@@ -36,6 +39,46 @@ def test_what_cannot_be_run_is_refused_by_field(values: dict[str, Any], field: s
         job(**values)
     assert field in caught.value.values
     assert caught.value.remedy
+
+
+@pytest.mark.parametrize("field", ["partition", "instance_type", "constraint"])
+@pytest.mark.parametrize("more", ["\n#SBATCH --uid=0", "\rx", "\x1b[2J", "\u2028x", " --uid=0", "\tx"])
+def test_a_resource_is_one_word(field: str, more: str) -> None:
+    """It becomes an option in a line of sbatch."""
+    with pytest.raises(RecipeError) as caught:
+        Resources(**{field: f"p5{more}"})
+    assert caught.value.values == {f"resources.{field}": f"p5{more}"}
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("make", "values", "field"),
+    [
+        (ContainerImage, {"image": "lt:1\nx"}, "container.image"),
+        (ContainerImage, {"image": "lt:1", "mounts": ("/a:/b\nx",)}, "container.mounts"),
+        (ContainerImage, {"image": "lt:1", "workdir": "/w\nx"}, "container.workdir"),
+        (job, {"cwd": "/w\nx"}, "job.cwd"),
+        (job, {"run_dir": "/w\x1b[2J"}, "job.run_dir"),
+        (SlurmOptions, {"partition": "p5\n#SBATCH --uid=0"}, "slurm.partition"),
+        (SlurmOptions, {"account": "team --uid=0"}, "slurm.account"),
+        (SlurmOptions, {"qos": "q\nx"}, "slurm.qos"),
+        (SlurmOptions, {"reservation": "r x"}, "slurm.reservation"),
+        (SlurmOptions, {"exclude": ("node1", "node2 --uid=0")}, "slurm.exclude"),
+        (SlurmOptions, {"sbatch_args": ("--comment=x\n#SBATCH",)}, "slurm.sbatch_args"),
+        (KubernetesOptions, {"mount_path": "/fsx\nx"}, "k8s.mount_path"),
+        (SageMakerOptions, {"role": "arn\nx"}, "sagemaker.role"),
+        (SageMakerOptions, {"channels": ("train=s3://bucket/a\nx",)}, "sagemaker.channels"),
+    ],
+)
+def test_text_that_goes_into_scripts_and_requests_is_one_line(make: Any, values: dict[str, Any], field: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make(**values)
+    assert field in caught.value.values
+
+
+def test_what_is_quoted_everywhere_may_have_lines() -> None:
+    assert job(argv=("python", "-c", "import os\nprint(1)")).argv[2].count("\n") == 1
+    assert ContainerImage(image="lt:1", mounts=("/a folder:/b",)).mounts == ("/a folder:/b",)
 
 
 @pytest.mark.parametrize("name", ["", "-a", "a-", "a b", "a/b", "x" * 64, "ä"])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,7 +21,17 @@ from lt_launch.secrets import find_secret_in_command, find_secret_value, is_secr
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
 
-__all__ = ["ContainerImage", "Job", "Pipeline", "Resources", "RestartPolicy", "Stage", "check_env", "to_dict"]
+__all__ = [
+    "ContainerImage",
+    "Job",
+    "Pipeline",
+    "Resources",
+    "RestartPolicy",
+    "Stage",
+    "check_env",
+    "check_one_line",
+    "to_dict",
+]
 
 NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -34,6 +45,12 @@ RESERVED_VARIABLES = (
     "MASTER_PORT",
 )
 """Variables that identify a process (rank, world size, ...); a job cannot set them."""
+
+
+CONTROL_CATEGORIES = ("Cc", "Zl", "Zp")
+"""Unicode's categories of control characters and of separators of lines and paragraphs."""
+MULTI_LINE_FIELDS = ("argv", "recipe", "env")
+"""Fields with checks of their own, or whose text is quoted wherever it goes."""
 
 
 def _field_error(name: str, value: object, problem: str, remedy: str) -> RecipeError:
@@ -56,6 +73,33 @@ def check_env(source: str, env: Mapping[str, object]) -> None:
             )
         if name in RESERVED_VARIABLES:
             raise _field_error(f"{source}.{name}", value, "is set by the launcher", "leave it out")
+
+
+def check_one_line(section: str, values: object, *, words: Sequence[str] = ()) -> None:
+    """Reject text fields, and texts in tuples, with line breaks or other control characters.
+
+    They become lines of scripts, options of commands and fields of manifests, where a second line is something else.
+
+    Args:
+        section: name of the section, in front of the field's.
+        values: instance of a dataclass.
+        words: fields without blanks: what follows one would be another option.
+
+    Raises:
+        RecipeError: naming the field and its value.
+    """
+    for field_ in dataclasses.fields(values):  # type: ignore[arg-type]
+        if field_.name in MULTI_LINE_FIELDS:
+            continue
+        value = getattr(values, field_.name)
+        for text in value if isinstance(value, tuple) else (value,):
+            if not isinstance(text, str):
+                continue
+            name = f"{section}.{field_.name}"
+            if any(unicodedata.category(char) in CONTROL_CATEGORIES for char in text):
+                raise _field_error(name, text, "has a line break or another control character", "leave it out")
+            if field_.name in words and any(char.isspace() for char in text):
+                raise _field_error(name, text, "has a blank", "write it as one word")
 
 
 def check_shell_lines(source: str, lines: Sequence[str]) -> None:
@@ -107,6 +151,7 @@ class Resources:
 
     def __post_init__(self) -> None:
         check_types(self, "resources")
+        check_one_line("resources", self, words=("partition", "instance_type", "constraint"))
         _check_minimum(self, "resources", 0, "cpus_per_proc", "memory_gib", "gpus_per_node", "neuron_cores_per_node")
         _check_minimum(self, "resources", 0, "volume_gib")
 
@@ -121,6 +166,7 @@ class ContainerImage:
 
     def __post_init__(self) -> None:
         check_types(self, "container")
+        check_one_line("container", self)
         if not self.image and (self.mounts or self.workdir):
             raise _field_error("container.image", "", "mounts and workdir need an image", "set container.image")
         for mount in self.mounts:
@@ -187,6 +233,7 @@ class Job:
 
     def __post_init__(self) -> None:
         check_types(self, "job")
+        check_one_line("job", self)
         object.__setattr__(self, "env", dict(self.env))
         _check_minimum(self, "job", 1, "nodes", "procs_per_node")
         _check_minimum(self, "job", 0, "grace_period_s", "time_limit_s")
@@ -236,6 +283,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         check_types(self, "stage")
+        check_one_line("stage", self)
         _check_minimum(self, "stage", 0, "array", "array_limit")
         if self.array and self.job.world_size > 1:
             problem = "a stage is either an array or a job of several processes"

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_launch.job import check_one_line
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
 
@@ -45,6 +46,7 @@ class KubernetesOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "k8s")
+        check_one_line("k8s", self)
         if self.efa_per_node < 0:
             raise RecipeError("must be at least 0", values={"k8s.efa_per_node": self.efa_per_node})
         for name, is_required in NAMES.items():

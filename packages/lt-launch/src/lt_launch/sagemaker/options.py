@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_launch.job import check_one_line
 from lt_launch.sagemaker.aws_names import region_problem
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_trainer.config import check_types, option
@@ -59,6 +60,7 @@ class SageMakerOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "sagemaker")
+        check_one_line("sagemaker", self)
         if self.region and (problem := region_problem(self.region)):
             raise RecipeError("is not a region", values={"sagemaker.region": self.region}, remedy=problem.remedy)
         if self.image and self.algorithm:

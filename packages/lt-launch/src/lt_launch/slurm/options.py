@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from lt_launch.job import check_one_line
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
 
@@ -46,6 +47,7 @@ class SlurmOptions:
 
     def __post_init__(self) -> None:
         check_types(self, "slurm")
+        check_one_line("slurm", self, words=("partition", "account", "qos", "reservation", "exclude"))
         if self.signal_lead_time_s < 0:
             raise RecipeError(
                 "must be at least 0",
