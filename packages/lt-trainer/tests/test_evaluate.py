@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from lt_data import DataError, RowReader, TokenStore, open_pack
+from lt_data import DataError, RowReader, TokenStore, open_pack, prepare, train_bpe
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer.config.recipe import from_dict
 from lt_trainer.engine import StepBatch, Topology, World
@@ -190,6 +190,10 @@ def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_d
         run(model, None, store, seq_len=0)
     with pytest.raises(EvaluationError, match="device 'tpu' cannot be used here"):
         run(model, None, store, device="tpu")
+    other = train_bpe(["zeta eta theta iota kappa zeta theta"] * 20, vocab_size=280)
+    prepare([little_data / "text-validation"], tokenizer=other, out=tmp_path / "other")
+    with pytest.raises(EvaluationError, match=r"another tokenizer than that of .*: id \d+ is .* in the store and"):
+        run(model, None, tmp_path / "other")
     with pytest.raises(EvaluationError, match="dtype 'int8': unknown; pass one of auto, float32"):
         run(model, None, store, dtype="int8")
     assert not (tmp_path / "out").exists()

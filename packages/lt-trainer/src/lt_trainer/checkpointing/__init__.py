@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lt_trainer.checkpointing.mirror import StopRequested as StopRequested
     from lt_trainer.checkpointing.mirror import check_mirror as check_mirror
     from lt_trainer.checkpointing.pretrained import PretrainedWeights as PretrainedWeights
+    from lt_trainer.checkpointing.pretrained import tokens_by_id as tokens_by_id
     from lt_trainer.checkpointing.resume import RunRestorer as RunRestorer
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
@@ -20,7 +21,7 @@ else:
             "async_saver": "CheckpointSaver",
             "checkpoint_manager": "CheckpointManager max_checkpoints_on_disk",
             "mirror": "RunMirror StopRequested check_mirror",
-            "pretrained": "PretrainedWeights",
+            "pretrained": "PretrainedWeights tokens_by_id",
             "resume": "RunRestorer",
         },
     )

@@ -244,14 +244,14 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
     if name not in model_files or name not in data_files:
         return
     try:
-        model_tokens = _tokens_by_id(model_files[name])
+        model_tokens = tokens_by_id(model_files[name])
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as exc:
         raise RecipeError(
             f"the model's {name} cannot be read: {type(exc).__name__}: {exc}",
             values={"model.init_from": options.init_from},
             remedy="fetch the file again, or set model.allow_tokenizer_mismatch to train without a look at it",
         ) from exc
-    data_tokens = _tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
+    data_tokens = tokens_by_id(data_files[name])  # the store was opened: the file is as its manifest says
     differing = [i for i in sorted(data_tokens.keys() & model_tokens.keys()) if data_tokens[i] != model_tokens[i]]
     n_unknown = len(data_tokens.keys() - model_tokens.keys())
     if differing or (n_unknown and not options.resize_vocab):
@@ -269,7 +269,7 @@ def _check_tokenizer(options: ModelOptions, model_files: Mapping[str, bytes], da
         )
 
 
-def _tokens_by_id(tokenizer: bytes) -> dict[int, str]:
+def tokens_by_id(tokenizer: bytes) -> dict[int, str]:
     """Return the tokens of a tokenizer.json by id: BPE and WordPiece have a map, Unigram a list."""
     table = json.loads(tokenizer)
     vocab = table.get("model", {}).get("vocab", {})

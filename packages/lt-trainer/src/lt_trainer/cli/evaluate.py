@@ -14,6 +14,7 @@ from typing import Any
 
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
+from lt_trainer.checkpointing import tokens_by_id
 from lt_trainer.evaluation import (
     BatchShape,
     EncodedTask,
@@ -128,10 +129,13 @@ def _open_reader(loaded: LoadedModel, path: Path, options: EvaluateOptions) -> R
             f"store {path} has ids up to {store.vocab_size - 1}, and {loaded.source} has "
             f"{loaded.model.config.vocab_size} rows; prepare the text with the model's tokenizer"
         )
-    if store.manifest.tokenizer.sha256 != loaded.tokenizer.sha256:
+    # Files beside tokenizer.json may differ between a store and a model; what an id means may not.
+    ours, theirs = (tokens_by_id(one.files["tokenizer.json"]) for one in (loaded.tokenizer, store.tokenizer()))
+    if differing := [i for i in sorted(theirs) if ours.get(i) != theirs[i]]:
+        i = differing[0]
         raise EvaluationError(
-            f"store {path} was prepared with another tokenizer ({store.manifest.tokenizer.name!r}) than that of "
-            f"{loaded.source}; prepare the text with the model's tokenizer"
+            f"store {path} was prepared with another tokenizer than that of {loaded.source}: id {i} is {theirs[i]!r} "
+            f"in the store and {ours.get(i)!r} in the model; prepare the text with the model's tokenizer"
         )
     return RowReader(store, open_pack(store, seq_len=_shape(loaded, options).seq_len))
 
