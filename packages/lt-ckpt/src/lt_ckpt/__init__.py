@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from lt_ckpt.hf.export import export_hf as export_hf
     from lt_ckpt.hf.folder import HFFolder as HFFolder
     from lt_ckpt.hub.model import fetch_model as fetch_model
+    from lt_ckpt.hub.upload import upload_to_hub as upload_to_hub
     from lt_ckpt.integrity import VerificationReport as VerificationReport
     from lt_ckpt.integrity import verify as verify
     from lt_ckpt.manifest import CheckpointManifest as CheckpointManifest
@@ -94,6 +95,7 @@ _EXPORTS = {
     "expected_state_specs": "state_specs",
     "export_hf": "hf.export",
     "fetch_model": "hub.model",
+    "upload_to_hub": "hub.upload",
     "finish_preflight": "preflight",
     "find_latest_valid": "discovery",
     "list_steps": "discovery",
@@ -155,6 +157,7 @@ __all__ = [
     "spec_differences",
     "summarize_checkpoint",
     "upload",
+    "upload_to_hub",
     "verify",
     "write_preflight",
     "write_rank_files",

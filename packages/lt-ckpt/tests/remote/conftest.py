@@ -1,5 +1,6 @@
 """Fixtures: a hub with its CDN, and an S3 server; both on this machine, both can be told to fail."""
 
+import base64
 import hashlib
 import json
 import os
@@ -64,6 +65,12 @@ class FakeHub:
     port: int = 0
     cdn_port: int = 0
     renew_session: Callable[[], None] = lambda: None
+    exists: bool = True
+    is_private: bool | None = None
+    objects: dict[str, bytes] = field(default_factory=dict)
+    ignored: set[str] = field(default_factory=set)
+    damage: Callable[[bytes], bytes] = lambda data: data
+    commits: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def endpoint(self) -> str:
@@ -109,6 +116,89 @@ class Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def do_POST(self) -> None:
+        """Take what an upload sends: the repository, its files' names, their objects, and the commit."""
+        request = Request(server=self.name, path=self.path, headers={k.lower(): v for k, v in self.headers.items()})
+        body = self.read_body()
+        self.hub.log.append(request)
+        self.hub.before(request)
+        last = self.path.partition("?")[0].rpartition("/")[2]
+        if planned := self.hub.statuses.get(f"{self.command}:{last}") or self.hub.statuses.get(self.command):
+            status, headers = planned.pop(0)
+            if status == 0:  # the line breaks before the answer
+                self.close_connection = True
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                return None
+            return self.answer(request, status, headers, b"{}")
+        path = unquote(urlsplit(self.path).path)
+        return self.take_object(request, path, body) if self.name == "cdn" else self.take_upload(request, path, body)
+
+    do_PUT = do_POST
+
+    def read_body(self) -> bytes:
+        if self.headers["Transfer-Encoding"] != "chunked":
+            return self.rfile.read(int(self.headers["Content-Length"] or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def take_object(self, request: Request, path: str, body: bytes) -> None:
+        oid = path.removeprefix("/upload/")
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self.answer(request, 400, {}, b"")
+        self.hub.objects[oid] = body
+        return self.answer(request, 200, {}, b"")
+
+    def take_upload(self, request: Request, path: str, body: bytes) -> None:
+        hub = self.hub
+        if request.headers.get("authorization", "").removeprefix("Bearer ") not in hub.tokens:
+            return self.refuse(request, 401, "", "Invalid credentials in Authorization header")
+        values = [json.loads(line) for line in body.splitlines()]
+        if path == "/api/validate-yaml":
+            return self.reply(request, {"errors": [], "warnings": []})
+        if path == "/api/repos/create":
+            if hub.exists:
+                return self.refuse(request, 409, "", "You already created this model repo")
+            hub.exists = True
+            hub.is_private = values[0].get("private", values[0].get("visibility") == "private")
+            return self.reply(request, {"url": f"{hub.endpoint}/{hub.repo}"})
+        if not hub.exists:
+            return self.refuse(request, 404, "RepoNotFound", "Repository not found")
+        if path == f"/api/models/{hub.repo}/preupload/main":
+            return self.reply(request, {"files": [self.plan_file(file["path"]) for file in values[0]["files"]]})
+        if path == f"/{hub.repo}.git/info/lfs/objects/batch":
+            objects = [self.plan_object(wanted) for wanted in values[0]["objects"]]
+            return self.reply(request, {"transfer": "basic", "objects": objects})
+        assert path == f"/api/models/{hub.repo}/commit/main", path
+        header, *operations = values
+        if header["value"].get("parentCommit") != hub.commit:
+            return self.refuse(request, 412, "", "A commit has happened since")
+        for operation in operations:
+            value = operation["value"]
+            if operation["key"] == "lfsFile":
+                hub.files[value["path"]] = hub.damage(hub.objects[value["oid"]])
+                hub.large.add(value["path"])
+            else:
+                hub.files[value["path"]] = base64.b64decode(value["content"])
+        hub.commits.append(header["value"])
+        hub.commit = f"{int(hub.commit, 16) + 1:040x}"
+        return self.reply(request, {"commitOid": hub.commit, "commitUrl": f"{hub.endpoint}/{hub.repo}/commit/x"})
+
+    def plan_file(self, path: str) -> dict[str, Any]:
+        mode = "lfs" if path.endswith(".safetensors") else "regular"
+        return {"path": path, "uploadMode": mode, "shouldIgnore": path in self.hub.ignored}
+
+    def plan_object(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        href = f"http://localhost:{self.hub.cdn_port}/upload/{wanted['oid']}?Signature=secret"
+        actions = {} if wanted["oid"] in self.hub.objects else {"actions": {"upload": {"href": href}}}
+        return {"oid": wanted["oid"], "size": wanted["size"], **actions}
+
+    def reply(self, request: Request, values: dict[str, Any]) -> None:
+        self.answer(request, 200, {"Content-Type": "application/json"}, json.dumps(values).encode())
+
     def answer(self, request: Request, status: int, headers: dict[str, str], body: bytes) -> None:
         request.status = status
         cut: Any = (self.hub.cuts.get(request.file) or [None]).pop(0) if status in (200, 206) else None
@@ -135,8 +225,10 @@ class Handler(BaseHTTPRequestHandler):
         token = request.headers.get("authorization", "").removeprefix("Bearer ")
         if token and token not in hub.tokens:
             return self.refuse(request, 401, "", "Invalid credentials in Authorization header")
-        if not path.startswith((f"/api/models/{hub.repo}/revision/", f"/{hub.repo}/resolve/")) or (
-            hub.private and not token
+        if (
+            not hub.exists
+            or not path.startswith((f"/api/models/{hub.repo}/revision/", f"/{hub.repo}/resolve/"))
+            or (hub.private and not token)
         ):
             return self.refuse(request, 404 if token else 401, "RepoNotFound", "Repository not found")
         if path.startswith("/api/"):

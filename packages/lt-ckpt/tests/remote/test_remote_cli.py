@@ -22,6 +22,10 @@ def command(*arguments: object) -> str:
 def test_upload_and_download_tell_files_bytes_and_rate(store, bucket, toy, tmp_path):
     url = f"s3://{bucket}/run"
     path, other = toy.save(tmp_path / "a", 1), toy.save(tmp_path / "b", 1, seed=7)
+    plan = command("upload", path, f"{url}/x", "--dry-run").splitlines()
+    assert len(plan) == 13
+    assert plan[-1] == f"{url}/x: 12 files to send (5.6 kB), 0 already present"
+    assert S3Folder(f"{url}/x").list_sizes() == {}
     rate = r"\(5\.6 kB at [0-9.]+ (bytes|kB|MB|GB)/s\)"
     assert re.search(rf"{path} uploaded to {url}/x: 12 files sent {rate}$", command("upload", path, f"{url}/x").strip())
     assert command("upload", path, f"{url}/x").strip().endswith("0 files sent (0 bytes), 12 already present")

@@ -12,16 +12,58 @@ from lt_ckpt.terminal_text import echo
 
 def upload(
     path: Annotated[Path, typer.Argument(help="A checkpoint, or any finished folder.")],
-    url: Annotated[str, typer.Argument(help="s3://bucket/prefix of the folder to make.")],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a different folder there.")] = False,
+    url: Annotated[str, typer.Argument(help="s3://bucket/prefix of the folder to make, or hf://org/name[@branch].")],
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what differs there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be sent, and send nothing.")] = False,
+    public: Annotated[bool, typer.Option("--public", help="A new hf:// repository is public, not private.")] = False,
 ) -> None:
-    """Copy a folder to S3; objects already there are not sent again, and COMMIT comes last."""
+    """Copy a folder to S3, or to a Hugging Face hub as one commit; what is there is not sent again."""
+    from lt_ckpt.errors import CheckpointError
+
+    if url.startswith("hf://"):
+        _upload_to_hub(path, url, overwrite=overwrite, dry_run=dry_run, public=public)
+        return
+    if public:
+        raise CheckpointError(f"--public: is for new repositories at hf://, not for {url}; leave it out")
     from lt_ckpt.s3.upload import upload
 
     with progress_bar(f"uploading {path.name}") as progress:
-        report = upload(path, url, overwrite=overwrite, progress=progress)
+        report = upload(path, url, overwrite=overwrite, dry_run=dry_run, progress=progress)
+    if dry_run:
+        _echo_plan(report.url, report.uploaded, report.skipped, report.n_bytes)
+        return
     moved = _format_transfer("sent", report.uploaded, report.skipped, report.n_bytes, report.seconds)
     echo(f"{path} uploaded to {report.url}: {moved}")
+
+
+def _upload_to_hub(path: Path, url: str, *, overwrite: bool, dry_run: bool, public: bool) -> None:
+    try:
+        from lt_ckpt.hub.upload import upload_to_hub
+    except ModuleNotFoundError as exc:
+        from lt_ckpt.errors import CheckpointError
+
+        if (exc.name or "").partition(".")[0] != "huggingface_hub":
+            raise
+        raise CheckpointError(f'{url}: needs huggingface_hub: pip install "lt-ckpt[hub]"') from exc
+
+    with progress_bar(f"reading {path.name}") as progress:
+        report = upload_to_hub(path, url, overwrite=overwrite, public=public, dry_run=dry_run, progress=progress)
+    if report.makes_repository and dry_run:
+        echo(f"would make the {'public' if public else 'private'} repository {report.address.repo}")
+    if dry_run:
+        _echo_plan(str(report.address), report.uploaded, report.skipped, report.n_bytes)
+        return
+    moved = _format_transfer("sent", report.uploaded, report.skipped, report.n_bytes, report.seconds)
+    at = f", commit {report.commit}" if report.commit else ""
+    echo(f"{path} uploaded to {report.address}: {moved}{at}, verified")
+
+
+def _echo_plan(address: str, missing: Sequence[str], present: Sequence[str], n_bytes: int) -> None:
+    from lt_ckpt.summary import format_bytes
+
+    for name in missing:
+        echo(f"would send {name}")
+    echo(f"{address}: {len(missing)} files to send ({format_bytes(n_bytes)}), {len(present)} already present")
 
 
 def download(

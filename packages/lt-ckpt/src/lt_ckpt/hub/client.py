@@ -1,4 +1,4 @@
-"""Requests to a Hugging Face hub by huggingface_hub, the only module that imports it (`lt-ckpt[hub]`).
+"""Requests to a Hugging Face hub by huggingface_hub, which only this module and `upload` import.
 
 The library asks, follows redirects and goes on after a broken connection. Kept around it:
 
@@ -49,7 +49,7 @@ _PROGRESS_BAR = "huggingface_hub.http_get"
 T = TypeVar("T")
 
 
-class _PassingError(Exception):
+class PassingError(Exception):
     """Failure that may pass: a reset, a timeout, a busy server.
 
     Attributes:
@@ -116,7 +116,7 @@ class Hub:
             self._get(path, repo, answer)
             return answer.getvalue()
 
-        raw = _insist(f"hf://{repo}", attempt, lambda: 0)
+        raw = insist(f"hf://{repo}", attempt, lambda: 0)
         try:
             return strict_json.loads(raw, self.endpoint)
         except CheckpointError as exc:
@@ -144,10 +144,10 @@ class Hub:
             try:
                 if sink.size < file.n_bytes:
                     self._get(path, repo, sink, resume_size=sink.size, expected_size=file.n_bytes)
-            except _PassingError as exc:
+            except PassingError as exc:
                 if exc.begin_anew:
                     sink.restart()
-                raise _PassingError(f"{exc}; {sink.size} of {file.n_bytes} bytes are here") from None
+                raise PassingError(f"{exc}; {sink.size} of {file.n_bytes} bytes are here") from None
             sink.flush()
             found = file.hash_file(part)
             if found == file.digest:
@@ -159,10 +159,10 @@ class Hub:
                     f"{where}: came twice with other bytes than the hub lists (hash {found}, not {file.digest}); a "
                     "proxy on the way is broken, or the file: try again later or by another way"
                 )
-            raise _PassingError("the bytes that came are not those that the hub lists")
+            raise PassingError("the bytes that came are not those that the hub lists")
 
         with translate_os_errors("downloading", target), _PartialFile(part, file.n_bytes, on_bytes) as sink:
-            _insist(where, attempt, lambda: sink.most)
+            insist(where, attempt, lambda: sink.most)
             files.fsync(sink.fileno())
             files.rename(part, target)
             files.fsync_folder(target.parent)
@@ -174,7 +174,7 @@ class Hub:
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         url = self.endpoint + path
-        with _translate_errors(self, repo), _without_progress_bar():
+        with translate_errors(self, repo), _without_progress_bar():
             http_get(url, sink, resume_size=resume_size, headers=headers, expected_size=expected_size)  # type: ignore[arg-type]
 
     def refusal(self, repo: str, exc: errors.HfHubHTTPError) -> CheckpointError:
@@ -225,13 +225,13 @@ def find_reason_to_withhold(endpoint: str) -> str:
     return ""
 
 
-def _insist(what: str, attempt: Callable[[], T], count_bytes: Callable[[], int]) -> T:
+def insist(what: str, attempt: Callable[[], T], count_bytes: Callable[[], int]) -> T:
     """Call `attempt` until it returns; tries in a row that bring no bytes are counted."""
     in_vain, most = 0, count_bytes()
     while True:
         try:
             return attempt()
-        except _PassingError as exc:
+        except PassingError as exc:
             in_vain = 0 if count_bytes() > most else in_vain + 1
             most = count_bytes()
             if in_vain >= TRIES:
@@ -243,8 +243,8 @@ def _insist(what: str, attempt: Callable[[], T], count_bytes: Callable[[], int])
 
 
 @contextmanager
-def _translate_errors(hub: Hub, repo: str) -> Iterator[None]:
-    """Turn errors of the library into a `CheckpointError` or, where they may pass, a `_PassingError`."""
+def translate_errors(hub: Hub, repo: str) -> Iterator[None]:
+    """Turn errors of the library into a `CheckpointError` or, where they may pass, a `PassingError`."""
     clients = [sys.modules[name] for name in ("httpx", "httpx2") if name in sys.modules]
     libraries = [error for client in clients for error in (client.HTTPError, client.InvalidURL)]
     try:
@@ -254,7 +254,7 @@ def _translate_errors(hub: Hub, repo: str) -> Iterator[None]:
         at_home = (asked.scheme, asked.netloc) == (home.scheme, home.netloc)
         # The signed address of a CDN grows old; the next try gets a new one from the hub.
         if status in (*_PASSING_STATUSES, 416) or (not at_home and status in (401, 403)):
-            raise _PassingError(f"{asked.hostname} answered {status}", begin_anew=status == 416) from None
+            raise PassingError(f"{asked.hostname} answered {status}", begin_anew=status == 416) from None
         if not at_home:
             raise CheckpointError(f"hf://{repo}: {asked.hostname} answered {status}; try again later") from None
         raise hub.refusal(repo, exc) from None
@@ -268,7 +268,7 @@ def _translate_errors(hub: Hub, repo: str) -> Iterator[None]:
                 "proxy set SSL_CERT_FILE to its certificates"
             ) from None
         text = (reason.strerror if isinstance(reason, OSError) else None) or type(reason).__name__
-        raise _PassingError(f"the answer broke off or did not come ({text})") from None
+        raise PassingError(f"the answer broke off or did not come ({text})") from None
 
 
 def _find_reason(exc: BaseException) -> BaseException:
@@ -309,7 +309,7 @@ class _PartialFile(io.BufferedWriter):
 
     def write(self, data: Any, /) -> int:
         if self.size + len(data) > self.limit:
-            raise _PassingError("more bytes came than the hub lists", begin_anew=True)
+            raise PassingError("more bytes came than the hub lists", begin_anew=True)
         written = super().write(data)
         self._resize(self.size + written)
         return written

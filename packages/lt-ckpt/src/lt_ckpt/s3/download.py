@@ -21,13 +21,14 @@ import xxhash
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.finished_folder import PARTIAL_FILE
 from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER, random_id, step_folder_name
 from lt_ckpt.integrity import verify
 from lt_ckpt.manifest import CheckpointManifest
 from lt_ckpt.s3.byte_progress import ByteProgress
 from lt_ckpt.s3.client import S3Folder, ServiceError
 from lt_ckpt.s3.file_digest import DamagedError, digest_file
-from lt_ckpt.s3.folder_manifest import MAX_COMMIT_BYTES, PARTIAL_FILE, FolderManifest, read_folder_manifest
+from lt_ckpt.s3.folder_manifest import MAX_COMMIT_BYTES, FolderManifest, read_folder_manifest
 from lt_ckpt.summary import format_bytes
 
 

@@ -9,30 +9,20 @@ deleted first.
 Cost: of a checkpoint the manifest; of another folder one read of it.
 """
 
-import os
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lt_ckpt import files, strict_json
-from lt_ckpt.discovery import list_steps
 from lt_ckpt.errors import CheckpointError, translate_os_errors
-from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER
+from lt_ckpt.finished_folder import UPLOAD_LIST, is_valid_name, list_finished_files
+from lt_ckpt.folders import COMMIT, MANIFEST
 from lt_ckpt.manifest import MAX_MANIFEST_BYTES, CheckpointManifest, check_commit
 from lt_ckpt.records import HASH_HEX
 from lt_ckpt.s3.client import S3Folder
 from lt_ckpt.s3.file_digest import FileDigest, digest_file, digests_from_manifest
 
-UPLOAD_LIST = ".lt-upload.json"
-COMMIT_OBJECTS = (COMMIT, UPLOAD_LIST)
-"""Objects that commit a folder."""
-
-PARTIAL_FILE = ".lt-part"
-"""File being downloaded, in the folder that becomes the target."""
-
 MAX_LIST_BYTES, MAX_COMMIT_BYTES = 2**28, 2**16
-_NAME = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}/){0,8}[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +45,6 @@ class FolderManifest:
         return sum(content.n_bytes for content in self.files.values())
 
 
-def is_valid_name(name: str) -> bool:
-    """Return True for a file name allowed in folder and bucket: plain, inside the folder, not ours."""
-    plain = _NAME.fullmatch(name) is not None
-    return plain and not {".", ".."} & set(name.split("/")) and name not in (*COMMIT_OBJECTS, PARTIAL_FILE)
-
-
 def manifest_from_folder(folder: Path, on_bytes: Callable[[int], None] = lambda _: None) -> FolderManifest:
     """Return the manifest of a local folder.
 
@@ -75,11 +59,7 @@ def manifest_from_folder(folder: Path, on_bytes: Callable[[int], None] = lambda 
         if (folder / COMMIT).exists():
             raw = files.read_bounded(folder / MANIFEST, MAX_MANIFEST_BYTES)
             return _manifest_from_checkpoint(raw, files.read_bounded(folder / COMMIT, MAX_COMMIT_BYTES), f"{folder}/")
-        if (folder / MANIFEST).exists() or STEP_FOLDER.fullmatch(folder.name):
-            raise CheckpointError(f"{folder}: not a checkpoint: no COMMIT in it, so the save was never finished")
-        if list_steps(folder):
-            raise CheckpointError(f"{folder}: is a folder of checkpoints: choose one of them")
-        digests = {name: digest_file(folder / name, on_bytes) for name in _list_files(folder)}
+        digests = {name: digest_file(folder / name, on_bytes) for name in list_finished_files(folder)}
     listed = {name: {"bytes": content.n_bytes, "xxh3_128": content.segments[0][1]} for name, content in digests.items()}
     raw = strict_json.dumps({"format": "lt-upload", "version": 1, "files": listed}, UPLOAD_LIST)
     return FolderManifest(files=digests, commit_objects=((UPLOAD_LIST, raw),), is_checkpoint=False)
@@ -93,32 +73,6 @@ def _manifest_from_checkpoint(manifest: bytes, commit: bytes, where: str) -> Fol
     return FolderManifest(
         files=digests_from_manifest(parsed), commit_objects=((MANIFEST, manifest), (COMMIT, commit)), is_checkpoint=True
     )
-
-
-def _list_files(folder: Path) -> list[str]:
-    """Return the files of a folder by relative name."""
-
-    def raise_error(exc: OSError) -> None:
-        raise exc
-
-    found: list[str] = []
-    for parent, folders, names in os.walk(folder, onerror=raise_error):
-        for name in (*folders, *names):
-            path = Path(parent) / name
-            relative = path.relative_to(folder).as_posix()
-            if relative == UPLOAD_LIST:
-                continue
-            if not is_valid_name(relative):
-                raise CheckpointError(
-                    f"{path}: a file of that name cannot be uploaded: rename it, or choose another folder"
-                )
-            if (name in folders and path.is_symlink()) or not (path.is_dir() or path.is_file()):
-                raise CheckpointError(f"{path}: neither a file nor a folder: remove it, or choose another folder")
-            if name in names:
-                found.append(relative)
-    if not found:
-        raise CheckpointError(f"{folder}: contains no file")
-    return sorted(found)
 
 
 def read_folder_manifest(target: S3Folder) -> FolderManifest:

@@ -19,10 +19,11 @@ from pathlib import Path
 
 from lt_ckpt import files
 from lt_ckpt.errors import CheckpointError
+from lt_ckpt.finished_folder import COMMIT_OBJECTS
 from lt_ckpt.folders import random_id
 from lt_ckpt.s3.byte_progress import ByteProgress
 from lt_ckpt.s3.client import S3Folder, ServiceError
-from lt_ckpt.s3.folder_manifest import COMMIT_OBJECTS, manifest_from_folder, read_folder_manifest
+from lt_ckpt.s3.folder_manifest import manifest_from_folder, read_folder_manifest
 
 
 class DestinationExistsError(CheckpointError):
@@ -54,6 +55,7 @@ def upload(
     *,
     overwrite: bool = False,
     force: bool = False,
+    dry_run: bool = False,
     progress: files.ProgressCallback | None = None,
     check_stop: Callable[[], None] = lambda: None,
 ) -> UploadReport:
@@ -64,6 +66,7 @@ def upload(
         url: `s3://bucket/folder`: the folder to make.
         overwrite: Replace a different complete folder at the address.
         force: Upload everything, also what seems to exist: a download has found damage in it.
+        dry_run: Change nothing: tell what would be uploaded.
         progress: Called with the bytes that are there so far and in all.
         check_stop: Called repeatedly; an exception from it ends the upload.
 
@@ -99,7 +102,7 @@ def upload(
             byte_progress.add(content.n_bytes)
         else:
             missing.append(name)
-    if missing or not all(exists_with(name, data) for name, data in manifest.commit_objects):
+    if not dry_run and (missing or not all(exists_with(name, data) for name, data in manifest.commit_objects)):
         old_names = _list_existing_names(target) if present_commits and not is_same else set()
         target.delete(present_commits)
         target.delete(old_names - set(manifest.files))

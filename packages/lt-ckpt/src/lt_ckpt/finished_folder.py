@@ -1,0 +1,63 @@
+"""Files of a finished folder, a checkpoint or another, as an upload takes them.
+
+Cost: one listing.
+"""
+
+import os
+import re
+from pathlib import Path
+
+from lt_ckpt.discovery import list_steps
+from lt_ckpt.errors import CheckpointError, translate_os_errors
+from lt_ckpt.folders import COMMIT, MANIFEST, STEP_FOLDER
+
+UPLOAD_LIST = ".lt-upload.json"
+COMMIT_OBJECTS = (COMMIT, UPLOAD_LIST)
+"""Objects that commit a folder."""
+
+PARTIAL_FILE = ".lt-part"
+"""File being downloaded, in the folder that becomes the target."""
+
+_NAME = re.compile(r"(?:[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}/){0,8}[A-Za-z0-9_.][A-Za-z0-9_.\-]{0,200}")
+
+
+def is_valid_name(name: str) -> bool:
+    """Return True for a file name allowed in folder and bucket: plain, inside the folder, not ours."""
+    plain = _NAME.fullmatch(name) is not None
+    return plain and not {".", ".."} & set(name.split("/")) and name not in (*COMMIT_OBJECTS, PARTIAL_FILE)
+
+
+def list_finished_files(folder: Path) -> list[str]:
+    """Return the files of a folder by relative name; those that commit a checkpoint are left out.
+
+    Raises:
+        CheckpointError: It is an unfinished checkpoint, a folder of checkpoints, has no files, or one that is none.
+    """
+
+    def raise_error(exc: OSError) -> None:
+        raise exc
+
+    if not (folder / COMMIT).exists():
+        if (folder / MANIFEST).exists() or STEP_FOLDER.fullmatch(folder.name):
+            raise CheckpointError(f"{folder}: not a checkpoint: no COMMIT in it, so the save was never finished")
+        if list_steps(folder):
+            raise CheckpointError(f"{folder}: is a folder of checkpoints: choose one of them")
+    found: list[str] = []
+    with translate_os_errors("opening", folder):
+        for parent, folders, names in os.walk(folder, onerror=raise_error):
+            for name in (*folders, *names):
+                path = Path(parent) / name
+                relative = path.relative_to(folder).as_posix()
+                if relative in COMMIT_OBJECTS:
+                    continue
+                if not is_valid_name(relative):
+                    raise CheckpointError(
+                        f"{path}: a file of that name cannot be uploaded: rename it, or choose another folder"
+                    )
+                if (name in folders and path.is_symlink()) or not (path.is_dir() or path.is_file()):
+                    raise CheckpointError(f"{path}: neither a file nor a folder: remove it, or choose another folder")
+                if name in names:
+                    found.append(relative)
+        if not found:
+            raise CheckpointError(f"{folder}: contains no file")
+        return sorted(found)
