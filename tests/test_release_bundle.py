@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.make import MakeOptions, list_files, list_hashes, make_release
+from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
 from lt_trainer.release.verify import hash_of_list, verify_release
 
 LICENSES = """
@@ -261,3 +263,59 @@ def test_what_is_no_run_and_no_release_is_refused(folder: Path, lt: Callable[...
     text = lt("release", "make", "run", "--out", "x", "--checkpoints", "7", cwd=folder, code=64)
     assert "the run has no valid checkpoint of step 7; it has [8]" in text
     assert not (folder / "x").exists()
+
+
+def test_a_release_alone_gives_the_same_losses_in_another_folder(
+    bundle: Path, tmp_path: Path, lt: Callable[..., str]
+) -> None:
+    """Data prepared again from the sources in the bundle, then the recipe, to the end: losses and weights."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    text = lt("release", "reproduce", bundle, "--python", sys.executable, cwd=elsewhere)
+    assert "losses of 8 steps: bit-equal" in text
+    assert "final weights: bit-equal" in text
+    assert "environment:" not in text
+    logged = (elsewhere / "reproduction" / "reproduced" / "metrics.jsonl").read_text().splitlines()
+    released = (bundle / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("loss") for line in logged] == [json.loads(line).get("loss") for line in released]
+
+
+def test_what_cannot_be_reproduced_is_said_before_anything_runs(
+    folder: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    text = LICENSES.replace(
+        'license = "CC-BY-4.0"\nredistribute = true', 'license = "CC-BY-4.0"\nurl = "https://x.org/v"'
+    )
+    (tmp_path / "licences.toml").write_text(text.replace('paper = "paper.md"', ""))
+    made = tmp_path / "closed"
+    make_release(Path("run"), made, MakeOptions(licenses=tmp_path / "licences.toml"))
+    monkeypatch.chdir(tmp_path)
+    assert not list(made.glob("data/validation/shards"))
+    with pytest.raises(ReleaseError) as raised:
+        reproduce_release(made, tmp_path / "work", ReproduceOptions(steps=9))
+    assert "--steps = 9: the release has 8 steps" in raised.value.problems[0]
+    missing = [problem for problem in raised.value.problems if problem.startswith("source text/validation/")]
+    assert len(missing) == 6
+    assert "it can be obtained from https://x.org/v" in missing[0]
+    flip_last_byte(next((bundle / "sources").rglob("*.txt")))
+    with pytest.raises(ReleaseError, match="was changed"):
+        reproduce_release(bundle, tmp_path / "work", ReproduceOptions())
+    assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.slow
+def test_in_a_fresh_environment_with_sources_from_elsewhere(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lt: Callable[..., str]
+) -> None:
+    """The environment is made from the lock and the wheels of the bundle; sources are matched by their hashes."""
+    monkeypatch.chdir(folder)
+    (tmp_path / "licences.toml").write_text(
+        LICENSES.replace("redistribute = true", "").replace('paper = "paper.md"', "")
+    )
+    make_release(Path("run"), tmp_path / "made", MakeOptions(licenses=tmp_path / "licences.toml"))
+    assert not list((tmp_path / "made").glob("sources/**/*.txt"))
+    shutil.copytree(folder / "text", tmp_path / "mine" / "deep" / "down")
+    text = lt("release", "reproduce", "made", "--sources", "mine", "--steps", "3", cwd=tmp_path)
+    assert "losses of 3 steps: bit-equal" in text
+    assert (tmp_path / "reproduction" / "env" / "bin" / "python").exists()

@@ -207,6 +207,7 @@ def test_the_environment_holds_no_variable_beyond_the_list() -> None:
     assert found["cpus"] == os.cpu_count()
     assert found["memory_gib"] > 0
     assert found["cpu"]
+    assert found["cpu_capability"] in ("AVX512", "AVX2", "DEFAULT", "")
 
 
 def test_describing_the_environment_imports_nothing_heavy() -> None:

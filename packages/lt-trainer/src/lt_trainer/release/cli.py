@@ -97,3 +97,48 @@ def verify(
         echo(f"{len(result.problems)} problem(s)")
         raise typer.Exit(1)
     echo("verified")
+
+
+@app.command()
+def reproduce(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a release.")],
+    out: Annotated[Path, typer.Option(help="Work folder: new or empty; it stays.")] = Path("reproduction"),
+    steps: Annotated[int, typer.Option(help="Steps to run; 0 for all.", min=0)] = 0,
+    sources: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder with sources that are not in the release, found by hash; repeatable."),
+    ] = None,
+    python: Annotated[
+        Path | None,
+        typer.Option(help="Interpreter of an environment with lt, instead of a new one.", show_default=False),
+    ] = None,
+    expect: Annotated[str, typer.Option(help="SHA-256 that the hash list must have.")] = "",
+) -> None:
+    """Prepare the data of a release again, run its recipe and compare the losses step by step.
+
+    Installs and runs the packages of the release. Exit codes: 0 bit-equal or within the stated tolerance, 1 different.
+    """
+    from lt_data.display.terminal import echo, echo_error
+    from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
+
+    options = ReproduceOptions(steps=steps, python=python, source_folders=tuple(sources or ()), expect=expect)
+    result = reproduce_release(folder, out, options, notify=echo_error)
+    losses = result.losses
+    if losses.is_equal:
+        echo(f"losses of {losses.n_steps} steps: bit-equal")
+    else:
+        echo(f"losses of {losses.n_steps} steps: first different at step {losses.first_different}")
+        for name, released, repeated in losses.values:
+            echo(f"  {name}: {released!r} in the release, {repeated!r} here")
+        if losses.missing:
+            echo(f"  steps without a loss here: {', '.join(map(str, losses.missing))}")
+        echo(
+            f"  largest relative difference {losses.max_relative_difference:.3g}, stated tolerance {losses.tolerance:g}"
+        )
+    if result.different_tensors is not None:
+        number = len(result.different_tensors)
+        echo(f"final weights: {number} tensor(s) differ" if number else "final weights: bit-equal")
+    for difference in result.environment:
+        echo(f"environment: {difference}")
+    if not losses.is_within_tolerance:
+        raise typer.Exit(1)

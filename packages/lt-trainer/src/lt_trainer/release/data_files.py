@@ -86,6 +86,10 @@ class SourceEntry:
     file: str
     left_out: str
 
+    def as_source_file(self) -> SourceFile:
+        """Return the entry as the store's manifest has it."""
+        return SourceFile(path=self.path, bytes=self.bytes, sha256=self.sha256)
+
     @property
     def problem(self) -> str:
         """Reason why the file does not count as released openly; "" if it does."""

@@ -32,7 +32,7 @@ from lt_trainer.release.run_files import validation_results
 from lt_trainer.release.weight_files import MODEL_FOLDER, compare_with_checkpoint, find_weight_problems, step_folder
 from lt_trainer.release.wheels import lt_distributions
 
-__all__ = ["Verification", "hash_of_list", "verify_release"]
+__all__ = ["Verification", "check_hashes", "hash_of_list", "verify_release"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ def verify_release(
     list_hash = hash_file(bundle / HASH_LIST)
     problems = [] if not expect or expect.lower() == list_hash else [f"{HASH_LIST}: is {list_hash}, expected {expect}"]
     notify("hashes")
-    n_files, found = _check_hashes(bundle)
+    n_files, found = check_hashes(bundle)
     problems += found
     try:
         facts = read_facts(bundle)
@@ -120,7 +120,7 @@ def _attempt(name: str, check: Callable[[], list[str]]) -> list[str]:
         return [f"{name}: cannot be read: {exc}"]
 
 
-def _check_hashes(bundle: Path) -> tuple[int, list[str]]:
+def check_hashes(bundle: Path) -> tuple[int, list[str]]:
     """Compare every file with the list; return the number of listed files and the problems."""
     try:
         listed = read_hash_list(bundle)

@@ -39,10 +39,12 @@ PACKAGES = (
 )
 
 RECORDED_VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
     "CUDA_VISIBLE_DEVICES",
     "LOCAL_WORLD_SIZE",
     "MASTER_ADDR",
     "MASTER_PORT",
+    "MKL_NUM_THREADS",
     "NEURON_CC_FLAGS",
     "NEURON_RT_NUM_CORES",
     "OMP_NUM_THREADS",
@@ -65,6 +67,7 @@ def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
         "machine": platform.machine(),
         "hostname": platform.node(),
         "cpu": _cpu_model(),
+        "cpu_capability": _cpu_capability(),
         "cpus": os.cpu_count(),
         "memory_gib": _memory_gib(),
         "packages": {name: text for name in PACKAGES if (text := _version(name))},
@@ -87,6 +90,24 @@ def _cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
             if name.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
+
+
+VECTOR_FLAGS = {
+    "AVX512": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "fma"},
+    "AVX2": {"avx2", "fma"},
+}
+"""Instruction sets for which torch has kernels of its own: results differ between them in the last bits."""
+
+
+def _cpu_capability(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Return the best of `VECTOR_FLAGS` that the processor has; "DEFAULT" for none, "" if unknown."""
+    if cpuinfo.exists():
+        for row in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            name, _, value = row.partition(":")
+            if name.strip() == "flags":
+                flags = set(value.split())
+                return next((kind for kind, needed in VECTOR_FLAGS.items() if needed <= flags), "DEFAULT")
+    return ""
 
 
 def _memory_gib() -> float:
