@@ -33,14 +33,14 @@ def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None
                 rng.choice(tasks).send_signal(signal.SIGKILL)
                 killed += 1
 
+    selection = lt_data.Selection(drop_duplicates=True)
+    job = {"tokenizer": tokenizer, "out": out, "unit_bytes": UNIT_BYTES, "selection": selection}
     killer = threading.Thread(target=kill)
     killer.start()
     try:
         while True:
             shutil.rmtree(out, ignore_errors=True)
-            lt_data.prepare(
-                [sources], tokenizer=tokenizer, out=out, unit_bytes=UNIT_BYTES, workers=WORKERS, ray="auto", engine="hf"
-            )
+            lt_data.prepare([sources], workers=WORKERS, ray="auto", engine="hf", **job)
             if killed >= kills:
                 break
     finally:

@@ -45,11 +45,24 @@ def test_workers_of_a_cluster_are_killed(
     rng = np.random.default_rng(7)
     for number in range(40):
         texts = [" ".join(map(str, rng.integers(0, 10**9, int(n)))) for n in rng.integers(1, 200, 40)]
+        texts += [f"in every file {i}" for i in range(9)]
         lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
         (tmp_path / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
     sources = [tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", tmp_path / "whole"]
-    whole = [python, "-m", "lt_data", "prepare", *sources, "--unit-bytes", "40000", "--engine", "hf"]
+    whole = [
+        python,
+        "-m",
+        "lt_data",
+        "prepare",
+        *sources,
+        "--unit-bytes",
+        "40000",
+        "--engine",
+        "hf",
+        "--drop-duplicates",
+    ]
     subprocess.run(list(map(str, whole)), check=True, capture_output=True)
+    assert (tmp_path / "whole" / "kept.extents").exists()
     job = [tmp_path / "in", tmp_path / "tok", tmp_path / "store", KILLS, SEED]
     script = Path(__file__).with_name("ray_kills.py")
     run = subprocess.run([python, script, *map(str, job)], capture_output=True, encoding="utf-8", timeout=900)

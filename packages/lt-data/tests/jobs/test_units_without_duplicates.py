@@ -38,7 +38,7 @@ from lt_data import (
 from lt_data.analysis.inspection import inspect_document
 from lt_data.preparation import duplicates
 from lt_data.preparation.deduplication import HASH_DTYPE
-from lt_data.preparation.part_documents import ENTRY_DTYPE
+from lt_data.preparation.store_writer import ENTRY_DTYPE
 from lt_data.store import joined
 from lt_data.store.extents import EXTENTS_FILE, Extents, extents_of_mask
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_data import prepare, train_bpe
+from lt_data import Selection, prepare, train_bpe
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
@@ -73,16 +73,19 @@ def test_killed_elements_cost_units_alone(
     (tmp_path / "in").mkdir()
     for number in range(60):
         texts = [" ".join(map(str, words.integers(0, 10**9, int(n)))) for n in words.integers(1, 200, 40)]
+        texts += [f"in every file {i}" for i in range(9)]
         lines = "".join(f'{{"text": "{text}"}}\n' for text in texts)
         (tmp_path / f"in/{number:02d}.jsonl").write_text(lines, encoding="utf-8")
     train_bpe(texts, vocab_size=300).save(tmp_path / "tok")
-    prepare([tmp_path / "in"], tokenizer=tmp_path / "tok", out=tmp_path / "whole", unit_bytes=UNIT_BYTES, engine="hf")
+    job = {"tokenizer": tmp_path / "tok", "unit_bytes": UNIT_BYTES, "selection": Selection(drop_duplicates=True)}
+    prepare([tmp_path / "in"], out=tmp_path / "whole", engine="hf", **job)
+    assert (tmp_path / "whole" / "kept.extents").exists()
     expected = contents(tmp_path / "whole")
     killed = number = 0
     while killed < KILLS:
         out = tmp_path / f"store-{number}"
         given = ["prepare", tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", out, "--engine", "hf"]
-        given += ["--unit-bytes", UNIT_BYTES]
+        given += ["--unit-bytes", UNIT_BYTES, "--drop-duplicates"]
         quoted = ", ".join(f'"{word}"' for word in given)
         (tmp_path / "run.toml").write_text(
             RUN_FILE.format(round=number, elements=ELEMENTS, python=python, words=quoted), encoding="utf-8"
