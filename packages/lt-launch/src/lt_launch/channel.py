@@ -15,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from lt_launch.answers import is_record
+
 __all__ = ["Channel"]
 
 
@@ -100,7 +102,7 @@ class Channel:
             values = json.loads(row)
         except (ValueError, RecursionError):
             values = None
-        if isinstance(values, dict):
+        if is_record(values):
             return [values]
         self.complaints.append(row.decode("utf-8", "replace"))
         return []

@@ -137,6 +137,9 @@ def load_launch(path: str | Path) -> Launch:
         values = json.loads(file.read_bytes())
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
+        texts = [values["target"], *values["job_ids"], *values["job_ids"].values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("target or job_ids are not text")
         assignments = {name: Assignment(value, "launch.json") for name, value in values["profile"].items()}
         profile = Profile(values=assignments) if is_own(directory) else load_profile()
         return Launch(

@@ -13,13 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lt_launch import launch_dir
+from lt_launch.agent import verdict
 from lt_launch.agent.places import Place, Table, log_file, read_table
+from lt_launch.answers import as_texts, is_int
 from lt_launch.errors import LaunchError
 from lt_launch.target import Launch, StageState, StageStatus
 
 __all__ = ["element_status", "find_stage_dir", "read_logs", "read_stage_statuses"]
 
 POLL_S = 0.2
+KINDS = (verdict.DONE, verdict.STOPPED, verdict.REQUEUED, verdict.LOST, verdict.KILLED, verdict.FAILED)
 RemoteCommand = Callable[[str, str, bool], list[str]]
 
 
@@ -38,7 +41,7 @@ def read_stage_statuses(launch: Launch) -> tuple[StageStatus, ...]:
 
 def _is_cancelled(events: list[Table]) -> bool:
     """Return True if the user's newest request is a cancellation."""
-    requests = [event["event"] for event in events if event["event"] in ("created", "cancel_requested")]
+    requests = [event.get("event") for event in events if event.get("event") in ("created", "cancel_requested")]
     return bool(requests) and requests[-1] == "cancel_requested"
 
 
@@ -49,8 +52,6 @@ def element_status(
     name, attempts = place.folder.name, place.attempts()
     number = attempts[-1] if attempts else 0
     result = read_table(place.attempt(number) / "exit.json") if attempts else None
-    rows = [row for row in events or [] if row["event"] == "attempt_started" and row.get("stage") == name]
-    hosts = tuple(rows[-1]["hosts"]) if rows else ()
     job_id = launch.job_ids.get(name, launch.job_ids.get(name.rpartition(".")[0], ""))
     state, reason, since = _element_state(place, attempts, result, alive=is_running, cancelled=cancelled)
     return StageStatus(
@@ -58,11 +59,17 @@ def element_status(
         state=state,
         job_id=job_id,
         attempt=number,
-        exit_code=int(result["code"]) if result else None,
+        exit_code=result["code"] if result and is_int(result.get("code")) else None,
         reason=reason,
-        nodes=hosts,
+        nodes=_newest_hosts(events or [], name),
         since=since,
     )
+
+
+def _newest_hosts(events: list[Table], name: str) -> tuple[str, ...]:
+    """Return the hosts of the newest attempt of a stage or element; empty if none has started."""
+    rows = [row for row in events if row.get("event") == "attempt_started" and row.get("stage") == name]
+    return as_texts(rows[-1].get("hosts")) if rows else ()
 
 
 def _element_state(
@@ -81,8 +88,10 @@ def _element_state(
         if alive:
             return "running", "", started_at
         return "lost", "the process that ran it is gone", started_at
-    ended_at, kind = (folder / "exit.json").stat().st_mtime, result["kind"]
-    reason = str(result["reason"])
+    ended_at, kind = (folder / "exit.json").stat().st_mtime, result.get("kind")
+    reason = str(result.get("reason", ""))
+    if kind not in KINDS:
+        return "unknown", f"{folder / 'exit.json'} is damaged: kind = {repr(kind)[:80]}", ended_at
     if kind == "failed":
         return "failed", reason, ended_at
     if kind == "done":  # its stamp is missing: the outputs were removed
@@ -140,8 +149,8 @@ def read_logs(
         if remote is not None:
             yield from remote
             return
-    spec = read_table(place.stage / "spec.json") or {}
-    world = int(spec.get("nodes", 1)) * int(spec.get("procs_per_node", 1))
+    nodes, procs_per_node = _size_of(place)
+    world = nodes * procs_per_node
     if rank >= world:
         raise LaunchError(f"--rank {rank}: stage {place.folder.name} has ranks 0 to {world - 1}")
     yield from _local_logs(launch, place, rank, follow)
@@ -154,16 +163,25 @@ def _remote_logs(
     path = log_file(place.attempt(number), rank)
     if path.exists():
         return None
+    hosts = _newest_hosts(launch_dir.read_events(launch), place.folder.name)
+    node = rank // _size_of(place)[1]
+    return _command_lines(remote_command(hosts[node], str(path), follow)) if node < len(hosts) else None
+
+
+def _size_of(place: Place) -> tuple[int, int]:
+    """Return the nodes of a stage and its processes per node.
+
+    Raises:
+        LaunchError: its spec names none.
+    """
     spec = read_table(place.stage / "spec.json") or {}
-    rows = [
-        row
-        for row in launch_dir.read_events(launch)
-        if row["event"] == "attempt_started" and row["stage"] == place.folder.name
-    ]
-    node = rank // int(spec.get("procs_per_node", 1))
-    if not rows or node >= len(rows[-1]["hosts"]):
-        return None
-    return _command_lines(remote_command(rows[-1]["hosts"][node], str(path), follow))
+    nodes, procs_per_node = spec.get("nodes", 1), spec.get("procs_per_node", 1)
+    for name, value in (("nodes", nodes), ("procs_per_node", procs_per_node)):
+        if not is_int(value) or value < 1:
+            raise LaunchError(
+                f"{place.stage / 'spec.json'} is damaged: {name} = {value!r}; launch again with the same --out"
+            )
+    return nodes, procs_per_node
 
 
 def _command_lines(command: list[str]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -43,7 +44,8 @@ def machine_findings(machine: Mapping[str, Any], pipeline: Pipeline | None, *, h
 
 def _check_python(machine: Mapping[str, Any], host: str) -> Finding:
     text = f"{machine['python']} ({machine['executable']})"
-    if tuple(int(part) for part in machine["python"].split(".")[:2]) < MIN_PYTHON:
+    version = re.match(r"([0-9]{1,4})\.([0-9]{1,4})", machine["python"])
+    if version is None or (int(version[1]), int(version[2])) < MIN_PYTHON:
         remedy = "set python in the profile to an interpreter of 3.11 or later, with lt-trainer in it"
         return Finding(level="error", check="python", detail=text, remedy=remedy, host=host)
     return Finding(level="ok", check="python", detail=text, host=host)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lt_launch.answers import is_int, is_number
 from lt_launch.job import Job
 
 __all__ = ["Progress", "parse_progress", "read_progress"]
@@ -22,6 +23,7 @@ __all__ = ["Progress", "parse_progress", "read_progress"]
 TAIL_BYTES = 1 << 16
 METRIC_PATTERN = re.compile(r"(?:^|\s)(step|loss|tokens_per_sec|mfu)=(\S+)")
 """One field of a metrics line as `lt_trainer.run_directory.records.format_record` writes it."""
+STEP_PATTERN = re.compile(r"[0-9]{1,18}")
 RUN_DIR_MARKER = ".lt-run"
 
 
@@ -51,23 +53,24 @@ def read_progress(run_dir: str | Path) -> Progress | None:
     events = [
         row for row in _read_jsonl_tail(folder / "events.jsonl") if row.get("event") in ("start", "stop", "completed")
     ]
-    metrics = [row for row in _read_jsonl_tail(folder / "metrics.jsonl") if "loss" in row]
+    rows = _read_jsonl_tail(folder / "metrics.jsonl")
+    metrics = [row for row in rows if "loss" in row and is_int(row.get("step"))]
     run_size = _read_run_size(folder)
     last_event = str(events[-1]["event"]) if events else ""
     if not metrics:
         return Progress(max_steps=run_size[0], last_event=last_event)
     last = metrics[-1]
     starts = [row for row in events if row["event"] == "start"]
-    devices = int(starts[-1].get("world", 1)) if starts else 1
-    speed = _to_float(last.get("tokens_per_sec")) * devices
-    remaining_tokens = (run_size[0] - int(last["step"])) * run_size[1]
+    devices = starts[-1].get("world", 1) if starts else 1
+    speed = _to_float(last.get("tokens_per_sec")) * (devices if is_int(devices) else 1)
+    remaining_tokens = (run_size[0] - last["step"]) * run_size[1]
     return Progress(
-        step=int(last["step"]),
+        step=last["step"],
         max_steps=run_size[0],
         loss=_to_float(last["loss"]),
         tokens_per_sec=speed,
         mfu=_to_float(last.get("mfu")),
-        eta_s=remaining_tokens / speed if speed > 0 and last_event == "start" else math.nan,
+        eta_s=_remaining_s(remaining_tokens, speed) if last_event == "start" else math.nan,
         updated_at=(folder / "metrics.jsonl").stat().st_mtime,
         last_event=last_event,
     )
@@ -84,7 +87,7 @@ def parse_progress(lines: Sequence[str], job: Job) -> Progress | None:
     steps = recipe["schedule"]["max_steps"]
     for text in reversed(lines):
         metrics = dict(METRIC_PATTERN.findall(text))
-        if metrics.keys() >= {"step", "loss"}:
+        if metrics.keys() >= {"step", "loss"} and STEP_PATTERN.fullmatch(metrics["step"]):
             speed = _to_float(metrics.get("tokens_per_sec")) * job.world_size
             remaining_tokens = (
                 (steps - int(metrics["step"])) * recipe["batch"]["global_batch_size"] * recipe["data"]["seq_len"]
@@ -95,7 +98,7 @@ def parse_progress(lines: Sequence[str], job: Job) -> Progress | None:
                 loss=_to_float(metrics["loss"]),
                 tokens_per_sec=speed,
                 mfu=_to_float(metrics.get("mfu")),
-                eta_s=remaining_tokens / speed if speed > 0 else math.nan,
+                eta_s=_remaining_s(remaining_tokens, speed),
             )
     return None
 
@@ -104,16 +107,23 @@ def _read_run_size(folder: Path) -> tuple[int, int]:
     """Return the run's number of steps and its tokens per step."""
     try:
         recipe = json.loads((folder / "recipe.json").read_bytes())["recipe"]
-        return recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"] * recipe["data"]["seq_len"]
+        sizes = recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"], recipe["data"]["seq_len"]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return 0, 0
+    return (sizes[0], sizes[1] * sizes[2]) if all(is_int(size) for size in sizes) else (0, 0)
+
+
+def _remaining_s(tokens: int, speed: float) -> float:
+    """Return the remaining time; nan if the speed tells none."""
+    seconds = tokens / speed if speed > 0 else math.nan
+    return seconds if is_number(seconds) else math.nan
 
 
 def _to_float(value: Any) -> float:
     """Return a number of a metrics record; non-finite numbers are stored as text."""
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return math.nan
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.agent import look as look_module
+from lt_launch.answers import machine_problem
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.machine import machine_findings
@@ -59,9 +60,11 @@ def probe_hosts(
             return answer
         try:
             values = json.loads(answer["out"].splitlines()[-1])
-            low, high = before - values["time"], time.time() - values["time"]
-        except (ValueError, IndexError, KeyError, TypeError, RecursionError):
+        except (ValueError, IndexError, RecursionError):
             return {"problem": f"unexpected answer of python: {answer['out'][-200:]!r}"}
+        if problem := machine_problem(values):
+            return {"problem": f"unexpected answer of python: {problem}"}
+        low, high = before - values["time"], time.time() - values["time"]
         return values | {"skew_s": max(low, -high, 0.0)}
 
     with ThreadPoolExecutor(max_workers=MAX_PARALLEL_HOSTS) as pool:

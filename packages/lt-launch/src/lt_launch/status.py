@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_data.display.terminal import echo_error
+from lt_launch.agent.places import read_table
+from lt_launch.answers import is_number
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
 from lt_launch.markup import escape
@@ -95,8 +97,8 @@ def _stage_progress(launch: Launch, status: StageStatus) -> Progress | None:
 
 def _run_dir(launch: Launch, cwd: str, run_dir: str) -> Path:
     """Return a job's run directory; a relative one is resolved in the folder the launch was made in."""
-    values = json.loads((launch.directory / "launch.json").read_bytes())
-    return Path(values["cwd"]) / cwd / run_dir
+    launched_in = (read_table(launch.directory / "launch.json") or {}).get("cwd")
+    return Path(launched_in if isinstance(launched_in, str) else "") / cwd / run_dir
 
 
 def _run_dir_status(path: Path) -> StageStatus:
@@ -230,18 +232,18 @@ def show_launches() -> None:
     for directory in directories:
         try:
             launch = load_launch(directory)
+            state = overall_state([status.state for status in get_target(launch.target).status(launch)])
         except LaunchError as exc:
             echo_error(f"# {exc}")
             continue
-        values = json.loads((directory / "launch.json").read_bytes())
-        state = overall_state([status.state for status in get_target(launch.target).status(launch)])
-        age = format_duration(time.time() - values["created_at"])
+        created_at = (read_table(directory / "launch.json") or {}).get("created_at")
+        age = f"{format_duration(time.time() - created_at)} ago" if is_number(created_at) else ""
         color = STATE_COLORS[state]
         table.add_row(
             escape(directory.parent.name),
             escape(launch.target),
             f"[{color}]{state}[/]",
-            f"{age} ago",
+            age,
             escape(str(directory.parent)),
         )
     _print(table)

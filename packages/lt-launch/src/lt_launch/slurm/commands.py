@@ -43,6 +43,7 @@ STATES: Mapping[str, StageState] = {
 }
 
 
+NODE_FIELDS = 5
 NO_CLUSTER_ERRORS = (
     "configuration source",
     "Unable to contact slurm controller",
@@ -107,23 +108,36 @@ def parse_jobs(text: str) -> list[QueueJob]:
         jobs.append(
             QueueJob(
                 id=fields.get("ArrayJobId", fields["JobId"]),
-                index=int(index) if index.isdigit() else None,
+                index=_parse_int(index),
                 state=fields.get("JobState", ""),
                 reason="" if fields.get("Reason", "None") == "None" else fields["Reason"],
                 nodes="" if fields.get("NodeList", "(null)") == "(null)" else fields["NodeList"],
-                restarts=int(fields.get("Restarts", "0") or 0),
-                exit_code=int(code) if code.isdigit() else None,
+                restarts=_parse_int(fields.get("Restarts", "")) or 0,
+                exit_code=_parse_int(code),
                 fields=fields,
             )
         )
     return jobs
 
 
+def _parse_int(text: str) -> int | None:
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else None
+
+
 def parse_nodes(text: str) -> list[TargetNode]:
-    """Parse the nodes in the output of `sinfo -h -N -o '%N|%P|%T|%G|%E'`."""
+    """Parse the nodes in the output of `sinfo -h -N -o '%N|%P|%T|%G|%E'`.
+
+    Raises:
+        LaunchError: a line is none of a node.
+    """
     nodes = []
     for line in text.splitlines():
-        name, partition, state, gres, reason = (word.strip() for word in line.split("|", 4))
+        words = [word.strip() for word in line.split("|", 4)]
+        if len(words) != NODE_FIELDS:
+            raise LaunchError(
+                f"sinfo: {line[:200]!r} is not a line of NODE|PARTITION|STATE|GRES|REASON; try it by hand"
+            )
+        name, partition, state, gres, reason = words
         nodes.append(
             TargetNode(
                 name=name,
@@ -162,7 +176,10 @@ def submit_chain(commands: Sequence[Sequence[str]], stages: Sequence[str], folde
                 run_slurm_command("scancel", *ids.values())
             cancelled = f"; the {len(ids)} stage(s) before it were cancelled" if ids else ""
             raise LaunchError(f"Slurm rejected stage {stage}: {exc}{cancelled}") from exc
-        ids[stage] = answer.strip().splitlines()[-1].partition(";")[0]
+        lines = answer.strip().splitlines()
+        if not lines:
+            raise LaunchError(f"sbatch answered nothing for stage {stage}; see squeue for what it has submitted")
+        ids[stage] = lines[-1].partition(";")[0]
     return ids
 
 
