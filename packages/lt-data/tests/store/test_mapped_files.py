@@ -132,7 +132,7 @@ def test_rows_over_any_shards_are_those_of_the_flat_ids(
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapped_files, "_MAX_MAPS", most)
-        patch.setattr("lt_data.streaming.rows._RUNS_PER_COPY", data.draw(st.sampled_from([1, 3, 8192])))
+        patch.setattr("lt_data.streaming.runs._RUNS_PER_COPY", data.draw(st.sampled_from([1, 3, 8192])))
         rows = data.draw(st.lists(st.integers(0, index.n_rows - 1), max_size=30))
         wanted = []
         for row in rows:
@@ -153,6 +153,36 @@ def test_a_damaged_pack_reads_nothing_outside_the_store(counting_store: Callable
     index.start[-1] = wrong
     with pytest.raises(DataError, match="rows outside the store: find it with lt data verify"):
         RowReader(store, index).read_tokens(np.arange(index.n_rows))
+
+
+@pytest.mark.parametrize("wrong", [-1, -(10**6), 17, 10**6, 2**63 - 1])
+def test_a_damaged_pack_of_full_rows_reads_nothing_outside_the_store(
+    counting_store: Callable[..., TokenStore], wrong: int
+) -> None:
+    store = counting_store([8] * 3, 1)
+    index = build_index(store.lengths, seq_len=8, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    index.start[1] = wrong
+    with pytest.raises(DataError, match="rows outside the store: find it with lt data verify"):
+        RowReader(store, index).read_tokens(np.arange(index.n_rows))
+
+
+def test_a_damaged_pack_has_no_label_outside_the_store(counting_store: Callable[..., TokenStore]) -> None:
+    store = counting_store([8] * 3, 1)
+    index = build_index(store.lengths, seq_len=8, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    index.labels[index.start == 16] = 8  # that of the last token too
+    with pytest.raises(DataError, match="rows outside the store: find it with lt data verify"):
+        RowReader(store, index).read_rows(np.arange(index.n_rows))
+
+
+def test_full_rows_that_span_two_shards_are_not_joined_from_views(
+    counting_store: Callable[..., TokenStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = counting_store([21] * 40, 1)
+    index = build_index(store.lengths, seq_len=8, mode="concat", store_fingerprint=store.manifest.fingerprint)
+    monkeypatch.setattr("lt_data.streaming.runs.RunReader._join", None)
+    rows = np.random.default_rng(0).permutation(index.n_rows)
+    assert 8 * index.n_rows == 21 * 40
+    assert (RowReader(store, index).read_tokens(rows) == 1 + 8 * rows[:, None] + np.arange(8)).all()
 
 
 def test_a_shard_that_changed_after_opening_is_named(counting_store: Callable[..., TokenStore], tmp_path: Path) -> None:

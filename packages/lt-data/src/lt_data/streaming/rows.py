@@ -7,13 +7,11 @@ Labels are shifted here and nowhere else: a position's label is the next token. 
 next token of the same document, even if it is in another row, and a document's last token has no label. In a `concat`
 pack documents are concatenated, so only the last token of the store has no label.
 
-Cost: one copy of each slice (in a `concat` pack of each row) from the mapped files, all in one call: about 0.2
-microseconds per slice plus memory bandwidth. `to_int32`: a few nanoseconds per token.
+Cost: that of lt_data.streaming.runs, with a run for each slice (in a `concat` pack for each row). `to_int32`: a few
+nanoseconds per token.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -21,12 +19,11 @@ from lt_data.errors import DataError
 from lt_data.packing.algorithms import concat_aranges
 from lt_data.packing.pack_index import PackIndex
 from lt_data.store.token_store import TokenStore
+from lt_data.streaming.runs import RunReader
 from lt_data.streaming.shuffle import shuffle_positions
 
 IGNORE_INDEX = -100  # label of positions without a label
 PADDING_DOC_ID = -1  # document number of padding
-_TOUCH_BYTES = 2048
-_RUNS_PER_COPY = 8192  # so that a copy holds no more maps than a process may have
 
 
 @dataclass(frozen=True, eq=False)
@@ -169,6 +166,7 @@ class RowReader:
             )
         self.store = store
         self.pack = pack
+        self._runs = RunReader(store, pack.seq_len)
         self.document_mask = document_mask
         self.valid: np.ndarray = pack.valid
         self.max_segments_per_row: int = pack.max_slices_per_row + 1 if document_mask else 1  # plus padding
@@ -221,18 +219,17 @@ class RowReader:
         if self.pack.mode == "concat":  # a row is one range of the store: no slices needed
             start = rows * self.seq_len
             length = np.minimum(self.store.n_tokens - start, self.seq_len)
-            return self._copy_runs(np.arange(rows.size), start, length, rows.size)
-        slices, row = self._slices(rows)
-        return self._copy_runs(row, self.pack.start[slices], self.pack.length[slices].astype(np.int64), rows.size)
+            return self._runs.copy(np.arange(rows.size), start, length, rows.size)
+        _, row, start, length = self._slices(rows)
+        return self._runs.copy(row, start, length, rows.size)
 
     def read_token_rows(self, rows: np.ndarray) -> TokenRows:
         """Read the given rows (integers [n], repeats allowed), in this order, in the store's dtype."""
         rows = self._check_rows(rows)
-        slices, row = self._slices(rows)
-        start, length = self.pack.start[slices], self.pack.length[slices].astype(np.int64)
+        slices, row, start, length = self._slices(rows)
         has_next = self.pack.labels[slices] == length
         input_ids = (
-            self.read_tokens(rows) if self.pack.mode == "concat" else self._copy_runs(row, start, length, rows.size)
+            self.read_tokens(rows) if self.pack.mode == "concat" else self._runs.copy(row, start, length, rows.size)
         )
         begin = _slice_begins(row, length, self.seq_len)
         next_ids = np.zeros(slices.size, self.store.dtype)
@@ -241,7 +238,9 @@ class RowReader:
         follows[:-1] = has_next[:-1] & (row[1:] == row[:-1]) & (start[1:] == start[:-1] + length[:-1])
         next_ids[follows] = input_ids.reshape(-1)[(begin + length)[follows]]
         elsewhere = np.flatnonzero(has_next & ~follows)
-        next_ids[elsewhere] = self._tokens_at(start[elsewhere] + length[elsewhere])
+        after = start[elsewhere] + length[elsewhere]
+        self._check_inside(after, 1)
+        next_ids[elsewhere] = self._runs.tokens_at(after)
         return TokenRows(
             input_ids=input_ids,
             slice_row=row,
@@ -259,109 +258,19 @@ class RowReader:
             raise IndexError(f"rows must be one-dimensional and in 0..{self.n_rows - 1}")
         return rows
 
-    def _slices(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the slices of some rows, as indices in the pack, and the row of each (int64)."""
+    def _slices(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return of the slices of some rows: index in the pack, row, global offset and length (int64)."""
         first = self.pack.row_offsets[rows]
         n_slices = self.pack.row_offsets[rows + 1] - first
-        return np.repeat(first, n_slices) + concat_aranges(n_slices), np.repeat(np.arange(rows.size), n_slices)
+        slices = np.repeat(first, n_slices) + concat_aranges(n_slices)
+        start, length = self.pack.start[slices], self.pack.length[slices].astype(np.int64)
+        self._check_inside(start, length)
+        return slices, np.repeat(np.arange(rows.size), n_slices), start, length
 
-    def _copy_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        """Copy runs of the store, given by row (in order), global offset and length, into zeroed rows."""
-        if length.size <= _RUNS_PER_COPY or n == 1:
-            return self._copy_some_runs(row, start, length, n)
-        bounds = np.searchsorted(row, [0, n // 2, n])
-        return np.concatenate(
-            [
-                self._copy_runs(row[a:b] - first, start[a:b], length[a:b], rows)
-                for a, b, first, rows in zip(bounds[:-1], bounds[1:], (0, n // 2), (n // 2, n - n // 2), strict=True)
-            ]
-        )
-
-    def _copy_some_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        if length.size == n and (rows := self._copy_single_runs(start, length)) is not None:
-            return rows
-        return self._join_runs(row, start, length, n)
-
-    def _join_runs(self, row: np.ndarray, start: np.ndarray, length: np.ndarray, n: int) -> np.ndarray:
-        """Copy as `_copy_runs` does, run by run."""
-        used = np.bincount(row, weights=length, minlength=n).astype(np.int64)
-        padding = self.seq_len - used
-        item = self.store.dtype.itemsize
-        row, shard, begin, length = self._split_at_extents(row, start, length)
-        parts: list[Any] = list(self._run_buffers(shard, begin, length))
-        if padding.any():
-            ends = np.searchsorted(row, np.arange(n), side="right")
-            zeros = memoryview(bytes(int(padding.max()) * item))
-            for i in np.flatnonzero(padding)[::-1].tolist():
-                parts.insert(int(ends[i]), zeros[: int(padding[i]) * item])
-        return np.frombuffer(bytearray().join(parts), self.store.dtype).reshape(n, self.seq_len)
-
-    def _copy_single_runs(self, start: np.ndarray, length: np.ndarray) -> np.ndarray | None:
-        """Copy rows of one run each in one numpy call if most are full and in one extent of a local shard."""
-        extents = self.store.extents
-        extent = extents.find_tokens(start)
-        is_full = (length == self.seq_len) & (start + self.seq_len <= extents.first_token[extent + 1])
-        others = np.flatnonzero(~is_full)
-        if 2 * others.size >= start.size:
-            return None
-        shard, offset = extents.place(extent[is_full], start[is_full])
-        if (mapped := self.store.mmap_shards(shard)) is None:
-            return None
-        ids, begin = mapped
-        source = offset + begin
-        if others.size:  # placeholders, overwritten below
-            source = np.insert(source, others - np.arange(others.size), source[0])
-        row = np.dtype((np.void, self.seq_len * ids.itemsize))
-        # view of every run of the shards as one item (overlapping); only the requested ones are copied
-        runs = np.ndarray((ids.size - self.seq_len + 1,), row, ids.data, strides=(ids.itemsize,))
-        touch = np.arange(0, self.seq_len, _TOUCH_BYTES // ids.itemsize)
-        ids[(source[:, None] + touch).reshape(-1)]  # cache and page misses of all rows concurrently
-        rows = runs[source].view(ids.dtype).reshape(source.size, self.seq_len)
-        if others.size:
-            rows[others] = self._join_runs(np.arange(others.size), start[others], length[others], others.size)
-        return rows
-
-    def _split_at_extents(
-        self, row: np.ndarray, start: np.ndarray, length: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Split runs that span extents; return row, shard, first token in the shard, and length of each run."""
-        extents = self.store.extents
-        if start.size and not (start.min() >= 0 and (start + length).max() <= extents.n_tokens):
+    def _check_inside(self, start: np.ndarray, length: np.ndarray | int) -> None:
+        """Raise DataError if the pack is damaged: what it asks for must be in the store."""
+        if start.min(initial=0) < 0 or (length > self.store.n_tokens - start).any():
             raise DataError(f"a pack of {self.store.path} has rows outside the store: find it with lt data verify")
-        first = extents.find_tokens(start)
-        n_extents = extents.find_tokens(start + length - 1) + 1 - first
-        if start.size == 0 or n_extents.max() == 1:
-            return row, *extents.place(first, start), length
-        run = np.repeat(np.arange(start.size), n_extents)
-        extent = first[run] + concat_aranges(n_extents)
-        begin = np.maximum(start[run], extents.first_token[extent])
-        end = np.minimum(start[run] + length[run], extents.first_token[extent + 1])
-        return row[run], *extents.place(extent, begin), end - begin
-
-    def _run_buffers(self, shard: np.ndarray, begin: np.ndarray, length: np.ndarray) -> Iterable[Any]:
-        """Return the bytes of each run, which is in one shard."""
-        if (mapped := self.store.mmap_shards(shard)) is None:
-            end = begin + length
-            self.store.prefetch(shard, begin, end)
-            spans = zip(shard.tolist(), begin.tolist(), end.tolist(), strict=True)
-            return [np.ascontiguousarray(self.store.read(*span)).data for span in spans]
-        ids, first = mapped
-        source = begin + first
-        # views of the runs, without a copy
-        return map(ids.data.__getitem__, map(slice, source.tolist(), (source + length).tolist()))
-
-    def _tokens_at(self, positions: np.ndarray) -> np.ndarray | list[int]:
-        """Return single tokens of the store."""
-        if positions.size > _RUNS_PER_COPY:
-            parts = np.array_split(positions, -(-positions.size // _RUNS_PER_COPY))
-            return np.concatenate([self._tokens_at(part) for part in parts])
-        extents = self.store.extents
-        shard, offset = extents.place(extents.find_tokens(positions), positions)
-        if (mapped := self.store.mmap_shards(shard)) is not None:
-            ids, begin = mapped
-            return ids[offset + begin]
-        columns = zip(shard.tolist(), offset.tolist(), strict=True)
-        return [int(self.store.read(number, i, i + 1)[0]) for number, i in columns]
 
 
 def _slice_begins(row: np.ndarray, length: np.ndarray, seq_len: int) -> np.ndarray:
