@@ -1,7 +1,9 @@
 """The open release of a run: made, verified, and found out where a bit of it was changed."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -144,6 +146,8 @@ def test_the_same_run_gives_the_same_bytes(
             lambda path: change_bytes(path, b'"redistribute": true', b'"redistribute": false'),
             "may not be redistributed",
         ),
+        ("figures/loss.svg", lambda path: change_bytes(path, b"polyline", b"polygon"), "figures/loss.svg: "),
+        ("bom.cdx.json", lambda path: change_bytes(path, b'"tiny"', b'"huge"'), "bom.cdx.json: "),
         ("README.md", lambda path: change_bytes(path, b"Class I ", b"Class 0 "), "README.md: "),
         ("model/config.json", lambda path: change_bytes(path, b'"rope_theta": 1', b'"rope_theta": 2'), "model"),
     ],
@@ -253,6 +257,115 @@ def test_a_store_that_is_no_longer_the_one_that_was_read_is_refused(
     (work / "run" / "recipe.json").write_text(json.dumps(recipe))
     with pytest.raises(ReleaseError, match="the store has changed: the run has read"):
         make_release(Path("run"), Path("out"), MakeOptions(licenses=Path("licences.toml")))
+
+
+def test_energy_is_in_the_documents_if_it_was_measured_and_never_zero(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for energy, name in ((0.125, "measured"), (0.0, "zero")):
+        run = Path(shutil.copytree("run", tmp_path / name / "run"))
+        metrics = run / "metrics.jsonl"
+        change_bytes(metrics, b'{"step": 8, "loss"', f'{{"energy_kwh": {energy}, "step": 8, "loss"'.encode())
+        out = tmp_path / f"{name}-release"
+        facts = make_release(run, out, MakeOptions(licenses=Path("licences.toml")))
+        model = next(
+            e for e in json.loads((out / "ai.spdx3.json").read_text())["@graph"] if e["type"] == "ai_AIPackage"
+        )
+        card = json.loads((out / "bom.cdx.json").read_text())["metadata"]["component"]["modelCard"]
+        if energy:
+            assert facts.energy_kwh == energy
+            spent = model["ai_energyConsumption"]["ai_trainingEnergyConsumption"][0]
+            assert (spent["ai_energyQuantity"], spent["ai_energyUnit"]) == (energy, "kilowattHour")
+            spent = card["considerations"]["environmentalConsiderations"]["energyConsumptions"][0]
+            assert spent["activityEnergyCost"] == {"value": energy, "unit": "kWh"}
+            assert "0.125 kWh" in (out / "README.md").read_text()
+        else:
+            assert facts.energy_kwh is None
+            assert "ai_energyConsumption" not in model
+            assert "considerations" not in card
+            assert "was not measured" in (out / "REPORT.md").read_text()
+
+
+def test_every_package_has_one_declared_and_one_concluded_license(made: tuple[Path, str]) -> None:
+    graph = json.loads((made[0] / "ai.spdx3.json").read_text())["@graph"]
+    packages = [e["spdxId"] for e in graph if e["type"] in ("ai_AIPackage", "dataset_DatasetPackage")]
+    assert len(packages) == 3
+    for package in packages:
+        kinds = sorted(e["relationshipType"] for e in graph if e.get("from") == package and "License" in str(e))
+        assert kinds[:2] == ["hasConcludedLicense", "hasDeclaredLicense"]
+        assert kinds.count("hasConcludedLicense") == kinds.count("hasDeclaredLicense") == 1
+
+
+def test_the_hub_reads_the_model_card(made: tuple[Path, str]) -> None:
+    from huggingface_hub import ModelCard
+
+    data = ModelCard((made[0] / "README.md").read_text()).data
+    validation = json.loads((made[0] / "results" / "validation.json").read_text())["validation"][0]
+    assert data.license == "cdla-permissive-2.0"
+    assert data.model_name == "tiny"
+    assert data.eval_results[0].metric_value == validation["loss"]
+
+
+def test_figures_are_those_that_the_script_of_the_bundle_draws(bundle: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (bundle / "figures").iterdir()}
+    assert set(before) == {"loss.svg", "learning-rate.svg", "gradient-norm.svg", "throughput.svg"}
+    shutil.rmtree(bundle / "figures")
+    subprocess.run([sys.executable, "-I", str(bundle / "plots.py")], check=True, cwd="/")
+    assert {path.name: path.read_bytes() for path in (bundle / "figures").iterdir()} == before
+
+
+def test_results_of_an_evaluation_are_in_the_release(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    results = tmp_path / "scores"
+    results.mkdir()
+    (results / "results.jsonl").write_text('{"kind": "task", "host": "' + os.uname().nodename + '"}\n')
+    options = MakeOptions(licenses=Path("licences.toml"), results=(results,))
+    facts = make_release(Path("run"), tmp_path / "out", options)
+    assert facts.result_files == ["results/scores/results.jsonl", "results/validation.json"]
+    assert (tmp_path / "out" / "results" / "scores" / "results.jsonl").read_text().count("<host>") == 1
+    assert "results/scores/results.jsonl" in (tmp_path / "out" / "README.md").read_text()
+    assert verify_release(tmp_path / "out").problems == ()
+
+
+VALIDATORS = ("cyclonedx-python-lib[json-validation]==11.12.0", "spdx-python-model==0.0.6", "mlcroissant==1.1.1")
+VALIDATE = """
+import sys
+from pathlib import Path
+
+import mlcroissant
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from spdx_python_model import v3_0_1
+
+bundle = Path(sys.argv[1])
+error = JsonStrictValidator(SchemaVersion.V1_7).validate_str((bundle / "bom.cdx.json").read_text())
+assert error is None, error
+objects = v3_0_1.SHACLObjectSet()
+with open(bundle / "ai.spdx3.json", "rb") as file:
+    v3_0_1.JSONLDDeserializer().read(file, objects)
+assert not objects.missing_ids, objects.missing_ids
+assert len(list(objects.foreach_type("ai_AIPackage"))) == 1
+dataset = mlcroissant.Dataset(jsonld=str(bundle / "croissant.json"))
+issues = dataset.metadata.ctx.issues
+assert not issues.errors and not issues.warnings, issues.report()
+assert len(list(dataset.records("sources"))) == 66
+"""
+
+
+@pytest.mark.slow
+def test_real_validators_accept_the_documents(made: tuple[Path, str], tmp_path: Path) -> None:
+    """CycloneDX 1.7 strictly, SPDX 3.0.1 and Croissant 1.0, each by its own library, in an environment of their own."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
+    subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *VALIDATORS], check=True)
+    (tmp_path / "validate.py").write_text(VALIDATE)
+    done = subprocess.run(
+        [str(python), "-I", str(tmp_path / "validate.py"), str(made[0])], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_what_is_no_run_and_no_release_is_refused(folder: Path, lt: Callable[..., str]) -> None:

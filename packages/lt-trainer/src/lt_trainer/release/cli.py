@@ -36,6 +36,10 @@ def make(
         list[Path] | None,
         typer.Option(help="Folder in which source files are looked for by hash; repeatable.", show_default=False),
     ] = None,
+    results: Annotated[
+        list[Path] | None,
+        typer.Option(help="Evaluation results, as of lt train evaluate --out; repeatable.", show_default=False),
+    ] = None,
     lock: Annotated[
         Path | None,
         typer.Option(help="uv.lock or requirements file with the packages' hashes.", show_default=False),
@@ -59,6 +63,7 @@ def make(
         licenses=licenses,
         checkpoints=checkpoints,
         source_folders=tuple(sources or ()),
+        results=tuple(results or ()),
         lock=lock,
         mof_class=mof_class,
     )

@@ -4,14 +4,19 @@ What is made here is made again by `verify` and compared byte for byte.
 """
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+from lt_trainer.release import plots
 from lt_trainer.release.cards import citation, data_card, model_card, mof_document
 from lt_trainer.release.commands import command_page
+from lt_trainer.release.croissant import croissant_document
+from lt_trainer.release.cyclonedx import cyclonedx_document
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.filtering import PLACEHOLDERS
 from lt_trainer.release.report import report_page
+from lt_trainer.release.spdx import spdx_document
 
-__all__ = ["DOCUMENTS", "filter_page"]
+__all__ = ["DOCUMENTS", "PLOTS", "filter_page", "render_documents"]
 
 
 def filter_page(facts: Facts) -> str:
@@ -39,5 +44,16 @@ DOCUMENTS: Mapping[str, Callable[[Facts], str]] = {
     "CITATION.cff": citation,
     "FILTERED.md": filter_page,
     "mof.yml": mof_document,
+    "bom.cdx.json": cyclonedx_document,
+    "ai.spdx3.json": spdx_document,
+    "croissant.json": croissant_document,
 }
 """File of the bundle → its text."""
+PLOTS = "plots.py"
+
+
+def render_documents(facts: Facts) -> dict[str, str]:
+    """Return all documents, the figures and the script that draws them, by file of the bundle."""
+    texts = {name: render(facts) for name, render in DOCUMENTS.items()}
+    texts |= {f"figures/{name}": text for name, text in facts.figures.items()}
+    return texts | {PLOTS: Path(plots.__file__).read_text(encoding="utf-8")}

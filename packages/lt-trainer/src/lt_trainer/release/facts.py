@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from lt_model import config_from_hf, n_parameters
-from lt_trainer.release.data_files import SourceEntry, read_source_list
+from lt_trainer.release.data_files import SOURCE_LIST, SourceEntry, hash_file, read_source_list
 from lt_trainer.release.license_file import LicenseFile, parse_license_file
+from lt_trainer.release.lock import read_lock_hashes
 from lt_trainer.release.mof import MofResult, ReleasedComponent, evaluate_openness
+from lt_trainer.release.plots import draw_figures, read_records
 from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 
 __all__ = [
@@ -155,6 +157,12 @@ class Facts:
     code_license: str
     weight_files: Mapping[str, str]
     """Weight file of the final model → SHA-256."""
+    requirements: Mapping[str, str]
+    """Locked package → version."""
+    source_list_sha256: str
+    """SHA-256 of data/sources.jsonl."""
+    figures: Mapping[str, str]
+    """Figure of the log → its SVG text."""
 
     @property
     def n_parameters(self) -> int:
@@ -218,6 +226,9 @@ def read_facts(bundle: Path) -> Facts:
         wheels=_relative(bundle, "wheels/*.whl"),
         code_license=(bundle / "wheels" / "LICENSE.spdx").read_text(encoding="utf-8").strip(),
         weight_files=_hash_list(bundle / "model" / "SHA256SUMS"),
+        requirements=dict(sorted(read_lock_hashes(bundle / "environment" / "requirements.txt"))),
+        source_list_sha256=hash_file(bundle / SOURCE_LIST),
+        figures=draw_figures(read_records(bundle / "run" / "metrics.jsonl")),
     )
 
 

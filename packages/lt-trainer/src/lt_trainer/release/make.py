@@ -32,14 +32,21 @@ from lt_trainer.release.data_files import (
     store_names,
     write_source_list,
 )
-from lt_trainer.release.documents import DOCUMENTS
+from lt_trainer.release.documents import DOCUMENTS, render_documents
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import LICENSE_FILE, Facts, Provenance, read_facts, write_provenance
 from lt_trainer.release.filtering import TextFilter, find_secrets
 from lt_trainer.release.license_file import LicenseFile, read_license_file
 from lt_trainer.release.lock import format_requirements, installed_closure, lock_packages, normalize, read_lock_hashes
 from lt_trainer.release.mof import CLASS_NAMES
-from lt_trainer.release.run_files import copy_paper, known_hosts, release_logs, release_recipe, write_validation_results
+from lt_trainer.release.run_files import (
+    copy_paper,
+    known_hosts,
+    release_logs,
+    release_recipe,
+    release_results,
+    write_validation_results,
+)
 from lt_trainer.release.weight_files import choose_checkpoints, release_weights
 from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
 from lt_trainer.run_directory import read_jsonl
@@ -58,6 +65,7 @@ class MakeOptions:
         licenses: The license file; None for none.
         checkpoints: "all", "final" or steps separated by commas.
         source_folders: Where source files are looked for by hash, besides their own paths.
+        results: Folders or files of evaluation results to include.
         lock: uv.lock or requirements file with hashes; None for the uv.lock beside lt's sources.
         mof_class: Class that must be reached; 0 for any.
     """
@@ -65,6 +73,7 @@ class MakeOptions:
     licenses: Path | None = None
     checkpoints: str = "all"
     source_folders: tuple[Path, ...] = ()
+    results: tuple[Path, ...] = ()
     lock: Path | None = None
     mof_class: int = 0
 
@@ -108,6 +117,7 @@ def make_release(
         write_source_list(bundle, gathered.stores)
         changed = release_recipe(bundle, gathered.record, gathered.text_filter)
         release_logs(bundle, run, gathered.text_filter)
+        release_results(bundle, options.results, gathered.text_filter)
         (bundle / LICENSE_FILE).write_text(gathered.license_text, encoding="utf-8")
         notify("packages of lt, environment")
         facts = _finish(bundle, gathered, changed, options)
@@ -153,8 +163,9 @@ def _finish(bundle: Path, gathered: _Run, changed: Mapping[str, Any], options: M
     write_provenance(bundle, provenance)
     write_validation_results(bundle, read_facts(bundle))
     facts = read_facts(bundle)  # with the results
-    for name, render in DOCUMENTS.items():
-        (bundle / name).write_text(render(facts), encoding="utf-8")
+    for name, text in render_documents(facts).items():
+        (bundle / name).parent.mkdir(exist_ok=True)
+        (bundle / name).write_text(text, encoding="utf-8")
     return facts
 
 
@@ -168,6 +179,9 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
     notify("verifying checkpoints")
     checkpoints, found = choose_checkpoints(run, options.checkpoints)
     problems += found
+    problems += [f"--results = {path}: no such file or folder" for path in options.results if not path.exists()]
+    if len({path.resolve().name for path in options.results}) < len(options.results):
+        problems.append("--results: two of one name; rename one")
     problems += _version_problems(environment)
     events: list[dict[str, Any]] = []
     for name in ("events.jsonl", "metrics.jsonl"):

@@ -65,7 +65,10 @@ def _training(facts: Facts) -> str:
 
 
 def _figures(facts: Facts) -> str:
-    return ""
+    if not facts.figures:
+        return ""
+    shown = "".join(f"![{name.removesuffix('.svg')}](figures/{name})\n" for name in facts.figures)
+    return f"\n## Figures\n\nDrawn by `plots.py` from `run/metrics.jsonl`.\n\n{shown}"
 
 
 def _data(facts: Facts) -> str:

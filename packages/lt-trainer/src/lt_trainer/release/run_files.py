@@ -12,13 +12,12 @@ from lt_trainer.release.data_files import store_names
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.filtering import TextFilter
 
-__all__ = ["RUN_DIR", "bundle_recipe", "release_logs", "release_recipe", "write_validation_results"]
+__all__ = ["RUN_DIR", "bundle_recipe", "release_logs", "release_recipe", "release_results", "write_validation_results"]
 
 RUN_DIR = "reproduced"
 """run.dir of the released recipe."""
 LOGS = ("metrics.jsonl", "events.jsonl", "resume_check.jsonl")
-RESULT_PATTERNS = ("evaluation*.jsonl", "evaluation*.json", "evaluation*/**/*.jsonl", "evaluation*/**/*.json")
-"""Evaluation results in a run directory, where there are any."""
+RESULT_SUFFIXES = (".jsonl", ".json", ".md", ".csv", ".txt", ".html")
 
 
 def bundle_recipe(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -57,18 +56,28 @@ def release_recipe(bundle: Path, record: Mapping[str, Any], text_filter: TextFil
 
 
 def release_logs(bundle: Path, run: Path, text_filter: TextFilter) -> None:
-    """Copy environment, metrics, events, monitor samples and evaluation results, filtered."""
+    """Copy environment, metrics, events and samples of the machine, filtered."""
     files = {"environment/environment.json": run / "environment.json"}
     files |= {f"run/{name}": run / name for name in LOGS}
     files |= {f"run/monitor/{path.name}": path for path in sorted(run.glob("monitor/*.jsonl"))}
-    results = {path for pattern in RESULT_PATTERNS for path in run.glob(pattern)}
-    files |= {f"results/{path.relative_to(run).as_posix()}": path for path in sorted(results)}
     for name, path in files.items():
         if path.exists():
             target = bundle / name
             target.parent.mkdir(parents=True, exist_ok=True)
             text = path.read_text(encoding="utf-8", errors="replace")
             target.write_text(text_filter.apply(text), encoding="utf-8")
+
+
+def release_results(bundle: Path, results: Sequence[Path], text_filter: TextFilter) -> None:
+    """Copy evaluation results, as of `lt train evaluate --out`, filtered; a folder keeps its name."""
+    for given in (path.resolve() for path in results):
+        paths = [given] if given.is_file() else sorted(path for path in given.rglob("*") if path.is_file())
+        for path in paths:
+            if path.suffix in RESULT_SUFFIXES:
+                target = bundle / "results" / path.relative_to(given.parent)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                text = path.read_text(encoding="utf-8", errors="replace")
+                target.write_text(text_filter.apply(text), encoding="utf-8")
 
 
 def write_validation_results(bundle: Path, facts: Facts) -> None:

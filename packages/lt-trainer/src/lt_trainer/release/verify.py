@@ -24,7 +24,7 @@ from lt_data.store.manifest import MANIFEST_FILE, read_manifest
 from lt_trainer.config import from_dict, load, to_dict
 from lt_trainer.errors import TrainerError
 from lt_trainer.release.data_files import hash_file
-from lt_trainer.release.documents import DOCUMENTS
+from lt_trainer.release.documents import render_documents
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import Facts, read_facts
 from lt_trainer.release.mof import MofResult
@@ -191,7 +191,7 @@ def _check_recipe(bundle: Path, facts: Facts) -> list[str]:
 
 def _check_documents(bundle: Path, facts: Facts) -> Iterator[str]:
     """Make the documents again and compare them."""
-    texts = {name: render(facts) for name, render in DOCUMENTS.items()}
+    texts = render_documents(facts)
     if facts.validation:
         texts["results/validation.json"] = validation_results(facts)
     for name, text in texts.items():
