@@ -33,8 +33,8 @@ from packaging.version import Version
 __all__ = ["environment_commands", "find_test_dependencies", "lowest_versions"]
 
 RESOLUTIONS = ("locked", "lowest-direct", "highest")
-SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}}
-"""Extras of environments of their own: on no public index, or a cluster with Pythons of its own."""
+SEPARATE_EXTRAS = {"lt-trainer-neuron": {"neuron"}, "lt-data": {"ray"}, "lt-trainer": {"eval"}}
+"""Extras of environments of their own: on no public index, a cluster with Pythons of its own, or a large tree."""
 LOCK_GROUPS = {"lt-trainer-neuron": ["--no-group", "gpu", "--group", "neuron"]}
 """Dependency groups of packages with another torch version."""
 TORCH_REQUIREMENT = {"lt-trainer-neuron": ["torch==2.9.*"]}

@@ -1,5 +1,6 @@
 """A run in miniature without torch: a little store, and an engine of numpy whose weights depend on every row it saw."""
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -8,10 +9,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from lt_ckpt import Checkpoint, Shard
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
-from lt_model import LlamaConfig
+from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_trainer import engine as engine_module
 from lt_trainer.checkpointing.pretrained import PretrainedWeights
 from lt_trainer.config.recipe import Recipe
@@ -170,6 +172,20 @@ def little_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         prepare([root / f"text-{half}"], tokenizer=tokenizer, out=root / half)
         pack(TokenStore.open(root / half), seq_len=32)
     return root
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory, little_data: Path) -> Path:
+    """A Hugging Face folder: random weights, a context of 64, the tokenizer of the little data."""
+    folder, rng = tmp_path_factory.mktemp("model"), np.random.default_rng(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2}
+    config = LlamaConfig(vocab_size=300, max_position_embeddings=64, **shape)
+    weights = {p.name: (rng.standard_normal(p.shape) * 0.3).astype(np.float32) for p in param_specs(config)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config_to_hf(config)))
+    for name, content in TokenStore.open(little_data / "validation").tokenizer().files.items():
+        (folder / name).write_bytes(content)
+    return folder
 
 
 @pytest.fixture

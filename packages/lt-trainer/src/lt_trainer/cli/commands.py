@@ -314,6 +314,15 @@ def evaluate(
         typer.Option(help="Tasks, separated by commas: files NAME.jsonl of --tasks-dir, or generated ones."),
     ] = "",
     tasks_dir: Annotated[str, typer.Option(help="Folder of task files.")] = "",
+    lm_eval_tasks: Annotated[
+        str, typer.Option(help="Tasks of lm-evaluation-harness, separated by commas (lt-trainer[eval]).")
+    ] = "",
+    include_path: Annotated[
+        Path | None, typer.Option(help="Folder of further task files of the harness.", show_default=False)
+    ] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(help="Examples before a question, in the harness's tasks.", min=0, show_default=False)
+    ] = None,
     limit: Annotated[int, typer.Option(help="Items of each task, the first ones; 0 for all.", min=0)] = 0,
     store: Annotated[
         list[Path] | None, typer.Option(help="Token store to compute the loss over; repeatable.", show_default=False)
@@ -341,6 +350,9 @@ def evaluate(
     options = EvaluateOptions(
         tasks=[name for name in tasks.split(",") if name],
         tasks_dir=tasks_dir,
+        lm_eval_tasks=[name for name in lm_eval_tasks.split(",") if name],
+        include_path=include_path,
+        num_fewshot=num_fewshot,
         limit=limit,
         stores=store or [],
         device=device,

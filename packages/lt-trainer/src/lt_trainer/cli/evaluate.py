@@ -7,8 +7,10 @@ file of others is an error, so that numbers of two models never mix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from lt_trainer.evaluation import (
     EvaluationError,
     LoadedModel,
     PairEncoder,
-    TaskResult,
     evaluate_store,
     evaluate_task,
     find_tasks,
@@ -41,6 +42,12 @@ class EvaluateOptions:
     tasks: Sequence[str] = ()
     """Names of files in `tasks_dir`, or of generated tasks."""
     tasks_dir: str = ""
+    lm_eval_tasks: Sequence[str] = ()
+    """Names of tasks or groups of lm-evaluation-harness."""
+    include_path: Path | None = None
+    """Folder of further task files of the harness."""
+    num_fewshot: int | None = None
+    """Examples before each question of the harness's tasks; None: the task's own number."""
     limit: int = 0
     """Items of each task, the first ones; 0 for all."""
     stores: Sequence[Path] = ()
@@ -66,8 +73,10 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
         CheckpointError: the model cannot be loaded.
         DataError: a store cannot be read, or has no pack of this row length.
     """
-    if not (options.stores or options.tasks):
-        raise EvaluationError("nothing to evaluate; pass --tasks NAMES or --store STORE")
+    if not (options.stores or options.tasks or options.lm_eval_tasks):
+        raise EvaluationError("nothing to evaluate; pass --tasks NAMES, --lm-eval-tasks NAMES or --store STORE")
+    if options.lm_eval_tasks and find_spec("lm_eval") is None:
+        raise EvaluationError("--lm-eval-tasks needs lm-evaluation-harness; pip install 'lt-trainer[eval]'")
     tasks = find_tasks(options.tasks, options.tasks_dir, limit=options.limit)
     loaded = load_model(model, device=options.device, dtype=options.dtype)
     shape = _shape(loaded, options)
@@ -83,10 +92,11 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
                 result = evaluate_task(
                     loaded, task, shape, on_batch=lambda done, total: progress(done, total, "batches")
                 )
-            results.write_items(result)
+            results.write_items(name, result.items)
             summaries = [{"limit": options.limit, "n_items": result.n_items, **result.metrics}]
             results.add("task", name, summaries)
         echo(task_line(name, summaries[0]))
+    _evaluate_with_harness(loaded, shape, options, results, echo)
     for name, reader in readers.items():
         losses = results.find("store", name)
         if losses is None:
@@ -100,6 +110,40 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
             results.add("store", name, losses)
         for line in store_lines(losses):
             echo(line)
+
+
+def _evaluate_with_harness(
+    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: Results, echo: Any
+) -> None:
+    """Run the harness's tasks one by one, and print and keep their results."""
+    kept = {"limit": options.limit, "num_fewshot": options.num_fewshot}
+    for name in options.lm_eval_tasks:
+        summaries = results.find("lm_eval", name)
+        if summaries is None or any(summaries[0][option] != value for option, value in kept.items()):
+            from lt_trainer.cli.lm_eval_adapter import evaluate_harness_tasks
+
+            with progress_bar(name) as progress:
+                found = evaluate_harness_tasks(
+                    loaded, shape, [name], include_path=options.include_path, progress=progress, **kept
+                )
+            for task, (_, samples) in found.items():
+                results.write_items(task, [sample_record(sample) for sample in samples])
+            summaries = [{"task": task, **kept, "metrics": metrics} for task, (metrics, _) in found.items()]
+            results.add("lm_eval", name, summaries)
+        for summary in summaries:
+            metrics = (f"{metric} {value:.5g}" for metric, value in summary["metrics"].items() if is_number(value))
+            echo(f"{summary['task']}: {', '.join(metrics)}")
+
+
+def sample_record(sample: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a sample of the harness as plain values: document, responses, target and metrics."""
+    left_out = {"arguments", "resps", "doc_hash", "prompt_hash", "target_hash"}
+    return json.loads(json.dumps({name: v for name, v in sample.items() if name not in left_out}, default=str))
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number, of the metrics of the harness."""
+    return isinstance(value, int | float)
 
 
 def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
@@ -181,17 +225,17 @@ class Results:
             with JsonlWriter(self.path) as writer:
                 writer.write({"kind": kind, "name": name, "results": list(results)})
 
-    def write_items(self, result: TaskResult) -> None:
+    def write_items(self, task: str, records: Sequence[Mapping[str, Any]]) -> None:
         """Write the items of a task to items/TASK.jsonl, instead of those of a command that was ended."""
         if self.path is None:
             return
         folder = self.path.parent / "items"
         folder.mkdir(exist_ok=True)
-        path = folder / f"{result.task}.jsonl"
+        path = folder / f"{task}.jsonl"
         path.unlink(missing_ok=True)
         with JsonlWriter(path) as writer:
-            for item in result.items:
-                writer.write(item)
+            for record in records:
+                writer.write(record)
 
 
 def task_line(name: str, summary: dict[str, Any]) -> str:
