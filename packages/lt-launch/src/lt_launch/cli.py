@@ -165,24 +165,27 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="Continue until the stage has ended.")] = False,
 ) -> None:
     """Print the output of one process of a run."""
+    from lt_launch.job_output import format_lines
     from lt_launch.launch_dir import load_launch
     from lt_launch.target import get_target
 
     launch = load_launch(run)
     for line in get_target(launch.target).logs(launch, stage=stage, rank=rank, follow=follow):
-        typer.echo(line)
+        sys.stdout.write(format_lines(line, sys.stdout))
+        sys.stdout.flush()
 
 
 @app.command()
 def cancel(run: Run) -> None:
     """Cancel a run; training saves a checkpoint within its grace period."""
+    from lt_data.display.terminal import echo
     from lt_launch.launch_dir import load_launch, log_event
     from lt_launch.target import get_target
 
     launch = load_launch(run)
     log_event(launch, "cancel_requested")
     for message in get_target(launch.target).cancel(launch):
-        typer.echo(message)
+        echo(message)
 
 
 @app.command("list")

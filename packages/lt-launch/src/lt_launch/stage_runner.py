@@ -26,6 +26,7 @@ from lt_launch.agent.places import Place
 from lt_launch.conduct import Attempt, Stop, Transport
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline, Stage
+from lt_launch.job_output import format_lines
 from lt_launch.scheduler import HostScheduler, resource_request
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch
@@ -174,18 +175,18 @@ class StageRunner:
     def _output_printer(self, prefix: str) -> Any:
         def show(rank: int, text: str) -> None:
             head = f"[{prefix}] " if prefix else f"[{rank}] " if rank else ""
-            self._write(sys.stdout, "".join(f"{head}{line}\n" for line in text.splitlines()))
+            self._write(sys.stdout, text, head)
 
         return show
 
     def _log(self, text: str) -> None:
-        self._write(sys.stderr, "".join(f"# {line}\n" for line in text.splitlines()))
+        self._write(sys.stderr, text, "# ")
 
-    def _write(self, stream: TextIO, text: str) -> None:
-        """Write text; a closed terminal must not end a long run."""
+    def _write(self, stream: TextIO, text: str, prefix: str) -> None:
+        """Write lines; a closed terminal must not end a long run."""
         with self._lock:
             try:
-                stream.write(text)
+                stream.write(format_lines(text, stream, prefix))
                 stream.flush()
             except OSError:
                 devnull = os.open(os.devnull, os.O_WRONLY)

@@ -21,6 +21,7 @@ from typing import Any
 
 from lt_launch.agent.places import read_table, write_table
 from lt_launch.job import Job, Pipeline, with_container_env
+from lt_launch.job_output import format_lines
 from lt_launch.launch_dir import check_own
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
@@ -221,15 +222,18 @@ def _follow_job(service: subprocess.Popen[bytes], folder: Path) -> int:
     while True:
         is_last = service.poll() is not None
         data = path.read_bytes()[offset:] if path.exists() else b""
-        offset += len(data)
-        sys.stdout.write(data.decode("utf-8", "replace"))
-        sys.stdout.flush()
+        complete = data if is_last else data[: data.rfind(b"\n") + 1]
+        offset += len(complete)
+        if complete:
+            sys.stdout.write(format_lines(complete.decode("utf-8", "replace"), sys.stdout))
+            sys.stdout.flush()
         if is_last:
             break
         time.sleep(0.1)
     description: dict[str, Any] = read_table(folder / "job.json") or {}
     status = description.get("TrainingJobStatus", "Failed")
-    sys.stderr.write(f"# {status}: {description.get('FailureReason') or description.get('SecondaryStatus', '')}\n")
+    reason = description.get("FailureReason") or description.get("SecondaryStatus", "")
+    sys.stderr.write(format_lines(f"{status}: {reason}", sys.stderr, "# "))
     return {"Completed": 0, "Stopped": 75}.get(status, 70)
 
 
