@@ -51,20 +51,24 @@ class RecordingEngine:
     def validate(self, batches: Iterable[StepBatch]) -> None:
         for batch in batches:
             arrays = (batch.input_ids, batch.labels, batch.position_ids, batch.doc_ids)
-            self.calls += [("evaluate", shape) for shape in {array.shape for array in arrays}]
+            self.calls += [("validate", shape) for shape in {array.shape for array in arrays}]
+
+    def score(self, batch: StepBatch) -> None:
+        self.calls.append(("score", batch.labels.shape))
 
     def close(self) -> None:
         self.calls.append("closed")
 
 
-@pytest.mark.parametrize("evaluate", [False, True])
+@pytest.mark.parametrize(("validate", "evaluate"), [(False, False), (True, False), (True, True)])
 def test_a_step_has_all_its_micro_batches_and_validation_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, evaluate: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, validate: bool, evaluate: bool
 ) -> None:
     (tmp_path / "run.toml").write_text(RECIPE)
     engine = RecordingEngine()
     monkeypatch.setattr(RunSetup, "open_engine", lambda _: engine)
     resolved = resolve_bench_recipe(str(tmp_path / "run.toml"), "", overrides=[], hyperparameters=None)
-    assert extract_graphs(resolved, steps=2, validate=evaluate) == 2 + evaluate
+    assert extract_graphs(resolved, steps=2, validate=validate, evaluate=evaluate) == 2 + validate + evaluate
     steps = [("step", (3, 2, 16)), "read"] * 2
-    assert engine.calls == [*steps, *([("evaluate", (1, 2, 16))] if evaluate else []), "closed"]
+    traced = [("validate", (1, 2, 16))] * validate + [("score", (1, 2, 16))] * evaluate
+    assert engine.calls == [*steps, *traced, "closed"]

@@ -3,8 +3,8 @@
 `neuron_parallel_compile` runs this with NEURON_EXTRACT_GRAPHS_ONLY set: graphs are written, nothing is computed, and
 returned values are meaningless. So no data is read, nothing is saved and no value is used; saving and restoring have no
 graphs (`compute_backend.RowSlice`), and a run starts with the same ones however it gets its weights. The rows have the
-recipe's shapes (in validation one micro-batch at a time), and the options are those of the run. With pipeline stages a
-rank sees only the graphs of its own stage, so all ranks of the run execute the steps. Started as
+recipe's shapes (in validation and evaluation one micro-batch at a time), and the options are those of the run. With
+pipeline stages a rank sees only the graphs of its own stage, so all ranks of the run execute the steps. Started as
 `python -m lt_trainer_neuron.graph_extraction RUN.toml --steps 3 [--set A.B=C ...] [--hyperparameters FILE]`.
 
 Cost: the start of a run and `steps` times the tracing of a step.
@@ -27,13 +27,14 @@ from lt_trainer.training import RunSetup, resolve_bench_recipe
 __all__ = ["extract_graphs", "main"]
 
 
-def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool) -> int:
-    """Run `steps` training steps and optionally one validation; return the number of calls.
+def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool, evaluate: bool = False) -> int:
+    """Run `steps` training steps and optionally a validation and scores; return the number of calls.
 
     Args:
         resolved: recipe with random rows (`lt_trainer.training.benchmark.resolve_bench_recipe`).
         steps: number of steps; the first ones have different graphs, so at least 2.
         validate: trace the validation graphs, too.
+        evaluate: trace the graphs of an evaluation, too.
     """
     plan = RunSetup.create(resolved, os.environ)
     engine = plan.open_engine()
@@ -43,13 +44,15 @@ def extract_graphs(resolved: ResolvedRecipe, *, steps: int, validate: bool) -> i
                 engine.fetch_metrics([engine.step(batches.next_batch(), plan.recipe.optimizer.lr)])
             if validate:
                 engine.validate([_first_micro_batch(batches.next_batch())])
+            if evaluate:
+                engine.score(_first_micro_batch(batches.next_batch()))
     finally:
         engine.close()
-    return steps + validate
+    return steps + validate + evaluate
 
 
 def _first_micro_batch(batch: StepBatch) -> StepBatch:
-    """Return a batch of one micro-batch, [1, B, T], as in validation.
+    """Return a batch of one micro-batch, [1, B, T], as in validation and evaluation.
 
     The number of micro-batches is part of the shapes of that graph.
     """
@@ -63,12 +66,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("recipe")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--validate", action="store_true")
+    parser.add_argument("--evaluate", action="store_true")
     parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--hyperparameters")
     args = parser.parse_args(arguments)
     hyperparameters = read_hyperparameters(args.hyperparameters) if args.hyperparameters else None
     resolved = resolve_bench_recipe(args.recipe, "", overrides=args.sets, hyperparameters=hyperparameters)
-    extract_graphs(resolved, steps=args.steps, validate=args.validate)
+    extract_graphs(resolved, steps=args.steps, validate=args.validate, evaluate=args.evaluate)
     return 0
 
 

@@ -47,6 +47,10 @@ interval = 3
 [metrics]
 log_interval = 1
 validation_interval = 4
+[evaluation]
+tasks = ["lt_recall"]
+interval = 4
+limit = 9
 [engine.neuron]
 backend = "xla"
 num_neuroncores = 1
@@ -74,7 +78,7 @@ def count(name: str, sets: list[str], folder: Path) -> dict[str, list[int]]:
         counted[what] = [code, (met.counter_value("UncachedCompile") or 0) - before]
 
     bench = resolve_bench_recipe(str(path), "", overrides=sets, hyperparameters=None)
-    part("precompile", lambda: extract_graphs(bench, steps=3, validate=True))
+    part("precompile", lambda: extract_graphs(bench, steps=3, validate=True, evaluate=True))
     part("run", lambda: run(load(path, overrides=sets), stop_after_step=5))
     part("resume", lambda: run(load(path, overrides=sets)))
     other = [f"run.dir={folder}/{name}-2", f"model.init_from={folder}/{name}", "schedule.max_steps=3"]

@@ -1,8 +1,8 @@
 """Adapter of lm-evaluation-harness: our model as one of its models, and its tasks (extra `eval`).
 
-Log-likelihoods come from `lt_trainer.evaluation.score_requests`, so its requests are packed into rows by length; contexts and
-continuations are encoded as its own Hugging Face model does (`PairEncoder`). Text is generated one request at a time, some
-tokens between two looks for a stop string, each time with the prompt computed anew.
+Log-likelihoods come from `lt_trainer.evaluation.score_requests`, so its requests are packed into rows by length;
+contexts and continuations are encoded as its own Hugging Face model does (`PairEncoder`). Text is generated one request
+at a time, some tokens between two looks for a stop string, each time with the prompt computed anew.
 
 Only this file imports lm_eval.
 """
