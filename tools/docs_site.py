@@ -19,8 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("lt-data", "lt-model", "lt-ckpt", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron", "lt-launch")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-GUIDES = ("quickstart", "data", "recipe", "parallelism", "checkpoints", "evaluate", "observability", "launch")
-GUIDES += ("launch-ssh", "launch-slurm", "launch-sagemaker", "trainium", "troubleshooting", "migration")
+GUIDES = ("quickstart", "data", "recipe", "parallelism", "checkpoints", "evaluate", "release", "observability")
+GUIDES += ("launch", "launch-ssh", "launch-slurm", "launch-sagemaker", "trainium", "troubleshooting", "migration")
 """The guides in reading order; others follow."""
 UNLISTED = ("decisions.md",)
 """Pages of docs/ that are linked but not in the navigation; also listed in mkdocs.yml."""

@@ -133,6 +133,10 @@ PAGES: dict[str, Page] = {
     "docs/guides/evaluate.md": Page(
         files={"runs/1b": "run", "held-out": "train"}, replacements={"2048": "64", "100": "3"}
     ),
+    "docs/guides/release.md": Page(
+        files={"runs/tiny": "run", "text": "text/train"},
+        replacements={"licences.toml": "examples/release/licences.toml"},
+    ),
     "docs/guides/launch.md": Page(files=LOCAL_RUN_FILES, replacements={"RUN.toml": "run.toml", "RUN": "tiny"}),
     "docs/guides/quickstart.md": Page(
         files={"text": "text/train", "heldout": "text/validation", "run.toml": "run-here.toml"},
