@@ -17,7 +17,9 @@ the files are read again, and the page says so. The tokenizer is a byte-level BP
     memory   peak memory of each process at 100 MB and at 1 GB of text, and the workers' own memory (anonymous, median
              of the samples) in the second and the last tenth of the time; memory-hf, memory-gigatoken-large and the
              like measure a part of it
-    peer     datasets.map(tokenize) + group_texts + save_to_disk, as in the examples of transformers, over 25 MB
+    peer     25 MB with two processes, children included: `prepare` by engine; datasets.map + save_to_disk with the
+             tokenizer of transformers and Python lists, as in its examples, and with `tokenizers` called directly and
+             two-byte numpy arrays; and `raw`
 
 Every round measures each case once, in random order; ratios are taken within a round.
 """
@@ -156,9 +158,9 @@ def batch_texts(source: Iterable[str]) -> Iterator[list[str]]:
 # Child processes; the last line of output is JSON.
 
 
-def child_raw(folder: Path, workers: int) -> dict[str, Any]:
+def child_raw(folder: Path, workers: int, name: str = "small") -> dict[str, Any]:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    batches = list(batch_texts(read_documents(folder / "small.jsonl")))
+    batches = list(batch_texts(read_documents(folder / f"{name}.jsonl")))
     with get_context("fork").Pool(workers) as pool:
         found = pool.starmap(tokenize_part, [(folder, batches[i::workers]) for i in range(workers)], chunksize=1)
     return {"cpu_s": sum(cpu for cpu, _ in found), "tokens": sum(tokens for _, tokens in found)}
@@ -207,20 +209,7 @@ def child_prepare(folder: Path, name: str, engine: Literal["hf", "gigatoken"], w
     }
 
 
-def child_peer(folder: Path) -> dict[str, Any]:
-    """Run the tokenizing and grouping of transformers' run_clm.py and of NxD's get_dataset.py."""
-    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
-
-    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer/tokenizer.json"))
-
-    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {key: [value for row in rows for value in row] for key, rows in examples.items()}
-        total = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
-        made = {key: [row[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for key, row in joined.items()}
-        return {**made, "labels": made["input_ids"].copy()}
-
+def peer_texts(folder: Path) -> list[str]:
     size = 0
     chosen: list[str] = []
     for text in read_documents(folder / "small.jsonl"):
@@ -228,19 +217,59 @@ def child_peer(folder: Path) -> dict[str, Any]:
             break
         chosen.append(text)
         size += len(text.encode())
+    return chosen
+
+
+def with_transformers(dataset: Any, tokenizer_file: str) -> Any:
+    """Tokenize and group as transformers' run_clm.py and NxD's get_dataset.py do."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=tokenizer_file)
+
+    def encode(rows: dict[str, list[str]]) -> Any:
+        return tokenizer(rows["text"], add_special_tokens=False, return_token_type_ids=False)
+
+    def group(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
+        joined = {key: [value for row in rows for value in row] for key, rows in examples.items()}
+        total = len(joined["input_ids"]) // SEQ_LEN * SEQ_LEN
+        made = {key: [row[i : i + SEQ_LEN] for i in range(0, total, SEQ_LEN)] for key, row in joined.items()}
+        return {**made, "labels": made["input_ids"].copy()}
+
+    return dataset.map(encode, batched=True, num_proc=2, remove_columns=["text"]).map(group, batched=True, num_proc=2)
+
+
+def with_tokenizers(dataset: Any, tokenizer_file: str) -> Any:
+    """Tokenize and group in one call with numpy, the ids alone."""
+    import numpy as np
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(tokenizer_file)
+    tokenizer.encode_special_tokens = True
+
+    def encode(rows: dict[str, list[str]]) -> dict[str, Any]:
+        encodings = tokenizer.encode_batch_fast(rows["text"], add_special_tokens=False)
+        ids = np.concatenate([np.array(encoding.ids, np.uint16) for encoding in encodings])
+        return {"input_ids": ids[: ids.size // SEQ_LEN * SEQ_LEN].reshape(-1, SEQ_LEN)}
+
+    return dataset.map(encode, batched=True, num_proc=2, remove_columns=["text"])
+
+
+PEERS = {"transformers": with_transformers, "tokenizers": with_tokenizers}
+
+
+def child_peer(folder: Path, name: str) -> dict[str, Any]:
+    os.environ |= {"TOKENIZERS_PARALLELISM": "false", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "hf")}
+    from datasets import Dataset
+
+    chosen = peer_texts(folder)
     try:
         with MemoryMonitor() as monitor:
             dataset = Dataset.from_dict({"text": chosen})
-            encoded = dataset.map(
-                lambda rows: tokenizer(rows["text"], add_special_tokens=False, return_token_type_ids=False),
-                batched=True,
-                num_proc=2,
-                remove_columns=["text"],
-            )
-            encoded.map(group, batched=True, num_proc=2).save_to_disk(str(folder / "peer"))
+            PEERS[name](dataset, str(folder / "tokenizer/tokenizer.json")).save_to_disk(str(folder / "peer"))
     finally:
         shutil.rmtree(folder / "peer", ignore_errors=True)
         shutil.rmtree(folder / "hf", ignore_errors=True)
+    size = sum(len(text.encode()) for text in chosen)
     return {"cpu_s": cpu_seconds(), "text_bytes": size, "memory_bytes": monitor.peak_bytes}
 
 
@@ -322,7 +351,10 @@ def measure_round(folder: Path, what: str) -> None:
         cases = [("prepare", name, engine, 2) for engine in ENGINES for name in ("small", "large")]
         cases = [case for case in cases if all(part in case for part in what.split("-")[1:])]
     else:
-        cases = [("peer",)]
+        with (folder / "peer.jsonl").open("w") as file:
+            file.writelines(json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in peer_texts(folder))
+        cases = [*(("peer", name) for name in PEERS), *(("prepare", "peer", engine, 2) for engine in ENGINES)]
+        cases.append(("raw", 2, "peer"))
     random.shuffle(cases)
     found = {" ".join(map(str, case)): run_child(folder, *case) for case in cases}
     with (folder / "results.jsonl").open("a") as file:
@@ -442,16 +474,30 @@ def memory_lines(rounds: list[dict[str, Any]], large: dict[str, Any]) -> list[st
 
 
 def peer_lines(rounds: list[dict[str, Any]]) -> list[str]:
-    found = [entry["found"]["peer"] for entry in rounds if entry["what"] == "peer"]
+    found = [entry["found"] for entry in rounds if entry["what"] == "peer"]
     if not found:
         return []
-    speed = statistics.median(entry["text_bytes"] / MB / entry["cpu_s"] for entry in found)
-    peak = max(max(entry["memory_bytes"]) for entry in found)
-    return [
-        f"Peer: `datasets.map` + `group_texts` + `save_to_disk`, two processes, {found[0]['text_bytes'] / MB:.0f} MB: "
-        f"{speed:.2f} MB per CPU-s, {peak / MB:.0f} MB in its largest process.",
+    size = found[0]["peer tokenizers"]["text_bytes"]
+    lines = [
+        f"The first {size / MB:.0f} MB by two processes, {len(found)} rounds in random order; `prepare` splits no "
+        "document and keeps boundaries, sources and hashes, the peers keep rows alone:",
         "",
+        "| what | MB per CPU-s | CPU time relative to `prepare`, hf | largest process |",
+        "|---|---|---|---|",
     ]
+    cases = {
+        "raw `encode_batch_fast`": "raw 2 peer",
+        "`prepare`, gigatoken": "prepare peer gigatoken 2",
+        "`prepare`, hf": "prepare peer hf 2",
+        "`datasets.map`, `tokenizers` called directly, numpy": "peer tokenizers",
+        "`datasets.map` + `group_texts`, the tokenizer of `transformers`": "peer transformers",
+    }
+    for label, case in cases.items():
+        speed = statistics.median(size / MB / entry[case]["cpu_s"] for entry in found)
+        share = statistics.median(entry[case]["cpu_s"] / entry[cases["`prepare`, hf"]]["cpu_s"] for entry in found)
+        peaks = [max(entry[case]["memory_bytes"]) for entry in found if "memory_bytes" in entry[case]]
+        lines.append(f"| {label} | {speed:.2f} | {share:.2f} | {f'{max(peaks) / MB:.0f} MB' if peaks else ''} |")
+    return [*lines, ""]
 
 
 def machine_info() -> str:

@@ -1,14 +1,23 @@
 """Cost of a random row by the number of shards of a store.
 
-    uv run python tools/bench/shards.py [--folder F] [--shards 1 300 5000] [--datasets] [--mosaicml] [--out PAGE]
+    uv run python tools/bench/shards.py [--folder F] [--shards 1 300 5000] [--tokens N] [--datasets] [--mosaicml]
+                                        [--out PAGE]
 
 The same ids lie in 1, 300 and 5,000 shards. Rows of 2048 two-byte ids, 256 at a time at random, ids only and with
 boundaries as four int32 arrays, warm: every row was read before, so all is mapped and in the page cache. Beside them
 one `numpy.memmap` a shard and a Python loop over the rows. Each number of shards is a process of its own under
-`ulimit -n 1024`; microseconds of CPU a row, medians of rounds that alternate between the readers.
+`ulimit -n 1024`, started three times in turn with the others; microseconds of CPU a row, medians of rounds that
+alternate between the readers.
+
+The kernel maps a large file by pages of 2 MiB and a file of less than that by pages of 4 KiB. What that alone costs is
+shown beside one shard: rows at random places of it, copied by one numpy call each 256, with either kind of page.
 
 Peers read the same rows from as many files: `datasets` (`with_format("numpy")`), and mosaicml-streaming
-(`StreamingDataset[i]`, MDS shards of integer arrays), each where it is installed.
+(`StreamingDataset[i]`, MDS shards of integer arrays), each where it is installed: in an environment of their own,
+
+    uv venv F/peers && uv pip install --python F/peers ./packages/lt-data datasets mosaicml-streaming
+    F/peers/bin/python tools/bench/shards.py --folder F --datasets --mosaicml
+
 The folder takes 1.2 GB (3 GB with peers) and is emptied at the end; PAGE is docs/benchmarks/data.md.
 """
 
@@ -16,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import mmap
 import resource
 import statistics
 import subprocess
@@ -35,11 +45,12 @@ SEQ_LEN = 2048
 BATCH = 256
 BATCHES = 64
 ROUNDS = 7
-STORE_TOKENS = 200_000_000
+STORE_TOKENS = 120_000_000
 FILES = 1024  # ulimit -n
+PROCESSES = 3
 TITLE = (
-    f"A random row of {SEQ_LEN} 2-byte ids out of {STORE_TOKENS // 10**6} million, {BATCH} at a time, by the number of "
-    f"shards; warm, one process, `ulimit -n {FILES}`; µs of CPU a row, medians of {ROUNDS} rounds."
+    "A random row of {seq_len} 2-byte ids out of {tokens:.0f} million, {batch} at a time, by the number of shards; "
+    "warm, one process, `ulimit -n {files}`; µs of CPU a row, medians of {processes} processes of {rounds} rounds."
 )
 
 
@@ -63,14 +74,37 @@ def make_memmap_reader(store: TokenStore) -> Callable[[np.ndarray], Any]:
     return read
 
 
+def make_plain_reader(store: TokenStore, pages: int) -> Callable[[np.ndarray], Any]:
+    """Return a reader of rows of a file by numpy alone, at places that are no multiples of a row.
+
+    Args:
+        store: a store of one shard.
+        pages: advice to the kernel, `mmap.MADV_HUGEPAGE` or `mmap.MADV_NOHUGEPAGE`.
+    """
+    with store.shard_path(0, "bin").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    mapped.madvise(pages)
+    ids = np.frombuffer(mapped, "<u2")
+    runs = np.ndarray((ids.size - SEQ_LEN + 1,), np.dtype((np.void, 2 * SEQ_LEN)), ids.data, strides=(2,))
+    ends = np.array([0, SEQ_LEN - 1])
+
+    def read(rows: np.ndarray) -> np.ndarray:
+        begins = rows * SEQ_LEN + 777
+        ids[(begins[:, None] + ends).reshape(-1)]  # as lt_data does, so that misses overlap
+        return runs[begins]
+
+    return read
+
+
 def make_datasets_reader(folder: Path, ids: np.ndarray, n_files: int) -> Callable[[np.ndarray], Any]:
     import pyarrow as pa
     from datasets import Dataset, load_from_disk
 
     n_rows = ids.size // SEQ_LEN
-    flat = pa.array(ids[: n_rows * SEQ_LEN])
-    table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)})
-    Dataset(table).save_to_disk(folder / f"hf-{n_files}", num_shards=n_files)
+    if not (folder / f"hf-{n_files}").exists():
+        flat = pa.array(ids[: n_rows * SEQ_LEN])
+        table = pa.table({"input_ids": pa.FixedSizeListArray.from_arrays(flat, SEQ_LEN)})
+        Dataset(table).save_to_disk(folder / f"hf-{n_files}", num_shards=n_files)
     dataset: Any = load_from_disk(folder / f"hf-{n_files}").with_format("numpy")
     return lambda rows: dataset[rows.tolist()]["input_ids"]
 
@@ -81,9 +115,10 @@ def make_mosaicml_reader(folder: Path, ids: np.ndarray, n_files: int) -> Callabl
     n_rows = ids.size // SEQ_LEN
     out = str(folder / f"mds-{n_files}")
     limit = -(-n_rows // n_files) * (2 * SEQ_LEN + 16) + 4096
-    with MDSWriter(out=out, columns={"input_ids": f"ndarray:uint16:{SEQ_LEN}"}, size_limit=limit) as writer:
-        for i in range(n_rows):
-            writer.write({"input_ids": ids[i * SEQ_LEN : (i + 1) * SEQ_LEN]})
+    if not Path(out).exists():
+        with MDSWriter(out=out, columns={"input_ids": f"ndarray:uint16:{SEQ_LEN}"}, size_limit=limit) as writer:
+            for i in range(n_rows):
+                writer.write({"input_ids": ids[i * SEQ_LEN : (i + 1) * SEQ_LEN]})
     dataset: Any = StreamingDataset(local=out, batch_size=1)
     return lambda rows: np.stack([dataset[i]["input_ids"] for i in rows.tolist()])
 
@@ -105,6 +140,9 @@ def measure(path: Path, peers: list[str]) -> dict[str, float | str]:
         functions["numpy.memmap a shard, ids only"] = make_memmap_reader(store)
     except OSError as exc:
         result["numpy.memmap a shard, ids only"] = exc.strerror or str(exc)
+    if n_files == 1:
+        functions["plain numpy, one file, pages of 2 MiB"] = make_plain_reader(store, mmap.MADV_HUGEPAGE)
+        functions["plain numpy, one file, pages of 4 KiB"] = make_plain_reader(store, mmap.MADV_NOHUGEPAGE)
     makers = {"datasets": make_datasets_reader, "mosaicml": make_mosaicml_reader}
     for peer in peers:
         name = f"{peer}, ids only"
@@ -112,7 +150,7 @@ def measure(path: Path, peers: list[str]) -> dict[str, float | str]:
             functions[name] = makers[peer](path.parent, store.tokens(0, store.n_tokens), n_files)
         except OSError as exc:
             result[name] = exc.strerror or str(exc)
-    n_rows = min(concat.n_rows, best.n_rows) - 1
+    n_rows = min(concat.n_rows, best.n_rows) - 2
     rng = np.random.default_rng(2)
     for name, function in list(functions.items()):
         try:
@@ -136,6 +174,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 300, 5000])
+    parser.add_argument("--tokens", type=int, default=STORE_TOKENS)
     parser.add_argument("--datasets", action="append_const", dest="peers", const="datasets", default=[])
     parser.add_argument("--mosaicml", action="append_const", dest="peers", const="mosaicml")
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
@@ -145,26 +184,36 @@ def main() -> None:
         print(json.dumps(measure(options.measure, options.peers)))
         return
     where = machine_info()
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        for n in options.shards:
-            lengths = lognormal_lengths(STORE_TOKENS // 1000, 300)
-            lengths = lengths[: int(np.searchsorted(np.cumsum(lengths), STORE_TOKENS))]
-            store = make_store(Path(name) / str(n), lengths, int(lengths.sum()) // n + (n > 1) * 500)
-            command = [sys.executable, __file__, "--measure", str(store.path)]
-            command += [f"--{peer}" for peer in options.peers]
-            output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-            found[f"{len(store.manifest.shards)} shards"] = json.loads(output.splitlines()[-1])
-    readers = list(next(iter(found.values())))
-    cells = [[reader, *(_cell(result.get(reader)) for result in found.values())] for reader in readers]
-    lines = [TITLE, "", where, "", *format_table(["reader", *found], cells)]
+        lengths = lognormal_lengths(options.tokens // 600, 300)
+        stores = [
+            make_store(Path(name) / str(n), lengths, int(lengths.sum()) // n + (n > 1) * 500) for n in options.shards
+        ]
+        for _ in range(PROCESSES):
+            for store in stores:
+                command = [sys.executable, __file__, "--measure", str(store.path)]
+                command += [f"--{peer}" for peer in options.peers]
+                output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+                shards = f"{len(store.manifest.shards)} shards"
+                found.setdefault(shards, []).append(json.loads(output.splitlines()[-1]))
+    readers = list(dict.fromkeys(reader for results in found.values() for reader in results[0]))
+    cells = [
+        [reader, *(_cell([one.get(reader) for one in results]) for results in found.values())] for reader in readers
+    ]
+    title = TITLE.format(
+        seq_len=SEQ_LEN, tokens=lengths.sum() / 1e6, batch=BATCH, files=FILES, processes=PROCESSES, rounds=ROUNDS
+    )
+    lines = [title, "", where, "", *format_table(["reader", *found], cells)]
     print("\n".join(lines))
     if options.out:
         replace_section(options.out, "shards", lines)
 
 
-def _cell(value: float | str | None) -> str:
-    return value if isinstance(value, str) else "" if value is None else f"{value:.2f}"
+def _cell(values: list[Any]) -> str:
+    if not all(isinstance(value, float) for value in values):
+        return str(values[0] or "")
+    return f"{statistics.median(values):.2f}"
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ PADDING_DOC_ID = -1  # document number of padding
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Training rows, each array int32 [n, seq_len].
+    """Training rows, each array int32 [n, seq_len]; the four may be parts of one block of memory.
 
     Attributes:
         input_ids: tokens; 0 in padding.
@@ -115,8 +115,10 @@ class TokenRows:
     def to_int32(self) -> Rows:
         """Convert the rows to int32 arrays."""
         n, seq_len = self.input_ids.shape
-        input_ids = self.input_ids.astype(np.int32)
-        labels = np.empty_like(input_ids)
+        # one block, so that the C library keeps its memory for the next call; pages of four small ones go back to the
+        # kernel, which clears them anew: that took 5/6 of the time
+        input_ids, labels, position_ids, doc_ids = np.empty((4, n, seq_len), np.int32)
+        input_ids[:] = self.input_ids
         labels[:, :-1] = input_ids[:, 1:]
         ends = self.slice_begin + self.slice_length
         labels.reshape(-1)[ends - 1] = np.where(self.has_next, self.next_ids.astype(np.int32), IGNORE_INDEX)
@@ -124,11 +126,15 @@ class TokenRows:
         for row in np.flatnonzero(used < seq_len).tolist():
             labels[row, int(used[row]) :] = IGNORE_INDEX
         begin, length, number = self.segments()
-        doc_ids = np.repeat(number.astype(np.int32), length)
-        position_ids = np.arange(n * seq_len, dtype=np.int32) - np.repeat(begin.astype(np.int32), length)
+        doc_ids.reshape(-1)[:] = np.repeat(number.astype(np.int32), length)
+        np.subtract(
+            np.arange(n * seq_len, dtype=np.int32),
+            np.repeat(begin.astype(np.int32), length),
+            out=position_ids.reshape(-1),
+        )
         if self.document_mask:
             position_ids[doc_ids == PADDING_DOC_ID] = 0
-        return Rows(input_ids, labels, position_ids.reshape(n, seq_len), doc_ids.reshape(n, seq_len))
+        return Rows(input_ids, labels, position_ids, doc_ids)
 
     def tokens_per_row(self) -> np.ndarray:
         """Return the number of tokens of each row, padding excluded (int64 [n])."""
