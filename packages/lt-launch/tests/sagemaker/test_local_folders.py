@@ -11,7 +11,7 @@ from lt_launch.profile import Profile
 from lt_launch.sagemaker.addresses import address_of, channel_address, local_folder
 from lt_launch.sagemaker.errors import SageMakerError
 from lt_launch.sagemaker.local import ADDRESSES_FILE, SageMakerLocalTarget
-from lt_launch.sagemaker.target import REQUEST_FILE
+from lt_launch.sagemaker.target import REQUEST_FILE, to_stage_status
 from lt_trainer.config.recipe import load, to_toml
 
 FSX = "fs-0123456789abcdef0"
@@ -71,3 +71,49 @@ def test_a_channel_that_no_folder_stands_for_is_refused() -> None:
 def test_the_root_of_a_file_system_is_one_address() -> None:
     system = {"FileSystemId": FSX, "FileSystemType": "EFS", "DirectoryPath": "/", "FileSystemAccessMode": "rw"}
     assert channel_address(f"efs://{FSX}?rw") == address_of({"FileSystemDataSource": system}) == f"efs://{FSX}/"
+
+
+GOOD_DESCRIPTION: dict[str, Any] = {
+    "TrainingJobName": "a-job",
+    "TrainingJobStatus": "InProgress",
+    "SecondaryStatus": "Training",
+    "SecondaryStatusTransitions": [{"Status": "Training", "StartTime": 5.0, "StatusMessage": "in progress"}],
+    "FinalMetricDataList": [{"MetricName": "loss", "Value": "2.5"}],
+    "ResourceConfig": {"InstanceCount": 2},
+    "FailureReason": None,
+    "CreationTime": 1.0,
+}
+
+
+def test_a_description_is_a_status() -> None:
+    status = to_stage_status("x", GOOD_DESCRIPTION)
+    assert (status.state, status.job_id, status.nodes, status.since) == ("running", "a-job", ("algo-1", "algo-2"), 5.0)
+    assert status.reason == "Training, in progress, loss=2.5"
+
+
+@pytest.mark.parametrize("name", [*GOOD_DESCRIPTION, "everything"])
+def test_a_strange_description_is_a_status_too(name: str) -> None:
+    """That of `sagemaker-local` is a file of the launch, which somebody else may have made."""
+    strange: list[Any] = [
+        None,
+        True,
+        "abc",
+        [],
+        {},
+        [1],
+        [{}],
+        [{"StartTime": "abc"}],
+        {"a": 1},
+        -1,
+        10**30,
+        float("nan"),
+    ]
+    strange += [{"InstanceCount": value} for value in ("abc", 10**9, -5, None, True)]
+    for value in strange:
+        changed = dict.fromkeys(GOOD_DESCRIPTION, value) if name == "everything" else {**GOOD_DESCRIPTION, name: value}
+        status = to_stage_status("x", changed)
+        assert status.state in ("running", "unknown")
+        assert len(status.nodes) <= 2
+        assert status.since >= 0
+    without = {key: value for key, value in GOOD_DESCRIPTION.items() if key != name}
+    assert to_stage_status("x", {} if name == "everything" else without).stage == "x"

@@ -107,7 +107,7 @@ class SageMakerLocalTarget:
             job_id=folder.name,
             log_tail=_tail_lines(folder / "logs" / "algo-1.log"),
         )
-        if description["TrainingJobStatus"] not in TERMINAL_STATUSES and not _is_running(folder):
+        if description.get("TrainingJobStatus") not in TERMINAL_STATUSES and not _is_running(folder):
             status = replace(status, state="lost", reason="the emulator process is gone")
         return (status,)
 
