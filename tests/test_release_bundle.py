@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
+from lt_data import Selection, prepare
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.make import MakeOptions, list_files, list_hashes, make_release
 from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
@@ -258,6 +259,23 @@ def test_a_store_that_is_no_longer_the_one_that_was_read_is_refused(
     recipe["recipe"]["data"] |= {"store": "validation"}
     (work / "run" / "recipe.json").write_text(json.dumps(recipe))
     with pytest.raises(ReleaseError, match="the store has changed: the run has read"):
+        make_release(Path("run"), Path("out"), MakeOptions(licenses=Path("licences.toml")))
+
+
+def test_a_store_that_leaves_out_duplicates_by_a_list_is_refused(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Path(shutil.copytree(folder, tmp_path / "work"))
+    monkeypatch.chdir(work)
+    selection = Selection(drop_duplicates=True)
+    tokenizer = work / "train" / "tokenizer"
+    prepare([work / "text" / "train"], tokenizer=tokenizer, out=work / "units", unit_bytes=2000, selection=selection)
+    recipe = json.loads((work / "run" / "recipe.json").read_text())
+    recipe["recipe"]["data"] |= {"store": "units"}
+    (work / "run" / "recipe.json").write_text(json.dumps(recipe))
+    with pytest.raises(
+        ReleaseError, match=r"data\.store = 'units': leaves out duplicates .* \(lt data merge --units\)"
+    ):
         make_release(Path("run"), Path("out"), MakeOptions(licenses=Path("licences.toml")))
 
 

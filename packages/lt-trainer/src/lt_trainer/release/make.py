@@ -287,6 +287,12 @@ def _open_stores(
     for name, (field, path) in store_names(data).items():
         try:
             store = TokenStore.open(path, packs=data.packs)
+            if store.manifest.dropped is not None:
+                problems.append(
+                    f"{field} = {path!r}: leaves out duplicates of its parts by a list, which a release has no place "
+                    "for; make a flat store of it (lt data merge --units) before the run"
+                )
+                continue
             if read.get(field, store.manifest.fingerprint) != store.manifest.fingerprint:
                 problems.append(
                     f"{field} = {path!r}: the store has changed: the run has read {read[field][:16]}, this is "
