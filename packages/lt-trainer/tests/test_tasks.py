@@ -235,6 +235,12 @@ def test_a_file_that_is_no_task_is_refused_with_the_line(tmp_path: Path, lines: 
         find_tasks(["task"], tmp_path)
 
 
+@pytest.mark.parametrize("name", ["", "../mine", "a/b", ".hidden"])
+def test_a_name_that_is_no_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(EvaluationError, match="must have letters, digits"):
+        find_tasks([name], tmp_path)
+
+
 def test_an_unknown_task_is_refused_with_those_that_exist(tmp_path: Path) -> None:
     write(tmp_path / "mine.jsonl", {"context": "", "target": "a"})
     with pytest.raises(EvaluationError, match=r"task 'hellaswag': no such task in .*; have mine, lt_copy, lt_count"):

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from lt_trainer.evaluation.generated_tasks import GENERATED_TASKS
 from lt_trainer.evaluation.requests import Score, ScoreRequest, check_requests, score_requests
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
 
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MAX_LOG_FOR_EXP = 700.0
 REMEDY = 'write {"context": ..., "choices": [...], "label": 0} or {"context": ..., "target": ...}'
 
@@ -80,6 +82,11 @@ def find_tasks(names: Sequence[str], folder: str | Path, *, limit: int = 0) -> l
     """
     tasks = []
     for name in names:
+        if not NAME_PATTERN.fullmatch(name):
+            raise EvaluationError(
+                f"task {name!r}: must have letters, digits, '_', '-' and '.' and start with a letter or digit, as its "
+                "results are in files of that name; rename its file"
+            )
         path = Path(folder) / f"{name}.jsonl" if folder else None
         if path is not None and path.exists():
             task = read_task(path)
