@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import read_lines, read_table
+from lt_launch.agent.policy import read_lines, read_table
 from lt_launch.spec import AGENT_DIR
 
 PYTHON = [sys.executable, "-S", "-E"]
@@ -387,26 +387,6 @@ def test_the_word_recipe_becomes_the_path_of_the_resolved_recipe(stage: Callable
     attempt = made.open()
     assert made.start(attempt, stdout=subprocess.DEVNULL).wait(60) == 0
     assert (made.attempt(attempt) / "rank-00000.log").read_text() == f"{made.spec.parent / 'recipe.toml'}\n"
-
-
-def test_a_task_of_slurm_is_one_rank(stage: Callable[..., Stage]) -> None:
-    made = stage(
-        f"{WAIT}print(rank, os.environ['LOCAL_RANK'], flush=True)\nif rank == 3: os._exit(5)", nodes=2, procs_per_node=2
-    )
-    attempt = made.open()
-    codes = []
-    for rank in range(4):
-        env = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank % 2, "SLURM_NODEID": rank // 2, "SLURM_NTASKS": 4}
-        command = made.command("task", "--attempt", attempt, "--master-addr", "x", "--master-port", "1")
-        environ = {**os.environ, **{name: str(value) for name, value in env.items()}}
-        codes.append(subprocess.run(command, env=environ, stdout=subprocess.DEVNULL, check=False).returncode)
-    assert codes == [0, 0, 0, 5]
-    code, result, _ = made.verdict(attempt)
-    assert (code, result["first"]["rank"], result["first"]["node"]) == (5, 3, 1)
-    env = {"SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_NTASKS": "4"}
-    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False)
-    assert done.returncode == 64
-    assert "--distribution=block" in done.stderr
 
 
 def test_the_sent_copy_runs_without_lt_launch(stage: Callable[..., Stage], tmp_path: Path) -> None:

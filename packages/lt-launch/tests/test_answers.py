@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lt_launch.agent import verdict
 from lt_launch.agent.look import look
-from lt_launch.agent.places import Place, write_table
+from lt_launch.agent.policy import Place, write_table
 from lt_launch.answers import is_record, machine_problem
 from lt_launch.channel import Channel
 from lt_launch.errors import LaunchError

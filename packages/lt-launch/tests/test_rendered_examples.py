@@ -59,9 +59,11 @@ def test_the_console_fields_of_a_marketplace_job_are_all_there() -> None:
     assert made["StoppingCondition"] == {"MaxRuntimeInSeconds": 172800}
 
 
-def test_every_script_of_the_pipeline_is_clean() -> None:
-    file = read_run_file(EXAMPLES / "continued.toml", Profile(), RunOverrides())
+@pytest.mark.parametrize("example", ["continued.toml", "smp-enroot.toml"])
+def test_every_script_is_clean_and_has_at_most_forty_lines(example: str) -> None:
+    file = read_run_file(EXAMPLES / example, Profile(), RunOverrides())
     for text in get_target("slurm").render(file.pipeline, file.profile).files.values():
+        assert len(text.splitlines()) <= 40
         done = subprocess.run(
             [Path(sys.executable).with_name("shellcheck"), "-"], input=text, capture_output=True, text=True, check=False
         )

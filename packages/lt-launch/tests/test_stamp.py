@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import Place, write_table
-from lt_launch.agent.stamp import PIECE, WHOLE, fingerprint, key
+from lt_launch.agent.policy import PIECE, WHOLE, Place, fingerprint, key, write_table
 
 SPEC: dict[str, Any] = {"argv": ["a"], "env": {}, "inputs": [], "outputs": [], "cwd": ""}
 

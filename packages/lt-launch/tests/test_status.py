@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lt_launch.agent.places import Place, write_table
+from lt_launch.agent.policy import Place, write_table
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.launch_dir import acquire_lock, create, log_event

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import Place, write_table
+from lt_launch.agent.policy import Place, write_table
 from lt_launch.agent.verdict import again, describe, judge, report
 
 SPEC: dict[str, Any] = {

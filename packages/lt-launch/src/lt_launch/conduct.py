@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from lt_launch.agent import verdict
 from lt_launch.agent.node import FAILED_S, SETTLE_S
-from lt_launch.agent.places import Place, record_file
+from lt_launch.agent.policy import Place, record_file
 from lt_launch.channel import Channel
 from lt_launch.hosts import Host
 

@@ -214,7 +214,7 @@ class Job:
     spawner: Literal["direct", "torchrun", "srun"] = option(
         "direct",
         "how the processes of a node are started: direct = lt's agent (keeps exit codes, signals, grace period), "
-        "torchrun = one torchrun per node with static rendezvous, srun = one Slurm task per process",
+        "torchrun = one torchrun per node with static rendezvous; on Slurm one task per process whatever it is",
     )
     completion: Literal["exit", "run_dir"] = option(
         "exit", "proof of success besides exit code 0: run_dir = completion recorded by rank 0 in run_dir"

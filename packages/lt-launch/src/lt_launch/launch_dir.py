@@ -2,7 +2,7 @@
 
     launch.json         format, name, target, job_ids, pipeline and profile values; when, where and by whom it was made
     rendered/           exactly what was sent
-    agent/  stages/     code that runs on the nodes, and its records (see `agent`)
+    policy.py stages/   what runs on the nodes, and its records (see `agent.policy`); agent/ where the target has agents
     git.json diff.patch the commit of the working folder and its uncommitted changes (see `git_state`)
     environment.json    versions of packages, the machine, variables by allow-list only, since others may hold secrets
     events.jsonl        submissions, starts and ends of attempts, cancellations
@@ -95,7 +95,7 @@ def create(
             f"{root} is being launched by {lock_owner(directory)}; wait for it, or lt launch cancel {root}"
         )
     launch = Launch(directory=directory, target=target, pipeline=pipeline, profile=profile)
-    files = launch_files(pipeline, specs) | {f"rendered/{name}": text for name, text in rendered.files.items()}
+    files = launch_files(pipeline, specs, target) | {f"rendered/{name}": text for name, text in rendered.files.items()}
     files["launch.json"] = _launch_file(launch, rendered)
     _check_no_secrets(files)
     _register_launch(directory)
@@ -228,7 +228,7 @@ def log_event(launch: Launch, event: str, /, **values: Any) -> None:
 
 def read_events(launch: Launch) -> list[dict[str, Any]]:
     """Return all events of the launch."""
-    from lt_launch.agent.places import read_lines
+    from lt_launch.agent.policy import read_lines
 
     return read_lines(launch.directory / "events.jsonl")
 

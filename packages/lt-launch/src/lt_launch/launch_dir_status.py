@@ -14,7 +14,7 @@ from pathlib import Path
 
 from lt_launch import launch_dir
 from lt_launch.agent import verdict
-from lt_launch.agent.places import Place, Table, log_file, read_table
+from lt_launch.agent.policy import Place, Table, log_file, read_table
 from lt_launch.answers import as_texts, is_int
 from lt_launch.errors import LaunchError
 from lt_launch.target import Launch, StageState, StageStatus

@@ -80,9 +80,12 @@ def agent_files() -> dict[str, str]:
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(AGENT_DIR.glob("*.py"))}
 
 
-def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Return the files that agents need below `<out>/launch/` by name: agent source, specs, recipes."""
-    files = {f"agent/{name}": text for name, text in agent_files().items()}
+def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]], target: str = "") -> dict[str, str]:
+    """Return the files that nodes need below `<out>/launch/` by name: the policy or the agent, specs, recipes."""
+    if target == "slurm":
+        files = {"policy.py": (AGENT_DIR / "policy.py").read_text(encoding="utf-8")}
+    else:
+        files = {f"agent/{name}": text for name, text in agent_files().items()}
     for stage in pipeline.stages:
         files[f"stages/{stage.name}/spec.json"] = json.dumps(specs[stage.name], indent=1, ensure_ascii=False) + "\n"
         if stage.job.recipe:

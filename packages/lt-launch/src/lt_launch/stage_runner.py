@@ -21,8 +21,8 @@ from typing import Any, TextIO
 
 from lt_launch import launch_dir
 from lt_launch.agent import main as agent_main
-from lt_launch.agent import stamp, verdict
-from lt_launch.agent.places import Place
+from lt_launch.agent import policy, verdict
+from lt_launch.agent.policy import Place
 from lt_launch.conduct import Attempt, Stop, Transport
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline, Stage
@@ -114,7 +114,7 @@ class StageRunner:
         spec = dict(self.specs[stage.name])
         place = Place(self.launch.directory / "stages" / stage.name / "spec.json", index)
         name = stage.name if index is None else f"{stage.name}.{index}"
-        if stamp.done(spec, place):
+        if policy.done(spec, place):
             self._log(f"{name}: completed already, skipped")
             launch_dir.log_event(self.launch, "skipped", stage=name)
             return {"kind": SKIPPED, "code": 0}
@@ -141,7 +141,7 @@ class StageRunner:
         self, stage: Stage, spec: dict[str, Any], place: Place, name: str, hosts: Sequence[Host], *, launched: bool
     ) -> dict[str, Any]:
         number = place.new_attempt(launched=launched)
-        key = stamp.key(spec, place)
+        key = policy.key(spec, place)
         (place.attempt(number) / "key").write_text(key, encoding="ascii")
         launch_dir.log_event(
             self.launch, "attempt_started", stage=name, attempt=number, hosts=[host.name for host in hosts]

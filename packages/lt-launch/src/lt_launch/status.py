@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_data.display.terminal import echo_error
-from lt_launch.agent.places import read_table
+from lt_launch.agent.policy import read_table
 from lt_launch.answers import is_number
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch

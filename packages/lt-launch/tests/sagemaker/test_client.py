@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import read_table, write_table
+from lt_launch.agent.policy import read_table, write_table
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import write_table
+from lt_launch.agent.policy import write_table
 from lt_launch.sagemaker.emulator import GRACE_PERIOD_S
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import Place, read_table
+from lt_launch.agent.policy import Place, read_table
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import load_launch, save_job_ids
 from lt_launch.launcher import launch
@@ -158,6 +158,63 @@ def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit
         assert words[7] == f"{made.directory}:{made.directory},/shared:/shared:ro"
 
 
+ENROOT = """#!/bin/bash
+# enroot, as its runtime.sh goes about the environment: that of the image, and each --env NAME or NAME=VALUE; no more
+[ "$1" = start ] || exit 9
+shift
+inside=(PATH=/usr/bin:/bin IMAGE=yes)
+while :; do case $1 in
+    --rw) shift ;;
+    --mount) echo "$2" >>FOLDER/mounts; shift 2 ;;
+    --env) name=${2%%=*}; if [ "$name" = "$2" ]; then inside+=("$name=${!name}"); else inside+=("$2"); fi; shift 2 ;;
+    *) break ;;
+esac; done
+[ "$1" = /shared/lt.sqsh ] || exit 8
+exec env -i "${inside[@]}" "${@:2}"
+"""
+INSIDE = '''
+[job]
+name = "inside"
+argv = ["bash", "-c", """
+echo $RANK $LOCAL_RANK $WORLD_SIZE $NODE_RANK $SLURM_NODEID $SLURM_JOB_ID $MASTER_PORT $LT_ATTEMPT \\
+"$OF_JOB" $FI_PROVIDER $NCCL_SOCKET_IFNAME $NCCL_DEBUG $IMAGE [$OF_HOST]; [ $LT_ATTEMPT = 1 ] || exit 75"""]
+nodes = 2
+procs_per_node = 2
+env = { OF_JOB = "two words" }
+container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
+[profile]
+python = "PYTHON"
+[profile.slurm]
+container_runtime = "enroot"
+'''
+
+
+def test_what_a_job_needs_is_in_the_environment_of_an_enroot_container(
+    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """enroot clears the environment; exit codes and a requeue work as elsewhere."""
+    (tmp_path / "bin").mkdir()
+    for name, text in (("enroot", ENROOT.replace("FOLDER", str(tmp_path))), ("fi_info", "#!/bin/sh\nexit 0\n")):
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("OF_HOST", "host")
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    made = submit(INSIDE)
+    id_ = made.job_ids["inside"]
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
+    for rank in range(4):
+        first, second = (line.split() for line in SlurmTarget().logs(made, stage="inside", rank=rank, follow=False))
+        assert first[:6] == [str(rank), str(rank % 2), "4", str(rank // 2), str(rank // 2), id_]
+        assert int(first[6])
+        assert first[7:] == ["0", "two", "words", "efa", "^lo,docker,veth", "WARN", "yes", "[]"]
+        assert second[7] == "1"
+    assert set((tmp_path / "mounts").read_text().split()) == {
+        f"{made.directory}:{made.directory}",
+        "/shared:/shared:ro",
+    }
+
+
 def test_a_partition_that_is_not_there_is_refused_and_nothing_stays_in_the_queue(cluster: Any, submit: Submit) -> None:
     text = PIPELINE.replace('name = "train"\n', 'name = "train"\nresources = { partition = "nowhere" }\n')
     with pytest.raises(
@@ -211,8 +268,8 @@ def test_cancelled_and_then_forgotten_by_the_controller(cluster: Any, submit: Su
     made = submit(WAITS)
     id_ = made.job_ids["waits"]
     cluster.wait_for(lambda: states(made) == {"waits": "running"}, "the job running")
-    file = made.directory / "stages" / "waits" / "attempt-000" / "node-00000.jsonl"
-    cluster.wait_for(lambda: file.exists() and "started" in file.read_text(), "its process")
+    file = made.directory / "stages" / "waits" / "attempt-000" / "notes" / "step"
+    cluster.wait_for(file.exists, "its process")
     with pytest.raises(LaunchError, match=f"job {id_} of an earlier launch is still running"):
         submit(WAITS)
     assert load_launch(made.directory).job_ids == made.job_ids, "nothing was written"
@@ -250,7 +307,7 @@ def test_a_waiting_job_is_removed_and_nodes_are_shown(cluster: Any, submit: Subm
 LOSES = """
 [job]
 name = "loses"
-argv = ["bash", "-c", "[ $LT_ATTEMPT = 2 ] || sleep 600"]
+argv = ["bash", "-c", "echo $PPID >pid-$LT_ATTEMPT-$RANK; [ $LT_ATTEMPT = 2 ] || sleep 600"]
 nodes = 2
 [profile]
 python = "PYTHON"
@@ -258,20 +315,20 @@ python = "PYTHON"
 
 
 @pytest.mark.guarantee("slurm-lost-node")
-def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit) -> None:
-    """The agent of the second node dies, twice: of three nodes two are needed, so only the newest loss is left out."""
+def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, submit: Submit, tmp_path: Path) -> None:
+    """The second node's task dies, twice: of three nodes two are needed, so only the newest loss is left out."""
     made = submit(LOSES)
     id_ = made.job_ids["loses"]
     place = Place(made.directory / "stages" / "loses" / "spec.json")
     for attempt, lost in ((0, "n2"), (1, "n3")):
-        file = place.attempt(attempt) / "node-00001.jsonl"
+        file = tmp_path / f"pid-{attempt}-1"
 
         def begun(file: Path = file) -> bool:
             cluster.go_now_if_requeued(id_)
-            return file.exists() and "started" in file.read_text()
+            return file.exists() and file.read_text().endswith("\n")
 
         cluster.wait_for(begun, f"attempt {attempt}")
-        os.kill(json.loads(file.read_text().splitlines()[0])["pid"], signal.SIGKILL)
+        os.kill(int(file.read_text()), signal.SIGKILL)
         cluster.wait_for(lambda lost=lost: cluster.job(id_)["ExcNodeList"] == lost, f"{lost} left out")
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
     ran_on = [(place.attempt(number) / "slurm").read_text().split()[2] for number in place.attempts()]
@@ -283,7 +340,7 @@ def test_a_node_that_was_lost_is_left_out_while_others_are_enough(cluster: Any, 
 
 NO_STEP = """#!/bin/bash
 # srun, whose first step waits in vain for a node that Slurm has given to the job
-if [ "${1#--nodes}" = "$1" ]; then exec REAL "$@"; fi
+case "$*" in *--nodes=*) ;; *) exec REAL "$@" ;; esac
 if [ -e FOLDER/waited ]; then exec REAL "$@"; fi
 touch FOLDER/waited
 for word in "$@"; do case $word in --immediate=*) sleep "${word#*=}" ;; esac; done

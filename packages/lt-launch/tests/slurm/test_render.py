@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent import queued
-from lt_launch.agent.places import Place, write_table
+from lt_launch.agent import policy
+from lt_launch.agent.policy import Place, write_table
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import parse_jobs, parse_nodes, parse_sacct
 from lt_launch.slurm.render import render
+from lt_launch.slurm.target import SlurmTarget
 from lt_trainer.config.sources import Assignment
 from lt_trainer.errors import RecipeError
 
@@ -83,8 +84,8 @@ def test_a_header_says_what_the_job_needs() -> None:
     assert header == [
         "--job-name=wiki-train",
         "--nodes=4",
-        "--ntasks-per-node=1",
-        "--cpus-per-task=96",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=12",
         "--gpus-per-node=8",
         "--mem=0",
         "--exclusive",
@@ -195,148 +196,166 @@ def ended(kind: str, before: int, step: int, **more: Any) -> dict[str, Any]:
         ([ended("lost", 5, 5, interrupted=True)] * 3, True, "0 of 3"),
     ],
 )
-def test_when_another_attempt_is_wise(tmp_path: Path, results: list[dict[str, Any]], wise: bool, words: str) -> None:
+def test_when_another_attempt_may_help(tmp_path: Path, results: list[dict[str, Any]], wise: bool, words: str) -> None:
     place = attempts(tmp_path, *results)
-    yes, why = queued.wise(spec(), place)
+    yes, why = policy.should_requeue(spec(), place)
     assert yes is wise, why
     assert words in why
 
 
-def test_an_attempt_that_nobody_concluded_was_cut_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    place = attempts(tmp_path)
-    number = place.new_attempt()
-    row = {"event": "began", "node": 0, "host": "n1", "time": 1.0, "ranks": [0], "step": 3}
-    (place.attempt(number) / "node-00000.jsonl").write_text(json.dumps(row) + "\n")
-    assert queued.main(["enter", str(place.stage / "spec.json"), "--restarts", "1"]) == 0
-    assert capsys.readouterr().out == "1\n"
-    result = json.loads((place.attempt(0) / "exit.json").read_bytes())
-    assert (result["kind"], result["interrupted"]) == ("lost", True)
+def begin(place: Place, restarts: int = 0) -> int | None:
+    wanted = policy.read_table(place.stage / "spec.json")
+    assert wanted is not None
+    return policy.begin_attempt(wanted, place, restarts)
 
 
-def test_lost_nodes_are_those_that_others_outlived(tmp_path: Path) -> None:
+def leave(place: Place, number: int, codes: dict[int, int]) -> None:
+    """What the processes of an attempt leave: their exit codes, in the order given."""
+    for at, (rank, code) in enumerate(codes.items()):
+        file = place.attempt(number) / "notes" / str(rank)
+        file.write_text(f"{code} n{rank + 1}\n")
+        os.utime(file, (at, at))
+
+
+def result_of(place: Place, number: int) -> dict[str, Any]:
+    return json.loads((place.attempt(number) / "exit.json").read_bytes())
+
+
+def test_an_attempt_that_nobody_concluded_was_cut_short(tmp_path: Path) -> None:
     place = attempts(tmp_path)
-    folder = place.attempt(place.new_attempt())
-    for node in (0, 1):
-        rows = [{"event": "began", "node": node, "host": "h", "time": 1.0, "ranks": [node], "step": -1}]
-        rows += [{"event": "left", "node": 0, "time": 2.0, "code": 75, "step": -1}] if node == 0 else []
-        (folder / f"node-{node:05}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert queued.lost_nodes(spec(), place, 0) == [1, 2]
-    (folder / "node-00000.jsonl").unlink()
-    assert queued.lost_nodes(spec(), place, 0) == [], "all are lost: that says nothing about one of them"
+    assert begin(place) == 0
+    assert begin(place, restarts=1) == 1
+    result = result_of(place, 0)
+    assert (result["kind"], result["code"], result["interrupted"]) == ("lost", 75, True)
+
+
+def test_lost_nodes_are_those_that_others_outlived() -> None:
+    note = (75, "n1", 1.0)
+    assert policy.lost_nodes(spec(), {0: note}) == [1, 2]
+    assert policy.lost_nodes(spec(procs_per_node=2), {0: note, 3: note}) == [2]
+    assert policy.lost_nodes(spec(), {}) == [], "all are lost: that says nothing about one of them"
 
 
 # --- what must not be taken for a success, and what a person's own start begins anew
 
 
-def entered(place: Place, capsys: pytest.CaptureFixture[str], restarts: int = 0) -> str:
-    assert queued.main(["enter", str(place.stage / "spec.json"), "--restarts", str(restarts)]) == 0
-    return capsys.readouterr().out.strip()
-
-
 @pytest.mark.guarantee("slurm-no-false-success")
-def test_an_attempt_that_was_cut_short_before_any_agent_began_is_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a job without a run directory nothing but its agents' records can prove that it has run."""
+def test_an_attempt_that_was_cut_short_before_any_process_began_is_no_success(tmp_path: Path) -> None:
+    """Of a job without a run directory nothing but its exit codes can prove that it has run."""
     place = attempts(tmp_path)
     write_table(place.stage / "spec.json", spec(completion="exit"))
-    assert entered(place, capsys) == "0"
-    assert entered(place, capsys, restarts=1) == "1"
-    result = json.loads((place.attempt(0) / "exit.json").read_bytes())
+    assert begin(place) == 0
+    assert begin(place, restarts=1) == 1
+    result = result_of(place, 0)
     assert (result["kind"], result["code"], result["interrupted"]) == ("lost", 75, True)
     assert not place.stamp.exists()
 
 
-def agent(place: Place, number: int, node: int, code: int = 0, *, only: int | None = None) -> None:
-    ranks = [node if only is None else only]
-    here = {"node": node, "host": f"n{node + 1}"}
-    rows = [
-        {"event": "began", "time": 1.0, "ranks": ranks, "step": -1, **here},
-        {"event": "ended", "time": 2.0, "rank": ranks[0], "code": code, "told": False, "tail": [], **here},
-        {"event": "left", "time": 3.0, "code": code, "step": -1, "asked": False, "completed": False, **here},
-    ]
-    name = f"node-{node:05}.jsonl" if only is None else f"task-{only:05}.jsonl"
-    (place.attempt(number) / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
 @pytest.mark.guarantee("slurm-no-false-success")
-@pytest.mark.parametrize("spawner", ["direct", "srun"])
-def test_processes_that_nobody_started_are_no_success(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], spawner: str
-) -> None:
+def test_processes_that_nobody_started_are_no_success(tmp_path: Path) -> None:
     """As srun ends with 0 when a node was lost and the others had finished."""
     place = attempts(tmp_path)
-    wanted = spec(completion="exit", spawner=spawner)
+    wanted = spec(completion="exit")
     write_table(place.stage / "spec.json", wanted)
     for number, present in enumerate([(0, 2), (0, 1, 2)]):
-        place.new_attempt()
-        for node in present:
-            agent(place, number, node, only=node if spawner == "srun" else None)
-        assert queued.leave(wanted, place, number, 0, "") == 0
-        shown = capsys.readouterr()
-        result = json.loads((place.attempt(number) / "exit.json").read_bytes())
-        if number == 0:
-            assert shown.out == "requeue 75 1\n"
-            assert "host number 2 is lost (rank 1): its agent has not begun" in shown.err
-            assert (result["kind"], result["first"]["ranks"]) == ("lost", [1])
-        else:
-            assert shown.out == "end 0 -\n"
-            assert result["kind"] == "done"
+        assert begin(place) == number
+        leave(place, number, dict.fromkeys(present, 0))
+        result = policy.conclude(wanted, place, number, 0)
+        assert result | {"first": None} == result_of(place, number) | {"first": None}
+        assert result["kind"] == ("done" if number else "lost")
+    assert result_of(place, 0)["first"]["ranks"] == [1]
+    assert place.stamp.exists()
+
+
+@pytest.mark.guarantee("launch-success")
+def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -> None:
+    wanted = spec(run_dir="run", cwd=str(tmp_path), nodes=1)
+    place = attempts(tmp_path)
+    write_table(place.stage / "spec.json", wanted)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "events.jsonl").write_text('{"event": "completed"}\n')
+    for number in range(2):
+        assert begin(place) == number
+        leave(place, number, {0: 0})
+        with (tmp_path / "run" / "events.jsonl").open("a") as file:
+            file.write('{"event": "completed"}\n' * number)
+        assert policy.conclude(wanted, place, number, 0)["kind"] == ("done" if number else "failed")
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "kind", "action"),
-    [(1, "", "failed", "end 1 -"), (138, "USR1", "stopped", "requeue 75 -"), (75, "TERM", "stopped", "requeue 75 -")],
+    ("codes", "code", "asked", "killed", "ending"),
+    [
+        ({}, 1, False, False, ("failed", 1, None)),
+        ({}, 137, False, False, ("killed", 137, None)),
+        ({}, 138, True, False, ("stopped", 75, None)),
+        ({}, 75, True, False, ("stopped", 75, None)),
+        ({0: 75, 1: 75, 2: 75}, 75, False, False, ("requeue", 75, 0)),
+        ({0: 75, 1: 75, 2: 75}, 75, True, False, ("stopped", 75, None)),
+        ({0: 75, 1: 75, 2: 138}, 138, True, False, ("stopped", 75, None)),
+        ({1: 137, 0: 75, 2: 75}, 137, False, False, ("killed", 137, 1)),
+        ({2: 1, 1: 64, 0: 75}, 75, False, False, ("failed", 64, 1)),
+        ({2: 1, 1: 64, 0: 75}, 75, True, False, ("failed", 64, 1)),
+        ({2: 7, 0: 143}, 143, False, True, ("failed", 7, 2)),
+        ({0: 75, 1: 75}, 137, False, False, ("lost", 75, 2)),
+        ({0: 75, 1: 75}, 137, True, True, ("stopped", 75, None)),
+        ({0: 0, 1: 0, 2: 0}, 0, True, False, ("done", 0, None)),
+        ({0: 0, 1: 0, 2: 0}, 138, False, False, ("done", 0, None)),
+    ],
 )
-def test_a_step_that_never_began_failed_or_was_stopped(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], code: int, told: str, kind: str, action: str
+def test_how_an_attempt_ended(
+    codes: dict[int, int], code: int, asked: bool, killed: bool, ending: tuple[str, int, int | None]
 ) -> None:
-    place = attempts(tmp_path)
-    place.new_attempt()
-    queued.leave(spec(), place, 0, code, told)
-    assert capsys.readouterr().out == f"{action}\n"
-    assert json.loads((place.attempt(0) / "exit.json").read_bytes())["kind"] == kind
+    notes = {rank: (one, f"n{rank + 1}", float(at)) for at, (rank, one) in enumerate(codes.items())}
+    kind, ended, _, first = policy.judge(3, notes, code, asked=asked, killed=killed)
+    assert (kind, ended, first) == ending
 
 
-def test_what_was_before_a_person_launched_again_does_not_count(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_policy_runs_alone(tmp_path: Path) -> None:
+    """As `python3 <out>/launch/policy.py`, isolated from what is installed."""
+    copy = tmp_path / "policy.py"
+    copy.write_bytes(Path(policy.__file__).read_bytes())
+    command = [sys.executable, "-I", "-S", copy, "run", tmp_path / "missing.json", "--", "srun"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 64
+    assert "submit this script in its own folder" in done.stderr
+
+
+def test_scripts_have_at_most_forty_lines() -> None:
+    for made, given, stage in VARIANTS.values():
+        assert len(script(made, given, **stage).splitlines()) <= 40
+
+
+def test_what_was_before_a_person_launched_again_does_not_count(tmp_path: Path) -> None:
     place = attempts(tmp_path, *[ended("lost", 5, 5)] * 5)
-    assert not queued.wise(spec(), place)[0]
-    assert entered(place, capsys) == "5", "a person's start is never refused"
+    assert not policy.should_requeue(spec(), place)[0]
+    assert begin(place) == 5, "a person's start is never refused"
     write_table(place.attempt(5) / "exit.json", ended("lost", 5, 5, code=75, reason=""))
-    assert queued.wise(spec(), place) == (True, "attempt 5 was ended as lost; 1 of 3 restarts are used")
-    assert entered(place, capsys, restarts=1) == "6"
+    assert policy.should_requeue(spec(), place) == (True, "attempt 5 was ended as lost; 1 of 3 restarts are used")
+    assert begin(place, restarts=1) == 6
     write_table(place.attempt(6) / "exit.json", ended("lost", 5, 5, code=75, reason=""))
-    assert not queued.wise(spec(), place)[0]
-    assert entered(place, capsys, restarts=2) == "stop"
+    assert not policy.should_requeue(spec(), place)[0]
+    assert begin(place, restarts=2) is None
 
 
 @pytest.mark.parametrize(
     ("bad", "partition", "never", "out"),
     [
-        (["n2"], "n1 idle\nn2 idle\nn3 alloc\n", "", "n2"),
-        (["n2", "n3"], "n1 idle\nn2 mix\nn3 comp\n", "", "n3"),
-        (["n2", "n3", "n2"], "n1 idle\nn2 mix\nn3 comp\n", "", "n2"),
-        (["n2", "n3"], "n1 idle\nn2 down*\nn3 idle\nn4 idle\n", "", "n3,n2"),
-        (["n2", "n3"], "n1 idle\nn2 idle\nn3 idle\nn4 drng\n", "", "n3"),
-        (["n2"], "n1 idle\nn2 idle\nn3 idle*\n", "", "-"),
-        (["n2"], "n1 idle\nn2 idle\nn3 idle\n", "n1", "-"),
+        (["n2"], "n1 idle\nn2 idle\nn3 alloc\n", "", ["n2"]),
+        (["n2", "n3"], "n1 idle\nn2 mix\nn3 comp\n", "", ["n3"]),
+        (["n2", "n3", "n2"], "n1 idle\nn2 mix\nn3 comp\n", "", ["n2"]),
+        (["n2", "n3"], "n1 idle\nn2 down*\nn3 idle\nn4 idle\n", "", ["n3", "n2"]),
+        (["n2", "n3"], "n1 idle\nn2 idle\nn3 idle\nn4 drng\n", "", ["n3"]),
+        (["n2"], "n1 idle\nn2 idle\nn3 idle*\n", "", []),
+        (["n2"], "n1 idle\nn2 idle\nn3 idle\n", "n1", []),
     ],
 )
 def test_lost_nodes_are_left_out_while_enough_others_can_be_had(
-    tmp_path: Path, bad: list[str], partition: str, never: str, out: str
+    bad: list[str], partition: str, never: str, out: list[str]
 ) -> None:
-    place = attempts(tmp_path)
-    write_table(place.stage / "spec.json", spec(nodes=2))
-    (tmp_path / "bad").write_text("\n".join(bad) + "\n")
-    command = [sys.executable, queued.__file__, "avoid", str(place.stage / "spec.json")]
-    command += ["--bad", str(tmp_path / "bad"), "--never", never]
-    done = subprocess.run(command, input=partition, capture_output=True, text=True, check=True)
-    assert done.stdout == f"{out}\n"
+    assert policy.avoid(2, bad, partition.splitlines(), never.split(",")) == out
 
 
-def test_nodes_that_the_profile_leaves_out_stay_left_out(tmp_path: Path) -> None:
-    text = script(job(), profile(slurm__exclude=["n7", "n9"]))
-    assert "never=$(scontrol show hostnames n7,n9 | paste -sd, -)" in text
-    assert 'ExcNodeList="$bad${never:+,$never}"' in text
+def test_nodes_that_the_profile_leaves_out_reach_the_policy() -> None:
+    pipeline = Pipeline(name="wiki", stages=(Stage(job=job()),))
+    specs = SlurmTarget().stage_specs(pipeline, profile(slurm__exclude=["n7", "n9"]), cwd="")
+    assert specs["train"]["never"] == "n7,n9"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.places import Place, read_table
+from lt_launch.agent.policy import Place, read_table
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
@@ -62,7 +62,7 @@ JOB = """
 name = "train"
 recipe = "recipe.toml"
 nodes = 2
-procs_per_node = 1
+procs_per_node = {procs}
 spawner = "{spawner}"
 env = {{ OMP_NUM_THREADS = "1", PYTHONPATH = "{engines}" }}
 restart = {{ max_restarts = 100, max_without_progress = 3 }}
@@ -93,7 +93,9 @@ def submit(
             RECIPE.format(store=store, steps=steps, interval=interval, engine=engine)
             + (ON_A_CPU if engine == "gpu" else "")
         )
-        (folder / "job.toml").write_text(JOB.format(spawner=spawner, python=python, engines=engines))
+        (folder / "job.toml").write_text(
+            JOB.format(spawner=spawner, python=python, engines=engines, procs=2 if engine == "numpy" else 1)
+        )
         file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "slurm") == 0
         made = load_launch(folder / "run")
@@ -149,7 +151,7 @@ class Disturber:
         self.cluster.wait_for_end(other)
 
     def rank_killed(self) -> None:
-        self.cluster.wait_for(lambda: _running(self.launch), "a rank")
+        self.cluster.wait_for(lambda: self.pid(1), "a rank")
         os.kill(self.pid(1), signal.SIGKILL)
         self.requeued()
 
@@ -177,9 +179,17 @@ class Disturber:
         self.cluster.wait_for(again, "the job in the queue again")
 
     def pid(self, rank: int) -> int:
+        """The process of a rank of the newest attempt; 0 where there is none."""
         place = Place(self.launch.directory / "stages" / "train" / "spec.json")
-        rows = (place.attempt(place.attempts()[-1]) / f"node-{rank:05}.jsonl").read_text().splitlines()
-        return next(row["pid"] for row in map(json.loads, rows) if row["event"] == "started")
+        wanted = {f"LT_NOTES={place.attempt(place.attempts()[-1]) / 'notes'}".encode(), f"RANK={rank}".encode()}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                is_wanted = wanted <= set((folder / "environ").read_bytes().split(b"\0"))
+                if is_wanted and b"lt_trainer" in (folder / "cmdline").read_bytes().split(b"\0")[1:3]:
+                    return int(folder.name)
+            except OSError:
+                continue
+        return 0
 
     def at_step(self, step: int) -> bool:
         """Wait until an attempt is at that step; False when training was over before."""
@@ -257,7 +267,7 @@ def test_twenty_disturbances_leave_every_loss_as_it_was(
     check(cluster, submit, engine, int(os.environ.get("LT_KILLS", "20")), steps)
 
 
-def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
+def test_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
     pytest.importorskip("lt_trainer_gpu", reason=NO_ENGINE)
     made, id_ = submit("torchrun", "torchrun", 100000)
     cluster.wait_for(lambda: max(losses(made), default=0) >= 3, "step 3")
@@ -272,13 +282,38 @@ def test_under_torchrun_training_is_saved_when_it_is_cancelled(cluster: Any, sub
     assert int(steps[-1].parent.name.removeprefix("step-")) == max(losses(made))
 
 
+@pytest.mark.guarantee("slurm-lost-node")
+def test_ranks_whose_step_daemon_is_killed_leave_and_the_run_goes_on(cluster: Any, submit: Callable[..., Any]) -> None:
+    """Slurm no longer knows of them: by themselves they would train on beside the next attempt."""
+    made, id_ = submit("orphans", "srun", 100, engine="numpy")
+    disturber = Disturber(cluster, made, id_)
+    assert disturber.at_step(10)
+    ranks = [disturber.pid(rank) for rank in (2, 3)]
+    daemon = parent_of(parent_of(ranks[0]))
+    assert "slurmstepd" in Path(f"/proc/{daemon}/comm").read_text()
+    os.kill(daemon, signal.SIGKILL)
+    cluster.wait_for(lambda: not any(parent_of(pid) for pid in ranks), "the end of the ranks", 30)
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(made)
+    assert sorted(losses(made)) == list(range(1, 101))
+    assert exits(made)[-1]["kind"] == "done"
+
+
+def parent_of(pid: int) -> int:
+    """The parent of a process; 0 where there is no such process any more."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[:2]
+    except OSError:
+        return 0
+    return 0 if state in "ZX" else int(parent)
+
+
 @pytest.mark.guarantee("slurm-disturbances")
 def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
     """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
     made, id_ = submit("stuck", "direct", 100000, interval=50000)
     disturber = Disturber(cluster, made, id_)
     for _ in range(3):
-        cluster.wait_for(lambda: _running(made), "a rank")
+        cluster.wait_for(lambda: _running(made) and disturber.pid(0), "a rank")
         attempts = len(exits(made))
         os.kill(disturber.pid(0), signal.SIGKILL)
         cluster.wait_for(lambda attempts=attempts: exits(made)[attempts - 1 :][:1] != [{}], "the end of the attempt")
@@ -300,5 +335,4 @@ def _running(made: Launch) -> bool:
     attempts = place.attempts()
     if not attempts or (place.attempt(attempts[-1]) / "exit.json").exists():
         return False
-    file = place.attempt(attempts[-1]) / "node-00000.jsonl"
-    return file.exists() and '"started"' in file.read_text()
+    return (place.attempt(attempts[-1]) / "notes" / "step").exists()

@@ -22,8 +22,6 @@ The commands, each with the path of a spec.json:
                                 all processes of one node; ends with 0, 75, the code of the first failure, or 128 + the
                                 signal that ended it; with --control it obeys JSON lines on standard input and ends
                                 everything when they stop coming
-    task SPEC --attempt A --master-addr HOST --master-port PORT [--index I]
-                                one process, as one Slurm task (rank from SLURM_PROCID and the like), same records
     verdict SPEC --attempt A [--index I] [--code N]
                                 after: reads what the agents noted, names the first failure (rank, host, code, last
                                 lines), writes exit.json and the stamp; N is what the spawner itself ended with. Ends
@@ -33,6 +31,6 @@ The commands, each with the path of a spec.json:
                                 whether another attempt is wise (kind, number of restarts, progress): 0 yes, 1 no, with
                                 the reason on standard output
 
-SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP to `node` and `task` go on to the processes once, which then have the whole
+SIGTERM, SIGINT, SIGUSR1, SIGUSR2 and SIGHUP to `node` go on to the processes once, which then have the whole
 `grace_s` before SIGKILL. LT_ARRAY_INDEX is set in elements of arrays.
 """

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from .places import Table
+from .policy import Table
 
 TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGUSR1,SIGUSR2,SIGHUP,SIGQUIT"
 
@@ -22,15 +22,11 @@ RECIPE, INDEX, ARRAY = "{recipe}", "{index}", "{array}"
 class Start:
     """The processes of one agent and where they meet."""
 
-    def __init__(
-        self, *, node: int, nodes: int, procs: int, master_addr: str, master_port: int, rank: int | None = None
-    ) -> None:
+    def __init__(self, *, node: int, nodes: int, procs: int, master_addr: str, master_port: int) -> None:
         self.node, self.nodes, self.procs = node, nodes, procs
         self.master_addr, self.master_port = master_addr, master_port
         first = node * procs
-        self.ranks: tuple[int, ...] = tuple(range(first, first + procs)) if rank is None else (rank,)
-        self.only = rank
-        """The one process that this agent is for, where each has its own."""
+        self.ranks: tuple[int, ...] = tuple(range(first, first + procs))
 
 
 def torchrun(spec: Table) -> bool:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import stamp, verdict
+from . import policy, verdict
 from .command import Start
 from .guard import guarded
 from .node import Node
 from .outbox import Outbox
-from .places import Place, Table, read_table
+from .policy import Place, Table, read_table
 
 USER_ERROR = 64
 
 
-def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run one command; its exit code."""
     given = _parser().parse_args(list(arguments))
     spec = read_table(Path(given.spec))
@@ -35,9 +34,7 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         yes, why = verdict.again(spec, place, ended) if ended else (False, "the attempt has no exit.json")
         sys.stdout.write(f"{why}\n")
         return 0 if yes else 1
-    start = _start(given, spec, os.environ if environ is None else environ)
-    if start is None:
-        return USER_ERROR
+    start = _start(given, spec)
 
     def run() -> int:
         outbox = Outbox()
@@ -52,11 +49,11 @@ def main(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
 
 def open_attempt(spec: Table, place: Place) -> int:
     """Print "skip", or the number of a new attempt; the key of what it will read is kept in its folder."""
-    if stamp.done(spec, place):
+    if policy.done(spec, place):
         sys.stdout.write("skip\n")
         return 0
     number = place.new_attempt()
-    (place.attempt(number) / "key").write_text(stamp.key(spec, place), encoding="ascii")
+    (place.attempt(number) / "key").write_text(policy.key(spec, place), encoding="ascii")
     sys.stdout.write(f"{number}\n")
     return 0
 
@@ -73,51 +70,36 @@ def finish(spec: Table, place: Place, number: int, result: Table) -> Table:
     if result["kind"] != verdict.DONE:
         return result
     key = place.attempt(number) / "key"
-    missing = stamp.mark(spec, place, key.read_text(encoding="ascii") if key.exists() else None)
+    missing = policy.mark(spec, place, key.read_text(encoding="ascii") if key.exists() else None)
     if missing:
         result = {**result, "kind": verdict.FAILED, "code": verdict.OURS, "reason": missing}
         verdict.keep(place, number, result)
     return result
 
 
-def _start(given: argparse.Namespace, spec: Table, environ: Mapping[str, str]) -> Start | None:
-    nodes, procs = int(spec["nodes"]), int(spec["procs_per_node"])
-    node, rank = getattr(given, "node_rank", None), None
-    if given.command == "task":
-        rank, local = int(environ["SLURM_PROCID"]), int(environ["SLURM_LOCALID"])
-        node = int(environ["SLURM_NODEID"])
-        if rank != node * procs + local or int(environ["SLURM_NTASKS"]) != nodes * procs:
-            sys.stderr.write(
-                f"lt-launch: SLURM_PROCID={rank}, SLURM_NODEID={node}, SLURM_LOCALID={local}, "
-                f"SLURM_NTASKS={environ['SLURM_NTASKS']} do not fit {nodes} nodes of {procs} processes in block order; "
-                "start it with srun --distribution=block\n"
-            )
-            return None
-    assert node is not None
+def _start(given: argparse.Namespace, spec: Table) -> Start:
     return Start(
-        node=node,
-        nodes=nodes,
-        procs=procs,
+        node=given.node_rank,
+        nodes=int(spec["nodes"]),
+        procs=int(spec["procs_per_node"]),
         master_addr=given.master_addr,
         master_port=given.master_port,
-        rank=rank,
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="lt-launch agent")
     commands = parser.add_subparsers(dest="command", required=True)
-    for name in ("open", "node", "task", "verdict", "again"):
+    for name in ("open", "node", "verdict", "again"):
         one = commands.add_parser(name)
         one.add_argument("spec")
         one.add_argument("--index", type=int)
         if name != "open":
             one.add_argument("--attempt", type=int, required=True)
-        if name in ("node", "task"):
+        if name == "node":
             one.add_argument("--master-addr", required=True)
             one.add_argument("--master-port", type=int, required=True)
             one.add_argument("--control", action="store_true")
-        if name == "node":
             one.add_argument("--node-rank", type=int, required=True)
         if name == "verdict":
             one.add_argument("--code", type=int, default=0)

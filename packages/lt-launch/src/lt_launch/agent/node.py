@@ -27,7 +27,7 @@ from typing import Any
 
 from .command import Start, argv_of, environment_of, torchrun
 from .outbox import Outbox
-from .places import Place, Table, completed, events_size, newest_step, record_file
+from .policy import Place, Table, completed, events_size, newest_step, record_file
 from .ranks import Rank
 from .spawned import codes_of_torchrun
 
@@ -96,7 +96,7 @@ class Node:
     def run(self) -> int:
         """Start the processes and stay until the last has ended; the node's exit code."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        path = record_file(self.folder, self.start.node, self.start.only)
+        path = record_file(self.folder, self.start.node)
         self._records = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         step = newest_step(self.run_dir) if self.run_dir else -1
         wake = _Signals()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from .places import log_file
+from .policy import log_file
 
 TAIL = 30
 """Lines that are kept of each process, for the report of a failure."""

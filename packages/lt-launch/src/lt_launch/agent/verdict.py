@@ -16,10 +16,9 @@ file `first.json`, which only one of them could make, and where there is none th
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
-from .places import Place, Table, read_table, record_file, records, write_table
+from .policy import Place, Table, read_table, records, write_table
 
 REQUEUE, OURS = 75, 70
 DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeue", "lost", "killed", "failed"
@@ -174,9 +173,7 @@ def report(result: Table) -> str:
     return "\n".join(lines)
 
 
-def conclude(
-    spec: Table, place: Place, number: int, spawner_code: int = 0, *, asked: bool = False, shared: bool = False
-) -> Table:
+def conclude(spec: Table, place: Place, number: int, spawner_code: int = 0, *, asked: bool = False) -> Table:
     """Judge an attempt by the records in its folder, and write exit.json.
 
     Args:
@@ -185,32 +182,11 @@ def conclude(
         number: of the attempt.
         spawner_code: see `judge`.
         asked: see `judge`.
-        shared: whether the agents of all nodes write into this folder, so that a missing record is a missing agent.
     """
     attempt = place.attempt(number)
     agents = records(attempt)
-    if shared and (agents or not spawner_code) and not (asked and not agents):
-        agents = [*agents, *_absent(spec, attempt)]
     result = judge(spec, agents, claim=read_table(attempt / "first.json"), spawner_code=spawner_code, asked=asked)
     return keep(place, number, result)
-
-
-def _absent(spec: Table, attempt: Path) -> list[list[Table]]:
-    """What stands for the agents that should have begun and left no record.
-
-    Processes that nobody started are no success, whatever those that were started ended with.
-    """
-    procs = int(spec["procs_per_node"])
-    world = int(spec["nodes"]) * procs
-    each = 1 if spec.get("spawner") == "srun" else procs
-    found = []
-    for first in range(0, world, each):
-        node, only = first // procs, first if spec.get("spawner") == "srun" else None
-        if not record_file(attempt, node, only).exists():
-            ranks = list(range(first, first + each))
-            row = {"time": 0.0, "event": "gone", "node": node, "host": f"number {node + 1}", "ranks": ranks}
-            found.append([{**row, "reason": "its agent has not begun"}])
-    return found
 
 
 def keep(place: Place, number: int, result: Table) -> Table:

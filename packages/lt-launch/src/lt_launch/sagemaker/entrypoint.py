@@ -29,7 +29,7 @@ from typing import Any
 
 from lt_launch.agent import verdict
 from lt_launch.agent.main import finish
-from lt_launch.agent.places import Place, write_table
+from lt_launch.agent.policy import Place, write_table
 from lt_launch.sagemaker.container_recipe import procs_per_node, resolve_recipe
 from lt_launch.sagemaker.contract import GRACE_PERIOD_S, Contract, read_contract
 from lt_launch.sagemaker.errors import SageMakerError

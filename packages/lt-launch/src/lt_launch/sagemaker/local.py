@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.places import read_table, write_table
+from lt_launch.agent.policy import read_table, write_table
 from lt_launch.job import Job, Pipeline, with_container_env
 from lt_launch.job_output import format_lines
 from lt_launch.launch_dir import check_own

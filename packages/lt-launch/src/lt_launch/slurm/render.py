@@ -1,7 +1,7 @@
 """Pure rendering of one sbatch script per stage and of the sbatch commands that chain them.
 
 A script needs bash, Slurm and the profile's python on the nodes, and the launch directory on a shared file system;
-lt-launch itself is not needed. Its comments (`script.py`) document the steps.
+lt-launch itself is not needed (`script.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lt_trainer.errors import RecipeError
 __all__ = ["render", "sbatch_directives"]
 
 EXIT_MARGIN_S = 30
-"""Seconds beyond the job's grace period for the agents' records and the end of the script."""
+"""Seconds beyond the job's grace period for exit codes and the policy."""
 
 
 def render(pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
@@ -60,14 +60,13 @@ def sbatch_directives(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -
             values={"slurm.signal_lead_time_s": options.signal_lead_time_s, "job.grace_period_s": job.grace_period_s},
             remedy="raise slurm.signal_lead_time_s, or leave it out to use the grace period plus 30 s",
         )
-    tasks = job.procs_per_node if job.spawner == "srun" else 1
-    cpus = resources.cpus_per_proc * (1 if job.spawner == "srun" else job.procs_per_node)
+    cpus = resources.cpus_per_proc
     element = "%A_%a" if stage.array else "%j"
     stage_folder = f"../stages/{stage.name}"
     lines = [
         f"--job-name={pipeline.name}-{stage.name}" if pipeline.name != stage.name else f"--job-name={stage.name}",
         f"--nodes={job.nodes}",
-        f"--ntasks-per-node={tasks}",
+        f"--ntasks-per-node={job.procs_per_node}",
     ]
     lines += [f"--cpus-per-task={cpus}"] if cpus else []
     lines += _gpu_directives(stage, options)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.places import Place, log_file
+from lt_launch.agent.policy import Place, log_file
 from lt_launch.job import Pipeline
 from lt_launch.launch_dir import check_own
 from lt_launch.launch_dir_status import element_status, find_stage_dir
@@ -25,6 +25,7 @@ from lt_launch.slurm.commands import (
     run_slurm_command,
     submit_chain,
 )
+from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
 
 __all__ = ["SlurmTarget"]
@@ -32,12 +33,6 @@ __all__ = ["SlurmTarget"]
 UNKNOWN_JOB_ERRORS = ("Invalid job id",)
 NO_ACCOUNTING_ERRORS = ("accounting storage is disabled", "Slurm accounting", "Connection refused", "not running")
 POLL_S = 1.0
-IGNORE_SIGNALS_SETUP = [
-    "trap '' TERM USR1 USR2 HUP",
-    "export PET_SIGNALS_TO_HANDLE=SIGINT TORCHELASTIC_SIGNALS_TO_HANDLE=SIGINT",
-]
-"""Slurm signals every process of a step, some signals twice, and torchrun stops waiting for the ranks at the second. So
-torchrun ignores them; its ranks receive them from Slurm, save, and exit with 75, which torchrun waits for."""
 ACTIVE_STATES = ("running", "pending", "requeued")
 TERMINAL_STATES = ("completed", "failed", "cancelled", "lost", "skipped")
 
@@ -195,14 +190,11 @@ class SlurmTarget:
         return findings(self, profile, pipeline)
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """Return the agents' specs by stage."""
+        """Return what the policy reads, by stage."""
         from lt_launch.spec import stage_spec
 
-        specs = {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
-        for stage in pipeline.stages:
-            if stage.job.spawner == "torchrun":
-                specs[stage.name]["setup"] += IGNORE_SIGNALS_SETUP
-        return specs
+        excluded = ",".join(profile.options("slurm", SlurmOptions).exclude)
+        return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd, never=excluded) for stage in pipeline.stages}
 
 
 def _attempt_nodes(place: Place, default: tuple[str, ...]) -> tuple[str, ...]:

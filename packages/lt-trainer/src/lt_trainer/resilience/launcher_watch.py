@@ -19,14 +19,30 @@ LAUNCHED_VARIABLE = "TORCHELASTIC_RUN_ID"
 """Environment variable of ranks whose launcher waits for them. A shell may end before what it started, under nohup."""
 
 
+LAUNCHER_PID_VARIABLE = "LT_LAUNCHER_PID"
+"""Environment variable with a process to watch besides the parent, where a shell stands between the two."""
+
+
 def stop_when_launcher_dies() -> None:
     """Raise SIGTERM in this process once the parent of now has died."""
     parent = os.getppid()
+    launcher = int(os.environ.get(LAUNCHER_PID_VARIABLE) or 0)
+    watched = launcher if launcher and _exists(launcher) else 0  # it is not seen from within some containers
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == parent and (not watched or _exists(watched)):
             time.sleep(POLL_S)
         os.write(2, f"# process {parent}, which started this one, has died: stopping as on SIGTERM\n".encode())
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="launcher watch", daemon=True).start()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it runs as another user
+        pass
+    return True
