@@ -1,5 +1,6 @@
 """The status table: what a person reads, from launch directories and from plain run directories."""
 
+import doctest
 import json
 import os
 import time
@@ -7,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from lt_launch import launcher
 from lt_launch.agent.policy import Place, write_table
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
-from lt_launch.launch_dir import acquire_lock, create, log_event
+from lt_launch.launch_dir import acquire_lock, create, load_launch, log_event, save_job_ids
 from lt_launch.profile import Profile
 from lt_launch.progress import parse_progress, read_progress
 from lt_launch.spec import stage_spec
@@ -59,6 +61,20 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     log_event(made, "attempt_started", stage="train", attempt=0, hosts=["h1", "h2", "h3", "h4"])
     run_directory(tmp_path / "runs/p/run", step=250)
     return made
+
+
+def test_a_launch_is_found_by_folder_name_and_the_ids_of_its_jobs(launch) -> None:
+    save_job_ids(launch, {"prepare": "41", "train": "42"})
+    for name in ("runs/p", "runs/p/launch", "p", "41", "41_7", "42", "p-train"):
+        assert load_launch(name).directory == launch.directory
+    with pytest.raises(LaunchError, match="4: no launch here"):
+        load_launch("4")
+
+
+def test_what_is_shown_after_a_submission() -> None:
+    assert doctest.testmod(launcher).failed == 0
+    text = launcher.format_submitted(Path("/runs/p"), {"prepare": "41", "train": "42"})
+    assert text.startswith("job 41: prepare\njob 42: train\nfolder: /runs/p\nnext: lt launch status p\n")
 
 
 def test_progress_of_a_run(launch) -> None:
@@ -146,8 +162,11 @@ def test_colours_on_a_terminal(launch, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 
 def test_the_list_of_launches(launch, capsys: pytest.CaptureFixture[str]) -> None:
+    save_job_ids(launch, {"prepare": "41", "train": "42"})
     show_launches()
-    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["p", "local", "failed"]
+    words = capsys.readouterr().out.splitlines()[1].split()
+    assert words[:3] == ["p", "local", "failed"]
+    assert words[-3:] == ["41", "42", str(launch.directory.parent)]
 
 
 def test_where_nothing_was_launched_it_says_how_to(capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ Overrides = Annotated[
 Hostfile = Annotated[Path | None, typer.Option(help="For ssh: lines of 'host [slots=N] [port=P] [user=U] [addr=A]'.")]
 Out = Annotated[str, typer.Option(help="Folder of the launch; else the run directory, or runs/NAME.")]
 Stage = Annotated[str, typer.Option(help="Only this stage of a pipeline.")]
-Run = Annotated[str, typer.Argument(metavar="RUN", help="The folder of a launch (its --out), or its name.")]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="A launch: its folder (--out), its name, or a job's id.")]
 
 
 def _target_capacity(on: str, profile: Profile) -> tuple[int, int]:

@@ -158,7 +158,7 @@ def load_launch(path: str | Path) -> Launch:
 
 
 def find_launch_dir(path: str | Path) -> Path:
-    """Return the launch directory of a path or a launch name.
+    """Return the launch directory of a path, a launch name, or the id or name of one of its jobs.
 
     Raises:
         LaunchError: there is no such launch.
@@ -167,7 +167,10 @@ def find_launch_dir(path: str | Path) -> Path:
     for candidate in (given, given / "launch"):
         if (candidate / "launch.json").is_file():
             return candidate.absolute()
-    matches = [directory for directory in list_launch_dirs() if directory.parent.name == str(path)]
+    listed = list_launch_dirs()
+    matches = [directory for directory in listed if directory.parent.name == str(path)]
+    names = {str(path), str(path).partition("_")[0]}  # an element of a Slurm array: ID_INDEX
+    matches = matches or [directory for directory in listed if names & _job_names(directory)]
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -175,6 +178,16 @@ def find_launch_dir(path: str | Path) -> Path:
             f"{path}: {len(matches)} launches have this name; give the path: {', '.join(map(str, matches))}"
         )
     raise LaunchError(f"{path}: no launch here; see lt launch list")
+
+
+def _job_names(directory: Path) -> set[str]:
+    """Return the ids and names that a target knows the jobs of a launch by."""
+    try:
+        values = json.loads((directory / "launch.json").read_bytes())
+        name, ids = values["pipeline"]["name"], dict(values["job_ids"])
+        return {name, *ids.values(), *(f"{name}-{stage}" for stage in ids)}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return set()
 
 
 def list_launch_dirs() -> list[Path]:

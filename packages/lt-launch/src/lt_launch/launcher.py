@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from lt_launch.profile import Profile
 from lt_launch.target import RenderedLaunch, get_target
 from lt_trainer.errors import RecipeError
 
-__all__ = ["format_rendered", "launch", "resolve_stage_specs", "write_rendered"]
+__all__ = ["format_rendered", "format_submitted", "launch", "resolve_stage_specs", "write_rendered"]
 
 
 def launch(
@@ -42,7 +43,26 @@ def launch(
     ids, code = target.submit(new_launch, rendered, detach=detach)
     if ids:
         launch_dir.save_job_ids(new_launch, ids)
+        sys.stdout.write(format_submitted(new_launch.directory.parent, ids))
     return code
+
+
+def format_submitted(folder: Path, ids: Mapping[str, str]) -> str:
+    """Format the jobs that a target took, the folder of the launch, and the commands to type next.
+
+    Example:
+        >>> print(format_submitted(Path("/runs/llama"), {"train": "17"}), end="")
+        job 17: train
+        folder: /runs/llama
+        next: lt launch status llama
+              lt launch logs llama --follow
+              lt launch cancel llama
+    """
+    name = shlex.quote(folder.name)
+    rows = [f"job {id_}: {stage}" for stage, id_ in ids.items()]
+    rows += [f"folder: {folder}", f"next: lt launch status {name}"]
+    rows += [f"      lt launch {command}" for command in (f"logs {name} --follow", f"cancel {name}")]
+    return "".join(f"{row}\n" for row in rows)
 
 
 def _check_pass_env(pipeline: Pipeline) -> None:

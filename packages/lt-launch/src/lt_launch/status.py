@@ -227,7 +227,7 @@ def show_launches() -> None:
         echo_error(f"# {NO_LAUNCHES_MESSAGE}")
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("RUN", "ON", "STATE", "CREATED", "FOLDER"):
+    for name in ("RUN", "ON", "STATE", "CREATED", "JOBS", "FOLDER"):
         table.add_column(name, no_wrap=True)
     for directory in directories:
         try:
@@ -244,6 +244,7 @@ def show_launches() -> None:
             escape(launch.target),
             f"[{color}]{state}[/]",
             age,
+            escape(" ".join(launch.job_ids.values())),
             escape(str(directory.parent)),
         )
     _print(table)
