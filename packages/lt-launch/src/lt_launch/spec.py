@@ -81,7 +81,7 @@ def agent_files() -> dict[str, str]:
 
 
 def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]], target: str = "") -> dict[str, str]:
-    """Return the files that nodes need below `<out>/launch/` by name: the policy or the agent, specs, recipes."""
+    """Return the files that nodes need below `<out>/launch/` by name: policy or agent, specs, recipes."""
     if target == "slurm":
         files = {"policy.py": (AGENT_DIR / "policy.py").read_text(encoding="utf-8")}
     else:

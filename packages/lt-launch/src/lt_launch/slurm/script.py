@@ -42,7 +42,7 @@ mounts=$launch:$launch{mounts} logs=/var/log/aws/clusters
 if [ -d /opt/sagemaker_cluster ] && [ -d $logs ]; then mounts+=,$logs:$logs container+=(--mount "$logs:$logs"); fi
 container+=({image})
 """
-PYXIS = 'step+=(--container-image={image} --container-mounts="$mounts"{workdir}) container=()'
+WITH_PYXIS = 'step+=(--container-image={image} --container-mounts="$mounts"{workdir}) container=()'
 
 RANK = """\
 # On each node, for each rank. "$@" is the command, with enroot before it where there is one.
@@ -120,7 +120,7 @@ def _container(stage: Stage, options: SlurmOptions) -> str:
     if options.container_runtime == "enroot":
         return text
     workdir = f" --container-workdir={shlex.quote(container.workdir)}" if container.workdir else ""
-    pyxis = PYXIS.format(image=shlex.quote(container.image), workdir=workdir)
+    pyxis = WITH_PYXIS.format(image=shlex.quote(container.image), workdir=workdir)
     if options.container_runtime == "pyxis":
         return f"{text}{pyxis}\n"
     return f"{text}if srun --help 2>/dev/null | grep -q -e --container-image; then {pyxis}; fi\n"
@@ -150,7 +150,7 @@ def _start(profile: Profile) -> str:
 
 
 def _command(stage: Stage, profile: Profile) -> str:
-    """Return the command; the shell of the batch script fills in an element's index and the path of the recipe."""
+    """Return the command; the batch script fills in an element's index and the recipe's path."""
     words = {
         RECIPE: f'"$launch/stages/{stage.name}/recipe.toml"',
         INDEX: '"$SLURM_ARRAY_TASK_ID"',
