@@ -4,6 +4,7 @@ import json
 import random
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,40 @@ def test_the_commands_by_hand_give_the_same_run(finished_quickstart: tuple[Path,
     assert read_losses(hand / "run") == read_losses(folder / "run")
     assert (hand / "report.html").exists()
     assert (hand / "model" / "config.json").read_bytes() == (folder / "model" / "config.json").read_bytes()
+
+
+def test_its_run_is_released_and_repeated_from_the_release_alone(
+    finished_quickstart: tuple[Path, str], lt, tmp_path: Path
+) -> None:
+    """Made beside the quickstart, moved to another folder, verified there, and its first steps repeated there."""
+    folder, _ = finished_quickstart
+    (tmp_path / "licences.toml").write_text(
+        """
+[release]
+name = "quickstart"
+producer = "Example Lab"
+
+[licenses]
+data = "CDLA-Permissive-2.0"
+document = "CC-BY-4.0"
+
+[[sources]]
+path = "corpus/*.jsonl"
+license = "CC0-1.0"
+redistribute = true
+"""
+    )
+    lt(
+        *("release", "make", "quickstart/run", "--out", tmp_path / "made"),
+        *("--licenses", tmp_path / "licences.toml", "--mof-class", "2"),
+        cwd=folder.parent,
+    )
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    shutil.move(tmp_path / "made", elsewhere / "release")
+    assert "verified" in lt("release", "verify", "release", cwd=elsewhere)
+    text = lt("release", "reproduce", "release", "--steps", "3", "--python", sys.executable, cwd=elsewhere)
+    assert "losses of 3 steps: bit-equal" in text
 
 
 def test_run_again_it_goes_on_with_what_is_there(finished_quickstart: tuple[Path, str], passage: Path, lt) -> None:

@@ -63,7 +63,7 @@ class Provenance:
         has_patch: True if the wheels differ from the commit, by environment/lt.patch.
         untracked: Untracked files of the sources that are in the wheels.
         without_hash: Packages of the lock whose archives have no hash.
-        stores: Store in the bundle → field of the recipe, and the fingerprint that the run has read.
+        stores: Store in the bundle → field of the recipe, fingerprint that the run has read, flat or joined.
         changed_fields: Fields of the recipe that were replaced so that it runs in the bundle, with the new value.
         filtered: Placeholder → number of replacements in the bundle's texts.
         paper: File of the research paper; "" if there is none.

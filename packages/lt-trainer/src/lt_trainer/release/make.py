@@ -153,7 +153,11 @@ def _finish(bundle: Path, gathered: _Run, changed: Mapping[str, Any], options: M
         untracked=list(state.untracked),
         without_hash=without_hash,
         stores={
-            released.name: {"field": released.field, "fingerprint": released.store.manifest.fingerprint}
+            released.name: {
+                "field": released.field,
+                "fingerprint": released.store.manifest.fingerprint,
+                "kind": "joined" if released.store.is_joined else "flat",
+            }
             for released in gathered.stores
         },
         changed_fields=changed,

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lt_data import DataError, Selection, TokenStore, merge, pack, prepare, split
+from lt_data import DataError, Selection, TokenStore, merge, pack, part_folder, prepare, split
 
 __all__ = ["main", "rebuild_store"]
 
@@ -37,6 +37,8 @@ def rebuild_store(job: Mapping[str, Any]) -> None:
         prepare(job["sources"], tokenizer=job["tokenizer"], out=whole, **arguments, **part)
     if job["parts"] > 1:
         merge(whole)
+        for i in range(job["parts"]):
+            shutil.rmtree(part_folder(whole, i, job["parts"]))
     if job["split"]:
         other = out.with_name(f"{out.name}.other")
         train, validation = (out, other) if job["split"]["side"] == "train" else (other, out)

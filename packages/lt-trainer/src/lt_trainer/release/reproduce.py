@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,8 @@ def _missing_parts(facts: Facts) -> Iterator[str]:
             yield f"{store.field}: its record function {store.manifest['map']['function']} is not in the release"
         if not any(entry.store == store.name for entry in facts.sources):
             yield f"{store.field}: its sources are not known"
+        if facts.provenance.stores[store.name]["kind"] == "joined":
+            yield f"{store.field}: a store that was joined or appended to is not prepared again"
 
 
 def _describe_missing(entry: SourceEntry) -> str:
@@ -195,6 +197,33 @@ def _variables(facts: Facts) -> dict[str, str]:
     return variables | thread_variables(facts)
 
 
+def rebuild_job(
+    store: StoreFacts, out: Path, sources: Sequence[Path], tokenizer: Path, given: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the job of `lt_trainer.release.rebuild` that makes a store again.
+
+    Args:
+        store: The released store.
+        out: Folder to make.
+        sources: Its source files, in the manifest's order.
+        tokenizer: Folder of the tokenizer.
+        given: Options of `lt data prepare` that the store does not record.
+    """
+    manifest, pack = store.manifest, store.pack
+    min_seq_len = {"min_seq_len": min(length for length, _ in pack["buckets"])} if pack["mode"] == "buckets" else {}
+    return {
+        "out": str(out),
+        "sources": [str(path) for path in sources],
+        "tokenizer": str(tokenizer),
+        "arguments": prepare_arguments(store, given),
+        "parts": manifest["merged_from"],
+        "split": manifest.get("split"),
+        "fingerprint": manifest["fingerprint"],
+        "pack": {"seq_len": pack["seq_len"], "mode": pack["mode"], **min_seq_len},
+        "pack_fingerprint": pack["fingerprint"],
+    }
+
+
 def _rebuild(
     python: Path,
     bundle: Path,
@@ -204,19 +233,9 @@ def _rebuild(
     sources: Mapping[str, Path],
     variables: Mapping[str, str],
 ) -> None:
-    manifest, pack = store.manifest, store.pack
-    min_seq_len = {"min_seq_len": min(length for length, _ in pack["buckets"])} if pack["mode"] == "buckets" else {}
-    job: dict[str, Any] = {
-        "out": str(work / "data" / store.name),
-        "sources": [str(sources[entry.sha256]) for entry in facts.sources if entry.store == store.name],
-        "tokenizer": str(bundle / "data" / store.name / "tokenizer"),
-        "arguments": prepare_arguments(store, dict(facts.info.prepare.get(store.name, {}))),
-        "parts": manifest["merged_from"],
-        "split": manifest.get("split"),
-        "fingerprint": manifest["fingerprint"],
-        "pack": {"seq_len": pack["seq_len"], "mode": pack["mode"], **min_seq_len},
-        "pack_fingerprint": pack["fingerprint"],
-    }
+    paths = [sources[entry.sha256] for entry in facts.sources if entry.store == store.name]
+    given = dict(facts.info.prepare.get(store.name, {}))
+    job = rebuild_job(store, work / "data" / store.name, paths, bundle / "data" / store.name / "tokenizer", given)
     path = work / f"prepare-{store.name}.json"
     path.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
     command = (str(python), "-m", "lt_trainer.release.rebuild", str(path))
