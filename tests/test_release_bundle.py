@@ -438,6 +438,17 @@ def test_what_cannot_be_reproduced_is_said_before_anything_runs(
     assert not (tmp_path / "work").exists()
 
 
+def test_steps_of_which_no_loss_was_logged_are_refused(bundle: Path, tmp_path: Path) -> None:
+    metrics = bundle / "run" / "metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rows = [row for row in rows if "loss" not in row or row["step"] > 5]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewrite_hashes(bundle)
+    with pytest.raises(ReleaseError, match="--steps = 3: the first loss that was logged is of step 6"):
+        reproduce_release(bundle, tmp_path / "work", ReproduceOptions(steps=3))
+    assert not (tmp_path / "work").exists()
+
+
 @pytest.mark.slow
 def test_in_a_fresh_environment_with_sources_from_elsewhere(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lt: Callable[..., str]

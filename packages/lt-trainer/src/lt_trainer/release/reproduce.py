@@ -135,6 +135,13 @@ def _check(bundle: Path, work: Path, options: ReproduceOptions) -> tuple[Facts, 
         problems.append(
             f"--steps = {options.steps}: the release has {facts.provenance.step} steps; give 1 to that, or 0"
         )
+    logged = min((int(record["step"]) for record in facts.train), default=None)
+    if logged is None:
+        problems.append("run/metrics.jsonl: has no loss to compare with; nothing can be shown by a repetition")
+    elif 0 < options.steps < logged:
+        problems.append(
+            f"--steps = {options.steps}: the first loss that was logged is of step {logged}; give at least it"
+        )
     sources = {entry.sha256: bundle / entry.file for entry in facts.sources if entry.file}
     wanted = [entry for entry in facts.sources if entry.sha256 not in sources]
     sources |= find_source_files([entry.as_source_file() for entry in wanted], options.source_folders)
