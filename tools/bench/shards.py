@@ -10,7 +10,8 @@ one `numpy.memmap` a shard and a Python loop over the rows. Each number of shard
 alternate between the readers.
 
 The kernel maps a large file by pages of 2 MiB and a file of less than that by pages of 4 KiB. What that alone costs is
-shown beside one shard: rows at random places of it, copied by one numpy call each 256, with either kind of page.
+shown beside one shard: rows at random places of it, copied by one numpy call each 256, with either kind of page; and
+one shard in a process to which the kernel gives no large pages (`prctl`), which is what many small shards compare with.
 
 Peers read the same rows from as many files: `datasets` (`with_format("numpy")`), and mosaicml-streaming
 (`StreamingDataset[i]`, MDS shards of integer arrays), each where it is installed: in an environment of their own,
@@ -24,6 +25,7 @@ The folder takes 1.2 GB (3 GB with peers) and is emptied at the end; PAGE is doc
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import mmap
 import resource
@@ -48,6 +50,8 @@ ROUNDS = 7
 STORE_TOKENS = 120_000_000
 FILES = 1024  # ulimit -n
 PROCESSES = 3
+PR_SET_THP_DISABLE = 41
+SMALL_PAGES = "1 shard, pages of 4 KiB"
 TITLE = (
     "A random row of {seq_len} 2-byte ids out of {tokens:.0f} million, {batch} at a time, by the number of shards; "
     "warm, one process, `ulimit -n {files}`; µs of CPU a row, medians of {processes} processes of {rounds} rounds."
@@ -177,26 +181,28 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=STORE_TOKENS)
     parser.add_argument("--datasets", action="append_const", dest="peers", const="datasets", default=[])
     parser.add_argument("--mosaicml", action="append_const", dest="peers", const="mosaicml")
+    parser.add_argument("--small-pages", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.measure:
+        if options.small_pages and ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0):
+            raise OSError("prctl: the kernel still gives large pages")
         print(json.dumps(measure(options.measure, options.peers)))
         return
     where = machine_info()
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         lengths = lognormal_lengths(options.tokens // 600, 300)
-        stores = [
-            make_store(Path(name) / str(n), lengths, int(lengths.sum()) // n + (n > 1) * 500) for n in options.shards
-        ]
+        counts = sorted({1, *options.shards})
+        stores = [make_store(Path(name) / str(n), lengths, int(lengths.sum()) // n + (n > 1) * 500) for n in counts]
+        cases = {f"{len(store.manifest.shards)} shards": (store, list(options.peers)) for store in stores}
+        cases = {"1 shards": cases["1 shards"], SMALL_PAGES: (stores[0], ["small-pages"]), **cases}
         for _ in range(PROCESSES):
-            for store in stores:
-                command = [sys.executable, __file__, "--measure", str(store.path)]
-                command += [f"--{peer}" for peer in options.peers]
+            for case, (store, flags) in cases.items():
+                command = [sys.executable, __file__, "--measure", str(store.path), *(f"--{flag}" for flag in flags)]
                 output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-                shards = f"{len(store.manifest.shards)} shards"
-                found.setdefault(shards, []).append(json.loads(output.splitlines()[-1]))
+                found.setdefault(case, []).append(json.loads(output.splitlines()[-1]))
     readers = list(dict.fromkeys(reader for results in found.values() for reader in results[0]))
     cells = [
         [reader, *(_cell([one.get(reader) for one in results]) for results in found.values())] for reader in readers
