@@ -372,6 +372,31 @@ def test_a_job_whose_step_slurm_never_makes_is_started_again(
     assert "srun got no step" in (place.stage / f"slurm-{id_}.out").read_text()
 
 
+AGAIN = """#!/bin/bash
+# srun, whose step is restarted in place when it has failed, as by SageMaker HyperPod's --auto-resume
+case "$*" in *--nodes=*) REAL "$@" && exit; sleep 1 ;; esac
+exec REAL "$@"
+"""
+
+
+def test_a_step_that_srun_restarts_by_itself_has_the_time_it_needs(
+    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was to end the survivors of the first one does not reach the second."""
+    real = shutil.which("srun")
+    assert real is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(AGAIN.replace("REAL", real))
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    command = "[ -e $RANK ] && sleep 6 && exit; touch $RANK; exit $((7 * RANK))"
+    made = submit(
+        f'[job]\nname = "again"\nprocs_per_node = 2\nargv = ["bash", "-c", "{command}"]\n[profile]\npython = "PYTHON"\n'
+    )
+    assert wait(cluster, made) == {"again": "completed"}
+    assert cluster.job(made.job_ids["again"])["Restarts"] == "0"
+
+
 @pytest.mark.guarantee("slurm-standalone")
 def test_the_script_stands_alone(cluster: Any, submit: Submit, tmp_path: Path) -> None:
     """Submitted by hand with the system's own python: nothing of lt-launch is installed there."""

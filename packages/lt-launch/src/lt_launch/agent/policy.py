@@ -535,7 +535,7 @@ def avoid(needed: int, bad: Sequence[str], partition: Iterable[str], never: Sequ
 
 # --- one start of a Slurm job
 
-SETTLE_S, FAILED_S, POLL_S = 3.0, 10.0, 0.2
+SETTLE_S, FAILED_S, POLL_S = 3.0, 10.0, 0.5
 CONTROLLER_AWAY = ("ontact", "onnection", "ocket", "imed out")
 PAUSES_S = (10, 30, 60, 120, 0)
 TASK_LOST = re.compile(r"srun: error: .*: tasks? [\d,-]+: (?!Exited with exit code|unknown)")
@@ -627,7 +627,7 @@ class SlurmStart:
         process = subprocess.Popen(words, env=dict(env), stderr=subprocess.PIPE, text=True, errors="replace")
         reader = threading.Thread(target=self._read, args=(process,), daemon=True)
         reader.start()
-        forwarded = False
+        forwarded, step = False, ""
         due: list[tuple[float, signal.Signals]] | None = None
         grace_s = float(self.spec["grace_s"])
         while process.poll() is None:
@@ -637,8 +637,11 @@ class SlurmStart:
                 if self.signal == signal.SIGUSR1:  # SIGTERM has come to all processes of the job
                     process.send_signal(signal.SIGUSR1)
                 due = [(time.monotonic() + grace_s, signal.SIGKILL)]
-            if due is None and not self.signal:
-                due = self._due(grace_s)
+            if not self.signal:
+                step, before = self._step_id(), step
+                if before and step != before:  # restarted in place, as HyperPod's --auto-resume does
+                    due, self.lost_task = None, False
+                due = self._due(grace_s) if due is None else due
             while due and time.monotonic() >= due[0][0]:
                 self._end(due.pop(0)[1])
             time.sleep(POLL_S)
@@ -660,12 +663,17 @@ class SlurmStart:
             return [(now + SETTLE_S, signal.SIGTERM), (now + SETTLE_S + FAILED_S, signal.SIGKILL)]
         return [(now + grace_s, signal.SIGKILL)] if REQUEUE in codes else None
 
+    def _step_id(self) -> str:
+        """The number of the newest step; "" before its first process."""
+        path = self.folder / "notes" / "step"
+        return path.read_text(encoding="ascii").strip() if path.exists() else ""
+
     def _end(self, number: signal.Signals) -> None:
-        step = self.folder / "notes" / "step"
-        if step.exists():
+        step = self._step_id()
+        if step:
             if number == signal.SIGKILL:
                 (self.folder / "killed").touch()
-            slurm("scancel", f"--signal={number.name[3:]}", f"{self.job}.{step.read_text(encoding='ascii').strip()}")
+            slurm("scancel", f"--signal={number.name[3:]}", f"{self.job}.{step}")
 
     def _note_signal(self) -> None:
         if self.signal and not (self.folder / SIGNALED).exists():
