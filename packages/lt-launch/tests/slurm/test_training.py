@@ -282,6 +282,7 @@ def test_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[.
     assert int(steps[-1].parent.name.removeprefix("step-")) == max(losses(made))
 
 
+@pytest.mark.slow
 @pytest.mark.guarantee("slurm-lost-node")
 def test_ranks_whose_step_daemon_is_killed_leave_and_the_run_goes_on(cluster: Any, submit: Callable[..., Any]) -> None:
     """Slurm no longer knows of them: by themselves they would train on beside the next attempt."""
