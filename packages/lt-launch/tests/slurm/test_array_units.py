@@ -42,14 +42,14 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def processes(word: str) -> list[int]:
-    """Processes of the command whose words hold this one."""
+    """Processes that run the command of an element, whose words hold this one; not what starts and watches it."""
     found: list[int] = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"lt_data" in words and word.encode() in words:
+        if words[1:3] == [b"-m", b"lt_data"] and word.encode() in words:
             found.append(int(folder.name))
     return found
 
