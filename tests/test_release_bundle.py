@@ -464,3 +464,20 @@ def test_in_a_fresh_environment_with_sources_from_elsewhere(
     text = lt("release", "reproduce", "made", "--sources", "mine", "--steps", "3", cwd=tmp_path)
     assert "losses of 3 steps: bit-equal" in text
     assert (tmp_path / "reproduction" / "env" / "bin" / "python").exists()
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks_is_repeated_on_two_ranks(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lt: Callable[..., str], torchrun: Callable[..., str]
+) -> None:
+    monkeypatch.chdir(folder)
+    changes = ("run.dir=two", "schedule.max_steps=6", "checkpoint.interval=3", "batch.micro_batch_size=2")
+    sets = (word for text in changes for word in ("--set", text))
+    torchrun(2, "-m", "lt_trainer", "run", "run.toml", *sets, cwd=folder)
+    make_release(Path("two"), tmp_path / "made", MakeOptions(licenses=Path("licences.toml")))
+    text = lt("release", "reproduce", "made", "--python", sys.executable, "--steps", "4", cwd=tmp_path)
+    assert "losses of 4 steps: bit-equal" in text
+    started = [
+        json.loads(line) for line in (tmp_path / "reproduction/reproduced/events.jsonl").read_text().splitlines()
+    ]
+    assert [event["world"] for event in started if event["event"] == "start"] == [2]

@@ -252,10 +252,10 @@ def _rebuild(
 def _run(python: Path, bundle: Path, work: Path, facts: Facts, last_step: int, variables: Mapping[str, str]) -> None:
     """Train with the run's number of ranks, all on this machine."""
     world = int(facts.start_event.get("world", 1))
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)) if world > 1 else ()
     recipe = str(bundle / "recipe" / "recipe.toml")
+    start = ("lt_trainer", "run", recipe) if world == 1 else ("lt_trainer.release.rerun", recipe, str(world))
     stop = ("--stop-after-step", str(last_step)) if last_step < facts.recipe["schedule"]["max_steps"] else ()
-    command = (str(python), *launcher, "-m", "lt_trainer", "run", recipe, *stop)
+    command = (str(python), "-m", *start, *stop)
     _execute(command, work, "run", variables, codes=(EXIT_DONE, EXIT_REQUEUE) if stop else (EXIT_DONE,))
 
 
