@@ -117,13 +117,14 @@ def read_contract(root: Path, environ: Mapping[str, str]) -> Contract:
         SageMakerError: a file is missing or damaged, or a channel is missing or has an unsupported mode.
     """
     config = root / "input" / "config"
+    hyperparameters = _read_json_object(config / "hyperparameters.json", default={})
     checkpoint_config = _read_json_object(config / "checkpointconfig.json", default={})
     local_path = checkpoint_config.get("LocalPath") or "/opt/ml/checkpoints"
     input_data_config = _read_json_object(config / "inputdataconfig.json", default={})
     resource_config = _read_json_object(config / "resourceconfig.json")
     return Contract(
         root=root,
-        hyperparameters=_read_json_object(config / "hyperparameters.json", default={}),
+        hyperparameters=hyperparameters,
         channels=_read_channels(root, input_data_config),
         cluster=_read_cluster(config / "resourceconfig.json", resource_config, environ),
         checkpoint_dir=resolve_path(root, str(local_path)),
