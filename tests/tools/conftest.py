@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT / "tools"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT / "tools"), str(ROOT / "tools" / "mutants"), str(Path(__file__).parent)]
 
 from small_workspace import git, write_package  # noqa: E402
 

@@ -1,0 +1,190 @@
+"""Plant each mutant of both sets and tell which test notices it.
+
+    uv run python tools/mutants/run.py                       # both sets, then the score into score.md
+    uv run python tools/mutants/run.py --set chosen --jobs 2
+    uv run python tools/mutants/run.py --only ckpt-07        # some mutants
+    uv run python tools/mutants/run.py --survivors           # again those that no test noticed
+
+A mutant is planted in a clone of HEAD (`sandbox.py`), never in the checkout. It meets the default tests that run its
+lines (`selection.py`; the map is made by `cover.py`), at most 60 s of them, until the first fails. It counts as caught
+only by a test with a name that fails with the mutant and passes without it, which is tried for each such test. A test
+that is still running after ten times its duration and 20 s counts as failed: it hangs.
+
+Results are kept in `.mutants/results.json`, each with its commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from typing import Any
+
+from cover import MAP
+from mutant import SETS, Mutant, read_set
+from run_tests import LIMIT_S, run_tests
+from sandbox import CACHE, Sandbox, sandbox
+from score import write_score
+from selection import CoveringTest, LineMap, find_tests, select
+
+RESULTS = CACHE / "results.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a mutant.
+
+    Attributes:
+        digest: the mutant's.
+        commit: the code that it was planted in.
+        caught_by: the test that failed; "" for a survivor.
+        message: how it failed, or why nothing did.
+        tests: number of tests that ran its lines, and of those that were selected.
+        seconds: time of the run.
+    """
+
+    digest: str
+    commit: str
+    caught_by: str
+    message: str
+    tests: tuple[int, int]
+    seconds: float
+
+
+@contextmanager
+def planted(box: Sandbox, mutant: Mutant, stamp: int) -> Iterator[tuple[str, range]]:
+    """Change the file of a mutant in a sandbox; yields its text before and the lines that change."""
+    path = box.root / mutant.file
+    text, before = path.read_text(encoding="utf-8"), path.stat()
+    changed, lines = mutant.apply(text)
+    try:
+        path.write_text(changed, encoding="utf-8")
+        # Compiled files are known by time in seconds and size: two mutants of one second may have both in common.
+        os.utime(path, (before.st_atime, before.st_mtime + 10 + stamp))
+        yield text, lines
+    finally:
+        path.write_text(text, encoding="utf-8")
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+class Runner:
+    """Runs mutants, each in one of a few sandboxes."""
+
+    def __init__(self, boxes: Sequence[Sandbox]) -> None:
+        self._free: SimpleQueue[Sandbox] = SimpleQueue()
+        for box in boxes:
+            self._free.put(box)
+        self._passing: set[str] = set()
+        self._lock = threading.Lock()
+        self._stamp = 0
+
+    def try_mutant(self, mutant: Mutant) -> Result:
+        """Plant a mutant and run its tests."""
+        box = self._free.get()
+        try:
+            with self._lock:
+                self._stamp += 1
+                stamp = self._stamp
+            start = time.monotonic()
+            with planted(box, mutant, stamp) as (text, lines):
+                found = find_tests(LineMap(MAP), mutant.file, text, lines)
+                tests = select(found, mutant.package, LIMIT_S)
+                failure = run_tests(box, tests)
+            seconds = time.monotonic() - start
+            message = failure.message if failure else "" if tests else "no test runs its lines"
+            if failure and not self._passes(box, failure.test, tests):
+                failure, message = None, f"{failure.test} fails without it as well: {failure.message}"
+            return Result(
+                digest=mutant.digest,
+                commit=box.commit,
+                caught_by=failure.test if failure else "",
+                message=message,
+                tests=(len(found), len(tests)),
+                seconds=round(seconds, 1),
+            )
+        finally:
+            self._free.put(box)
+
+    def _passes(self, box: Sandbox, name: str, tests: Sequence[CoveringTest]) -> bool:
+        """Tell whether a test passes on the code as it is."""
+        if name in self._passing:
+            return True
+        only = [test for test in tests if name in (test.name, test.file)]
+        passes = bool(only) and run_tests(box, only) is None
+        if passes:
+            self._passing.add(name)
+        return passes
+
+
+def read_results() -> dict[str, dict[str, Any]]:
+    """Return the results so far, by id of the mutant."""
+    return json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+
+
+def keep(name: str, result: Result, lock: threading.Lock) -> None:
+    """Write a result down."""
+    with lock:
+        RESULTS.write_text(json.dumps(read_results() | {name: asdict(result)}, indent=1))
+
+
+def wanted(
+    mutants: Sequence[Mutant], options: argparse.Namespace, results: Mapping[str, Mapping[str, Any]]
+) -> list[Mutant]:
+    """Return the mutants that the options ask for."""
+
+    def is_wanted(mutant: Mutant) -> bool:
+        result = results.get(mutant.id)
+        is_known = result is not None and result["digest"] == mutant.digest
+        return (
+            (not options.only or mutant.id in options.only)
+            and (not options.package or mutant.package in options.package)
+            and (not options.survivors or (result is not None and not result["caught_by"]))
+            and not (options.missing and is_known)
+        )
+
+    return [mutant for mutant in mutants if is_wanted(mutant)]
+
+
+def main() -> int:
+    """Run what is asked for; fails if a mutant of these survived."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", choices=SETS, help="only this one; both without it")
+    parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants")
+    parser.add_argument("--package", nargs="+", help="the mutants of these packages")
+    parser.add_argument("--survivors", action="store_true", help="those that survived the last time")
+    parser.add_argument("--missing", action="store_true", help="those that have no result yet, or have changed")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
+    options = parser.parse_args()
+    every = [mutant for name in SETS if options.set in (None, name) for mutant in read_set(name)]
+    mutants = wanted(every, options, read_results())
+    lock = threading.Lock()
+    with ExitStack() as stack:
+        runner = Runner([stack.enter_context(sandbox()) for _ in range(min(options.jobs, len(mutants)))])
+
+        def is_caught(mutant: Mutant) -> bool:
+            result = runner.try_mutant(mutant)
+            keep(mutant.id, result, lock)
+            word = f"caught by {result.caught_by}" if result.caught_by else f"SURVIVED {result.message}"
+            print(
+                f"{mutant.id}: {word} ({result.tests[1]} of {result.tests[0]} tests, {result.seconds:.0f} s)",
+                flush=True,
+            )
+            return bool(result.caught_by)
+
+        with ThreadPoolExecutor(options.jobs) as pool:
+            caught = list(pool.map(is_caught, mutants))
+    print(f"{sum(caught)} of {len(caught)} caught", flush=True)
+    write_score(read_results())
+    return 0 if all(caught) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
