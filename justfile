@@ -12,9 +12,8 @@ check *PYTEST:
 slow *PYTEST:
     uv run --locked python tools/slow.py {{PYTEST}}
 
-# Whether the tests notice 200 planted mistakes: the map of lines first (an hour), then all mutants or those of OPTIONS.
+# Whether the tests notice 200 planted mistakes; before it, once: uv run python tools/mutants/cover.py
 mutants *OPTIONS:
-    [ -f .mutants/lines.sqlite ] || uv run --locked python tools/mutants/cover.py
     uv run --locked python tools/mutants/run.py {{OPTIONS}}
 
 # Tests with torch 2.9, 2.11 and 2.14, in environments under OUT: just older-torch /tmp/torch --torch 2.11
