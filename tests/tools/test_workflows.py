@@ -233,7 +233,7 @@ def test_every_program_of_the_lists_of_commands_is_here(name: str) -> None:
     lines = re.findall(r"^(?:    |\s+entry: )(uv run .*)$", (ROOT / name).read_text(), re.M)
     assert len(lines) >= 7
     for line in lines:
-        run = re.fullmatch(r"uv run --locked (\S+)(?: (tools/\w+\.py))?.*", line)
+        run = re.fullmatch(r"uv run --locked (\S+)(?: (tools/[\w/]+\.py))?.*", line)
         assert run, f"{name}: {line}: the lock is not looked at"
         assert shutil.which(run[1], path=str(Path(sys.executable).parent)), f"{name}: {line}"
         assert run[1] != "python" or (ROOT / run[2]).is_file(), f"{name}: {line}"
