@@ -54,6 +54,7 @@ PACE = re.compile(
 )
 PATHS = re.compile(r"path|folder|root|dir\b|file|name|target", re.I)
 PACE_CALLS = re.compile(r"^(sleep|wait|join|lru_cache)$")
+REFLECTION = {"isinstance", "issubclass", "getattr", "setattr", "hasattr", "delattr"}
 ANNOTATING_CALLS = {"cast", "TypeVar", "NewType", "field", "Option", "Argument"}
 
 
@@ -65,28 +66,34 @@ def callee(call: ast.Call) -> str:
 def is_left_alone(node: ast.AST) -> bool:
     """Tell whether nothing in a node is changed."""
     match node:
-        case ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom():
-            return True
-        case ast.Expr(value=ast.Constant()):
+        case ast.JoinedStr() | ast.Assert() | ast.Import() | ast.ImportFrom() | ast.Expr(value=ast.Constant()):
             return True
         case ast.Expr(value=ast.Call() as call):
             return is_left_alone(call)
         case ast.Call():
-            name = callee(node)
-            return bool(TEXT_CALLS.match(name) or PACE_CALLS.match(name)) or name in ANNOTATING_CALLS
+            return is_text_call(node)
         case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Compare(left=ast.Name(id="__name__"))):
             return True
         case ast.ClassDef(bases=bases):
             return any("Protocol" in ast.unparse(base) for base in bases)
         case ast.FunctionDef(name="__repr__" | "__str__"):
             return True
-        case ast.keyword(arg=str(name)):
+        case ast.Assign(value=ast.Subscript(value=ast.Name(id="Annotated" | "Callable" | "Literal"))):
+            return True
+        case ast.keyword(arg=str(name)) | ast.AnnAssign(target=ast.Name(id=name)):
             return name == "strict" or bool(PACE.search(name))
         case ast.Assign(targets=[ast.Name(id=name)]):
             return name == "__all__" or bool(PACE.search(name))
-        case ast.AnnAssign(target=ast.Name(id=name)):
-            return bool(PACE.search(name))
     return False
+
+
+def is_text_call(node: ast.Call) -> bool:
+    """Tell whether a call writes a text, waits, or describes a type."""
+    match node.func:
+        case ast.Attribute(value=ast.Attribute(attr="stderr" | "stdout")):
+            return True
+    name = callee(node)
+    return bool(TEXT_CALLS.match(name) or PACE_CALLS.match(name)) or name in ANNOTATING_CALLS
 
 
 def iter_nodes(node: ast.AST) -> Iterator[ast.AST]:
@@ -130,9 +137,9 @@ def expression_changes(node: ast.expr) -> Iterator[Change]:
                 yield Change(upper, f"({ast.unparse(upper)}) - 1", "slice end - 1")
             if lower is not None and not isinstance(lower, ast.Constant):
                 yield Change(lower, f"({ast.unparse(lower)}) + 1", "slice begin + 1")
-        case ast.Tuple(elts=[first, second, *rest], ctx=ast.Load()) if ast.dump(first) != ast.dump(second):
+        case ast.Tuple(elts=[first, second, *rest], ctx=ast.Load()) if are_alike(first, second):
             yield become(node, "items swapped", elts=[second, first, *rest])
-        case ast.IfExp(body=body, orelse=orelse):
+        case ast.IfExp(body=body, orelse=orelse) if not has_text(node):
             yield become(node, "branches swapped", body=orelse, orelse=body)
         case _:
             yield from operator_changes(node)
@@ -171,11 +178,16 @@ def call_changes(node: ast.Call) -> Iterator[Change]:
     func, args, keywords = node.func, node.args, node.keywords
     if isinstance(func, ast.Name) and func.id in PAIRS:
         yield become(node, f"{func.id} became {PAIRS[func.id]}", func=ast.Name(id=PAIRS[func.id]))
-    elif len(args) >= 2 and ast.dump(args[0]) != ast.dump(args[1]) and not has_text(node):
+    elif len(args) >= 2 and are_alike(args[0], args[1]) and not has_text(node) and callee(node) not in REFLECTION:
         yield become(node, "arguments swapped", args=[args[1], args[0], *args[2:]])
     for i, keyword in enumerate(keywords):
         if keyword.arg and not is_left_alone(keyword):
             yield become(node, f"{keyword.arg}= dropped", keywords=[*keywords[:i], *keywords[i + 1 :]])
+
+
+def are_alike(first: ast.expr, second: ast.expr) -> bool:
+    """Tell whether two expressions differ and are of one kind, so that either may stand where the other does."""
+    return type(first) is type(second) and ast.dump(first) != ast.dump(second)
 
 
 def become(node: ast.expr, operator: str, **fields: object) -> Change:
