@@ -219,6 +219,20 @@ def test_logs_of_a_damaged_spec_are_an_error(launch: Launch, spec: dict[str, Any
         list(read_logs(launch, stage="x", rank=0, follow=False))
 
 
+@pytest.mark.parametrize("name", ["exit.json", "spec.json", "launch.json"])
+def test_records_nested_without_end_are_a_state_or_an_error(launch: Launch, name: str) -> None:
+    place = place_of(launch)
+    folders = {"exit.json": place.attempt(0), "spec.json": place.stage, "launch.json": launch.directory}
+    (folders[name] / name).write_text(DEEP)
+    if name == "exit.json":
+        assert [status.state for status in read_stage_statuses(launch)] == ["lost"]
+    elif name == "spec.json":
+        assert list(read_logs(launch, stage="x", rank=0, follow=False)) == []
+    else:
+        with pytest.raises(LaunchError, match="is damaged"):
+            load_launch(launch.directory)
+
+
 @pytest.mark.parametrize("change", [{"job_ids": ["x"]}, {"job_ids": {"x": 7}}, {"target": 7}, {"profile": "x"}])
 def test_a_damaged_launch_is_an_error(launch: Launch, change: dict[str, Any]) -> None:
     file = launch.directory / "launch.json"

@@ -1,4 +1,4 @@
-"""Manifests: golden YAML of both kinds, read back by a YAML reader; what a pod cannot do without is refused."""
+"""Manifests: golden YAML of each kind, read back by a YAML reader; what a pod cannot do without is refused."""
 
 import os
 import re
@@ -47,7 +47,8 @@ def rendered(made: Job, given: Profile) -> str:
 
 
 GOLDEN = {f"trainjob-{version}": {"trainer_version": version} for version in TRAINER_VERSIONS}
-GOLDEN |= {"hyperpod": {"kind": "hyperpod"}}
+GOLDEN |= {kind: {"kind": kind} for kind in ("pytorchjob", "jobset", "hyperpod")}
+KINDS = ["trainjob", "pytorchjob", "jobset", "hyperpod"]
 
 
 def pod_of(made: dict[str, Any]) -> dict[str, Any]:
@@ -56,6 +57,12 @@ def pod_of(made: dict[str, Any]) -> dict[str, Any]:
     if made["kind"] == "HyperPodPyTorchJob":
         (replica,) = spec["replicaSpecs"]
         return replica["template"]["spec"]
+    if made["kind"] == "PyTorchJob":
+        assert len({str(replica["template"]) for replica in spec["pytorchReplicaSpecs"].values()}) == 1
+        return spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+    if made["kind"] == "JobSet":
+        (replicated,) = spec["replicatedJobs"]
+        return replicated["template"]["spec"]["template"]["spec"]
     if "podSpecOverrides" in spec:
         (override,) = spec["podSpecOverrides"]
         assert override["targetJobs"] == [{"name": "node"}]
@@ -82,12 +89,17 @@ def test_manifests_are_as_they_were_and_can_be_read(name: str) -> None:
     assert without == golden.read_text()
     config, made = list(yaml.safe_load_all(text))
     assert config["data"]["run.toml"] == job().recipe
-    assert made["metadata"] == {"name": "llama", "namespace": "team"} | ({"labels": {}} if name == "hyperpod" else {})
+    assert made["metadata"] == {"name": "llama", "namespace": "team"}
     pod = pod_of(made)
-    if name == "hyperpod":
-        (replica,) = made["spec"]["replicaSpecs"]
-        assert replica["replicas"] == 4
-        assert pod["containers"][0]["command"][:3] == ["hyperpodrun", "--nnodes=4", "--nproc-per-node=8"]
+    if name in KINDS:
+        command = pod["containers"][0]["command"]
+        if name == "hyperpod":
+            (replica,) = made["spec"]["replicaSpecs"]
+            assert replica["replicas"] == 4
+            assert command[:3] == ["hyperpodrun", "--nnodes=4", "--nproc-per-node=8"]
+        else:
+            assert command[1:4] == ["-m", "lt_trainer", "torchrun"]
+            assert command[4:8] == ["/etc/lt/run.toml", "--nproc-per-node", "8", "--"]
         limits = pod["containers"][0]["resources"]["limits"]
         assert pod["nodeSelector"] == {"node.kubernetes.io/instance-type": "ml.p5.48xlarge"}
     else:
@@ -133,9 +145,54 @@ def test_a_pod_that_needs_no_more_than_the_usual_grace_period_is_not_told() -> N
     assert KubernetesTarget().render(Pipeline.from_job(job(grace_period_s=0.0)), given).notes == ()
 
 
-def test_hyperpod_keeps_the_time_limit() -> None:
-    made = list(yaml.safe_load_all(rendered(job(time_limit_s=3600), profile(kind="hyperpod"))))[1]
+@pytest.mark.parametrize("kind", ["hyperpod", "pytorchjob"])
+def test_operators_keep_the_time_limit(kind: str) -> None:
+    made = list(yaml.safe_load_all(rendered(job(time_limit_s=3600), profile(kind=kind))))[1]
     assert made["spec"]["runPolicy"]["activeDeadlineSeconds"] == 3600
+
+
+def test_a_jobset_is_restarted_as_a_whole_and_not_after_a_mistake_or_its_time() -> None:
+    made = list(yaml.safe_load_all(rendered(job(time_limit_s=3600), profile(kind="jobset"))))[1]
+    policy = made["spec"]["failurePolicy"]
+    assert policy["maxRestarts"] == 10
+    (rule,) = policy["rules"]
+    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy", "DeadlineExceeded"])
+    template = made["spec"]["replicatedJobs"][0]["template"]["spec"]
+    assert (template["parallelism"], template["completions"], template["completionMode"]) == (4, 4, "Indexed")
+    assert (template["backoffLimit"], template["activeDeadlineSeconds"]) == (0, 3600)
+    (one,) = template["podFailurePolicy"]["rules"]
+    pod = template["template"]["spec"]
+    assert one["onExitCodes"] == {
+        "containerName": pod["containers"][0]["name"],
+        "operator": "In",
+        "values": [64, 70],
+    }
+    assert pod["restartPolicy"] == "Never", "as a pod failure policy needs"
+    command = pod["containers"][0]["command"]
+    assert command[8:] == [
+        "--nnodes=4",
+        "--node-rank=$(JOB_COMPLETION_INDEX)",
+        "--master-addr=llama-node-0-0.llama",
+        "--master-port=29500",
+    ]
+
+
+def test_a_pytorchjob_has_one_master_and_the_others_are_workers() -> None:
+    target = KubernetesTarget().render(Pipeline.from_job(job()), profile(kind="pytorchjob"))
+    made = list(yaml.safe_load_all(target.files["llama.yaml"]))[1]
+    replicas = made["spec"]["pytorchReplicaSpecs"]
+    assert {kind: (one["replicas"], one["restartPolicy"]) for kind, one in replicas.items()} == {
+        "Master": (1, "OnFailure"),
+        "Worker": (3, "OnFailure"),
+    }
+    assert made["spec"]["runPolicy"]["backoffLimit"] == 10
+    container = pod_of(made)["containers"][0]
+    assert container["name"] == "pytorch", "the operator sets its variables in a container of this name"
+    rendezvous = ["--node-rank=$(RANK)", "--master-addr=$(MASTER_ADDR)", "--master-port=$(MASTER_PORT)"]
+    assert container["command"][8:] == ["--nnodes=4", *rendezvous]
+    assert "also after 64" in target.notes[0]
+    alone = list(yaml.safe_load_all(rendered(job(nodes=1), profile(kind="pytorchjob"))))[1]
+    assert list(alone["spec"]["pytorchReplicaSpecs"]) == ["Master"]
 
 
 def test_names_are_as_long_as_those_of_pods_allow() -> None:
@@ -145,14 +202,19 @@ def test_names_are_as_long_as_those_of_pods_allow() -> None:
         rendered(job(name="a" * 49), profile())
     with pytest.raises(RecipeError, match=r"longer than 47 characters"):
         rendered(job(name="a" * 48, nodes=11), profile())
+    assert rendered(job(name="a" * 48), profile(kind="jobset"))
+    assert rendered(job(name="a" * 54), profile(kind="pytorchjob"))
+    for kind, length in (("jobset", 48), ("pytorchjob", 54)):
+        with pytest.raises(RecipeError, match=f"longer than {length} characters"):
+            rendered(job(name="a" * (length + 1)), profile(kind=kind))
     assert rendered(job(name="a" * 63), profile(kind="hyperpod"))
 
 
-@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_image_of_a_registry_stands_in_for_a_file(kind: str) -> None:
     made = job(container=ContainerImage(image="/fsx/lt.sqsh"))
     text = rendered(made, profile(kind=kind, image="registry/lt:2"))
-    assert re.findall(r"image: (.*)", text) == ["registry/lt:2"]
+    assert set(re.findall(r"image: (.*)", text)) == {"registry/lt:2"}
 
 
 def test_neuron_cores() -> None:
@@ -161,20 +223,20 @@ def test_neuron_cores() -> None:
     assert made["spec"]["trainer"]["resourcesPerNode"]["limits"] == {"aws.amazon.com/neuroncore": "32"}
 
 
-@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_neuron_pod_asks_for_a_core_of_each_process_where_the_job_says_nothing(kind: str) -> None:
     text = rendered(job(engine="neuron", procs_per_node=32, resources=Resources()), profile(kind=kind))
-    assert text.count("aws.amazon.com/neuroncore: '32'") == 2
+    assert text.count("aws.amazon.com/neuroncore: '32'") == (4 if kind == "pytorchjob" else 2)
     assert "nvidia.com" not in text
 
 
-@pytest.mark.parametrize("kind", ["trainjob", "hyperpod"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_variables_arrive_as_they_were_given(kind: str) -> None:
     """Kubernetes expands $(NAME) and takes $$ for $: the reading here is its own rule."""
     values = {"A": "$(HOME)/x", "B": "a$$b", "C": "$5", "D": "plain"}
     text = rendered(job(env=values), profile(kind=kind).with_values({"env.D": "below", "env.E": "profile"}, "test"))
-    spec = list(yaml.safe_load_all(text))[1]["spec"]
-    one = spec["trainer"] if kind == "trainjob" else spec["replicaSpecs"][0]["template"]["spec"]["containers"][0]
+    document = list(yaml.safe_load_all(text))[1]
+    one = document["spec"]["trainer"] if kind == "trainjob" else pod_of(document)["containers"][0]
     found = {item["name"]: item["value"] for item in one["env"]}
     assert not any(re.search(r"(?<!\$)(?:\$\$)*\$\(", value) for value in found.values())
     assert {name: value.replace("$$", "$") for name, value in found.items()} == {**values, "E": "profile"}
@@ -200,7 +262,8 @@ def test_variables_arrive_as_they_were_given(kind: str) -> None:
         ({}, {"namespace": ""}, "k8s.namespace = ''.*not a valid"),
         ({}, {"service_account": "a_b"}, "k8s.service_account = 'a_b'.*not a valid"),
         ({}, {"persistent_volume_claim": "fsx claim"}, "k8s.persistent_volume_claim = 'fsx claim'.*not a valid"),
-        ({"env": {"PET_NODE_RANK": "0"}}, {}, "job.env.PET_NODE_RANK = '0'.*set by Kubeflow"),
+        ({"env": {"PET_NODE_RANK": "0"}}, {}, "job.env.PET_NODE_RANK = '0'.*set by the controller of a trainjob"),
+        ({"env": {"JOB_COMPLETION_INDEX": "0"}}, {"kind": "jobset"}, "set by the controller of a jobset"),
         ({"env": {f"A{at}": "1" for at in range(129)}}, {}, "129 variables.*takes 128"),
         ({}, {"mount_path": "/"}, "k8s.mount_path = '/'.*folder of something else"),
         ({"out": "/dev/shm/runs"}, {"mount_path": "/dev/shm/"}, "folder of something else"),

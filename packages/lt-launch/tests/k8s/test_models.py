@@ -100,6 +100,47 @@ def test_a_train_job_of_another_version_loses_its_volumes(tmp_path: Path) -> Non
         assert lost in line
 
 
+JOB_SET = """
+import json, sys
+from kubeflow_trainer_api.models import JobsetV1alpha2JobSet
+print(json.dumps(JobsetV1alpha2JobSet.from_dict(json.load(sys.stdin)).to_dict()))
+"""
+
+
+@pytest.mark.parametrize("release", [RELEASES[0], RELEASES[-1]])
+def test_kubeflow_reads_the_whole_job_set(tmp_path: Path, release: str) -> None:
+    """Its package has the models of the JobSets that TrainJobs become."""
+    python = environment(tmp_path / "environment", f"kubeflow-trainer-api=={release}")
+    _, made = documents(kind="jobset")
+    assert differences(made, ask(python, JOB_SET, made)) == []
+    made["spec"]["failurePolicy"]["backoffLimit"] = 3
+    assert differences(made, ask(python, JOB_SET, made)) == [".spec.failurePolicy.backoffLimit: 3 became None"]
+
+
+PYTORCH_JOB = """
+import json, sys
+from types import SimpleNamespace
+from kubeflow.training.api_client import ApiClient
+client = ApiClient()
+read = client.deserialize(SimpleNamespace(data=sys.stdin.read()), "KubeflowOrgV1PyTorchJob")
+print(json.dumps(client.sanitize_for_serialization(read)))
+"""
+
+
+def test_the_training_operator_reads_the_whole_pytorchjob(tmp_path: Path) -> None:
+    python = tmp_path / "environment" / "bin" / "python"
+    environment(tmp_path / "environment", "pyyaml")
+    installed = subprocess.run(
+        ["uv", "pip", "install", "-q", "--python", python, "kubeflow-training==1.9.4"], check=False
+    )
+    if installed.returncode:
+        pytest.skip("the client of Kubeflow's training operator cannot be installed here")
+    _, made = documents(kind="pytorchjob")
+    assert differences(made, ask(python, PYTORCH_JOB, made)) == []
+    made["spec"]["runPolicy"]["jobMaxRetryCount"] = 3
+    assert differences(made, ask(python, PYTORCH_JOB, made)) == [".spec.runPolicy.jobMaxRetryCount: 3 became None"]
+
+
 HYPERPOD = """
 import importlib.util, json, sys
 from importlib.metadata import files
@@ -139,6 +180,9 @@ def test_the_client_of_kubernetes_reads_pods_and_the_config_map_whole(tmp_path: 
     config, made = documents(kind="hyperpod")
     (replica,) = made["spec"]["replicaSpecs"]
     asked = {"V1ConfigMap": config, "V1PodTemplateSpec": replica["template"]}
+    _, job_set = documents(kind="jobset")
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+    asked["V1JobTemplateSpec"] = replicated["template"]
     assert differences(asked, ask(python, KUBERNETES, asked)) == []
     _, train_job = documents(trainer_version="2.3")
     (patch,) = train_job["spec"]["runtimePatches"]

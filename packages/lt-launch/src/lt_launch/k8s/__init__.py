@@ -1,4 +1,4 @@
-"""Kubernetes target: YAML for Kubeflow's TrainJob or HyperPod's PyTorchJob; kubectl submits it."""
+"""Kubernetes target: YAML of a training job of Kubeflow, JobSet or HyperPod; kubectl submits it."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
 """Pure, deterministic construction of Kubernetes manifests as plain values, checked before use.
 
-The resolved recipe travels as a ConfigMap. With Kubeflow (`trainjob`) each pod starts `lt train torchrun` with the
-rendezvous that the operator sets (PET_* variables), which grants ranks their full grace period and preserves exit code
-75; with HyperPod (`hyperpod`) its own agent starts the ranks.
+The resolved recipe travels as a ConfigMap. Each pod starts `lt train torchrun` with the rendezvous that the controller
+of its kind sets, which grants ranks their full grace period and preserves exit code 75; with HyperPod (`hyperpod`) its
+own agent starts the ranks.
 """
 
 from __future__ import annotations
@@ -13,9 +13,11 @@ from typing import Any
 
 from lt_launch.job import Job
 from lt_launch.k8s.hyperpod import hyperpod_job
+from lt_launch.k8s.jobset import job_set
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.k8s.pod import RECIPE_MOUNT_PATH, SHM_PATH, image_of, termination_grace_period
-from lt_launch.k8s.trainjob import DEFAULT_GRACE_PERIOD_S, POD_NAME_SUFFIX, TRAINER_VERSIONS, train_job
+from lt_launch.k8s.pytorchjob import pytorch_job
+from lt_launch.k8s.trainjob import DEFAULT_GRACE_PERIOD_S, TRAINER_VERSIONS, train_job
 from lt_trainer.errors import RecipeError
 
 __all__ = ["manifest_notes", "manifests"]
@@ -24,7 +26,10 @@ LABEL = re.compile(r"[a-z](?:[a-z0-9-]{0,61}[a-z0-9])?")
 """Names that Kubernetes takes as part of a host name (RFC 1035)."""
 MAX_LABEL_CHARS = 63
 IMAGE = re.compile(r"[a-z0-9][a-zA-Z0-9._:/@-]*[a-zA-Z0-9]")
-OPERATOR_VARIABLES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+POD_NAME_SUFFIXES = {"trainjob": "-node-0-{}-abcde", "jobset": "-node-0-{}-abcde", "pytorchjob": "-worker-{}"}
+"""What follows a job's name in that of a pod: replicated job, its index, the pod's index, five letters."""
+PET_VARIABLES = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+OPERATOR_VARIABLES = {"trainjob": PET_VARIABLES, "pytorchjob": PET_VARIABLES, "jobset": ("JOB_COMPLETION_INDEX",)}
 MAX_VARIABLES = 128
 """Variables that a TrainJob takes."""
 
@@ -40,14 +45,19 @@ def manifests(job: Job, options: KubernetesOptions, python: str) -> list[dict[st
         raise RecipeError("only a training job can be rendered", values={"job.name": job.name})
     _check_name(job, options)
     _check_folders(job, options)
+    _check_variables(job, options)
     if options.kind == "hyperpod":
         return [_config_map(job, options), hyperpod_job(job, options)]
-    _check_variables(job)
-    return [_config_map(job, options), train_job(job, options, python)]
+    make = {"trainjob": train_job, "pytorchjob": pytorch_job, "jobset": job_set}[options.kind]
+    return [_config_map(job, options), make(job, options, python)]
 
 
 def manifest_notes(job: Job, options: KubernetesOptions) -> tuple[str, ...]:
-    """Return what the chosen version of the operator cannot do for this job."""
+    """Return what the chosen kind or version of the operator cannot do for this job."""
+    if options.kind == "pytorchjob":
+        return (
+            "the training operator restarts pods after every exit code, also after 64, which a restart does not mend",
+        )
     if options.kind != "trainjob":
         return ()
     version, notes = TRAINER_VERSIONS[options.trainer_version], []
@@ -74,12 +84,12 @@ def _check_image(job: Job, options: KubernetesOptions) -> None:
 
 
 def _check_name(job: Job, options: KubernetesOptions) -> None:
-    """Check the name; with Kubeflow that of the longest pod must be a host name, too."""
+    """Check the name; except with HyperPod that of the longest pod must be a host name, too."""
     if not LABEL.fullmatch(job.name):
         remedy = "use lowercase letters, digits and '-', and start with a letter"
         raise RecipeError("is not a valid Kubernetes name", values={"job.name": job.name}, remedy=remedy)
-    longest = MAX_LABEL_CHARS - len(POD_NAME_SUFFIX.format(job.nodes - 1))
-    if options.kind == "trainjob" and len(job.name) > longest:
+    longest = MAX_LABEL_CHARS - len(POD_NAME_SUFFIXES.get(options.kind, "").format(job.nodes - 1))
+    if len(job.name) > longest:
         problem = f"is longer than {longest} characters, and the names of {job.nodes} pods are made of it"
         raise RecipeError(problem, values={"job.name": job.name}, remedy="shorten it")
 
@@ -104,11 +114,11 @@ def _check_folders(job: Job, options: KubernetesOptions) -> None:
         )
 
 
-def _check_variables(job: Job) -> None:
-    if taken := [name for name in job.env if name in OPERATOR_VARIABLES]:
+def _check_variables(job: Job, options: KubernetesOptions) -> None:
+    if taken := [name for name in job.env if name in OPERATOR_VARIABLES.get(options.kind, ())]:
         values = {f"job.env.{name}": job.env[name] for name in taken}
-        raise RecipeError("is set by Kubeflow's operator", values=values, remedy="leave it out")
-    if len(job.env) > MAX_VARIABLES:
+        raise RecipeError(f"is set by the controller of a {options.kind}", values=values, remedy="leave it out")
+    if options.kind == "trainjob" and len(job.env) > MAX_VARIABLES:
         values = {"job.env": f"{len(job.env)} variables"}
         raise RecipeError(f"a TrainJob takes {MAX_VARIABLES}", values=values, remedy="put some into the image")
 

@@ -27,8 +27,10 @@ NAMES = {
 class KubernetesOptions:
     """Options of a manifest beyond the job itself."""
 
-    kind: Literal["trainjob", "hyperpod"] = option(
-        "trainjob", "trainjob = Kubeflow Trainer's TrainJob, hyperpod = HyperPodPyTorchJob of SageMaker HyperPod on EKS"
+    kind: Literal["trainjob", "pytorchjob", "jobset", "hyperpod"] = option(
+        "trainjob",
+        "trainjob = Kubeflow Trainer's TrainJob, pytorchjob = PyTorchJob of Kubeflow's training operator, "
+        "jobset = JobSet of Kubernetes, hyperpod = HyperPodPyTorchJob of SageMaker HyperPod on EKS",
     )
     namespace: str = option("default", "namespace")
     trainer_version: Literal["2.0", "2.1", "2.2", "2.3"] = option(

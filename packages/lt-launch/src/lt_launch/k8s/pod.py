@@ -14,8 +14,11 @@ __all__ = [
     "SHM_PATH",
     "environment",
     "image_of",
+    "metadata",
+    "pod_spec",
     "resources",
     "termination_grace_period",
+    "torchrun_command",
     "volumes_and_mounts",
 ]
 
@@ -74,3 +77,42 @@ def volumes_and_mounts(job: Job, options: KubernetesOptions) -> tuple[list[dict[
 def termination_grace_period(job: Job) -> int:
     """Return the seconds from signal to kill: the grace period of the processes, and a margin."""
     return math.ceil(job.grace_period_s) + EXIT_MARGIN_S
+
+
+def torchrun_command(job: Job, python: str, *, node_rank: str, master_addr: str, master_port: str) -> list[str]:
+    """Return the command of a pod; Kubernetes expands $(NAME) in it from the environment of the pod."""
+    words = [python, "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node), "--"]
+    words += [f"--nnodes={job.nodes}", f"--node-rank={node_rank}"]
+    return [*words, f"--master-addr={master_addr}", f"--master-port={master_port}"]
+
+
+def pod_spec(job: Job, options: KubernetesOptions, *, container: str, command: list[str]) -> dict[str, Any]:
+    """Return a whole pod with one container, for kinds that have no template of the cluster's."""
+    volumes, mounts = volumes_and_mounts(job, options)
+    pod: dict[str, Any] = {
+        "terminationGracePeriodSeconds": termination_grace_period(job),
+        "containers": [
+            {
+                "name": container,
+                "image": image_of(job, options),
+                "command": command,
+                "env": environment(job),
+                "resources": resources(job, options),
+                "volumeMounts": mounts,
+            }
+        ],
+        "volumes": volumes,
+    }
+    if job.resources.instance_type:
+        pod["nodeSelector"] = {"node.kubernetes.io/instance-type": job.resources.instance_type}
+    if options.service_account:
+        pod["serviceAccountName"] = options.service_account
+    return pod
+
+
+def metadata(job: Job, options: KubernetesOptions) -> dict[str, Any]:
+    """Return name, namespace and, with Kueue, the queue of a job."""
+    found: dict[str, Any] = {"name": job.name, "namespace": options.namespace}
+    if options.queue_name:
+        found["labels"] = {"kueue.x-k8s.io/queue-name": options.queue_name}
+    return found

@@ -57,7 +57,7 @@ class KubernetesTarget:
 
     def status(self, launch: Launch) -> tuple[StageStatus, ...]:
         """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl get trainjob NAME, or hyperpodpytorchjob NAME")
+        _raise_render_only("kubectl get -f FILE")
 
     def logs(self, launch: Launch, *, stage: str, rank: int, follow: bool) -> Iterator[str]:
         """Raise LaunchError: the target is render-only."""
@@ -69,7 +69,7 @@ class KubernetesTarget:
 
     def list(self, profile: Profile) -> Iterable[StageStatus]:
         """Raise LaunchError: the target is render-only."""
-        _raise_render_only("kubectl get trainjobs,hyperpodpytorchjobs")
+        _raise_render_only("kubectl get KIND")
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
         """Raise LaunchError: the target is render-only."""

@@ -21,21 +21,20 @@ from typing import Any
 from lt_launch.job import Job
 from lt_launch.k8s.options import KubernetesOptions
 from lt_launch.k8s.pod import (
-    RECIPE_FILE,
     environment,
     image_of,
+    metadata,
     resources,
     termination_grace_period,
+    torchrun_command,
     volumes_and_mounts,
 )
 
-__all__ = ["DEFAULT_GRACE_PERIOD_S", "POD_NAME_SUFFIX", "TRAINER_VERSIONS", "train_job"]
+__all__ = ["DEFAULT_GRACE_PERIOD_S", "TRAINER_VERSIONS", "train_job"]
 
 REPLICATED_JOB = CONTAINER = "node"
 """Names in the runtimes of Kubeflow Trainer: the replicated job of the trainer, and its container."""
 MANAGER = "lt-launch/render"
-POD_NAME_SUFFIX = f"-{REPLICATED_JOB}-0-{{}}-abcde"
-"""What follows a job's name in that of a pod: replicated job, its index, the pod's index, five letters."""
 DEFAULT_GRACE_PERIOD_S = 30
 """Grace period of a pod whose template names none, by Kubernetes."""
 
@@ -90,9 +89,6 @@ def train_job(job: Job, options: KubernetesOptions, python: str) -> dict[str, An
         pod["terminationGracePeriodSeconds"] = termination_grace_period(job)
     if options.service_account:
         pod["serviceAccountName"] = options.service_account
-    metadata: dict[str, Any] = {"name": job.name, "namespace": options.namespace}
-    if options.queue_name:
-        metadata["labels"] = {"kueue.x-k8s.io/queue-name": options.queue_name}
     spec: dict[str, Any] = {
         "runtimeRef": {
             "apiGroup": "trainer.kubeflow.org",
@@ -101,7 +97,13 @@ def train_job(job: Job, options: KubernetesOptions, python: str) -> dict[str, An
         },
         "trainer": {
             "image": image_of(job, options),
-            "command": _command(job, python),
+            "command": torchrun_command(
+                job,
+                python,
+                node_rank="$(PET_NODE_RANK)",
+                master_addr="$(PET_MASTER_ADDR)",
+                master_port="$(PET_MASTER_PORT)",
+            ),
             "numNodes": job.nodes,
             "numProcPerNode": job.procs_per_node,
             "env": environment(job),
@@ -111,11 +113,9 @@ def train_job(job: Job, options: KubernetesOptions, python: str) -> dict[str, An
     }
     if version.has_deadline and job.time_limit_s:
         spec["activeDeadlineSeconds"] = job.time_limit_s
-    return {"apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob", "metadata": metadata, "spec": spec}
-
-
-def _command(job: Job, python: str) -> list[str]:
-    """Return the command of a pod, which expands $(NAME) from its environment."""
-    words = [python, "-m", "lt_trainer", "torchrun", RECIPE_FILE, "--nproc-per-node", str(job.procs_per_node), "--"]
-    words += [f"--nnodes={job.nodes}", "--node-rank=$(PET_NODE_RANK)"]
-    return [*words, "--master-addr=$(PET_MASTER_ADDR)", "--master-port=$(PET_MASTER_PORT)"]
+    return {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": metadata(job, options),
+        "spec": spec,
+    }
