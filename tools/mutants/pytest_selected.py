@@ -1,7 +1,7 @@
 """Plugin of pytest for one mutant: runs the selected tests in their order and writes down what happens.
 
-The file that MUTANTS_SELECTION names has the tests, one a line; into the one of MUTANTS_EVENTS go lines of JSON: a test
-starts, passes, fails; a file of tests cannot be imported.
+The file that MUTANTS_SELECTION names has the tests, or files of tests, one a line; into the one of MUTANTS_EVENTS go
+lines of JSON: a test starts, passes, fails; a file of tests cannot be imported.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the selected tests."""
     names = Path(os.environ["MUTANTS_SELECTION"]).read_text().splitlines()
     order = {name: number for number, name in enumerate(names)}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in order])
-    items[:] = sorted((item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid])
+    places = {item.nodeid: order.get(item.nodeid, order.get(item.nodeid.partition("::")[0])) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if places[item.nodeid] is None])
+    items[:] = sorted((item for item in items if places[item.nodeid] is not None), key=lambda i: places[i.nodeid] or 0)
 
 
 def pytest_collectreport(report: pytest.CollectReport) -> None:

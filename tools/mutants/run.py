@@ -6,7 +6,8 @@
     uv run python tools/mutants/run.py --survivors           # again those that no test noticed
 
 A mutant is planted in a clone of HEAD (`sandbox.py`), never in the checkout. It meets the default tests that run its
-lines (`selection.py`; the map is made by `cover.py`), at most 60 s of them, until the first fails. It counts as caught
+lines (`selection.py`; the map is made by `cover.py`), or where the map has none those that speak of it (`naming.py`),
+at most 60 s of them, until the first fails. It counts as caught
 only by a test with a name that fails with the mutant and passes without it, which is tried for each such test. A test
 that is still running after ten times its duration and 20 s counts as failed: it hangs.
 
@@ -25,11 +26,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from cover import MAP
 from mutant import SETS, Mutant, read_set
+from naming import files_that_name
 from run_tests import LIMIT_S, run_tests
 from sandbox import CACHE, Sandbox, sandbox
 from score import write_score
@@ -47,7 +50,7 @@ class Result:
         commit: the code that it was planted in.
         caught_by: the test that failed; "" for a survivor.
         message: how it failed, or why nothing did.
-        tests: number of tests that ran its lines, and of those that were selected.
+        tests: number of tests that ran its lines, and of those that were selected; 0 and number of files, if by name.
         seconds: time of the run.
     """
 
@@ -78,7 +81,8 @@ def planted(box: Sandbox, mutant: Mutant, stamp: int) -> Iterator[tuple[str, ran
 class Runner:
     """Runs mutants, each in one of a few sandboxes."""
 
-    def __init__(self, boxes: Sequence[Sandbox]) -> None:
+    def __init__(self, boxes: Sequence[Sandbox], limit_s: float) -> None:
+        self._limit_s = limit_s
         self._free: SimpleQueue[Sandbox] = SimpleQueue()
         for box in boxes:
             self._free.put(box)
@@ -95,12 +99,16 @@ class Runner:
                 stamp = self._stamp
             start = time.monotonic()
             with planted(box, mutant, stamp) as (text, lines):
-                found = find_tests(LineMap(MAP), mutant.file, text, lines)
-                tests = select(found, mutant.package, LIMIT_S)
-                failure = run_tests(box, tests)
+                found = find_tests(LineMap(MAP), mutant.file, text, lines) if MAP.exists() else []
+                tests = select(found, mutant.package, self._limit_s)
+                failure = run_tests(box, tests, self._limit_s)
+                if not found:
+                    tests = by_name(box, mutant, text)
+                    failure = run_tests(box, tests[:2], self._limit_s / 2)
+                    failure = failure or run_tests(box, tests[2:], self._limit_s / 2)
             seconds = time.monotonic() - start
             message = failure.message if failure else "" if tests else "no test runs its lines"
-            if failure and not self._passes(box, failure.test, tests):
+            if failure and not self._passes(box, failure.test):
                 failure, message = None, f"{failure.test} fails without it as well: {failure.message}"
             return Result(
                 digest=mutant.digest,
@@ -113,15 +121,17 @@ class Runner:
         finally:
             self._free.put(box)
 
-    def _passes(self, box: Sandbox, name: str, tests: Sequence[CoveringTest]) -> bool:
+    def _passes(self, box: Sandbox, name: str) -> bool:
         """Tell whether a test passes on the code as it is."""
-        if name in self._passing:
-            return True
-        only = [test for test in tests if name in (test.name, test.file)]
-        passes = bool(only) and run_tests(box, only) is None
-        if passes:
+        if name not in self._passing and run_tests(box, [CoveringTest(name=name, seconds=0.0, share=1.0)]) is None:
             self._passing.add(name)
-        return passes
+        return name in self._passing
+
+
+def by_name(box: Sandbox, mutant: Mutant, text: str) -> list[CoveringTest]:
+    """Return whole files of tests that speak of the changed code."""
+    files = files_that_name(box.root, mutant.file, text, mutant.scope)
+    return [CoveringTest(name=file, seconds=0.0, share=1.0) for file in files]
 
 
 def read_results() -> dict[str, dict[str, Any]]:
@@ -162,12 +172,16 @@ def main() -> int:
     parser.add_argument("--survivors", action="store_true", help="those that survived the last time")
     parser.add_argument("--missing", action="store_true", help="those that have no result yet, or have changed")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the sandboxes there for the next call")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of tests for a mutant (60)")
     options = parser.parse_args()
     every = [mutant for name in SETS if options.set in (None, name) for mutant in read_set(name)]
     mutants = wanted(every, options, read_results())
     lock = threading.Lock()
     with ExitStack() as stack:
-        runner = Runner([stack.enter_context(sandbox()) for _ in range(min(options.jobs, len(mutants)))])
+        kept = [options.keep and options.keep / str(number) for number in range(min(options.jobs, len(mutants)))]
+        boxes = [stack.enter_context(sandbox(folder)) for folder in kept]
+        runner = Runner(boxes, options.limit)
 
         def is_caught(mutant: Mutant) -> bool:
             result = runner.try_mutant(mutant)

@@ -55,16 +55,19 @@ def run(*command: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = 
 
 
 @contextmanager
-def sandbox() -> Iterator[Sandbox]:
-    """Make a sandbox of HEAD; it is gone afterwards."""
-    folder = Path(tempfile.mkdtemp(prefix="lt-mutants-"))
+def sandbox(kept: Path | None = None) -> Iterator[Sandbox]:
+    """Make a sandbox of HEAD; it is gone afterwards, unless it is to be kept: then the next call goes on with it."""
+    folder = kept or Path(tempfile.mkdtemp(prefix="lt-mutants-"))
     try:
         root = folder / "lt"
-        run("git", "clone", "--quiet", "--shared", ROOT, root)
+        if not root.exists():
+            run("git", "clone", "--quiet", "--shared", ROOT, root)
         commit = run("git", "rev-parse", "HEAD")
-        run("git", "checkout", "--quiet", "--detach", commit, cwd=root)
+        run("git", "checkout", "--quiet", "--force", "--detach", commit, cwd=root)
+        run("git", "clean", "--quiet", "--force", "-d", cwd=root)
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("UV_PROJECT", "VIRT"))}
         run("uv", "sync", "--quiet", "--locked", cwd=root, env=environment)
         yield Sandbox(root=root, commit=commit)
     finally:
-        shutil.rmtree(folder)
+        if kept is None:
+            shutil.rmtree(folder)
