@@ -112,6 +112,9 @@ def test_it_has_what_a_reader_looks_for(made: tuple[Path, str], folder: Path) ->
     assert sum(source["tokens"] for source in sources if source["store"] == "train") == manifest["tokens"]
     assert "Checkpoints of steps 2, 4 were saved and removed" in (bundle / "README.md").read_text()
     assert "energy of this run was not measured" in (bundle / "REPORT.md").read_text()
+    steps = [json.loads(line) for line in (bundle / "run" / "metrics.jsonl").read_text().splitlines()]
+    tokens = sum(step["valid_tokens"] for step in steps if "loss" in step)
+    assert f"{tokens:,}" in (bundle / "REPORT.md").read_text(), "those of all steps"
     texts = [path for name in names if (path := bundle / name).suffix in (".md", ".json", ".jsonl", ".toml", ".yml")]
     told = [path for path in texts if str(folder) in path.read_text(errors="replace")]
     assert told == [], "the machine's folders are filtered"

@@ -104,7 +104,7 @@ def test_a_pipe_is_not_waited_for(store: TokenStore) -> None:
 
 @pytest.mark.parametrize("name", ["shards", "shards/00000.bin", "shards/00001.idx"])
 def test_a_link_out_of_a_store_is_not_followed(store: TokenStore, tmp_path: Path, name: str) -> None:
-    moved = tmp_path / "elsewhere"
+    moved = store.path.with_name(f"{store.path.name}-elsewhere")  # a name that begins like the store's
     (store.path / name).rename(moved)
     (store.path / name).symlink_to(moved)
     with pytest.raises(DataError, match=rf"store/{name}: a symbolic link leads out of .*; put the file itself there"):

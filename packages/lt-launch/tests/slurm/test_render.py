@@ -156,6 +156,17 @@ def test_what_the_controller_answers() -> None:
     assert parse_sacct("12|CANCELLED by 0|0:15\n13|COMPLETED|0:0\n")["12"] == ("CANCELLED", "0:15")
 
 
+def test_the_jobs_that_are_listed_are_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of users whose names begin or end alike."""
+    names = ("ann", "anna", "joann", "ann")
+    text = "".join(
+        f"JobId={7 + i} JobName=x UserId={name}(1{i}) JobState=RUNNING NodeList=n1\n" for i, name in enumerate(names)
+    )
+    monkeypatch.setattr("lt_launch.slurm.target.run_slurm_command", lambda *command, **_: text)
+    monkeypatch.setattr("getpass.getuser", lambda: "ann")
+    assert [job.job_id for job in SlurmTarget().list(profile())] == ["7", "10"]
+
+
 # --- attempts of a job in a queue
 
 
