@@ -336,6 +336,7 @@ def test_figures_are_those_that_the_script_of_the_bundle_draws(bundle: Path) -> 
     shutil.rmtree(bundle / "figures")
     subprocess.run([sys.executable, "-I", str(bundle / "plots.py")], check=True, cwd="/")
     assert {path.name: path.read_bytes() for path in (bundle / "figures").iterdir()} == before
+    assert all(b">step</text>" in figure for figure in before.values()), "the name of the axis"
 
 
 def test_results_of_an_evaluation_are_in_the_release(

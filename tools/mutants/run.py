@@ -81,8 +81,9 @@ def planted(box: Sandbox, mutant: Mutant, stamp: int) -> Iterator[tuple[str, ran
 class Runner:
     """Runs mutants, each in one of a few sandboxes."""
 
-    def __init__(self, boxes: Sequence[Sandbox], limit_s: float) -> None:
+    def __init__(self, boxes: Sequence[Sandbox], limit_s: float, given: Sequence[str]) -> None:
         self._limit_s = limit_s
+        self._given = [CoveringTest(name=name, seconds=0.0, share=1.0) for name in given]
         self._free: SimpleQueue[Sandbox] = SimpleQueue()
         for box in boxes:
             self._free.put(box)
@@ -99,8 +100,10 @@ class Runner:
                 stamp = self._stamp
             start = time.monotonic()
             with planted(box, mutant, stamp) as (text, lines):
-                found = find_tests(LineMap(MAP), mutant.file, text, lines) if MAP.exists() else []
-                tests = select(found, mutant.package, self._limit_s)
+                found = self._given
+                if not found and MAP.exists():
+                    found = find_tests(LineMap(MAP), mutant.file, text, lines)
+                tests = self._given or select(found, mutant.package, self._limit_s)
                 failure = run_tests(box, tests, self._limit_s)
                 if not found:
                     tests = by_name(box, mutant, text)
@@ -172,6 +175,7 @@ def main() -> int:
     parser.add_argument("--survivors", action="store_true", help="those that survived the last time")
     parser.add_argument("--missing", action="store_true", help="those that have no result yet, or have changed")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time (1)")
+    parser.add_argument("--tests", nargs="+", default=[], help="run these tests, or files of tests, instead")
     parser.add_argument("--keep", type=Path, metavar="DIR", help="leave the sandboxes there for the next call")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of tests for a mutant (60)")
     options = parser.parse_args()
@@ -181,7 +185,7 @@ def main() -> int:
     with ExitStack() as stack:
         kept = [options.keep and options.keep / str(number) for number in range(min(options.jobs, len(mutants)))]
         boxes = [stack.enter_context(sandbox(folder)) for folder in kept]
-        runner = Runner(boxes, options.limit)
+        runner = Runner(boxes, options.limit, options.tests)
 
         def is_caught(mutant: Mutant) -> bool:
             result = runner.try_mutant(mutant)

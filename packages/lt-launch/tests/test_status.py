@@ -137,6 +137,22 @@ def test_states_when_nobody_runs_it(launch) -> None:
         assert {row["status"].stage: row["status"].state for row in status_rows("p")}["train"] == state, kind
 
 
+def test_a_launch_that_cannot_be_read_is_told_and_the_others_are_shown(
+    launch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = (Stage(job=Job(name="q", argv=("x",))),)
+    pipeline = Pipeline(name="q", stages=stages, out="runs/q")
+    specs = {stage.name: stage_spec(stage, pipeline, Profile()) for stage in stages}
+    broken = create(pipeline, Profile(), "local", RenderedLaunch(files={}), specs)
+    (broken.directory / "launch.json").write_text("{")
+    show_status([], as_json=False)
+    shown = capsys.readouterr()
+    assert "runs/q/launch" in shown.err
+    assert "prepare.7" in shown.out
+    with pytest.raises(LaunchError):
+        show_status(["runs/q"], as_json=False)
+
+
 def test_json_holds_the_same(launch, capsys: pytest.CaptureFixture[str]) -> None:
     show_status(["p"], as_json=True)
     rows = {row["stage"]: row for row in json.loads(capsys.readouterr().out)}

@@ -267,7 +267,7 @@ def test_variables_arrive_as_they_were_given(kind: str) -> None:
         ({"env": {f"A{at}": "1" for at in range(129)}}, {}, "129 variables.*takes 128"),
         ({}, {"mount_path": "/"}, "k8s.mount_path = '/'.*folder of something else"),
         ({"out": "/dev/shm/runs"}, {"mount_path": "/dev/shm/"}, "folder of something else"),
-        ({"out": "runs/llama"}, {}, "pods share no folder"),
+        ({"out": "runs/llama"}, {}, "pods share no folder.*put run.dir below k8s.mount_path"),
         ({}, {"persistent_volume_claim": ""}, "pods share no folder"),
         ({}, {"mount_path": "fsx"}, "not an absolute path"),
         ({}, {"efa_per_node": -1}, "at least 0"),

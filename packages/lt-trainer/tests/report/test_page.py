@@ -61,6 +61,15 @@ class Parsed(HTMLParser):
             self.words.append(data)
 
 
+def test_curves_stand_at_their_steps_and_values(eventful: Path) -> None:
+    """The step axis begins at 0 and ends at the last step, on all charts alike."""
+    page = report_html([read_run(eventful)])
+    chart = page[page.index("id=chart-learning_rate") :]
+    places = [float(point.split()[0]) for point in re.search(r"d='M([^']*)'/></svg>", chart)[1].split("L")]
+    steps = [record["step"] for record in read_run(eventful).train]
+    assert places == [pytest.approx(1000 * step / steps[-1], abs=0.06) for step in steps]
+
+
 def test_charts_of_a_run(eventful: Path) -> None:
     run = read_run(eventful)
     made = {one.key: one for one in build_charts([run])}
