@@ -1,7 +1,6 @@
 """The open release of a run: made, verified, and found out where a bit of it was changed."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,7 +11,9 @@ import pytest
 
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import Selection, prepare
+from lt_trainer.config import load
 from lt_trainer.release.errors import ReleaseError
+from lt_trainer.release.facts import read_facts
 from lt_trainer.release.make import MakeOptions, list_files, list_hashes, make_release
 from lt_trainer.release.reproduce import ReproduceOptions, reproduce_release
 from lt_trainer.release.verify import hash_of_list, verify_release
@@ -38,7 +39,16 @@ redistribute = true
 path = "text/validation/*"
 license = "CC-BY-4.0"
 redistribute = true
+
+[[sources]]
+path = "tasks/mine.jsonl"
+license = "CC0-1.0"
+redistribute = true
 """
+TASK = "".join(
+    json.dumps({"context": f"{i} and", "choices": [" the", " of", " a"], "label": i % 3}) + "\n" for i in range(12)
+)
+TASKS = ("evaluation.tasks=[lt_count, mine]", "evaluation.tasks_dir=tasks", "evaluation.limit=10")
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +60,12 @@ def folder(prepared: Path, lt: Callable[..., str], tmp_path_factory: pytest.Temp
     (root / "run.toml").write_text(recipe)
     (root / "licences.toml").write_text(LICENSES)
     (root / "paper.md").write_text("# A paper\n")
+    (root / "tasks").mkdir()
+    (root / "tasks" / "mine.jsonl").write_text(TASK)
     changes = ("schedule.max_steps=8", "checkpoint.interval=2", "checkpoint.keep_last=2", "batch.micro_batch_size=4")
-    lt("train", "run", "run.toml", *(word for text in changes for word in ("--set", text)), cwd=root)
+    lt("train", "run", "run.toml", *(word for text in (*changes, *TASKS) for word in ("--set", text)), cwd=root)
+    evaluated = ("--tasks", "lt_recall,mine", "--tasks-dir", "tasks", "--store", "validation", "--limit", "9")
+    lt("train", "evaluate", "run", *evaluated, "--device", "cpu", cwd=root)
     return root
 
 
@@ -144,6 +158,17 @@ def test_the_same_run_gives_the_same_bytes(
             lambda path: change_bytes(path, b'"loss": ', b'"loss": 0'),
             "results/validation.json: ",
         ),
+        (
+            "results/evaluation/step-00000008-float32/results.jsonl",
+            lambda path: change_bytes(path, b'"acc": 0', b'"acc": 1'),
+            "results/evaluation/step-00000008-float32: acc = 1",
+        ),
+        (
+            "results/evaluation/step-00000008/mine.jsonl",
+            lambda path: change_bytes(path, b'"acc": ', b'"acc": 1'),
+            "run/metrics.jsonl, step 8: acc = ",
+        ),
+        ("data/tasks/mine.jsonl", flip_last_byte, "data/tasks/mine.jsonl: "),
         ("run/metrics.jsonl", lambda path: change_bytes(path, b'"loss": ', b'"loss": 1'), "REPORT.md: "),
         ("licences.toml", lambda path: change_bytes(path, b"CDLA-Permissive-2.0", b"MIT"), "mof.yml: "),
         (
@@ -339,19 +364,70 @@ def test_figures_are_those_that_the_script_of_the_bundle_draws(bundle: Path) -> 
     assert all(b">step</text>" in figure for figure in before.values()), "the name of the axis"
 
 
-def test_results_of_an_evaluation_are_in_the_release(
+def test_scores_of_the_released_weights_are_in_cards_and_documents(made: tuple[Path, str], folder: Path) -> None:
+    """Of `[evaluation]` and of `lt train evaluate`, each in the model index, the report and both bills of materials."""
+    from huggingface_hub import ModelCard
+
+    bundle = made[0]
+    facts = read_facts(bundle)
+    found = [(score.kind, score.name, score.n_items) for score in facts.scores if not score.group]
+    losses = [score for score in facts.scores if score.kind == "store"]
+    assert found == [
+        *(("task", "lt_count", 10), ("task", "mine", 10)),
+        *(("task", "lt_recall", 9), ("task", "mine", 9)),
+        ("store", "validation", losses[0].n_items),
+    ]
+    assert {score.group.partition(" ")[0] for score in losses} == {"", "source", "length"}
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    (counted,) = (r for r in records if r.get("eval_task") == "lt_count")
+    (validated,) = (r for r in records if "val_loss" in r and r["step"] == 8)
+    assert facts.scores[0].metrics["acc"] == counted["eval_acc"]
+    assert losses[0].metrics["loss"] == pytest.approx(validated["val_loss"], rel=1e-5)
+    shown = {(r.dataset_name, r.metric_type): r.metric_value for r in ModelCard(bundle_text(bundle)).data.eval_results}
+    assert shown["lt_count", "acc"] == counted["eval_acc"]
+    assert shown["validation", "bits_per_byte"] == losses[0].metrics["bits_per_byte"]
+    assert "| validation, length " in (bundle / "REPORT.md").read_text()
+    card = json.loads((bundle / "bom.cdx.json").read_text())["metadata"]["component"]["modelCard"]
+    assert ("lt_recall", "acc") in {(m["slice"], m["type"]) for m in card["quantitativeAnalysis"]["performanceMetrics"]}
+    assert '"lt_count, acc"' in (bundle / "ai.spdx3.json").read_text()
+    assert (bundle / "data" / "tasks" / "mine.jsonl").read_text() == TASK
+    assert "| mine | 12 | CC0-1.0 | `data/tasks/mine.jsonl` |" in (bundle / "DATA_CARD.md").read_text()
+
+
+def bundle_text(bundle: Path) -> str:
+    return (bundle / "README.md").read_text()
+
+
+def test_a_task_without_a_license_is_left_out_and_the_recipe_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    results = tmp_path / "scores"
-    results.mkdir()
-    (results / "results.jsonl").write_text('{"kind": "task", "host": "' + os.uname().nodename + '"}\n')
-    options = MakeOptions(licenses=Path("licences.toml"), results=(results,))
-    facts = make_release(Path("run"), tmp_path / "out", options)
-    assert facts.result_files == ["results/scores/results.jsonl", "results/validation.json"]
-    assert (tmp_path / "out" / "results" / "scores" / "results.jsonl").read_text().count("<host>") == 1
-    assert "results/scores/results.jsonl" in (tmp_path / "out" / "README.md").read_text()
+    (tmp_path / "licences.toml").write_text(
+        LICENSES.replace("tasks/mine.jsonl", "tasks/other.jsonl").replace('paper = "paper.md"', "")
+    )
+    facts = make_release(Path("run"), tmp_path / "out", MakeOptions(licenses=tmp_path / "licences.toml"))
+    assert facts.openness.class_number == 3
+    assert "Evaluation data: task tasks/mine.jsonl has no license" in facts.openness.missing[2]
+    assert not (tmp_path / "out" / "data" / "tasks").exists()
+    recipe = load(tmp_path / "out" / "recipe" / "recipe.toml").recipe
+    assert (recipe.evaluation.tasks, recipe.evaluation.tasks_dir) == (("lt_count",), "")
     assert verify_release(tmp_path / "out").problems == ()
+
+
+def test_results_of_other_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    path = Path(shutil.copytree("run/evaluation/step-00000008-float32", tmp_path / "scores")) / "results.jsonl"
+    options = MakeOptions(licenses=Path("licences.toml"), results=(tmp_path / "scores",))
+    make_release(Path("run"), tmp_path / "out", options)
+    assert (tmp_path / "out" / "results" / "scores" / "results.jsonl").exists()
+    text = path.read_text()
+    path.write_text(text.replace('"weights": "', '"weights": "0'))
+    with pytest.raises(ReleaseError, match="scores has results of other weights"):
+        make_release(Path("run"), tmp_path / "again", options)
+    path.write_text('{"kind": "task"}\n')
+    with pytest.raises(ReleaseError, match="not results of lt train evaluate"):
+        make_release(Path("run"), tmp_path / "again", options)
+    assert not (tmp_path / "again").exists()
 
 
 VALIDATORS = ("cyclonedx-python-lib[json-validation]==11.12.0", "spdx-python-model==0.0.6", "mlcroissant==1.1.1")

@@ -1,18 +1,24 @@
 """`lt train evaluate` on stores: each number against the definition, document by document; resume; refusals."""
 
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from lt_ckpt import open_source
+from lt_ckpt.formats import ConvertOptions, convert_checkpoint
 from lt_data import DataError, RowReader, TokenStore, open_pack, prepare, train_bpe
 from lt_model import LlamaConfig
 from lt_trainer.config.recipe import from_dict
 from lt_trainer.engine import StepBatch, Topology, World
+from lt_trainer.errors import RunDirError
 from lt_trainer.evaluation import BatchShape, EvaluationError, PositionScores, evaluate_store
+from lt_trainer.run_directory import find_results, read_results
 from lt_trainer.run_directory.jsonl import read_jsonl
 
 torch = pytest.importorskip("torch")
@@ -142,7 +148,7 @@ def test_a_repeated_command_computes_only_what_is_missing(
     assert again[: len(first)] == first
     assert evaluated == [str(little_data / "train")]
     assert len(read_jsonl(tmp_path / "out" / "results.jsonl")) == 3
-    with pytest.raises(EvaluationError, match="has results with dtype = 'float32', not 'bfloat16'; pass another --out"):
+    with pytest.raises(RunDirError, match="has results with dtype = 'float32', not 'bfloat16'; pass another --out"):
         run(model, tmp_path / "out", little_data / "validation", dtype="bfloat16")
 
 
@@ -153,7 +159,7 @@ def test_tasks_are_printed_and_kept_with_their_items(model: Path, tmp_path: Path
     _, copied, recalled = read_jsonl(out / "results.jsonl")
     assert [copied["name"], recalled["name"]] == ["lt_copy", "lt_recall"]
     (summary,) = copied["results"]
-    assert sorted(summary) == ["acc", "acc_norm", "acc_norm_stderr", "acc_stderr", "limit", "n_items"]
+    assert sorted(summary) == ["acc", "acc_norm", "acc_norm_stderr", "acc_stderr", "n_items"]
     items = read_jsonl(out / "items" / "lt_copy.jsonl")
     assert sum(item["acc"] for item in items) / 12 == summary["acc"]
     assert [len(item["log_probs"]) for item in items] == [4] * 12
@@ -164,6 +170,53 @@ def test_tasks_are_printed_and_kept_with_their_items(model: Path, tmp_path: Path
     (fewer,) = run(model, out, **{**chosen, "tasks": ["lt_copy"], "limit": 5})
     assert fewer.endswith("(5 items)")
     assert len(read_jsonl(out / "items" / "lt_copy.jsonl")) == 5
+
+
+def test_results_of_a_changed_task_or_store_do_not_count(model: Path, little_data: Path, tmp_path: Path) -> None:
+    """A task file and a store are known by their content; the newest results of a name are the ones that count."""
+    item = '{"context": "alpha beta", "choices": [" gamma", " delta"], "label": %d}\n'
+    task, store, moved = tmp_path / "mine.jsonl", tmp_path / "store", tmp_path / "moved"
+    shutil.copytree(little_data / "validation", store)
+    shutil.copytree(model, moved)
+    accuracies = []
+    for label in (0, 1, 0):
+        task.write_text(item % label)
+        run(model, tmp_path / "out", tasks=["mine"], tasks_dir=str(tmp_path))
+        accuracies.append(read_results(tmp_path / "out").units[-1].results[0]["acc"])
+    assert accuracies in ([1.0, 0.0, 1.0], [0.0, 1.0, 0.0])
+    run(model, tmp_path / "out", store)
+    run(moved, tmp_path / "out", store)
+    assert len(read_jsonl(tmp_path / "out" / "results.jsonl")) == 5, "the same weights elsewhere"
+    shutil.rmtree(store)
+    shutil.copytree(little_data / "train", store)
+    run(model, tmp_path / "out", store)
+    found = read_results(tmp_path / "out").units
+    assert [(unit.kind, unit.name) for unit in found] == [("task", "mine"), ("store", str(store))]
+    assert found[1].results[0]["documents"] == 40
+    weights = load_file(moved / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, moved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RunDirError, match="has results with weights = "):
+        run(moved, tmp_path / "out", store)
+
+
+def test_results_of_a_checkpoint_are_in_its_run_directory(model: Path, little_data: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    made = convert_checkpoint(open_source(model), tmp_path / "run" / "checkpoints", ConvertOptions(format="lt"))
+    folder = next(path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir())
+    assert made
+    assert run(folder, None, little_data / "validation")[-1].endswith("tokens"), "no run directory: only printed"
+    (tmp_path / "run" / ".lt-run").touch()
+    for source in (folder, tmp_path / "run"):
+        lines = run(source, None, little_data / "validation")
+        (results,) = find_results(tmp_path / "run")
+        assert results.folder == tmp_path / "run" / "evaluation" / "step-00000000-float32"
+        assert lines[-1] == f"results: {results.folder}"
+    assert results.description["weights"] == load_model(model).weights_sha256 == load_model(folder).weights_sha256
+    assert len(read_jsonl(results.folder / "results.jsonl")) == 2
+    (results.folder / "results.jsonl").write_text('{"kind": "task"}\n')
+    with pytest.raises(RunDirError, match="has no 'weights': not results of lt train evaluate"):
+        run(folder, None, little_data / "validation")
 
 
 def test_what_cannot_be_evaluated_is_refused_with_a_remedy(model: Path, little_data: Path, tmp_path: Path) -> None:

@@ -125,4 +125,34 @@ def test_the_report_has_the_accuracy_of_each_task(recipe_base, fake_engine, task
     found = {r["step"]: r["eval_acc"] for r in records(recipe_base, "eval_task") if r["eval_task"] == "choice"}
     assert [curve.name for curve in chart.curves] == ["run, choice", "run, cloze"]
     assert dict(chart.curves[0].points) == found
-    assert "accuracy, choice" in report_html([history])
+    page = report_html([history])
+    assert "accuracy, choice" in page
+    newest = records(recipe_base, "eval_task")[-2]
+    assert f"<td>choice</td><td>20</td><td>of the run</td><td>9</td><td>acc {newest['eval_acc']:.4g} ± " in page
+
+
+def test_the_report_has_the_results_of_the_command(recipe_base, fake_engine, tmp_path: Path) -> None:
+    from lt_trainer.observability.report.page import report_html
+    from lt_trainer.observability.report.run_history import read_run
+    from lt_trainer.run_directory import EvaluationResults
+
+    assert start(recipe_base) == 0
+    folder = Path(recipe_base["run"]["dir"])
+    assert "<section id=tasks><h2>Evaluation</h2><p>None." in report_html([read_run(folder)])
+    description = {"model": "m", "step": 20, "weights": "0", "dtype": "float32", "seq_len": 32}
+    results = EvaluationResults.open(folder / "evaluation" / "step-00000020-float32", description)
+    results.add("task", "<i>", {}, [{"n_items": 7, "acc": 0.25, "acc_stderr": 0.125}])
+    results.add(
+        "lm_eval", "g", {}, [{"task": "arc", "metrics": {"acc,none": 0.5, "acc_stderr,none": 0.1, "alias": "x"}}]
+    )
+    loss = {"documents": 3, "tokens": 1500, "loss": 2.5, "perplexity": 12.18, "bits_per_byte": 1.25}
+    groups = [("all", ""), *(("source", f"held {i}") for i in range(31)), ("length", "256-511")]
+    results.add("store", "held", {}, [{"group": group, "name": name, **loss} for group, name in groups])
+    page = report_html([read_run(folder)])
+    assert "<td>&lt;i&gt;</td><td>20</td><td>float32</td><td>7</td><td>acc 0.25 ± 0.12</td>" in page
+    assert "<td>arc</td><td>20</td><td>float32</td><td></td><td>acc 0.5 ± 0.1</td>" in page
+    row = "<td>3</td><td>1,500</td><td>2.5000</td><td>12.18</td><td>1.2500</td>"
+    assert f"<td>document length, tokens</td><td>256-511</td>{row}" in page
+    assert f"<td>source file</td><td>held 29</td>{row}" in page
+    assert "held 30" not in page
+    assert "1 more source files are in results.jsonl" in page

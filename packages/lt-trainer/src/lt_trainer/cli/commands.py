@@ -329,7 +329,10 @@ def evaluate(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder for results.jsonl; the same command goes on from it.", show_default=False),
+        typer.Option(
+            help="Folder for results.jsonl; the same command goes on from it. Default: in the run directory, of a run.",
+            show_default=False,
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda, cuda:N, mps.")] = "auto",
     dtype: Annotated[
@@ -340,7 +343,7 @@ def evaluate(
 ) -> None:
     """Evaluate a model on one device: tasks, and the loss over stores by source and by length.
 
-    Results are printed and, with --out, kept as JSON lines.
+    Results are printed, and kept as JSON lines: of a run in evaluation/step-N-DTYPE of its directory, else in --out.
     """
     require_torch("evaluate")
     from lt_data.display.terminal import escape_controls

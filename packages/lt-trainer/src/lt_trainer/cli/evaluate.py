@@ -1,15 +1,16 @@
 """`lt train evaluate` on one device: losses over stores and tasks, as a table and as JSON lines.
 
-Each store and task is one unit of work: its records are appended to a file in the results folder when it is done, and
-a repeated command goes on after the units that it finds there. The file's first line names model, dtype and options; a
-file of others is an error, so that numbers of two models never mix.
+Each store and task is one unit of work (`lt_trainer.evaluation.results`): a repeated command goes on after the units
+that it finds. Results of a run's checkpoint are kept in the run directory unless a folder is given.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,8 @@ from lt_trainer.evaluation import (
     find_tasks,
     load_model,
 )
-from lt_trainer.run_directory import JsonlWriter, read_jsonl
+from lt_trainer.run_directory import EvaluationResults
 
-RESULTS_FILE = "results.jsonl"
 N_SHOWN = 20
 """Source files shown of a store; the file has all."""
 
@@ -64,7 +64,7 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
     Args:
         model: checkpoint, run directory or model of another format.
         options: what to evaluate, and how.
-        out: folder of the results; None for none.
+        out: folder of the results; None for that of the checkpoint's run, or for none.
         echo: prints a line.
 
     Raises:
@@ -83,22 +83,24 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
     readers = {str(path): _open_reader(loaded, path, options) for path in options.stores}
     encoder = PairEncoder(loaded.tokenizer) if tasks else None
     encoded = [EncodedTask.encode(task, encoder, shape) for task in tasks if encoder is not None]
-    results = Results.open(out, describe(loaded, options))
+    description = describe(loaded, options)
+    results = EvaluationResults.open(out or run_results_folder(loaded, description["dtype"]), description)
     for task in encoded:
-        name = task.task.name
-        summaries = results.find("task", name)
-        if summaries is None or summaries[0]["limit"] != options.limit:
+        name, kept = task.task.name, {"limit": options.limit, "sha256": task.task.sha256}
+        summaries = results.find("task", name, kept)
+        if summaries is None:
             with progress_bar(name) as progress:
                 result = evaluate_task(
                     loaded, task, shape, on_batch=lambda done, total: progress(done, total, "batches")
                 )
             results.write_items(name, result.items)
-            summaries = [{"limit": options.limit, "n_items": result.n_items, **result.metrics}]
-            results.add("task", name, summaries)
+            summaries = [{"n_items": result.n_items, **result.metrics}]
+            results.add("task", name, kept, summaries)
         echo(task_line(name, summaries[0]))
     _evaluate_with_harness(loaded, shape, options, results, echo)
     for name, reader in readers.items():
-        losses = results.find("store", name)
+        kept = {"fingerprint": reader.store.manifest.fingerprint, "pack": reader.pack.fingerprint}
+        losses = results.find("store", name, kept)
         if losses is None:
             with progress_bar(name) as progress:
                 losses = [
@@ -107,32 +109,54 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
                         loaded, reader, shape, name=name, on_batch=lambda done, total: progress(done, total, "batches")
                     )
                 ]
-            results.add("store", name, losses)
+            results.add("store", name, kept, losses)
         for line in store_lines(losses):
             echo(line)
+    if out is None and results.folder is not None:
+        echo(f"results: {results.folder}")
+
+
+def run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
+    """Return the folder of results in the run directory that a checkpoint is in; None for another model."""
+    run = loaded.source.resolve().parent.parent
+    if loaded.step is None or not (run / ".lt-run").exists():
+        return None
+    return run / "evaluation" / f"step-{loaded.step:08d}-{dtype}"
 
 
 def _evaluate_with_harness(
-    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: Results, echo: Any
+    loaded: LoadedModel, shape: BatchShape, options: EvaluateOptions, results: EvaluationResults, echo: Any
 ) -> None:
     """Run the harness's tasks one by one, and print and keep their results."""
-    kept = {"limit": options.limit, "num_fewshot": options.num_fewshot}
+    if not options.lm_eval_tasks:
+        return
+    chosen = {"limit": options.limit, "num_fewshot": options.num_fewshot}
+    kept = {**chosen, "lm_eval": version("lm-eval"), "sha256": _hash_task_files(options.include_path)}
     for name in options.lm_eval_tasks:
-        summaries = results.find("lm_eval", name)
-        if summaries is None or any(summaries[0][option] != value for option, value in kept.items()):
+        summaries = results.find("lm_eval", name, kept)
+        if summaries is None:
             from lt_trainer.cli.lm_eval_adapter import evaluate_harness_tasks
 
             with progress_bar(name) as progress:
                 found = evaluate_harness_tasks(
-                    loaded, shape, [name], include_path=options.include_path, progress=progress, **kept
+                    loaded, shape, [name], include_path=options.include_path, progress=progress, **chosen
                 )
             for task, (_, samples) in found.items():
                 results.write_items(task, [sample_record(sample) for sample in samples])
-            summaries = [{"task": task, **kept, "metrics": metrics} for task, (metrics, _) in found.items()]
-            results.add("lm_eval", name, summaries)
+            summaries = [{"task": task, "metrics": metrics} for task, (metrics, _) in found.items()]
+            results.add("lm_eval", name, kept, summaries)
         for summary in summaries:
             metrics = (f"{metric} {value:.5g}" for metric, value in summary["metrics"].items() if is_number(value))
             echo(f"{summary['task']}: {', '.join(metrics)}")
+
+
+def _hash_task_files(folder: Path | None) -> str:
+    """Return the hash of the harness's task files in a folder: of changed ones, results do not count."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")) if folder is not None else ():
+        if path.suffix in (".yaml", ".py", ".json", ".jsonl") and path.is_file():
+            digest.update(f"{path.relative_to(folder or path)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def sample_record(sample: Mapping[str, Any]) -> dict[str, Any]:
@@ -147,9 +171,11 @@ def is_number(value: Any) -> bool:
 
 
 def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
-    """Return what numbers depend on besides the store or the task."""
+    """Return what numbers depend on besides the store or the task, and which model it is."""
     return {
         "model": str(loaded.source.resolve()),
+        "step": loaded.step,
+        "weights": loaded.weights_sha256,
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": loaded.device.type,
         "seq_len": _shape(loaded, options).seq_len,
@@ -184,61 +210,7 @@ def _open_reader(loaded: LoadedModel, path: Path, options: EvaluateOptions) -> R
     return RowReader(store, open_pack(store, seq_len=_shape(loaded, options).seq_len))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Results:
-    """Results file of one evaluation: a description, then a line for each store and task that is done."""
-
-    path: Path | None
-    done: dict[tuple[str, str], list[dict[str, Any]]]
-
-    @classmethod
-    def open(cls, folder: Path | None, description: dict[str, Any]) -> Results:
-        """Open the results in a folder, which is created if it is missing.
-
-        Raises:
-            EvaluationError: the folder has results of another evaluation.
-        """
-        if folder is None:
-            return cls(path=None, done={})
-        path = folder / RESULTS_FILE
-        if not path.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with JsonlWriter(path) as writer:
-                writer.write(description)
-            return cls(path=path, done={})
-        first, *others = read_jsonl(path) or [{}]
-        if changed := [name for name in description if first.get(name) != description[name]]:
-            name = changed[0]
-            raise EvaluationError(
-                f"{path} has results with {name} = {first.get(name)!r}, not {description[name]!r}; pass another --out, "
-                "or move it away"
-            )
-        return cls(path=path, done={(record["kind"], record["name"]): record["results"] for record in others})
-
-    def find(self, kind: str, name: str) -> list[dict[str, Any]] | None:
-        """Return the results of a store or task that is done."""
-        return self.done.get((kind, name))
-
-    def add(self, kind: str, name: str, results: Sequence[dict[str, Any]]) -> None:
-        """Append the results of a store or task."""
-        if self.path is not None:
-            with JsonlWriter(self.path) as writer:
-                writer.write({"kind": kind, "name": name, "results": list(results)})
-
-    def write_items(self, task: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Write the items of a task to items/TASK.jsonl, instead of those of a command that was ended."""
-        if self.path is None:
-            return
-        folder = self.path.parent / "items"
-        folder.mkdir(exist_ok=True)
-        path = folder / f"{task}.jsonl"
-        path.unlink(missing_ok=True)
-        with JsonlWriter(path) as writer:
-            for record in records:
-                writer.write(record)
-
-
-def task_line(name: str, summary: dict[str, Any]) -> str:
+def task_line(name: str, summary: Mapping[str, Any]) -> str:
     """Return the metrics of a task as a line."""
     metrics = [
         f"{metric} {value:.4f} +- {summary[f'{metric}_stderr']:.4f}"
@@ -246,12 +218,12 @@ def task_line(name: str, summary: dict[str, Any]) -> str:
         # a perplexity has no standard error here
         else f"{metric} {value:.5g}"
         for metric, value in summary.items()
-        if metric not in ("limit", "n_items") and not metric.endswith("_stderr")
+        if metric != "n_items" and not metric.endswith("_stderr")
     ]
     return f"{name}: {', '.join(metrics)} ({summary['n_items']:,} items)"
 
 
-def store_lines(losses: Sequence[dict[str, Any]]) -> list[str]:
+def store_lines(losses: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the losses of a store as a table."""
     lines = [f"{'documents':>10} {'tokens':>12} {'loss':>9} {'perplexity':>11} {'bits/byte':>9}"]
     n_sources = 0

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from lt_trainer.evaluation.tasks import TaskResult as TaskResult
     from lt_trainer.evaluation.tasks import evaluate_task as evaluate_task
     from lt_trainer.evaluation.tasks import find_tasks as find_tasks
+    from lt_trainer.evaluation.tasks import task_metrics as task_metrics
+    from lt_trainer.evaluation.weight_hashes import hash_tensor as hash_tensor
+    from lt_trainer.evaluation.weight_hashes import hash_weights as hash_weights
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -36,6 +39,7 @@ else:
             "requests": "Score ScoreRequest check_requests score_requests",
             "scorer": "BatchShape EvaluationError Scorer",
             "store_losses": "GroupLoss evaluate_store",
-            "tasks": "EncodedTask Task TaskItem TaskResult evaluate_task find_tasks",
+            "tasks": "EncodedTask Task TaskItem TaskResult evaluate_task find_tasks task_metrics",
+            "weight_hashes": "hash_tensor hash_weights",
         },
     )

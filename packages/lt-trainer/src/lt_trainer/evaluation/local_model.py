@@ -1,8 +1,8 @@
 """Model on one device for scoring and generation, of any format that lt-ckpt reads.
 
-A run directory stands for its newest valid checkpoint. Bytes that have a checksum are compared with it. Weights are
-cast to the dtype of the computation as they are read. Needs torch (`lt-trainer[torch]`); no engine, no process group,
-no optimizer state.
+A run directory stands for its newest valid checkpoint. Bytes that have a checksum are compared with it, and all are
+hashed (`weight_hashes`). Weights are cast to the dtype of the computation as they are read. Needs torch
+(`lt-trainer[torch]`); no engine, no process group, no optimizer state.
 
 Cost: memory for the weights in their dtype, and on the way to a device for one of them on the host.
 """
@@ -26,6 +26,7 @@ from lt_trainer.control import Control, SoloControl
 from lt_trainer.engine import StepBatch, Topology
 from lt_trainer.evaluation.position_scores import PositionScores
 from lt_trainer.evaluation.scorer import EvaluationError
+from lt_trainer.evaluation.weight_hashes import hash_tensor, hash_weights
 from lt_trainer.torch import DTYPE_CODES, micro_batches_to_device
 
 TORCH_DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
@@ -39,6 +40,10 @@ class LoadedModel:
     model: Llama
     tokenizer: Tokenizer
     source: Path
+    weights_sha256: str
+    """Hash of the weights as they were read, before the cast (`hash_weights`)."""
+    step: int | None = None
+    """Step of a checkpoint."""
     topology: Topology = field(default=Topology(rank=0, world_size=1, dp_rank=0, dp_size=1))
     control: Control = field(default_factory=SoloControl)
 
@@ -90,16 +95,20 @@ def load_model(path: Path, *, device: str = "cpu", dtype: str = "float32") -> Lo
         echo_error(sentence)
     assert source.config is not None, "open_source requires a config"
     weights = source.weights
+    tensors: dict[str, torch.Tensor] = {}
+    hashes: dict[str, str] = {}
     with TensorReader(source.root, source.find_checksums) as reader:
-        tensors = {
-            name: _tensor(reader.read(weights, name), spec.dtype, spec.shape).to(target, compute_dtype)
-            for name, spec in weights.specs.items()
-        }
+        for name, spec in weights.specs.items():
+            raw = reader.read(weights, name)
+            hashes[name] = hash_tensor(spec.dtype, spec.shape, raw.data)
+            tensors[name] = _tensor(raw, spec.dtype, spec.shape).to(target, compute_dtype)
         reader.finish()
     return LoadedModel(
         model=_build(config_from_hf(dict(source.config)), tensors),
         tokenizer=_tokenizer(source.path, source.aux_files),
         source=source.path,
+        weights_sha256=hash_weights(hashes),
+        step=source.format_info.get("step"),
     )
 
 

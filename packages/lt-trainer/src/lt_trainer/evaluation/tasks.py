@@ -16,11 +16,12 @@ Cost: a forward pass over the texts of all choices.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,12 @@ class Task:
     def is_cloze(self) -> bool:
         """True if each item has a target, False if it has choices."""
         return self.items[0].label is None
+
+    @property
+    def sha256(self) -> str:
+        """Hash of all items: of a changed task, results do not count."""
+        values = [[item.context, list(item.choices), item.label] for item in self.items]
+        return hashlib.sha256(json.dumps(values).encode()).hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,15 +192,20 @@ def evaluate_task(
     for index, item in enumerate(encoded.task.items):
         items.append(_item_record(index, item, scores[first : first + len(item.choices)]))
         first += len(item.choices)
+    return TaskResult(task=encoded.task.name, n_items=len(items), metrics=task_metrics(items), items=tuple(items))
+
+
+def task_metrics(items: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of a task from the records of its items."""
     metrics: dict[str, float] = {}
     for name in ("acc", "acc_norm"):
         shares = [record[name] for record in items if name in record]
         if shares:
             metrics |= {name: statistics.fmean(shares), f"{name}_stderr": _standard_error(shares)}
-    if encoded.task.is_cloze:
+    if "label" not in items[0]:  # a cloze
         mean = -statistics.fmean(record["log_probs"][0] for record in items)
         metrics["perplexity"] = math.exp(mean) if mean < MAX_LOG_FOR_EXP else math.inf
-    return TaskResult(task=encoded.task.name, n_items=len(items), metrics=metrics, items=tuple(items))
+    return metrics
 
 
 def _item_record(index: int, item: TaskItem, scores: Sequence[Score]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lt_trainer.release.data_files import SourceEntry
 from lt_trainer.release.facts import Facts, StoreFacts
+from lt_trainer.release.task_files import TASK_FOLDER
 
 __all__ = ["command_page", "prepare_arguments"]
 
@@ -44,6 +45,8 @@ def command_page(facts: Facts) -> str:
     for store in facts.stores:
         entries = [entry for entry in facts.sources if entry.store == store.name]
         lines += [_prepare_command(store, entries, dict(facts.info.prepare.get(store.name, {}))), _pack_command(store)]
+    if any(task.file for task in facts.tasks):
+        lines.append(f"cp -r $RELEASE/{TASK_FOLDER} {TASK_FOLDER}")
     variables = "".join(f"{name}={shlex.quote(value)} " for name, value in thread_variables(facts).items())
     lines += [
         f"{variables}env/bin/lt train run $RELEASE/recipe/recipe.toml",

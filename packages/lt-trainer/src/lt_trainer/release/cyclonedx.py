@@ -4,6 +4,7 @@ import json
 import uuid
 from typing import Any
 
+from lt_trainer.release.cards import whole_scores
 from lt_trainer.release.facts import Facts
 
 __all__ = ["cyclonedx_document"]
@@ -82,6 +83,11 @@ def _model_card(facts: Facts) -> dict[str, Any]:
         for result in facts.validation
         for kind, value in (("nats per token", result.loss), ("bits per byte", result.bits_per_byte))
         if value is not None
+    ]
+    metrics += [
+        {"type": metric, "value": repr(value), "slice": score.name}
+        for score in whole_scores(facts)
+        for metric, value in score.metrics.items()
     ]
     card: dict[str, Any] = {
         "modelParameters": {

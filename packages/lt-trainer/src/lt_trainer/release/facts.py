@@ -21,6 +21,8 @@ from lt_trainer.release.license_file import LicenseFile, parse_license_file
 from lt_trainer.release.lock import read_lock_hashes
 from lt_trainer.release.mof import MofResult, ReleasedComponent, evaluate_openness
 from lt_trainer.release.plots import draw_figures, read_records
+from lt_trainer.release.scores import RESULT_FOLDER, Score, is_sample_file, read_scores
+from lt_trainer.release.task_files import TASK_FOLDER, TaskEntry, read_tasks
 from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 
 __all__ = [
@@ -45,7 +47,6 @@ CODE_PACKAGES = {
     "Supporting libraries and tools": ("lt_ckpt", "lt_launch"),
 }
 """Component of code → packages of lt that are it."""
-RESULT_FOLDER, SAMPLE_PREFIX = "results", "results/samples"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,8 +151,10 @@ class Facts:
     train: Sequence[Mapping[str, Any]]
     events: Sequence[Mapping[str, Any]]
     validation: Sequence[ValidationResult]
+    scores: Sequence[Score]
     stores: Sequence[StoreFacts]
     sources: Sequence[SourceEntry]
+    tasks: Sequence[TaskEntry]
     result_files: Sequence[str]
     wheels: Sequence[str]
     code_license: str
@@ -220,8 +223,10 @@ def read_facts(bundle: Path) -> Facts:
         train=[record for record in records if "loss" in record],
         events=read_jsonl(bundle / "run" / "events.jsonl"),
         validation=_validation(records),
+        scores=read_scores(bundle, records, provenance.step),
         stores=[_store(bundle, name, entry, recipe["recipe"]) for name, entry in provenance.stores.items()],
         sources=read_source_list(bundle),
+        tasks=read_tasks(bundle),
         result_files=_relative(bundle, f"{RESULT_FOLDER}/**/*"),
         wheels=_relative(bundle, "wheels/*.whl"),
         code_license=(bundle / "wheels" / "LICENSE.spdx").read_text(encoding="utf-8").strip(),
@@ -295,12 +300,12 @@ def _components(facts: Facts) -> list[ReleasedComponent]:
         "Model parameters (Final)": ("model",),
         "Model parameters (Intermediate)": ("checkpoints",) if facts.provenance.earlier_steps else (),
         "Model metadata": ("model/config.json", "recipe"),
-        "Sample model outputs": tuple(path for path in facts.result_files if path.startswith(SAMPLE_PREFIX)),
+        "Sample model outputs": tuple(path for path in facts.result_files if is_sample_file(path)),
         "Model card": ("README.md",),
         "Data card": ("DATA_CARD.md",),
         "Technical report": ("REPORT.md",),
         "Research paper": (facts.provenance.paper,) if facts.provenance.paper else (),
-        "Evaluation results": tuple(path for path in facts.result_files if not path.startswith(SAMPLE_PREFIX)),
+        "Evaluation results": tuple(path for path in facts.result_files if not is_sample_file(path)),
     }
     components += [
         ReleasedComponent(name=name, license=facts.info.component_license(name), paths=paths)
@@ -318,18 +323,24 @@ def _data_component(facts: Facts, name: str, is_training: bool) -> ReleasedCompo
     stores = [store for store in facts.stores if store.is_training == is_training]
     names = {store.name for store in stores}
     sources = [entry for entry in facts.sources if entry.store in names]
-    if not stores:
+    tasks = [] if is_training else facts.tasks
+    files = [task for task in tasks if not task.is_generated]
+    if not stores and not tasks:
         return None
     unknown = [store.name for store in stores if not any(entry.store == store.name for entry in sources)]
     problems = [f"store {store} does not list its sources" for store in unknown]
-    problems += [entry.problem for entry in sources if entry.problem]
-    licenses = sorted({entry.license for entry in sources if entry.license})
+    problems += [entry.problem for entry in (*sources, *files) if entry.problem]
+    licenses = sorted({entry.license for entry in (*sources, *files) if entry.license})
+    licenses = licenses or ([facts.code_license] if tasks and not stores else [])  # generated tasks are code
+    paths = [f"data/{store.name}" for store in stores]
+    paths += [TASK_FOLDER] if any(task.file for task in files) else []
+    paths += [path for path in facts.wheels if path.startswith("wheels/lt_trainer-")] if tasks and not paths else []
     wrapped = [f"({text})" if " " in text and len(licenses) > 1 else text for text in licenses]
     shown = "; ".join(problems[:3]) + (f"; and {len(problems) - 3} more" if len(problems) > 3 else "")
     return ReleasedComponent(
         name=name,
         license=" AND ".join(wrapped),
-        paths=tuple(f"data/{store.name}" for store in stores),
+        paths=tuple(paths),
         missing=shown,
     )
 

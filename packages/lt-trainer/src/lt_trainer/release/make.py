@@ -11,19 +11,20 @@ Cost: reads the released checkpoints twice and the stores once; copies what is r
 import getpass
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import Checkpoint, list_steps
+from lt_ckpt import Checkpoint, list_steps, open_source
 from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import DataError, TokenStore
 from lt_data import verify as verify_store
-from lt_trainer.config import from_dict
+from lt_trainer.config import DataOptions, from_dict
 from lt_trainer.data import STORES
 from lt_trainer.errors import RecipeError, TrainerError
+from lt_trainer.evaluation import hash_weights
 from lt_trainer.release.data_files import (
     ReleasedStore,
     describe_store,
@@ -47,9 +48,10 @@ from lt_trainer.release.run_files import (
     release_results,
     write_validation_results,
 )
-from lt_trainer.release.weight_files import choose_checkpoints, release_weights
+from lt_trainer.release.task_files import ReleasedTask, describe_tasks, release_tasks
+from lt_trainer.release.weight_files import choose_checkpoints, release_weights, tensor_hashes
 from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
-from lt_trainer.run_directory import read_jsonl
+from lt_trainer.run_directory import find_results, read_jsonl
 
 __all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
 
@@ -65,7 +67,7 @@ class MakeOptions:
         licenses: The license file; None for none.
         checkpoints: "all", "final" or steps separated by commas.
         source_folders: Where source files are looked for by hash, besides their own paths.
-        results: Folders or files of evaluation results to include.
+        results: Folders or files of evaluation results to include, besides those in the run directory.
         lock: uv.lock or requirements file with hashes; None for the uv.lock beside lt's sources.
         mof_class: Class that must be reached; 0 for any.
     """
@@ -88,6 +90,7 @@ class _Run:
     license_text: str
     checkpoints: list[Checkpoint]
     stores: list[ReleasedStore]
+    tasks: list[ReleasedTask]
     text_filter: TextFilter
 
 
@@ -115,9 +118,11 @@ def make_release(
         for released in gathered.stores:
             release_store(released, bundle, gathered.text_filter)
         write_source_list(bundle, gathered.stores)
-        changed = release_recipe(bundle, gathered.record, gathered.text_filter)
+        release_tasks(bundle, gathered.tasks)
+        entries = [task.entry for task in gathered.tasks]
+        changed = release_recipe(bundle, gathered.record, entries, gathered.text_filter)
         release_logs(bundle, run, gathered.text_filter)
-        release_results(bundle, options.results, gathered.text_filter)
+        release_results(bundle, (run / "evaluation", *options.results), gathered.text_filter)
         (bundle / LICENSE_FILE).write_text(gathered.license_text, encoding="utf-8")
         notify("packages of lt, environment")
         facts = _finish(bundle, gathered, changed, options)
@@ -184,8 +189,9 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
     checkpoints, found = choose_checkpoints(run, options.checkpoints)
     problems += found
     problems += [f"--results = {path}: no such file or folder" for path in options.results if not path.exists()]
-    if len({path.resolve().name for path in options.results}) < len(options.results):
-        problems.append("--results: two of one name; rename one")
+    if len({path.resolve().name for path in options.results} | {"evaluation"}) <= len(options.results):
+        problems.append("--results: two of one name, or one of the name evaluation; rename one")
+    problems += _result_problems(options.results, checkpoints)
     problems += _version_problems(environment)
     events: list[dict[str, Any]] = []
     for name in ("events.jsonl", "metrics.jsonl"):
@@ -203,9 +209,16 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         homes=(str(Path.home()),),
     )
     stores: list[ReleasedStore] = []
-    if "recipe" in record:
+    tasks: list[ReleasedTask] = []
+    try:
+        recipe = from_dict(record["recipe"], source="recipe.json") if "recipe" in record else None
+    except RecipeError as exc:
+        problems.append(f"recipe.json: {exc}")
+        recipe = None
+    if recipe is not None:
         notify("verifying stores")
-        stores = _open_stores(record["recipe"], checkpoints, licenses, text_filter, options, problems)
+        stores = _open_stores(recipe.data, checkpoints, licenses, text_filter, options, problems)
+        tasks = describe_tasks(recipe.evaluation, licenses, text_filter, problems)
     if not events:
         problems.append(f"{run / 'events.jsonl'}: has no event")
     if problems:
@@ -219,6 +232,7 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
         license_text=license_text,
         checkpoints=checkpoints,
         stores=stores,
+        tasks=tasks,
         text_filter=text_filter,
     )
 
@@ -253,6 +267,27 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     return values if isinstance(values, dict) else {}
 
 
+def _result_problems(given: Sequence[Path], checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return the given evaluation results that are not of released weights, or cannot be read."""
+    problems: list[str] = []
+    hashes: set[str] = set()
+    for path in given:
+        try:
+            found = find_results(path)
+        except TrainerError as exc:
+            problems.append(f"--results: {exc}")
+            continue
+        for results in found:
+            sources = [] if hashes else [open_source(checkpoint.path) for checkpoint in checkpoints]
+            hashes |= {hash_weights(tensor_hashes(source, list(source.weights.specs))) for source in sources}
+            if results.description.get("weights") not in hashes:
+                problems.append(
+                    f"--results = {path}: {results.folder} has results of other weights "
+                    f"({results.description.get('model')}); evaluate a released checkpoint of this run"
+                )
+    return problems
+
+
 def _version_problems(environment: Mapping[str, Any]) -> list[str]:
     """Return the packages whose version here is not the run's: wheels and lock would be of other code."""
     run = {
@@ -273,7 +308,7 @@ def _lt_roots() -> dict[str, tuple[str, ...]]:
 
 
 def _open_stores(
-    table: Mapping[str, Any],
+    data: DataOptions,
     checkpoints: list[Checkpoint],
     licenses: LicenseFile,
     text_filter: TextFilter,
@@ -281,11 +316,6 @@ def _open_stores(
     problems: list[str],
 ) -> list[ReleasedStore]:
     """Open and verify the stores of the recipe, which must be those that the run has read."""
-    try:
-        data = from_dict(table, source="recipe.json").data
-    except RecipeError as exc:
-        problems.append(f"recipe.json: {exc}")
-        return []
     read = (checkpoints[-1].manifest.data or {}).get(STORES, {}) if checkpoints else {}
     released: list[ReleasedStore] = []
     for name, (field, path) in store_names(data).items():

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from lt_trainer.config import flatten
-from lt_trainer.release.cards import format_table
+from lt_trainer.release.cards import format_table, score_table
 from lt_trainer.release.facts import Facts
 
 __all__ = ["report_page"]
 
 SHOWN_EVENTS = ("start", "resume", "stop", "rollback", "step_skipped", "completed")
+MAX_SCORES = 200
+"""Rows of the table of scores; a store may have many source files."""
 
 
 def report_page(facts: Facts) -> str:
@@ -20,6 +22,7 @@ def report_page(facts: Facts) -> str:
             _model(facts),
             _training(facts),
             _figures(facts),
+            _evaluation(facts),
             _data(facts),
             _energy(facts),
             _environment(facts),
@@ -69,6 +72,15 @@ def _figures(facts: Facts) -> str:
         return ""
     shown = "".join(f"![{name.removesuffix('.svg')}](figures/{name})\n" for name in facts.figures)
     return f"\n## Figures\n\nDrawn by `plots.py` from `run/metrics.jsonl`.\n\n{shown}"
+
+
+def _evaluation(facts: Facts) -> str:
+    if not facts.scores:
+        return ""
+    shown = facts.scores[:MAX_SCORES]
+    more = len(facts.scores) - len(shown)
+    text = "\n## Evaluation\n\nTasks, and losses of stores: of the whole, by source file and by document length.\n\n"
+    return text + score_table(shown) + (f"\nand {more} more in `results/`\n" if more else "")
 
 
 def _data(facts: Facts) -> str:

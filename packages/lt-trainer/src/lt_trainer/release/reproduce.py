@@ -31,6 +31,7 @@ from lt_trainer.release.data_files import SourceEntry, find_source_files, hash_f
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import Facts, StoreFacts, read_facts
 from lt_trainer.release.run_files import RUN_DIR
+from lt_trainer.release.task_files import TASK_FOLDER
 from lt_trainer.release.verify import check_hashes
 from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES, tensor_hashes
 from lt_trainer.run_directory import drop_superseded_records, read_jsonl
@@ -99,6 +100,8 @@ def reproduce_release(
     for store in facts.stores:
         notify(f"preparing {store.name}")
         _rebuild(python, bundle, work, store, facts, sources, variables)
+    if (bundle / TASK_FOLDER).is_dir():
+        shutil.copytree(bundle / TASK_FOLDER, work / TASK_FOLDER)
     last_step = options.steps or facts.provenance.step
     notify(f"running {last_step} step(s)")
     _run(python, bundle, work, facts, last_step, variables)

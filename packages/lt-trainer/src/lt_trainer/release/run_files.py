@@ -11,6 +11,7 @@ from lt_trainer.config import flatten, from_dict, to_dict, to_toml
 from lt_trainer.release.data_files import store_names
 from lt_trainer.release.facts import Facts
 from lt_trainer.release.filtering import TextFilter
+from lt_trainer.release.task_files import TaskEntry, recipe_fields
 
 __all__ = ["RUN_DIR", "bundle_recipe", "release_logs", "release_recipe", "release_results", "write_validation_results"]
 
@@ -20,7 +21,7 @@ LOGS = ("metrics.jsonl", "events.jsonl", "resume_check.jsonl")
 RESULT_SUFFIXES = (".jsonl", ".json", ".md", ".csv", ".txt", ".html")
 
 
-def bundle_recipe(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def bundle_recipe(table: Mapping[str, Any], tasks: Sequence[TaskEntry]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the recipe's tables with the paths of the bundle, and the changed fields.
 
     Nothing that it would write or send is outside of the folder in which it runs; no change has an effect on a loss.
@@ -29,6 +30,7 @@ def bundle_recipe(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     changed: dict[str, Any] = {"run.dir": RUN_DIR, "data.packs": "", "checkpoint.mirror_url": "", "metrics.sinks": []}
     changed |= {"checkpoint.mirror_keep_last": 0, "checkpoint.mirror_keep_every": 0}
     changed |= {field: f"data/{name}" for name, (field, _) in store_names(recipe.data).items()}
+    changed |= recipe_fields(recipe.evaluation, tasks)
     values = to_dict(recipe)
     before = flatten(values)
     changed = {field: value for field, value in changed.items() if before.get(field) != value}
@@ -41,9 +43,11 @@ def bundle_recipe(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return values, changed
 
 
-def release_recipe(bundle: Path, record: Mapping[str, Any], text_filter: TextFilter) -> dict[str, Any]:
+def release_recipe(
+    bundle: Path, record: Mapping[str, Any], tasks: Sequence[TaskEntry], text_filter: TextFilter
+) -> dict[str, Any]:
     """Write recipe/recipe.toml and recipe.json from a run's recipe.json; return the changed fields."""
-    values, changed = bundle_recipe(record["recipe"])
+    values, changed = bundle_recipe(record["recipe"], tasks)
     values = json.loads(text_filter.apply(json.dumps(values, ensure_ascii=False)))
     origins = {name: text_filter.apply(text) for name, text in record["origins"].items()}
     origins |= dict.fromkeys(changed, "release")
@@ -69,8 +73,8 @@ def release_logs(bundle: Path, run: Path, text_filter: TextFilter) -> None:
 
 
 def release_results(bundle: Path, results: Sequence[Path], text_filter: TextFilter) -> None:
-    """Copy evaluation results, as of `lt train evaluate --out`, filtered; a folder keeps its name."""
-    for given in (path.resolve() for path in results):
+    """Copy evaluation results, as of `lt train evaluate`, filtered; a folder keeps its name."""
+    for given in (path.resolve() for path in results if path.exists()):
         paths = [given] if given.is_file() else sorted(path for path in given.rglob("*") if path.is_file())
         for path in paths:
             if path.suffix in RESULT_SUFFIXES:

@@ -8,6 +8,7 @@ import json
 from typing import Any
 
 from lt_trainer.config import flatten
+from lt_trainer.release.cards import whole_scores
 from lt_trainer.release.facts import Facts, StoreFacts
 
 __all__ = ["spdx_document"]
@@ -74,6 +75,9 @@ class _Graph:
             ],
         }
         metrics = {f"{r.name or 'validation'}, nats per token": r.loss for r in facts.validation}
+        metrics |= {
+            f"{score.name}, {metric}": value for score in whole_scores(facts) for metric, value in score.metrics.items()
+        }
         if metrics:
             values["ai_metric"] = _entries(metrics)
         if facts.energy_kwh is not None:

@@ -3,8 +3,9 @@
     SHA256SUMS      every file has its hash, no file is missing and none is extra
     weights         each exported tensor has the bits of the checkpoint (weights.json, or the run itself)
     stores          manifests, tokens and packs (`lt data verify`); their fingerprints are those that the run has read
-    sources         each included source file has the hash in its store's manifest, and its license allows it
+    sources, tasks  each included source file has the hash in its store's manifest, and its license allows it
     recipe          it loads, names the bundle's stores, and recipe.json and recipe.toml agree
+    results         metrics of tasks are those of their items
     documents       cards, class, results and figures are made again from the files and compared byte for byte
 
 A release that another version of lt made is checked without the last part, which is said. Nothing in the bundle is
@@ -29,6 +30,7 @@ from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.facts import Facts, read_facts
 from lt_trainer.release.mof import MofResult
 from lt_trainer.release.run_files import validation_results
+from lt_trainer.release.scores import find_score_problems
 from lt_trainer.release.weight_files import MODEL_FOLDER, compare_with_checkpoint, find_weight_problems, step_folder
 from lt_trainer.release.wheels import lt_distributions
 
@@ -95,6 +97,7 @@ def verify_release(
         problems += _check_store(bundle, name, facts)
     problems += _attempt("data/sources.jsonl", lambda: list(_check_sources(bundle, facts)))
     problems += _check_recipe(bundle, facts)
+    problems += _attempt("results", lambda: list(find_score_problems(bundle)))
     here = {name: package.version for name, package in lt_distributions().items()}
     made = facts.provenance.lt
     if here.get("lt-trainer") == made.get("lt-trainer"):
@@ -161,6 +164,12 @@ def _check_sources(bundle: Path, facts: Facts) -> Iterator[str]:
             yield f"data/sources.jsonl: its files of {store.name} are not those of the store's manifest"
         if store.has_tokens and not all(entry.license and entry.redistribute for entry in entries):
             yield f"data/{store.name}: has tokens of a source that may not be redistributed"
+    for task in facts.tasks:
+        path = bundle / task.file
+        if task.file and not (task.license and task.redistribute):
+            yield f"{task.file}: may not be redistributed"
+        if task.file and (not path.is_file() or hash_file(path) != task.sha256):
+            yield f"{task.file}: is not the file {task.sha256[:16]} of the task {task.name}"
     for entry in facts.sources:
         if entry.store not in stores:
             yield f"data/sources.jsonl: {entry.path} is of the store {entry.store}, which is not in the release"

@@ -9,7 +9,6 @@ where the checkpoint itself is no longer there. Checkpoints are verified before 
 Cost: two reads of each checkpoint's weights.
 """
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from lt_ckpt import Checkpoint, Source, compare, export_hf, list_steps, open_sou
 from lt_ckpt.errors import CheckpointError
 from lt_ckpt.integrity import verify as verify_checkpoint
 from lt_ckpt.source import TensorReader
+from lt_trainer.evaluation import hash_tensor
 
 __all__ = [
     "MODEL_FOLDER",
@@ -110,9 +110,7 @@ def tensor_hashes(source: Source, names: Sequence[str]) -> dict[str, str]:
     with TensorReader(source.root) as reader:
         for name in names:
             spec = group.specs[name]
-            digest = hashlib.sha256(f"{spec.dtype} {list(spec.shape)}\n".encode())
-            digest.update(reader.read(group, name).data)
-            found[name] = digest.hexdigest()
+            found[name] = hash_tensor(spec.dtype, spec.shape, reader.read(group, name).data)
     return found
 
 

@@ -6,6 +6,10 @@ from lt_trainer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory.environment import describe_environment as describe_environment
+    from lt_trainer.run_directory.evaluation_results import EvaluationResults as EvaluationResults
+    from lt_trainer.run_directory.evaluation_results import EvaluationUnit as EvaluationUnit
+    from lt_trainer.run_directory.evaluation_results import find_results as find_results
+    from lt_trainer.run_directory.evaluation_results import read_results as read_results
     from lt_trainer.run_directory.jsonl import NON_FINITE as NON_FINITE
     from lt_trainer.run_directory.jsonl import JsonlWriter as JsonlWriter
     from lt_trainer.run_directory.jsonl import LogFile as LogFile
@@ -29,6 +33,7 @@ else:
         __name__,
         {
             "environment": "describe_environment",
+            "evaluation_results": "EvaluationResults EvaluationUnit find_results read_results",
             "jsonl": "NON_FINITE JsonlWriter LogFile read_jsonl read_last_object",
             "rank_log": "RankLog",
             "records": (

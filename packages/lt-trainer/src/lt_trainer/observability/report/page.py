@@ -22,6 +22,7 @@ from lt_trainer.config import flatten
 from lt_trainer.observability.report.charts import Chart, build_charts, event_lanes, last_step, time_breakdowns
 from lt_trainer.observability.report.curves import SMOOTHING_FRACTION, format_short
 from lt_trainer.observability.report.data_section import data_section
+from lt_trainer.observability.report.evaluation_section import evaluation_section
 from lt_trainer.observability.report.html_charts import (
     N_COLORS,
     chart_html,
@@ -39,7 +40,14 @@ MAX_EVENTS = 200
 RULED_EVENTS = ("stop", "resume", "rollback", "step_skipped")
 """Event kinds with a vertical line in every chart, if there are at most `MAX_RULED`."""
 MAX_RULED = 40
-SECTIONS = {"curves": "Curves", "events": "Events", "data": "Data", "model": "Model", "recipe": "Recipe"}
+SECTIONS = {
+    "curves": "Curves",
+    "events": "Events",
+    "tasks": "Evaluation",
+    "data": "Data",
+    "model": "Model",
+    "recipe": "Recipe",
+}
 
 
 def report_html(runs: Sequence[RunHistory]) -> str:
@@ -59,6 +67,7 @@ def report_html(runs: Sequence[RunHistory]) -> str:
             *([_head(runs[0])] if len(runs) == 1 else [_comparison(runs)]),
             _curves(runs, charts),
             _events(runs),
+            _section_per_run(runs, "tasks", evaluation_section),
             _section_per_run(runs, "data", data_section),
             _section_per_run(runs, "model", model_section),
             _section_per_run(runs, "recipe", _recipe),

@@ -1,0 +1,188 @@
+"""Evaluation results in a release: the scores of its final weights, and a check of each against its items.
+
+    results/evaluation/             from the run directory: items of `[evaluation]`, results of `lt train evaluate`
+    results/NAME                    given as --results
+    run/metrics.jsonl               metrics of `[evaluation]` by step
+
+A results.jsonl names its weights by their hash, so scores count only if they are of the weights in model/. Metrics of
+lt's own tasks are computed again from the items; of the harness's, the accuracies. Cost: one read of the results.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lt_trainer.evaluation import hash_weights, task_metrics
+from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES
+from lt_trainer.run_directory import EvaluationUnit, drop_superseded_records, find_results, read_jsonl
+
+__all__ = ["RESULT_FOLDER", "RUN_RESULTS", "Score", "find_score_problems", "is_sample_file", "read_scores"]
+
+RESULT_FOLDER = "results"
+RUN_RESULTS = f"{RESULT_FOLDER}/evaluation"
+METRICS = "run/metrics.jsonl"
+PREFIX, ERROR_SUFFIX = "eval_", "_stderr"
+NOT_METRICS = ("eval_task", "eval_items")
+RECOMPUTED_OF_HARNESS = ("acc", "acc_norm")
+RELATIVE_TOLERANCE = 1e-12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """Scores of the final weights on a task, or their loss over a group of a store's documents.
+
+    Attributes:
+        name: The task, or the store.
+        kind: "task", "lm_eval" or "store".
+        group: Of a store: "" for the whole, "source NAME" or "length LOW-HIGH"; else "".
+        file: File of the bundle that has it.
+        n_items: Items, or tokens of a store; None if the file does not say.
+        metrics: Metric → value, without standard errors.
+        errors: Metric → standard error.
+    """
+
+    name: str
+    kind: str
+    group: str
+    file: str
+    n_items: int | None
+    metrics: Mapping[str, float]
+    errors: Mapping[str, float]
+
+    @property
+    def text(self) -> str:
+        """Metrics with standard errors, as shown in cards."""
+        return ", ".join(
+            f"{metric} {value:.4g}" + (f" ± {self.errors[metric]:.2g}" if metric in self.errors else "")
+            for metric, value in self.metrics.items()
+        )
+
+
+def is_sample_file(name: str) -> bool:
+    """Return True for a file of generated texts, as of `lt train sample --out`: its name begins with "samples"."""
+    return name.rpartition("/")[2].startswith("samples")
+
+
+def read_scores(bundle: Path, records: Sequence[Mapping[str, Any]], step: int) -> list[Score]:
+    """Read the scores of the final weights.
+
+    Args:
+        bundle: The release.
+        records: Its log, without superseded records.
+        step: Step of the final weights.
+
+    Raises:
+        ValueError: A results file is damaged.
+    """
+    last = {str(record["eval_task"]): record for record in records if "eval_task" in record and record["step"] == step}
+    scores = [
+        _score(name, "task", METRICS, record["eval_items"], _run_metrics(record)) for name, record in last.items()
+    ]
+    weights = hash_weights(json.loads((bundle / WEIGHT_HASHES).read_bytes())[MODEL_FOLDER])
+    for results in find_results(bundle / RESULT_FOLDER):
+        if results.description.get("weights") == weights:
+            assert results.folder is not None
+            file = (results.folder / "results.jsonl").relative_to(bundle).as_posix()
+            scores += [score for unit in results.units for score in _scores_of(unit, file)]
+    return scores
+
+
+def _run_metrics(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in record.items()
+        if name.startswith(PREFIX) and name not in NOT_METRICS
+    }
+
+
+def _scores_of(unit: EvaluationUnit, file: str) -> Iterator[Score]:
+    for result in unit.results:
+        if unit.kind == "task":
+            metrics = {name: value for name, value in result.items() if name != "n_items"}
+            yield _score(unit.name, unit.kind, file, result["n_items"], metrics)
+        elif unit.kind == "lm_eval":
+            yield _score(str(result["task"]), unit.kind, file, None, _harness_metrics(result["metrics"]))
+        else:
+            group = "" if result["group"] == "all" else f"{result['group']} {result['name']}"
+            metrics = {name: result[name] for name in ("loss", "perplexity", "bits_per_byte")}
+            name = unit.name.rstrip("/").rpartition("/")[2]
+            yield _score(name, "store", file, result["tokens"], metrics, group=group)
+
+
+def _harness_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics without the harness's filter "none": "acc,none" is acc, "acc,other" is acc (other)."""
+    named: dict[str, Any] = {}
+    for name, value in metrics.items():
+        metric, _, kind = name.partition(",")
+        named[metric if kind in ("", "none") else f"{metric} ({kind})"] = value
+    return named
+
+
+def _score(name: str, kind: str, file: str, n_items: int | None, metrics: Mapping[str, Any], group: str = "") -> Score:
+    numbers = {
+        metric: float(value)
+        for metric, value in metrics.items()
+        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    }
+    return Score(
+        name=name,
+        kind=kind,
+        group=group,
+        file=file,
+        n_items=n_items,
+        metrics={metric: value for metric, value in numbers.items() if ERROR_SUFFIX not in metric},
+        errors={metric.replace(ERROR_SUFFIX, ""): value for metric, value in numbers.items() if ERROR_SUFFIX in metric},
+    )
+
+
+def find_score_problems(bundle: Path) -> Iterator[str]:
+    """Compute metrics again from their items; yield what differs. Results without items show nothing.
+
+    Raises:
+        OSError: A file cannot be read.
+        ValueError: One is damaged.
+    """
+    records = drop_superseded_records(read_jsonl(bundle / METRICS))
+    newest = {(int(r["step"]), str(r["eval_task"])): r for r in records if "eval_task" in r}
+    for (step, task), record in newest.items():
+        file = f"{RUN_RESULTS}/step-{step:08d}/{task}.jsonl"
+        yield from _compare(bundle, file, _run_metrics(record), f"{METRICS}, step {step}")
+    for results in find_results(bundle / RESULT_FOLDER):
+        assert results.folder is not None
+        folder = results.folder.relative_to(bundle).as_posix()
+        for unit in results.units:
+            for result in unit.results if unit.kind != "store" else ():
+                name = result["task"] if unit.kind == "lm_eval" else unit.name
+                yield from _compare(bundle, f"{folder}/items/{name}.jsonl", _stated(unit.kind, result), folder)
+
+
+def _stated(kind: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of a result that its items determine."""
+    if kind == "task":
+        return {name: value for name, value in result.items() if name != "n_items"}
+    metrics = _harness_metrics(result["metrics"])
+    return {name: metrics[name] for name in RECOMPUTED_OF_HARNESS if name in metrics}
+
+
+def _compare(bundle: Path, file: str, stated: Mapping[str, Any], where: str) -> Iterator[str]:
+    """Yield the stated metrics that are not those of the items in a file."""
+    items = read_jsonl(bundle / file) if (bundle / file).exists() else []
+    if not items:
+        return
+    if "log_probs" in items[0]:
+        actual = task_metrics(items)
+    else:  # of the harness, whose order of adding up is not known
+        shares = {name: [float(item[name]) for item in items if name in item] for name in stated}
+        actual = {name: math.fsum(values) / len(values) for name, values in shares.items() if values}
+    for name in sorted(stated.keys() | actual.keys()):
+        if not _is_equal(stated.get(name), actual.get(name)):
+            yield f"{where}: {name} = {stated.get(name)!r}, but {file} gives {actual.get(name)!r}"
+
+
+def _is_equal(stated: Any, actual: Any) -> bool:
+    if not isinstance(stated, int | float) or not isinstance(actual, int | float):
+        return False
+    return (math.isnan(stated) and math.isnan(actual)) or math.isclose(stated, actual, rel_tol=RELATIVE_TOLERANCE)
