@@ -54,7 +54,7 @@ affected BASE="origin/main":
     uv run --locked python tools/affected_packages.py --base {{BASE}}
     uv run --locked python tools/changelog.py --base {{BASE}}
 
-# One package in an environment of its own: just package lt-data /tmp/x --python 3.13 --resolution highest
+# One package in an environment of its own: just package lt-data /tmp/x --python 3.14 --resolution highest
 package NAME OUT *OPTIONS:
     uv run --locked python tools/check_package.py {{NAME}} --out {{OUT}} {{OPTIONS}}
 

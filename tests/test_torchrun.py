@@ -72,6 +72,7 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_exit_code_75(prepared: Pa
         process.send_signal(number)
         process.send_signal(signal.SIGTERM)  # a second one changes nothing
         assert process.wait(timeout=180) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert "Traceback" not in (tmp_path / "out.txt").read_text(encoding="utf-8")
     found, rejected = find_latest_valid(tmp_path / "run" / "checkpoints")
     assert not rejected
     assert found is not None

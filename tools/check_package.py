@@ -1,7 +1,7 @@
 """Test of one package as users install it: its wheel in an environment of its own, for one Python and one resolution.
 
     python tools/check_package.py lt-data --out /tmp/x                                  # this Python, the lock
-    python tools/check_package.py lt-data --out /tmp/x --python 3.13 --resolution highest
+    python tools/check_package.py lt-data --out /tmp/x --python 3.14 --resolution highest
     python tools/check_package.py lt-data --out /tmp/x --resolution lowest-direct --only tests
 
 Resolutions: `locked` (as in uv.lock), `highest` (the newest allowed versions), `lowest-direct` (the oldest version that

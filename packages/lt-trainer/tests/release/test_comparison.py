@@ -49,7 +49,12 @@ def test_steps_that_were_not_run_are_no_success() -> None:
 
 
 def test_environments_differ_by_name_and_value() -> None:
-    released = {"hostname": "<host>", "python": "3.11.7", "packages": {"torch": "2.15.0"}, "variables": {"X": "<host>"}}
+    released = {
+        "hostname": "<host>",
+        "python": "3.11.7",
+        "packages": {"torch": "2.15.0"},
+        "variables": {"X": "<host>", "MASTER_PORT": "1"},
+    }
     here = {"hostname": "b", "python": "3.12.1", "packages": {"torch": "2.15.0"}, "variables": {"X": "h"}, "cpu": "c"}
     assert compare_environments(released, here) == [
         "python: 3.11.7 in the release, 3.12.1 here",

@@ -16,6 +16,7 @@ def main() -> int:
     """Run torchrun with the arguments of this process; return its exit code."""
     stop_when_launcher_dies()
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     try:
@@ -24,6 +25,8 @@ def main() -> int:
         sys.stderr.write(f"{exc}\n")
         code = exc.get_first_failure()[1].exitcode
         return code if code >= 0 else 128 - code
+    except SignalException as exc:  # the stop that was forwarded; its traceback would follow the ranks' last lines
+        return 128 + exc.sigval
     return 0
 
 

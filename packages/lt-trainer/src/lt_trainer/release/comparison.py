@@ -10,6 +10,11 @@ from lt_trainer.config import flatten
 __all__ = ["LossComparison", "compare_environments", "compare_losses"]
 
 COMPARED = ("loss", "grad_norm")
+PLACES = {
+    "hostname",
+    *(f"variables.{name}" for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "TRAINING_JOB_NAME")),
+}
+"""Entries of environment.json that say where a run was, which no result depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +92,9 @@ def _relative(a: float, b: float) -> float:
 
 
 def compare_environments(released: Mapping[str, Any], repeated: Mapping[str, Any]) -> list[str]:
-    """Return the entries of environment.json that differ, but for filtered ones and the host's name."""
+    """Return the entries of environment.json that differ, but for filtered ones and those that say only where it ran."""
     before, now = flatten(released), flatten(repeated)
-    names = [name for name in {**before, **now} if name != "hostname" and before.get(name) != now.get(name)]
+    names = [name for name in {**before, **now} if name not in PLACES and before.get(name) != now.get(name)]
     return [
         f"{name}: {before.get(name, 'absent')} in the release, {now.get(name, 'absent')} here"
         for name in names
