@@ -1,5 +1,7 @@
 """Units: the same store from any number of processes, whatever is killed, and errors that lose nothing."""
 
+import errno
+import fcntl
 import os
 import random
 import shutil
@@ -67,6 +69,19 @@ def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
     manifest = prepare([folder / "in"], out=tmp_path / "store", unit_bytes=2**30, workers=2, **options)
     assert manifest.documents == prepare([folder / "in"], out=tmp_path / "flat", **options).documents
     assert TokenStore.open(tmp_path / "store").n_tokens == TokenStore.open(tmp_path / "flat").n_tokens
+
+
+def test_a_file_system_without_locks(
+    folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
+) -> None:
+    """Many shared file systems refuse `flock`, or do not tell other machines of it."""
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    prepare([folder / "in"], tokenizer=folder / "tok", out=tmp_path / "store", unit_bytes=UNIT_BYTES, engine="hf")
+    assert contents(tmp_path / "store") == contents(undisturbed)
 
 
 @pytest.mark.parametrize(("workers", "commands"), [(3, 1), (1, 2)])

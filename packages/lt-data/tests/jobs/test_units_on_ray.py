@@ -4,6 +4,7 @@ Ray is in no environment of ours: uv makes one in a temporary folder.
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -69,3 +70,34 @@ def test_workers_of_a_cluster_are_killed(
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == str(KILLS)
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
+    lose_a_worker_at_each_attempt(python, tmp_path)
+
+
+def lose_a_worker_at_each_attempt(python: Path, tmp_path: Path) -> None:
+    """One file ends its worker whenever it is read: its unit is named, the others finish, and the next call ends."""
+    (tmp_path / "lethal.py").write_text(
+        "import os, pathlib\n"
+        "def spare(record):\n"
+        "    if 'lethal' in record['text'] and pathlib.Path('is-lethal').exists():\n"
+        "        os.kill(os.getpid(), 9)\n"
+        "    return record\n",
+        encoding="utf-8",
+    )
+    (tmp_path / "is-lethal").touch()
+    lines = "".join(f'{{"text": "lethal {number}"}}\n' for number in range(4000))
+    (tmp_path / "in" / "12-lethal.jsonl").write_text(lines, encoding="utf-8")
+    options = ["--unit-bytes", "80000", "--engine", "hf", "--ray", "local", "--workers", "3", "--map", "lethal:spare"]
+    sources = [tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", tmp_path / "lethal-store"]
+    command = list(map(str, [python, "-m", "lt_data", "prepare", *sources, *options]))
+    run_in = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "timeout": 300}
+    failed = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **run_in)
+    assert failed.returncode == 64, failed.stderr[-2000:]
+    message = " ".join(failed.stderr.split())
+    assert re.search(
+        r"\d of \d+ units failed, the others are finished; \d+-of-\d+: its worker was lost 10 times", message
+    )
+    finished = list((tmp_path / "lethal-store" / "units").glob("0*/manifest.json"))
+    assert len(finished) > 5
+    (tmp_path / "is-lethal").unlink()
+    subprocess.run(command, check=True, capture_output=True, **run_in)
+    assert (tmp_path / "lethal-store" / "manifest.json").exists()

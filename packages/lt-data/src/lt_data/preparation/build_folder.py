@@ -275,7 +275,7 @@ class BuildFolder:
 
 @contextmanager
 def open_build_folder(
-    target: Path, *, job: Mapping[str, Any], resumable: bool, no_resume: bool = False
+    target: Path, *, job: Mapping[str, Any], resumable: bool, no_resume: bool = False, lock: bool = True
 ) -> Iterator[BuildFolder]:
     """Open the folder in which `target` is built, to start or resume a job.
 
@@ -286,16 +286,17 @@ def open_build_folder(
         job: the job's settings as JSON values, which must not change on resume.
         resumable: whether the same job can be resumed later.
         no_resume: discard an interrupted job.
+        lock: False where no other process knows the path, so that nothing is asked of a file system without `flock`.
 
     Raises:
         DataError: another process uses the folder, the interrupted job was a different one, or a file system error.
     """
     target = Path(os.path.abspath(target))
-    lock = _acquire_lock(target)
+    descriptor = _acquire_lock(target, lock=lock)
     try:
-        opened = BuildFolder(target, lock, no_resume=no_resume)
+        opened = BuildFolder(target, descriptor, no_resume=no_resume)
     except BaseException:
-        _release_lock(target, lock)
+        _release_lock(target, descriptor)
         raise
     keep = opened.has_started
     try:
@@ -317,8 +318,8 @@ def open_build_folder(
         opened._close(keep=keep)
 
 
-def _acquire_lock(target: Path) -> int:
-    """Lock the build folder, and create it if missing; raise if it holds foreign files."""
+def _acquire_lock(target: Path, *, lock: bool) -> int:
+    """Lock the build folder, unless told not to, and create it if missing; raise if it holds foreign files."""
     path = target.with_name(target.name + SUFFIX)
     for _ in range(_LOCK_ATTEMPTS):
         with translate_os_errors("create", path):
@@ -326,7 +327,7 @@ def _acquire_lock(target: Path) -> int:
                 _check_no_foreign_files(path)
             make_folder_synced(path)
             try:
-                lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+                descriptor = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
             except FileNotFoundError:  # its owner has just removed the folder
                 continue
             except OSError:
@@ -336,25 +337,26 @@ def _acquire_lock(target: Path) -> int:
         try:
             with translate_os_errors("lock (flock)", path / _LOCK):
                 try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if lock:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except BlockingIOError as exc:
-                    owner = os.pread(lock, 200, 0).decode(errors="replace").strip() or "just started"
+                    owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "just started"
                     raise DataError(
                         f"{target}: another process is writing it ({owner}); wait for it, or choose another path"
                     ) from exc
         except BaseException:
-            os.close(lock)
+            os.close(descriptor)
             raise
-        if _is_open_file(path / _LOCK, lock):
+        if _is_open_file(path / _LOCK, descriptor):
             try:
                 with translate_os_errors("write", path / _LOCK):
-                    os.ftruncate(lock, 0)
-                    os.pwrite(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+                    os.ftruncate(descriptor, 0)
+                    os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             except BaseException:
-                _release_lock(target, lock)
+                _release_lock(target, descriptor)
                 raise
-            return lock
-        os.close(lock)
+            return descriptor
+        os.close(descriptor)
     raise DataError(f"{path}: other processes keep locking it; choose another path")
 
 

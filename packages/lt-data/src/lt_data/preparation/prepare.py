@@ -18,9 +18,10 @@ from lt_data.preparation.prepare_documents import (
     part_folder,
     prepare_documents,
 )
+from lt_data.preparation.processes import build_with_processes
 from lt_data.preparation.ray_workers import build_on_ray
 from lt_data.preparation.record_map import load_record_map
-from lt_data.preparation.tasks import BuildTasks, build_with_processes
+from lt_data.preparation.tasks import BuildTasks
 from lt_data.preparation.units import UnitJob, run_units
 from lt_data.progress import NoticeCallback, Progress, no_notice, no_progress
 from lt_data.sources.options import DEFAULT_MAX_DOCUMENT_BYTES, OnBad
@@ -214,5 +215,5 @@ def _prepare_units(
 
 
 def _prepare_unit(encode: Callable[..., StoreManifest], unit: int, n_units: int, out: Path) -> Path:
-    encode(out=out, part_index=unit, num_parts=n_units)
+    encode(out=out, part_index=unit, num_parts=n_units, lock=False)  # only this process knows the path
     return part_folder(out, unit, n_units) if n_units > 1 else out

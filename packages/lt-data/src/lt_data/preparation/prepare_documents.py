@@ -74,13 +74,15 @@ def prepare_documents(
     overwrite: bool = False,
     no_resume: bool = False,
     extra_files: Callable[[StoreManifest], Mapping[str, bytes]] | None = None,
+    lock: bool = True,
     progress: Progress = no_progress,
     notify: NoticeCallback = no_notice,
 ) -> StoreManifest:
     """Encode the caller's documents and write a token store; arguments and errors as for `prepare`.
 
     Only a job over a `DocumentReader` can be resumed and have parts: other documents may differ between runs.
-    `extra_files` makes files (by name) that are published with the store, of its manifest.
+    `extra_files` makes files (by name) that are published with the store, of its manifest. `lock=False` is for a path
+    that no other process knows, on a file system that may have no `flock`.
     """
     tokenizer = tokenizer if isinstance(tokenizer, Tokenizer) else Tokenizer.load(tokenizer)
     selection = selection or Selection()
@@ -106,7 +108,7 @@ def prepare_documents(
         check_output(out, overwrite=overwrite)  # before anything is written
 
     job = describe_job(encoder, selection, loaded_map, columns, shard_tokens, reader, part)
-    with open_build_folder(out, job=job, resumable=reader is not None, no_resume=no_resume) as build_folder:
+    with open_build_folder(out, job=job, resumable=reader is not None, no_resume=no_resume, lock=lock) as build_folder:
         if build_folder.is_published:
             notify(f"{out} is complete already")
             return read_manifest(out)

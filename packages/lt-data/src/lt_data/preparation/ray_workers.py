@@ -1,15 +1,22 @@
 """Workers for the tasks of a job on a Ray cluster; the only module that imports ray (extra `ray`).
 
-Each worker is a Ray task that takes tasks of the job until none is free. Ray starts that of a lost worker again; what
-lost workers had claimed is done by Ray tasks of their own in the end. All machines must see the sources and the folder
-of the store.
+Each worker is a Ray task that takes tasks of the job until none is free; Ray starts that of a lost worker again. What
+lost workers had claimed is done by Ray tasks of their own in the end, each again if its worker is lost, some times:
+then it is named as failed. All machines must see the sources and the folder of the store.
 """
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 from lt_data.errors import DataError
 from lt_data.preparation.tasks import Tasks, build_task, build_unclaimed, check_picklable
 from lt_data.progress import Progress
 
 _POLL_S = 1.0
+MAX_LOST = 10
+"""Workers that may be lost at a task before it counts as failed; more than of one machine, as machines are lost too."""
 
 
 def build_on_ray(tasks: Tasks, progress: Progress, *, workers: int, address: str) -> dict[int, str]:
@@ -38,25 +45,45 @@ def build_on_ray(tasks: Tasks, progress: Progress, *, workers: int, address: str
                 f"ray = {address!r}: no such cluster ({exc}); start it (ray start), or give `local`"
             ) from exc
     try:
-        options = {"num_cpus": 1, "max_retries": -1}
-        pending = [ray.remote(**options)(build_unclaimed).remote(tasks) for _ in range(workers)]
-        failures = _gather(tasks, pending, progress)
+        take = ray.remote(num_cpus=1, max_retries=-1)(build_unclaimed)
+        failures: dict[int, str] = {}
+        for _, found in _wait({take.remote(tasks): None for _ in range(workers)}, tasks, progress):
+            failures |= found if isinstance(found, dict) else {}
         rest = [task for task in tasks.list_missing() if task not in failures]
-        pending = [ray.remote(**options)(build_task).remote(tasks, task) for task in rest]
-        return failures | _gather(tasks, pending, progress)
+        random.SystemRandom().shuffle(rest)
+        do = ray.remote(num_cpus=1, max_retries=0)(build_task)  # Ray would repeat a task that needs too much forever
+        pending: dict[Any, int | None] = {do.remote(tasks, task): task for task in rest}
+        lost = Counter[int]()
+        for task, found in _wait(pending, tasks, progress):
+            if isinstance(found, dict):
+                failures |= found
+                continue
+            assert task is not None
+            lost[task] += 1
+            if lost[task] < MAX_LOST:
+                pending[do.remote(tasks, task)] = task
+            else:
+                failures[task] = f"its worker was lost {MAX_LOST} times, the last time: {found}"
+        return failures
     finally:
         if is_mine:
             ray.shutdown()
 
 
-def _gather(tasks: Tasks, pending: list[object], progress: Progress) -> dict[int, str]:
-    """Wait for Ray tasks; return their failures."""
+def _wait(
+    pending: dict[Any, int | None], tasks: Tasks, progress: Progress
+) -> Iterator[tuple[int | None, dict[int, str] | str]]:
+    """Wait for Ray tasks until none is pending; yield the task of each, and its failures or how its worker was lost."""
     import ray  # pyright: ignore[reportMissingImports] - in no environment of ours
+    from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
-    failures: dict[int, str] = {}
     while pending:
-        done, pending = ray.wait(pending, timeout=_POLL_S)
-        for result in ray.get(done):
-            failures |= result
+        for done in ray.wait([*pending], timeout=_POLL_S)[0]:
+            task = pending.pop(done)
+            try:
+                yield task, ray.get(done)
+            except RayTaskError:  # an error of ours
+                raise
+            except RayError as exc:
+                yield task, " ".join(str(exc).split())
         progress(len(tasks.list_tasks()[0]), len(tasks.names), tasks.what)
-    return failures

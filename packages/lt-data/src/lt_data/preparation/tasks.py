@@ -7,7 +7,8 @@
 A process takes tasks that nobody has claimed, in random order; then those that are claimed and not finished: their
 process may be dead or slow. A result is published by renaming it, and all who do the task write the same bytes, so the
 first one wins and a claim only saves work: there is no clock, no lock, and no process that others wait for. A killed
-process costs the task that it was doing.
+process costs the task that it was doing. Workers are those of lt_data.preparation.processes or of
+lt_data.preparation.ray_workers.
 
 Cost: the folder is listed once per task.
 """
@@ -29,6 +30,8 @@ from lt_data.storage import fsync_folder, translate_os_errors
 
 CLAIM = ".claim"
 WORK = "work-"
+_MAX_NAMED = 3
+_REMOVED = "was removed by another process; run the same command again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +86,7 @@ def run_tasks(tasks: Tasks, build_tasks: BuildTasks, progress: Progress) -> None
         progress: called with the finished tasks.
 
     Raises:
-        DataError: tasks failed; the others are finished first.
+        DataError: tasks failed; the others are finished first, and the message names some.
     """
     failures = build_tasks(tasks, progress)
     rest = [task for task in tasks.list_missing() if task not in failures]
@@ -91,31 +94,13 @@ def run_tasks(tasks: Tasks, build_tasks: BuildTasks, progress: Progress) -> None
         failures |= build_task(tasks, task)
         progress(len(tasks.list_tasks()[0]), len(tasks.names), tasks.what)
     if failed := tasks.list_missing():
+        # without a failure: a faster process ended the job, and removed what it had used
+        reasons = [f"{tasks.names[task]}: {failures.get(task, _REMOVED)}" for task in failed[:_MAX_NAMED]]
+        more = f"; and {len(failed) - _MAX_NAMED} more" if len(failed) > _MAX_NAMED else ""
         raise DataError(
             f"{len(failed)} of {len(tasks.names)} {tasks.what} failed, the others are finished; "
-            f"{tasks.names[failed[0]]}: {failures[failed[0]]}"
+            f"{'; '.join(reasons)}{more}"
         )
-
-
-def build_with_processes(tasks: Tasks, progress: Progress, *, workers: int) -> dict[int, str]:
-    """Do the tasks that nobody has claimed, with other processes; return failures of this one, by task."""
-    if workers > 1:
-        check_picklable(tasks, f"workers = {workers}: use 1, and run the same command several times")
-    context = multiprocessing.get_context("spawn")
-    n_others = min(workers, len(tasks.list_tasks()[1])) - 1
-    others = [context.Process(target=build_unclaimed, args=(tasks,)) for _ in range(n_others)]
-    try:
-        for process in others:
-            process.start()
-        return build_unclaimed(tasks, progress)
-    except BaseException:
-        for process in others:
-            process.terminate()
-        raise
-    finally:
-        for process in others:
-            if process.pid is not None:
-                process.join()
 
 
 def check_picklable(tasks: Tasks, remedy: str) -> None:
