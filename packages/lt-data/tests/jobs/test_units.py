@@ -189,6 +189,53 @@ def test_a_unit_that_fails_is_named_and_the_others_finish(
     assert {n: d for n, d in contents(tmp_path / "store").items() if n.endswith(".bin")} == shards
 
 
+def test_bad_input_is_left_out_by_the_next_call(folder: Path, tmp_path: Path, contents: Contents) -> None:
+    """Units that were finished stay; the rest is that of a job which leaves bad input out from the beginning."""
+    shutil.copytree(folder / "in", tmp_path / "in")
+    bad = tmp_path / "in" / "05.jsonl"
+    bad.write_bytes(bad.read_bytes()[:-1] + b"}\n" + b'{"text": "' + b"x" * 5000 + b'"}\n')
+    options = {"tokenizer": folder / "tok", "engine": "hf", "unit_bytes": UNIT_BYTES, "max_document_bytes": 4000}
+    prepare([tmp_path / "in"], out=tmp_path / "skip", on_bad="skip", **options)
+    run = {**options, "out": tmp_path / "store"}
+    with pytest.raises(DataError, match=r"[1-9] of \d units failed"):
+        prepare([tmp_path / "in"], **run)
+    with pytest.raises(DataError, match=r"not all of its units are prepared and joined; run the same lt data prepare"):
+        TokenStore.open(tmp_path / "store")
+    finished = {path: path.stat().st_mtime_ns for path in (tmp_path / "store" / "units").glob("0*/manifest.json")}
+    with pytest.raises(DataError, match="max_document_bytes was 4000 and is 3000"):
+        prepare([tmp_path / "in"], **{**run, "max_document_bytes": 3000})
+    assert sum(prepare([tmp_path / "in"], on_bad="skip", **run).skipped.values()) > 1
+    assert all(path.stat().st_mtime_ns == before for path, before in finished.items())
+    found, expected = contents(tmp_path / "store"), contents(tmp_path / "skip")
+    assert found.pop("units/plan.json") != expected.pop("units/plan.json")
+    assert found == expected
+    with pytest.raises(DataError, match=r"on_bad was skip and is error; choose another folder$"):
+        prepare([tmp_path / "in"], **{**run, "out": tmp_path / "skip"})
+
+
+def test_larger_documents_are_read_by_the_next_call(folder: Path, tmp_path: Path, contents: Contents) -> None:
+    options = {"tokenizer": folder / "tok", "engine": "hf", "unit_bytes": UNIT_BYTES}
+    run = {**options, "out": tmp_path / "store"}
+    with pytest.raises(DataError, match=r"units failed.*line of more than 1500 bytes"):
+        prepare([folder / "in"], max_document_bytes=1500, **run)
+    prepare([folder / "in"], max_document_bytes=3000, **run)
+    prepare([folder / "in"], max_document_bytes=3000, out=tmp_path / "whole", **options)
+    found, expected = contents(tmp_path / "store"), contents(tmp_path / "whole")
+    assert found.pop("units/plan.json") != expected.pop("units/plan.json")
+    assert found == expected
+
+
+def test_units_without_any_document(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for number in range(3):
+        (tmp_path / f"in/{number}.jsonl").write_text('{"text": ""}\n', encoding="utf-8")
+    run = {"tokenizer": folder / "tok", "out": tmp_path / "store", "engine": "hf", "unit_bytes": 5}
+    for selection in (Selection(), Selection(drop_duplicates=True)):
+        with pytest.raises(DataError, match=r"no text in any of the \d units \(3 empty\): check the sources"):
+            prepare([tmp_path / "in"], selection=selection, **{**run, "out": tmp_path / str(selection.drop_duplicates)})
+    assert not list(tmp_path.glob("*/manifest.json"))
+
+
 def test_another_job_in_the_folder_is_refused(folder: Path, undisturbed: Path, tmp_path: Path) -> None:
     out = tmp_path / "store"
     shutil.copytree(undisturbed, out)

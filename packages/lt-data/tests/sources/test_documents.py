@@ -25,8 +25,9 @@ def test_folder_is_sorted_by_relative_path_and_filtered(tmp_path: Path) -> None:
 def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
     write(tmp_path / "d/x.txt", "in folder")
     alone = write(tmp_path / "alone.unknown", "any suffix when named")
+    other = write(tmp_path / "other.unknown", "any suffix when named")
     lines = write(tmp_path / "d2/l.jsonl", '{"text": "one"}\n{"text": "two"}\n')
-    found = list(read_documents([alone, lines, str(tmp_path / "d"), alone]))
+    found = list(read_documents([alone, lines, str(tmp_path / "d"), other]))
     assert [document.text for document in found] == [
         "any suffix when named",
         "one",
@@ -37,6 +38,27 @@ def test_sources_come_in_the_order_given(tmp_path: Path) -> None:
     assert found[2] == Document(text="two", source=f"{lines}:2", file_index=1, record_number=2, next_record=2)
     assert (found[3].file_index, found[3].next_record, found[4].file_index) == (2, 1, 3)
     assert found[0].source == str(alone)
+
+
+def test_a_file_of_two_sources_is_an_error(tmp_path: Path) -> None:
+    one = write(tmp_path / "in/one.txt", "one")
+    write(tmp_path / "in/two.txt", "two")
+    (tmp_path / "link.txt").symlink_to(one)
+    (tmp_path / "same.txt").hardlink_to(one)
+    folder = tmp_path / "in"
+    for sources in (
+        [folder, folder],
+        [folder, one],
+        [one, f"{folder}/../in/one.txt"],
+        [f"file://{one}", f"file://{one}"],
+    ):
+        with pytest.raises(DataError, match=r"(one|two)\.txt: in two sources, .* and .*; give each file once"):
+            read_documents(sources)
+    for name in ("link.txt", "same.txt"):
+        with pytest.raises(
+            DataError, match=f"{name}: in two sources, {folder} and {tmp_path / name}; give each file once"
+        ):
+            read_documents([folder, tmp_path / name])
 
 
 def test_text_is_kept_exactly(tmp_path: Path) -> None:

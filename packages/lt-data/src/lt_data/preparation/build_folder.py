@@ -396,9 +396,15 @@ def _fingerprint(store: Path) -> str | None:
 
 
 def describe_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return a text for each setting of a job that is another one now."""
+    """Return a text for each setting of a job that is another one now.
+
+    A job that stops at bad input may go on without it, or with larger documents: what is finished is the same.
+    """
     names = [*before, *(name for name in now if name not in before)]
     changed = [name for name in names if before.get(name) != now.get(name)]
+    if before.get("on_bad") == "error":
+        larger = now.get("max_document_bytes", 0) > before.get("max_document_bytes", 0)
+        changed = [name for name in changed if name != "on_bad" and not (name == "max_document_bytes" and larger)]
     return [f"{name} was {_shorten(before.get(name))} and is {_shorten(now.get(name))}" for name in changed]
 
 

@@ -309,6 +309,8 @@ def describe_job(
         "sources": reader.description if reader else "made by the caller",
         "bytes of the sources": reader.total_bytes if reader else 0,
         "listing of the sources": reader.fingerprint if reader else "",
+        "on_bad": reader.options.on_bad if reader else "error",
+        "max_document_bytes": reader.options.max_document_bytes if reader else 0,
         "tokenizer": encoder.tokenizer.sha256,
         "bos": encoder.bos,
         "eos": encoder.eos,

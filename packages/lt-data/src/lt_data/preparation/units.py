@@ -17,7 +17,8 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -41,14 +42,14 @@ from lt_data.preparation.store_writer import PART_FOLDER
 from lt_data.preparation.tasks import CLAIM, WORK, BuildTasks, Tasks, run_tasks
 from lt_data.progress import Progress
 from lt_data.storage import fsync_folder, make_folder_synced, read_file, translate_os_errors, write_file
+from lt_data.store.combined_manifest import LoadedPart
 from lt_data.store.extents import EXTENTS_FILE
-from lt_data.store.joined import load_parts, load_store
+from lt_data.store.joined import PLAN_FILE, UNIT_FOLDER, load_parts, load_store
 from lt_data.store.joined_index import INDEX_FILE
 from lt_data.store.manifest import MANIFEST_FILE, DropList, StoreManifest
 
-UNIT_FOLDER = "units"
-PLAN_FILE = "plan.json"
 _DUPLICATES = "duplicates-"
+_LISTING = "listing of the sources"
 _MAX_PLAN_BYTES = 2**20
 _START_OVER = f"choose another folder, or remove its folder {UNIT_FOLDER}"
 
@@ -162,7 +163,10 @@ def _write_plan(job: UnitJob, settings: Mapping[str, Any]) -> None:
             building.unlink(missing_ok=True)
     there = strict_json.load_object(read_file(path, max_bytes=_MAX_PLAN_BYTES), str(path), _START_OVER)
     if changed := describe_differences(there, json.loads(json.dumps(plan))):
-        raise DataError(f"{job.folder}: units of a job with other settings: {'; '.join(changed)}; {_START_OVER}")
+        remedy = "choose another folder" if _is_complete(job) else _START_OVER
+        if _LISTING in there and there[_LISTING] != plan[_LISTING]:
+            remedy = f"restore the sources (--on-bad skip ends the job without bad input), {remedy}"
+        raise DataError(f"{job.folder}: units of a job with other settings: {'; '.join(changed)}; {remedy}")
 
 
 def _build_unit(job: UnitJob, task: int, work: Path) -> Path:
@@ -193,6 +197,8 @@ def _build_range(job: UnitJob, n_ranges: int, index: int, work: Path) -> Path:
 
 def _join(job: UnitJob, duplicates: list[Path]) -> None:
     """Join the units; another process may do the same."""
+    if not any(load_parts([folder])[0].manifest.documents for folder in job.unit_folders):
+        raise DataError(_describe_empty(load_parts(job.unit_folders)))
     work = job.folder / f"{WORK}{secrets.token_hex(8)}"
     dropped: DropList | None = None
     try:
@@ -206,6 +212,14 @@ def _join(job: UnitJob, duplicates: list[Path]) -> None:
         join(job.out, job.unit_folders, dropped=dropped)
     finally:
         shutil.rmtree(work, ignore_errors=True)  # who joined the units may be removing it too
+
+
+def _describe_empty(parts: Sequence[LoadedPart]) -> str:
+    reasons = sum((Counter(part.manifest.skipped) for part in parts), Counter[str]())
+    for part in parts:
+        reasons.update({reason: totals.documents for reason, totals in part.manifest.left_out.items()})
+    counts = ", ".join(f"{n} {reason}" for reason, n in sorted(reasons.items()))
+    return f"no text in any of the {len(parts)} units ({counts}): check the sources, the suffixes and the filter"
 
 
 def _remove_leftovers(job: UnitJob) -> None:

@@ -41,6 +41,7 @@ class SourceListing:
     skipped_links: int = 0
     ignored_files: Counter[str] = field(default_factory=Counter)
     unreadable_files: list[str] = field(default_factory=list)
+    _begins: list[tuple[int, str]] = field(default_factory=list)
 
     def add(self, source: str, options: ReadOptions) -> None:
         """Add a source.
@@ -48,6 +49,28 @@ class SourceListing:
         Raises:
             DataError: it does not exist, cannot be listed, or is neither a file nor a folder.
         """
+        self._begins.append((len(self.units), source))
+        self._list(source, options)
+
+    def check_distinct(self) -> None:
+        """Raise a DataError if a file is in two of the sources, under one name or several; a `stat` per file."""
+        if len(self._begins) < 2:
+            return
+        found: dict[object, str] = {}
+        ends = [first for first, _ in self._begins[1:]] + [len(self.units)]
+        for (first, source), end in zip(self._begins, ends, strict=True):
+            own: dict[object, str] = {}
+            for unit in self.units[first:end]:
+                key = _identify(unit)
+                if key in found:
+                    raise DataError(
+                        f"{unit.name}: in two sources, {redact_url(found[key])} and {redact_url(source)}; give each "
+                        "file once (the weights of a mixture repeat documents)"
+                    )
+                own[key] = source
+            found |= own
+
+    def _list(self, source: str, options: ReadOptions) -> None:
         if source.startswith(HUB_SCHEME) and not source.startswith(f"{HUB_SCHEME}datasets/"):
             self.units.extend(list_hub_dataset(source, options))
         elif "://" in source:
@@ -172,6 +195,17 @@ def _list_remote_saved_dataset(
     if names is not None and (missing := [name for name in names if f"{root}/{name}" not in files]):
         raise DataError(f"{shown}/{missing[0]}: a file of the saved dataset is missing; save it again")
     return None if names is None else [f"{root}/{name}" for name in names]
+
+
+def _identify(unit: SourceUnit) -> object:
+    """Return what is equal for the same file under several names."""
+    if not isinstance(unit, ListedFile):
+        return unit.name
+    if unit.filesystem is not None:
+        return type(unit.filesystem), unit.path
+    with translate_os_errors("read", unit.name):
+        status = os.stat(unit.path)
+    return status.st_dev, status.st_ino
 
 
 def _is_inside(path: str, root: str) -> bool:

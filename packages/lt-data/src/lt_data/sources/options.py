@@ -75,5 +75,10 @@ class ReadOptions:
         object.__setattr__(self, "suffixes", tuple(suffix.lower() for suffix in suffixes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options that determine the documents as JSON values, for a fingerprint."""
-        return {name: value for name, value in asdict(self).items() if name != "keep_fields"}
+        """Return the options that determine good documents as JSON values, for a fingerprint.
+
+        What is done with bad input, and what is too large, has the default here: of input that is good either way the
+        documents are the same.
+        """
+        values = {name: value for name, value in asdict(self).items() if name != "keep_fields"}
+        return {**values, "on_bad": "error", "max_document_bytes": DEFAULT_MAX_DOCUMENT_BYTES}

@@ -84,7 +84,8 @@ class DocumentReader:
 
     Attributes:
         options: read options.
-        fingerprint: SHA-256 of the names and sizes of the files and of the options; it changes when the sources change.
+        fingerprint: SHA-256 of the names and sizes of the files and of the options, but for `on_bad` and
+            `max_document_bytes`; it changes when the sources change.
         total_bytes: size of all files when they were listed.
         read_bytes: bytes read in this iteration, including the files before its start.
         finished_files: files read completely in this iteration, in order.
@@ -129,6 +130,7 @@ class DocumentReader:
         self._listing = SourceListing()
         for source in sources:
             self._listing.add(str(source), self.options)
+        self._listing.check_distinct()
         self._set_files(self._listing.units, part=None)
 
     def _set_files(self, files: list[SourceUnit], part: tuple[int, int] | None) -> None:

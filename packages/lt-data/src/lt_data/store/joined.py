@@ -69,6 +69,9 @@ from lt_data.store.shard_files import check_hash
 
 GENERATION_FOLDER = "generations"
 GENERATION_FILE = "generation.json"
+UNIT_FOLDER = "units"
+"""Of a store that is made in units (lt_data.preparation.units)."""
+PLAN_FILE = "plan.json"
 PART_FOLDERS = "LT_DATA_PART_FOLDERS"
 _REMEDY = "join the stores again"
 
@@ -186,6 +189,8 @@ def load_store(folder: Path) -> LoadedStore:
         return _load_generation(folder)
     if generations := list_generations(folder):
         return _load_generation(generations[-1])
+    if not os.path.lexists(folder / MANIFEST_FILE) and (folder / UNIT_FOLDER / PLAN_FILE).is_file():
+        raise DataError(f"{folder}: not all of its units are prepared and joined; run the same lt data prepare again")
     content, values = _read(folder / MANIFEST_FILE)
     if values.get("format") != FORMAT:
         part = _flat_part(folder, content, values)
