@@ -130,7 +130,7 @@ def test_cut_again_and_again(
         ({"shard_tokens": 301}, "shard_tokens was 150 and is 301"),
         ({"special_tokens_as": "ids"}, "special_tokens_as was text and is ids"),
         ({"selection": lt_data.Selection(max_tokens=50)}, "max_tokens was 110 and is 50"),
-        ({"on_bad": "error"}, "listing of the sources was "),
+        ({"on_bad": "error"}, "on_bad was skip and is error"),
         ({"text_field": "body"}, "listing of the sources was "),
         ({"tokenizer": "other"}, "tokenizer was "),
     ],
@@ -156,6 +156,24 @@ def test_another_job_is_refused_with_what_changed(
     assert contents(fast_path) == before
     prepare([corpus], out=out, **options)
     assert contents(out) == whole
+
+
+@pytest.mark.usefixtures("small_batches")
+def test_a_job_that_stopped_at_bad_input_goes_on_without_it(
+    fast_path: Path, options: dict[str, Any], contents: Contents
+) -> None:
+    lines = [json.dumps({"text": f"text {number} " * 5}) for number in range(200)]
+    lines[150] = "{"
+    (fast_path / "in.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    options = {**options, "keep": []}
+    prepare([fast_path / "in.jsonl"], out=fast_path / "whole", **options)
+    out = fast_path / "store"
+    with pytest.raises(DataError, match=r"in.jsonl:151: not a JSON value.* finished shards are kept"):
+        prepare([fast_path / "in.jsonl"], out=out, **{**options, "on_bad": "error"})
+    notices: list[str] = []
+    prepare([fast_path / "in.jsonl"], out=out, notify=notices.append, **options)
+    assert any("resuming after" in notice for notice in notices)
+    assert contents(out) == contents(fast_path / "whole")
 
 
 @pytest.mark.usefixtures("small_batches")
