@@ -19,6 +19,8 @@ from lt_data import DataError, Tokenizer, prepare
 KILLS = int(os.environ.get("LT_KILLS", "50"))
 SEED = int(os.environ.get("LT_SEED", "23"))
 PACKAGE = Path(__file__).parents[2]
+ENVIRONMENT = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
+"""Workers have the environment of this test, also if `uv run` started pytest, which Ray would repeat for each worker."""
 
 
 def test_without_ray(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,8 @@ def test_workers_of_a_cluster_are_killed(
     assert (tmp_path / "whole" / "kept.extents").exists()
     job = [tmp_path / "in", tmp_path / "tok", tmp_path / "store", KILLS, SEED]
     script = Path(__file__).with_name("ray_kills.py")
-    run = subprocess.run([python, script, *map(str, job)], capture_output=True, encoding="utf-8", timeout=900)
+    command = [python, script, *map(str, job)]
+    run = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=900, env=ENVIRONMENT)
     assert run.returncode == 0, run.stderr[-2000:]
     assert run.stdout.splitlines()[-1] == str(KILLS)
     assert contents(tmp_path / "store") == contents(tmp_path / "whole")
@@ -89,7 +92,7 @@ def lose_a_worker_at_each_attempt(python: Path, tmp_path: Path) -> None:
     options = ["--unit-bytes", "80000", "--engine", "hf", "--ray", "local", "--workers", "3", "--map", "lethal:spare"]
     sources = [tmp_path / "in", "--tokenizer", tmp_path / "tok", "--out", tmp_path / "lethal-store"]
     command = list(map(str, [python, "-m", "lt_data", "prepare", *sources, *options]))
-    run_in = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(tmp_path)}, "timeout": 300}
+    run_in = {"cwd": tmp_path, "env": {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}, "timeout": 300}
     failed = subprocess.run(command, capture_output=True, encoding="utf-8", check=False, **run_in)
     assert failed.returncode == 64, failed.stderr[-2000:]
     message = " ".join(failed.stderr.split())
