@@ -20,7 +20,7 @@ KILLS = int(os.environ.get("LT_KILLS", "50"))
 SEED = int(os.environ.get("LT_SEED", "23"))
 PACKAGE = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0"}
-"""Workers have the environment of this test, also if `uv run` started pytest, which Ray would repeat for each worker."""
+"""If `uv run` started pytest, Ray would repeat it for each worker, in another environment than that of this test."""
 
 
 def test_without_ray(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -319,7 +319,7 @@ def open_build_folder(
 
 
 def _acquire_lock(target: Path, *, lock: bool) -> int:
-    """Lock the build folder, unless told not to, and create it if missing; raise if it holds foreign files."""
+    """Lock the build folder (if `lock`), and create it if missing; raise if it holds foreign files."""
     path = target.with_name(target.name + SUFFIX)
     for _ in range(_LOCK_ATTEMPTS):
         with translate_os_errors("create", path):

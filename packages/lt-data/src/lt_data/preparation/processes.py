@@ -25,7 +25,7 @@ MAX_LOST = 4
 
 
 def build_with_processes(tasks: Tasks, progress: Progress, *, workers: int) -> dict[int, str]:
-    """Do tasks that nobody has claimed, and with several workers then those that are left; return failures, by task.
+    """Do tasks that nobody has claimed, then those that are left; return failures, by task.
 
     Raises:
         DataError: the tasks cannot be given to other processes.

@@ -73,7 +73,7 @@ def build_on_ray(tasks: Tasks, progress: Progress, *, workers: int, address: str
 def _wait(
     pending: dict[Any, int | None], tasks: Tasks, progress: Progress
 ) -> Iterator[tuple[int | None, dict[int, str] | str]]:
-    """Wait for Ray tasks until none is pending; yield the task of each, and its failures or how its worker was lost."""
+    """Wait until no Ray task is pending; yield for each its task, and its failures or how it was lost."""
     import ray  # pyright: ignore[reportMissingImports] - in no environment of ours
     from ray.exceptions import RayError, RayTaskError  # pyright: ignore[reportMissingImports]
 
