@@ -1,17 +1,32 @@
-"""Trainium ranks of `lt launch` get a NeuronCore each, by a stand-in for torch-xla and the runtime."""
+"""Trainium ranks of every launch target get a NeuronCore each, by a stand-in for torch-xla and the runtime.
 
+A node is a folder; the ranks end where they have loaded torch-xla. Slurm and ssh are tested in lt-launch, which has
+nodes for them.
+"""
+
+import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+
+from lt_launch.launcher import format_rendered
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.target import get_target
+from lt_test_helpers.stores import make_stores
 
 START = Path(__file__).parents[1] / "packages" / "lt-trainer-neuron" / "tests" / "neuron_start"
 RECIPE = """
 [run]
 engine = "neuron"
-dir = "trained"
+dir = "{folder}/trained"
 [model]
 preset = "llama2-7b"
 vocab_size = 32000
@@ -20,25 +35,127 @@ synthetic = true
 document_mask = false
 seq_len = 4096
 [batch]
-global_batch_size = 2
+global_batch_size = 4
 micro_batch_size = 1
 [parallel]
 tp = 2
+n_nodes = {nodes}
 [engine.neuron]
 num_neuroncores = 2
 """
 
 
+@pytest.fixture
+def node(tmp_path: Path) -> dict[str, str]:
+    """The environment of a Trainium node."""
+    home = {"LT_LAUNCH_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"}
+    return os.environ | home | {"PYTHONPATH": str(START), "NEURON_NODE": str(tmp_path)}
+
+
+def cores(folder: Path) -> dict[str, str]:
+    """The rank that each core of a node has."""
+    return {path.name: path.read_text() for path in folder.glob("core-*")}
+
+
+def run(command: list[str], folder: Path, node: Mapping[str, str]) -> None:
+    done = subprocess.run(command, cwd=folder, env=node, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.guarantee("neuron-cores")
-def test_a_launched_rank_has_its_own_core(tmp_path: Path) -> None:
-    """The ranks end where they have loaded torch-xla."""
-    (tmp_path / "recipe.toml").write_text(RECIPE)
+@pytest.mark.parametrize("spawner", ["direct", pytest.param("torchrun", marks=pytest.mark.slow)])
+def test_ranks_of_this_machine(spawner: str, tmp_path: Path, node: dict[str, str]) -> None:
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, nodes=1))
     (tmp_path / "run.toml").write_text(
         '[job]\nargv = ["python", "-m", "lt_trainer", "run", "recipe.toml"]\nprocs_per_node = 2\n'
-        f'[job.env]\nPYTHONPATH = "{START}"\nNEURON_NODE = "{tmp_path}"\n'
+        f'spawner = "{spawner}"\n'
     )
-    command = [sys.executable, "-m", "lt_launch", "launch", "run", "run.toml"]
-    environ = os.environ | {"LT_LAUNCH_HOME": str(tmp_path / "home")}
-    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {path.name: path.read_text() for path in tmp_path.glob("core-*")} == {"core-0": "0 of 2", "core-1": "1 of 2"}
+    run([sys.executable, "-m", "lt_launch", "launch", "run", "run.toml"], tmp_path, node)
+    assert cores(tmp_path) == {"core-0": "0 of 2", "core-1": "1 of 2"}
+
+
+@pytest.mark.guarantee("neuron-cores")
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["trainjob", "pytorchjob", "jobset"])
+def test_ranks_of_pods(kind: str, tmp_path: Path, node: dict[str, str]) -> None:
+    """The command of the manifest, with the variables that the kind's controller sets, in two pods."""
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(folder=tmp_path, nodes=2))
+    (tmp_path / "run.toml").write_text(
+        '[job]\nname = "llama"\nrecipe = "recipe.toml"\nnodes = 2\nprocs_per_node = 2\n[profile]\n'
+        f'python = "{sys.executable}"\n[profile.k8s]\nkind = "{kind}"\nimage = "registry/lt:1"\n'
+        f'persistent_volume_claim = "fsx"\nmount_path = "{tmp_path}"\n'
+    )
+    file = read_run_file(str(tmp_path / "run.toml"), Profile(), RunOverrides())
+    rendered = get_target("k8s").render(file.pipeline, file.profile)
+    assert "llama.yaml" in format_rendered(rendered)
+    config, made = yaml.safe_load_all(rendered.files["llama.yaml"])
+    (tmp_path / "run.toml").write_text(config["data"]["run.toml"])
+    pods = []
+    for number in range(2):
+        folder = tmp_path / f"pod-{number}"
+        folder.mkdir()
+        given = controller_variables(kind, number)
+        words = [re.sub(r"\$\((\w+)\)", lambda found: given[found[1]], word) for word in command_of(made)]  # noqa: B023
+        words = [
+            word.replace("llama-node-0-0.llama", "127.0.0.1") for word in words
+        ]  # a host name of the cluster's DNS
+        words = [str(tmp_path / "run.toml") if word == "/etc/lt/run.toml" else word for word in words]
+        pods.append(subprocess.Popen(words, cwd=folder, env=node | given | {"NEURON_NODE": str(folder)}))
+    assert [pod.wait(120) for pod in pods] == [0, 0]
+    for number in range(2):
+        expected = {f"core-{local}": f"{2 * number + local} of 4" for local in range(2)}
+        assert cores(tmp_path / f"pod-{number}") == expected
+
+
+def command_of(made: dict[str, Any]) -> list[str]:
+    spec = made["spec"]
+    if made["kind"] == "TrainJob":
+        return spec["trainer"]["command"]
+    if made["kind"] == "PyTorchJob":
+        return spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]["command"]
+    return spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]["containers"][0]["command"]
+
+
+def controller_variables(kind: str, number: int) -> dict[str, str]:
+    """What a controller sets in pod `number` of two with two processes each."""
+    if kind == "jobset":
+        return {"JOB_COMPLETION_INDEX": str(number)}
+    port = {"trainjob": "29411", "pytorchjob": "29412"}[kind]
+    pet = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": str(number)}
+    pet |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+    if kind == "trainjob":
+        return pet
+    return pet | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(number), "WORLD_SIZE": "4"}
+
+
+HYPERPARAMETERS = {
+    "HIDDEN_SIZE": "64",
+    "INTERMEDIATE_SIZE": "128",
+    "N_HEADS": "4",
+    "N_KV_HEADS": "2",
+    "N_LAYERS": "2",
+    "SEQ_LEN": "64",
+    "GLOBAL_BATCH_SIZE": "8",
+    "MICRO_BATCH_SIZE": "2",
+    "MAX_STEPS": "20",
+    "WARMUP_STEPS": "3",
+}
+
+
+@pytest.mark.guarantee("neuron-cores")
+@pytest.mark.slow
+def test_ranks_of_a_sagemaker_container(tmp_path: Path, node: dict[str, str]) -> None:
+    """The container of a trn1.2xlarge, which has two cores; its recipe is made of hyperparameters."""
+    make_stores(tmp_path, {"store": 60})
+    root = tmp_path / "ml"
+    config, data = root / "input" / "config", root / "input" / "data"
+    for folder in (config, data):
+        folder.mkdir(parents=True)
+    (data / "train").symlink_to(tmp_path / "store")
+    (config / "hyperparameters.json").write_text(json.dumps(HYPERPARAMETERS))
+    (config / "inputdataconfig.json").write_text(json.dumps({"train": {"TrainingInputMode": "File"}}))
+    host = {"current_host": "algo-1", "hosts": ["algo-1"], "current_instance_type": "ml.trn1.2xlarge"}
+    (config / "resourceconfig.json").write_text(json.dumps(host))
+    command = [sys.executable, "-m", "lt_launch", "launch", "sagemaker-entrypoint", "--root", str(root)]
+    done = subprocess.run(command, env=node, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert cores(tmp_path) == {"core-0": "0 of 2", "core-1": "1 of 2"}, done.stdout + done.stderr

@@ -841,6 +841,21 @@ def test_the_image_of_a_published_algorithm_is_in_ecr(image: str) -> None:
         create_algorithm_request(name="litespark", image=image)
 
 
+def test_an_algorithm_brings_its_own_command() -> None:
+    request = make({"algorithm": ALGORITHM, "image": ""})
+    request["AlgorithmSpecification"]["ContainerEntrypoint"] = ["train"]
+    with pytest.raises(SageMakerError, match=r"AlgorithmSpecification\.ContainerEntrypoint: must be left out"):
+        check_request("CreateTrainingJobRequest", request)
+
+
+def test_metrics_of_a_published_algorithm_have_a_group() -> None:
+    request = create_algorithm_request(name="litespark", image=IMAGE)
+    check_request("CreateAlgorithmInput", request)
+    request["TrainingSpecification"]["MetricDefinitions"][0]["Regex"] = "loss=[0-9]+"
+    with pytest.raises(SageMakerError, match=r"TrainingSpecification\.MetricDefinitions\[0\]\.Regex: .* has no group"):
+        check_request("CreateAlgorithmInput", request)
+
+
 def test_the_list_is_long_and_every_case_is_its_own() -> None:
     assert len({case.id for case in JOBS}) == len(JOBS)
     assert len(JOBS) + len(REQUESTS) >= 75

@@ -142,6 +142,20 @@ def test_hyperparameters_variables_and_the_container_make_the_recipe(opt_ml: Cal
     assert 120 - recipe.fault_tolerance.grace_period_s <= 10, "a save has at least 110 of the 120 seconds"
 
 
+def test_a_trainium_container_trains_on_the_cores_that_it_has_processes_for(opt_ml: Callable[..., Path]) -> None:
+    """The default of the recipe, 32 cores, is that of the largest instance."""
+    root = opt_ml()
+    file = root / "input" / "config" / "resourceconfig.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "current_instance_type": "ml.trn1.2xlarge"}))
+    for environ, cores in (
+        ({}, 2),
+        ({"LT_PROCS_PER_NODE": "1"}, 1),
+        ({"LT_SET_00": "engine.neuron.num_neuroncores=4"}, 4),
+    ):
+        recipe = resolve_recipe(read_contract(root, {}), environ).recipe
+        assert (recipe.run.engine, recipe.engine["neuron"].num_neuroncores) == ("neuron", cores)
+
+
 def test_what_the_container_says_itself_cannot_be_set(opt_ml: Callable[..., Path]) -> None:
     root = opt_ml()
     code, reason = told(root, {"LT_SET_00": "fault_tolerance.grace_period_s=120"})

@@ -46,6 +46,8 @@ def resolve_recipe(contract: Contract, environ: Mapping[str, str]) -> ResolvedRe
         "data": {"store": str(store)},
         "fault_tolerance": {"grace_period_s": GRACE_PERIOD_S},
     }
+    if instance_type and instance_type.engine == "neuron":
+        base["engine"] = {"neuron": {"num_neuroncores": procs_per_node(contract, environ)}}
     for channel, folder in contract.channels.items():
         _add_channel(base, channel, folder)
     for name in sorted(override_names):

@@ -1,0 +1,48 @@
+"""Trainium ranks of hosts reached over ssh get a NeuronCore each, by a stand-in for torch-xla and the runtime."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+START = Path(__file__).parents[3] / "lt-trainer-neuron" / "tests" / "neuron_start"
+RECIPE = """
+[run]
+engine = "neuron"
+[model]
+preset = "llama2-7b"
+vocab_size = 32000
+[data]
+synthetic = true
+document_mask = false
+seq_len = 4096
+[batch]
+global_batch_size = 4
+micro_batch_size = 1
+[parallel]
+tp = 2
+n_nodes = 2
+[engine.neuron]
+num_neuroncores = 2
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("neuron-cores")
+@pytest.mark.parametrize("spawner", ["direct", "torchrun"])
+def test_each_rank_has_its_own_core_of_its_host(net, spawner: str) -> None:
+    (net.folder / "recipe.toml").write_text(RECIPE)
+    argv = [sys.executable, "-m", "lt_trainer", "run", "recipe.toml"]
+    (net.folder / "run.toml").write_text(
+        f'[job]\nname = "x"\nargv = {json.dumps(argv)}\nnodes = 2\nprocs_per_node = 2\nspawner = "{spawner}"\n'
+        f'[job.env]\nPYTHONPATH = "{START}"\nOMP_NUM_THREADS = "1"\n'
+    )
+    rows = []
+    for name in "ab":
+        (net.folder / name).mkdir()
+        rows.append(f"{name} addr={net.machines[name].address} env.NEURON_NODE={net.folder / name}")
+    (net.folder / "hosts.txt").write_text("\n".join(rows) + "\n")
+    net.lt("run", "run.toml", "--on", "ssh", "--hostfile", "hosts.txt")
+    found = {f"{path.parent.name}/{path.name}": path.read_text() for path in net.folder.glob("[ab]/core-*")}
+    assert found == {f"{'ab'[rank // 2]}/core-{rank % 2}": f"{rank} of 4" for rank in range(4)}
