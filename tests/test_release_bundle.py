@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -193,6 +194,32 @@ def test_a_change_of_any_part_is_found(
     assert is_hidden or any(file in problem for problem in problems), "the hash list names the file"
 
 
+def test_cards_of_another_lt_are_not_compared_and_that_is_said(bundle: Path, lt: Callable[..., str]) -> None:
+    """Another commit of the same version may write other cards; the wheel in the release tells."""
+    (wheel,) = bundle.glob("wheels/lt_trainer-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        entries = {item: archive.read(item) for item in archive.infolist()}
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for item, content in entries.items():
+            archive.writestr(item, content.replace(b"# What was filtered", b"# What is filtered"))
+    change_bytes(bundle / "FILTERED.md", b"# What was filtered", b"# What is filtered")
+    rewrite_hashes(bundle)
+    text = lt("release", "verify", bundle, cwd=bundle.parent)
+    assert "were not compared with the files: another lt-trainer has made them" in text
+    assert "verified, but for cards, figures and documents" in text
+
+
+def test_a_run_of_other_sources_of_lt_is_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The version is the same, the files are not: wheels of these would not repeat the run."""
+    monkeypatch.chdir(folder)
+    run = Path(shutil.copytree("run", tmp_path / "run"))
+    environment = json.loads((run / "environment.json").read_text())
+    environment["sources"]["lt-data"] = "0" * 64
+    (run / "environment.json").write_text(json.dumps(environment))
+    with pytest.raises(ReleaseError, match="lt-data: the files are not those with which the run has trained"):
+        make_release(run, tmp_path / "out", MakeOptions(licenses=Path("licences.toml")))
+
+
 def test_missing_and_extra_files_are_found(bundle: Path) -> None:
     (bundle / "REPORT.md").unlink()
     (bundle / "model" / "more.txt").write_text("x")
@@ -357,7 +384,7 @@ def test_the_hub_reads_the_model_card(made: tuple[Path, str]) -> None:
 
 def test_figures_are_those_that_the_script_of_the_bundle_draws(bundle: Path) -> None:
     before = {path.name: path.read_bytes() for path in (bundle / "figures").iterdir()}
-    assert set(before) == {"loss.svg", "learning-rate.svg", "gradient-norm.svg", "throughput.svg"}
+    assert set(before) == {"loss.svg", "learning-rate.svg", "gradient-norm.svg", "throughput.svg", "tasks.svg"}
     shutil.rmtree(bundle / "figures")
     subprocess.run([sys.executable, "-I", str(bundle / "plots.py")], check=True, cwd="/")
     assert {path.name: path.read_bytes() for path in (bundle / "figures").iterdir()} == before
@@ -431,33 +458,71 @@ def test_results_of_other_weights_are_refused(folder: Path, tmp_path: Path, monk
 
 
 VALIDATORS = ("cyclonedx-python-lib[json-validation]==11.12.0", "spdx-python-model==0.0.6", "mlcroissant==1.1.1")
+VALIDATORS += ("huggingface_hub>=1.0", "pyyaml")
 VALIDATE = """
+import io
+import socket
 import sys
 from pathlib import Path
 
+
+def refuse(*arguments, **options):
+    raise AssertionError(f"a validator asks the network: {arguments}")
+
+
+socket.socket.connect = socket.socket.connect_ex = socket.getaddrinfo = socket.create_connection = refuse
+
 import mlcroissant
+import yaml
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
+from huggingface_hub import ModelCardData
 from spdx_python_model import v3_0_1
 
 bundle = Path(sys.argv[1])
-error = JsonStrictValidator(SchemaVersion.V1_7).validate_str((bundle / "bom.cdx.json").read_text())
+validator = JsonStrictValidator(SchemaVersion.V1_7)
+error = validator.validate_str((bundle / "bom.cdx.json").read_text())
 assert error is None, error
-objects = v3_0_1.SHACLObjectSet()
-with open(bundle / "ai.spdx3.json", "rb") as file:
-    v3_0_1.JSONLDDeserializer().read(file, objects)
+
+
+def read_spdx(text):
+    found = v3_0_1.SHACLObjectSet()
+    v3_0_1.JSONLDDeserializer().read(io.BytesIO(text), found)
+    return found
+
+
+objects = read_spdx((bundle / "ai.spdx3.json").read_bytes())
 assert not objects.missing_ids, objects.missing_ids
 assert len(list(objects.foreach_type("ai_AIPackage"))) == 1
 dataset = mlcroissant.Dataset(jsonld=str(bundle / "croissant.json"))
 issues = dataset.metadata.ctx.issues
 assert not issues.errors and not issues.warnings, issues.report()
 assert len(list(dataset.records("sources"))) == 66
+card = ModelCardData(**yaml.safe_load((bundle / "README.md").read_text().split("---")[1]))
+assert {result.dataset_name for result in card.eval_results} >= {"validation", "lt_count", "mine"}
+assert yaml.safe_load((bundle / "mof.yml").read_text())["evaluation"]["class"] == 1
+
+# Each validator finds a fault, so that none of the above is empty.
+bom = (bundle / "bom.cdx.json").read_text()
+assert validator.validate_str(bom.replace('"machine-learning-model"', '"machine-learning"')) is not None
+try:
+    read_spdx((bundle / "ai.spdx3.json").read_bytes().replace(b'"kilowattHour"', b'"hours"').replace(b'"ai_', b'"aj_'))
+except Exception:
+    pass
+else:
+    raise AssertionError("SPDX accepts an unknown property")
+broken = Path(sys.argv[0]).with_name("croissant.json")
+broken.write_text((bundle / "croissant.json").read_text().replace('"cr:Field"', '"cr:Feld"'))
+try:
+    assert mlcroissant.Dataset(jsonld=str(broken)).metadata.ctx.issues.errors
+except mlcroissant.ValidationError:
+    pass
 """
 
 
 @pytest.mark.slow
 def test_real_validators_accept_the_documents(made: tuple[Path, str], tmp_path: Path) -> None:
-    """CycloneDX 1.7 strictly, SPDX 3.0.1 and Croissant 1.0, each by its own library, in an environment of their own."""
+    """CycloneDX 1.7 strictly, SPDX 3.0.1, Croissant 1.0 and the model card, each by its library, without a network."""
     python = tmp_path / "venv" / "bin" / "python"
     subprocess.run(["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")], check=True)
     subprocess.run(["uv", "pip", "install", "--quiet", "--python", str(python), *VALIDATORS], check=True)

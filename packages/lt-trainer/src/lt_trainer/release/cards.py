@@ -15,6 +15,7 @@ from lt_trainer.release.yaml_text import to_yaml
 __all__ = [
     "citation",
     "data_card",
+    "describe_steps",
     "format_table",
     "front_matter",
     "model_card",
@@ -89,7 +90,7 @@ def model_card(facts: Facts) -> str:
         ("layers, width, heads (key/value)", _shape(facts)),
         ("vocabulary", f"{facts.model['vocab_size']:,}"),
         ("rows", f"{facts.recipe['data']['seq_len']:,} positions, packed as {facts.recipe['data']['packing']}"),
-        ("steps", f"{facts.provenance.step:,}"),
+        ("steps", describe_steps(facts)),
         ("tokens trained on", f"{tokens:,}" if tokens is not None else "not every step was logged"),
     ]
     if facts.train:
@@ -116,6 +117,12 @@ def model_card(facts: Facts) -> str:
         "`COMMANDS.md` has every command by hand.\n",
     ]
     return "".join(parts)
+
+
+def describe_steps(facts: Facts) -> str:
+    """Return the step of the final weights, and that of the recipe if the run has not reached it."""
+    planned, step = int(facts.recipe["schedule"]["max_steps"]), facts.provenance.step
+    return f"{step:,}" + (f" of {planned:,} in the recipe: the run was not completed" if step < planned else "")
 
 
 def _shape(facts: Facts) -> str:
@@ -168,7 +175,7 @@ def score_table(scores: Sequence[Score]) -> str:
 
 
 def _contents_section(facts: Facts) -> str:
-    rows = [
+    rows: list[tuple[str, str]] = [
         ("model/", f"weights after step {facts.provenance.step}, config, tokenizer"),
         ("checkpoints/", f"weights after steps {', '.join(map(str, facts.provenance.earlier_steps))}")
         if facts.provenance.earlier_steps
@@ -177,8 +184,8 @@ def _contents_section(facts: Facts) -> str:
         ("data/, sources/", "manifests, packs, tokenizer; tokens and texts as far as their licenses allow"),
         ("run/", "metrics, events and samples of the machine"),
         ("environment/, wheels/", "packages with hashes, Python, machine; lt itself"),
-        ("results/", "validation and evaluation"),
     ]
+    rows += [("results/", "validation and evaluation")] if facts.result_files else []
     removed = facts.provenance.removed_steps
     gone = (
         f"\nCheckpoints of steps {', '.join(map(str, removed))} were saved and removed before this release was made.\n"

@@ -101,7 +101,7 @@ def verify(
     if result.problems:
         echo(f"{len(result.problems)} problem(s)")
         raise typer.Exit(1)
-    echo("verified")
+    echo("verified" if result.has_documents else "verified, but for cards, figures and documents")
 
 
 @app.command()

@@ -1,12 +1,16 @@
 """COMMANDS.md: the commands by hand that repeat a release, from its sources to its weights."""
 
 import json
+import re
 import shlex
 from typing import Any
 
 from lt_trainer.release.data_files import SourceEntry
 from lt_trainer.release.facts import Facts, StoreFacts
 from lt_trainer.release.task_files import TASK_FOLDER
+
+THREADS = re.compile(r"(\d+) threads")
+"""Number of threads in a run's start event."""
 
 __all__ = ["command_page", "prepare_arguments"]
 
@@ -59,9 +63,14 @@ def command_page(facts: Facts) -> str:
 
 
 def thread_variables(facts: Facts) -> dict[str, str]:
-    """Return the variables of the run's environment that a rerun on a CPU depends on."""
+    """Return the variables of the run's environment that a rerun on a CPU depends on.
+
+    Where the number of threads was torch's own choice, it is that which the run has recorded.
+    """
     recorded = facts.environment.get("variables", {})
-    return {
+    threads = THREADS.search(str(facts.start_event.get("peak_source", "")))
+    chosen = {"OMP_NUM_THREADS": threads[1]} if threads is not None else {}
+    return chosen | {
         name: recorded[name]
         for name in ("ATEN_CPU_CAPABILITY", "MKL_NUM_THREADS", "OMP_NUM_THREADS")
         if name in recorded

@@ -51,7 +51,7 @@ from lt_trainer.release.run_files import (
 from lt_trainer.release.task_files import ReleasedTask, describe_tasks, release_tasks
 from lt_trainer.release.weight_files import choose_checkpoints, release_weights, tensor_hashes
 from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
-from lt_trainer.run_directory import find_results, read_jsonl
+from lt_trainer.run_directory import find_results, hash_package, read_jsonl
 
 __all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
 
@@ -289,18 +289,25 @@ def _result_problems(given: Sequence[Path], checkpoints: Sequence[Checkpoint]) -
 
 
 def _version_problems(environment: Mapping[str, Any]) -> list[str]:
-    """Return the packages whose version here is not the run's: wheels and lock would be of other code."""
+    """Return the packages whose version or files here are not the run's: wheels and lock would be of other code."""
     run = {
         name: text
         for name, text in environment.get("packages", {}).items()
         if name.startswith("lt-") or name == "torch"
     }
     here = {name: package.version for name, package in lt_distributions().items()} | installed_closure(_lt_roots())
-    return [
+    problems = [
         f"{name}: the run used {text}, here is {here[name]}; make the release in the run's environment"
         for name, text in run.items()
         if name in here and here[name] != text
     ]
+    changed = [name for name, digest in environment.get("sources", {}).items() if hash_package(name) != digest]
+    if changed and not problems:
+        problems.append(
+            f"{', '.join(changed)}: the files are not those with which the run has trained; make the release from the "
+            "commit of the run"
+        )
+    return problems
 
 
 def _lt_roots() -> dict[str, tuple[str, ...]]:

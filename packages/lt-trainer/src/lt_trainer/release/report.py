@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from lt_trainer.config import flatten
-from lt_trainer.release.cards import format_table, score_table
+from lt_trainer.release.cards import describe_steps, format_table, score_table
 from lt_trainer.release.facts import Facts
 
 __all__ = ["report_page"]
@@ -49,6 +49,7 @@ def _training(facts: Facts) -> str:
     if facts.train:
         first, last = facts.train[0], facts.train[-1]
         rows: list[tuple[str, object]] = [
+            ("steps", describe_steps(facts)),
             ("logged steps", f"{first['step']} to {last['step']}"),
             ("first loss", f"{first['loss']:.6g} nats per token"),
             ("last loss", f"{last['loss']:.6g} nats per token"),

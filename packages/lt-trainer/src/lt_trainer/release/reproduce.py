@@ -13,7 +13,6 @@ Everything is written into the work folder, which stays. Cost: that of the run.
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -38,7 +37,6 @@ from lt_trainer.run_directory import drop_superseded_records, read_jsonl
 
 __all__ = ["ReproduceOptions", "Reproduction", "reproduce_release"]
 
-SOURCE_THREADS = re.compile(r"(\d+) threads")
 RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -201,9 +199,6 @@ def _make_environment(bundle: Path, work: Path, facts: Facts) -> Path:
 def _variables(facts: Facts) -> dict[str, str]:
     """Return the environment variables of the run: those of a rank are absent, threads are the run's."""
     variables = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    threads = SOURCE_THREADS.search(str(facts.start_event.get("peak_source", "")))
-    if threads is not None:
-        variables["OMP_NUM_THREADS"] = threads[1]
     return variables | thread_variables(facts)
 
 

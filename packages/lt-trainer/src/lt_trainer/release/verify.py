@@ -8,10 +8,11 @@
     results         metrics of tasks are those of their items
     documents       cards, class, results and figures are made again from the files and compared byte for byte
 
-A release that another version of lt made is checked without the last part, which is said. Nothing in the bundle is
-executed. Cost: one read of everything.
+A release that another lt-trainer made, whose wheel is in it, is checked without the last part, which is said. Nothing
+in the bundle is executed. Cost: one read of everything.
 """
 
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ from lt_trainer.release.mof import MofResult
 from lt_trainer.release.run_files import validation_results
 from lt_trainer.release.scores import find_score_problems
 from lt_trainer.release.weight_files import MODEL_FOLDER, compare_with_checkpoint, find_weight_problems, step_folder
-from lt_trainer.release.wheels import lt_distributions
+from lt_trainer.run_directory import list_package_files
 
 __all__ = ["Verification", "check_hashes", "hash_of_list", "verify_release"]
 
@@ -47,6 +48,7 @@ class Verification:
         problems: What is wrong, one text each; empty if nothing is.
         notes: What was not checked.
         openness: Class that the files reach; None if they could not be read.
+        has_documents: True if cards, figures and documents were compared with the files.
     """
 
     list_hash: str
@@ -54,6 +56,7 @@ class Verification:
     problems: tuple[str, ...]
     notes: tuple[str, ...]
     openness: MofResult | None
+    has_documents: bool = True
 
 
 def verify_release(
@@ -98,14 +101,13 @@ def verify_release(
     problems += _attempt("data/sources.jsonl", lambda: list(_check_sources(bundle, facts)))
     problems += _check_recipe(bundle, facts)
     problems += _attempt("results", lambda: list(find_score_problems(bundle)))
-    here = {name: package.version for name, package in lt_distributions().items()}
-    made = facts.provenance.lt
-    if here.get("lt-trainer") == made.get("lt-trainer"):
+    has_documents = _has_same_renderer(bundle)
+    if has_documents:
         problems += _attempt("documents", lambda: list(_check_documents(bundle, facts)))
     else:
         notes.append(
-            f"cards and documents were not compared: lt-trainer {made.get('lt-trainer')} made them, this is "
-            f"{here.get('lt-trainer')}"
+            "cards, figures and documents were not compared with the files: another lt-trainer has made them; verify "
+            "with the one in wheels/"
         )
     return Verification(
         list_hash=list_hash,
@@ -113,7 +115,20 @@ def verify_release(
         problems=tuple(dict.fromkeys(problems)),
         notes=tuple(notes),
         openness=facts.openness,
+        has_documents=has_documents,
     )
+
+
+def _has_same_renderer(bundle: Path) -> bool:
+    """Return True if the lt-trainer in the bundle makes documents with the same code as this one."""
+    package, prefix = "lt-trainer", "release/"
+    wheels = list(bundle.glob("wheels/lt_trainer-*.whl"))
+    ours = {name: path for name, path in list_package_files(package).items() if name.startswith(prefix)}
+    try:
+        with zipfile.ZipFile(wheels[0]) as archive:
+            return all(archive.read(f"lt_trainer/{name}") == path.read_bytes() for name, path in ours.items())
+    except (IndexError, KeyError, OSError, zipfile.BadZipFile):
+        return False
 
 
 def _attempt(name: str, check: Callable[[], list[str]]) -> list[str]:

@@ -15,9 +15,10 @@ import subprocess
 import zipfile
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import unquote, urlparse
+
+from lt_trainer.run_directory import list_package_files
 
 __all__ = ["LT_PACKAGES", "SourceState", "lt_distributions", "make_wheel", "source_state"]
 
@@ -62,15 +63,9 @@ def make_wheel(package: Distribution) -> tuple[str, bytes]:
     name = package.name.replace("-", "_")
     stem = f"{name}-{package.version}"
     info = f"{stem}.dist-info"
-    spec = find_spec(name)
-    assert spec is not None, name
-    assert spec.submodule_search_locations, name
-    root = Path(next(iter(spec.submodule_search_locations)))
-    entries = {
-        f"{name}/{path.relative_to(root).as_posix()}": path.read_bytes()
-        for path in sorted(root.rglob("*"))
-        if path.is_file() and path.suffix != ".pyc" and "__pycache__" not in path.parts
-    }
+    files = list_package_files(package.name)
+    assert files, name
+    entries = {f"{name}/{file}": path.read_bytes() for file, path in files.items()}
     for file in METADATA_FILES:
         text = package.read_text(file)
         if text is not None:

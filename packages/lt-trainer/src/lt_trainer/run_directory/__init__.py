@@ -6,6 +6,8 @@ from lt_trainer.lazy import lazy_exports
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory.environment import describe_environment as describe_environment
+    from lt_trainer.run_directory.environment import hash_package as hash_package
+    from lt_trainer.run_directory.environment import list_package_files as list_package_files
     from lt_trainer.run_directory.evaluation_results import EvaluationResults as EvaluationResults
     from lt_trainer.run_directory.evaluation_results import EvaluationUnit as EvaluationUnit
     from lt_trainer.run_directory.evaluation_results import find_results as find_results
@@ -32,7 +34,7 @@ else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
         {
-            "environment": "describe_environment",
+            "environment": "describe_environment hash_package list_package_files",
             "evaluation_results": "EvaluationResults EvaluationUnit find_results read_results",
             "jsonl": "NON_FINITE JsonlWriter LogFile read_jsonl read_last_object",
             "rank_log": "RankLog",
