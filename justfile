@@ -37,17 +37,23 @@ packages:
     uv run --locked python tools/api_surface.py
     uv run --locked python tools/architecture_diagram.py
     uv run --locked python tools/recipe_page.py
+    uv run --locked python tools/option_effects.py
 
 # Write the frozen lists of public names, the pictures and the tables anew; look at the diff.
 refresh:
     uv run --locked python tools/api_surface.py --write
     uv run --locked python tools/architecture_diagram.py --write
     uv run --locked python tools/recipe_page.py --write
+    uv run --locked python tools/option_effects.py --write
     uv run --locked python tools/guarantees.py --write
 
 # The site of the documentation, built strictly; open OUT/index.html.
 site OUT="site":
     uv run --locked mkdocs build --strict --site-dir {{OUT}}
+
+# Plant for each option that it is ignored; the test that shows its effect must notice.
+ignored-options *OPTIONS:
+    uv run --locked python tools/plant_ignored_options.py {{OPTIONS}}
 
 # What a change against BASE has to run, and whether the changelogs tell of it.
 affected BASE="origin/main":

@@ -11,7 +11,6 @@ def split(
     holdout: Annotated[str, typer.Option(metavar="SHARE", help="Share of documents to hold out, such as 0.1%.")],
     train: Annotated[Path, typer.Option(help="Folder of the new store of the other documents.")],
     validation: Annotated[Path, typer.Option(help="Folder of the new store of the held-out documents.")],
-    by: Annotated[str, typer.Option(help="What decides: hash, that of the document's ids.")] = "hash",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace token stores there.")] = False,
     no_resume: Annotated[bool, typer.Option("--no-resume", help="Discard an interrupted run.")] = False,
 ) -> None:
@@ -20,8 +19,6 @@ def split(
     from lt_data.display.progress_bars import progress_bar
     from lt_data.display.terminal import echo, echo_error
 
-    if by != "hash":
-        raise lt_data.DataError(f"--by {by}: there is only hash")
     with progress_bar("split") as report:
         manifests = lt_data.split(
             lt_data.TokenStore.open(store),

@@ -1,0 +1,1 @@
+"""Folder for PYTHONPATH: an option planted as ignored."""
