@@ -162,7 +162,7 @@ class ContainerImage:
 
     image: str = option("", "image name, or path of a .sqsh file (enroot)")
     mounts: tuple[str, ...] = option((), "host folders to mount, each as SOURCE:TARGET[:ro]")
-    workdir: str = option("", "working folder in the container")
+    workdir: str = option("", "working folder in the container; empty = job.cwd, which must be mounted (Slurm)")
 
     def __post_init__(self) -> None:
         check_types(self, "container")

@@ -60,9 +60,9 @@ SlurmdTimeout=5
 MailProg=/bin/true
 MpiDefault=none
 PlugStackConfig={base}/plugstack.conf
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={n1} CPUs=8 RealMemory=4000
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={n2} CPUs=8 RealMemory=4000
-NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.1 Port={n3} CPUs=8 RealMemory=4000
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.2 Port={n1} CPUs=8 RealMemory=4000
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.3 Port={n2} CPUs=8 RealMemory=4000
+NodeName=n3 NodeHostname={host} NodeAddr=127.0.0.4 Port={n3} CPUs=8 RealMemory=4000
 PartitionName=low Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-3] MaxTime=INFINITE State=UP PriorityTier=10 PreemptMode=OFF
 """
@@ -269,6 +269,18 @@ def cluster() -> Iterator[Cluster]:
             os.environ.pop("SLURM_CONF", None)
         else:
             os.environ["SLURM_CONF"] = before
+
+
+@pytest.fixture
+def enroot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put the stand-in for enroot, and one for an EFA device, in the nodes' PATH; the folder of its records."""
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "enroot").symlink_to(Path(__file__).with_name("enroot_stand_in.sh"))
+    (tmp_path / "bin" / "fi_info").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "bin" / "fi_info").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    monkeypatch.setenv("ENROOT_STAND_IN", str(tmp_path))
+    return tmp_path
 
 
 @pytest.fixture(scope="session")

@@ -129,10 +129,10 @@ RANKS = r'''
 [job]
 name = "ranks"
 argv = ["bash", "-c", """
-echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $SLURMD_NODENAME \\
-$STUB_AUTO_RESUME $STUB_CONTAINER_IMAGE $STUB_CONTAINER_MOUNTS"""]
-nodes = 3
-procs_per_node = 2
+echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $SLURMD_NODENAME $MASTER_ADDR $TORCHELASTIC_RUN_ID \\
+$OMP_NUM_THREADS [$SLURM_CPUS_PER_TASK] $STUB_AUTO_RESUME $STUB_CONTAINER_IMAGE $STUB_CONTAINER_MOUNTS"""]
+nodes = 2
+procs_per_node = 3
 spawner = "SPAWNER"
 resources = { cpus_per_proc = 2 }
 container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
@@ -140,48 +140,37 @@ container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
 python = "PYTHON"
 [profile.slurm]
 auto_resume = "on"
+exclude = ["n1"]
 srun_args = ["--cpu-bind=none"]
 '''
 
 
 @pytest.mark.parametrize("spawner", ["direct", "srun"])
 def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit: Submit, spawner: str) -> None:
+    """Ranks meet at the first node of the job, wherever sbatch was called."""
     made = submit(RANKS.replace("SPAWNER", spawner))
     assert wait(cluster, made) == {"ranks": "completed"}
     (status,) = SlurmTarget().status(made)
-    assert status.nodes == ("n[1-3]",)
+    assert status.nodes == ("n[2-3]",)
     for rank in range(6):
         (line,) = SlurmTarget().logs(made, stage="ranks", rank=rank, follow=False)
         words = line.split()
-        assert words[:5] == [str(rank), str(rank % 2), "6", "2", f"n{rank // 2 + 1}"]
-        assert words[5:7] == ["1", "/shared/lt.sqsh"]
-        assert words[7] == f"{made.directory}:{made.directory},/shared:/shared:ro"
+        assert words[:5] == [str(rank), str(rank % 3), "6", "3", f"n{rank // 3 + 2}"]
+        assert words[5:9] == ["127.0.0.3", made.job_ids["ranks"], "1", "[2]"]
+        assert words[9:11] == ["1", "/shared/lt.sqsh"]
+        assert words[11] == f"{made.directory}:{made.directory},/shared:/shared:ro"
 
 
-ENROOT = """#!/bin/bash
-# enroot, as its runtime.sh goes about the environment: that of the image, and each --env NAME or NAME=VALUE; no more
-[ "$1" = start ] || exit 9
-shift
-inside=(PATH=/usr/bin:/bin IMAGE=yes)
-while :; do case $1 in
-    --rw) shift ;;
-    --mount) echo "$2" >>FOLDER/mounts; shift 2 ;;
-    --env) name=${2%%=*}; if [ "$name" = "$2" ]; then inside+=("$name=${!name}"); else inside+=("$2"); fi; shift 2 ;;
-    *) break ;;
-esac; done
-[ "$1" = /shared/lt.sqsh ] || exit 8
-exec env -i "${inside[@]}" "${@:2}"
-"""
 INSIDE = '''
 [job]
 name = "inside"
 argv = ["bash", "-c", """
 echo $RANK $LOCAL_RANK $WORLD_SIZE $NODE_RANK $SLURM_NODEID $SLURM_JOB_ID $MASTER_PORT $LT_ATTEMPT \\
-"$OF_JOB" $FI_PROVIDER $NCCL_SOCKET_IFNAME $NCCL_DEBUG $IMAGE [$OF_HOST]; [ $LT_ATTEMPT = 1 ] || exit 75"""]
+"$OF_JOB" $FI_PROVIDER $NCCL_SOCKET_IFNAME $NCCL_DEBUG $IMAGE [$OF_HOST] $PWD; [ $LT_ATTEMPT = 1 ] || exit 75"""]
 nodes = 2
 procs_per_node = 2
 env = { OF_JOB = "two words" }
-container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
+container = { image = "FOLDER/lt.sqsh", mounts = ["FOLDER:FOLDER:ro"], workdir = "/tmp" }
 [profile]
 python = "PYTHON"
 [profile.slurm]
@@ -190,29 +179,39 @@ container_runtime = "enroot"
 
 
 def test_what_a_job_needs_is_in_the_environment_of_an_enroot_container(
-    cluster: Any, submit: Submit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Any, submit: Submit, tmp_path: Path, enroot: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """enroot clears the environment; exit codes and a requeue work as elsewhere."""
-    (tmp_path / "bin").mkdir()
-    for name, text in (("enroot", ENROOT.replace("FOLDER", str(tmp_path))), ("fi_info", "#!/bin/sh\nexit 0\n")):
-        (tmp_path / "bin" / name).write_text(text)
-        (tmp_path / "bin" / name).chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    (tmp_path / "lt.sqsh").write_text("PATH=/usr/bin:/bin\nIMAGE=yes\nNCCL_DEBUG=of the image\n")
     monkeypatch.setenv("OF_HOST", "host")
+    monkeypatch.setenv("OF_JOB", "host")
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    made = submit(INSIDE)
+    made = submit(INSIDE.replace("FOLDER", str(tmp_path)))
     id_ = made.job_ids["inside"]
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
     for rank in range(4):
         first, second = (line.split() for line in SlurmTarget().logs(made, stage="inside", rank=rank, follow=False))
         assert first[:6] == [str(rank), str(rank % 2), "4", str(rank // 2), str(rank // 2), id_]
         assert int(first[6])
-        assert first[7:] == ["0", "two", "words", "efa", "^lo,docker,veth", "WARN", "yes", "[]"]
+        assert first[7:] == ["0", "two", "words", "efa", "^lo,docker,veth", "WARN", "yes", "[]", "/tmp"]
         assert second[7] == "1"
-    assert set((tmp_path / "mounts").read_text().split()) == {
-        f"{made.directory}:{made.directory}",
-        "/shared:/shared:ro",
+    assert set((enroot / "mounts").read_text().splitlines()) == {
+        f"{made.directory} {made.directory} rbind,x-create=auto",
+        f"{tmp_path} {tmp_path} x-create=auto,rbind,ro",
     }
+
+
+def test_a_folder_that_is_not_in_the_container_is_named(
+    cluster: Any, submit: Submit, tmp_path: Path, enroot: Path
+) -> None:
+    (tmp_path / "lt.sqsh").write_text("PATH=/usr/bin:/bin\n")
+    made = submit(INSIDE.replace("FOLDER", str(tmp_path)).replace('"/tmp"', '"/not/there"'))
+    assert wait(cluster, made) == {"inside": "failed"}
+    (status,) = SlurmTarget().status(made)
+    assert status.exit_code == 64
+    lines = list(SlurmTarget().logs(made, stage="inside", rank=0, follow=False))
+    assert "/not/there: No such file or directory" in lines[0]
+    assert "set container.workdir" in lines[1]
 
 
 def test_a_partition_that_is_not_there_is_refused_and_nothing_stays_in_the_queue(cluster: Any, submit: Submit) -> None:

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from lt_launch.job import ContainerImage, Job, Pipeline, Resources
+from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
 from lt_launch.profile import Profile
-from lt_launch.slurm.doctor import findings
+from lt_launch.slurm import doctor
+from lt_launch.slurm.doctor import check_auto_resume, findings
 from lt_launch.slurm.target import SlurmTarget
 from lt_launch.target import Finding
 from lt_trainer.config.sources import Assignment
@@ -55,6 +56,37 @@ def test_what_is_worth_a_warning(cluster: Any, tmp_path: Path) -> None:
     assert found["time to save"].level == "warning"
     assert "20 s, fault_tolerance.grace_period_s is 60" in found["time to save"].detail
     assert found["containers"].level == "ok", "the stub offers it"
+
+
+def test_auto_resume_of_a_hyperpod_cluster(cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here a SPANK plugin makes srun take the option, and the cluster has no task plugin."""
+    monkeypatch.setattr(doctor, "HYPERPOD_MARKER", tmp_path)
+    found = look(job(resources=Resources(exclusive=True)), tmp_path)
+    assert (found["auto-resume"].level, found["auto-resume"].detail) == ("ok", "srun supports --auto-resume")
+    assert "auto-resume" not in look(job(), tmp_path, auto_resume="off")
+
+
+@pytest.mark.parametrize(
+    ("srun_help", "config", "resources", "level", "words"),
+    [
+        ("", "", {}, "warning", "no --auto-resume"),
+        ("--auto-resume=N", "TaskPlugin    = task/cgroup\n", {}, "warning", "TaskPlugin is task/cgroup"),
+        ("--auto-resume=N", "TaskPlugin    = task/none\n", {}, "warning", "shares its nodes"),
+        (
+            "--auto-resume=N",
+            "TaskPlugin = task/none\n",
+            {"exclusive": True, "gpus_per_node": 8},
+            "ok",
+            "requeues a job",
+        ),
+        ("--auto-resume=N", "TaskPlugin = task/none\n", {"exclusive": True}, "ok", "supports --auto-resume"),
+    ],
+)
+def test_rules_of_auto_resume(srun_help: str, config: str, resources: dict[str, Any], level: str, words: str) -> None:
+    finding = check_auto_resume(srun_help, config, Stage(job=job(resources=Resources(**resources))))
+    assert finding.level == level
+    assert words in finding.detail
+    assert bool(finding.remedy) == (level == "warning")
 
 
 def test_without_a_controller_that_is_all_there_is_to_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

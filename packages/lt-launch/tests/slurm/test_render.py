@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +118,38 @@ def test_a_warning_that_comes_too_late_to_save_is_refused() -> None:
     ):
         script(job(grace_period_s=120), late)
     assert "--signal=B:USR1@119\n" in script(job(grace_period_s=119), late)
+
+
+def test_the_step_has_its_own_cpus_per_task_and_each_rank_all_gpus_of_its_node() -> None:
+    """srun does not take --cpus-per-task from sbatch since Slurm 22.05; --gpus-per-task would hide a rank's peers."""
+    resources = Resources(gpus_per_node=8, cpus_per_proc=12, exclusive=True)
+    text = script(job(nodes=2, procs_per_node=8, resources=resources))
+    (step,) = re.findall(r"^step=\((.*)\)$", text, re.MULTILINE)
+    assert step.split()[:6] == [
+        "srun",
+        "--nodes=2",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--distribution=block",
+        "--cpus-per-task=12",
+    ]
+    assert "gpus-per-task" not in text
+    assert "--gpus-per-node=8\n" in text
+    without = script(job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8)))
+    assert "--cpu-bind=none" in without, "else each rank would be bound to the one core that Slurm counts for it"
+
+
+def test_values_that_enroot_would_change_are_refused() -> None:
+    """Its common::envfmt removes quotes around a value; pyxis passes the environment of the task."""
+    image = ContainerImage(image="/fsx/lt.sqsh")
+    made = job(env={"WORD": '"a" and "b"'}, container=image)
+    with pytest.raises(RecipeError, match=r"job.env.WORD = '\"a\" and \"b\"': enroot removes the quotes"):
+        script(made)
+    with pytest.raises(RecipeError, match=r"^env.WORD = \"'a'\": enroot removes the quotes"):
+        script(job(container=image), profile(env__WORD="'a'"))
+    assert script(made, profile(slurm__container_runtime="pyxis"))
+    assert script(job(env={"WORD": '{"a": 1} "b"'}, container=image))
+    assert script(job(env={"WORD": '"a"'}))
 
 
 def test_dependencies_stand_in_the_commands() -> None:

@@ -85,7 +85,9 @@ def submit(
     engines = installed_engine(tmp_path / "engines")
     monkeypatch.syspath_prepend(engines)
 
-    def go(name: str, spawner: str, steps: int, *, engine: str = "gpu", interval: int = 5) -> tuple[Launch, str]:
+    def go(
+        name: str, spawner: str, steps: int, *, engine: str = "gpu", interval: int = 5, slurm: str = ""
+    ) -> tuple[Launch, str]:
         folder = tmp_path / name
         folder.mkdir()
         monkeypatch.chdir(folder)
@@ -94,7 +96,7 @@ def submit(
             + (ON_A_CPU if engine == "gpu" else "")
         )
         (folder / "job.toml").write_text(
-            JOB.format(spawner=spawner, python=python, engines=engines, procs=2 if engine == "numpy" else 1)
+            JOB.format(spawner=spawner, python=python, engines=engines, procs=2 if engine == "numpy" else 1) + slurm
         )
         file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "slurm") == 0
@@ -297,6 +299,48 @@ def test_ranks_whose_step_daemon_is_killed_leave_and_the_run_goes_on(cluster: An
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(made)
     assert sorted(losses(made)) == list(range(1, 101))
     assert exits(made)[-1]["kind"] == "done"
+
+
+AUTO_RESUME = """#!/bin/bash
+# srun, as SageMaker HyperPod describes --auto-resume=1: when the node of a failed step has been replaced, it begins
+# anew in the same job; without GRES, which makes it a requeue
+case "$*" in *--auto-resume=1*) ;; *) exec REAL "$@" ;; esac
+REAL "$@" && exit
+touch FOLDER/failed
+while [ ! -e FOLDER/replaced ]; do sleep 0.2; done
+exec REAL "$@"
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("slurm-disturbances")
+def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
+    cluster: Any, submit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job is not requeued, and what was about to end the first step's survivors leaves the second alone."""
+    undisturbed, id_ = submit("undisturbed", "direct", 60, engine="numpy")
+    assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(undisturbed)
+    real = shutil.which("srun")
+    assert real is not None
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "srun").write_text(AUTO_RESUME.replace("REAL", real).replace("FOLDER", str(tmp_path)))
+    (tmp_path / "bin" / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    made, id_ = submit("resumed", "direct", 60, engine="numpy", slurm='auto_resume = "on"')
+    disturber = Disturber(cluster, made, id_)
+    assert disturber.at_step(12)
+    node = cluster.run("scontrol", "show", "hostnames", cluster.job(id_)["NodeList"]).split()[1]
+    for rank in (2, 3):
+        os.kill(disturber.pid(rank), signal.SIGKILL)
+    cluster.wait_for((tmp_path / "failed").exists, "the end of the step")
+    cluster.daemons[f"slurmd-{node}"].kill()
+    cluster.daemons[f"slurmd-{node}"].wait(60)
+    cluster.start_node(node, "-c")
+    (tmp_path / "replaced").touch()
+    job = cluster.wait_for_end(id_)
+    assert (job["JobState"], job["Restarts"]) == ("COMPLETED", "0"), exits(made)
+    assert losses(made) == losses(undisturbed)
+    assert [one["kind"] for one in exits(made)] == ["done"]
 
 
 def parent_of(pid: int) -> int:

@@ -7,6 +7,7 @@ import subprocess
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import Pipeline, Stage
@@ -15,8 +16,10 @@ from lt_launch.slurm.commands import run_slurm_command
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.target import Finding, LaunchTarget
 
-__all__ = ["findings"]
+__all__ = ["check_auto_resume", "findings"]
 
+HYPERPOD_MARKER = Path("/opt/sagemaker_cluster")
+"""Folder that the machines of a SageMaker HyperPod cluster have."""
 LOCAL_FILE_SYSTEMS = ("ext2/ext3", "xfs", "btrfs", "tmpfs", "overlayfs", "zfs")
 """Node-local file systems, by the names of stat."""
 
@@ -88,13 +91,36 @@ def _check_kill_wait(stage: Stage) -> Finding:
 
 def _check_srun_plugins(stage: Stage, options: SlurmOptions) -> Iterator[Finding]:
     help_ = run_slurm_command("srun", "--help")
-    if Path("/opt/sagemaker_cluster").is_dir():
-        supported = "--auto-resume" in help_
-        text = "srun supports --auto-resume" if supported else "a HyperPod cluster whose srun has no --auto-resume"
-        remedy = "" if supported else "install its SPANK plugin"
-        yield Finding(level="ok" if supported else "warning", check="auto-resume", detail=text, remedy=remedy)
+    if HYPERPOD_MARKER.is_dir() and options.auto_resume != "off":
+        yield check_auto_resume(help_, run_slurm_command("scontrol", "show", "config"), stage)
     if stage.job.container.image and options.container_runtime != "enroot":
         supported = "--container-image" in help_
         text = "srun supports --container-image" if supported else "srun has no --container-image"
         remedy = "" if supported else "enroot is used if the nodes have it; else install pyxis"
         yield Finding(level="ok" if supported else "warning", check="containers", detail=text, remedy=remedy)
+
+
+def check_auto_resume(srun_help: str, config: str, stage: Stage) -> Finding:
+    """Check what HyperPod needs to replace a node of a running step.
+
+    Args:
+        srun_help: what `srun --help` prints.
+        config: what `scontrol show config` prints.
+        stage: the stage; with GPUs as generic resources HyperPod requeues its job instead.
+    """
+
+    def finding(level: Literal["ok", "warning"], detail: str, remedy: str = "") -> Finding:
+        return Finding(level=level, check="auto-resume", detail=detail, remedy=remedy)
+
+    if "--auto-resume" not in srun_help:
+        return finding("warning", "a HyperPod cluster whose srun has no --auto-resume", "install its SPANK plugin")
+    match = re.search(r"^TaskPlugin\s*=\s*(\S+)", config, re.MULTILINE)
+    if match and match[1] != "task/none":
+        remedy = "ask its admin for TaskPlugin=task/none, or set slurm.auto_resume to off: the policy requeues then"
+        return finding("warning", f"TaskPlugin is {match[1]}, with which HyperPod does not resume steps", remedy)
+    if not stage.job.resources.exclusive:
+        remedy = "set resources.exclusive: other jobs of a replaced node are lost"
+        return finding("warning", "srun supports --auto-resume, and the job shares its nodes", remedy)
+    if stage.job.resources.gpus_per_node:
+        return finding("ok", "srun supports --auto-resume; HyperPod requeues a job with generic resources (GPUs)")
+    return finding("ok", "srun supports --auto-resume")

@@ -7,6 +7,7 @@ lt-launch itself is not needed (`script.py`).
 from __future__ import annotations
 
 import math
+import re
 
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
@@ -17,6 +18,8 @@ from lt_trainer.errors import RecipeError
 
 __all__ = ["render", "sbatch_directives"]
 
+QUOTED = re.compile(r"""["'].*["']\s*""")
+"""Values that enroot's common::envfmt changes."""
 EXIT_MARGIN_S = 30
 """Seconds beyond the job's grace period for exit codes and the policy."""
 
@@ -34,8 +37,20 @@ def render(pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
 
 
 def _render_script(stage: Stage, pipeline: Pipeline, profile: Profile, options: SlurmOptions) -> str:
+    if stage.job.container.image and options.container_runtime != "pyxis":
+        _check_quotes(profile, stage)
     lines = [f"#SBATCH {line}" for line in sbatch_directives(stage, pipeline, options)]
     return "\n".join(["#!/bin/bash", *lines, "", script_body(stage, pipeline, profile, options)])
+
+
+def _check_quotes(profile: Profile, stage: Stage) -> None:
+    """Check that enroot leaves the values of variables as they are: it takes quotes around them away."""
+    sources = {f"env.{name}": value for name, value in profile.env.items() if name not in stage.job.env}
+    sources |= {f"job.env.{name}": value for name, value in stage.job.env.items()}
+    for source, value in sources.items():
+        if QUOTED.fullmatch(value):
+            remedy = "leave the quotes out, or use pyxis (slurm.container_runtime)"
+            raise RecipeError("enroot removes the quotes around a value", values={source: value}, remedy=remedy)
 
 
 def _sbatch_command(stage: Stage) -> tuple[str, ...]:

@@ -34,7 +34,6 @@ if command -v fi_info >/dev/null && fi_info -p efa >/dev/null 2>&1; then export 
 """
 
 NEURON = "export FI_EFA_FORK_SAFE=1 FI_EFA_USE_DEVICE_RDMA=1\n"
-NEURON_ROOT = " NEURON_RT_ROOT_COMM_ID=$MASTER_ADDR:$((MASTER_PORT + 1))"
 
 CONTAINER = """\
 container=(enroot start --rw --mount "$launch:$launch"{mount_options})
@@ -42,7 +41,9 @@ mounts=$launch:$launch{mounts} logs=/var/log/aws/clusters
 if [ -d /opt/sagemaker_cluster ] && [ -d $logs ]; then mounts+=,$logs:$logs container+=(--mount "$logs:$logs"); fi
 container+=({image})
 """
-WITH_PYXIS = 'step+=(--container-image={image} --container-mounts="$mounts"{workdir}) container=()'
+WITH_PYXIS = 'step+=(--container-image={image} --container-mounts="$mounts") container=()'
+
+NOT_MOUNTED = "{ echo lt-launch: mount that folder into the container, or set container.workdir >&2; exit 64; }"
 
 RANK = """\
 # On each node, for each rank. "$@" is the command, with enroot before it where there is one.
@@ -75,7 +76,7 @@ def script_body(stage: Stage, pipeline: Pipeline, profile: Profile, options: Slu
     text += _step(stage, options) + _container(stage, options) + _rank(stage, profile)
     python = shlex.quote(profile.python)
     container = ' "${container[@]}"' if job.container.image else ""
-    text += _start(profile)
+    text += _start(stage, profile)
     return (
         f'{text}exec {python} "$launch/policy.py" run "$launch/stages/{stage.name}/spec.json" -- "${{step[@]}}" \\\n'
         f'    bash -c "$rank" rank{container} bash -c "$start" {stage.name} {_command(stage, profile)}\n'
@@ -115,15 +116,20 @@ def _container(stage: Stage, options: SlurmOptions) -> str:
     text = CONTAINER.format(
         image=shlex.quote(container.image),
         mounts="".join(f",{one}" for one in mounts),
-        mount_options="".join(f" --mount {one}" for one in mounts),
+        mount_options="".join(f" --mount {_enroot_mount(one)}" for one in mounts),
     )
     if options.container_runtime == "enroot":
         return text
-    workdir = f" --container-workdir={shlex.quote(container.workdir)}" if container.workdir else ""
-    pyxis = WITH_PYXIS.format(image=shlex.quote(container.image), workdir=workdir)
+    pyxis = WITH_PYXIS.format(image=shlex.quote(container.image))
     if options.container_runtime == "pyxis":
         return f"{text}{pyxis}\n"
     return f"{text}if srun --help 2>/dev/null | grep -q -e --container-image; then {pyxis}; fi\n"
+
+
+def _enroot_mount(mount: str) -> str:
+    """Return a mount as pyxis writes it for enroot, which needs `rbind` among the flags."""
+    source, target, *flags = mount.split(":")
+    return ":".join((source, target, *(f"x-create=auto,rbind,{each}" for each in flags)))
 
 
 def _rank(stage: Stage, profile: Profile) -> str:
@@ -138,10 +144,11 @@ def _rank(stage: Stage, profile: Profile) -> str:
     )
 
 
-def _start(profile: Profile) -> str:
+def _start(stage: Stage, profile: Profile) -> str:
     """Return what runs beside the command: its folder and set-up lines."""
-    python = profile.python
-    first = 'cd "$LT_CWD" || exit 127'
+    python, workdir = profile.python, stage.job.container.workdir
+    folder = shlex.quote(workdir) if workdir else '"$LT_CWD"'
+    first = f"cd {folder} || " + (NOT_MOUNTED if stage.job.container.image else "exit 127")
     if "/" in python:
         first += f"; export PATH={shlex.quote(python.rpartition('/')[0])}:$PATH"
     last = 'exec "$@"'

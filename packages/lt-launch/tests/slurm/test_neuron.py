@@ -1,0 +1,71 @@
+"""Trainium ranks of a real cluster get a NeuronCore each, by a stand-in for torch-xla and the runtime."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch.launch_dir import load_launch
+from lt_launch.launcher import launch
+from lt_launch.profile import Profile
+from lt_launch.run_file import RunOverrides, read_run_file
+from lt_launch.slurm.target import SlurmTarget
+
+START = Path(__file__).parents[3] / "lt-trainer-neuron" / "tests" / "neuron_start"
+RECIPE = """
+[run]
+engine = "neuron"
+dir = "run"
+[model]
+preset = "llama2-7b"
+vocab_size = 32000
+[data]
+synthetic = true
+document_mask = false
+seq_len = 4096
+[batch]
+global_batch_size = 4
+micro_batch_size = 1
+[parallel]
+tp = 2
+n_nodes = 2
+[engine.neuron]
+num_neuroncores = 2
+"""
+JOB = """
+[job]
+name = "cores"
+recipe = "recipe.toml"
+nodes = 2
+procs_per_node = 2
+env = {{ PYTHONPATH = "{start}" }}
+[profile]
+python = "{python}"
+setup = [
+    "export NEURON_NODE={folder}/$SLURMD_NODENAME; mkdir -p $NEURON_NODE",
+    "echo root $NEURON_RT_ROOT_COMM_ID, not $MASTER_ADDR:$MASTER_PORT",
+]
+"""
+
+
+@pytest.mark.guarantee("neuron-cores")
+def test_each_rank_has_its_own_core_of_its_node(
+    cluster: Any, python: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks end where they have loaded torch-xla, so the run is none that has finished."""
+    monkeypatch.setenv("LT_LAUNCH_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    (tmp_path / "job.toml").write_text(JOB.format(start=START, python=python, folder=tmp_path))
+    file = read_run_file("job.toml", Profile(), RunOverrides())
+    assert launch(file.pipeline, file.profile, "slurm") == 0
+    made = load_launch(tmp_path / "run")
+    cluster.wait_for_end(made.job_ids["cores"])
+    logs = ["\n".join(SlurmTarget().logs(made, stage="cores", rank=rank, follow=False)) for rank in range(4)]
+    found = {path.parent.name + "/" + path.name: path.read_text() for path in tmp_path.glob("n?/core-*")}
+    expected = {f"n{1 + rank // 2}/core-{rank % 2}": f"{rank} of 4" for rank in range(4)}
+    assert found == expected, logs
+    (root,) = {log.splitlines()[0] for log in logs}
+    first, second = root.removeprefix("root ").split(", not ")
+    assert first.startswith("127.0.0.2:")
+    assert int(first.rpartition(":")[2]) == int(second.rpartition(":")[2]) + 1, "a port of its own at the same node"
