@@ -50,8 +50,7 @@ def test_a_killed_rank_is_named_and_the_run_ends_with_the_losses_of_a_quiet_one(
             assert process.poll() is None, (tmp_path / "said.txt").read_text(encoding="utf-8")
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        rows = read_jsonl(launch / "stages" / "run" / "attempt-000" / "node-00000.jsonl")
-        os.kill(next(row["pid"] for row in rows if row["event"] == "started" and row["rank"] == 1), signal.SIGKILL)
+        os.kill(json.loads((out / "alive" / "rank00001.json").read_bytes())["pid"], signal.SIGKILL)
         code = process.wait(400)
     text = (tmp_path / "said.txt").read_text(encoding="utf-8")
     assert code == 0, text

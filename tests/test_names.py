@@ -182,8 +182,7 @@ def test_no_public_class_name_stands_in_two_packages(trees: dict[str, ast.Module
 
 QUESTION_WORDS = {"What", "Who", "Whether", "How", "Where", "Which", "When", "Why", "See"}
 NOT_IMPERATIVE = {"The", "A", "An", "This", "Returns", "Gives", "Makes", "Reads", "Writes", "Checks", "Finds", "Opens"}
-SOON_REPLACED = ("lt_launch/agent/", "lt_launch/conduct", "lt_launch/channel", "lt_launch/boot")
-SOON_REPLACED += ("lt_data/remote/",)
+SOON_REPLACED = ("lt_data/remote/",)
 """Sources that a scheduler or a library replaces; they keep their words until then."""
 
 

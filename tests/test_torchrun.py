@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,11 +112,29 @@ def test_a_killed_rank_ends_the_run_with_start_me_again(prepared: Path, tmp_path
 
 
 @pytest.mark.guarantee("lost-rank")
-def test_a_killed_rank_that_has_no_others_ends_with_the_signal(prepared: Path, tmp_path: Path) -> None:
+def test_a_killed_rank_that_has_no_others_ends_with_the_signal(
+    prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code is noted for the launcher, as it could not note it itself."""
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    monkeypatch.setenv("LT_EXIT_CODES", str(notes))
     with start_torchrun(prepared / "run.toml", tmp_path, *LONG_RUN_ARGS, ranks=1) as process:
         wait_until_training(process, tmp_path)
         os.kill(rank_pids(tmp_path)[0], signal.SIGKILL)
         assert process.wait(timeout=180) == 128 + signal.SIGKILL, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert (notes / "0").read_text(encoding="utf-8") == f"137 {os.uname().nodename}\n"
+
+
+def test_machines_that_do_not_meet_are_a_reason_to_try_again(prepared: Path, tmp_path: Path) -> None:
+    """The other machine's torchrun has the port, and is none."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        options = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={taken.getsockname()[1]}"]
+        with start_torchrun(prepared / "run.toml", tmp_path, "--", "--rdzv-backend=static", *options) as process:
+            assert process.wait(timeout=120) == 75, (tmp_path / "out.txt").read_text(encoding="utf-8")
+    assert "did not meet" in (tmp_path / "out.txt").read_text(encoding="utf-8")
 
 
 @pytest.mark.guarantee("lost-rank")

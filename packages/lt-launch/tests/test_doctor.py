@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.look import look
 from lt_launch.costs import estimate_costs
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Resources, Stage
+from lt_launch.look import look
 from lt_launch.machine import describe_machine, machine_findings
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file

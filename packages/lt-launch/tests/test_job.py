@@ -26,7 +26,6 @@ def job(name: str = "train", **values: Any) -> Job:
         ({"grace_period_s": -1.0}, "job.grace_period_s"),
         ({"completion": "run_dir"}, "job.run_dir"),
         ({"completion": "never"}, "job.completion"),
-        ({"spawner": "mpirun"}, "job.spawner"),
         ({"env": {"RANK": "3"}}, "job.env.RANK"),
         ({"env": {"A B": "3"}}, "job.env.A B"),
         ({"env": {"A": "two\nlines"}}, "job.env.A"),

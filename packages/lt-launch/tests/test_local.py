@@ -50,12 +50,21 @@ class Lt:
     def write(self, text: str) -> None:
         (self.folder / "run.toml").write_text(text)
 
-    def trainer(self, steps: int, pause: float = 0.0, *, procs: int = 2, more: str = "", env: str = "") -> None:
+    def trainer(
+        self,
+        steps: int,
+        pause: float = 0.0,
+        *,
+        procs: int = 2,
+        grace_period_s: float = 20,
+        more: str = "",
+        env: str = "",
+    ) -> None:
         """A run file with the fake trainer, whose run directory is also the launch's folder."""
         argv = json.dumps([*PYTHON, str(TRAINER), "runs/x", str(steps), str(pause)])
         self.write(
             f'[job]\nname = "x"\nargv = {argv}\nprocs_per_node = {procs}\ncompletion = "run_dir"\nrun_dir = "runs/x"\n'
-            f"grace_period_s = 20.0\n{more}\n[job.env]\n{env}\n"
+            f"grace_period_s = {grace_period_s:.1f}\n{more}\n[job.env]\n{env}\n"
         )
 
     def events(self, run: str = "x") -> list[dict[str, Any]]:
@@ -65,12 +74,20 @@ class Lt:
     def attempts(self, run: str = "x") -> list[tuple[str, int]]:
         return [(event["kind"], event["step"]) for event in self.events(run) if event["event"] == "attempt_ended"]
 
-    def pids(self, stage: str = "x", run: str = "x", attempt: int = 0) -> list[int]:
-        path = self.folder / "runs" / run / "launch" / "stages" / stage / f"attempt-{attempt:03}" / "node-00000.jsonl"
-        if not path.exists():
-            return []
-        rows = [json.loads(row) for row in path.read_text().splitlines()]
-        return [row["pid"] for row in rows if row["event"] == "started"]
+    def pids(self, word: str = "fake_trainer.py") -> dict[int, int]:
+        """Processes by rank that run here with a word in their command line."""
+        found = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (folder / "cmdline").read_bytes()
+                environ = dict(
+                    row.split(b"=", 1) for row in (folder / "environ").read_bytes().split(b"\0") if b"=" in row
+                )
+                if word.encode() in words and b"RANK" in environ and (folder / "cwd").resolve() == self.folder:
+                    found[int(environ[b"RANK"])] = int(folder.name)
+            except OSError:
+                continue
+        return found
 
     def until(self, what: Callable[[], object]) -> None:
         deadline = time.monotonic() + 60
@@ -90,11 +107,7 @@ def lt(tmp_path: Path) -> Iterator[Lt]:
         process.stdout.close()
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
 
 def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> None:
@@ -124,7 +137,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on_from_its_checkpoint(lt: Lt) 
     lt.trainer(6, 0.05, env='FAULT = "1:4:-9"')
     shown = lt.run("run", "run.toml")
     assert f"rank 1 on {os.uname().nodename} was the first to fail: killed by SIGKILL" in shown
-    assert "restart 1 of at most 10" in shown
+    assert "attempt 0 was ended as killed; 1 of 10 restarts are used" in shown
     kinds = [kind for kind, _ in lt.attempts()]
     assert kinds == ["killed", "done"]
     resumed = [line for line in shown.splitlines() if line.startswith("rank 0 of 2 goes on")]
@@ -169,24 +182,46 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal
     assert lt.attempts()[0][0] == "stopped"
     assert "stopped as it was told" in out
     assert "rank 0 stopped" in out
-    assert not any(alive(pid) for pid in lt.pids())
+    assert not lt.pids()
 
 
 @pytest.mark.guarantee("no-orphans")
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ties a process to its parent")
+@on_linux
 def test_nothing_is_left_when_the_launcher_is_killed(lt: Lt) -> None:
-    lt.trainer(1000, 0.05, env='FAULT = "1:2:hang"')  # one rank does not even listen to SIGTERM
+    """One rank does not even listen to SIGTERM: it is killed when the grace time is over. The other saves."""
+    lt.trainer(1000, 0.05, env='FAULT = "1:2:hang"', grace_period_s=2)
     process = lt.start("run", "run.toml")
     log = lt.folder / "runs/x/launch/stages/x/attempt-000/rank-00001.log"
     lt.until(lambda: log.exists() and "planted hang" in log.read_text())
-    pids = lt.pids()
-    assert len(pids) == 2
+    assert len(lt.pids()) == 2
     process.kill()
     start = time.monotonic()
-    while any(alive(pid) for pid in pids):
-        assert time.monotonic() - start < 10
+    while lt.pids():
+        assert time.monotonic() - start < 2 + 10
         time.sleep(0.05)
+    assert "rank 0 stopped" in log.with_name("rank-00000.log").read_text()
     assert "the process that ran it is gone" in lt.run("status", "x")
+
+
+@pytest.mark.guarantee("no-orphans")
+@on_linux
+@pytest.mark.parametrize("end", ["kill the launcher", "end the command"])
+def test_what_a_command_started_ends_with_it(lt: Lt, end: str) -> None:
+    """Also in a session of its own, as torchrun starts its ranks, and where it ignores SIGTERM."""
+    (lt.folder / "child.py").write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nopen('up', 'w').close()\ntime.sleep(600)"
+    )
+    script = f"setsid {PYTHON[0]} -S child.py & until [ -e up -a -e go ]; do sleep 0.01; done"
+    lt.write(f"[job]\ngrace_period_s = 1.0\nargv = {json.dumps(['bash', '-c', script])}\n")
+    process = lt.start("run", "run.toml")
+    lt.until((lt.folder / "up").exists)
+    assert len(lt.pids("child.py")) == 1
+    if end == "kill the launcher":
+        process.kill()
+    else:
+        (lt.folder / "go").touch()
+        assert process.wait(60) == 0
+    lt.until(lambda: not lt.pids("child.py"))
 
 
 def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
@@ -339,7 +374,7 @@ def test_a_stop_ends_all_that_runs_and_begins_nothing_more(lt: Lt) -> None:
     kinds = {event["stage"]: event["kind"] for event in lt.events("p") if event["event"] == "attempt_ended"}
     assert kinds == {"left": "stopped", "right": "stopped"}
     assert not (lt.folder / "both").exists()
-    assert not any(alive(pid) for stage in ("left", "right") for pid in lt.pids(stage, "p"))
+    assert not lt.pids("sleep 0.01")
 
 
 def test_restarts_are_counted_from_a_persons_launch_on(lt: Lt) -> None:
@@ -388,14 +423,6 @@ def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:
     lt.until(lambda: json.loads(lt.run("status", "x", "--json"))[0]["state"] == "cancelled")
     assert "it is not running" in lt.run("cancel", "x")
     assert "cancelled" in lt.run("list")
-
-
-def test_torchrun_as_the_spawner_keeps_codes_that_it_would_lose(lt: Lt) -> None:
-    pytest.importorskip("torch")
-    program = "import os, sys, time\nif os.environ['RANK'] == '1': sys.exit(7)\ntime.sleep(60)\n"
-    (lt.folder / "fails.py").write_text(program)
-    lt.write('[job]\nname = "x"\nargv = ["python", "fails.py"]\nprocs_per_node = 2\nspawner = "torchrun"\n')
-    assert "rank 1 on" in lt.run("run", "run.toml", code=7)
 
 
 def test_what_this_machine_alone_cannot_do_is_refused_before_anything_is_written(lt: Lt) -> None:

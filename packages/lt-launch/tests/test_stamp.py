@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.policy import PIECE, WHOLE, Place, fingerprint, key, write_table
+from lt_launch.policy import PIECE, WHOLE, Place, fingerprint, key, write_table
 
 SPEC: dict[str, Any] = {"argv": ["a"], "env": {}, "inputs": [], "outputs": [], "cwd": ""}
 

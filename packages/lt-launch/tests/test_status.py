@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from lt_launch import launcher
-from lt_launch.agent.policy import Place, write_table
 from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline, Stage
 from lt_launch.launch_dir import acquire_lock, create, load_launch, log_event, save_job_ids
+from lt_launch.policy import Place, write_table
 from lt_launch.profile import Profile
 from lt_launch.progress import parse_progress, read_progress
 from lt_launch.spec import stage_spec

@@ -1,7 +1,9 @@
 """What torchrun is told, and which of the ranks' exit codes counts; tests across packages run torchrun itself."""
 
 import doctest
+import os
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -62,10 +64,27 @@ def test_a_rank_notes_its_code_only_for_us(tmp_path, monkeypatch, capsys) -> Non
         monkeypatch.setenv("RANK", "3")
         monkeypatch.setenv(torchrun.EXIT_CODES_VARIABLE, str(tmp_path))
         assert main() == 64
-        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"3": "64"}
+        assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"3": f"64 {os.uname().nodename}\n"}
+        assert torchrun.read_exit_codes(tmp_path) == {3: 64}
+        (tmp_path / "4").touch()  # it is being written
+        assert torchrun.read_exit_codes(tmp_path) == {3: 64}
         monkeypatch.setenv(torchrun.EXIT_CODES_VARIABLE, str(tmp_path / "gone"))
         assert main() == 64
     finally:
         for number, handler in taken.items():
             signal.signal(number, handler)
     assert "missing.toml" in capsys.readouterr().err
+
+
+def test_a_rank_writes_into_its_own_file_where_the_launcher_wants_that(tmp_path) -> None:
+    """Its interpreter's own words, too, behind those of an earlier rank of that number."""
+    command = [sys.executable, "-m", "lt_trainer", "run", str(tmp_path / "missing.toml")]
+    environ = os.environ | {"RANK": "3", torchrun.RANK_LOGS_VARIABLE: str(tmp_path)}
+    for _ in range(2):
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (64, "", "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rank-00003.log"]
+    assert (tmp_path / "rank-00003.log").read_text().count("missing.toml") == 2
+    command[3] = "torchrun"  # in a pod whose controller has set RANK
+    command += ["--nproc-per-node", "1"]
+    assert "missing.toml" in subprocess.run(command, env=environ, capture_output=True, text=True, check=False).stderr

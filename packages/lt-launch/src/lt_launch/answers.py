@@ -1,4 +1,4 @@
-"""Form of what other machines say: records of agents, descriptions of machines, events of a launch.
+"""Form of what other machines say: answers of hosts, descriptions of machines, events of a launch.
 
 A host may be broken, of another version or hostile; what it says is used as numbers, names and paths. Each check is
 pure and reads a table of fields and kinds.
@@ -42,10 +42,6 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
-def _is_ints(value: object) -> bool:
-    return isinstance(value, list) and all(is_int(item) for item in value)
-
-
 def _is_versions(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(item, str) for item in value.values())
 
@@ -55,24 +51,17 @@ def _is_count(value: object) -> bool:
 
 
 Fields = Mapping[str, Callable[[object], bool]]
-EVENT: Fields = {"event": _is_text, "time": is_number, "node": is_int}
-EVENTS: Mapping[str, Fields] = {
-    "began": {"ranks": _is_ints, "step": is_int},
-    "left": {"code": is_int, "step": is_int},
-    "started": {"rank": is_int},
-    "ended": {"rank": is_int, "code": is_int, "told": _is_truth, "tail": _is_texts},
-    "killed": {"ranks": _is_ints},
-    "lost": {"reason": _is_text},
-    "gone": {"reason": _is_text, "ranks": _is_ints},
-}
-"""Fields of an agent's events besides those of every event."""
+PROGRESS: Fields = {"step_before": is_int, "step": is_int, "completed": _is_truth}
 MESSAGES: Mapping[str, Fields] = {
     "refused": {"refused": _is_text},
     "hello": {"port": is_int},
+    "ended": {"ended": is_int, "code": is_int, "tail": _is_texts},
     "lines": {"lines": _is_text, "rank": is_int},
+    "progress": {"progress": lambda value: isinstance(value, dict) and _fits(value, PROGRESS)},
+    "left": {},
     "beat": {},
 }
-"""Fields of its other messages, by the one that names them."""
+"""Fields of what a host says, by the one that names the message."""
 MACHINE: Fields = {
     "time": is_number,
     "python": _is_text,
@@ -90,7 +79,7 @@ MACHINE: Fields = {
     "memlock": _is_text,
     "packages": _is_versions,
 }
-"""Fields of a machine's description (`agent.look`)."""
+"""Fields of a machine's description (`look`)."""
 
 
 def _fits(values: Mapping[str, Any], fields: Fields) -> bool:
@@ -98,11 +87,9 @@ def _fits(values: Mapping[str, Any], fields: Fields) -> bool:
 
 
 def is_record(values: object) -> TypeGuard[dict[str, Any]]:
-    """Return True for a message of an agent, or of what starts one."""
+    """Return True for a message of `ssh_node`, or of what starts it."""
     if not isinstance(values, dict):
         return False
-    if "event" in values:
-        return _fits(values, EVENT) and _fits(values, EVENTS.get(values["event"], {}))
     return any(name in values and _fits(values, fields) for name, fields in MESSAGES.items())
 
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, cast
 
 from lt_launch import launch_dir
-from lt_launch.conduct import Stop, Transport
+from lt_launch.attempt import Stop, Transport, handle_stop_signals
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
 from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
-from lt_launch.stage_runner import StageRunner, handle_stop_signals
+from lt_launch.stage_runner import StageRunner
 from lt_launch.target import Launch, get_target
 
 __all__ = ["cancel", "run_launch", "submit"]
@@ -34,7 +34,7 @@ class QueuelessTarget(Protocol):
     """Additional interface of a `LaunchTarget` without a queue."""
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> Mapping[str, Mapping[str, Any]]:
-        """Return the agents' specs by stage."""
+        """Return the specs by stage."""
         ...
 
     def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], Transport]:

@@ -211,11 +211,6 @@ class Job:
         (), "names of variables to pass from the launching machine; their values are never stored"
     )
     cwd: str = option("", "working folder on the nodes; empty = that of the launch command")
-    spawner: Literal["direct", "torchrun", "srun"] = option(
-        "direct",
-        "how the processes of a node are started: direct = lt's agent (keeps exit codes, signals, grace period), "
-        "torchrun = one torchrun per node with static rendezvous; on Slurm one task per process whatever it is",
-    )
     completion: Literal["exit", "run_dir"] = option(
         "exit", "proof of success besides exit code 0: run_dir = completion recorded by rank 0 in run_dir"
     )

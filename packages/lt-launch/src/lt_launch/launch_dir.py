@@ -2,7 +2,8 @@
 
     launch.json         format, name, target, job_ids, pipeline and profile values; when, where and by whom it was made
     rendered/           exactly what was sent
-    policy.py stages/   what runs on the nodes, and its records (see `agent.policy`); agent/ where the target has agents
+    stages/             what runs on the nodes, and its records (see `policy`)
+    policy.py nodes/    our modules that run there (Slurm, ssh)
     git.json diff.patch the commit of the working folder and its uncommitted changes (see `git_state`)
     environment.json    versions of packages, the machine, variables by allow-list only, since others may hold secrets
     events.jsonl        submissions, starts and ends of attempts, cancellations
@@ -75,7 +76,7 @@ def create(
         profile: facts about the machines.
         target: name of the target.
         rendered: the files and commands to be sent.
-        specs: the agents' specs by stage.
+        specs: by stage.
         out: the folder to use in place of `pipeline.out`.
         include_untracked: keep the content of untracked files, too.
 
@@ -241,7 +242,7 @@ def log_event(launch: Launch, event: str, /, **values: Any) -> None:
 
 def read_events(launch: Launch) -> list[dict[str, Any]]:
     """Return all events of the launch."""
-    from lt_launch.agent.policy import read_lines
+    from lt_launch.policy import read_lines
 
     return read_lines(launch.directory / "events.jsonl")
 
@@ -318,7 +319,7 @@ def _launch_file(launch: Launch, rendered: RenderedLaunch) -> str:
 
 def _check_no_secrets(files: Mapping[str, str]) -> None:
     for name, text in files.items():
-        if not name.startswith("agent/") and (found := find_secret(text)):
+        if not name.endswith(".py") and (found := find_secret(text)):
             raise LaunchError(
                 f"{name} of the launch would hold {found}, which looks like a secret; pass it by name "
                 '(pass_env = ["NAME"]), or name a file that the job reads'

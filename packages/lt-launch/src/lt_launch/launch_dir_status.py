@@ -12,17 +12,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from lt_launch import launch_dir
-from lt_launch.agent import verdict
-from lt_launch.agent.policy import Place, Table, log_file, read_table
+from lt_launch import launch_dir, policy
 from lt_launch.answers import as_texts, is_int
 from lt_launch.errors import LaunchError
+from lt_launch.policy import Place, Table, log_file, read_table
 from lt_launch.target import Launch, StageState, StageStatus
 
 __all__ = ["element_status", "find_stage_dir", "read_logs", "read_stage_statuses"]
 
 POLL_S = 0.2
-KINDS = (verdict.DONE, verdict.STOPPED, verdict.REQUEUED, verdict.LOST, verdict.KILLED, verdict.FAILED)
+KINDS = (policy.DONE, policy.STOPPED, policy.REQUEUED, policy.LOST, policy.KILLED, policy.FAILED)
 RemoteCommand = Callable[[str, str, bool], list[str]]
 
 

@@ -97,7 +97,7 @@ def _check_not_running(target: Any, out: Path, on: str) -> None:
 def resolve_stage_specs(
     target: Any, pipeline: Pipeline, profile: Profile, *, cwd: str
 ) -> Mapping[str, Mapping[str, Any]]:
-    """Return the agents' specs by stage: from the target's own method if it has one, else the defaults."""
+    """Return the specs by stage: from the target's own method if it has one, else the defaults."""
     from lt_launch.spec import stage_spec
 
     if hasattr(target, "stage_specs"):

@@ -1,13 +1,14 @@
-"""Target `local`: processes on this machine, under one agent, supervised by the launch command.
+"""Target `local`: processes on this machine, children of the launch command.
 
-If that command dies, the agent reads the end of its standard input and stops the processes, so that none is orphaned.
-With `--detach` a background process supervises them instead.
+If that command dies, a guard beside the processes ends them, so that none is orphaned. With `--detach` a background
+process launches them instead.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_launch.boot import BOOT
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
+from lt_launch.node_commands import node_commands
+from lt_launch.node_processes import NodeProcesses, free_port
+from lt_launch.policy import Place
 from lt_launch.profile import Profile
 from lt_launch.spec import stage_spec
 from lt_launch.target import Finding, Launch, RenderedLaunch, StageStatus, TargetNode
@@ -31,9 +34,6 @@ __all__ = ["LocalOptions", "LocalTarget", "LocalTransport", "count_devices", "ma
 class LocalOptions:
     """Options in the table [local] of a profile."""
 
-    launcher_lost_grace_period_s: float = option(
-        3.0, "time from the death of the launcher until processes are killed", unit="s", former_name="lost_grace_s"
-    )
     slots: int = option(0, "processes that may run in parallel; 0 = one per core")
 
     def __post_init__(self) -> None:
@@ -44,24 +44,39 @@ class LocalOptions:
             )
 
 
-class LocalTransport:
-    """Transport that starts agents as child processes of the launcher."""
+class LocalNode(NodeProcesses):
+    """This machine, for one attempt of a stage."""
 
-    link_timeout_s = 0.0
+    lost = ""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        super().__init__(secrets.token_hex(16), float(spec["grace_s"]))
+
+    def port(self) -> int:
+        """Return a free port."""
+        return free_port()
+
+
+class LocalTransport:
+    """Transport that starts processes as children of the launcher."""
+
     connect_timeout_s = 60.0
-    copies_files = False
 
     def __init__(self, slots: int = 0) -> None:
         self._slots = slots or os.cpu_count() or 1
         self.memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
 
-    def argv(self, host: Host) -> list[str]:
-        """Return the command that starts `boot` with this interpreter."""
-        return [sys.executable, "-c", BOOT]
-
     def slots(self, host: Host) -> int:
         """Return the slots of the profile, else the number of cores."""
         return self._slots
+
+    def address(self, host: Host) -> str:
+        """Return the loopback address: there is no other node."""
+        return "127.0.0.1"
+
+    def open_node(self, host: Host, spec: Mapping[str, Any], place: Place, files: Mapping[str, str]) -> LocalNode:
+        """Return this machine."""
+        return LocalNode(spec)
 
 
 class LocalTarget:
@@ -70,48 +85,42 @@ class LocalTarget:
     name = "local"
 
     def render(self, pipeline: Pipeline, profile: Profile) -> RenderedLaunch:
-        """Render the specs of the stages and the agents' command lines."""
-        files, commands = {}, []
+        """Render the specs of the stages and the command lines of their processes."""
+        files: dict[str, str] = {}
+        commands: dict[tuple[str, ...], None] = {}
+        out = str(Path(pipeline.out).absolute())
         for name, values in self.stage_specs(pipeline, profile, cwd="").items():
             files[f"{name}.spec.json"] = json.dumps(values, indent=1, ensure_ascii=False) + "\n"
             stage = pipeline.stage(name)
             if stage.job.recipe:
                 files[f"{name}.recipe.toml"] = stage.job.recipe
             for index in stage.array_indices:
-                launch = f"{pipeline.out}/launch"
-                words = [values["argv"][0] if stage.job.argv[0] == "python" else "python3", f"{launch}/agent", "node"]
-                words += [f"{launch}/stages/{name}/spec.json", "--attempt", "0", "--node-rank", "0"]
-                words += ["--master-addr", "127.0.0.1", "--master-port", "PORT", "--control"]
-                commands.append(tuple(words if index is None else [*words, "--index", str(index)]))
-        return RenderedLaunch(
-            files=files, commands=tuple(commands), comments=("PORT is a free port, chosen at the start",)
+                place = Place(Path(f"{out}/launch/stages/{name}/spec.json"), index)
+                for order in node_commands(values, place, 0, 0, ("127.0.0.1", "PORT")):
+                    commands[tuple(word.replace(out, pipeline.out) for word in order["argv"])] = None
+        comments = (
+            "PORT is a free port; each process of a stage without torchrun has torchrun's variables",
+            f"output and exit codes of processes are kept in {pipeline.out}/launch/stages",
         )
+        return RenderedLaunch(files=files, commands=tuple(commands), comments=comments)
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """Return the agent's specs by stage."""
-        options = profile.options("local", LocalOptions)
+        """Return the specs by stage."""
+        profile.options("local", LocalOptions)
         for stage in pipeline.stages:
-            if stage.job.nodes > 1 or stage.job.spawner == "srun" or stage.job.container.image:
-                names = {"job.nodes": stage.job.nodes, "job.spawner": stage.job.spawner}
+            if stage.job.nodes > 1 or stage.job.container.image:
                 raise RecipeError(
                     f"stage {stage.name} cannot run on this machine alone",
-                    values={**names, "job.container.image": stage.job.container.image},
-                    remedy="set nodes to 1, spawner to direct or torchrun, and no image; or choose another target",
+                    values={"job.nodes": stage.job.nodes, "job.container.image": stage.job.container.image},
+                    remedy="set nodes to 1 and no image; or choose another target",
                 )
         return {
-            stage.name: stage_spec(
-                stage,
-                pipeline,
-                profile,
-                python=sys.executable,
-                cwd=cwd,
-                lost_grace_s=options.launcher_lost_grace_period_s,
-            )
+            stage.name: stage_spec(stage, pipeline, profile, python=sys.executable, cwd=cwd)
             for stage in pipeline.stages
         }
 
     def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], LocalTransport]:
-        """Return this machine and the transport that starts agents on it."""
+        """Return this machine and the transport that starts processes on it."""
         options = profile.options("local", LocalOptions)
         return (Host(name=socket.gethostname()),), LocalTransport(options.slots)
 
@@ -145,7 +154,7 @@ class LocalTarget:
 
     def nodes(self, profile: Profile) -> Iterable[TargetNode]:
         """Return this machine."""
-        from lt_launch.agent.look import look
+        from lt_launch.look import look
         from lt_launch.machine import describe_machine
 
         machine = look("")
@@ -153,7 +162,7 @@ class LocalTarget:
 
     def doctor(self, profile: Profile, pipeline: Pipeline | None) -> Iterator[Finding]:
         """Check versions, devices, disk and port."""
-        from lt_launch.agent.look import look
+        from lt_launch.look import look
         from lt_launch.machine import machine_findings
 
         folder = Path(pipeline.out if pipeline else ".").absolute()

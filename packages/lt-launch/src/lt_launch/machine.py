@@ -1,4 +1,4 @@
-"""Pure evaluation of a machine description (`agent.look`) for a run."""
+"""Pure evaluation of a machine description (`look`) for a run."""
 
 from __future__ import annotations
 

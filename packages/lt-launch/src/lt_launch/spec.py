@@ -1,6 +1,6 @@
-"""Specs of the agents on the nodes: a stage as plain values, and the agent's source files.
+"""Specs: a stage as plain values, and the files that nodes need of a launch.
 
-Pure except for reading the agent's source next to this file.
+Pure except for reading the sources next to this file that are sent.
 """
 
 from __future__ import annotations
@@ -16,11 +16,17 @@ from typing import Any
 from lt_launch.job import Pipeline, Stage
 from lt_launch.profile import Profile
 
-__all__ = ["AGENT_DIR", "PYTHON_PLACEHOLDER", "agent_files", "launch_files", "stage_spec", "with_python"]
+__all__ = ["PYTHON_PLACEHOLDER", "launch_files", "recipe_hash", "stage_spec", "with_python"]
 
 VERSION = 1
 PYTHON_PLACEHOLDER = "python"
-AGENT_DIR = Path(__file__).with_name("agent")
+SOURCES = {
+    "slurm": {"policy.py": "policy.py"},
+    "ssh": {
+        f"nodes/lt_launch/{name}.py": f"{name}.py" for name in ("ssh_node", "node_processes", "node_guard", "policy")
+    },
+}
+"""Our modules that run on the nodes of a target, by their place below the launch directory."""
 
 
 def with_python(argv: tuple[str, ...], python: str) -> list[str]:
@@ -31,7 +37,7 @@ def with_python(argv: tuple[str, ...], python: str) -> list[str]:
 def stage_spec(
     stage: Stage, pipeline: Pipeline, profile: Profile, *, python: str = "", cwd: str = "", **extra: Any
 ) -> dict[str, Any]:
-    """Return a stage as the agent reads it from spec.json.
+    """Return a stage as spec.json has it.
 
     Args:
         stage: the stage.
@@ -39,7 +45,7 @@ def stage_spec(
         profile: source of the interpreter, the setup lines and the environment.
         python: interpreter if the profile names none; "" = python3.
         cwd: working folder if the job names none.
-        extra: additional values for the agent (link_timeout_s, lost_grace_s, show).
+        extra: additional values of the target.
     """
     job, interpreter = stage.job, profile.get_python(python or "python3")
     return {
@@ -53,10 +59,9 @@ def stage_spec(
         "cwd": job.cwd or cwd,
         "nodes": job.nodes,
         "procs_per_node": job.procs_per_node,
-        "spawner": job.spawner,
         "completion": job.completion,
         "run_dir": job.run_dir,
-        "recipe": _recipe_hash(job.recipe),
+        "recipe": recipe_hash(job.recipe),
         "image": job.container.image,
         "grace_s": job.grace_period_s,
         "restart": asdict(job.restart),
@@ -68,24 +73,19 @@ def stage_spec(
     }
 
 
-def _recipe_hash(recipe: str) -> str:
+def recipe_hash(recipe: str) -> str:
     """Return a hash of a recipe's values, without the comments that state their sources."""
     if not recipe:
         return ""
     return hashlib.sha256(json.dumps(tomllib.loads(recipe), sort_keys=True).encode()).hexdigest()
 
 
-def agent_files() -> dict[str, str]:
-    """Return the agent's source by name, to be written to `<out>/launch/agent/`."""
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(AGENT_DIR.glob("*.py"))}
-
-
-def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]], target: str = "") -> dict[str, str]:
-    """Return the files that nodes need below `<out>/launch/` by name: policy or agent, specs, recipes."""
-    if target == "slurm":
-        files = {"policy.py": (AGENT_DIR / "policy.py").read_text(encoding="utf-8")}
-    else:
-        files = {f"agent/{name}": text for name, text in agent_files().items()}
+def launch_files(pipeline: Pipeline, specs: Mapping[str, Mapping[str, Any]], target: str) -> dict[str, str]:
+    """Return the files that nodes need below `<out>/launch/` by name: sources, specs, recipes."""
+    folder = Path(__file__).parent
+    files = {name: (folder / source).read_text(encoding="utf-8") for name, source in SOURCES.get(target, {}).items()}
+    if target == "ssh":
+        files["nodes/lt_launch/__init__.py"] = ""
     for stage in pipeline.stages:
         files[f"stages/{stage.name}/spec.json"] = json.dumps(specs[stage.name], indent=1, ensure_ascii=False) + "\n"
         if stage.job.recipe:

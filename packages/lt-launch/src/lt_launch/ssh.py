@@ -2,9 +2,10 @@
 
 The user's ~/.ssh/config, ssh agent and jump hosts apply.
 
-Each node's agent runs at the other end of one ssh connection and receives its commands from it. If the launcher dies,
-the connection closes and the agent stops its processes; if the link breaks, no heartbeat arrives for `link_timeout_s`
-and the agent stops them as well. No terminal is allocated, so that output and errors stay separate.
+Each host's commands are started at the other end of one ssh connection (`ssh_node`, which says why ssh needs that). If
+the launcher dies, the connection closes and they get SIGTERM and the grace time to save; if the link breaks, no
+heartbeat arrives for `link_timeout_s`, with the same effect. No terminal is allocated, so that output and errors stay
+separate.
 
 The environment of the launcher is not forwarded: variables come from the profile, the job, `--env` and the hostfile,
 and secrets by name (`pass_env`).
@@ -54,21 +55,22 @@ class SshTarget:
         used = hosts if any(stage.array for stage in pipeline.stages) else hosts[:max_nodes]
         commands = [tuple(transport.argv(host)) for host in used]
         comments = (
-            "the agent, the spec and the recipe follow on standard input; ranks meet at the first host's address",
+            "commands, recipe and lt_launch.ssh_node follow on standard input; ranks meet at the first host's address",
+            f"output and exit codes of processes are kept in {pipeline.out}/launch/stages",
             f"a host counts as lost after {options.link_timeout_s:g} s of silence",
         )
         return RenderedLaunch(files=files, commands=tuple(commands), comments=comments)
 
     def stage_specs(self, pipeline: Pipeline, profile: Profile, *, cwd: str) -> dict[str, dict[str, Any]]:
-        """Return the agents' specs by stage."""
-        options, hosts, _ = self._connection(profile)
+        """Return the specs by stage."""
+        _, hosts, _ = self._connection(profile)
         for stage in pipeline.stages:
             job = stage.job
-            if job.spawner == "srun" or job.container.image:
+            if job.container.image:
                 raise RecipeError(
                     f"stage {stage.name} cannot run over ssh",
-                    values={"job.spawner": job.spawner, "job.container.image": job.container.image},
-                    remedy="use spawner direct or torchrun, and no image: put the container's command into argv",
+                    values={"job.container.image": job.container.image},
+                    remedy="use no image: put the container's command into argv",
                 )
             too_small = [host for host in hosts[: job.nodes] if host.slots and host.slots < job.procs_per_node]
             if too_small:
@@ -76,17 +78,7 @@ class SshTarget:
                     f"stage {stage.name} starts {job.procs_per_node} processes on a host and {too_small[0].name} has "
                     f"slots={too_small[0].slots}; lower --nproc-per-node, or raise slots"
                 )
-        return {
-            stage.name: stage_spec(
-                stage,
-                pipeline,
-                profile,
-                cwd=cwd,
-                link_timeout_s=options.link_timeout_s,
-                lost_grace_s=options.launcher_lost_grace_period_s,
-            )
-            for stage in pipeline.stages
-        }
+        return {stage.name: stage_spec(stage, pipeline, profile, cwd=cwd) for stage in pipeline.stages}
 
     def hosts_and_transport(self, profile: Profile) -> tuple[tuple[Host, ...], SshTransport]:
         """Return the hosts and the transport that reaches them."""

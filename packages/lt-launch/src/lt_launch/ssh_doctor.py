@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent import look as look_module
+from lt_launch import look as look_module
 from lt_launch.answers import machine_problem
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from lt_launch.boot import BOOT
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host, parse_hostfile, read_hostfile
+from lt_launch.policy import Place
+from lt_launch.ssh_connection import BOOT, SshConnection
 from lt_trainer.config import check_types, option
 from lt_trainer.errors import RecipeError
 
@@ -27,9 +29,6 @@ class SshOptions:
     )
     connect_timeout_s: float = option(30.0, "time within which every host must answer", unit="s")
     link_timeout_s: float = option(5.0, "silence after which a host or the launcher counts as lost", unit="s")
-    launcher_lost_grace_period_s: float = option(
-        3.0, "time from the loss of the launcher until processes are killed", unit="s", former_name="lost_grace_s"
-    )
 
     def __post_init__(self) -> None:
         check_types(self, "ssh")
@@ -39,7 +38,7 @@ class SshOptions:
                 values={"ssh.hostfile": self.hostfile, "ssh.hosts": list(self.hosts)},
                 remedy="keep one of them",
             )
-        if self.connect_timeout_s < 1 or self.link_timeout_s < 2 or self.launcher_lost_grace_period_s < 0:
+        if self.connect_timeout_s < 1 or self.link_timeout_s < 2:
             raise RecipeError(
                 "too short to tell a slow answer from a lost host",
                 values={"ssh.connect_timeout_s": self.connect_timeout_s, "ssh.link_timeout_s": self.link_timeout_s},
@@ -61,9 +60,8 @@ def resolve_hosts(options: SshOptions) -> tuple[Host, ...]:
 
 
 class SshTransport:
-    """Transport that starts agents over ssh connections."""
+    """Transport over one ssh connection per host and attempt."""
 
-    copies_files = True
     memory_gib = math.inf
 
     def __init__(self, options: SshOptions, python: str) -> None:
@@ -73,6 +71,17 @@ class SshTransport:
     def argv(self, host: Host) -> list[str]:
         """Return the ssh command that starts `boot`, without terminal, password or prompt."""
         return self.ssh_argv(host, [self.python, "-c", BOOT])
+
+    def address(self, host: Host) -> str:
+        """Return the host's address."""
+        return host.address
+
+    def open_node(self, host: Host, spec: Mapping[str, Any], place: Place, files: Mapping[str, str]) -> SshConnection:
+        """Connect to a host."""
+        launch = str(place.folder.parent.parent)
+        return SshConnection(
+            host.name, self.argv(host), spec, launch=launch, files=files, link_timeout_s=self.link_timeout_s
+        )
 
     def slots(self, host: Host) -> int:
         """Return the host's slots in the hostfile; a host without slots runs one stage at a time."""

@@ -10,31 +10,27 @@ Cost: one thread per stage, and one per array element that runs or waits for hos
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any, TextIO
 
-from lt_launch import launch_dir
-from lt_launch.agent import main as agent_main
-from lt_launch.agent import policy, verdict
-from lt_launch.agent.policy import Place
-from lt_launch.conduct import Attempt, Stop, Transport
+from lt_launch import launch_dir, policy
+from lt_launch.attempt import Attempt, Stop, Transport
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline, Stage
 from lt_launch.job_output import format_lines
+from lt_launch.policy import Place
 from lt_launch.scheduler import HostScheduler, resource_request
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch
 
-__all__ = ["StageRunner", "handle_stop_signals", "has_parallel_stages"]
+__all__ = ["StageRunner", "has_parallel_stages"]
 
 SKIPPED, NOT_STARTED = "skipped", "not started"
-SUCCESS_KINDS = (verdict.DONE, SKIPPED)
+SUCCESS_KINDS = (policy.DONE, SKIPPED)
 MAX_BACKOFF_S, POLL_S = 30.0, 0.2
 
 
@@ -64,7 +60,7 @@ class StageRunner:
         self._failures: list[tuple[str, dict[str, Any]]] = []
         """Failed stages with their results, in the order of their ends."""
         self._lock = threading.Lock()
-        self._files = launch_files(launch.pipeline, specs) if transport.copies_files else {}
+        self._files = launch_files(launch.pipeline, specs, launch.target)
 
     def run(self) -> int:
         """Run all stages; return 0, or the exit code of the first failure."""
@@ -85,7 +81,7 @@ class StageRunner:
                 name, result = self._failures[0]
                 launch_dir.log_event(self.launch, "launch_ended", stage=name, code=result["code"], kind=result["kind"])
                 return int(result["code"])
-            launch_dir.log_event(self.launch, "launch_ended", code=0, kind=verdict.DONE)
+            launch_dir.log_event(self.launch, "launch_ended", code=0, kind=policy.DONE)
         return 0
 
     def _run_stage(self, stage: Stage, before: Mapping[str, Future[bool]]) -> bool:
@@ -125,12 +121,12 @@ class StageRunner:
                 priority, resource_request(stage.job, index), lambda: bool(self.stop.number)
             ) as hosts:
                 if not hosts or self.stop.number:
-                    return {"kind": verdict.STOPPED, "code": verdict.REQUEUE}
+                    return {"kind": policy.STOPPED, "code": policy.REQUEUE}
                 result = self._run_attempt(stage, spec, place, name, hosts, launched=launched)
             launched = False
-            if self.stop.number or result["kind"] not in verdict.AGAIN:
+            if self.stop.number or result["kind"] not in policy.AGAIN:
                 return result
-            should_restart, reason = verdict.again(spec, place, result)
+            should_restart, reason = policy.should_requeue(spec, place)
             self._log(f"{name}: {reason}")
             if not should_restart:
                 return result
@@ -140,36 +136,34 @@ class StageRunner:
     def _run_attempt(
         self, stage: Stage, spec: dict[str, Any], place: Place, name: str, hosts: Sequence[Host], *, launched: bool
     ) -> dict[str, Any]:
-        number = place.new_attempt(launched=launched)
-        key = policy.key(spec, place)
-        (place.attempt(number) / "key").write_text(key, encoding="ascii")
+        number = policy.open_attempt(spec, place, launched=launched)
         launch_dir.log_event(
             self.launch, "attempt_started", stage=name, attempt=number, hosts=[host.name for host in hosts]
         )
+        files = {k: v for k, v in self._files.items() if k.startswith(("nodes/", f"stages/{stage.name}/"))}
         attempt = Attempt(
             spec=spec,
             place=place,
             number=number,
             hosts=hosts,
-            transport=self.transport,
-            files={k: v for k, v in self._files.items() if k.startswith(("agent/", f"stages/{stage.name}/"))},
+            nodes=[self.transport.open_node(host, spec, place, files) for host in hosts],
+            address=self.transport.address(hosts[0]),
+            connect_timeout_s=self.transport.connect_timeout_s,
             env={variable: os.environ[variable] for variable in stage.job.pass_env if variable in os.environ},
             stop=self.stop,
             show=self._output_printer(name if stage.array or self._has_parallel_stages else ""),
         )
         result = attempt.run()
-        verdict.keep(place, number, result)
-        result = agent_main.finish(spec, place, number, result)
         if stage.job.restart.exclude_bad_nodes:
             self._mark_lost_hosts(result)
         launch_dir.log_event(self.launch, "attempt_ended", stage=name, attempt=number, **_event_fields(result))
-        if result["kind"] != verdict.DONE:
-            self._log(f"{name}: {verdict.report(result)}")
+        if result["kind"] != policy.DONE:
+            self._log(f"{name}: " + "\n".join(policy.report(result)))
         return result
 
     def _mark_lost_hosts(self, result: Mapping[str, Any]) -> None:
         first = result.get("first") or {}
-        lost = [first["host"]] if result["kind"] == verdict.LOST and first else result.get("hosts", [])
+        lost = [first["host"]] if result["kind"] == policy.LOST and first else result.get("hosts", [])
         self.scheduler.lost_hosts.update(lost)
 
     def _output_printer(self, prefix: str) -> Any:
@@ -219,16 +213,3 @@ def _event_fields(result: Mapping[str, Any]) -> dict[str, Any]:
         "step": result["step"],
         "first": {name: first[name] for name in ("rank", "host", "code") if name in first},
     }
-
-
-@contextmanager
-def handle_stop_signals(stop: Stop) -> Any:
-    """Forward stop signals to `stop` for the duration of the context."""
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    previous = {n: signal.signal(n, stop.note) for n in numbers if not (ignored and n == signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_data.display.terminal import echo_error
-from lt_launch.agent.policy import read_table
 from lt_launch.answers import is_number
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import find_launch_dir, list_launch_dirs, load_launch
 from lt_launch.markup import escape
+from lt_launch.policy import read_table
 from lt_launch.progress import RUN_DIR_MARKER, Progress, parse_progress, read_progress
 from lt_launch.target import Launch, StageStatus, get_target
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.policy import read_table, write_table
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
+from lt_launch.policy import read_table, write_table
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.sagemaker.client import LOG_GROUP, SageMakerClient

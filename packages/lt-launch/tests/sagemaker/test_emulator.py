@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.policy import write_table
+from lt_launch.policy import write_table
 from lt_launch.sagemaker.emulator import GRACE_PERIOD_S
 from lt_trainer.run_directory.records import METRIC_DEFINITIONS
 
@@ -134,22 +134,24 @@ def test_a_stop_is_a_signal_a_grace_time_and_a_kill(tmp_path: Path, script: str,
 SAVES = """
 import os, sys
 from pathlib import Path
+from lt_launch.attempt import Stop, handle_stop_signals
 from lt_launch.sagemaker import entrypoint
 from lt_launch.sagemaker.contract import read_contract
 root, seconds = Path(sys.argv[1]), sys.argv[2]
 save = f"sleep {seconds}; echo saved >{root}/checkpoints/saved; exit 75"
 argv = ["bash", "-c", f"trap '{save}' TERM; touch {root}/ready; sleep 600 & wait; wait"]
-spec = {"argv": argv, "spawner": "direct", "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
+spec = {"argv": argv, "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
         "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit", "restart": {"max_restarts": 0}}
-with entrypoint.ChildRunner() as children:
-    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, children, print))
+stop = Stop()
+with handle_stop_signals(stop):
+    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, stop, print))
 """
 
 
 @pytest.mark.guarantee("sagemaker-grace")
 @pytest.mark.parametrize("seconds", [1, pytest.param(110, marks=pytest.mark.slow)])
 def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) -> None:
-    """Through all of it: the service's signal, the container's first process, the agent, the process that saves."""
+    """Through all of it: the service's signal, the container's first process, the process that saves."""
     (tmp_path / "saves.py").write_text(SAVES)
     script = f"exec {sys.executable} {tmp_path}/saves.py $1 {seconds}"
     process = start(tmp_path, script, grace_period_s=GRACE_PERIOD_S)

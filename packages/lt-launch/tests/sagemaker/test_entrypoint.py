@@ -220,14 +220,16 @@ def test_the_first_failure_stays(tmp_path: Path) -> None:
 ATTEMPTS = """
 import json, os, sys
 from pathlib import Path
+from lt_launch.attempt import Stop, handle_stop_signals
 from lt_launch.sagemaker import entrypoint
 from lt_launch.sagemaker.contract import read_contract
 root, script = Path(sys.argv[1]), sys.argv[2]
-spec = {"argv": ["bash", "-c", script], "spawner": "direct", "nodes": 1, "procs_per_node": 2, "env": {},
+spec = {"argv": ["bash", "-c", script], "nodes": 1, "procs_per_node": 2, "env": {},
         "cwd": str(root), "run_dir": "", "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit",
         "restart": {"max_restarts": 2, "max_without_progress": 2}}
-with entrypoint.ChildRunner() as children:
-    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, children, print))
+stop = Stop()
+with handle_stop_signals(stop):
+    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, stop, print))
 """
 
 
@@ -236,7 +238,7 @@ with entrypoint.ChildRunner() as children:
     [
         ("test $RANK = 0 || test $LT_ATTEMPT = 1 || kill -9 $$", 0, 2, ""),
         ("test $LT_ATTEMPT = 2 || exit 75", 0, 3, ""),
-        ("exit 75", 75, 3, "exit code 75"),
+        ("exit 75", 75, 3, "was the first to leave with 75"),
         (
             "test $RANK = 0 || { echo why; exit 7; }; sleep 60",
             7,
@@ -262,14 +264,16 @@ def test_attempts_follow_one_another_only_where_that_may_help(
 SAVES = """
 import os, signal, sys, time
 from pathlib import Path
+from lt_launch.attempt import Stop, handle_stop_signals
 from lt_launch.sagemaker import entrypoint
 from lt_launch.sagemaker.contract import read_contract
 root, seconds = Path(sys.argv[1]), sys.argv[2]
 argv = ["bash", "-c", f"trap 'sleep {seconds}; exit 75' TERM; touch {root}/ready; sleep 600 & wait; wait"]
-spec = {"argv": argv, "spawner": "direct", "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
+spec = {"argv": argv, "nodes": 1, "procs_per_node": 1, "env": {}, "cwd": "", "run_dir": "",
         "grace_s": entrypoint.GRACE_PERIOD_S, "completion": "exit", "restart": {"max_restarts": 0}}
-with entrypoint.ChildRunner() as children:
-    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, children, print))
+stop = Stop()
+with handle_stop_signals(stop):
+    sys.exit(entrypoint._run_attempts(read_contract(root, {}), spec, root / "kept", os.environ, stop, print))
 """
 
 
@@ -288,18 +292,3 @@ def a_save_of(seconds: int, root: Path) -> None:
 
 def test_a_stop_signal_is_handed_on_and_waited_for(opt_ml: Callable[..., Path]) -> None:
     a_save_of(2, opt_ml())
-
-
-HELD = """
-import os, sys
-from lt_launch.sagemaker import entrypoint
-mask = "import signal, sys; sys.exit(int(signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ())))"
-with entrypoint.ChildRunner() as children:
-    argv = [sys.executable, "-S", "-c", mask]
-    print(*[children.run(argv, os.environ, forward_stop=forward) for forward in (True, False)])
-"""
-
-
-def test_a_stop_signal_waits_for_an_agent_that_is_not_there_yet() -> None:
-    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
-    assert done.stdout == "1 0\n"

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.policy import Place, read_table
 from lt_launch.errors import LaunchError
 from lt_launch.launch_dir import load_launch, save_job_ids
 from lt_launch.launcher import launch
+from lt_launch.policy import Place, read_table
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
@@ -133,7 +133,6 @@ echo $RANK $LOCAL_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $SLURMD_NODENAME $MASTER_AD
 $OMP_NUM_THREADS [$SLURM_CPUS_PER_TASK] $STUB_AUTO_RESUME $STUB_CONTAINER_IMAGE $STUB_CONTAINER_MOUNTS"""]
 nodes = 2
 procs_per_node = 3
-spawner = "SPAWNER"
 resources = { cpus_per_proc = 2 }
 container = { image = "/shared/lt.sqsh", mounts = ["/shared:/shared:ro"] }
 [profile]
@@ -145,10 +144,9 @@ srun_args = ["--cpu-bind=none"]
 '''
 
 
-@pytest.mark.parametrize("spawner", ["direct", "srun"])
-def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit: Submit, spawner: str) -> None:
+def test_ranks_follow_the_allocation_and_options_reach_srun(cluster: Any, submit: Submit) -> None:
     """Ranks meet at the first node of the job, wherever sbatch was called."""
-    made = submit(RANKS.replace("SPAWNER", spawner))
+    made = submit(RANKS)
     assert wait(cluster, made) == {"ranks": "completed"}
     (status,) = SlurmTarget().status(made)
     assert status.nodes == ("n[2-3]",)

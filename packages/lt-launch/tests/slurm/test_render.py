@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent import policy
-from lt_launch.agent.policy import Place, write_table
+from lt_launch import policy
 from lt_launch.job import ContainerImage, Job, Pipeline, Resources, Stage
+from lt_launch.policy import Place, write_table
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import parse_jobs, parse_nodes, parse_sacct
 from lt_launch.slurm.render import render
@@ -40,7 +40,7 @@ def script(made: Job, given: Profile | None = None, **stage: Any) -> str:
 VARIANTS = {
     "direct": (job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8, exclusive=True)), Profile(), {}),
     "srun": (
-        job(nodes=16, procs_per_node=32, spawner="srun", engine="neuron", time_limit_s=90061),
+        job(nodes=16, procs_per_node=32, engine="neuron", time_limit_s=90061),
         profile(slurm__partition="trn1", slurm__account="team", slurm__sbatch_args=["--comment=x"]),
         {},
     ),
@@ -222,6 +222,7 @@ def ended(kind: str, before: int, step: int, **more: Any) -> dict[str, Any]:
     return {"kind": kind, "step_before": before, "step": step, **more}
 
 
+@pytest.mark.guarantee("restart-progress")
 @pytest.mark.parametrize(
     ("results", "wise", "words"),
     [
@@ -326,6 +327,7 @@ def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -
         assert policy.conclude(wanted, place, number, 0)["kind"] == ("done" if number else "failed")
 
 
+@pytest.mark.guarantee("first-failure")
 @pytest.mark.parametrize(
     ("codes", "code", "asked", "killed", "ending"),
     [
@@ -350,7 +352,7 @@ def test_how_an_attempt_ended(
     codes: dict[int, int], code: int, asked: bool, killed: bool, ending: tuple[str, int, int | None]
 ) -> None:
     notes = {rank: (one, f"n{rank + 1}", float(at)) for at, (rank, one) in enumerate(codes.items())}
-    kind, ended, _, first = policy.judge(3, notes, code, asked=asked, killed=killed)
+    kind, ended, _, first = policy.judge(range(3), notes, code, asked=asked, killed=killed)
     assert (kind, ended, first) == ending
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from lt_launch.agent.policy import Place, read_table
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
+from lt_launch.policy import Place, read_table
 from lt_launch.profile import Profile
 from lt_launch.run_file import RunOverrides, read_run_file
 from lt_launch.slurm.target import SlurmTarget
@@ -63,7 +63,6 @@ name = "train"
 recipe = "recipe.toml"
 nodes = 2
 procs_per_node = {procs}
-spawner = "{spawner}"
 env = {{ OMP_NUM_THREADS = "1", PYTHONPATH = "{engines}" }}
 restart = {{ max_restarts = 100, max_without_progress = 3 }}
 [profile]
@@ -85,9 +84,7 @@ def submit(
     engines = installed_engine(tmp_path / "engines")
     monkeypatch.syspath_prepend(engines)
 
-    def go(
-        name: str, spawner: str, steps: int, *, engine: str = "gpu", interval: int = 5, slurm: str = ""
-    ) -> tuple[Launch, str]:
+    def go(name: str, steps: int, *, engine: str = "gpu", interval: int = 5, slurm: str = "") -> tuple[Launch, str]:
         folder = tmp_path / name
         folder.mkdir()
         monkeypatch.chdir(folder)
@@ -96,7 +93,7 @@ def submit(
             + (ON_A_CPU if engine == "gpu" else "")
         )
         (folder / "job.toml").write_text(
-            JOB.format(spawner=spawner, python=python, engines=engines, procs=2 if engine == "numpy" else 1) + slurm
+            JOB.format(python=python, engines=engines, procs=2 if engine == "numpy" else 1) + slurm
         )
         file = read_run_file("job.toml", Profile(), RunOverrides())
         assert launch(file.pipeline, file.profile, "slurm") == 0
@@ -215,7 +212,7 @@ def disturbed(
 ) -> tuple[Launch, list[str]]:
     """A run that is disturbed at `count` random steps, in all ways in turn."""
     chance = random.Random(SEED)
-    made, id_ = submit("disturbed", "direct", steps, engine=engine)
+    made, id_ = submit("disturbed", steps, engine=engine)
     disturber = Disturber(cluster, made, id_)
     done = []
     for at in range(count):
@@ -230,7 +227,7 @@ def disturbed(
 
 
 def check(cluster: Any, submit: Callable[..., Any], engine: str, count: int, steps: int) -> None:
-    undisturbed, id_ = submit("undisturbed", "srun", steps, engine=engine)
+    undisturbed, id_ = submit("undisturbed", steps, engine=engine)
     assert cluster.wait_for_end(id_, 1200)["JobState"] == "COMPLETED", exits(undisturbed)
     wanted = losses(undisturbed)
     assert sorted(wanted) == list(range(1, steps + 1))
@@ -271,7 +268,7 @@ def test_twenty_disturbances_leave_every_loss_as_it_was(
 
 def test_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[..., Any]) -> None:
     pytest.importorskip("lt_trainer_gpu", reason=NO_ENGINE)
-    made, id_ = submit("torchrun", "torchrun", 100000)
+    made, id_ = submit("stopped", 100000)
     cluster.wait_for(lambda: max(losses(made), default=0) >= 3, "step 3")
     assert list(SlurmTarget().cancel(made)) == [f"train: job {id_} was signaled to save and stop"]
     job = cluster.wait_for_end(id_)
@@ -288,7 +285,7 @@ def test_training_is_saved_when_it_is_cancelled(cluster: Any, submit: Callable[.
 @pytest.mark.guarantee("slurm-lost-node")
 def test_ranks_whose_step_daemon_is_killed_leave_and_the_run_goes_on(cluster: Any, submit: Callable[..., Any]) -> None:
     """Slurm no longer knows of them: by themselves they would train on beside the next attempt."""
-    made, id_ = submit("orphans", "srun", 100, engine="numpy")
+    made, id_ = submit("orphans", 100, engine="numpy")
     disturber = Disturber(cluster, made, id_)
     assert disturber.at_step(10)
     ranks = [disturber.pid(rank) for rank in (2, 3)]
@@ -318,7 +315,7 @@ def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
     cluster: Any, submit: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The job is not requeued, and what was about to end the first step's survivors leaves the second alone."""
-    undisturbed, id_ = submit("undisturbed", "direct", 60, engine="numpy")
+    undisturbed, id_ = submit("undisturbed", 60, engine="numpy")
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED", exits(undisturbed)
     real = shutil.which("srun")
     assert real is not None
@@ -326,7 +323,7 @@ def test_a_step_that_begins_anew_on_a_replaced_node_goes_on_in_the_same_attempt(
     (tmp_path / "bin" / "srun").write_text(AUTO_RESUME.replace("REAL", real).replace("FOLDER", str(tmp_path)))
     (tmp_path / "bin" / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
-    made, id_ = submit("resumed", "direct", 60, engine="numpy", slurm='auto_resume = "on"')
+    made, id_ = submit("resumed", 60, engine="numpy", slurm='auto_resume = "on"')
     disturber = Disturber(cluster, made, id_)
     assert disturber.at_step(12)
     node = cluster.run("scontrol", "show", "hostnames", cluster.job(id_)["NodeList"]).split()[1]
@@ -355,7 +352,7 @@ def parent_of(pid: int) -> int:
 @pytest.mark.guarantee("slurm-disturbances")
 def test_training_that_goes_nowhere_is_not_started_for_ever(cluster: Any, submit: Callable[..., Any]) -> None:
     """A rank that is killed again and again before a checkpoint: three attempts, then it ends with the reason."""
-    made, id_ = submit("stuck", "direct", 100000, interval=50000)
+    made, id_ = submit("stuck", 100000, interval=50000)
     disturber = Disturber(cluster, made, id_)
     for _ in range(3):
         cluster.wait_for(lambda: _running(made) and disturber.pid(0), "a rank")

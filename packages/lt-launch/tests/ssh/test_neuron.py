@@ -28,14 +28,17 @@ num_neuroncores = 2
 """
 
 
+PROCESSES = f"argv = {json.dumps([sys.executable, '-m', 'lt_trainer', 'run', 'recipe.toml'])}"
+
+
 @pytest.mark.slow
 @pytest.mark.guarantee("neuron-cores")
-@pytest.mark.parametrize("spawner", ["direct", "torchrun"])
-def test_each_rank_has_its_own_core_of_its_host(net, spawner: str) -> None:
+@pytest.mark.parametrize(("what", "code"), [(PROCESSES, 0), ('recipe = "recipe.toml"', 70)])
+def test_each_rank_has_its_own_core_of_its_host(net, what: str, code: int) -> None:
+    """As plain processes, and under torchrun, where the end of a run that has not trained is a failure."""
     (net.folder / "recipe.toml").write_text(RECIPE)
-    argv = [sys.executable, "-m", "lt_trainer", "run", "recipe.toml"]
     (net.folder / "run.toml").write_text(
-        f'[job]\nname = "x"\nargv = {json.dumps(argv)}\nnodes = 2\nprocs_per_node = 2\nspawner = "{spawner}"\n'
+        f'[job]\nname = "x"\n{what}\nnodes = 2\nprocs_per_node = 2\n'
         f'[job.env]\nPYTHONPATH = "{START}"\nOMP_NUM_THREADS = "1"\n'
     )
     rows = []
@@ -43,6 +46,6 @@ def test_each_rank_has_its_own_core_of_its_host(net, spawner: str) -> None:
         (net.folder / name).mkdir()
         rows.append(f"{name} addr={net.machines[name].address} env.NEURON_NODE={net.folder / name}")
     (net.folder / "hosts.txt").write_text("\n".join(rows) + "\n")
-    net.lt("run", "run.toml", "--on", "ssh", "--hostfile", "hosts.txt")
+    net.lt("run", "run.toml", "--on", "ssh", "--hostfile", "hosts.txt", code=code)
     found = {f"{path.parent.name}/{path.name}": path.read_text() for path in net.folder.glob("[ab]/core-*")}
     assert found == {f"{'ab'[rank // 2]}/core-{rank % 2}": f"{rank} of 4" for rank in range(4)}

@@ -1,7 +1,9 @@
 """`lt launch run --on ssh` over two real hosts: ranks, failures, and no orphan when launcher, link or host dies."""
 
 import json
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -9,8 +11,8 @@ import pytest
 
 TRAINER = Path(__file__).parent.parent / "fake_trainer.py"
 PYTHON = [sys.executable, "-S", "-E"]
-ORPHANS_S = 10
-"""Within this time nothing may be left on any host."""
+GRACE_S, ORPHANS_S = 3, 10
+"""Within the grace time of a job and this time nothing may be left on any host."""
 
 
 def run_file(net, argv: list[str], *, nodes: int = 2, procs: int = 2, more: str = "", env: str = "") -> None:
@@ -36,6 +38,10 @@ def result(net, attempt: int = 0) -> dict:
 
 def training(net) -> list[int]:
     return [pid for machine in net.machines.values() for pid in machine.processes("fake_trainer.py")]
+
+
+def logged(net, rank: int) -> str:
+    return (net.folder / f"runs/x/launch/stages/x/attempt-000/rank-{rank:05}.log").read_text()
 
 
 def checkpoint(net, step: int) -> Path:
@@ -84,28 +90,45 @@ def test_the_first_failure_is_named_across_hosts(net, rank: int, what: str, code
 
 @pytest.mark.guarantee("no-orphans")
 def test_nothing_is_left_on_any_host_when_the_launcher_is_killed(net, until) -> None:
-    trainer(net, 1000, env='FAULT = "3:2:hang"')  # one rank does not even listen to SIGTERM
+    """One rank does not even listen to SIGTERM; the others save."""
+    trainer(net, 1000, env='FAULT = "3:2:hang"', more=f"grace_period_s = {GRACE_S}.0")
     process = net.start(*launch_on(net, "a", "b"))
     until(checkpoint(net, 3).exists)
     assert len(training(net)) == 4
     process.kill()
     machines = net.machines.values()
-    until(lambda: not training(net) and not any(one.processes("launch/agent") for one in machines), ORPHANS_S)
+    until(lambda: not training(net) and not any(one.processes("lt_launch") for one in machines), GRACE_S + ORPHANS_S)
+    assert [logged(net, rank).endswith(f"rank {rank} stopped\n") for rank in range(4)] == [True, True, True, False]
+
+
+@pytest.mark.guarantee("no-orphans")
+def test_nothing_is_left_on_a_host_where_the_end_of_the_connection_is_killed(net, until) -> None:
+    """Nobody there obeys the launcher any more: the guard beside the processes ends them, the launcher the others."""
+    trainer(net, 1000, more=f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0")
+    process = net.start(*launch_on(net, "a", "b"))
+    until(checkpoint(net, 3).exists)
+    (pid,) = net.machines["b"].processes("ssh_node")
+    os.kill(pid, signal.SIGKILL)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 75, out
+    assert "host b is lost (ranks 2 to 3): the connection ended with" in out
+    until(lambda: not training(net) and not net.machines["b"].processes("lt_launch"), GRACE_S + ORPHANS_S)
 
 
 @pytest.mark.guarantee("no-orphans")
 def test_a_cut_link_ends_the_run_on_both_sides_and_names_the_host(net, until) -> None:
-    trainer(net, 1000, env='FAULT = "3:2:hang"', more="[job.restart]\nmax_restarts = 0")
+    more = f"grace_period_s = {GRACE_S}.0\n[job.restart]\nmax_restarts = 0"
+    trainer(net, 1000, env='FAULT = "3:2:hang"', more=more)
     process = net.start(*launch_on(net, "a", "b"))
     until(checkpoint(net, 3).exists)
     net.machines["b"].cut()
-    until(lambda: not net.machines["b"].processes("fake_trainer.py"), ORPHANS_S)
+    until(lambda: not net.machines["b"].processes("fake_trainer.py"), GRACE_S + ORPHANS_S)
+    assert logged(net, 2).endswith("rank 2 stopped\n")
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     # Whichever is first: no word from the host for too long, or ssh that gives the connection up.
-    assert re.search(r"host b is lost \(ranks 2 to 3\): (no sign of life for|its agent ended .* exit code 255)", out), (
-        out
-    )
+    why = r"(no sign of life for|the connection ended with exit code 255)"
+    assert re.search(rf"host b is lost \(ranks 2 to 3\): {why}", out), out
     assert not training(net)
 
 
@@ -167,8 +190,7 @@ def test_nodes_and_an_array_over_the_hosts(net) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spawner", ["direct", "torchrun"])
-def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net, spawner: str) -> None:
+def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net) -> None:
     """A sum over ranks through eth0; each rank adds its host's letter, so the order can be read from the result."""
     pytest.importorskip("torch")
     (net.folder / "sums.py").write_text(
@@ -179,7 +201,6 @@ def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net, spawne
         "print('sum', mine.item(), flush=True) if dist.get_rank() == 0 else None\n"
         "dist.destroy_process_group()\n"
     )
-    more = f'spawner = "{spawner}"'
-    run_file(net, ["python", "sums.py"], procs=1, more=more, env='GLOO_SOCKET_IFNAME = "eth0"\nOMP_NUM_THREADS = "1"')
+    run_file(net, ["python", "sums.py"], procs=1, env='GLOO_SOCKET_IFNAME = "eth0"\nOMP_NUM_THREADS = "1"')
     shown = net.lt(*launch_on(net, "b", "a"))
     assert f"sum {ord('b') + 1000 * ord('a')}" in shown

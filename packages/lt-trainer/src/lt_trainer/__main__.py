@@ -25,16 +25,20 @@ def main() -> int:
     import io
     import os
 
-    from lt_trainer.cli.torchrun import write_exit_code
+    from lt_trainer.cli.torchrun import redirect_output, write_exit_code
     from lt_trainer.resilience import LAUNCHED_VARIABLE, stop_when_launcher_dies
 
+    is_rank = sys.argv[1:2] != ["torchrun"]
+    if is_rank:
+        redirect_output(os.environ)
     if LAUNCHED_VARIABLE in os.environ:
         stop_when_launcher_dies()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a path that the terminal cannot encode must not end a run
             stream.reconfigure(errors="backslashreplace")
     code = _main()
-    write_exit_code(code, os.environ)
+    if is_rank:
+        write_exit_code(code, os.environ)
     if is_training:
         ignore_stop_signals()
     return code

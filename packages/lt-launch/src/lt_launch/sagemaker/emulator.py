@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.policy import read_table, write_table
+from lt_launch.policy import read_table, write_table
 from lt_launch.sagemaker.addresses import address_of
 from lt_launch.sagemaker.contract import ROOT, resolve_path
 from lt_launch.sagemaker.failure import FAILURE_REASON_LIMIT

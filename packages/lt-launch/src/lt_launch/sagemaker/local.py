@@ -19,10 +19,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.policy import read_table, write_table
 from lt_launch.job import Job, Pipeline, with_container_env
 from lt_launch.job_output import format_lines
 from lt_launch.launch_dir import check_own
+from lt_launch.policy import read_table, write_table
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.addresses import channel_address, local_folder

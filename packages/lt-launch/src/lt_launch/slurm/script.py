@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import shlex
 
-from lt_launch.agent.command import ARRAY, INDEX, RECIPE
 from lt_launch.job import Pipeline, Stage
+from lt_launch.node_commands import ARRAY, INDEX, RECIPE
 from lt_launch.profile import Profile
 from lt_launch.slurm.options import SlurmOptions
 from lt_launch.spec import with_python

@@ -11,10 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_launch.agent.policy import Place, log_file
 from lt_launch.job import Pipeline
 from lt_launch.launch_dir import check_own
 from lt_launch.launch_dir_status import element_status, find_stage_dir
+from lt_launch.policy import Place, log_file
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import (
     STATES,

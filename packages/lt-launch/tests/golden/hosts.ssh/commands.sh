@@ -1,20 +1,11 @@
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname1 '/data/venv/bin/python -c '"'"'import json, os, signal, socket, sys, time
-def message():
-    head = b""
-    while not head.endswith(b"\n"):
-        one = os.read(0, 1)
-        if not one: sys.exit(0)
-        head += one
-    body = b""
-    while len(body) < int(head):
-        piece = os.read(0, int(head) - len(body))
-        if not piece: sys.exit(0)
-        body += piece
-    return json.loads(body)
-def say(**values):
-    os.write(1, (json.dumps(values) + "\n").encode())
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname1 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
 signal.alarm(60)
-order = message()
+data = b""
+while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
+    piece = os.read(0, 1 << 16)
+    if not piece: sys.exit(0)
+    data += piece
+order = json.loads(data[data.index(b"\n") + 1:])
 try:
     if order["cwd"]: os.chdir(order["cwd"])
     for name, text in order["files"].items():
@@ -24,34 +15,21 @@ try:
         with open(part, "w", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
-    say(refused="%s: %s" % (exc.filename, exc.strerror))
+    print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
     sys.exit(64)
-free = socket.socket()
-free.bind(("", 0))
-port = free.getsockname()[1]
-free.close()
-say(hello=socket.gethostname(), port=port, time=time.time(), python="%d.%d.%d" % sys.version_info[:3])
-order = message()
 signal.alarm(0)
-os.environ.update(order["env"])
-os.execv(sys.executable, [sys.executable] + order["exec"])'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname2 '/data/venv/bin/python -c '"'"'import json, os, signal, socket, sys, time
-def message():
-    head = b""
-    while not head.endswith(b"\n"):
-        one = os.read(0, 1)
-        if not one: sys.exit(0)
-        head += one
-    body = b""
-    while len(body) < int(head):
-        piece = os.read(0, int(head) - len(body))
-        if not piece: sys.exit(0)
-        body += piece
-    return json.loads(body)
-def say(**values):
-    os.write(1, (json.dumps(values) + "\n").encode())
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(order["launch"], "nodes"))
+from lt_launch.ssh_node import main
+main()'"'"''
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname2 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
 signal.alarm(60)
-order = message()
+data = b""
+while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
+    piece = os.read(0, 1 << 16)
+    if not piece: sys.exit(0)
+    data += piece
+order = json.loads(data[data.index(b"\n") + 1:])
 try:
     if order["cwd"]: os.chdir(order["cwd"])
     for name, text in order["files"].items():
@@ -61,34 +39,21 @@ try:
         with open(part, "w", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
-    say(refused="%s: %s" % (exc.filename, exc.strerror))
+    print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
     sys.exit(64)
-free = socket.socket()
-free.bind(("", 0))
-port = free.getsockname()[1]
-free.close()
-say(hello=socket.gethostname(), port=port, time=time.time(), python="%d.%d.%d" % sys.version_info[:3])
-order = message()
 signal.alarm(0)
-os.environ.update(order["env"])
-os.execv(sys.executable, [sys.executable] + order["exec"])'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname3 '/data/venv/bin/python -c '"'"'import json, os, signal, socket, sys, time
-def message():
-    head = b""
-    while not head.endswith(b"\n"):
-        one = os.read(0, 1)
-        if not one: sys.exit(0)
-        head += one
-    body = b""
-    while len(body) < int(head):
-        piece = os.read(0, int(head) - len(body))
-        if not piece: sys.exit(0)
-        body += piece
-    return json.loads(body)
-def say(**values):
-    os.write(1, (json.dumps(values) + "\n").encode())
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(order["launch"], "nodes"))
+from lt_launch.ssh_node import main
+main()'"'"''
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname3 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
 signal.alarm(60)
-order = message()
+data = b""
+while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
+    piece = os.read(0, 1 << 16)
+    if not piece: sys.exit(0)
+    data += piece
+order = json.loads(data[data.index(b"\n") + 1:])
 try:
     if order["cwd"]: os.chdir(order["cwd"])
     for name, text in order["files"].items():
@@ -98,34 +63,21 @@ try:
         with open(part, "w", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
-    say(refused="%s: %s" % (exc.filename, exc.strerror))
+    print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
     sys.exit(64)
-free = socket.socket()
-free.bind(("", 0))
-port = free.getsockname()[1]
-free.close()
-say(hello=socket.gethostname(), port=port, time=time.time(), python="%d.%d.%d" % sys.version_info[:3])
-order = message()
 signal.alarm(0)
-os.environ.update(order["env"])
-os.execv(sys.executable, [sys.executable] + order["exec"])'"'"''
-ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname4 '/data/venv/bin/python -c '"'"'import json, os, signal, socket, sys, time
-def message():
-    head = b""
-    while not head.endswith(b"\n"):
-        one = os.read(0, 1)
-        if not one: sys.exit(0)
-        head += one
-    body = b""
-    while len(body) < int(head):
-        piece = os.read(0, int(head) - len(body))
-        if not piece: sys.exit(0)
-        body += piece
-    return json.loads(body)
-def say(**values):
-    os.write(1, (json.dumps(values) + "\n").encode())
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(order["launch"], "nodes"))
+from lt_launch.ssh_node import main
+main()'"'"''
+ssh -T -o BatchMode=yes -o ConnectTimeout=30 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 hostname4 '/data/venv/bin/python -c '"'"'import json, os, signal, sys
 signal.alarm(60)
-order = message()
+data = b""
+while b"\n" not in data or len(data) < int(data.split(b"\n")[0]) + data.index(b"\n") + 1:
+    piece = os.read(0, 1 << 16)
+    if not piece: sys.exit(0)
+    data += piece
+order = json.loads(data[data.index(b"\n") + 1:])
 try:
     if order["cwd"]: os.chdir(order["cwd"])
     for name, text in order["files"].items():
@@ -135,14 +87,10 @@ try:
         with open(part, "w", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
-    say(refused="%s: %s" % (exc.filename, exc.strerror))
+    print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
     sys.exit(64)
-free = socket.socket()
-free.bind(("", 0))
-port = free.getsockname()[1]
-free.close()
-say(hello=socket.gethostname(), port=port, time=time.time(), python="%d.%d.%d" % sys.version_info[:3])
-order = message()
 signal.alarm(0)
-os.environ.update(order["env"])
-os.execv(sys.executable, [sys.executable] + order["exec"])'"'"''
+sys.dont_write_bytecode = True
+sys.path.insert(0, os.path.join(order["launch"], "nodes"))
+from lt_launch.ssh_node import main
+main()'"'"''

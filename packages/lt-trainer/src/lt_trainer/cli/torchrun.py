@@ -4,7 +4,8 @@ By itself, torchrun exits on SIGUSR1 and SIGUSR2 (Slurm's warnings before a time
 kills ranks 30 s after a SIGTERM even during a save, and reports every exit code of a rank as 1, so that a scheduler
 cannot tell "rerun" from an error. Here it forwards all stop signals, waits `fault_tolerance.grace_period_s`, and every
 rank writes its exit code into a folder that is read when torchrun has exited; a killed rank's code is torchrun's own
-record of it (`torchrun_process`).
+record of it (`torchrun_process`). A launcher may name that folder (LT_EXIT_CODES), and one for the output of each rank
+(LT_RANK_LOGS).
 
 The settings are environment variables of torchrun; a torch that does not know one ignores it.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +29,8 @@ from lt_trainer.resilience import STOP_SIGNALS, install_handlers, process_stop_s
 
 EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
 """Environment variable with the folder for exit codes of ranks (see `write_exit_code`)."""
+RANK_LOGS_VARIABLE = "LT_RANK_LOGS"
+"""Environment variable with the folder into which each rank writes its output (see `redirect_output`)."""
 TORCHRUN_MODULE = "lt_trainer.cli.torchrun_process"
 
 
@@ -55,10 +59,27 @@ def torchrun_environment(recipe: Recipe) -> dict[str, str]:
 
 
 def write_exit_code(code: int, environ: Mapping[str, str]) -> None:
-    """Write a rank's exit code for `run_torchrun`, if the rank was started by it."""
+    """Write a rank's exit code and host for `run_torchrun`, if the rank was started by it."""
     if EXIT_CODES_VARIABLE in environ and "RANK" in environ:
         with suppress(OSError):  # the folder may be deleted already; the code itself is still returned
-            (Path(environ[EXIT_CODES_VARIABLE]) / environ["RANK"]).write_text(str(code), encoding="ascii")
+            path = Path(environ[EXIT_CODES_VARIABLE]) / environ["RANK"]
+            path.write_text(f"{code} {socket.gethostname()}\n", encoding="utf-8")
+
+
+def read_exit_codes(folder: Path) -> dict[int, int]:
+    """Read the exit codes that ranks have written, by rank; one that is being written is left out."""
+    texts = {int(path.name): path.read_text(encoding="utf-8") for path in folder.iterdir() if path.name.isdigit()}
+    return {rank: int(text.split()[0]) for rank, text in texts.items() if text.endswith("\n")}
+
+
+def redirect_output(environ: Mapping[str, str]) -> None:
+    """Append a rank's output to its own file, if the launcher wants that; before anything is written."""
+    if RANK_LOGS_VARIABLE in environ and "RANK" in environ:
+        path = Path(environ[RANK_LOGS_VARIABLE]) / f"rank-{int(environ['RANK']):05}.log"
+        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.close(log)
 
 
 def combine_exit_codes(torchrun_code: int, rank_codes: Iterable[int], *, was_stopped: bool = False) -> int:
@@ -87,7 +108,8 @@ def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: 
 
     Only the first stop signal is forwarded: at a second, torchrun would stop waiting for the ranks.
     """
-    with tempfile.TemporaryDirectory(prefix="lt-exit-codes-") as folder:
+    with tempfile.TemporaryDirectory(prefix="lt-exit-codes-") as temporary:
+        folder = os.environ.get(EXIT_CODES_VARIABLE) or temporary
         environ = os.environ | torchrun_environment(recipe) | {EXIT_CODES_VARIABLE: folder}
         environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun sets it with a warning
         forwarded: list[int] = []
@@ -111,5 +133,5 @@ def run_torchrun(recipe: Recipe, ranks: int, options: Sequence[str], arguments: 
             code = process.wait()
         finally:
             restore_handlers(previous_handlers)
-        rank_codes = [int(path.read_text(encoding="ascii")) for path in sorted(Path(folder).iterdir())]
+        rank_codes = read_exit_codes(Path(folder)).values()
     return combine_exit_codes(code if code >= 0 else 128 - code, rank_codes, was_stopped=bool(forwarded))

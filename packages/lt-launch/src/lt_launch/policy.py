@@ -1,6 +1,7 @@
-"""The policy of a launch: whether a stage is done, how an attempt ended, and whether another one may help.
+"""Policy of a launch: when a stage is done, how an attempt ended, when another one may help.
 
-One file for Python 3.9 or later without dependencies, copied to `<out>/launch/policy.py`. On Slurm it runs the step:
+The same file for every target, for Python 3.9 or later without dependencies. A launcher that waits for its nodes
+(local, ssh, SageMaker's container) imports it; for Slurm it is copied to `<out>/launch/policy.py` and runs the step:
 
     policy.py run SPEC -- srun ...      in the batch script: all that follows, for one start of the job
 
@@ -59,18 +60,18 @@ class Place:
         self.index = index
 
     def attempt(self, number: int) -> Path:
-        """The folder of an attempt."""
+        """Return the folder of an attempt."""
         return self.folder / f"attempt-{number:03}"
 
     def attempts(self) -> list[int]:
-        """The numbers of all attempts, in order."""
+        """Return the numbers of all attempts, in order."""
         if not self.folder.is_dir():
             return []
         matches = (ATTEMPT.fullmatch(name) for name in os.listdir(self.folder))
         return sorted(int(match[1]) for match in matches if match)
 
     def attempts_of_launch(self) -> list[int]:
-        """The numbers of the attempts since a person launched last: only they count against its restarts."""
+        """Return the numbers of the attempts since a person launched last: they count against its restarts."""
         numbers = self.attempts()
         launched = [at for at, number in enumerate(numbers) if (self.attempt(number) / LAUNCHED).exists()]
         return numbers[launched[-1] :] if launched else numbers
@@ -94,24 +95,13 @@ class Place:
         return self.folder / "done.json"
 
 
-def record_file(attempt: Path, node: int) -> Path:
-    """What the agent of one node noted, on targets that have agents."""
-    return attempt / f"node-{node:05}.jsonl"
-
-
-def records(attempt: Path) -> list[list[Table]]:
-    """What each agent of an attempt noted, by node."""
-    names = sorted(name for name in os.listdir(attempt) if re.fullmatch(r"node-\d+\.jsonl", name))
-    return [read_lines(attempt / name) for name in names]
-
-
 def log_file(attempt: Path, rank: int) -> Path:
-    """What one process wrote."""
+    """Return the file of what one process wrote."""
     return attempt / f"rank-{rank:05}.log"
 
 
 def read_table(path: Path) -> Table | None:
-    """A JSON object; None where there is none, or it cannot be read as one."""
+    """Read a JSON object; None where there is none, or it cannot be read as one."""
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -131,7 +121,7 @@ def write_table(path: Path, values: Table) -> None:
 
 
 def read_lines(path: Path) -> list[Table]:
-    """The objects of a JSON-lines file; a torn line is left out."""
+    """Read the objects of a JSON-lines file; a torn line is left out."""
     try:
         rows = path.read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -148,7 +138,7 @@ def read_lines(path: Path) -> list[Table]:
 
 
 def newest_step(run_dir: str) -> int:
-    """The step of the newest committed checkpoint of a run directory; -1 where there is none."""
+    """Return the step of the newest committed checkpoint of a run directory; -1 where there is none."""
     root = Path(run_dir) / "checkpoints"
     try:
         names = os.listdir(root)
@@ -161,7 +151,7 @@ def newest_step(run_dir: str) -> int:
 
 
 def events_size(run_dir: str) -> int:
-    """Bytes of the run directory's events so far: what is completed later stands behind them."""
+    """Return the bytes of the run directory's events so far: what is completed later stands behind them."""
     try:
         return os.path.getsize(Path(run_dir) / "events.jsonl")
     except OSError:
@@ -169,7 +159,7 @@ def events_size(run_dir: str) -> int:
 
 
 def completed(run_dir: str, since: int = 0) -> bool:
-    """Whether rank 0 has noted that all steps are done, and nothing began after that.
+    """Return True if rank 0 has noted that all steps are done, and nothing began after that.
 
     Args:
         run_dir: the run directory of lt-trainer.
@@ -199,7 +189,7 @@ VERSION = 1
 
 
 def fingerprint(path: Path) -> str:
-    """What a file or folder holds; "missing" where there is none."""
+    """Return a hash of what a file or folder holds; "missing" where there is none."""
     if path.is_symlink() and not path.exists():
         return "missing"
     if path.is_file():
@@ -233,7 +223,7 @@ def _file(path: Path) -> str:
 
 
 def key(spec: Table, place: Place) -> str:
-    """What decides the result of a stage, as one hash."""
+    """Return what decides the result of a stage, as one hash."""
     cwd = Path(spec.get("cwd") or ".")
     stages = place.folder.parent
     before = {}
@@ -257,13 +247,13 @@ def key(spec: Table, place: Place) -> str:
 
 
 def outputs(spec: Table) -> dict[str, str]:
-    """Fingerprints of the outputs by name."""
+    """Return fingerprints of the outputs by name."""
     cwd = Path(spec.get("cwd") or ".")
     return {name: fingerprint(cwd / name) for name in spec.get("outputs") or []}
 
 
 def done(spec: Table, place: Place) -> bool:
-    """Whether a stage need not run."""
+    """Return True if a stage need not run."""
     stamp = read_table(place.stamp)
     if stamp is None or stamp.get("key") != key(spec, place) or stamp.get("outputs") != outputs(spec):
         return False
@@ -271,7 +261,7 @@ def done(spec: Table, place: Place) -> bool:
 
 
 def mark(spec: Table, place: Place, key_before: str | None = None) -> str:
-    """Leave the stamp of a stage that has succeeded; a sentence on what is missing where an output is not there.
+    """Leave the stamp of a stage that has succeeded; return a sentence where an output is missing.
 
     Args:
         spec: what was run.
@@ -297,8 +287,8 @@ AGAIN = (REQUEUED, LOST, KILLED)
 """Endings after which another attempt may help."""
 CANCELLED, CUT_SHORT = "cancelled", "interrupted"
 """A file beside the spec: a person has cancelled the stage. A key of exit.json: the queue cut the attempt short."""
-SIGNALED = "signaled"
-"""A file of an attempt: the first stop signal that the queue sent."""
+SIGNALED, KILLED_FILE = "signaled", "killed"
+"""Files of an attempt: the first stop signal that was sent to it; processes had to be killed."""
 TAIL_LINES = 12
 Note = tuple[int, str, float]
 """Exit code, host, time."""
@@ -306,7 +296,7 @@ NOTE = re.compile(r"([0-9]{1,3}) ([^\n]*)\n")
 
 
 def read_notes(folder: Path) -> dict[int, Note]:
-    """The exit codes that processes have left in a folder, by rank."""
+    """Read the exit codes that processes have left in a folder, by rank."""
     found: dict[int, Note] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.isdigit():
@@ -317,33 +307,32 @@ def read_notes(folder: Path) -> dict[int, Note]:
 
 
 def judge(
-    world: int, notes: Mapping[int, Note], code: int, *, asked: bool = False, killed: bool = False
+    ranks: Sequence[int], notes: Mapping[int, Note], code: int, *, asked: bool = False, killed: bool = False
 ) -> tuple[str, int, str, int | None]:
-    """How an attempt ended: kind, exit code, reason, and the rank that failed first.
+    """Return how an attempt ended: kind, exit code, reason, and the rank that failed first.
 
     Args:
-        world: number of processes.
+        ranks: numbers of its processes.
         notes: what they have left.
         code: of what started them (srun).
         asked: whether a stop was asked for.
         killed: whether the policy ended processes itself, which then leave no note.
 
     Example:
-        >>> judge(2, {0: (75, "a", 0.0), 1: (137, "b", 0.0)}, 137)[:2], judge(1, {}, 0)[:2]
+        >>> judge(range(2), {0: (75, "a", 0.0), 1: (137, "b", 0.0)}, 137)[:2], judge([0], {}, 0)[:2]
         (('killed', 137), ('lost', 75))
     """
     own = [rank for rank, note in notes.items() if note[0] not in (0, REQUEUE)]
     own = [rank for rank in own if not (asked and notes[rank][0] in BY_A_STOP)]
-    missing = [] if killed or asked else [rank for rank in range(world) if rank not in notes]
+    missing = [] if killed or asked else [rank for rank in ranks if rank not in notes]
     if missing and notes:
-        which = f"ranks {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"rank {missing[0]}"
-        return LOST, REQUEUE, f"{which} left no exit code: the node was lost, or killed it", missing[0]
+        return LOST, REQUEUE, f"{_names(missing)} left no exit code: the node was lost, or killed it", missing[0]
     if own:
         first = min(own, key=lambda rank: (notes[rank][0] not in (USER, INTERNAL), notes[rank][2], rank))
         code, host, _ = notes[first]
         reason = f"rank {first} on {host} was the first to fail: {code_name(code)}"
         return (KILLED if code > 128 else FAILED), code, reason, first
-    if asked and (not notes or any(note[0] for note in notes.values()) or len(notes) < world):
+    if asked and (not notes or any(note[0] for note in notes.values()) or len(notes) < len(ranks)):
         return STOPPED, REQUEUE, "stopped as it was told" + (", but had to be killed" if killed else ""), None
     again = [rank for rank, note in notes.items() if note[0] == REQUEUE]
     if again:
@@ -357,8 +346,12 @@ def judge(
     return DONE, 0, "", None
 
 
+def _names(ranks: Sequence[int]) -> str:
+    return f"ranks {ranks[0]} to {ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
 def code_name(code: int) -> str:
-    """An exit code for people.
+    """Format an exit code for people.
 
     Example:
         >>> code_name(7), code_name(137)
@@ -372,16 +365,41 @@ def code_name(code: int) -> str:
         return f"exit code {code}"
 
 
-def conclude(spec: Table, place: Place, number: int, code: int, *, cut_short: bool = False) -> Table:
-    """Judge an attempt by what it left, stamp the stage where it is done, write exit.json."""
+def conclude(
+    spec: Table,
+    place: Place,
+    number: int,
+    code: int = 0,
+    *,
+    cut_short: bool = False,
+    ranks: Sequence[int] | None = None,
+    lost: Table | None = None,
+    tails: Mapping[int, Sequence[str]] | None = None,
+    progress: Table | None = None,
+) -> Table:
+    """Judge an attempt by what it left, stamp the stage where it is done, write exit.json.
+
+    Args:
+        spec: what was run.
+        place: of the stage.
+        number: of the attempt.
+        code: of what started its processes.
+        cut_short: whether the queue ended it.
+        ranks: those to judge by; None = all.
+        lost: a node that was lost: host, ranks, and why.
+        tails: last lines of processes whose logs are on other machines.
+        progress: `run_progress` of a machine that has the run directory; None = of this one.
+    """
     folder, procs = place.attempt(number), int(spec["procs_per_node"])
+    ranks = range(int(spec["nodes"]) * procs) if ranks is None else ranks
     notes, asked = read_notes(folder / "notes"), (folder / SIGNALED).exists()
-    killed = (folder / "killed").exists()
-    kind, code, reason, first = judge(int(spec["nodes"]) * procs, notes, code, asked=asked, killed=killed)
-    start = read_table(folder / "start.json") or {}
-    trains = spec.get("completion") == "run_dir"
-    run_dir = run_dir_of(spec)
-    if kind == DONE and trains and not completed(run_dir, int(start.get("events", 0))):
+    killed = (folder / KILLED_FILE).exists()
+    kind, code, reason, first = judge(ranks, notes, code, asked=asked, killed=killed)
+    if lost and not asked:
+        kind, code, first = LOST, REQUEUE, lost["ranks"][0]
+        reason = f"host {lost['host']} is lost ({_names(lost['ranks'])}): {lost['why']}"
+    progress = progress or run_progress(spec, read_table(folder / "start.json") or {})
+    if kind == DONE and spec.get("completion") == "run_dir" and not progress["completed"]:
         kind, code = FAILED, INTERNAL
         where = f"{spec['run_dir']}/events.jsonl"
         reason = f"every process ended with 0, but rank 0 has not noted in {where} that all steps are done"
@@ -392,33 +410,57 @@ def conclude(spec: Table, place: Place, number: int, code: int, *, cut_short: bo
             kind, code, reason = FAILED, INTERNAL, missing
     result: Table = {"kind": kind, "code": code, "reason": reason, "first": None}
     if first is not None:
-        note = notes.get(first)
-        log = log_file(folder, first)
+        note = None if kind == LOST else notes.get(first)
+        gone = lost["ranks"] if lost else [rank for rank in ranks if rank not in notes]
         result["first"] = {
             "rank": first,
             "code": None if note is None else note[0] if note[0] <= 128 else 128 - note[0],
-            "host": note[1] if note else "",
+            "host": note[1] if note else lost["host"] if lost else "",
             "node": first // procs,
-            "ranks": [rank for rank in range(int(spec["nodes"]) * procs) if rank not in notes]
-            if note is None
-            else [first],
-            "tail": last_lines(log),
+            "ranks": list(gone) if note is None else [first],
+            "tail": last_lines(log_file(folder, first)) or list((tails or {}).get(first, ())),
+            "log": str(log_file(folder, first)),
         }
-    result["step_before"] = int(start.get("step", -1))
-    result["step"] = newest_step(run_dir) if run_dir else -1
+    result["step_before"], result["step"] = progress["step_before"], progress["step"]
     if kind != DONE and (cut_short or asked):
         result[CUT_SHORT] = True
     write_table(folder / "exit.json", result)
-    say(f"{kind}: {reason}" if reason else kind)
-    if result["first"] and result["first"]["tail"]:
-        say(f"the last lines of rank {first}, from {log_file(folder, first or 0)}:")
-        for line in result["first"]["tail"]:
-            say(f"    {line}")
     return result
 
 
+def report(result: Table) -> list[str]:
+    """Return the ending of an attempt in some lines, with the last ones of the first failure."""
+    first = result.get("first")
+    lines = [f"{result['kind']}: {result['reason']}" if result["reason"] else str(result["kind"])]
+    if first and first["tail"]:
+        lines += [f"the last lines of rank {first['rank']}, from {first['log']}:"]
+        lines += [f"    {line}" for line in first["tail"]]
+    return lines
+
+
+def run_start(spec: Table) -> Table:
+    """Return where the run directory stands before an attempt; empty for a stage that does not train."""
+    run_dir = run_dir_of(spec)
+    return {"step": newest_step(run_dir), "events": events_size(run_dir)} if run_dir else {}
+
+
+def run_progress(spec: Table, start: Table) -> Table:
+    """Return what an attempt has done to the run directory.
+
+    Args:
+        spec: what was run.
+        start: `run_start` before the attempt.
+    """
+    run_dir = run_dir_of(spec)
+    return {
+        "step_before": int(start.get("step", -1)),
+        "step": newest_step(run_dir) if run_dir else -1,
+        "completed": bool(run_dir) and completed(run_dir, int(start.get("events", 0))),
+    }
+
+
 def last_lines(path: Path) -> list[str]:
-    """The last lines of a log."""
+    """Read the last lines of a log."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
@@ -429,12 +471,18 @@ def last_lines(path: Path) -> list[str]:
 
 
 def run_dir_of(spec: Table) -> str:
-    """The run directory of a stage that trains; "" of others."""
+    """Return the run directory of a stage that trains; "" of others."""
     return str(Path(spec.get("cwd") or ".") / spec["run_dir"]) if spec.get("run_dir") else ""
 
 
+def tell(result: Table) -> None:
+    """Write the ending of an attempt into the job's output."""
+    for line in report(result):
+        say(line)
+
+
 def say(text: str) -> None:
-    """A line in the job's output."""
+    """Write a line into the job's output."""
     sys.stderr.write(f"lt-launch: {text}\n")
     sys.stderr.flush()
 
@@ -443,7 +491,7 @@ def say(text: str) -> None:
 
 
 def should_requeue(spec: Table, place: Place) -> tuple[bool, str]:
-    """Whether another attempt may help after the newest one, and why or why not.
+    """Return whether another attempt may help after the newest one, and why or why not.
 
     An attempt that the queue cut short counts neither as a failure nor against `max_restarts`. Attempts in a row
     without a new checkpoint do count: `max_without_progress` of those that failed, `max_restarts` of all. What happened
@@ -474,7 +522,7 @@ def should_requeue(spec: Table, place: Place) -> tuple[bool, str]:
 
 
 def begin_attempt(spec: Table, place: Place, restarts: int) -> int | None:
-    """The number of a new attempt; None where there is nothing to start, which `done` tells apart.
+    """Return the number of a new attempt; None where there is nothing to start, which `done` tells apart.
 
     Args:
         spec: what to run.
@@ -483,7 +531,7 @@ def begin_attempt(spec: Table, place: Place, restarts: int) -> int | None:
     """
     attempts = place.attempts()
     if attempts and not (place.attempt(attempts[-1]) / "exit.json").exists():
-        conclude(spec, place, attempts[-1], 0, cut_short=True)  # the queue took the nodes away
+        tell(conclude(spec, place, attempts[-1], cut_short=True))  # the queue took the nodes away
     if done(spec, place):
         say("completed already")
         return None
@@ -494,18 +542,27 @@ def begin_attempt(spec: Table, place: Place, restarts: int) -> int | None:
         say(why)
         if not yes:
             return None
-    number = place.new_attempt(launched=not restarts)
-    folder, run_dir = place.attempt(number), run_dir_of(spec)
+    return open_attempt(spec, place, launched=not restarts)
+
+
+def open_attempt(spec: Table, place: Place, *, launched: bool) -> int:
+    """Make the folder of a new attempt, with what it begins from; its number.
+
+    Args:
+        spec: what to run.
+        place: of the stage.
+        launched: whether a person starts it.
+    """
+    number = place.new_attempt(launched=launched)
+    folder = place.attempt(number)
     (folder / "notes").mkdir()
-    write_table(
-        folder / "start.json", {"step": newest_step(run_dir), "events": events_size(run_dir)} if run_dir else {}
-    )
+    write_table(folder / "start.json", run_start(spec))
     (folder / "key").write_text(key(spec, place), encoding="ascii")
     return number
 
 
 def lost_nodes(spec: Table, notes: Mapping[int, Note]) -> list[int]:
-    """Nodes none of whose processes left an exit code while those of others did."""
+    """Return the nodes none of whose processes left an exit code while those of others did."""
     procs = int(spec["procs_per_node"])
     left = {rank // procs for rank in notes}
     return [node for node in range(int(spec["nodes"])) if node not in left] if left else []
@@ -516,7 +573,7 @@ UNUSABLE = ("down", "drain", "drng", "fail", "maint", "unk", "err", "inval", "fu
 
 
 def avoid(needed: int, bad: Sequence[str], partition: Iterable[str], never: Sequence[str]) -> list[str]:
-    """Lost nodes to leave out, the newest first, while enough others can be had: else a job would wait for ever.
+    """Return lost nodes to leave out, the newest first, while enough others can be had to start the job.
 
     Args:
         needed: nodes of the job.
@@ -543,7 +600,7 @@ TASK_LOST = re.compile(r"srun: error: .*: tasks? [\d,-]+: (?!Exited with exit co
 
 
 def slurm(*words: str) -> str:
-    """What a command of Slurm prints, asked again while its controller is away; "" where it is refused."""
+    """Return what a command of Slurm prints, asked again while its controller is away; "" if refused."""
     for pause in PAUSES_S:
         result = subprocess.run(words, capture_output=True, text=True, check=False)
         if result.returncode == 0:
@@ -598,6 +655,7 @@ class SlurmStart:
             code = REQUEUE
         self._note_signal()
         result = conclude(self.spec, self.place, number, code)
+        tell(result)
         if result["kind"] == DONE or (self.place.stage / CANCELLED).exists():
             return int(result["code"])
         yes, why = should_requeue(self.spec, self.place)
@@ -605,7 +663,7 @@ class SlurmStart:
         return self._requeue(nodes, int(result["code"])) if yes else int(result["code"])
 
     def _environment(self, number: int, first: str) -> dict[str, str]:
-        """The environment of the step: the script's, the job's, and where its processes meet."""
+        """Return the environment of the step: the script's, the job's, and where its processes meet."""
         spec, index = self.spec, self.place.index
         env = {**self.environ, **(spec.get("env") or {})}
         address = re.search(r"NodeAddr=(\S+)", slurm("scontrol", "show", "node", first))
@@ -656,7 +714,7 @@ class SlurmStart:
             self.lost_task = self.lost_task or bool(TASK_LOST.search(line))
 
     def _due(self, grace_s: float) -> list[tuple[float, signal.Signals]] | None:
-        """What the processes that are left get, and when; None while nothing has ended early."""
+        """Return what the processes that are left get, and when; None while nothing has ended early."""
         codes = [note[0] for note in read_notes(self.folder / "notes").values()]
         now = time.monotonic()
         if self.lost_task or any(code not in (0, REQUEUE) for code in codes):
@@ -664,7 +722,7 @@ class SlurmStart:
         return [(now + grace_s, signal.SIGKILL)] if REQUEUE in codes else None
 
     def _step_id(self) -> str:
-        """The number of the newest step; "" before its first process."""
+        """Return the number of the newest step; "" before its first process."""
         path = self.folder / "notes" / "step"
         return path.read_text(encoding="ascii").strip() if path.exists() else ""
 
@@ -672,7 +730,7 @@ class SlurmStart:
         step = self._step_id()
         if step:
             if number == signal.SIGKILL:
-                (self.folder / "killed").touch()
+                (self.folder / KILLED_FILE).touch()
             slurm("scancel", f"--signal={number.name[3:]}", f"{self.job}.{step}")
 
     def _note_signal(self) -> None:
@@ -704,7 +762,7 @@ class SlurmStart:
 
 
 def free_port(seed: int) -> int:
-    """A port of this machine that is free, and the next one, which Neuron's root takes."""
+    """Return a port of this machine that is free, and the next one, which Neuron's root takes."""
     for port in range(20000 + seed % 20000, 20200 + seed % 20000, 2):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""What a machine has, for `doctor`: one function that imports nothing of ours, so that its source can be sent alone."""
+"""Description of a machine for `doctor`, from one file that imports nothing of ours and is sent alone."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ PACKAGES = ("lt-launch", "lt-trainer", "lt-trainer-gpu", "lt-trainer-neuron", "t
 
 
 def said(*command: str) -> str:
-    """What a command prints; empty where there is no such command or it fails."""
+    """Return what a command prints; empty where there is no such command or it fails."""
     try:
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -22,7 +22,7 @@ def said(*command: str) -> str:
 
 
 def installed() -> dict[str, Any]:
-    """Versions of the packages that matter, by name."""
+    """Return the versions of the packages that matter, by name."""
     found = {}
     for name in PACKAGES:
         try:
@@ -67,7 +67,7 @@ def look(folder: str, token: str = "") -> dict[str, Any]:
 
 
 def neuron_devices() -> int:
-    """Neuron devices of the machine."""
+    """Count the Neuron devices of the machine."""
     try:
         return sum(1 for name in os.listdir("/dev") if name.startswith("neuron") and name[6:].isdigit())
     except OSError:

@@ -1,0 +1,309 @@
+"""One attempt of one stage over its nodes: start, watch, end together, judge.
+
+All nodes answer before any process starts. How it ends the processes:
+
+    a stop signal to the launcher       goes on to all of them, once; after the grace time SIGKILL
+    one has failed, or a node is lost   the others may find out themselves (SETTLE_S), then SIGTERM, and SIGKILL after
+                                        the grace time
+    one has left with 75 unasked        the others have the grace time to do the same, then SIGKILL
+
+Exit codes become notes in the folder of the attempt, as ranks of `lt train torchrun` and tasks of Slurm leave them, and
+`policy` judges by them. Cost: one thread that wakes up every POLL_S.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from lt_launch import policy
+from lt_launch.hosts import Host
+from lt_launch.node_commands import is_training, node_commands, ranks_of
+from lt_launch.policy import Place, Table
+
+__all__ = ["Attempt", "LaunchNode", "Stop", "Transport", "Unreachable", "handle_stop_signals"]
+
+POLL_S, SETTLE_S = 0.05, 3.0
+TORCHRUN_S = 5.0
+"""What torchrun takes beyond the grace time of its ranks."""
+STUCK_S = 15.0
+"""After this time a node whose processes cannot be killed is given up."""
+
+
+class Stop:
+    """Stop request of the user: set by signal handlers, read by loops."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.kill = False
+
+    def note(self, number: int, frame: object = None) -> None:
+        """Note a stop signal; the second Ctrl-C ends everything at once."""
+        if self.number and number == signal.SIGINT:
+            self.kill = True
+        self.number = self.number or number
+
+
+@contextmanager
+def handle_stop_signals(stop: Stop) -> Iterator[None]:
+    """Forward stop signals to `stop` for the duration of the context."""
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    previous = {n: signal.signal(n, stop.note) for n in numbers if not (ignored and n == signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class Unreachable(Exception):
+    """A node that did not come up; `needs_person` is True if trying again would not help."""
+
+    def __init__(self, text: str, *, needs_person: bool) -> None:
+        super().__init__(text)
+        self.needs_person = needs_person
+
+
+class LaunchNode(Protocol):
+    """A node as the launcher sees it."""
+
+    @property
+    def left(self) -> bool:
+        """True when no process is left."""
+        ...
+
+    @property
+    def lost(self) -> str:
+        """Reason of its loss; "" while it is not lost."""
+        ...
+
+    def port(self) -> int:
+        """Return a free port of the node, 0 while it has not answered.
+
+        Raises:
+            Unreachable: it cannot be reached.
+        """
+        ...
+
+    def start(self, orders: list[Table], shown_rank: int | None) -> None:
+        """Start commands; see `NodeProcesses.start`."""
+        ...
+
+    def poll(self) -> list[Table]:
+        """Return what has happened: the events of `NodeProcesses.poll`, and {"progress": ...}."""
+        ...
+
+    def send(self, number: int) -> None:
+        """Send a signal to every command."""
+        ...
+
+    def kill(self) -> None:
+        """Kill every process."""
+        ...
+
+    def close(self) -> None:
+        """End what is left."""
+        ...
+
+
+class Transport(Protocol):
+    """Access to the nodes of a target."""
+
+    connect_timeout_s: float
+    memory_gib: float
+    """Of each host; infinite where it is not known."""
+
+    def slots(self, host: Host) -> int:
+        """Return how many processes may run side by side on a host."""
+        ...
+
+    def address(self, host: Host) -> str:
+        """Return the address at which other nodes reach a host."""
+        ...
+
+    def open_node(self, host: Host, spec: Mapping[str, Any], place: Place, files: Mapping[str, str]) -> LaunchNode:
+        """Open a node for one attempt of a stage.
+
+        Args:
+            host: the machine.
+            spec: the stage.
+            place: its folder.
+            files: what the node may need of the launch directory, by name.
+        """
+        ...
+
+
+@dataclass(kw_only=True)
+class Attempt:
+    """One start of all processes of a stage or of an array's element."""
+
+    spec: Mapping[str, Any]
+    place: Place
+    number: int
+    hosts: Sequence[Host]
+    nodes: Sequence[LaunchNode]
+    """In the order of the hosts."""
+    first_node: int = 0
+    """Index of the first of these nodes among those of the stage; the launcher of a SageMaker host has one."""
+    address: str = "127.0.0.1"
+    """Of the stage's first node."""
+    master_port: int = 0
+    """Port there; 0 = a free one."""
+    connect_timeout_s: float = math.inf
+    env: Mapping[str, str]
+    """Variables that are handed on and stand in no file."""
+    stop: Stop
+    show: Callable[[int, str], None]
+    """Takes a rank and lines that it wrote."""
+    _tails: dict[int, list[str]] = field(default_factory=dict)
+    _lost: Table | None = None
+    _progress: Table | None = None
+    _term_at: float = math.inf
+    _kill_at: float = math.inf
+    _give_up_at: float = math.inf
+    _told: bool = False
+
+    def run(self) -> Table:
+        """Run it to its end and write exit.json; return its content."""
+        try:
+            if not (result := self._meet()):
+                self._start()
+                self._watch()
+        finally:
+            for node in self.nodes:
+                node.close()
+        if result:
+            policy.write_table(self.place.attempt(self.number) / "exit.json", result)
+            return result
+        ranks = [rank for node in range(len(self.nodes)) for rank in self._ranks(node)]
+        return policy.conclude(
+            dict(self.spec),
+            self.place,
+            self.number,
+            ranks=ranks,
+            lost=self._lost,
+            tails=self._tails,
+            progress=self._progress,
+        )
+
+    def _ranks(self, node: int) -> list[int]:
+        return ranks_of(self.spec, self.first_node + node)
+
+    def _meet(self) -> Table | None:
+        """Wait for every node; return the exit record if one does not come up."""
+        deadline = time.monotonic() + self.connect_timeout_s
+        ports = [0] * len(self.nodes)
+        while True:
+            for number, node in enumerate(self.nodes):
+                try:
+                    ports[number] = ports[number] or node.port()
+                except Unreachable as exc:
+                    return _refusal(str(exc), needs_person=exc.needs_person, hosts=[self.hosts[number].name])
+            if self.stop.number:
+                return _refusal("stopped before it began") | {"kind": policy.STOPPED}
+            missing = [host.name for host, port in zip(self.hosts, ports, strict=True) if not port]
+            if not missing:
+                self.master_port = self.master_port or ports[0]
+                return None
+            if time.monotonic() > deadline:
+                text = f"no answer from {', '.join(missing[:8])} within {self.connect_timeout_s:g} s"
+                return _refusal(text, hosts=missing)
+            time.sleep(POLL_S)
+
+    def _start(self) -> None:
+        for number, (host, node) in enumerate(zip(self.hosts, self.nodes, strict=True)):
+            master, index = (self.address, self.master_port), self.first_node + number
+            orders = node_commands(self.spec, self.place, self.number, index, master, {**self.env, **host.env})
+            node.start(orders, self._ranks(number)[0] if number == 0 else None)
+
+    def _watch(self) -> None:
+        while any(not (node.left or node.lost) for node in self.nodes) and time.monotonic() < self._give_up_at:
+            for number in range(len(self.nodes)):
+                self._poll(number)
+            self._end()
+            time.sleep(POLL_S)
+        while any(self._poll(number) for number in range(len(self.nodes))):
+            pass  # the rest of the output
+
+    def _poll(self, number: int) -> bool:
+        """Take what has happened on a node; return False if nothing has."""
+        events = self.nodes[number].poll()
+        for event in events:
+            if "ended" in event and event["ended"] in self._ranks(number):
+                self._ended(self.hosts[number].name, event)
+            elif "lines" in event:
+                self.show(event["rank"], event["lines"])
+            elif "progress" in event and number == 0:
+                self._progress = event["progress"]
+        if self.nodes[number].lost and not self._lost:
+            self._lost = {
+                "host": self.hosts[number].name,
+                "ranks": self._ranks(number),
+                "why": self.nodes[number].lost,
+            }
+            self._fail()
+        return bool(events)
+
+    def _ended(self, host: str, event: Table) -> None:
+        rank, code = event["ended"], event["code"]
+        note = self.place.attempt(self.number) / "notes" / str(rank)
+        if not note.exists():
+            note.write_text(f"{code} {host}\n", encoding="utf-8")
+        self._tails[rank] = event["tail"]
+        if code == policy.REQUEUE:
+            self._kill_by(time.monotonic() + self._grace_period_s())
+        elif code:
+            self._fail()
+
+    def _fail(self) -> None:
+        now = time.monotonic()
+        self._term_at = min(self._term_at, now + SETTLE_S)
+        self._kill_by(now + SETTLE_S + self._grace_period_s())
+
+    def _kill_by(self, when: float) -> None:
+        if self._give_up_at == math.inf:
+            self._kill_at = min(when, self._kill_at)
+
+    def _grace_period_s(self) -> float:
+        return float(self.spec["grace_s"]) + (TORCHRUN_S if is_training(self.spec) else 0.0)
+
+    def _end(self) -> None:
+        """Do what is due."""
+        now, folder = time.monotonic(), self.place.attempt(self.number)
+        if self.stop.number and not self._told:
+            (folder / policy.SIGNALED).write_text(signal.Signals(self.stop.number).name, encoding="ascii")
+            self._send(self.stop.number)
+            self._kill_by(now + self._grace_period_s())
+        if now >= self._term_at and not self._told:
+            self._send(signal.SIGTERM)
+        if self.stop.kill:
+            self._kill_by(now)
+        if now >= self._kill_at:
+            (folder / policy.KILLED_FILE).touch()
+            for node in self.nodes:
+                if not node.left:
+                    node.kill()
+            self._kill_at, self._give_up_at = math.inf, now + STUCK_S
+
+    def _send(self, number: int) -> None:
+        self._told = True
+        for node in self.nodes:
+            node.send(number)
+
+
+def _refusal(reason: str, *, needs_person: bool = False, hosts: Sequence[str] = ()) -> Table:
+    return {
+        "kind": policy.FAILED if needs_person else policy.LOST,
+        "code": policy.USER if needs_person else policy.REQUEUE,
+        "reason": reason,
+        "first": None,
+        "hosts": list(hosts),
+        "step_before": -1,
+        "step": -1,
+    }

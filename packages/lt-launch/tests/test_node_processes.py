@@ -1,0 +1,318 @@
+"""Real processes of one node under an attempt: failures, signals and grace, and that nothing is left behind."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_launch import node_commands, policy
+from lt_launch.attempt import Attempt, Stop
+from lt_launch.hosts import Host
+from lt_launch.local import LocalNode
+from lt_launch.node_guard import find_processes
+from lt_launch.policy import Place
+
+PYTHON = [sys.executable, "-S", "-E"]
+"""Without site-packages: a process starts in a few milliseconds."""
+WAIT = "import os, sys, time\nrank = int(os.environ['RANK'])\n"
+on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+
+
+class Stage:
+    """A stage's folder, and attempts of it in a thread."""
+
+    def __init__(self, root: Path, program: str, **values: Any) -> None:
+        defaults = {
+            "version": 1,
+            "name": "train",
+            "argv": [*PYTHON, "-c", program],
+            "nodes": 1,
+            "procs_per_node": 4,
+            "grace_s": 30,
+            "completion": "exit",
+            "restart": {"max_restarts": 3, "max_without_progress": 1},
+        }
+        self.spec = defaults | values
+        self.place = Place(root / "launch" / "stages" / "train" / "spec.json")
+        self.stop, self.shown, self.results = Stop(), [], []
+        self.number = -1
+
+    @property
+    def folder(self) -> Path:
+        return self.place.attempt(self.number)
+
+    def start(self, **env: str) -> threading.Thread:
+        self.number = policy.open_attempt(self.spec, self.place, launched=self.number < 0)
+        count = int(self.spec["nodes"])
+        self.nodes = [LocalNode(self.spec) for _ in range(count)]
+        attempt = Attempt(
+            spec=self.spec,
+            place=self.place,
+            number=self.number,
+            hosts=[Host(name=f"h{node}") for node in range(count)],
+            nodes=self.nodes,
+            env=env,
+            stop=self.stop,
+            show=lambda rank, lines: self.shown.append((rank, lines)),
+        )
+        thread = threading.Thread(target=lambda: self.results.append(attempt.run()))
+        thread.start()
+        return thread
+
+    def run(self, **env: str) -> dict[str, Any]:
+        self.start(**env).join(60)
+        return self.results[-1]
+
+    def log(self, rank: int) -> str:
+        path = self.folder / f"rank-{rank:05}.log"
+        return path.read_text() if path.exists() else ""
+
+    def until(self, what: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not what():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Callable[..., Stage]]:
+    made: list[Stage] = []
+
+    def make(program: str, **values: Any) -> Stage:
+        made.append(Stage(tmp_path / str(len(made)), program, **values))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.stop.number, one.stop.kill = one.stop.number or int(signal.SIGTERM), True
+
+
+@pytest.mark.guarantee("first-failure")
+@pytest.mark.parametrize(
+    ("rank", "code"),
+    [(0, 1), (1, 2), (2, 7), (3, 64), (0, 70), (1, 85), (2, 127)]
+    + [(2, -number) for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM)],
+)
+def test_the_first_failure_is_named_with_rank_host_code_and_last_lines(
+    stage: Callable[..., Stage], rank: int, code: int
+) -> None:
+    """All others notice at once and leave with other codes, as ranks do whose collective has broken."""
+    program = f"""{WAIT}
+import signal
+sys.stdout.write(f"last words of {{rank}}\\n"); sys.stdout.flush()
+flag = os.environ["FLAG"]
+if rank == {rank}:
+    open(flag, "w").close()
+    os.kill(os.getpid(), {-code}) if {code} < 0 else os._exit({code})
+while not os.path.exists(flag): time.sleep(0.005)
+time.sleep(0.3)
+os._exit({{0: 75, 1: 1, 2: 75, 3: 134}}[rank])
+"""
+    made = stage(program)
+    result = made.run(FLAG=str(made.place.stage / "flag"))
+    assert result["code"] == (code if code > 0 else 128 - code)
+    first = result["first"]
+    assert (first["rank"], first["code"], first["host"]) == (rank, code, "h0")
+    assert first["tail"] == [f"last words of {rank}"]
+    told = policy.report(result)
+    assert f"rank {rank} on h0 was the first to fail" in told[0]
+    assert f"    last words of {rank}" in told
+    assert result["kind"] == ("failed" if code > 0 else "killed")
+    assert policy.read_table(made.folder / "exit.json") == result
+
+
+def test_a_success_leaves_a_stamp(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    made = stage(f"{WAIT}open('out.txt', 'w').write('made')", procs_per_node=1, cwd=str(tmp_path), outputs=["out.txt"])
+    assert made.run()["kind"] == "done"
+    assert policy.done(made.spec, made.place)
+    (tmp_path / "out.txt").write_text("changed")
+    assert not policy.done(made.spec, made.place)
+
+
+def test_an_input_that_changes_while_it_is_read_is_read_again(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("before")
+    made = stage("open('in.txt', 'w').write('after')", procs_per_node=1, cwd=str(tmp_path), inputs=["in.txt"])
+    assert made.run()["kind"] == "done"
+    assert not policy.done(made.spec, made.place)
+
+
+def test_what_an_earlier_attempt_completed_proves_nothing(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text('{"event": "start"}\n{"event": "completed"}\n')
+    made = stage("pass", procs_per_node=1, completion="run_dir", run_dir=str(tmp_path))
+    assert made.run()["code"] == 70
+    program = (
+        f'open({str(tmp_path / "events.jsonl")!r}, \'a\').write(\'{{"event": "start"}}\\n{{"event": "completed"}}\\n\')'
+    )
+    assert stage(program, procs_per_node=1, completion="run_dir", run_dir=str(tmp_path)).run()["kind"] == "done"
+
+
+def test_who_a_process_is(stage: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nodes of three processes: ranks in the order of the nodes, as torchrun names them. People see rank 0."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK MASTER_ADDR LT_ATTEMPT TORCHELASTIC_RUN_ID"
+    program = f"import os; print(*[os.environ[name] for name in '{names} OMP_NUM_THREADS A'.split()])"
+    made = stage(program, nodes=2, procs_per_node=3, env={"A": "x y"})
+    assert made.run()["kind"] == "done"
+    found = [made.log(rank) for rank in range(6)]
+    assert found == [f"{rank} 6 {rank % 3} 3 {rank // 3} 127.0.0.1 0 train-0 2 x y\n" for rank in range(6)]
+    assert made.shown == [(0, found[0])]
+
+
+SAVES = f"""{WAIT}import signal
+got = []
+for one in (signal.SIGTERM, signal.SIGUSR1): signal.signal(one, lambda number, frame: got.append(number))
+print("ready", flush=True)
+while not got: time.sleep(0.01)
+time.sleep(0.6)
+print(*got)
+sys.exit(75)
+"""
+IGNORES = f"{WAIT}import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\n"
+
+
+@pytest.mark.guarantee("launch-signals")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_goes_on_once_and_the_ranks_have_the_whole_grace_time(
+    stage: Callable[..., Stage], number: int
+) -> None:
+    made = stage(SAVES)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(4)))
+    for _ in range(3):  # schedulers send it again and again
+        made.stop.note(number)
+        time.sleep(0.1)
+    thread.join(60)
+    assert (made.results[0]["code"], made.results[0]["kind"]) == (75, "stopped")
+    assert [made.log(rank) for rank in range(4)] == [f"ready\n{number}\n"] * 4
+
+
+@pytest.mark.guarantee("launch-signals")
+def test_a_rank_that_does_not_stop_is_killed_when_the_grace_time_is_over(stage: Callable[..., Stage]) -> None:
+    made = stage(f"{IGNORES}time.sleep(100)", grace_s=0.5, procs_per_node=2)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    begun = time.monotonic()
+    made.stop.note(signal.SIGTERM)
+    thread.join(60)
+    assert time.monotonic() - begun >= 0.5
+    assert (made.results[0]["code"], made.results[0]["kind"]) == (75, "stopped")
+    assert "had to be killed" in made.results[0]["reason"]
+
+
+def test_the_second_ctrl_c_ends_everything_at_once(stage: Callable[..., Stage]) -> None:
+    made = stage(IGNORES.replace("SIGTERM", "SIGINT") + "time.sleep(100)", procs_per_node=2)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    for _ in range(2):
+        made.stop.note(signal.SIGINT)
+    thread.join(20)
+    assert made.results[0]["kind"] == "stopped"
+
+
+@pytest.mark.parametrize(("grace_s", "killed"), [(30, False), (0.5, True)])
+def test_when_one_asks_to_be_started_again_the_others_have_the_grace_time_to_do_so(
+    stage: Callable[..., Stage], grace_s: float, killed: bool
+) -> None:
+    """They are not told: whoever shares a step with it finds out itself, and is killed only when it does not."""
+    made = stage(f"{WAIT}time.sleep(rank * {100 if killed else 1.0})\nsys.exit(75)", procs_per_node=2, grace_s=grace_s)
+    result = made.run()
+    assert (result["code"], result["kind"], result["first"]["rank"]) == (75, "requeue", 0)
+    assert (made.folder / "killed").exists() == killed
+    assert sorted(policy.read_notes(made.folder / "notes")) == ([0] if killed else [0, 1])
+
+
+def test_after_a_failure_the_others_are_told_and_then_killed(stage: Callable[..., Stage]) -> None:
+    """Also those of another node; the one that failed is named."""
+    made = stage(f"{IGNORES}if rank == 3: os._exit(9)\ntime.sleep(100)", nodes=2, procs_per_node=2, grace_s=0.5)
+    begun = time.monotonic()
+    result = made.run()
+    assert time.monotonic() - begun >= 3.5, "they may find out themselves, and then have the grace time"
+    assert (result["kind"], result["code"], result["first"]["rank"], result["first"]["node"]) == ("failed", 9, 3, 1)
+    assert list(policy.read_notes(made.folder / "notes")) == [3]
+
+
+def test_after_a_failure_the_others_may_save(stage: Callable[..., Stage]) -> None:
+    made = stage(SAVES.replace("got = []", "got = []\nif rank == 1: os._exit(9)"), procs_per_node=2)
+    assert made.run()["code"] == 9
+    assert made.log(0) == f"ready\n{int(signal.SIGTERM)}\n"
+
+
+@on_linux
+def test_grandchildren_end_with_their_rank(stage: Callable[..., Stage]) -> None:
+    program = f"{WAIT}import subprocess\nprint(subprocess.Popen(['sleep', '1000']).pid, flush=True)\nos._exit(3)"
+    made = stage(program, procs_per_node=1)
+    assert made.run()["code"] == 3
+    assert not find_processes(made.nodes[0].token)
+    stat = Path(f"/proc/{int(made.log(0))}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z"
+
+
+@on_linux
+def test_the_guard_and_the_processes_of_an_attempt_are_gone_after_it(stage: Callable[..., Stage]) -> None:
+    made = stage("pass")
+    made.run()
+    done = subprocess.run(["pgrep", "-f", made.nodes[0].token], capture_output=True, text=True, check=False)
+    assert done.stdout == ""
+
+
+def test_a_last_line_without_an_end_is_shown(stage: Callable[..., Stage]) -> None:
+    made = stage("import sys; sys.stdout.write('one\\ntwo')", procs_per_node=1)
+    made.run()
+    assert "".join(lines for _, lines in made.shown) == "one\ntwo"
+
+
+def test_long_output_is_shown_whole_and_in_order(stage: Callable[..., Stage]) -> None:
+    """Far more than is read at a time, and a line that is longer than that."""
+    made = stage("import os\nfor n in range(300): os.write(1, b'%d' % n * 999 + b'\\n')\nos.write(1, b'x' * 200000)")
+    made.run()
+    text = "".join(lines for _, lines in made.shown)
+    assert text == "".join(f"{str(n) * 999}\n" for n in range(300)) + "x" * 200000 == made.log(0)
+
+
+def test_a_program_that_is_not_there(stage: Callable[..., Stage]) -> None:
+    result = stage("", argv=["/no/such/program"], procs_per_node=1).run()
+    assert (result["code"], result["first"]["rank"]) == (127, 0)
+    assert "cannot run '/no/such/program'" in "\n".join(policy.report(result))
+
+
+def test_lines_before_the_command_are_run_in_the_same_shell(stage: Callable[..., Stage]) -> None:
+    program = "import os, sys; print(os.environ['FROM_SETUP'], sys.argv[1:])"
+    made = stage(program, setup=["export FROM_SETUP='a b'"], procs_per_node=1)
+    made.spec["argv"] += ["it's", "$HOME"]
+    assert made.run()["kind"] == "done"
+    assert made.log(0) == "a b [\"it's\", '$HOME']\n"
+
+
+# --- which commands a node gets
+
+
+TRAINS = {"argv": ["py", "-m", "lt_trainer", "run", "{recipe}"], "recipe": "hash", "procs_per_node": 8, "nodes": 2}
+
+
+def test_a_stage_that_trains_is_one_torchrun_per_node(tmp_path: Path) -> None:
+    place = Place(tmp_path / "train" / "spec.json")
+    (order,) = node_commands.node_commands(TRAINS, place, 3, 1, ("10.0.0.1", 77))
+    assert order["argv"] == [
+        *("py", "-m", "lt_trainer", "torchrun", str(tmp_path / "train/recipe.toml"), "--nproc-per-node", "8", "--"),
+        *("--nnodes=2", "--node-rank=1", "--rdzv-backend=static", "--master-addr=10.0.0.1", "--master-port=77"),
+    ]
+    assert (order["ranks"], order["notes"]) == (list(range(8, 16)), True)
+    folder = str(tmp_path / "train/attempt-003")
+    assert order["env"]["LT_EXIT_CODES"] == f"{folder}/notes"
+    assert order["env"]["LT_RANK_LOGS"] == folder
+    assert "RANK" not in order["env"]
+
+
+def test_a_stage_that_does_not_train_needs_no_torch(tmp_path: Path) -> None:
+    spec = TRAINS | {"argv": ["echo", "{index}", "{array}"], "recipe": "", "nodes": 1, "procs_per_node": 1, "array": 5}
+    (order,) = node_commands.node_commands(spec, Place(tmp_path / "p" / "spec.json", 4), 0, 0, ("127.0.0.1", 1))
+    assert order["argv"] == ["echo", "4", "5"]
+    assert json.loads(json.dumps(order)) == order
+    assert (order["env"]["LT_ARRAY_INDEX"], order["env"]["LT_ARRAY_SIZE"]) == ("4", "5")
