@@ -1,6 +1,6 @@
 """Plugin of pytest for one mutant: runs the selected tests in their order and writes down what happens.
 
-The file that MUTANTS_SELECTION names has the tests, or files of tests, one a line; into the one of MUTANTS_EVENTS go
+The file that MUTANTS_SELECTION names has the tests (functions, files) one a line; into the one of MUTANTS_EVENTS go
 lines of JSON: a test starts, passes, fails; a file of tests cannot be imported.
 """
 
@@ -25,7 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Keep the selected tests."""
     names = Path(os.environ["MUTANTS_SELECTION"]).read_text().splitlines()
     order = {name: number for number, name in enumerate(names)}
-    places = {item.nodeid: order.get(item.nodeid, order.get(item.nodeid.partition("::")[0])) for item in items}
+
+    def place(item: pytest.Item) -> int | None:
+        function, file = item.nodeid.partition("[")[0], item.nodeid.partition("::")[0]
+        return next((order[name] for name in (item.nodeid, function, file) if name in order), None)
+
+    places = {item.nodeid: place(item) for item in items}
     config.hook.pytest_deselected(items=[item for item in items if places[item.nodeid] is None])
     items[:] = sorted((item for item in items if places[item.nodeid] is not None), key=lambda i: places[i.nodeid] or 0)
 

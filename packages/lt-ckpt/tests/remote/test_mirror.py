@@ -300,6 +300,15 @@ def test_retention_in_the_bucket_counts_whole_ones_only(store, bucket, toy, tmp_
         prune_remote(root, keep_last=0)
 
 
+def test_a_checkpoint_with_objects_of_others_is_not_touched(store, bucket, toy, tmp_path):
+    folder = S3Folder(f"s3://{bucket}/run/step-00000001")
+    upload(toy.save(tmp_path, 1), folder)
+    store.client.put_object(Bucket=bucket, Key="run/step-00000001/notes.txt", Body=b"mine")
+    before = store.objects(bucket)
+    assert delete_remote_checkpoint(folder) is False
+    assert store.objects(bucket) == before
+
+
 def test_what_is_half_erased_is_no_checkpoint(store, bucket, toy, tmp_path):
     folder = S3Folder(f"s3://{bucket}/run/step-00000001")
     upload(toy.save(tmp_path, 1), folder)

@@ -286,6 +286,9 @@ def test_no_part_at_all(fast_path: Path, corpus: Path, options: dict[str, Any]) 
 def test_ranks_that_are_none(fast_path: Path, corpus: Path, options: dict[str, Any]) -> None:
     with pytest.raises(DataError, match=r"part_index = 2, num_parts = 2: give a part_index from 0 to num_parts - 1"):
         prepare([corpus], out=fast_path / "store", part_index=2, num_parts=2, **options)
+    for num_parts in (0, -1):
+        with pytest.raises(DataError, match=rf"num_parts = {num_parts}: give a part_index from 0"):
+            prepare([corpus], out=fast_path / "store", num_parts=num_parts, **options)
     with pytest.raises(DataError, match="only a DocumentReader"):
         lt_data.prepare_documents(
             [], tokenizer=options["tokenizer"], out=fast_path / "store", part_index=0, num_parts=2

@@ -123,7 +123,7 @@ def prepare(
     """
     if ray and unit_bytes is None:
         raise DataError(f"ray = {ray!r}: has no effect without unit_bytes; give it, or leave ray out")
-    if unit_bytes is not None and (overwrite or no_resume or num_parts > 1 or part_index):
+    if unit_bytes is not None and (overwrite or no_resume or num_parts != 1 or part_index):
         raise DataError(
             f"unit_bytes = {unit_bytes}: has no effect together with part_index, num_parts, overwrite or no_resume; "
             "leave them out"

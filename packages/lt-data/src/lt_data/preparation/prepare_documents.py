@@ -93,7 +93,7 @@ def prepare_documents(
     columns = parse_kept_columns(keep, reader)
     out = Path(out)
     part: StorePart | None = None
-    if num_parts > 1 or part_index:
+    if num_parts != 1 or part_index:
         if reader is None:
             raise DataError(
                 f"part_index = {part_index}, num_parts = {num_parts}: only a DocumentReader (or prepare) has parts"
