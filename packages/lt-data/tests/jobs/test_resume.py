@@ -10,6 +10,7 @@ import pytest
 
 import lt_data
 from lt_data import DataError, Document, StoreManifest, Tokenizer, TokenStore, prepare, prepare_documents
+from lt_data.preparation.build_folder import describe_differences
 
 Contents = Callable[[Path], dict[str, bytes]]
 
@@ -120,6 +121,11 @@ def test_cut_again_and_again(
         assert cuts < 100
     assert cuts > 1
     assert contents(out) == whole
+
+
+@pytest.mark.parametrize(("length", "shown"), [(80, "x" * 80), (81, "x" * 77 + "...")])
+def test_what_changed_is_told_in_at_most_80_characters(length: int, shown: str) -> None:
+    assert describe_differences({"a": "x" * length, "b": 1}, {"a": None, "b": 1}) == [f"a was {shown} and is None"]
 
 
 @pytest.mark.usefixtures("small_batches")
