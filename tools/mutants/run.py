@@ -107,11 +107,11 @@ class Runner:
                     found = find_tests(LineMap(MAP), mutant.file, text, lines)
                 tests = self._given or select(found, mutant.package, self._limit_s)
                 failure = run_tests(box, tests, self._limit_s)
-                if not found:
+                if not failure and not any(is_own(test, mutant) for test in found):
                     tests = by_name(box, mutant, text)
                     failure = run_tests(box, tests[:FIRST_BY_NAME], self._limit_s / 2)
                     failure = failure or run_tests(box, tests[FIRST_BY_NAME:], self._limit_s / 2)
-                if failure and not failure.test.startswith(f"packages/{mutant.package}/"):
+                if failure and not is_own(failure, mutant):
                     failure = self._again(box, failure)
             seconds = time.monotonic() - start
             message = failure.message if failure else "" if tests else "no test runs its lines"
@@ -137,6 +137,12 @@ class Runner:
         if name not in self._passing and run_tests(box, [CoveringTest(name=name, seconds=0.0, share=1.0)]) is None:
             self._passing.add(name)
         return name in self._passing
+
+
+def is_own(test: CoveringTest | Failure, mutant: Mutant) -> bool:
+    """Tell whether a test is one of the package that a mutant changes."""
+    name = test.test if isinstance(test, Failure) else test.name
+    return name.startswith(f"packages/{mutant.package}/")
 
 
 def by_name(box: Sandbox, mutant: Mutant, text: str) -> list[CoveringTest]:

@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -43,6 +44,25 @@ def test_all_rows_together(
     assert (rows.labels[padding] == IGNORE_INDEX).all()
     assert np.array_equal(np.sort(padding, axis=1), padding)  # only at the end of a row
     assert reader.valid.tolist() == (rows.labels != IGNORE_INDEX).sum(axis=1).tolist()
+
+
+def test_what_follows_a_cut_document_in_its_row_is_not_its_label(counting_store: Callable[..., TokenStore]) -> None:
+    """Our algorithms put nothing behind a document that goes on in another row; the format of packs allows it."""
+    store = counting_store([5, 3])
+    made = build_index(store.lengths, seq_len=6, mode="bfd", store_fingerprint=store.manifest.fingerprint)
+    index = replace(
+        made,
+        row_offsets=np.array([0, 2, 3]),
+        document=np.array([0, 1, 0], np.uint32),
+        start=np.array([0, 5, 3]),
+        length=np.array([3, 3, 2], np.int32),
+        labels=np.array([3, 2, 1], np.int32),
+        valid=np.array([5, 1], np.int32),
+    )
+    rows = RowReader(store, index).read_rows(np.arange(2))
+    assert rows.input_ids.tolist() == [[1, 2, 3, 6, 7, 8], [4, 5, 0, 0, 0, 0]]
+    nothing = IGNORE_INDEX
+    assert rows.labels.tolist() == [[2, 3, 4, 7, 8, nothing], [5, *[nothing] * 5]]
 
 
 @pytest.mark.parametrize("mode", ["bfd", "concat"])
