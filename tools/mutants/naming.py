@@ -1,8 +1,9 @@
 """Tests by how much they speak of a piece of code, for code that the map of lines does not have.
 
 A test speaks of the code by the names that stand in both: the function or class that is changed, those around it, the
-public ones of its module, the module. A rare name counts more (the logarithm of how few tests have it). The words of a
-test are those of its function and of what it calls in its own file; those of the whole file count a quarter.
+public ones of its module, the module, and less those of the modules that import it. A rare name counts more (the
+logarithm of how few tests have it). The words of a test are those of its function and of what it calls in its own file;
+those of the whole file count a quarter.
 """
 
 from __future__ import annotations
@@ -58,18 +59,38 @@ def words_of_files(root: Path) -> Mapping[str, frozenset[str]]:
     return {file: frozenset(WORD.findall((root / file).read_text(encoding="utf-8"))) for file in files}
 
 
-def spoken_names(path: str, text: str, scope: str) -> Mapping[str, float]:
-    """Return the names by which tests may speak of a function, each with its weight."""
-    names = {Path(path).stem: 1.0}
+def public_names(path: str, text: str) -> Iterator[str]:
+    """Yield the name of a module, and its public functions and classes."""
+    yield Path(path).stem
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_"):
-            names[node.name] = 1.0
-    return names | dict.fromkeys(scope.split("."), 3.0)
+            yield node.name
+
+
+@cache
+def importers(root: Path) -> Mapping[str, frozenset[str]]:
+    """Return the public names of the modules that import a module, by its dotted name."""
+    found: dict[str, set[str]] = {}
+    for path in root.glob("packages/*/src/**/*.py"):
+        text = path.read_text(encoding="utf-8")
+        modules = {
+            node.module for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ImportFrom) and node.module
+        }
+        for module in modules if path.name != "__init__.py" else ():
+            found.setdefault(module, set()).update(public_names(str(path), text))
+    return {module: frozenset(names) for module, names in found.items()}
+
+
+def spoken_names(root: Path, path: str, text: str, scope: str) -> Mapping[str, float]:
+    """Return the names by which tests may speak of a function, each with its weight."""
+    module = ".".join(Path(path).with_suffix("").parts[3:])
+    names = dict.fromkeys(importers(root).get(module, ()), 0.4)
+    return names | dict.fromkeys(public_names(path, text), 1.0) | dict.fromkeys(scope.split("."), 3.0)
 
 
 def tests_that_name(root: Path, path: str, text: str, scope: str) -> list[str]:
     """Return the tests that speak most of a function, best first."""
-    names, counts, files = spoken_names(path, text, scope), rarity(root), words_of_files(root)
+    names, counts, files = spoken_names(root, path, text, scope), rarity(root), words_of_files(root)
     package, stem = path.split("/")[1], Path(path).stem
 
     def points(words: frozenset[str]) -> float:
