@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lt_ckpt import CheckpointError, files, list_steps
-from lt_trainer.checkpointing import async_saver
+from lt_trainer.checkpointing import async_saver, max_checkpoints_on_disk
 from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.resilience import STOP_SIGNALS
@@ -170,3 +170,31 @@ def test_room_for_all_checkpoints_is_counted(recipe_base, fake_engine, monkeypat
     monkeypatch.setattr(os, "statvfs", lambda path: os.statvfs_result(fields))
     with pytest.raises(CheckpointError, match="needs 128 bytes"):
         checked(recipe_base)
+
+
+def most_on_disk(interval: int, max_steps: int, keep_last: int, keep_every: int) -> int:
+    """Save and prune as a run does; return the most checkpoints there ever are, before the oldest goes."""
+    there: list[int] = []
+    most = 0
+    for step in range(1, max_steps + 1):
+        if step == max_steps or (interval and step % interval == 0):
+            there.append(step)
+            most = max(most, len(there))
+            there = [
+                s for i, s in enumerate(there) if len(there) - i <= keep_last or (keep_every and not s % keep_every)
+            ]
+    return most
+
+
+@pytest.mark.parametrize("interval", [0, 1, 3, 5, 50])
+@pytest.mark.parametrize("keep_last", [1, 2, 3])
+@pytest.mark.parametrize("keep_every", [0, 6, 15])
+def test_the_room_that_is_asked_for_is_that_of_all_checkpoints_there_ever_are(
+    recipe_base, interval: int, keep_last: int, keep_every: int
+) -> None:
+    """With `keep_every` some of the kept ones may also be among the last, so the bound may be larger by as many."""
+    sets = [f"checkpoint.interval={interval}", f"checkpoint.keep_last={keep_last}"]
+    recipe = load(base=recipe_base, overrides=[*sets, f"checkpoint.keep_every={keep_every}"]).recipe
+    bound, most = max_checkpoints_on_disk(recipe), most_on_disk(interval, 20, keep_last, keep_every)
+    assert bound >= most
+    assert bound == most or keep_every
