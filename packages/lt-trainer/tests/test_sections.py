@@ -1,5 +1,6 @@
 """What each section and the whole recipe refuse: the full message of every contradiction."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -177,6 +178,15 @@ CHECKS = [
         "batch.ramp.start = 6, batch.ramp.increment = 0: every step must be a whole number of micro-batches of 4 rows; "
         "use multiples of 4",
     ),
+    *(
+        (
+            BatchOptions,
+            {"global_batch_size": 16, "ramp": RampOptions(start=start, increment=increment, steps=5)},
+            f"batch.ramp.start = {start}, batch.ramp.increment = {increment}: every step must be a whole number of "
+            "micro-batches of 4 rows; use multiples of 4",
+        )
+        for start, increment in ((6, 8), (8, 2))  # one of the two is enough
+    ),
     (
         Recipe,
         {"data": DataOptions(synthetic=True)},
@@ -350,3 +360,22 @@ def test_the_final_learning_rate_may_be_the_highest_and_not_more() -> None:
     assert made.schedule.min_lr == made.optimizer.lr
     told = message_of(load, base=STORE, overrides=["optimizer.lr=1e-3", "schedule.min_lr=1.001e-3"])
     assert "the final learning rate is above the peak" in told
+
+
+def fields_of_sections() -> list[Any]:
+    """Return each field of each section of the recipe that takes a number, a text or a truth."""
+    sections = [
+        field for field in dataclasses.fields(Recipe) if dataclasses.is_dataclass(getattr(Recipe(), field.name))
+    ]
+    return [
+        pytest.param(field.name, type(getattr(Recipe(), field.name)), inner.name, id=f"{field.name}.{inner.name}")
+        for field in sections
+        for inner in dataclasses.fields(type(getattr(Recipe(), field.name)))
+        if isinstance(getattr(getattr(Recipe(), field.name), inner.name), int | float | str)
+    ]
+
+
+@pytest.mark.parametrize(("section", "cls", "field"), fields_of_sections())
+def test_a_value_of_another_type_is_refused_by_name(section: str, cls: type, field: str) -> None:
+    """By whoever makes a section in Python, too: a comparison with it would be a traceback, or pass by accident."""
+    assert message_of(cls, **{field: {"a": 1}}).startswith(f"{section}.{field} = {{'a': 1}}: ")
