@@ -174,7 +174,7 @@ def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
     assert "default-src 'none'" in text
     assert "unsafe" not in text
     assert "style=" not in text, "the policy would not apply it"
-    assert set(found.links) == {"#curves", "#events", "#data", "#model", "#recipe"}
+    assert set(found.links) == {"#curves", "#events", "#tasks", "#data", "#model", "#recipe"}
     assert {link[1:] for link in found.links} <= set(found.ids)
     assert len(set(found.ids)) == len(found.ids)
     assert "<script>alert" not in text
