@@ -1,6 +1,8 @@
-"""Prepares units on a local Ray cluster again and again, and kills its workers: SOURCES TOKENIZER OUT KILLS SEED.
+"""Prepares units on a local Ray cluster that loses workers: SOURCES TOKENIZER OUT KILLS SEED.
 
-Run by test_units_on_ray.py in an environment that has ray; prints the number of kills.
+First workers are killed at random, again and again. Then one document ends its worker at each attempt, as the map
+`lethal:spare` has it while there is a file `is-lethal`. Run by test_units_on_ray.py in an environment that has ray;
+prints the number of kills, and the error of the lethal document.
 """
 
 import random
@@ -43,11 +45,19 @@ def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None
             lt_data.prepare([sources], workers=WORKERS, ray="auto", engine="hf", **job)
             if killed >= kills:
                 break
+        stop.set()
+        lethal = {**job, "out": out.with_name("lethal-store"), "record_map": "lethal:spare"}
+        try:
+            lt_data.prepare([sources, "lethal.jsonl"], workers=WORKERS, ray="auto", engine="hf", **lethal)
+        except lt_data.DataError as exc:
+            message = " ".join(str(exc).split())
+        Path("is-lethal").unlink()
+        lt_data.prepare([sources, "lethal.jsonl"], workers=WORKERS, ray="auto", engine="hf", **lethal)
     finally:
         stop.set()
         killer.join()
         ray.shutdown()
-    sys.stdout.write(f"\n{killed}\n")
+    sys.stdout.write(f"\n{killed}\n{message}\n")
 
 
 if __name__ == "__main__":
