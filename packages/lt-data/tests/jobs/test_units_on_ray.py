@@ -83,7 +83,7 @@ def test_workers_of_a_cluster_are_killed(
 
 
 def write_lethal_document(folder: Path) -> None:
-    """Write a document that ends the process that reads it, while there is a file `is-lethal`, and the map that does."""
+    """Write a document, and a map that ends the process which reads it while there is a file `is-lethal`."""
     (folder / "lethal.py").write_text(
         "import os, pathlib\n"
         "def spare(record):\n"
