@@ -21,8 +21,20 @@ import lt_data
 UNIT_BYTES, WORKERS = 40_000, 8
 
 
+def start_cluster() -> None:
+    """Start a cluster; on a busy machine that takes longer than the 30 s that Ray allows."""
+    for left in reversed(range(10)):
+        try:
+            ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+            return
+        except Exception as exc:
+            if not left or "timed out during startup" not in str(exc):
+                raise
+            ray.shutdown()
+
+
 def main(sources: str, tokenizer: str, out: Path, kills: int, seed: int) -> None:
-    ray.init(num_cpus=WORKERS, include_dashboard=False, log_to_driver=False)
+    start_cluster()
     rng, killed, stop = random.Random(seed), 0, threading.Event()
 
     def kill() -> None:
