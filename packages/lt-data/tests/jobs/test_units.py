@@ -71,6 +71,7 @@ def test_one_unit_is_enough(folder: Path, tmp_path: Path) -> None:
     assert TokenStore.open(tmp_path / "store").n_tokens == TokenStore.open(tmp_path / "flat").n_tokens
 
 
+@pytest.mark.guarantee("data-units")
 def test_a_file_system_without_locks(
     folder: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, contents: Contents
 ) -> None:
