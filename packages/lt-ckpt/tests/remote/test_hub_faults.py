@@ -90,10 +90,12 @@ def test_a_killed_download_goes_on_where_it_was(hub, model, tmp_path):
     go.set()
     hub.before = lambda request: None
     hub.log.clear()
-    assert len(parts(tmp_path)) == 1
+    (part,) = tmp_path.rglob("*.part")
+    size = part.stat().st_size  # what had left the killed process's buffer, which Python 3.14 has larger
+    assert 400_000 < size <= 600_000
     got = fetch()
     ranges = [request.headers.get("range") for request in hub.requests(server="cdn")]
-    assert ranges == ["bytes=600000-", None]
+    assert ranges == [f"bytes={size}-", None]
     assert (got.path / model.one).read_bytes() == hub.files[model.one]
     assert parts(tmp_path) == []
 
