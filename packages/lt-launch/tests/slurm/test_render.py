@@ -83,22 +83,12 @@ def test_a_header_says_what_the_job_needs() -> None:
     lines = script(made, profile(slurm__partition="other", slurm__exclude=["n7", "n9"])).splitlines()
     header = [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")]
     assert header == [
-        "--job-name=wiki-train",
-        "--nodes=4",
-        "--ntasks-per-node=8",
-        "--cpus-per-task=12",
-        "--gpus-per-node=8",
-        "--mem=0",
-        "--exclusive",
+        "--job-name=wiki-train --output=../stages/train/slurm-%j.out",
+        "--nodes=4 --ntasks-per-node=8 --cpus-per-task=12 --gpus-per-node=8 --mem=0 --exclusive",
+        "--partition=own --constraint=p5 --exclude=n7,n9",
         "--time=1-12:00:00",
-        "--partition=own",
-        "--constraint=p5",
-        "--exclude=n7,n9",
-        "--requeue",
-        "--open-mode=append",
-        "--output=../stages/train/slurm-%j.out",
         "--signal=B:USR1@330",
-        "--kill-on-invalid-dep=yes",
+        "--requeue --open-mode=append --kill-on-invalid-dep=yes",
     ]
 
 
@@ -134,7 +124,7 @@ def test_the_step_has_its_own_cpus_per_task_and_each_rank_all_gpus_of_its_node()
         "--cpus-per-task=12",
     ]
     assert "gpus-per-task" not in text
-    assert "--gpus-per-node=8\n" in text
+    assert "--gpus-per-node=8 --mem=0 --exclusive\n" in text
     without = script(job(nodes=2, procs_per_node=8, resources=Resources(gpus_per_node=8)))
     assert "--cpu-bind=none" in without, "else each rank would be bound to the one core that Slurm counts for it"
 
@@ -366,9 +356,30 @@ def test_the_policy_runs_alone(tmp_path: Path) -> None:
     assert "submit this script in its own folder" in done.stderr
 
 
-def test_scripts_have_at_most_forty_lines() -> None:
-    for made, given, stage in VARIANTS.values():
-        assert len(script(made, given, **stage).splitlines()) <= 40
+EVERYTHING = {
+    "nodes": 16,
+    "procs_per_node": 32,
+    "time_limit_s": 90061,
+    "resources": Resources(
+        cpus_per_proc=4, memory_gib=100, gpus_per_node=8, exclusive=True, partition="own", constraint="p5"
+    ),
+    "container": ContainerImage(image="/fsx/lt.sqsh", mounts=("/fsx:/fsx", "/data:/data:ro"), workdir="/w"),
+}
+
+
+@pytest.mark.parametrize("engine", ["gpu", "neuron"])
+@pytest.mark.parametrize("runtime", ["auto", "pyxis", "enroot"])
+def test_scripts_have_at_most_forty_lines(engine: str, runtime: str) -> None:
+    """Besides options of sbatch and set-up lines that the profile names."""
+    words = {f"slurm__{name}": name for name in ("account", "qos", "reservation")}
+    given = profile(**words, slurm__exclude=["n7"], slurm__container_runtime=runtime, python="/fsx/venv/bin/python")
+    text = script(job(engine=engine, completion="run_dir", run_dir="run", **EVERYTHING), given)
+    assert len(text.splitlines()) <= 40
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([shellcheck, "-"], input=text, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+    for made, own, stage in VARIANTS.values():
+        assert len(script(made, own, **stage).splitlines()) <= 40
 
 
 def test_what_was_before_a_person_launched_again_does_not_count(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def _sbatch_command(stage: Stage) -> tuple[str, ...]:
 
 
 def sbatch_directives(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -> list[str]:
-    """Return the sbatch options, one per line; Slurm expands only its own % patterns in them."""
+    """Return the sbatch options by line, in groups; Slurm expands only its own % patterns in them."""
     job, resources = stage.job, stage.job.resources
     if job.time_limit_s and job.time_limit_s <= _signal_lead_time_s(stage, options):
         raise RecipeError(
@@ -75,21 +75,12 @@ def sbatch_directives(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -
             values={"slurm.signal_lead_time_s": options.signal_lead_time_s, "job.grace_period_s": job.grace_period_s},
             remedy="raise slurm.signal_lead_time_s, or leave it out to use the grace period plus 30 s",
         )
-    cpus = resources.cpus_per_proc
-    element = "%A_%a" if stage.array else "%j"
-    stage_folder = f"../stages/{stage.name}"
-    lines = [
-        f"--job-name={pipeline.name}-{stage.name}" if pipeline.name != stage.name else f"--job-name={stage.name}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={job.procs_per_node}",
-    ]
-    lines += [f"--cpus-per-task={cpus}"] if cpus else []
-    lines += _gpu_directives(stage, options)
-    if resources.memory_gib or resources.exclusive:
-        lines.append(f"--mem={resources.memory_gib}G" if resources.memory_gib else "--mem=0")
-    lines += ["--exclusive"] if resources.exclusive else []
-    if job.time_limit_s:
-        lines.append(f"--time={_format_time(job.time_limit_s)}")
+    cpus, gib = resources.cpus_per_proc, resources.memory_gib
+    size = [f"--nodes={job.nodes}", f"--ntasks-per-node={job.procs_per_node}"]
+    size += [f"--cpus-per-task={cpus}"] if cpus else []
+    size += _gpu_directives(stage, options)
+    size += [f"--mem={gib}G" if gib else "--mem=0"] if gib or resources.exclusive else []
+    size += ["--exclusive"] if resources.exclusive else []
     options_by_name = {
         "partition": resources.partition or options.partition,
         "account": options.account,
@@ -98,19 +89,21 @@ def sbatch_directives(stage: Stage, pipeline: Pipeline, options: SlurmOptions) -
         "constraint": resources.constraint,
         "exclude": ",".join(options.exclude),
     }
-    lines += [f"--{name}={value}" for name, value in options_by_name.items() if value]
-    if stage.array:
-        limit = f"%{stage.array_limit}" if stage.array_limit else ""
-        lines.append(f"--array=0-{stage.array - 1}{limit}")
-    lines += [
-        "--requeue",
-        "--open-mode=append",
-        f"--output={stage_folder}/slurm-{element}.out",
+    place = [f"--{name}={value}" for name, value in options_by_name.items() if value]
+    name = f"{pipeline.name}-{stage.name}" if pipeline.name != stage.name else stage.name
+    element = "%A_%a" if stage.array else "%j"
+    limit = f"%{stage.array_limit}" if stage.array_limit else ""
+    lines = [
+        f"--job-name={name} --output=../stages/{stage.name}/slurm-{element}.out",
+        " ".join(size),
+        " ".join(place),
+        f"--array=0-{stage.array - 1}{limit}" if stage.array else "",
+        f"--time={_format_time(job.time_limit_s)}" if job.time_limit_s else "",
         f"--signal=B:USR1@{_signal_lead_time_s(stage, options)}",
-        "--kill-on-invalid-dep=yes",
+        "--requeue --open-mode=append --kill-on-invalid-dep=yes",
         *options.sbatch_args,
     ]
-    return lines
+    return [line for line in lines if line]
 
 
 def _gpu_directives(stage: Stage, options: SlurmOptions) -> list[str]:

@@ -110,13 +110,11 @@ def _container(stage: Stage, options: SlurmOptions) -> str:
     container, cwd = stage.job.container, stage.job.cwd
     if not container.image:
         return ""
-    mounts = [
-        shlex.quote(one) for one in (*container.mounts, *([f"{cwd}:{cwd}"] if cwd and not container.mounts else []))
-    ]
+    mounts = container.mounts or ((f"{cwd}:{cwd}",) if cwd else ())
     text = CONTAINER.format(
         image=shlex.quote(container.image),
-        mounts="".join(f",{one}" for one in mounts),
-        mount_options="".join(f" --mount {_enroot_mount(one)}" for one in mounts),
+        mounts="".join(f",{shlex.quote(mount)}" for mount in mounts),
+        mount_options="".join(f" --mount {_enroot_mount(mount)}" for mount in mounts),
     )
     if options.container_runtime == "enroot":
         return text
@@ -129,7 +127,9 @@ def _container(stage: Stage, options: SlurmOptions) -> str:
 def _enroot_mount(mount: str) -> str:
     """Return a mount as pyxis writes it for enroot, which needs `rbind` among the flags."""
     source, target, *flags = mount.split(":")
-    return ":".join((source, target, *(f"x-create=auto,rbind,{each}" for each in flags)))
+    if not flags:
+        return shlex.quote(mount)
+    return shlex.quote(f"{source}:{target}:") + f"'x-create=auto,rbind,{flags[0]}'"
 
 
 def _rank(stage: Stage, profile: Profile) -> str:
