@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -113,6 +114,7 @@ on_linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="read
 def test_a_run_to_its_end_keeps_what_a_person_may_want_to_know_later(lt: Lt) -> None:
     lt.trainer(3, env='GREETING = "hello"')
     shown = lt.run("run", "run.toml", env={"MY_PRIVATE_KEY": "hush-hush"})
+    assert f"# folder: {lt.folder}/runs/x; elsewhere: lt launch status x\n" in shown
     assert "rank 0 of 2 goes on from step 0" in shown
     assert lt.attempts() == [("done", 3)]
     kept = lt.folder / "runs" / "x" / "launch"
@@ -407,13 +409,17 @@ def test_one_stage_alone(lt: Lt) -> None:
 
 def test_in_the_background_with_status_logs_and_cancel(lt: Lt) -> None:
     lt.trainer(1000, 0.05)
-    assert "in the background as process" in lt.run("run", "run.toml", "--detach")
+    shown = lt.run("run", "run.toml", "--detach")
+    id_ = re.findall(r"in the background as process (\d+)", shown)[0]
+    assert f"job {id_}: x\nfolder: {lt.folder}/runs/x\nnext: lt launch status x\n" in shown
     lt.until(lambda: (lt.folder / "runs/x/checkpoints/step-00000002/COMMIT").exists())
     assert "x is being launched by process" in lt.run("run", "run.toml", code=64).replace(
         str(lt.folder / "runs") + "/", ""
     )
     row = json.loads(lt.run("status", "x", "--json"))[0]
-    assert (row["state"], row["attempt"], row["exit_code"]) == ("running", 0, None)
+    assert (row["state"], row["attempt"], row["exit_code"], row["job_id"]) == ("running", 0, None, id_)
+    assert json.loads(lt.run("status", id_, "--json"))[0]["state"] == "running"
+    assert id_ in lt.run("list")
     assert lt.run("logs", "runs/x") == "rank 0 of 2 goes on from step 0\n"
     assert lt.run("logs", "runs/x", "--rank", "1") == "rank 1 of 2 goes on from step 0\n"
     follower = lt.start("logs", "x", "-f")

@@ -1,6 +1,8 @@
 """Real processes of one node under an attempt: failures, signals and grace, and that nothing is left behind."""
 
+import ast
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +17,13 @@ import pytest
 from lt_launch import node_commands, policy
 from lt_launch.attempt import Attempt, Stop
 from lt_launch.hosts import Host
+from lt_launch.job import Job, Pipeline
+from lt_launch.job import Stage as PipelineStage
 from lt_launch.local import LocalNode
 from lt_launch.node_guard import find_processes
 from lt_launch.policy import Place
+from lt_launch.spec import launch_files
+from lt_launch.ssh_connection import BOOT, SshConnection
 
 PYTHON = [sys.executable, "-S", "-E"]
 """Without site-packages: a process starts in a few milliseconds."""
@@ -42,6 +48,7 @@ class Stage:
         self.spec = defaults | values
         self.place = Place(root / "launch" / "stages" / "train" / "spec.json")
         self.stop, self.shown, self.results = Stop(), [], []
+        self.open_node: Callable[[], Any] = lambda: LocalNode(self.spec)
         self.number = -1
 
     @property
@@ -51,7 +58,7 @@ class Stage:
     def start(self, **env: str) -> threading.Thread:
         self.number = policy.open_attempt(self.spec, self.place, launched=self.number < 0)
         count = int(self.spec["nodes"])
-        self.nodes = [LocalNode(self.spec) for _ in range(count)]
+        self.nodes = [self.open_node() for _ in range(count)]
         attempt = Attempt(
             spec=self.spec,
             place=self.place,
@@ -290,6 +297,55 @@ def test_lines_before_the_command_are_run_in_the_same_shell(stage: Callable[...,
     assert made.log(0) == "a b [\"it's\", '$HOME']\n"
 
 
+# --- ranks below a torchrun
+
+
+def under_torchrun(stage: Callable[..., Stage], tmp_path: Path, script: str) -> Stage:
+    """A stage that trains on two ranks, with lines of shell in place of `lt train torchrun`."""
+    file = tmp_path / "python"
+    file.write_text(f"#!/bin/bash\n{script}\n")
+    file.chmod(0o755)
+    return stage("", argv=[str(file), "-m", "lt_trainer", "run", "{recipe}"], recipe="hash", procs_per_node=2)
+
+
+def test_ranks_are_known_by_their_own_exit_codes_and_logs(stage: Callable[..., Stage], tmp_path: Path) -> None:
+    """And their machine by the name that the person knows."""
+    script = (
+        "cd $LT_EXIT_CODES; echo 75 elsewhere >0; echo 7 elsewhere >1; echo why >>$LT_RANK_LOGS/rank-00001.log; exit 75"
+    )
+    result = under_torchrun(stage, tmp_path, script).run()
+    assert (result["kind"], result["code"], result["first"]["rank"]) == ("failed", 7, 1)
+    assert (result["first"]["host"], result["first"]["tail"]) == ("h0", ["why"])
+
+
+@pytest.mark.parametrize(("code", "kind"), [(64, "failed"), (75, "requeue"), (137, "killed")])
+def test_a_torchrun_that_starts_no_rank_stands_for_them(
+    stage: Callable[..., Stage], tmp_path: Path, code: int, kind: str
+) -> None:
+    result = under_torchrun(stage, tmp_path, f"echo because; exit {code}").run()
+    assert (result["kind"], result["code"], result["first"]["rank"]) == (kind, code, 0)
+    assert result["first"]["tail"] == ["because"]
+
+
+@on_linux
+@pytest.mark.parametrize(("grace_s", "kind"), [(30, "requeue"), (0.5, "killed")])
+def test_ranks_that_outlive_their_torchrun_may_save(
+    stage: Callable[..., Stage], tmp_path: Path, grace_s: float, kind: str
+) -> None:
+    """Each is in a session of its own; none is left when the attempt has ended."""
+    saves = 'sleep 1; echo "75 h" >$LT_EXIT_CODES/$1; exit 75'
+    rank = f"trap '{saves}' TERM; touch $LT_RANK_LOGS/up-$1; while :; do sleep 0.05; done"
+    script = f"""for rank in 0 1; do setsid bash -c {shlex.quote(rank)} rank $rank & done
+until [ -e $LT_RANK_LOGS/up-0 -a -e $LT_RANK_LOGS/up-1 ]; do sleep 0.05; done
+kill -9 $$"""
+    made = under_torchrun(stage, tmp_path, script)
+    made.spec["grace_s"] = grace_s
+    result = made.run()
+    assert result["kind"] == kind
+    assert sorted(note[0] for note in policy.read_notes(made.folder / "notes").values()) == [result["code"]] * 2
+    assert not find_processes(made.nodes[0].token)
+
+
 # --- which commands a node gets
 
 
@@ -316,3 +372,73 @@ def test_a_stage_that_does_not_train_needs_no_torch(tmp_path: Path) -> None:
     assert order["argv"] == ["echo", "4", "5"]
     assert json.loads(json.dumps(order)) == order
     assert (order["env"]["LT_ARRAY_INDEX"], order["env"]["LT_ARRAY_SIZE"]) == ("4", "5")
+
+
+# --- the far end of a connection, without ssh
+
+
+def connection(spec: dict[str, Any], place: Place, link_timeout_s: float = 60.0) -> SshConnection:
+    """A host's end of a connection, where nothing is installed: only what is sent is there."""
+    pipeline = Pipeline(name="p", stages=(PipelineStage(job=Job(name="train", argv=("x",))),))
+    files = launch_files(pipeline, {"train": spec}, "ssh")
+    launch = place.stage.parent.parent
+    command = [sys.executable, "-I", "-S", "-c", BOOT]
+    return SshConnection("far", command, spec, launch=str(launch), files=files, link_timeout_s=link_timeout_s)
+
+
+def test_what_is_sent_runs_where_nothing_is_installed(stage: Callable[..., Stage]) -> None:
+    """Exit codes, last lines, output, progress and a stop come and go over the connection alone."""
+    made = stage(f"{WAIT}print('words of', rank)\nsys.exit(7 if rank == 1 else 0)", procs_per_node=2)
+    made.open_node = lambda: connection(made.spec, made.place)
+    result = made.run()
+    assert (result["kind"], result["code"], result["first"]["rank"]) == ("failed", 7, 1)
+    assert result["first"]["tail"] == ["words of 1"]
+    assert made.shown == [(0, "words of 0\n")]
+    made = stage(SAVES, procs_per_node=2)
+    made.open_node = lambda: connection(made.spec, made.place)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    made.stop.note(signal.SIGUSR1)
+    thread.join(60)
+    assert made.results[0]["kind"] == "stopped"
+    assert made.log(1) == f"ready\n{int(signal.SIGUSR1)}\n"
+
+
+@pytest.mark.guarantee("no-orphans")
+@on_linux
+def test_processes_save_and_end_when_the_connection_is_closed(stage: Callable[..., Stage]) -> None:
+    """As when the launcher dies."""
+    made = stage(SAVES, procs_per_node=2)
+    made.open_node = lambda: connection(made.spec, made.place)
+    thread = made.start()
+    made.until(lambda: all(made.log(rank) == "ready\n" for rank in range(2)))
+    made.nodes[0].process.stdin.close()
+    thread.join(60)
+    assert made.results[0]["kind"] == "lost"
+    assert "host h0 is lost (ranks 0 to 1)" in made.results[0]["reason"]
+    made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
+
+
+@pytest.mark.guarantee("no-orphans")
+@on_linux
+def test_processes_save_and_end_when_the_connection_is_silent(stage: Callable[..., Stage]) -> None:
+    """As behind a cut link: no end of the connection comes, only nothing."""
+    made = stage(SAVES, procs_per_node=2)
+    made.number = policy.open_attempt(made.spec, made.place, launched=True)
+    far = connection(made.spec, made.place, link_timeout_s=1.0)
+    made.until(lambda: far.port() > 0)
+    far.start(node_commands.node_commands(made.spec, made.place, 0, 0, ("127.0.0.1", 1)), None)
+    made.until(lambda: all(made.log(rank) == f"ready\n{int(signal.SIGTERM)}\n" for rank in range(2)))
+    assert far.process is not None
+    assert far.process.wait(60) == 0
+    far.close()
+
+
+@pytest.mark.parametrize("name", ["policy", "node_guard", "node_processes", "ssh_node"])
+def test_what_runs_on_hosts_is_python_3_9(name: str) -> None:
+    source = Path(policy.__file__).with_name(f"{name}.py").read_text()
+    tree = ast.parse(source, feature_version=(3, 9))
+    modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    modules |= {one.name for node in ast.walk(tree) if isinstance(node, ast.Import) for one in node.names}
+    ours = {f"lt_launch.{one}" for one in ("policy", "node_guard", "node_processes")} | {"lt_launch"}
+    assert {module.partition(".")[0] for module in modules - ours} <= sys.stdlib_module_names

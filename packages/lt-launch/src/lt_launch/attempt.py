@@ -181,12 +181,13 @@ class Attempt:
         if result:
             policy.write_table(self.place.attempt(self.number) / "exit.json", result)
             return result
-        ranks = [rank for node in range(len(self.nodes)) for rank in self._ranks(node)]
+        hosts = {rank: host.name for node, host in enumerate(self.hosts) for rank in self._ranks(node)}
         return policy.conclude(
             dict(self.spec),
             self.place,
             self.number,
-            ranks=ranks,
+            ranks=list(hosts),
+            hosts=hosts,
             lost=self._lost,
             tails=self._tails,
             progress=self._progress,

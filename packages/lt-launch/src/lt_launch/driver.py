@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -48,7 +49,10 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
     Returns:
         The job ids (empty, or the background process's id) and the exit code.
     """
+    folder = launch.directory.parent
     if not detach:
+        sys.stderr.write(f"# folder: {folder}; elsewhere: lt launch status {shlex.quote(folder.name)}\n")
+        sys.stderr.flush()
         return {}, run_launch(launch)
     with open(launch.directory / "output.log", "ab") as output:
         process = subprocess.Popen(
@@ -67,7 +71,7 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
             break
         time.sleep(0.02)
     process.returncode = process.returncode or 0  # detached: suppress the ResourceWarning of a running child
-    sys.stderr.write(f"# in the background as process {process.pid}; lt launch status {launch.directory.parent}\n")
+    sys.stderr.write(f"# in the background as process {process.pid}\n")
     return {stage.name: str(process.pid) for stage in launch.pipeline.stages}, 0
 
 

@@ -25,7 +25,7 @@ from lt_launch.policy import Table, last_lines, log_file, read_notes
 
 NOT_FOUND = 127
 SCAN_S = 0.5
-"""Interval between looks for processes that outlive their commands."""
+"""Interval between looks for processes that outlive their commands, and for exit codes that ranks have noted."""
 LINES_BYTES = 1 << 16
 STUCK_S = 10.0
 """After this time processes that cannot be killed, since they wait for a device, are left alone."""
@@ -91,7 +91,7 @@ class NodeProcesses:
         self._killed = False
         self._log: Path | None = None
         self._offset = 0
-        self._scanned_at = self._leftovers_since = 0.0
+        self._read_at = self._scanned_at = self._leftovers_since = 0.0
         words = [sys.executable, "-I", "-S", node_guard.__file__, token, str(grace_period_s)]
         env = {name: value for name, value in os.environ.items() if name != node_guard.TOKEN}
         self._guard = subprocess.Popen(
@@ -125,10 +125,13 @@ class NodeProcesses:
         Args:
             lines: False to leave output in its file for now.
         """
-        found = []
+        found, now = [], time.monotonic()
         for command in self.commands:
-            command.bury()
-            found += self._ended_ranks(command)
+            is_over = command.bury()
+            if is_over or not command.notes or now - self._read_at >= SCAN_S:
+                found += self._ended_ranks(command)
+        if now - self._read_at >= SCAN_S:
+            self._read_at = now
         if not self.left and all(command.code is not None for command in self.commands):
             self._end_leftovers()
             if self.left:

@@ -374,6 +374,7 @@ def conclude(
     cut_short: bool = False,
     ranks: Sequence[int] | None = None,
     lost: Table | None = None,
+    hosts: Mapping[int, str] | None = None,
     tails: Mapping[int, Sequence[str]] | None = None,
     progress: Table | None = None,
 ) -> Table:
@@ -387,12 +388,14 @@ def conclude(
         cut_short: whether the queue ended it.
         ranks: those to judge by; None = all.
         lost: a node that was lost: host, ranks, and why.
+        hosts: names of the ranks' machines, where they are known by others than their own.
         tails: last lines of processes whose logs are on other machines.
         progress: `run_progress` of a machine that has the run directory; None = of this one.
     """
     folder, procs = place.attempt(number), int(spec["procs_per_node"])
     ranks = range(int(spec["nodes"]) * procs) if ranks is None else ranks
     notes, asked = read_notes(folder / "notes"), (folder / SIGNALED).exists()
+    notes = {rank: (note[0], (hosts or {}).get(rank, note[1]), note[2]) for rank, note in notes.items()}
     killed = (folder / KILLED_FILE).exists()
     kind, code, reason, first = judge(ranks, notes, code, asked=asked, killed=killed)
     if lost and not asked:

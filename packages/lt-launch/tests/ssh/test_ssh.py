@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lt_test_helpers.stores import make_stores
+
 TRAINER = Path(__file__).parent.parent / "fake_trainer.py"
 PYTHON = [sys.executable, "-S", "-E"]
 GRACE_S, ORPHANS_S = 3, 10
@@ -204,3 +206,65 @@ def test_gloo_between_the_hosts_with_ranks_in_the_order_of_the_lines(net) -> Non
     run_file(net, ["python", "sums.py"], procs=1, env='GLOO_SOCKET_IFNAME = "eth0"\nOMP_NUM_THREADS = "1"')
     shown = net.lt(*launch_on(net, "b", "a"))
     assert f"sum {ord('b') + 1000 * ord('a')}" in shown
+
+
+RECIPE = """
+[run]
+dir = "{folder}/runs/x"
+[model]
+hidden_size = 64
+intermediate_size = 128
+n_heads = 4
+n_kv_heads = 2
+n_layers = 2
+tie_word_embeddings = true
+[data]
+store = "{folder}/store"
+seq_len = 64
+[batch]
+global_batch_size = 8
+micro_batch_size = 2
+[optimizer]
+lr = 3e-3
+[schedule]
+max_steps = 100000
+[checkpoint]
+interval = 50000
+[metrics]
+log_interval = 1
+[engine.gpu]
+device = "cpu"
+"""
+
+
+def steps_of(net) -> list[int]:
+    path = net.folder / "runs/x/metrics.jsonl"
+    rows = [json.loads(row) for row in path.read_text().splitlines()] if path.exists() else []
+    return [row["step"] for row in rows if "loss" in row]
+
+
+@pytest.mark.slow
+@pytest.mark.guarantee("no-orphans")
+@pytest.mark.parametrize("how", ["cut the link", "kill the launcher", "kill the end of the connection"])
+def test_training_whose_launcher_is_gone_saves_its_last_step(net, until, how: str) -> None:
+    """Two ranks of a real run on one host, whose interval of checkpoints is never reached."""
+    pytest.importorskip("lt_trainer_gpu", reason="needs an engine: pip install lt-trainer-gpu")
+    make_stores(net.folder, {"store": 60})
+    (net.folder / "recipe.toml").write_text(RECIPE.format(folder=net.folder))
+    (net.folder / "run.toml").write_text(
+        '[job]\nname = "x"\nrecipe = "recipe.toml"\nprocs_per_node = 2\nenv = { OMP_NUM_THREADS = "1" }\n'
+    )
+    process = net.start(*launch_on(net, "b"))
+    until(lambda: max(steps_of(net), default=0) >= 3, 240)
+    b = net.machines["b"]
+    if how == "cut the link":
+        b.cut()
+    elif how == "kill the launcher":
+        process.kill()
+    else:
+        os.kill(b.processes("ssh_node")[0], signal.SIGKILL)
+    until(lambda: not b.processes("lt_trainer") and not b.processes("lt_launch"), 120)
+    process.kill()
+    (saved,) = (net.folder / "runs/x/checkpoints").glob("step-*/COMMIT")
+    assert int(saved.parent.name.removeprefix("step-")) == max(steps_of(net))
+    assert not list((net.folder / "runs/x/launch/stages/x/attempt-000").glob("killed"))
