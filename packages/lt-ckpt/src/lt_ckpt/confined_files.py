@@ -22,8 +22,8 @@ def resolve_confined(folder: Path, name: str) -> Path:
     """
     path = folder / name
     with translate_os_errors("reading", path):
-        inside = folder.resolve()
-        target = path.resolve()
+        inside = Path(os.path.realpath(folder))  # `Path.resolve` fails at a link to itself
+        target = Path(os.path.realpath(path))
     if target == inside / name:
         return target
     roots = [inside, *(parent.parent / "blobs" for parent in inside.parents if parent.name == "snapshots")]

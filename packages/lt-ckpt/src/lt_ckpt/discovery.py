@@ -40,7 +40,7 @@ def list_steps(root: str | os.PathLike[str]) -> list[tuple[int, Path]]:
             return []
         for entry in entries:
             match = STEP_FOLDER.fullmatch(entry.name)
-            if match and entry.is_dir():
+            if match and Path(entry.path).is_dir():
                 found.append((int(match[1]), folder / entry.name))
     return sorted(found, key=lambda item: (-item[0], item[1].name))
 

@@ -107,7 +107,7 @@ def _has_rank_files(folder: Path, levels: int) -> bool:
     entries = list(os.scandir(folder))
     if any(RANK_FILE.search(entry.name) for entry in entries):
         return True
-    inner = (Path(entry.path) for entry in entries if entry.is_dir())
+    inner = (path for path in map(Path, entries) if path.is_dir())  # False for a link to itself, unlike the entry's own
     return levels > 1 and any(_has_rank_files(path, levels - 1) for path in inner)
 
 
@@ -235,7 +235,7 @@ def load_model_config(
 
 def read_config(path: Path) -> dict[str, Any]:
     """Read a config.json, which may be a link if it is named itself, or the one in a folder."""
-    return read_json(path / CONFIG if path.is_dir() else path.resolve())
+    return read_json(path / CONFIG if path.is_dir() else Path(os.path.realpath(path)))
 
 
 def _config_file(path: Path) -> Path:

@@ -8,12 +8,12 @@ the command line, so that `__main__` can say what is missing.
 import sys
 
 
-def escape_controls(text: str) -> str:
-    r"""Return the text with non-printable characters other than line breaks and tabs escaped, as `\x1b`."""
+def escape_controls(text: str, *, keep: str = "\n\t") -> str:
+    r"""Return the text with non-printable characters, but for those in `keep`, escaped as `\x1b`."""
     if text.isprintable():
         return text
     return "".join(
-        character if character.isprintable() or character in "\n\t" else ascii(character)[1:-1] for character in text
+        character if character.isprintable() or character in keep else ascii(character)[1:-1] for character in text
     )
 
 

@@ -67,7 +67,7 @@ def open_truncated(path: Path, size: int) -> BinaryIO:
     if not path.exists():
         assert size == 0
         return create_file(path)
-    file = path.open("r+b")
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b")
     file.truncate(size)
     file.seek(size)
     return file
@@ -106,6 +106,12 @@ def open_regular(path: Path, *, inside: Path | None = None) -> BufferedReader:
         os.close(descriptor)
         raise DataError(f"{path}: not a regular file; put the file itself there")
     return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path) -> bytes:
+    """Return the whole content of a regular file; for the rest see `open_regular`."""
+    with open_regular(path) as file:
+        return file.read()
 
 
 def read_file(path: Path, *, max_bytes: int, inside: Path | None = None) -> bytes:

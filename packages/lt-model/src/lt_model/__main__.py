@@ -38,7 +38,7 @@ def main() -> int:
         if isinstance(exc, ValueError) and isinstance(code, int):
             sys.stderr.write(f"error: {escape_controls(str(exc))}\n")
             return code
-        traceback.print_exc()
+        sys.stderr.write(escape_controls(traceback.format_exc()))
         return EXIT_INTERNAL
     return 0
 

@@ -6,7 +6,8 @@ of `transformers`; `to_dict`/`from_dict` use our own field names (manifests, rec
 
 from __future__ import annotations
 
-import math
+import reprlib
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -140,15 +141,22 @@ _INT_FIELDS = (
 )
 
 
+_MAX_SIZE = 2**31 - 1
+_MAX_SIZES = {"n_layers": 2**16}
+"""Largest sizes: far above every model, and small enough that whatever walks over the layers ends."""
+
+
 def _positive_int(name: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ModelError(f"{name} = {value!r}: must be a whole number of at least 1")
+        raise ModelError(f"{name} = {reprlib.repr(value)}: must be a whole number of at least 1")
+    if value > _MAX_SIZES.get(name, _MAX_SIZE):
+        raise ModelError(f"{name} = {reprlib.repr(value)}: must be at most {_MAX_SIZES.get(name, _MAX_SIZE)}")
     return value
 
 
 def _positive_float(name: str, value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not (value > 0 and math.isfinite(value)):
-        raise ModelError(f"{name} = {value!r}: must be a finite number greater than 0")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise ModelError(f"{name} = {reprlib.repr(value)}: must be a finite number greater than 0")
     return float(value)
 
 

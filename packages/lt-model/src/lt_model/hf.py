@@ -9,7 +9,10 @@ never loaded approximately.
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from typing import Any
 from lt_model.config import LlamaConfig, RopeScaling
 from lt_model.errors import ModelError
 
+MAX_CONFIG_BYTES = 2**24
 # Our field name -> transformers' name, for fields with the same meaning.
 HF_NAMES = {
     "vocab_size": "vocab_size",
@@ -143,14 +147,24 @@ def read_config(path: str | Path) -> LlamaConfig:
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(_read_text(file))
     except OSError as exc:
         raise ModelError(f"{file}: cannot be read: {exc.strerror}") from exc
     except (ValueError, RecursionError) as exc:  # broken JSON, nested without end, or bytes that are not UTF-8
-        raise ModelError(f"{file}: not a JSON file: {exc}") from exc
+        raise ModelError(f"{file}: not a JSON file: {exc}; give a model's config.json") from exc
     if not isinstance(values, Mapping):
         raise ModelError(f"{file}: expected a JSON object, not {type(values).__name__}")
     return config_from_hf(values, str(file))
+
+
+def _read_text(file: Path) -> str:
+    """Return the text of a regular file of usual size; a pipe would be waited for."""
+    with os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_CONFIG_BYTES:
+            problem = f"no regular file of at most {MAX_CONFIG_BYTES} bytes; give a model's config.json"
+            raise OSError(errno.EINVAL, problem)
+        return opened.read(MAX_CONFIG_BYTES).decode()
 
 
 _SCALING_NAMES = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")

@@ -17,6 +17,8 @@ import pickle
 from collections.abc import Mapping
 from pathlib import Path
 
+from lt_trainer.files import write_atomic
+
 BUFFER_SIZE = 2000
 DUMP_PREFIX = "rank_"
 TIMEOUT_DUMP_PREFIX = "collectives_rank_"
@@ -54,7 +56,7 @@ def dump(folder: Path, *, rank: int, on_gpu: bool) -> str:
     data = _dump_trace(on_gpu)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{DUMP_PREFIX}{rank}"
-    path.write_bytes(data)
+    write_atomic(path, data)
     text = f"the last collectives of this rank are in {path}; the newest of each group: {_describe_latest(data)}"
     command = f"python -m torch.distributed.flight_recorder.fr_trace {folder} -p {DUMP_PREFIX}"
     return f"{text}; once it has those of all ranks, `{command}` shows where they diverge" if on_gpu else text

@@ -12,6 +12,8 @@ it synchronizes. The memory history is recorded from the start of the run to its
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -104,9 +106,12 @@ class StepProfiler:
 
 
 def _write_atomic(path: Path, write: Callable[[str], object]) -> Path:
-    """Write a file under a hidden temporary name, then rename it to `path`."""
+    """Write a file in a new hidden folder, where nobody can have planted a link, then rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp{path.suffix}")
-    write(str(temporary))
-    os.replace(temporary, path)
+    folder = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+    try:
+        write(str(folder / path.name))
+        os.replace(folder / path.name, path)
+    finally:
+        shutil.rmtree(folder)
     return path

@@ -19,12 +19,14 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lt_trainer.errors import TrainerError
+from lt_trainer.files import open_regular
 
 __all__ = [
     "DEFAULT_CACHE",
@@ -107,9 +109,9 @@ def scan_cache(cache: Path) -> list[CompileCacheEntry]:
 
 
 def _iter_entries(cache: Path) -> Iterator[CompileCacheEntry]:
-    for compiler in sorted(path for path in cache.iterdir() if path.name.startswith("neuronxcc-")):
-        for path in sorted(path for path in compiler.iterdir() if _MODULE.fullmatch(path.name)):
-            sizes = {file.name: file.stat().st_size for file in path.iterdir()}
+    for compiler in sorted(path for path in cache.iterdir() if path.name.startswith("neuronxcc-") and path.is_dir()):
+        for path in sorted(path for path in compiler.iterdir() if _is_entry(path)):
+            sizes = _sizes(path)
             state = _entry_state(path, sizes)
             error_message = _first_line(path / "model.log") if state == "failed" and "model.log" in sizes else ""
             yield CompileCacheEntry(
@@ -119,6 +121,20 @@ def _iter_entries(cache: Path) -> Iterator[CompileCacheEntry]:
                 n_bytes=sum(sizes.values()),
                 error_message=error_message,
             )
+
+
+def _is_entry(path: Path) -> bool:
+    """Return True for the folder of a graph; a link to one is none."""
+    return bool(_MODULE.fullmatch(path.name)) and path.is_dir() and not path.is_symlink()
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Return the size of each entry's file; that of links and other things is 0."""
+    found = {}
+    for file in os.scandir(path):
+        status = file.stat(follow_symlinks=False)
+        found[file.name] = status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return found
 
 
 def _entry_state(path: Path, sizes: Mapping[str, int]) -> EntryState:
@@ -134,19 +150,17 @@ def _entry_state(path: Path, sizes: Mapping[str, int]) -> EntryState:
 
 def _is_locked(lock: Path) -> bool:
     """Return True if a process holds the lock file."""
-    descriptor = os.open(lock, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
+    with open_regular(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
     return False
 
 
 def _first_line(log: Path) -> str:
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        return lines.readline().strip()[:400]
+    with open_regular(log) as file:
+        return file.readline(4096).decode(errors="replace").strip()[:400]
 
 
 def remove_entries(entries: Iterable[CompileCacheEntry]) -> list[CompileCacheEntry]:
@@ -161,10 +175,12 @@ def remove_entries(entries: Iterable[CompileCacheEntry]) -> list[CompileCacheEnt
     """
     entries = list(entries)
     for entry in entries:
-        if _entry_state(entry.path, {file.name: file.stat().st_size for file in entry.path.iterdir()}) == "compiling":
+        if _entry_state(entry.path, _sizes(entry.path)) == "compiling":
             raise CompileCacheError(f"{entry.path} is being compiled by another process; wait for it, or stop it")
         unknown = [
-            file.name for file in entry.path.iterdir() if file.is_dir() or not _COMPILER_FILES.fullmatch(file.name)
+            file.name
+            for file in entry.path.iterdir()
+            if file.is_symlink() or not file.is_file() or not _COMPILER_FILES.fullmatch(file.name)
         ]
         if unknown:
             raise CompileCacheError(

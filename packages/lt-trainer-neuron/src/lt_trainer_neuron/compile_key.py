@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_trainer.config import Recipe, engine_options
-from lt_trainer.run_directory import write_atomic
+from lt_trainer.files import read_json, write_atomic
 from lt_trainer_neuron.compile_cache import CompileCacheError, cache_url
 from lt_trainer_neuron.options import NeuronOptions
 
@@ -136,8 +136,8 @@ def read_keys(folder: Path) -> list[dict[str, Any]]:
     found = []
     for path in sorted(folder.glob("*.json")):
         try:
-            record = json.loads(path.read_bytes())
-        except (OSError, ValueError, RecursionError) as exc:
+            record = read_json(path)
+        except (OSError, ValueError) as exc:
             raise CompileCacheError(
                 f"cannot read the compile key {path}: {exc}; remove it and precompile again"
             ) from exc

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from lt_trainer.config import Recipe, engine_options
 from lt_trainer.errors import RecipeError
+from lt_trainer.files import parse_json
 from lt_trainer_neuron.options import SECTION, NeuronOptions
 from lt_trainer_neuron.sdk import LATEST_SDK_RELEASE, SDK_RELEASES
 
@@ -206,7 +207,7 @@ def _user_env(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _read_env_record(environ: Mapping[str, str]) -> dict[str, str]:
     try:
-        record = json.loads(environ.get(ENV_RECORD_VARIABLE, "{}"))
-    except (ValueError, RecursionError):
+        record = parse_json(environ.get(ENV_RECORD_VARIABLE, "{}"))
+    except ValueError:
         return {}
     return record if isinstance(record, dict) else {}

@@ -260,7 +260,10 @@ def prune(
     """Remove old checkpoints; the newest valid one always stays."""
     from lt_ckpt.discovery import checkpoint_root
     from lt_ckpt.discovery import prune_checkpoints as prune_root
+    from lt_ckpt.errors import CheckpointError
 
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: is no folder; give a folder of checkpoints, or a run")
     removed = prune_root(checkpoint_root(path), keep_last=keep_last, keep_every=keep_every)
     for folder in removed:
         echo(f"removed {folder}")

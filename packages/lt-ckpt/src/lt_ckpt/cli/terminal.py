@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lt_ckpt.terminal_text import echo_error
+from lt_ckpt.terminal_text import echo_error, escape_controls
 
 if TYPE_CHECKING:
     from lt_ckpt.source import Source
@@ -65,7 +65,11 @@ def parse_shard_bytes(max_shard_gb: float) -> int:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
-    """Show bytes done, rate and time left: a bar on a terminal, else a line every ten seconds."""
+    """Show bytes done, rate and time left: a bar on a terminal, else a line every ten seconds.
+
+    A title may name a file: it becomes one line that changes no terminal.
+    """
+    title = escape_controls(title, keep="")
     if not sys.stderr.isatty():
         from lt_ckpt.summary import format_bytes
 
@@ -85,7 +89,7 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int, str], None]]:
     from rich.console import Console
 
     columns = (
-        rich_progress.TextColumn("{task.description}"),
+        rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(),
         rich_progress.DownloadColumn(),
         rich_progress.TransferSpeedColumn(),

@@ -269,7 +269,7 @@ def _locked(model: HubModel) -> Iterator[None]:
     path = model.shelf / f"{model.commit}.lock"
     with translate_os_errors("locking the cache", path):
         files.make_folders(model.path)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:
         with translate_os_errors("locking the cache", path):
             fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -162,7 +162,7 @@ def _hash_files(folder: Path, progress: files.ProgressCallback | None) -> dict[s
         total, done = sum(sizes.values()), 0
         for name in names:
             sha256, blob = hashlib.sha256(), hashlib.sha1(b"blob %d\0" % sizes[name], usedforsecurity=False)
-            with open(folder / name, "rb", buffering=0) as file:
+            with open(files.open_for_reading(folder / name), "rb", buffering=0) as file:
                 while block := file.read(files.BLOCK_BYTES):
                     sha256.update(block)
                     blob.update(block)

@@ -68,7 +68,7 @@ def digests_from_manifest(manifest: CheckpointManifest) -> dict[str, FileDigest]
 def digest_file(path: Path, on_bytes: Callable[[int], None] = lambda _: None) -> FileDigest:
     """Read a file and return the digest of its current content."""
     digest, n_bytes = xxhash.xxh3_128(), 0
-    with translate_os_errors("reading", path), open(path, "rb", buffering=0) as file:
+    with translate_os_errors("reading", path), open(files.open_for_reading(path), "rb", buffering=0) as file:
         while block := file.read(files.BLOCK_BYTES):
             digest.update(block)
             n_bytes += len(block)
@@ -98,7 +98,7 @@ class CheckedReader:
         self._segment, self._hashed, self._digest = 0, 0, xxhash.xxh3_128()
         self._position = self._size_query = 0
         with translate_os_errors("reading", path):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = files.open_for_reading(path)
             size = os.fstat(self._descriptor).st_size
         if size != content.n_bytes:
             self.close()

@@ -31,7 +31,7 @@ from lt_data.analysis.inspection import InspectedRow, inspect_batch
 from lt_data.errors import DataError
 from lt_data.file_names import to_local_name, to_portable_name
 from lt_data.packing.packs import open_pack
-from lt_data.storage import translate_os_errors
+from lt_data.storage import read_regular, translate_os_errors
 from lt_data.store.generations import locate_generation
 from lt_data.store.token_store import TokenStore
 from lt_data.streaming.buckets import Buckets
@@ -279,7 +279,7 @@ def _read_data_section(run: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{run}: not a run directory (no {RECIPE_FILE}); give the folder of run.dir")
     with translate_os_errors("read the run's", path):
-        content = path.read_bytes()
+        content = read_regular(path)
     try:
         data = strict_json.load_object(content, str(path), "give another run directory")["recipe"]["data"]
         kinds = {"store": str, "seq_len": int, "packing": str, "document_mask": bool, "shuffle": bool}
@@ -367,6 +367,6 @@ def _store_folders(source: RowSource) -> dict[str, Path]:
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield line number and object of each line; an incomplete last line is ignored."""
     with translate_os_errors("read the run's", path):
-        content = path.read_bytes()
+        content = read_regular(path)
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):
         yield number, strict_json.load_object(line, f"{path}:{number}", "remove the line")

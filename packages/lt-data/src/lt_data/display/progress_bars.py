@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
+from lt_data.display.terminal import escape_controls
 from lt_data.progress import Progress, no_progress
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -12,7 +13,11 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 @contextmanager
 def progress_bar(label: str) -> Iterator[Progress]:
-    """Provide a progress callback that prints to stderr."""
+    """Provide a progress callback that prints to stderr.
+
+    A label may name a file: it becomes one line that changes no terminal.
+    """
+    label = escape_controls(label, keep="")
     with _bar(label) if sys.stderr.isatty() else _lines(label) as report:
         yield report
 
@@ -44,7 +49,7 @@ def _bar(label: str) -> Iterator[Progress]:
     from rich.progress import Progress as Bars
 
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         TextColumn("{task.fields[amount]}"),
         TimeElapsedColumn(),

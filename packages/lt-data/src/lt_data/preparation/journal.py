@@ -12,7 +12,7 @@ from typing import Any
 
 from lt_data import strict_json
 from lt_data.errors import DataError
-from lt_data.storage import fsync, open_truncated, translate_os_errors, write
+from lt_data.storage import fsync, open_truncated, read_regular, translate_os_errors, write
 
 
 def encode_record(record: dict[str, Any]) -> bytes:
@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, path: Path, *, ignore_damage: bool = False) -> None:
         self._path = path
         with translate_os_errors("open", path):
-            content = path.read_bytes() if path.exists() else b""
+            content = read_regular(path) if path.exists() else b""
             try:
                 self.records, valid = decode_journal(content, str(path))
             except DataError:

@@ -26,7 +26,7 @@ from lt_data.preparation.store_writer import (
     SPECIAL_STRINGS,
     filter_by_tokens,
 )
-from lt_data.storage import open_regular, translate_os_errors
+from lt_data.storage import open_regular, read_regular, translate_os_errors
 from lt_data.store.manifest import DUPLICATE, MANIFEST_FILE, DocumentTotals, StoreManifest
 
 REMEDY = "prepare this part again"
@@ -145,7 +145,7 @@ def _recount(
 
 def _subtract_special_strings(counts: DocumentCounts, path: Path, repeated: np.ndarray) -> None:
     with translate_os_errors("read", path):
-        lines = path.read_bytes().splitlines()
+        lines = read_regular(path).splitlines()
     for number, line in enumerate(lines, start=1):
         at = f"{path}:{number}"
         found = strict_json.parse(_DocumentSpecials, strict_json.loads(line, at, REMEDY), at, REMEDY)

@@ -26,7 +26,7 @@ from lt_data.preparation.counts import DocumentCounts, SavedCounts
 from lt_data.preparation.deduplication import HASH_DTYPE
 from lt_data.preparation.document_filter import DocumentFilter
 from lt_data.sources.hashing_reader import HashedPrefix
-from lt_data.storage import make_folder_synced, remove_tree, translate_os_errors, write
+from lt_data.storage import make_folder_synced, read_regular, remove_tree, translate_os_errors, write
 from lt_data.store.document_metadata import DocumentMetadata
 from lt_data.store.document_sources import decode_source_files, encode_source_files
 from lt_data.store.manifest import EMPTY, SHARD_FOLDER, DocumentTotals, Selection, ShardFile
@@ -55,7 +55,7 @@ def filter_by_tokens(tokens: np.ndarray, selection: Selection) -> list[tuple[str
 def read_sources(path: Path) -> list[SourceFile]:
     """Read the files listed in a `sources` file."""
     with translate_os_errors("read", path):
-        content = path.read_bytes()
+        content = read_regular(path)
     return list(decode_source_files(content, str(path), _PART_REMEDY))
 
 

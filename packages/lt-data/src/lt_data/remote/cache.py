@@ -24,6 +24,8 @@ from lt_data.errors import DataError
 from lt_data.remote.contents import BLOCK_BYTES, block_digest
 from lt_data.storage import translate_os_errors
 
+_OWN = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
 LEAST_BYTES = 16 * BLOCK_BYTES
 TMP = ".tmp"
 
@@ -63,7 +65,7 @@ class BlockCache:
         path = self._path(key, number)
         try:
             with translate_os_errors("read", path):
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_RDONLY | _OWN)
         except DataError as exc:
             if isinstance(exc.__cause__, FileNotFoundError):
                 return None
@@ -129,14 +131,14 @@ class BlockCache:
             path.parent.mkdir(exist_ok=True)
             tmp = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TMP}")
             os.pwrite(lock, (total + n_bytes).to_bytes(8, "little"), 0)
-            descriptor = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            descriptor = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _OWN, 0o666)
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             os.ftruncate(descriptor, n_bytes)
             return descriptor, tmp
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        descriptor = os.open(self.folder / "usage", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(self.folder / "usage", os.O_RDWR | os.O_CREAT | _OWN, 0o666)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield descriptor
@@ -169,7 +171,7 @@ class BlockCache:
 
 def is_of_the_dead(tmp: Path) -> bool:
     """Whether the process that was writing a file has ended: it held the file's lock."""
-    descriptor = os.open(tmp, os.O_RDONLY | os.O_CLOEXEC)
+    descriptor = os.open(tmp, os.O_RDONLY | _OWN)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -32,7 +32,16 @@ from lt_data.remote.contents import BLOCK_BYTES
 from lt_data.remote.parcel import RemoteFile, RemoteParcel, of_bucket
 from lt_data.remote.s3 import S3Folder, S3Options, Transfers
 from lt_data.remote.threads import Meter, pool_of
-from lt_data.storage import find_link, fsync, fsync_folder, make_folder_synced, translate_os_errors, write_file
+from lt_data.storage import (
+    find_link,
+    fsync,
+    fsync_folder,
+    make_folder_synced,
+    open_regular,
+    read_regular,
+    translate_os_errors,
+    write_file,
+)
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.token_store import TokenStore
 
@@ -130,7 +139,7 @@ def _expect_same(parcel: RemoteParcel, target: Path, checking: Progress) -> None
         path = target / name
         if not path.is_file() or path.stat().st_size != size:
             raise refused
-    if parcel.manifest is not None and (target / MANIFEST).read_bytes() != parcel.manifest:
+    if parcel.manifest is not None and read_regular(target / MANIFEST) != parcel.manifest:
         raise refused
     if _find_bad(parcel.files, target, checking):
         raise refused
@@ -187,7 +196,7 @@ def _part_name(name: str) -> str:
 
 def _sha256(path: Path, count: Callable[[int], None] = lambda _: None) -> str:
     digest = hashlib.sha256()
-    with translate_os_errors("read", path), path.open("rb", buffering=0) as source:
+    with translate_os_errors("read", path), open_regular(path) as source:
         while block := source.read(4 * BLOCK_BYTES):
             digest.update(block)
             count(len(block))
@@ -206,7 +215,7 @@ def _find_bad(files: Mapping[str, RemoteFile], folder: Path, checking: Progress)
 def _complete(parcel: RemoteParcel, building: Path, target: Path) -> None:
     files = building / "files"
     if parcel.manifest is not None:
-        if not (files / MANIFEST).exists() or (files / MANIFEST).read_bytes() != parcel.manifest:
+        if not (files / MANIFEST).exists() or read_regular(files / MANIFEST) != parcel.manifest:
             (files / MANIFEST).unlink(missing_ok=True)
             write_file(files / MANIFEST, parcel.manifest)
         if any(file.sha256 is None for file in parcel.files.values()):

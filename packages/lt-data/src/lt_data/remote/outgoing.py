@@ -21,7 +21,7 @@ from lt_data.file_names import to_portable_name
 from lt_data.packing.pack_header import PACK_FILE as PACK_HEADER
 from lt_data.remote.contents import LISTING, check_name
 from lt_data.remote.parcel import file_hashes, is_joined, is_store
-from lt_data.storage import read_file, translate_os_errors
+from lt_data.storage import open_regular, read_file, read_regular, translate_os_errors
 from lt_data.store.document_sources import SOURCES_FILE, decode_sources, encode_source_files, shift_files
 from lt_data.store.manifest import MANIFEST_FILE as MANIFEST
 from lt_data.store.manifest import PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, StoreManifest, encode_manifest
@@ -50,7 +50,7 @@ class LocalParcel:
 
     def open(self, name: str) -> BinaryIO:
         """Open a file for reading, unbuffered."""
-        return io.BytesIO(self.made[name]()) if name in self.made else self.path(name).open("rb", buffering=0)
+        return io.BytesIO(self.made[name]()) if name in self.made else open_regular(self.path(name))
 
     def path(self, name: str) -> Path:
         """Return where a file is."""
@@ -169,5 +169,5 @@ def _name(path: Path) -> str:
 
 def _manifest_of(folder: Path) -> bytes | None:
     with translate_os_errors("read", folder / MANIFEST):
-        content = (folder / MANIFEST).read_bytes()
+        content = read_regular(folder / MANIFEST)
     return content if is_store(content) or is_joined(content) else None

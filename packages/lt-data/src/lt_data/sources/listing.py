@@ -133,6 +133,8 @@ class SourceListing:
             with translate_answer_errors(shown):
                 info = filesystem.info(root)
                 files: dict[str, Any] = filesystem.find(root, detail=True) if info["type"] == "directory" else {}
+            if info["type"] not in ("file", "directory"):
+                raise DataError(f"cannot read {shown}: neither a file nor a folder; write it to a file first")
             if info["type"] != "directory":
                 yield ListedFile(name=shown, size=info.get("size"), path=root, filesystem=filesystem)
                 return
@@ -142,6 +144,13 @@ class SourceListing:
             if saved is None and any(part.startswith(".") for part in inner):
                 self.ignored_files[_HIDDEN] += 1
             elif saved is not None or self._has_suffix(path, options):
+                is_link = files[path].get("islink", False)  # of a file:// address
+                if is_link and not _is_inside(os.path.realpath(path), os.path.realpath(root)):
+                    self.skipped_links += 1
+                    continue
+                if not os.path.isfile(path) if is_link else files[path]["type"] != "file":
+                    self._handle_bad(f"{path}: not a regular file; move it away, or write it to a file", options)
+                    continue
                 name = redact_url(filesystem.unstrip_protocol(path))
                 yield ListedFile(name=name, size=files[path].get("size"), path=path, filesystem=filesystem)
 

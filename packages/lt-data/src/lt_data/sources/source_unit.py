@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 from urllib.parse import urlsplit
 
@@ -13,7 +14,7 @@ from lt_data.sources.hashing_reader import HashingCounter
 from lt_data.sources.options import ReadOptions
 from lt_data.sources.record import DamagedFileError, SourceRecord
 from lt_data.sources.transfer_errors import translate_transfer_errors
-from lt_data.storage import translate_os_errors
+from lt_data.storage import open_regular, translate_os_errors
 
 
 class SourceUnit(Protocol):
@@ -93,7 +94,7 @@ class ListedFile:
 
     def open(self) -> BinaryIO:
         """Open the file."""
-        return open(self.path, "rb") if self.filesystem is None else self.filesystem.open(self.path, "rb")
+        return open_regular(Path(self.path)) if self.filesystem is None else self.filesystem.open(self.path, "rb")
 
     def _check_size(self, counter: HashingCounter) -> None:
         if self.size is not None and counter.bytes != self.size:

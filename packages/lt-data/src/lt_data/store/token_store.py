@@ -15,6 +15,7 @@ needs no memory and no file descriptors; `lengths` and `offsets`, which packing 
 each). `verify` reads everything.
 """
 
+import os
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -105,6 +106,8 @@ class TokenStore:
             DataError: no store, another version, or a shard that is missing or not of the manifest's size.
         """
         packs = None if not packs else Path(packs)
+        if packs is not None and os.path.lexists(packs) and not packs.is_dir():
+            raise DataError(f"packs = {packs}: no folder; give the folder for the packs of several stores")
         if isinstance(path, str) and path.startswith("s3://"):
             from lt_data.remote.reading import DEFAULT_CACHE_BYTES, RemoteShards
             from lt_data.remote.s3 import S3Options

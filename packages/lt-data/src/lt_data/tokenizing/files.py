@@ -95,7 +95,10 @@ def _read_from_url(url: str) -> tuple[str, Mapping[str, bytes]]:
 
 
 def _read_bounded(filesystem: Any, path: str, shown: str) -> bytes:
-    size = filesystem.info(path).get("size")
+    info = filesystem.info(path)
+    if info["type"] != "file":  # a pipe, at a file:// address, would be waited for
+        raise DataError(f"{shown}: no regular file; put the file itself there")
+    size = info.get("size")
     if size is not None and size <= MAX_FILE_BYTES:
         return filesystem.cat_file(path)
     content = b""

@@ -66,6 +66,13 @@ Hyperparameters = Annotated[
 ]
 
 
+def echo(text: str) -> None:
+    """Print text that quotes others' files: what would change a terminal is escaped."""
+    from lt_data.display.terminal import echo as echo_escaped
+
+    echo_escaped(text)
+
+
 def _load(recipe: Path, sets: list[str] | None, hyperparameters: Path | None) -> ResolvedRecipe:
     from lt_trainer.config import load, read_hyperparameters
 
@@ -156,7 +163,7 @@ def show(
 
     resolved = _load(recipe, sets, hyperparameters)
     if as_json:
-        typer.echo(
+        echo(
             json.dumps(
                 {
                     "recipe": to_dict(resolved.recipe),
@@ -167,9 +174,9 @@ def show(
             )
         )
         return
-    typer.echo(to_toml(resolved.recipe, resolved.origins), nl=False)
+    echo(to_toml(resolved.recipe, resolved.origins).removesuffix("\n"))
     for section in resolved.unchecked:
-        typer.echo(f"# [{section}] is not checked: its engine is not installed here; training checks it")
+        echo(f"# [{section}] is not checked: its engine is not installed here; training checks it")
 
 
 @app.command()
@@ -192,7 +199,7 @@ def plan(
     result = plan_recipe(
         _load(recipe, sets, hyperparameters), device=device, devices=devices, nodes=nodes or None, mfu=mfu or None
     )
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.to_text(), nl=as_json)
+    echo(json.dumps(result.to_dict(), indent=1) if as_json else result.to_text().removesuffix("\n"))
     raise typer.Exit(0 if result.fits else 1)
 
 
@@ -224,7 +231,7 @@ def report(
     from lt_trainer.observability.report import write_report
 
     for path in write_report(runs, out, png=png, overwrite=overwrite):
-        typer.echo(path)
+        echo(str(path))
 
 
 @app.command()
@@ -253,7 +260,7 @@ def bench(
     )
     report = run_benchmark(resolved, steps=steps, warmup=warmup)
     if report is not None:
-        typer.echo(json.dumps(report, indent=1))
+        echo(json.dumps(report, indent=1))
 
 
 @app.command()
@@ -282,7 +289,6 @@ def tune(
     measured, and the same command goes on from the journal. The global batch stays the same.
     """
     import signal
-    from functools import partial
 
     from lt_trainer.resilience import install_handlers
     from lt_trainer.tuning import ProbeCommand, TuneOptions, probe_arguments, tune_recipe
@@ -296,7 +302,7 @@ def tune(
         options=options,
         journal=journal or recipe.with_suffix(".tune.jsonl"),
         out=out,
-        log=partial(print, flush=True),
+        log=echo,
     )
 
 
@@ -346,7 +352,6 @@ def evaluate(
     Results are printed, and kept as JSON lines: of a run in evaluation/step-N-DTYPE of its directory, else in --out.
     """
     require_torch("evaluate")
-    from lt_data.display.terminal import escape_controls
     from lt_trainer.cli.evaluate import EvaluateOptions
     from lt_trainer.cli.evaluate import evaluate as run_evaluation
 
@@ -363,7 +368,7 @@ def evaluate(
         seq_len=seq_len,
         micro_batch_size=micro_batch_size,
     )
-    run_evaluation(model, options, out=out, echo=lambda line: typer.echo(escape_controls(line)))
+    run_evaluation(model, options, out=out, echo=echo)
 
 
 def require_torch(command: str) -> None:

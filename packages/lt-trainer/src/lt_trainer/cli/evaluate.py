@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -173,7 +174,7 @@ def is_number(value: Any) -> bool:
 def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
     """Return what numbers depend on besides the store or the task, and which model it is."""
     return {
-        "model": str(loaded.source.resolve()),
+        "model": os.path.realpath(loaded.source),
         "step": loaded.step,
         "weights": loaded.weights_sha256,
         "dtype": str(loaded.dtype).removeprefix("torch."),

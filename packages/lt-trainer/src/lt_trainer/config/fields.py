@@ -42,6 +42,8 @@ __all__ = [
 
 T = TypeVar("T")
 
+MAX_INT = 2**63 - 1
+"""Largest integer of a recipe, as of TOML and of every array."""
 TRUE_WORDS = ("true", "True", "TRUE", "1")
 FALSE_WORDS = ("false", "False", "FALSE", "0")
 
@@ -260,7 +262,7 @@ def _unquote(value: str) -> str:
     if len(value) >= 2 and value[0] == value[-1] == '"':
         try:
             inner = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:
             return value
         assert isinstance(inner, str)
         return inner
@@ -309,10 +311,12 @@ def _bool(value: Any, text: bool) -> bool:
 def _int(value: Any, text: bool) -> int:
     if text:
         try:
-            return int(value)
+            value = int(value)
         except ValueError:
             raise _MismatchError("expected an integer", "write it in digits, without a decimal point") from None
     if isinstance(value, int) and not isinstance(value, bool):
+        if abs(value) > MAX_INT:
+            raise _MismatchError(f"larger than {MAX_INT}", "write a number of usual size")
         return value
     raise _MismatchError("expected an integer", "write it in digits, without quotes or a decimal point")
 
@@ -341,4 +345,6 @@ def _str(value: Any, text: bool) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise _MismatchError("not valid Unicode", "use text that can be encoded as UTF-8") from None
+    if "\0" in value:
+        raise _MismatchError("has a NUL character", "remove it: no path and no name can have one")
     return value

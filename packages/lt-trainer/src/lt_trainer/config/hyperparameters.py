@@ -5,13 +5,13 @@ are dropped. Every other key must be in `hyperparameter_leaves()`, or known to a
 its spec): names of the training scripts that it replaces.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
 from lt_trainer.config.fields import Leaf, leaves
 from lt_trainer.config.recipe import Recipe
 from lt_trainer.errors import RecipeError
+from lt_trainer.files import read_json
 
 __all__ = ["hyperparameter_leaves", "read_hyperparameters"]
 
@@ -30,11 +30,11 @@ def read_hyperparameters(path: str | Path) -> dict[str, Any]:
         RecipeError: the file cannot be read or has other content.
     """
     try:
-        content = json.loads(Path(path).read_bytes())
+        content = read_json(path)
     except OSError as exc:
         problem = f"cannot read the hyperparameters {path}: {exc.strerror}"
         raise RecipeError(problem, remedy="pass the path of a readable JSON file") from exc
-    except (ValueError, RecursionError) as exc:
+    except ValueError as exc:
         raise RecipeError(f"the hyperparameters {path} are not valid JSON: {exc}", remedy=EXAMPLE) from exc
     if not isinstance(content, dict):
         raise RecipeError(f"the hyperparameters {path} are not a JSON object", remedy=EXAMPLE)

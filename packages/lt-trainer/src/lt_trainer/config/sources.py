@@ -5,7 +5,6 @@ caller merges sources; `coerce_assignments` then converts the values to the decl
 same for the sections of engines, whose schema is known only where the engine's package is installed.
 """
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from lt_trainer.config.fields import Leaf, build, coerce, flatten, leaves, named_section_tables, section_names, suggest
 from lt_trainer.config.toml import line_numbers
 from lt_trainer.errors import RecipeError
+from lt_trainer.files import parse_toml, read_bytes
 
 __all__ = [
     "DEFAULT",
@@ -54,15 +54,15 @@ def read_toml(path: Path) -> dict[str, Assignment]:
         RecipeError: the file cannot be read, or is not TOML.
     """
     try:
-        text = path.read_bytes().decode()
-        table = tomllib.loads(text)
+        text = read_bytes(path).decode()
+        table = parse_toml(text)
     except OSError as exc:
         problem = f"cannot read the recipe {path}: {exc.strerror}"
         raise RecipeError(problem, remedy="give the path of a readable TOML file") from exc
     except UnicodeDecodeError as exc:
         problem = f"the recipe {path} is not UTF-8 ({exc.reason} at byte {exc.start})"
         raise RecipeError(problem, remedy="save it as UTF-8") from exc
-    except tomllib.TOMLDecodeError as exc:
+    except ValueError as exc:
         problem = f"the recipe {path} is not valid TOML: {exc}"
         raise RecipeError(problem, remedy="strings need quotes, and a section starts with [name]") from exc
     lines = line_numbers(text)
@@ -248,8 +248,8 @@ def _parse_raw(given: Assignment) -> Any:
     if not (given.is_text and isinstance(given.value, str)):
         return given.value
     try:
-        return tomllib.loads(f"value = {given.value}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {given.value}")["value"]
+    except ValueError:
         return given.value
 
 

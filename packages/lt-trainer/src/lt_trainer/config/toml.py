@@ -29,13 +29,27 @@ def format_value(value: Any) -> str:
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return _escape(json.dumps(value, ensure_ascii=False))
     if isinstance(value, list | tuple):
         return f"[{', '.join(format_value(item) for item in value)}]"
     if isinstance(value, Mapping):
         inner = ", ".join(f"{_key(str(name))} = {format_value(item)}" for name, item in value.items())
         return f"{{ {inner} }}" if inner else "{}"
     raise AssertionError(f"a recipe cannot hold {value!r}")
+
+
+def _escape(text: str) -> str:
+    """Return the text with what is not printable as TOML's escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        character
+        if character.isprintable()
+        else f"\\u{ord(character):04x}"
+        if ord(character) < 2**16
+        else f"\\U{ord(character):08x}"
+        for character in text
+    )
 
 
 def _key(part: str) -> str:
@@ -60,7 +74,7 @@ def dump(values: Mapping[str, Any], comments: Mapping[str, str] | None = None) -
         lines = [f"[{'.'.join(_key(part) for part in section.split('.'))}]"]
         for name, value in fields.items():
             comment = (comments or {}).get(f"{section}.{name}")
-            lines.append(f"{_key(name)} = {format_value(value)}" + (f"  # {comment}" if comment else ""))
+            lines.append(f"{_key(name)} = {format_value(value)}" + (f"  # {_escape(comment)}" if comment else ""))
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 

@@ -30,6 +30,7 @@ from lt_trainer.evaluation.encoding import PairEncoder
 from lt_trainer.evaluation.generated_tasks import GENERATED_TASKS
 from lt_trainer.evaluation.requests import Score, ScoreRequest, check_requests, score_requests
 from lt_trainer.evaluation.scorer import BatchShape, EvaluationError, Scorer
+from lt_trainer.files import parse_json, read_text
 
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MAX_LOG_FOR_EXP = 700.0
@@ -119,15 +120,15 @@ def read_task(path: Path) -> Task:
         EvaluationError: it cannot be read, a line is not an item, or its items are of two kinds; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_text(path).splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         raise EvaluationError(f"cannot read {path}: {exc}; give a file of JSON lines in UTF-8") from exc
     items: list[TaskItem] = []
     for number, line in enumerate(lines, start=1):
         at = f"{path}:{number}"
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as exc:
+            record = parse_json(line)
+        except ValueError as exc:
             raise EvaluationError(f"{at}: not JSON ({exc}); {REMEDY}") from exc
         items.append(_item(record, at))
         if (items[-1].label is None) != (items[0].label is None):

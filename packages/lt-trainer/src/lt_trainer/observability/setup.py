@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING
 from lt_trainer.config import Recipe, to_dict
 from lt_trainer.engine import Engine, EngineSpec, World
 from lt_trainer.errors import RecipeError
+from lt_trainer.files import read_text
 from lt_trainer.observability.monitor import NodeMonitor
 from lt_trainer.observability.sinks import SinkGroup, check_sinks, check_sinks_installed, open_sinks
 from lt_trainer.observability.sinks.sink import RunInfo
-from lt_trainer.run_directory import read_jsonl
+from lt_trainer.run_directory import read_metrics
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory import RankLog, RunDir
@@ -91,7 +92,7 @@ def open_run_sinks(recipe: Recipe, run_dir: RunDir) -> tuple[SinkGroup, dict[str
     info = RunInfo(
         run=run_dir.path,
         recipe=to_dict(recipe),
-        toml=(run_dir.path / "recipe.toml").read_text(encoding="utf-8"),
+        toml=read_text(run_dir.path / "recipe.toml"),
         step=_highest_step(run_dir.metrics),
     )
     return open_sinks(recipe.metrics.sinks, info)
@@ -113,4 +114,4 @@ def _highest_step(metrics: Path) -> int:
     """Return the highest step in a metrics file; 0 if there is none."""
     if not metrics.exists():
         return 0
-    return max((record["step"] for record in read_jsonl(metrics) if "loss" in record), default=0)
+    return max((record["step"] for record in read_metrics(metrics) if "loss" in record), default=0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,12 +74,13 @@ def write_corpus(folder: QuickstartFolder, source: str) -> CorpusCounts:
     validation = {i for _, i in ranked[: max(1, len(ranked) // VALIDATION_SHARE)]}
     used = {i for _, i in ranked}
     counts = {True: [0, 0], False: [0, 0]}
-    temporary = {True: folder.corpus_validation.with_suffix(".tmp"), False: folder.corpus_train.with_suffix(".tmp")}
+    suffix = f".{secrets.token_hex(8)}.tmp"  # not to be guessed, and made new: a link there would be followed
+    temporary = {True: folder.corpus_validation.with_suffix(suffix), False: folder.corpus_train.with_suffix(suffix)}
     try:
         folder.corpus_train.parent.mkdir(exist_ok=True)
         with (
-            open(temporary[True], "w", encoding="utf-8") as validation_file,
-            open(temporary[False], "w", encoding="utf-8") as train_file,
+            open(temporary[True], "x", encoding="utf-8") as validation_file,
+            open(temporary[False], "x", encoding="utf-8") as train_file,
         ):
             for i, document in enumerate(documents(source)):
                 if i in used:
@@ -94,6 +96,9 @@ def write_corpus(folder: QuickstartFolder, source: str) -> CorpusCounts:
         raise QuickstartError(
             f"cannot write the corpus to {folder.out}: {exc.strerror}; free space or choose another folder with --out"
         ) from exc
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
     return CorpusCounts(
         train_documents=counts[False][0],
         train_bytes=counts[False][1],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from rich.console import Console
 
 from lt_data import TokenStore
 from lt_data.display.progress_bars import progress_bar
+from lt_data.display.terminal import escape_controls
 from lt_model import PRESETS, ModelError, n_parameters, preset
 from lt_trainer.observability.report import write_report
 from lt_trainer.quickstart import report
@@ -52,9 +54,8 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
     settings = _settings(source, preset, steps)
     folder = QuickstartFolder(out)
     if folder.claim(settings, overwrite=overwrite):
-        console.print(
-            f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)", markup=False
-        )
+        text = f"{out} has a quickstart with these settings; continuing it (--overwrite starts over)"
+        console.print(escape_controls(text), markup=False)
     train_packed, validation_packed = _data(console, timer, folder, settings)
     resume = _training(console, timer, folder, settings, train_packed)
     comparison, logits = _checks(console, timer, folder, settings, train_packed, validation_packed)
@@ -72,7 +73,9 @@ def main(*, out: Path, source: str, preset: str, steps: int, overwrite: bool) ->
         seconds=timer.seconds,
     )
     write_report([folder.run], folder.report, overwrite=True)
-    console.print(f"report of the run, to open in a browser: {folder.report}", markup=False, soft_wrap=True)
+    console.print(
+        escape_controls(f"report of the run, to open in a browser: {folder.report}"), markup=False, soft_wrap=True
+    )
     report.show_commands(console, folder, settings)
     check_results(resume, logits.is_equal, comparison)
 
@@ -81,7 +84,7 @@ def _settings(source: str, name: str, steps: int) -> QuickstartSettings:
     if name not in PRESETS:
         raise ModelError(f"--preset = {name!r}: unknown preset; the presets are {', '.join(PRESETS)}")
     interpreter = "" if source else f"{platform.python_implementation()} {platform.python_version()}"
-    source = str(Path(source).resolve()) if source and "://" not in source else source
+    source = os.path.realpath(source) if source and "://" not in source else source
     settings = QuickstartSettings(source=source, interpreter=interpreter, preset=name)
     return QuickstartSettings(source=source, interpreter=interpreter, preset=name, steps=steps or settings.steps)
 

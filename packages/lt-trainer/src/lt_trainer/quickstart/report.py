@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from lt_data.display.terminal import escape_controls
+from lt_trainer.files import write_atomic
 from lt_trainer.quickstart.baselines import BaselineComparison
 from lt_trainer.quickstart.settings import QuickstartFolder, QuickstartSettings
 from lt_trainer.quickstart.training import ResumeCheck
@@ -67,7 +69,7 @@ def show_samples(console: Console, samples: Sequence[tuple[str, str]]) -> None:
     """Print prompts and their completions."""
     for prompt, text in samples:
         console.rule("sample", align="left")
-        console.print(prompt, style="bold", end="", markup=False, highlight=False)
+        console.print(escape_controls(prompt), style="bold", end="", markup=False, highlight=False)
         console.print(escape_controls(text), markup=False, highlight=False)
     console.rule()
 
@@ -79,7 +81,12 @@ def show_summary(console: Console, numbers: Mapping[str, Any], seconds: Mapping[
     table.add_column("value", justify="right")
     for name, value in numbers.items():
         table.add_row(
-            name, value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+            name,
+            Text(escape_controls(value, keep=""))
+            if isinstance(value, str)
+            else f"{value:,}"
+            if isinstance(value, int)
+            else f"{value:.4g}",
         )
     for name, value in seconds.items():
         table.add_row(f"time: {name}", f"{value:.1f} s")
@@ -90,7 +97,7 @@ def show_commands(console: Console, folder: QuickstartFolder, settings: Quicksta
     """Print the equivalent commands."""
     console.print("The same as single commands:")
     for command in commands(folder, settings):
-        console.print("  " + shlex.join(command), markup=False, highlight=False, soft_wrap=True)
+        console.print("  " + escape_controls(shlex.join(command)), markup=False, highlight=False, soft_wrap=True)
 
 
 def commands(folder: QuickstartFolder, settings: QuickstartSettings) -> list[list[str]]:
@@ -143,4 +150,4 @@ def write_summary(
         "numbers": dict(numbers),
         "seconds": dict(seconds),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_atomic(path, json.dumps(content, indent=1) + "\n")

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lt_trainer.errors import TrainerError
+from lt_trainer.files import read_json, write_atomic
 
 MARKER_FILE = ".lt-quickstart"
 VERSION = 1
@@ -157,7 +158,7 @@ class QuickstartFolder:
                     f"{self.out} is not empty and not a quickstart folder; choose a new folder with --out"
                 )
             self.out.mkdir(parents=True, exist_ok=True)
-            marker.write_text(json.dumps({"version": VERSION, "settings": asdict(settings)}, indent=1) + "\n")
+            write_atomic(marker, json.dumps({"version": VERSION, "settings": asdict(settings)}, indent=1) + "\n")
         except OSError as exc:
             raise QuickstartError(f"--out = {self.out}: {exc.strerror}; choose a writable folder") from exc
         return False
@@ -173,10 +174,12 @@ class QuickstartFolder:
 
 def _read_settings(marker: Path) -> dict[str, object]:
     try:
-        content = json.loads(marker.read_text(encoding="utf-8"))
+        content = read_json(marker)
         version, settings = content["version"], content["settings"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
+    except (ValueError, KeyError, TypeError) as exc:
         raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out") from exc
+    if not isinstance(settings, dict):
+        raise QuickstartError(f"{marker} is damaged; remove the folder, or choose another with --out")
     if version != VERSION:
         raise QuickstartError(f"{marker} was written by another version of lt; choose another folder with --out")
     return settings

@@ -5,13 +5,13 @@ A result appears under its name only when complete (each writer renames at the e
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from lt_ckpt import export_hf, resolve_checkpoint
 from lt_ckpt.discovery import describe_fallbacks
 from lt_data import Progress, RowReader, Tokenizer, TokenStore, open_pack, pack, prepare, read_documents, train_bpe
+from lt_data.display.terminal import echo_error
 from lt_trainer.config import dump, flatten, load
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
 from lt_trainer.run_directory import write_atomic
@@ -85,7 +85,7 @@ def export_model(folder: QuickstartFolder) -> Path:
     if not folder.model.exists():
         checkpoint, rejected = resolve_checkpoint(folder.run)
         for sentence in describe_fallbacks(checkpoint, rejected):
-            sys.stderr.write(f"{sentence}\n")
+            echo_error(sentence)
         weight_bytes = sum(spec.n_bytes for spec in checkpoint.specs("weights").values())
         export_hf(checkpoint, folder.model, max_shard_bytes=weight_bytes // 2 + 1)
     return folder.model

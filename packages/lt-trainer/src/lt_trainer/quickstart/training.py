@@ -7,6 +7,7 @@ first losses must equal those bit for bit, which shows that the checkpoint has t
 
 from __future__ import annotations
 
+import os
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Any
 
 from lt_data import Progress
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
+from lt_trainer.files import open_for_appending, open_regular
 from lt_trainer.observability import RESUME_CHECK_FILE
 from lt_trainer.quickstart.settings import QuickstartError, QuickstartFolder, QuickstartSettings
 from lt_trainer.run_directory import read_jsonl
@@ -105,10 +107,17 @@ def is_done(folder: QuickstartFolder) -> bool:
     return any(record["event"] == "completed" for record in _records(folder.run / "events.jsonl"))
 
 
+def _open_log(path: Path) -> int:
+    try:
+        return open_for_appending(path)
+    except OSError as exc:
+        raise QuickstartError(f"cannot write {path}: {exc.strerror}; free space or choose another --out") from exc
+
+
 def _run_process(folder: QuickstartFolder, settings: QuickstartSettings, progress: Progress, *options: str) -> None:
     """Run one training process with its output in the log, and report progress."""
     command = [sys.executable, "-m", "lt_trainer", "run", str(folder.recipe), *options]
-    with open(folder.log, "a", encoding="utf-8") as log:
+    with os.fdopen(_open_log(folder.log), "a", encoding="utf-8") as log:
         start = log.tell()
         log.write(f"$ {shlex.join(command)}\n")
         log.flush()
@@ -117,7 +126,7 @@ def _run_process(folder: QuickstartFolder, settings: QuickstartSettings, progres
                 time.sleep(POLL_INTERVAL_S)
                 progress(max(losses(folder), default=0), settings.steps, "steps")
     if process.returncode not in (EXIT_DONE, EXIT_REQUEUE):
-        with open(folder.log, encoding="utf-8") as log:
-            log.seek(start)
-            tail = "".join(log.readlines()[-12:])
+        with open_regular(folder.log) as output:
+            output.seek(start)
+            tail = b"".join(output.readlines()[-12:]).decode(errors="replace")
         raise QuickstartError(f"training exited with code {process.returncode}; last lines of {folder.log}:\n{tail}")

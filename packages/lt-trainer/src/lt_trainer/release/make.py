@@ -189,7 +189,8 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
     checkpoints, found = choose_checkpoints(run, options.checkpoints)
     problems += found
     problems += [f"--results = {path}: no such file or folder" for path in options.results if not path.exists()]
-    if len({path.resolve().name for path in options.results} | {"evaluation"}) <= len(options.results):
+    names = {os.path.basename(os.path.realpath(path)) for path in options.results}
+    if len(names | {"evaluation"}) <= len(options.results):
         problems.append("--results: two of one name, or one of the name evaluation; rename one")
     problems += _result_problems(options.results, checkpoints)
     problems += _version_problems(environment)

@@ -12,8 +12,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import get_type_hints
+
+from lt_trainer.files import parse_json
 
 STAGES = ("start", "data", "step", "sync_stop", "fetch_metrics", "validate", "save")
 """In the order of one step; "start" is before the first mark."""
@@ -76,12 +79,15 @@ class Heartbeat:
 def decode_heartbeat(data: bytes) -> Heartbeat | None:
     """Decode a heartbeat file; None if it is torn, mixed from two writes, or of another format."""
     try:
-        values = json.loads(data)
-    except (ValueError, RecursionError):
+        values = parse_json(data)
+    except ValueError:
         return None
-    if not isinstance(values, dict) or set(values) != {field.name for field in fields(Heartbeat)} | {"sum"}:
+    hints = get_type_hints(Heartbeat)
+    if not isinstance(values, dict) or values.keys() != hints.keys() | {"sum"}:
         return None
     checksum = values.pop("sum")
+    if not all(isinstance(values[name], hint) for name, hint in hints.items()):
+        return None
     return Heartbeat(**values) if checksum == zlib.crc32(json.dumps(values).encode()) else None
 
 

@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING
 
 from lt_trainer.constants import EXIT_REQUEUE
 from lt_trainer.errors import PeerError, RunDirError
+from lt_trainer.files import open_for_appending, open_lock_file, read_bytes
 from lt_trainer.resilience.heartbeat import (
     PROCESS_GONE,
     PROCESS_UNKNOWN,
@@ -148,7 +149,7 @@ class Watchdog:
         self._main_thread_id = threading.get_ident()
         # A separate file object: the main thread may hang while it holds the lock of the log's.
         try:
-            self._log_file = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            self._log_file = open_for_appending(self._log_path)
         except OSError as exc:
             raise RunDirError(
                 f"cannot write {self._log_path}: {exc.strerror}; fix its permissions or disk, then rerun"
@@ -293,7 +294,7 @@ class Watchdog:
         """Write the next heartbeat; return False if the file system fails."""
         self._beat += 1
         try:
-            file = os.open(self._heartbeat_path(self._rank), os.O_WRONLY | os.O_CREAT, 0o666)
+            file = open_lock_file(self._heartbeat_path(self._rank))
             try:
                 os.write(file, self._own_heartbeat().encode())
             finally:
@@ -325,7 +326,7 @@ class Watchdog:
 
     def _read_heartbeat(self, rank: int) -> Heartbeat | None:
         try:
-            heartbeat = decode_heartbeat(self._heartbeat_path(rank).read_bytes())
+            heartbeat = decode_heartbeat(read_bytes(self._heartbeat_path(rank)))
         except OSError:
             return None
         if heartbeat is None or (heartbeat.attempt, heartbeat.rank) != (self._attempt, rank):

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from lt_trainer.run_directory.run_dir import RunDir as RunDir
     from lt_trainer.run_directory.run_dir import read_mirror_name as read_mirror_name
     from lt_trainer.run_directory.run_dir import write_atomic as write_atomic
+    from lt_trainer.run_directory.typed_records import read_events as read_events
+    from lt_trainer.run_directory.typed_records import read_metrics as read_metrics
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -43,5 +45,6 @@ else:
                 "drop_superseded_records format_record is_first_of_start record_to_dict"
             ),
             "run_dir": "RunDir read_mirror_name write_atomic",
+            "typed_records": "read_events read_metrics",
         },
     )

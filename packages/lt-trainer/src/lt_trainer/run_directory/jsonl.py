@@ -7,11 +7,13 @@ Cost: one `write` per line, no buffer, no fsync.
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import open_for_appending, open_lock_file, open_regular, parse_json, read_text
 from lt_trainer.run_directory.records import record_to_dict
 
 __all__ = ["JsonlWriter", "LogFile", "read_jsonl", "read_last_object"]
@@ -27,7 +29,7 @@ class LogFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - closed by close()
+            self._file = os.fdopen(open_for_appending(path), "ab", buffering=0)
         except OSError as exc:
             raise _io_error("open", path, exc) from exc
 
@@ -87,7 +89,7 @@ def _cut_unfinished_line(path: Path) -> None:
     """Remove what follows the last newline: the torn line of a process that was killed while writing."""
     if not path.exists():
         return
-    with open(path, "r+b") as file:
+    with os.fdopen(open_lock_file(path), "r+b") as file:
         end = file.seek(0, 2)
         tail = b""
         while len(tail) < end and b"\n" not in tail:
@@ -119,14 +121,14 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         RunDirError: the file cannot be read, or a complete line is not a JSON object.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="replace")
+        text = read_text(path, errors="replace")
     except OSError as exc:
         raise RunDirError(f"cannot read {path}: {exc.strerror}; pass the path of a run's JSON-lines file") from exc
     objects = []
     for number, row in enumerate(text.split("\n")[:-1], start=1):
         try:
-            values = json.loads(row)
-        except (ValueError, RecursionError) as exc:
+            values = parse_json(row)
+        except ValueError as exc:
             raise RunDirError(f"{path}:{number}: not a JSON object ({exc}); remove the line") from exc
         if not isinstance(values, dict):
             raise RunDirError(f"{path}:{number}: not a JSON object; remove the line")
@@ -149,10 +151,10 @@ TAIL_BYTES = 65536
 def read_last_object(path: Path) -> dict[str, Any]:
     """Read the last complete line of a JSON-lines file; {} if there is none or it cannot be read."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
             rows = file.read().split(b"\n")[:-1]
-        values = json.loads(rows[-1]) if rows else {}
-    except (OSError, ValueError, RecursionError):
+        values = parse_json(rows[-1]) if rows else {}
+    except (OSError, ValueError):
         return {}
     return values if isinstance(values, dict) else {}

@@ -25,7 +25,6 @@ import errno
 import fcntl
 import json
 import os
-import secrets
 from collections.abc import Mapping
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -34,6 +33,7 @@ from typing import Any
 
 from lt_trainer.config import ResolvedRecipe, flatten, to_dict, to_toml
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import open_lock_file, open_regular, read_json, write_atomic
 from lt_trainer.run_directory.environment import describe_environment
 from lt_trainer.run_directory.jsonl import JsonlWriter
 
@@ -98,9 +98,8 @@ class RunDir:
                 return f"{path} is empty"
             _check_entries(path)
             if (path / LOCK_FILE).exists():
-                descriptor = os.open(path / LOCK_FILE, os.O_RDONLY)
-                _lock(path, descriptor, fcntl.LOCK_SH)  # shared, since every rank of a preflight describes the run
-                os.close(descriptor)
+                with open_regular(path / LOCK_FILE) as file:
+                    _lock(path, file.fileno(), fcntl.LOCK_SH)  # shared: every rank of a preflight describes the run
         except OSError as exc:
             raise _io_error(path, exc) from exc
         _recipe_changes(path / "recipe.json", {})
@@ -169,11 +168,14 @@ def read_mirror_name(path: str | Path) -> str:
     file = Path(path) / MIRROR_FILE
     if not file.exists():
         return ""
+    remedy = "remove it to compare the run with its mirror again"
     try:
-        name = json.loads(file.read_bytes())["run"]
-    except (ValueError, KeyError, TypeError, RecursionError) as exc:
-        raise RunDirError(f"{file} is damaged ({exc}); remove it to compare the run with its mirror again") from exc
-    return str(name)
+        values = read_json(file)
+    except (OSError, ValueError) as exc:
+        raise RunDirError(f"{file} is damaged ({exc}); {remedy}") from exc
+    if not isinstance(values, dict) or not isinstance(values.get("run"), str):
+        raise RunDirError(f"{file} is damaged (no name of a run); {remedy}")
+    return values["run"]
 
 
 def _ensure_run_dir(path: Path) -> None:
@@ -188,8 +190,8 @@ def _is_run_dir(path: Path) -> bool:
     marker = path / MARKER_FILE
     if marker.exists():
         try:
-            values = json.loads(marker.read_bytes())
-        except (ValueError, RecursionError):
+            values = read_json(marker)
+        except ValueError:
             values = {}
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise RunDirError(f"run.dir = {str(path)!r}: {marker} is damaged; set run.dir to a new folder")
@@ -232,26 +234,26 @@ def _check_entries(path: Path) -> None:
 
 def _acquire_lock(path: Path) -> int:
     """Lock the run directory for this process, and write the holder into the file."""
-    descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    _lock(path, descriptor)
+    descriptor = open_lock_file(path / LOCK_FILE)
+    try:
+        _lock(path, descriptor)
+    except (OSError, RunDirError):
+        os.close(descriptor)
+        raise
     os.ftruncate(descriptor, 0)
     os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode())
     return descriptor
 
 
 def _lock(path: Path, descriptor: int, kind: int = fcntl.LOCK_EX) -> None:
-    """Lock the open lock file; otherwise close it, and raise an error that names the holder."""
+    """Lock the open lock file; otherwise raise an error that names the holder."""
     try:
         fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
     except BlockingIOError:
         holder = os.read(descriptor, 4096).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
         raise RunDirError(
             f"run.dir = {str(path)!r}: in use by {holder}; wait for it or stop it, or set run.dir to another folder"
         ) from None
-    except OSError:
-        os.close(descriptor)
-        raise
 
 
 def _io_error(path: Path, exc: OSError) -> RunDirError:
@@ -264,32 +266,17 @@ def _recipe_changes(path: Path, values: Mapping[str, Any]) -> dict[str, tuple[An
     """Return the changes from the recipe of the last start, if there is one."""
     if not path.exists():
         return {}
+    remedy = "set run.dir to a new folder, or remove the file"
     try:
-        before = flatten(json.loads(path.read_bytes())["recipe"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
-        raise RunDirError(f"{path} is damaged ({exc}); set run.dir to a new folder, or remove the file") from exc
-    now = flatten(values)
+        recorded = read_json(path)
+    except (OSError, ValueError) as exc:
+        raise RunDirError(f"{path} is damaged ({exc}); {remedy}") from exc
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("recipe"), dict):
+        raise RunDirError(f"{path} is damaged (no recipe); {remedy}")
+    before, now = flatten(recorded["recipe"]), flatten(values)
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     return {name: (before.get(name), now.get(name)) for name in names}
 
 
 def _json(value: Any) -> str:
     return json.dumps(value, indent=1, ensure_ascii=False) + "\n"
-
-
-def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a small file atomically and durably: a temporary file, fsync, rename, fsync of the folder."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:  # x: a link of this name, planted by another, is not followed
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

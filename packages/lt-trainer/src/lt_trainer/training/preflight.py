@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from lt_ckpt import Checkpoint, CheckpointError, list_steps, verify
 from lt_data import Mixture
+from lt_data.display.terminal import escape_controls
 from lt_model import param_specs
 from lt_trainer.checkpointing import (
     CheckpointManager,
@@ -70,7 +71,7 @@ class PreflightTable:
             yield words
             status = "ok"
         finally:
-            self.lines.append(f"{status:<7} {name:<14} {'; '.join(words)}".rstrip())
+            self.lines.append(escape_controls(f"{status:<7} {name:<14} {'; '.join(words)}".rstrip(), keep=""))
             if self.is_rank0:
                 self.print(self.lines[-1])
 

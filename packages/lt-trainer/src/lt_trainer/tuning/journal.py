@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.config import Recipe, flatten, to_dict
+from lt_trainer.errors import RunDirError
 from lt_trainer.run_directory import JsonlWriter, read_jsonl
 from lt_trainer.tuning.probe import ProbeResult
 from lt_trainer.tuning.settings import TUNED_FIELDS, TunedSetting
@@ -28,7 +29,10 @@ class ProbeJournal:
     def __init__(self, path: Path, key: str) -> None:
         self.path, self._key = path, key
         records = read_jsonl(path) if path.exists() else []
-        own = [ProbeResult.from_dict(record) for record in records if record.get("key") == key]
+        try:
+            own = [ProbeResult.from_dict(record) for record in records if record.get("key") == key]
+        except ValueError as exc:
+            raise RunDirError(f"{path}: a result is damaged ({exc}); move the file away") from exc
         self.results: dict[TunedSetting, ProbeResult] = {result.setting: result for result in own}
         self._writer = JsonlWriter(path)
 

@@ -17,9 +17,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lt_trainer.constants import EXIT_USER
+from lt_trainer.run_directory.typed_records import is_seconds, is_table, is_text
 from lt_trainer.tuning.settings import TunedSetting
 
 Outcome = Literal["ok", "out_of_memory", "killed", "timed_out", "refused", "failed"]
@@ -56,10 +57,31 @@ class ProbeResult:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> ProbeResult:
-        """Return the result of `to_dict`; other fields are ignored."""
+        """Return the result of `to_dict`; other fields are ignored.
+
+        Raises:
+            ValueError: it is none.
+        """
         known: dict[str, Any] = {name: record[name] for name in cls.__dataclass_fields__ if name in record}
-        known["setting"] = TunedSetting.from_overrides(record["setting"])
+        problem = next((name for name, is_kind in _KINDS.items() if name in known and not is_kind(known[name])), "")
+        if problem or not known.keys() >= {"setting", "outcome"}:
+            raise ValueError(f"{problem or 'setting or outcome'} is not that of a probe")
+        known["setting"] = TunedSetting.from_overrides(known["setting"])
         return cls(**known)
+
+
+def _is_optional_number(value: object) -> bool:
+    return value is None or is_seconds(value)
+
+
+_KINDS = {
+    "setting": is_table,
+    "outcome": get_args(Outcome).__contains__,
+    "step_s": _is_optional_number,
+    "tokens_per_s": _is_optional_number,
+    "peak_bytes": _is_optional_number,
+    "message": is_text,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,17 @@ class TunedSetting:
 
     @classmethod
     def from_overrides(cls, overrides: dict[str, Any]) -> TunedSetting:
-        """Return the setting of `to_overrides`."""
-        return cls(**{name.rpartition(".")[2]: value for name, value in overrides.items()})
+        """Return the setting of `to_overrides`.
+
+        Raises:
+            ValueError: it is none.
+        """
+        values = {name.rpartition(".")[2]: value for name, value in overrides.items()}
+        kinds = {"micro_batch_size": int, "activation_checkpointing": str, "compile": str | bool}
+        kinds |= {"loss_chunk_tokens": int} if "loss_chunk_tokens" in values else {}
+        if values.keys() != kinds.keys() or not all(isinstance(values[name], kind) for name, kind in kinds.items()):
+            raise ValueError("its setting is not one that tuning tries")
+        return cls(**values)
 
     def needs_no_less_than(self, other: TunedSetting) -> bool:
         """Return True if this setting needs at least the memory of `other`.

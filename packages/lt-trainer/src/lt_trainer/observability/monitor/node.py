@@ -30,11 +30,13 @@ from typing import TYPE_CHECKING, Any
 
 from lt_trainer.engine import World
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import read_bytes
 from lt_trainer.observability.monitor.energy import EnergyMeter
 from lt_trainer.observability.monitor.host import HostSampler
 from lt_trainer.observability.monitor.nvml import GpuSampler, GpusUnavailableError, load_nvml
 from lt_trainer.resilience import decode_heartbeat, heartbeat_path
 from lt_trainer.run_directory import JsonlWriter, read_last_object
+from lt_trainer.run_directory.typed_records import is_number
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory import RankLog
@@ -52,6 +54,12 @@ def node_path(run: Path, node: int) -> Path:
 def node_paths(run: Path) -> list[Path]:
     """Return the sample files of all nodes that ever took part in a run."""
     return sorted((run / FOLDER).glob("node*.jsonl"))
+
+
+def _joules(path: Path) -> float:
+    """Return the joules of the newest sample of a file; 0 without one."""
+    joules = read_last_object(path).get("energy_j", 0.0)
+    return float(joules) if is_number(joules) else 0.0
 
 
 class NodeMonitor:
@@ -152,7 +160,7 @@ class NodeMonitor:
     def _open(self) -> None:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._previous_starts_j = self._node_j = float(read_last_object(self._path).get("energy_j", 0.0))
+            self._previous_starts_j = self._node_j = _joules(self._path)
             self._sink = JsonlWriter(self._path)
         except (OSError, RunDirError) as exc:
             self._report_problem("file", f"samples of this node are not saved: {exc}")
@@ -209,7 +217,7 @@ class NodeMonitor:
         if self._world.rank != 0:
             return 0.0
         others = [path for path in node_paths(self._run) if path != self._path]
-        return sum(float(read_last_object(path).get("energy_j", 0.0)) for path in others)
+        return sum(map(_joules, others))
 
     def _pids(self) -> dict[int, int]:
         """Return the PIDs of this node's ranks from their heartbeats, without invisible processes."""
@@ -217,7 +225,7 @@ class NodeMonitor:
         records = {}
         for rank in range(first, first + self._world.local_size):
             with suppress(OSError):
-                record = decode_heartbeat(heartbeat_path(self._run, rank).read_bytes())
+                record = decode_heartbeat(read_bytes(heartbeat_path(self._run, rank)))
                 if record is not None and record.attempt == self._attempt:
                     records[rank] = record
         machine_id = records[first].machine_id if first in records else ""

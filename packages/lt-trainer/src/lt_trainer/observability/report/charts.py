@@ -179,6 +179,7 @@ def _evaluation(runs: Sequence[RunHistory]) -> Chart:
     for number, run in enumerate(runs):
         for index, (task, records) in enumerate(run.evaluation.items(), start=1):
             points = [(float(record["step"]), float(record["eval_acc"])) for record in records if "eval_acc" in record]
+            points = [(x, y) for x, y in points if math.isfinite(y)]
             if points:
                 lines.append(
                     Curve(

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 Point = tuple[float, float]
 
 MIN_POINTS_FOR_SMOOTHING = 20
+MIN_RANGE = 1e-290
+"""Values closer than this are drawn as one: steps between them would not be numbers any more."""
 SMOOTHING_FRACTION = 40
 """The smoothing window is 1 / SMOOTHING_FRACTION of all points, at least 5."""
 
@@ -71,8 +73,8 @@ def value_range(values: Sequence[float], *, log: bool = False, from_zero: bool =
         high = common_high + (common_high - common_low) / 2
     if from_zero:
         low = min(low, 0.0)
-    if high == low:
-        pad = abs(high) / 2 or 1.0
+    if high - low <= max(abs(high), abs(low)) * 1e-12 or high - low < MIN_RANGE:
+        pad = abs(high) / 2 if abs(high) > MIN_RANGE else 1.0
         return low - (0.0 if from_zero and low == 0 else pad), high + pad
     room = (high - low) * 0.04
     return low - (0.0 if from_zero and low == 0 else room), high + room

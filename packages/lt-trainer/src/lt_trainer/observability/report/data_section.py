@@ -50,7 +50,7 @@ def _position(run: RunHistory, data: Mapping[str, Any]) -> list[tuple[str, str]]
         if event.get("ramp"):
             rows.append(("batch ramp", str(event["ramp"])))
         elif run.step >= event.get("step", 0):
-            read = event["row"] + (run.step - event["step"]) * event["global_batch_size"]
+            read = event["row"] + (run.step - event.get("step", 0)) * event.get("global_batch_size", 0)
             rows.append(("read so far", f"{read:,} rows, {read * data.get('seq_len', 0):,} positions"))
         for begin, end in event.get("skipped", []):
             rows.append(("skipped", f"rows {begin:,} to {end - 1:,}"))

@@ -108,7 +108,7 @@ def _head(run: RunHistory) -> str:
         for text in (
             run.state,
             f"step {run.step:,}{of}",
-            f"{run.start_event['world']} x {run.start_event['device']}" if run.start_event else "",
+            run.devices,
             f"{_duration(run.training_seconds)} of training",
         )
         if text
@@ -276,13 +276,13 @@ def _section_per_run(runs: Sequence[RunHistory], key: str, render: Callable[[Run
 
 def _recipe(run: RunHistory) -> str:
     """Return the environment, and the recipe with the origin of each value."""
-    machine, packages = run.environment, run.environment.get("packages", {})
+    machine, packages, start = run.environment, run.environment.get("packages", {}), run.start_event
     rows = [
         ("run directory", str(run.path)),
-        ("devices", f"{run.start_event['world']} x {run.start_event['device']}" if run.start_event else ""),
+        ("devices", run.devices),
         (
             "peak per device",
-            f"{run.start_event['peak_flops']:.4g} FLOP/s, {run.start_event['peak_source']}" if run.start_event else "",
+            f"{start['peak_flops']:.4g} FLOP/s, {start.get('peak_source', '')}" if "peak_flops" in start else "",
         ),
         ("machine", ", ".join(str(machine[name]) for name in ("hostname", "cpu", "platform") if machine.get(name))),
         ("Python", str(machine.get("python", ""))),

@@ -6,7 +6,7 @@ Cost: reads all of metrics.jsonl and events.jsonl.
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,9 @@ from typing import Any
 
 from lt_trainer.config import Recipe, from_dict
 from lt_trainer.errors import RecipeError, RunDirError
-from lt_trainer.run_directory import drop_superseded_records, is_first_of_start, read_jsonl
+from lt_trainer.files import parse_json, read_text
+from lt_trainer.run_directory import drop_superseded_records, is_first_of_start, read_events, read_metrics
+from lt_trainer.run_directory.typed_records import ENVIRONMENT_FIELDS, RECIPE_FIELDS, Kind, is_int, table_problem
 
 EVENT_TITLES = {
     "checkpoint": "checkpoint",
@@ -72,6 +74,11 @@ class RunHistory:
         return next((event for event in reversed(self.events) if event.get("event") == "start"), {})
 
     @property
+    def devices(self) -> str:
+        """Number and name of the devices; empty if unknown."""
+        return " x ".join(str(self.start_event[name]) for name in ("world", "device") if name in self.start_event)
+
+    @property
     def data_event(self) -> Mapping[str, Any]:
         """Newest event with the data position; empty before the first."""
         return next((event for event in reversed(self.events) if event.get("event") == "data"), {})
@@ -111,8 +118,8 @@ def read_run(path: str | Path, *, name: str = "") -> RunHistory:
     path = Path(path)
     if not (path / ".lt-run").exists():
         raise RunDirError(f"{path} is not a run directory (it has no .lt-run); pass the folder in run.dir")
-    records = read_jsonl(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
-    events = read_jsonl(path / "events.jsonl") if (path / "events.jsonl").exists() else []
+    records = read_metrics(path / "metrics.jsonl") if (path / "metrics.jsonl").exists() else []
+    events = read_events(path / "events.jsonl") if (path / "events.jsonl").exists() else []
     kept = drop_superseded_records(records)
     train = [record for record in kept if "loss" in record]
     validation: dict[str, list[Mapping[str, Any]]] = {}
@@ -124,7 +131,7 @@ def read_run(path: str | Path, *, name: str = "") -> RunHistory:
             validation.setdefault(str(record.get("val_set", "")), []).append(record)
     return RunHistory(
         path=path,
-        name=name or path.resolve().name,
+        name=name or Path(os.path.realpath(path)).name,
         state=_state(events),
         train=train,
         validation={set_name: _last_per_step(set_records) for set_name, set_records in validation.items()},
@@ -132,14 +139,12 @@ def read_run(path: str | Path, *, name: str = "") -> RunHistory:
         n_superseded=sum("loss" in record for record in records) - len(train),
         training_seconds=_seconds(records),
         step_events=[
-            _report_event(event)
-            for event in events
-            if event.get("event") in EVENT_TITLES and type(event.get("step")) is int
+            _report_event(event) for event in events if event.get("event") in EVENT_TITLES and is_int(event.get("step"))
         ],
         events=events,
-        recipe_table=_json(path / "recipe.json").get("recipe", {}),
+        recipe_table=_json(path / "recipe.json", RECIPE_FIELDS).get("recipe", {}),
         recipe_toml=_text(path / "recipe.toml"),
-        environment=_json(path / "environment.json"),
+        environment=_json(path / "environment.json", ENVIRONMENT_FIELDS),
     )
 
 
@@ -150,7 +155,7 @@ def unique_names(paths: Sequence[str | Path]) -> list[str]:
         >>> unique_names(["a/run", "b/run", "other"])
         ['a/run', 'b/run', 'other']
     """
-    all_parts = [Path(path).resolve().parts for path in paths]
+    all_parts = [Path(os.path.realpath(path)).parts for path in paths]
     names = []
     for parts in all_parts:
         depth = 1
@@ -175,7 +180,7 @@ def _seconds(records: Sequence[Mapping[str, Any]]) -> float:
     """Return the sum of the last elapsed_s of each start; every start counts from 0."""
     total = last = 0.0
     previous: Mapping[str, Any] | None = None
-    for record in records:
+    for record in (record for record in records if "elapsed_s" in record):
         is_first = "loss" in record and previous is not None and is_first_of_start(previous, record)
         if is_first or record["elapsed_s"] < last:
             total += last
@@ -203,17 +208,18 @@ def _report_event(event: Mapping[str, Any]) -> ReportEvent:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8") if path.exists() else ""
+        return read_text(path, errors="replace") if path.exists() else ""
     except OSError as exc:
         raise RunDirError(f"cannot read {path}: {exc.strerror}; fix its permissions") from exc
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path, fields: Mapping[str, Kind]) -> dict[str, Any]:
     text = _text(path)
     try:
-        values = json.loads(text) if text else {}
-    except (ValueError, RecursionError) as exc:
+        values = parse_json(text) if text else {}
+    except ValueError as exc:
         raise RunDirError(f"{path} is damaged ({exc}); start the run again to rewrite it") from exc
-    if not isinstance(values, dict):
-        raise RunDirError(f"{path} is damaged (not a JSON object); start the run again to rewrite it")
+    problem = table_problem(values, fields) if isinstance(values, dict) else "not a JSON object"
+    if problem:
+        raise RunDirError(f"{path} is damaged ({problem}); start the run again to rewrite it")
     return values

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,8 @@ def write_report(
     paths = [Path(run) for run in runs]
     if not paths:
         raise ReportError("no run directory given; pass at least one")
-    duplicates = [path for path in paths if sum(other.resolve() == path.resolve() for other in paths) > 1]
+    real = [os.path.realpath(path) for path in paths]  # `Path.resolve` fails at a link to itself
+    duplicates = [path for path, place in zip(paths, real, strict=True) if real.count(place) > 1]
     if duplicates:
         raise ReportError(f"{duplicates[0]}: duplicate run directory; pass each one once")
     if png is not None:
@@ -46,7 +48,7 @@ def write_report(
 
         require_matplotlib()
     histories = [read_run(path, name=name) for path, name in zip(paths, unique_names(paths), strict=True)]
-    files = {Path(out): report_html(histories).encode()}
+    files = {Path(out): report_html(histories).encode("utf-8", "backslashreplace")}
     if png is not None:
         from lt_trainer.observability.report.png import draw_pictures
 

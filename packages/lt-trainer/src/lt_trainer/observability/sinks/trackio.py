@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import read_json, write_atomic
 from lt_trainer.observability.sinks.sink import RunInfo, SinkConfigError
-from lt_trainer.run_directory import write_atomic
 
 FILE, FOLDER = "trackio.json", "trackio"
 PROJECT = "lt"
@@ -117,9 +117,12 @@ def _run_name(run: Path) -> str:
 def _saved_name(path: Path) -> str:
     """Return the saved name of the Trackio run; "" if there is none."""
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["name"]) if path.exists() else ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        values = read_json(path) if path.exists() else {"name": ""}
+    except (OSError, ValueError) as exc:
         raise _file_error(path, exc) from exc
+    if not isinstance(values, dict) or not isinstance(values.get("name"), str):
+        raise _file_error(path, ValueError("not an object with a text 'name'"))
+    return values["name"]
 
 
 def _file_error(path: Path, exc: Exception) -> RunDirError:

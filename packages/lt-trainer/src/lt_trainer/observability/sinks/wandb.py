@@ -24,8 +24,8 @@ import wandb
 from wandb.errors import UsageError
 
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import read_json, write_atomic
 from lt_trainer.observability.sinks.sink import RunInfo, SinkConfigError
-from lt_trainer.run_directory import write_atomic
 
 FILE = "wandb.json"
 FINISH_S = 30.0
@@ -129,9 +129,12 @@ def _run_id(path: Path) -> str:
 def _saved_id(path: Path) -> str:
     """Return the saved id of the W&B run; "" if there is none."""
     try:
-        return str(json.loads(path.read_text(encoding="utf-8"))["id"]) if path.exists() else ""
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+        values = read_json(path) if path.exists() else {"id": ""}
+    except (OSError, ValueError) as exc:
         raise _file_error(path, exc) from exc
+    if not isinstance(values, dict) or not isinstance(values.get("id"), str):
+        raise _file_error(path, ValueError("not an object with a text 'id'"))
+    return values["id"]
 
 
 def _file_error(path: Path, exc: Exception) -> RunDirError:

@@ -5,7 +5,6 @@ Cost of a poll: one `stat` per file and the new lines; the first one reads all o
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -14,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lt_trainer.errors import RunDirError
+from lt_trainer.files import open_regular, parse_json, read_json
 from lt_trainer.observability.monitor.node import FOLDER as MONITOR
 from lt_trainer.run_directory import NON_FINITE, drop_superseded_records, is_first_of_start
+from lt_trainer.run_directory.typed_records import event_problem, is_int, record_problem, sample_problem
 
 MAX_EVENTS = 200
 SPEED_WINDOW = 20
@@ -23,36 +24,44 @@ SPEED_WINDOW = 20
 
 
 class JsonlFollower:
-    """Reader of a growing JSON Lines file; an incomplete last line is left for the next read."""
+    """Reader of a growing JSON Lines file; an incomplete last line is left for the next read.
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._offset = path, 0
+    Args:
+        path: file.
+        problem: says what is wrong with an object, "" for nothing.
+    """
+
+    def __init__(self, path: Path, problem: Callable[[Mapping[str, Any]], str] = lambda values: "") -> None:
+        self._path, self._problem, self._offset = path, problem, 0
 
     def read(self) -> list[dict[str, Any]]:
         """Return the objects since the last call; ignore other lines."""
         try:
-            with open(self._path, "rb") as file:
+            with open_regular(self._path) as file:
                 if file.seek(0, 2) < self._offset:  # a new start truncated an incomplete last line
                     self._offset = file.tell()
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
+        except OSError as exc:
+            raise RunDirError(f"cannot read {self._path}: {exc.strerror}; pass the folder of a run") from exc
         end = data.rfind(b"\n") + 1
         self._offset += end
         objects = []
         for line in data[:end].splitlines():
             try:
-                values = json.loads(line)
-            except (ValueError, RecursionError):
+                values = parse_json(line)
+            except ValueError:
                 continue
-            if isinstance(values, dict):
-                objects.append(
-                    {
-                        name: NON_FINITE.get(value, value) if isinstance(value, str) else value
-                        for name, value in values.items()
-                    }
-                )
+            if not isinstance(values, dict):
+                continue
+            values = {
+                name: NON_FINITE.get(value, value) if isinstance(value, str) else value
+                for name, value in values.items()
+            }
+            if not self._problem(values):
+                objects.append(values)
         return objects
 
 
@@ -111,7 +120,8 @@ class RunWatcher:
         if not (path / ".lt-run").exists():
             raise RunDirError(f"{path} is not a run directory (it has no .lt-run); pass the folder in run.dir")
         self._path, self._clock = path, clock
-        self._metrics, self._events = JsonlFollower(path / "metrics.jsonl"), JsonlFollower(path / "events.jsonl")
+        self._metrics = JsonlFollower(path / "metrics.jsonl", record_problem)
+        self._events = JsonlFollower(path / "events.jsonl", event_problem)
         self._nodes: dict[str, JsonlFollower] = {}
         self._records: list[Mapping[str, Any]] = []
         self._seen_events: list[Mapping[str, Any]] = []
@@ -126,7 +136,7 @@ class RunWatcher:
         for event in self._events.read():
             self._apply_event(event)
         for path in sorted((self._path / MONITOR).glob("node*.jsonl")):
-            for sample in self._nodes.setdefault(path.stem, JsonlFollower(path)).read()[-1:]:
+            for sample in self._nodes.setdefault(path.stem, JsonlFollower(path, sample_problem)).read()[-1:]:
                 self._samples[path.stem] = sample
         return RunView(
             path=self._path,
@@ -159,7 +169,7 @@ class RunWatcher:
 
     def _max_steps(self) -> int:
         try:
-            recipe = json.loads((self._path / "recipe.json").read_bytes())["recipe"]
-            return int(recipe["schedule"]["max_steps"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError):
+            max_steps = read_json(self._path / "recipe.json")["recipe"]["schedule"]["max_steps"]
+        except (OSError, ValueError, KeyError, TypeError):
             return 0
+        return max_steps if is_int(max_steps) else 0
