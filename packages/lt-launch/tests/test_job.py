@@ -183,6 +183,8 @@ def test_a_pipeline_names_stages_before_they_are_waited_for() -> None:
     element = Stage(job=job("prepare.2"))
     with pytest.raises(RecipeError, match="two stages, or a stage and an array element, have this name"):
         Pipeline(name="p", stages=(Stage(job=job("prepare"), array=3), element))
+    with pytest.raises(RecipeError, match="two stages, or a stage and an array element, have this name"):
+        Pipeline(name="p", stages=(element, Stage(job=job("prepare"), array=3)))
     assert Pipeline(name="p", stages=(Stage(job=job("prepare"), array=2), element))
     with pytest.raises(RecipeError, match="have this name"):
         Pipeline(name="p", stages=(first, first))

@@ -22,7 +22,7 @@ from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.tuning.probe import ProbeCommand, ProbeResult, parse_probe
 from lt_trainer.tuning.search import find_fastest
 from lt_trainer.tuning.settings import CHECKPOINTING_MODES, SettingGrid, TunedSetting
-from lt_trainer.tuning.tune import TuneError, TuneOptions, tune_recipe
+from lt_trainer.tuning.tune import TuneError, TuneOptions, describe, tune_recipe
 
 RECORDED = Path(__file__).parent / "data" / "tune_grid_cpu.json"
 NEAR = 1.03
@@ -189,6 +189,13 @@ def timed(one: TunedSetting, seconds: float | None) -> ProbeResult:
     if seconds is None:
         return ProbeResult(setting=one, outcome="out_of_memory", message="too much")
     return ProbeResult(setting=one, outcome="ok", step_s=seconds, tokens_per_s=64 / seconds, peak_bytes=2**30)
+
+
+def test_a_probe_is_told_with_its_memory_where_it_is_known() -> None:
+    told = describe(timed(setting(4), 0.5))
+    assert told.endswith("0.5 s a step, 128 tokens/s, peak 1.00 GiB")
+    assert describe(replace(timed(setting(4), 0.5), peak_bytes=None)).endswith("0.5 s a step, 128 tokens/s")
+    assert describe(timed(setting(4), None)).endswith("out of memory: too much")
 
 
 def test_an_interrupted_tuning_goes_on_and_writes_what_a_run_can_read(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ def test_the_first_pattern_that_matches_a_source_counts() -> None:
     assert parsed.source("/data/corpus/a.jsonl").redistribute
     assert parsed.source("notes/a.txt").license == "LicenseRef-ours"
     assert not parsed.source("notes/a.txt").redistribute
-    assert parsed.source("other.parquet").license == "", "nothing is invented"
+    unnamed = parsed.source("other.parquet")
+    assert (unnamed.path, unnamed.license, unnamed.redistribute) == ("other.parquet", "", False), "nothing is invented"
 
 
 def test_all_mistakes_are_in_one_list() -> None:

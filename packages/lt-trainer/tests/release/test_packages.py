@@ -5,7 +5,10 @@ import csv
 import hashlib
 import io
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
+
+import pytest
 
 import lt_model
 from lt_trainer.release.lock import format_requirements, installed_closure, lock_packages, read_lock_hashes
@@ -38,6 +41,22 @@ def test_a_wheel_has_the_package_and_a_record_that_is_right() -> None:
         digest = base64.urlsafe_b64encode(hashlib.sha256(archive.read(file)).digest()).rstrip(b"=").decode()
         assert rows[file][1:] == [f"sha256={digest}", str(len(archive.read(file)))]
     assert f"{record.removesuffix('RECORD')}entry_points.txt" in rows
+
+
+def test_a_wheel_has_the_licenses_of_the_installed_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "ltdoor/__init__.py": "",
+        "ltdoor-1.0.dist-info/METADATA": "Metadata-Version: 2.4\nName: ltdoor\nVersion: 1.0\nLicense-File: LICENSE\n",
+        "ltdoor-1.0.dist-info/licenses/LICENSE": "You may.",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "ltdoor-1.0.dist-info" / "RECORD").write_text("".join(f"{name},,\n" for name in files))
+    monkeypatch.syspath_prepend(tmp_path)
+    _, data = make_wheel(distribution("ltdoor"))
+    archive = zipfile.ZipFile(io.BytesIO(data))
+    assert {name: archive.read(name).decode() for name in files} == files
 
 
 def test_the_closure_follows_requirements_and_chosen_extras() -> None:
