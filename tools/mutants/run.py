@@ -115,8 +115,8 @@ class Runner:
                     failure = self._again(box, failure)
             seconds = time.monotonic() - start
             message = failure.message if failure else "" if tests else "no test runs its lines"
-            if failure and not self._passes(box, failure.test):
-                failure, message = None, f"{failure.test} fails without it as well: {failure.message}"
+            if failure and (other := self._failure_without_it(box, failure.test)):
+                failure, message = None, f"{failure.test} fails without it as well: {other.message}"
             return Result(
                 digest=mutant.digest,
                 commit=box.commit,
@@ -132,11 +132,14 @@ class Runner:
         """Return the failure if the test fails again, alone: one far from the change may only be in trouble itself."""
         return run_tests(box, [CoveringTest(name=failure.test, seconds=0.0, share=1.0)], self._limit_s)
 
-    def _passes(self, box: Sandbox, name: str) -> bool:
-        """Tell whether a test passes on the code as it is."""
-        if name not in self._passing and run_tests(box, [CoveringTest(name=name, seconds=0.0, share=1.0)]) is None:
+    def _failure_without_it(self, box: Sandbox, name: str) -> Failure | None:
+        """Return how a test fails on the code as it is, which it should not."""
+        if name in self._passing:
+            return None
+        failure = run_tests(box, [CoveringTest(name=name, seconds=self._limit_s, share=1.0)], self._limit_s)
+        if not failure:
             self._passing.add(name)
-        return name in self._passing
+        return failure
 
 
 def is_own(test: CoveringTest | Failure, mutant: Mutant) -> bool:

@@ -56,6 +56,15 @@ def run_tests(box: Sandbox, tests: Sequence[CoveringTest], limit_s: float = LIMI
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+                kill_descendants(f"MUTANTS_EVENTS={events}")
+
+
+def kill_descendants(variable: str) -> None:
+    """Kill what a run has left in sessions of its own, such as daemons that a test had started: by a variable of it."""
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
 
 
 def watch(process: subprocess.Popen[bytes], path: Path, seconds: Mapping[str, float], limit_s: float) -> Failure | None:
