@@ -53,6 +53,25 @@ LAYOUT = PlannedLayout(
 )
 
 
+@pytest.mark.parametrize(
+    ("weights_dtype", "dp_shard", "micro_batches", "n_bytes"),
+    [
+        *(("bfloat16", 8, n, 2) for n in (1, 2)),  # FSDP rounds what it has reduced
+        ("bfloat16", 1, 1, 2),
+        ("bfloat16", 1, 2, 4),  # sums over micro-batches are float32
+        *(("float32", 8, n, 4) for n in (1, 2)),
+        ("float32", 1, 1, 2),  # those of the weights in the compute dtype
+        ("float32", 1, 2, 4),
+    ],
+)
+def test_a_gradient_is_as_wide_as_the_engine_keeps_it(
+    weights_dtype: str, dp_shard: int, micro_batches: int, n_bytes: int
+) -> None:
+    options = OptimizerOptions(weights_dtype=weights_dtype)
+    layout = replace(LAYOUT, devices=dp_shard, dp_shard=dp_shard, accumulation_steps=micro_batches, optimizer=options)
+    assert layout.gradient_bytes == n_bytes
+
+
 def test_state_is_sixteen_bytes_a_parameter_over_the_devices_that_share_it() -> None:
     """8 B parameters in fp32 with AdamW: 12 bytes stay and 4 come with the gradients."""
     config, n = PRESETS["llama3-8b"], n_parameters(PRESETS["llama3-8b"])
