@@ -21,6 +21,7 @@ from lt_trainer.config.recipe import load
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.resilience.stop_signals import STOP_SIGNALS, StopSignals
 from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.timing import HostStopwatch
 from lt_trainer.training.loop import TrainingError
 from lt_trainer.training.runner import run
 
@@ -44,6 +45,22 @@ def test_trains_every_row_in_the_streams_order(recipe_base, fake_engine, little_
     wanted = reader.read_rows(stream.global_rows(stream.state, 20 * 8)).input_ids
     assert engine.rows == [row.tobytes() for row in wanted]
     assert engine.closed
+
+
+def test_of_the_time_before_the_first_step_the_restore_alone_counts_as_checkpoint(
+    recipe_base, fake_engine, monkeypatch
+) -> None:
+    parts, begin = [], HostStopwatch.begin
+
+    def watched(stopwatch: HostStopwatch, part: str) -> None:
+        parts.append(part)
+        begin(stopwatch, part)
+
+    monkeypatch.setattr(HostStopwatch, "begin", watched)
+    assert start(recipe_base, stop_after_step=9) == 75
+    parts.clear()
+    assert start(recipe_base) == 0
+    assert parts[: parts.index("data")] == ["checkpoint", "rest"]
 
 
 def test_the_environment_of_the_run_has_what_the_engine_sets(recipe_base, fake_engine, monkeypatch) -> None:
