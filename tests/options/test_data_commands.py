@@ -111,7 +111,7 @@ DATA = [
     ),
     OptionCase("lt data import --field", IMPORT_JSON, "--field other", "documents"),
     OptionCase("lt data pack --seq-len", PACK, "--seq-len 20", "names", STORE),
-    OptionCase("lt data pack --mode", PACK, "--mode concat --name x", "content", (*STORE, PACK + " --name y")),
+    OptionCase("lt data pack --mode", PACK + " --name x", "--mode concat", "content", STORE),
     OptionCase(
         "lt data pack --min-seq-len", PACK + " --mode buckets --min-seq-len 12", "--min-seq-len 6", "content", STORE
     ),

@@ -199,6 +199,7 @@ def tell_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     launched = SimpleNamespace(target="local")
     monkeypatch.setattr("lt_launch.launch_dir.load_launch", lambda run: launched)
     monkeypatch.setattr("lt_data.sources.hub._resolve_commit", lambda repo, revision: revision)
+    monkeypatch.setattr("lt_data.sources.hub._only_split", lambda *given: "only")
     monkeypatch.setattr("lt_trainer.resilience.install_handlers", lambda handler: None)
 
     def tell(name: str, *args: Any, **given: Any) -> None:

@@ -18,12 +18,24 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 VARIABLE = "LT_IGNORED_OPTION"
+USERS_OF_THE_CODEC = ("llama_config",)
+"""Functions that use values which the codec reads for them."""
 ECHO_FILES = ("lt_trainer/config/fields.py", "/dataclasses.py", "<string>", "/copy.py")
 """Sources whose reads repeat a value; "<string>" has the methods that `dataclass` generates."""
+
+
+def _is_echo(caller: FrameType) -> bool:
+    """Return True if a read only repeats or checks the value."""
+    if caller.f_code.co_name == "__post_init__":
+        return True
+    above: FrameType | None = caller
+    while above is not None and above.f_code.co_filename.endswith(ECHO_FILES):
+        above = above.f_back
+    return above is not caller and (above is None or above.f_code.co_name not in USERS_OF_THE_CODEC)
 
 
 class IgnoredField:
@@ -34,9 +46,8 @@ class IgnoredField:
 
     def __get__(self, instance: Any, owner: type) -> Any:
         """Return the value to what repeats or checks it, the default to all others."""
-        caller = sys._getframe(1)
-        is_echo = caller.f_code.co_name == "__post_init__" or caller.f_code.co_filename.endswith(ECHO_FILES)
-        return instance.__dict__.get(self.name, self.default) if instance is not None and is_echo else self.default
+        is_echo = instance is not None and _is_echo(sys._getframe(1))
+        return instance.__dict__.get(self.name, self.default) if is_echo else self.default
 
     def __set__(self, instance: Any, value: Any) -> None:
         """Keep the value."""

@@ -3,27 +3,28 @@
 import os
 import subprocess
 import sys
+from itertools import combinations
 from pathlib import Path
 
-RUN_FILE = """
-[job]
-name = "who"
-argv = ["bash", "-c", "echo $FLAG $JOB $PROFILE $MACHINE >found"]
-[job.env]
-FLAG = "job"
-JOB = "job"
-[profile.env]
-FLAG = "profile"
-JOB = "profile"
-PROFILE = "profile"
-"""
+SOURCES = ("flag", "job", "profile", "machine")
+"""The first wins."""
+PAIRS = [*combinations(SOURCES, 2), SOURCES]
 
 
-def test_env_of_the_command_over_the_jobs_over_the_profiles_over_the_machines(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN_FILE, encoding="utf-8")
-    names = ("FLAG", "JOB", "PROFILE", "MACHINE")
-    machine = {**os.environ, **dict.fromkeys(names, "machine"), "LT_LAUNCH_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "lt_launch", "launch", "run", "run.toml", "--on", "local", "--env", "FLAG=flag"]
+def variables(source: str) -> dict[str, str]:
+    """Return the variables that a source sets: one for each pair, and one that all set."""
+    return {"_OR_".join(names).upper(): source for names in PAIRS if source in names}
+
+
+def test_of_each_pair_of_sources_and_of_all_the_first_wins(tmp_path: Path) -> None:
+    names = ["_OR_".join(pair).upper() for pair in PAIRS]
+    lines = ["[job]", 'name = "who"', f'argv = ["bash", "-c", "echo {" ".join(f"${name}" for name in names)} >found"]']
+    for table, source in (("job.env", "job"), ("profile.env", "profile")):
+        lines += [f"[{table}]", *(f'{name} = "{value}"' for name, value in variables(source).items())]
+    (tmp_path / "run.toml").write_text("\n".join(lines), encoding="utf-8")
+    machine = {**os.environ, **variables("machine"), "LT_LAUNCH_HOME": str(tmp_path / "home")}
+    flags = [word for name, value in variables("flag").items() for word in ("--env", f"{name}={value}")]
+    command = [sys.executable, "-m", "lt_launch", "launch", "run", "run.toml", "--on", "local", *flags]
     done = subprocess.run(command, cwd=tmp_path, env=machine, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "found").read_text(encoding="utf-8").split() == ["flag", "job", "profile", "machine"]
+    assert (tmp_path / "found").read_text(encoding="utf-8").split() == [pair[0] for pair in PAIRS]

@@ -1,0 +1,241 @@
+"""What only goes wrong the second time: two pauses, rollbacks, resumes, saves and runs, on one fake rank.
+
+`packages/lt-trainer-gpu/tests/test_twice_on_ranks.py` has the same on tensor-parallel and pipeline-parallel ranks.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_ckpt import Checkpoint, find_latest_valid
+from lt_data import Mixture, Phase, RowReader, Stream, TokenStore, open_pack
+from lt_trainer.config.recipe import load
+from lt_trainer.observability.run_logger import Rank0Logger
+from lt_trainer.observability.throughput import Throughput
+from lt_trainer.run_directory.jsonl import read_jsonl
+from lt_trainer.timing import HostStopwatch
+from lt_trainer.training.runner import run
+
+Base = dict[str, dict[str, object]]
+TOLERANT = "fault_tolerance.max_skipped_steps=1"
+
+
+class Clock:
+    """A clock that moves when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 50.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def start(base: Base, *overrides: str, **options: Any) -> int:
+    return run(load(base=base, overrides=["run.engine=fake", *overrides]), environ={}, **options)
+
+
+def records(base: Base, name: str = "metrics") -> list[dict[str, Any]]:
+    return read_jsonl(Path(str(base["run"]["dir"])) / f"{name}.jsonl")
+
+
+def losses(base: Base) -> dict[int, float]:
+    return {record["step"]: record["loss"] for record in records(base) if "loss" in record}
+
+
+def steps_of(base: Base, event: str) -> list[int]:
+    return [one["step"] for one in records(base, "events") if one["event"] == event]
+
+
+def checkpoints(base: Base) -> list[int]:
+    return sorted(Checkpoint.open(path).step for path in (Path(str(base["run"]["dir"])) / "checkpoints").iterdir())
+
+
+# ---- pauses and saves ----
+
+
+@pytest.mark.parametrize("n_pauses", [1, 2, 3])
+def test_any_number_of_pauses_in_one_window_is_left_out_of_the_rates(n_pauses: int) -> None:
+    clock = Clock()
+    rates = Throughput(devices=1, clock=clock)
+    for _ in range(n_pauses):
+        clock.now += 2.0
+        rates.pause()
+        clock.now += 100.0
+        rates.pause()  # a validation within a save
+        clock.now += 30.0
+        rates.unpause()
+        rates.unpause()
+    clock.now += 2.0
+    rates.update(batches=1, samples=4, tokens=60 * (n_pauses + 1), flops=0)
+    assert rates.rates().tokens_per_sec == 30.0
+
+
+def test_no_pause_of_a_window_is_in_a_rate(recipe_base, fake_engine, monkeypatch) -> None:
+    """Steps take 2 s; five validations (5 s) and five saves (7 s) fall into the ten records of one window."""
+    clock = Clock()
+
+    def taking(seconds: float, function: Any) -> Any:
+        def call(*args: Any, **given: Any) -> Any:
+            clock.now += seconds
+            return function(*args, **given)
+
+        return call
+
+    def on_step(call: int) -> None:
+        (engine,) = fake_engine.opened
+        if call == 1:
+            engine.validate, engine.state = taking(5.0, engine.validate), taking(7.0, engine.state)
+        clock.now += 2.0
+
+    monkeypatch.setattr("lt_trainer.training.run_context.Rank0Logger", partial(Rank0Logger, clock=clock))
+    monkeypatch.setattr(HostStopwatch.__init__, "__defaults__", (clock,))
+    fake_engine.on_step = on_step
+    recipe_base["schedule"] |= {"max_steps": 16}
+    recipe_base["metrics"] |= {"log_interval": 1, "validation_interval": 2}
+    recipe_base["checkpoint"] |= {"interval": 2}
+    assert start(recipe_base) == 0
+    found = [record for record in records(recipe_base) if "loss" in record]
+    assert [record["step"] for record in found] == list(range(1, 17))
+    assert [record["tokens_per_sec"] for record in found] == [8 * 32 / 2.0] * 16
+    assert [record["validation_s"] for record in found] == [0.0, 0.0, *[5.0, 0.0] * 7]  # told by the next record
+    assert [record["checkpoint_s"] for record in found] == [0.0, 0.0, *[7.0, 0.0] * 7]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_two_saves_in_one_window_are_both_whole(recipe_base, fake_engine, background: bool) -> None:
+    recipe_base["metrics"] |= {"log_interval": 10}
+    recipe_base["checkpoint"] |= {"interval": 3, "keep_last": 9, "async_save": background}
+    assert start(recipe_base) == 0
+    assert checkpoints(recipe_base) == [3, 6, 9, 12, 15, 18, 20] == steps_of(recipe_base, "checkpoint")
+    every = {path: Checkpoint.open(path) for path in (Path(recipe_base["run"]["dir"]) / "checkpoints").iterdir()}
+    weights = {one.step: one.read("weights", "w").view(np.float64).tolist() for one in every.values()}
+    assert len({tuple(values) for values in weights.values()}) == 7  # no save has the weights of another
+
+
+# ---- rollbacks ----
+
+
+def test_two_rollbacks_skip_two_ranges_and_train_what_never_read_them_trains(recipe_base, fake_engine) -> None:
+    """Steps 8 and 9 go back to 6; then steps 14 and 15 go back to 12."""
+    fake_engine.poison = lambda call, batch: call in (8, 9, 17, 18)
+    assert start(recipe_base, TOLERANT) == 0
+    (engine,) = fake_engine.opened
+    assert steps_of(recipe_base, "rollback") == [6, 12]
+    rows = [one["rows"] for one in records(recipe_base, "events") if one["event"] == "rollback"]
+    assert rows == [[48, 72], [120, 144]]
+    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
+    assert found is not None
+    assert found.manifest.data["skipped"] == rows
+    assert found.manifest.data["row"] == 20 * 8 + 24 + 24
+    assert engine.steps == 20
+    assert engine.lrs[9:15] == engine.lrs[6:9] + engine.lrs[12:15]  # by the step, whatever the way there
+
+
+def test_two_rollbacks_to_one_checkpoint_make_one_range(recipe_base, fake_engine) -> None:
+    fake_engine.poison = lambda call, batch: call in (8, 9, 11, 12)
+    assert start(recipe_base, TOLERANT) == 0
+    rows = [one["rows"] for one in records(recipe_base, "events") if one["event"] == "rollback"]
+    assert rows == [[48, 72], [48, 96]]
+    found, _ = find_latest_valid(Path(recipe_base["run"]["dir"]) / "checkpoints")
+    assert found is not None
+    assert found.manifest.data["skipped"] == [[48, 96]]
+
+
+def test_a_rollback_after_a_resume_after_a_rollback(recipe_base, fake_engine, tmp_path) -> None:
+    """Two rollbacks with two stops between and behind them are the two rollbacks of a run in one go."""
+    fake_engine.poison = lambda call, batch: call in (8, 9, 17, 18)
+    assert start(recipe_base, TOLERANT) == 0
+    whole = losses(recipe_base)
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    assert start(recipe_base, TOLERANT, stop_after_step=12) == 75
+    fake_engine.poison = lambda call, batch: call in (2, 3)
+    assert start(recipe_base, TOLERANT, stop_after_step=18) == 75
+    fake_engine.poison = lambda call, batch: False
+    assert start(recipe_base, TOLERANT) == 0
+    assert steps_of(recipe_base, "rollback") == [6, 12]
+    assert {step: loss for step, loss in losses(recipe_base).items() if step > 15} == {
+        step: loss for step, loss in whole.items() if step > 15
+    }
+
+
+# ---- resumes ----
+
+
+@pytest.mark.parametrize("stops", [(5, 9), (6, 12), (1, 2, 3), (19,)])
+@pytest.mark.parametrize("background", [False, True])
+def test_any_number_of_resumes_equal_the_run_in_one_go(
+    recipe_base, fake_engine, tmp_path, stops: tuple[int, ...], background: bool
+) -> None:
+    """All in one process: each is a second run there, too."""
+    recipe_base["checkpoint"] |= {"async_save": background}
+    assert start(recipe_base) == 0
+    whole = losses(recipe_base)
+    last = fake_engine.opened[-1].weights
+    recipe_base["run"]["dir"] = str(tmp_path / "stopped")
+    for step in stops:
+        assert start(recipe_base, stop_after_step=step) == 75
+    assert start(recipe_base) == 0
+    assert losses(recipe_base) == whole
+    assert fake_engine.opened[-1].weights.tolist() == last.tolist()
+    assert steps_of(recipe_base, "resume") == list(stops)
+    assert steps_of(recipe_base, "completed") == [20]
+    assert start(recipe_base) == 0  # nothing is left to do, and nothing is done again
+    assert losses(recipe_base) == whole
+
+
+def test_a_run_after_another_has_nothing_of_it(recipe_base, fake_engine, tmp_path) -> None:
+    assert start(recipe_base) == 0
+    first = losses(recipe_base)
+    for name, sets in (("other", ("optimizer.lr=1e-3", "data.shuffle=false")), ("again", ())):
+        recipe_base["run"]["dir"] = str(tmp_path / name)
+        assert start(recipe_base, *sets) == 0
+        assert (losses(recipe_base) == first) == (name == "again")
+
+
+# ---- two cuts inside one batch ----
+
+
+def all_rows(source: Any, total: int, batch: int, ranks: int = 1) -> list[list[int]]:
+    """Return the ids of the rows of `total` positions, read in batches of one size."""
+    streams = [Stream(source, global_batch_size=batch, seed=3, dp_rank=rank, dp_size=ranks) for rank in range(ranks)]
+    rows: list[list[int]] = []
+    for _ in range(total // batch):
+        rows += [row.tolist() for stream in streams for row in stream.next().rows.input_ids]
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_two_ends_of_epochs_inside_one_batch(little_data: Path, ranks: int) -> None:
+    store = TokenStore.open(little_data / "validation")
+    reader = RowReader(store, open_pack(store, seq_len=32))
+    batch = 2 * (reader.n_rows + 1)  # more than two epochs
+    assert sorted(all_rows(reader, 2 * batch, batch, ranks)) == sorted(all_rows(reader, 2 * batch, 1))
+    if ranks == 1:
+        assert all_rows(reader, 2 * batch, batch) == all_rows(reader, 2 * batch, 1)
+
+
+def test_two_phases_of_a_mixture_inside_one_batch(little_data: Path) -> None:
+    readers = {}
+    for name in ("train", "validation"):
+        store = TokenStore.open(little_data / name)
+        readers[name] = RowReader(store, open_pack(store, seq_len=32))
+    phases = [Phase(from_row=at, weights={"train": one, "validation": 1}) for at, one in ((0, 1), (11, 0), (13, 5))]
+    mixture = Mixture(readers, phases)
+    assert all_rows(mixture, 24, 8) == all_rows(mixture, 24, 1)
+
+
+def test_two_skips_inside_one_batch(little_data: Path) -> None:
+    """A second skip from the place of the first goes on behind both."""
+    store = TokenStore.open(little_data / "train")
+    reader = RowReader(store, open_pack(store, seq_len=32))
+    stream = Stream(reader, global_batch_size=8, seed=3)
+    stream.next()
+    stream.skip(3)
+    stream.skip(2)
+    assert stream.state.skipped == ((8, 13),)
+    wanted = all_rows(reader, 24, 1)
+    assert [row.tolist() for row in stream.next().rows.input_ids] == wanted[13:21]
+    assert stream.state.row == 21
