@@ -7,7 +7,7 @@ NxD's layers add, are the subjects of `test_xla_step.py` and `test_nxd_host.py`.
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,26 @@ class CutRows(Cut):
         return self._leave(nn.functional.linear(x, self.weight))
 
 
+class CutQkv(Cut):
+    """The GQA layer with one key/value head, which all ranks hold and whose gradient they sum."""
+
+    def __init__(self, width: int, q_out: int, kv_out: int, layers: "GroupLayerFactory", *, fuse_qkv: bool) -> None:
+        super().__init__(0, 0, layers)
+        del self.weight
+        self._sizes = (q_out, kv_out, kv_out)
+        names = ("weight_qkv",) if fuse_qkv else ("weight_q", "weight_k", "weight_v")
+        sizes = dict(zip(names, (sum(self._sizes),) if fuse_qkv else self._sizes, strict=True))
+        for name, out in sizes.items():
+            self.register_parameter(name, nn.Parameter(torch.empty(out, width, dtype=layers.dtype, device="meta")))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        weights = list(self.parameters())
+        q, *shared = weights if len(weights) > 1 else weights[0].split(self._sizes)
+        x = self._enter(x)
+        own = [q, *(copy_to_tp(weight, self._tp, sequence_parallel=False) for weight in shared)]
+        return tuple(nn.functional.linear(x, weight) for weight in own)
+
+
 class GroupLayerFactory(TorchLayerFactory):
     """Layers over tensor-parallel ranks, with the cpu backend's collectives."""
 
@@ -153,6 +173,12 @@ class GroupLayerFactory(TorchLayerFactory):
 
     def row_parallel(self, in_features: int, out_features: int) -> nn.Module:
         return CutRows(out_features, in_features // self.tp, self)
+
+    def qkv(
+        self, in_features: int, q_out_features: int, kv_out_features: int, *, kv_size_multiplier: int, fuse_qkv: bool
+    ) -> nn.Module:
+        assert kv_size_multiplier == self.tp, "one head"
+        return CutQkv(in_features, q_out_features // self.tp, kv_out_features, self, fuse_qkv=fuse_qkv)
 
 
 @dataclass(frozen=True)
@@ -322,6 +348,48 @@ def test_stages_give_what_one_process_of_the_cpu_backend_gives(ranks, name: str)
         of_stage = n // n_stages
         for first, last in zip(found[:of_stage], found[-of_stage:], strict=True):
             assert np.array_equal(first["weights"]["model.embed_tokens.weight"], last["weights"]["lm_head.weight"])
+
+
+REPLICAS = ("parallel.tp=2", "engine.neuron.qkv_linear=true", "engine.neuron.kv_size_multiplier=2")
+FIRST = ("pp2", "tied", "split", "all copies")
+"""The case of the default set: a tied head on another stage, and a key/value head with a copy, whose norm is NxD's."""
+
+
+@pytest.mark.parametrize(
+    ("stages", "tied", "qkv", "norm"),
+    [
+        pytest.param(*case, id="-".join(case), marks=[] if case == FIRST else [pytest.mark.slow])
+        for case in product(("pp1", "pp2"), ("head", "tied"), ("split", "fused"), ("once", "all copies"))
+    ],
+)
+def test_copies_of_heads_are_in_the_norm_as_on_the_cpu_backend(
+    ranks, stages: str, tied: str, qkv: str, norm: str
+) -> None:
+    """Losses, norms, and sum and tokens of validation, of every rank on both backends; stages change none of them.
+
+    The norm of one stage is that of `test_cpu_parity.py`; a tied head is in it once, though two stages hold it.
+    """
+    shape = Shape(tied=tied == "tied", layers=3, vocab=62, intermediate=34)
+    flags = {"fuse_qkv": qkv == "fused", "nxd_grad_norm": norm == "all copies"}
+    sets = (*REPLICAS, *(f"engine.neuron.{name}={str(value).lower()}" for name, value in flags.items()))
+    (one,) = ranks.run(trained, shape, "cpu", ranks=1)
+    wanted, *others = ranks.run(trained, shape, "cpu", *sets, ranks=2)  # one stage
+    staged = (*sets, PP2) if stages == "pp2" else sets
+    for backend in ("cpu", "nxd"):
+        others += ranks.run(trained, shape, backend, *staged, ranks=4 if stages == "pp2" else 2)
+    for rank in others:
+        assert not np.isfinite(rank["numbers"].pop(BAD)).all()
+        assert rank["steps"] == len(RATES) - 1
+    del wanted["numbers"][BAD], one["numbers"][BAD]
+    for rank in others:
+        assert rank["numbers"] == [pytest.approx(pair, rel=1e-11) for pair in wanted["numbers"]]
+        assert rank["evaluated"] == (pytest.approx(one["evaluated"][0], rel=1e-2), one["evaluated"][1])
+        assert rank["evaluated"] == (pytest.approx(wanted["evaluated"][0], rel=1e-11), one["evaluated"][1])
+    assert wanted["numbers"][0][0] == pytest.approx(one["numbers"][0][0], rel=1e-11)
+    if norm == "once":
+        assert wanted["numbers"] == [pytest.approx(pair, rel=1e-11) for pair in one["numbers"]]
+    else:
+        assert wanted["numbers"][0][1] > one["numbers"][0][1] * 1.0001
 
 
 def assert_evaluated(found: list[dict[str, Any]], one: dict[str, Any], *, dp: int, rel: float) -> None:
