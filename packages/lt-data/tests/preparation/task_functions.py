@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 from lt_data import DataError
@@ -27,4 +28,13 @@ def fail(task: int, work: Path) -> Path:
     """Fail at each second task."""
     if task % 2:
         raise DataError(f"reason {task}")
+    return write_pid(task, work)
+
+
+def wait_for_others(task: int, work: Path) -> Path:
+    """Take very long at task 2, which another machine finishes meanwhile."""
+    if task == 2:
+        (work.parent / "waits").touch()
+        time.sleep(60)
+        (work.parent / "has-waited").touch()
     return write_pid(task, work)

@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 
 from lt_data import DataError
+from lt_data.preparation import processes
 from lt_data.preparation.processes import MAX_LOST, build_with_processes
 from lt_data.preparation.tasks import CLAIM, Tasks, build_unclaimed, run_tasks
 from lt_data.progress import no_progress
@@ -46,6 +47,25 @@ def test_a_task_that_ends_its_process_again_and_again_is_named(functions: Module
         run_tasks(tasks, partial(build_with_processes, workers=2), no_progress)
     assert tasks.list_missing() == [3]
     assert (tasks.folder / "attempts").stat().st_size <= MAX_LOST + 1  # and the one that claimed it
+
+
+def test_a_task_that_another_machine_has_finished_is_not_waited_for(
+    functions: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_LOOK_S", 0.05)
+    tasks = make_tasks(tmp_path / "tasks", functions.wait_for_others)
+    (tasks.folder / f"{tasks.names[2]}{CLAIM}").touch()
+    is_published = Tasks.is_published
+
+    def publish(self: Tasks, task: int) -> bool:
+        if task == 2 and (tasks.folder / "waits").exists():
+            tasks.published(2).write_text("another machine", encoding="utf-8")
+        return is_published(self, task)
+
+    monkeypatch.setattr(Tasks, "is_published", publish)
+    run_tasks(tasks, partial(build_with_processes, workers=2), no_progress)
+    assert tasks.published(2).read_text(encoding="utf-8") == "another machine"
+    assert not (tasks.folder / "has-waited").exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])

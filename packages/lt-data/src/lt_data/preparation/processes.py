@@ -3,7 +3,8 @@
 With one worker this process does the tasks itself. Else each worker is a process that takes tasks until none is free,
 and this one watches. What is left then was claimed by processes that are dead, or at work elsewhere: each of those
 tasks has a process of its own, as many at a time as there are workers. So if a process dies (memory ran out, a library
-crashed), it is known at which task; another one tries it again, some times, and then it is named as failed.
+crashed), it is known at which task; another one tries it again, some times, and then it is named as failed. A process
+is ended when another machine has finished its task.
 
 Cost: a process and its imports, about a second, per worker and per task that others had claimed.
 """
@@ -19,9 +20,12 @@ from typing import Any
 
 from lt_data.preparation.tasks import Tasks, build_task, build_unclaimed, check_picklable
 from lt_data.progress import Progress
+from lt_data.storage import fsync_folder, translate_os_errors
 
 MAX_LOST = 4
 """Processes that may end at a task without a result before it counts as failed."""
+_LOOK_S = 5.0
+"""How often the results of others are looked at; nothing but idle time depends on it."""
 
 
 def build_with_processes(tasks: Tasks, progress: Progress, *, workers: int) -> dict[int, str]:
@@ -47,7 +51,8 @@ def build_with_processes(tasks: Tasks, progress: Progress, *, workers: int) -> d
             while rest and len(at_work) < workers:
                 if not tasks.is_published(task := rest.pop()):
                     at_work.start(task)
-            for task, found in at_work.wait():
+            at_work.end_published()
+            for task, found in at_work.wait(_LOOK_S):
                 if isinstance(found, dict):
                     failures |= found
                     continue
@@ -84,10 +89,21 @@ class _Workers:
         sender.close()  # so that the end of the process is the end of the pipe
         self._running[receiver] = (process, task)
 
-    def wait(self) -> list[tuple[int | None, dict[int, str] | str]]:
+    def end_published(self) -> None:
+        """End the processes whose tasks are finished, mostly by other machines."""
+        for pipe, (process, task) in [*self._running.items()]:
+            if task is not None and self._tasks.is_published(task):
+                process.terminate()  # what it leaves is removed with the rest of the job
+                process.join()
+                del self._running[pipe]
+                pipe.close()
+                with translate_os_errors("publish", self._tasks.published(task)):
+                    fsync_folder(self._tasks.folder)  # it may have been at that itself
+
+    def wait(self, timeout_s: float | None = None) -> list[tuple[int | None, dict[int, str] | str]]:
         """Wait for news; return for each process that ended its task, and its failures or how it died."""
         ended: list[tuple[int | None, dict[int, str] | str]] = []
-        ready: list[Any] = wait([*self._running])
+        ready: list[Any] = wait([*self._running], timeout_s)
         for pipe in ready:
             process, task = self._running[pipe]
             try:
