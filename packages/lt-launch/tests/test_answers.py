@@ -76,7 +76,7 @@ def test_records_that_are_taken_can_be_judged(changes: list[dict[str, Any]]) -> 
     records = [{"ended": 3, "code": 1, "tail": []} | change for change in changes]
     notes = {one["ended"]: (one["code"], "h", 1.0) for one in records if is_record(one)}
     kind, *_ = policy.judge(range(4), notes, 0)
-    assert kind in ("done", "stopped", "requeue", "lost", "killed", "failed")
+    assert kind in ("done", "stopped", "requeued", "lost", "killed", "failed")
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_restarts_are_counted(lt: Lt) -> None:
         9, env='FAULT_ALWAYS = "0:1:75"', procs=1, more="[job.restart]\nmax_restarts = 1\nmax_without_progress = 9"
     )
     assert "1 of 1 restarts are used up" in lt.run("run", "run.toml", code=75)
-    assert [kind for kind, _ in lt.attempts()] == ["requeue", "requeue"]
+    assert [kind for kind, _ in lt.attempts()] == ["requeued", "requeued"]
 
 
 @pytest.mark.parametrize(("what", "code"), [("64", 64), ("70", 70), ("3", 3)])
@@ -182,7 +182,7 @@ def test_a_signal_to_the_launcher_is_a_saved_stop_with_75(lt: Lt, number: signal
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 75, out
     assert lt.attempts()[0][0] == "stopped"
-    assert "stopped as it was told" in out
+    assert "stopped as requested" in out
     assert "rank 0 stopped" in out
     assert not lt.pids()
 

@@ -230,7 +230,7 @@ def test_when_one_asks_to_be_started_again_the_others_have_the_grace_time_to_do_
     """They are not told: whoever shares a step with it finds out itself, and is killed only when it does not."""
     made = stage(f"{WAIT}time.sleep(rank * {100 if killed else 1.0})\nsys.exit(75)", procs_per_node=2, grace_s=grace_s)
     result = made.run()
-    assert (result["code"], result["kind"], result["first"]["rank"]) == (75, "requeue", 0)
+    assert (result["code"], result["kind"], result["first"]["rank"]) == (75, "requeued", 0)
     assert (made.folder / "killed").exists() == killed
     assert sorted(policy.read_notes(made.folder / "notes")) == ([0] if killed else [0, 1])
 

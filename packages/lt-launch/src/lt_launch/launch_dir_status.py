@@ -97,7 +97,7 @@ def _element_state(
         return "completed", "", ended_at
     if cancelled and kind == "stopped":
         return "cancelled", reason, ended_at
-    if kind in ("stopped", "requeue"):
+    if kind in ("stopped", "requeued"):
         return "requeued", reason, ended_at
     if alive:
         return "requeued", reason, ended_at

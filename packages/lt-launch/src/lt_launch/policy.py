@@ -279,7 +279,7 @@ def mark(spec: Table, place: Place, key_before: str | None = None) -> str:
 # --- how an attempt ended
 
 REQUEUE, INTERNAL, USER = 75, 70, 64
-DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeue", "lost", "killed", "failed"
+DONE, STOPPED, REQUEUED, LOST, KILLED, FAILED = "done", "stopped", "requeued", "lost", "killed", "failed"
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 BY_A_STOP = tuple(128 + int(number) for number in STOPS)
 """Exit codes of a process that died of a stop signal."""
@@ -333,7 +333,7 @@ def judge(
         reason = f"rank {first} on {host} was the first to fail: {code_name(code)}"
         return (KILLED if code > 128 else FAILED), code, reason, first
     if asked and (not notes or any(note[0] for note in notes.values()) or len(notes) < len(ranks)):
-        return STOPPED, REQUEUE, "stopped as it was told" + (", but had to be killed" if killed else ""), None
+        return STOPPED, REQUEUE, "stopped as requested" + (", but had to be killed" if killed else ""), None
     again = [rank for rank, note in notes.items() if note[0] == REQUEUE]
     if again:
         first = min(again, key=lambda rank: (notes[rank][2], rank))

@@ -163,7 +163,7 @@ def test_a_save_may_take_110_of_the_120_seconds(tmp_path: Path, seconds: int) ->
     assert (tmp_path / "kept" / "saved").read_text() == "saved\n", "and it was sent to where checkpoints are kept"
     root = tmp_path / "job" / "hosts" / "algo-1"
     (ended,) = (root / "kept" / "stages" / "train").glob("attempt-*/exit.json")
-    assert json.loads(ended.read_bytes())["reason"] == "stopped as it was told"
+    assert json.loads(ended.read_bytes())["reason"] == "stopped as requested"
     assert not (root / "output" / "failure").exists()
     (stopping,) = [one for one in found["SecondaryStatusTransitions"] if one["Status"] == "Stopping"]
     assert stopping["EndTime"] - stopping["StartTime"] >= seconds

@@ -286,7 +286,7 @@ def a_save_of(seconds: int, root: Path) -> None:
     assert process.wait(timeout=150) == 75
     (ended,) = (root / "kept" / "stages" / "train").glob("attempt-*/exit.json")
     result = json.loads(ended.read_bytes())
-    assert (result["kind"], result["reason"]) == ("stopped", "stopped as it was told")
+    assert (result["kind"], result["reason"]) == ("stopped", "stopped as requested")
     assert not (root / "output" / "failure").exists()
 
 

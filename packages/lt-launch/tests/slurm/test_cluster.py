@@ -365,7 +365,7 @@ def test_a_job_whose_step_slurm_never_makes_is_started_again(
     assert cluster.wait_for_end(id_)["JobState"] == "COMPLETED"
     place = Place(made.directory / "stages" / "late" / "spec.json")
     kinds = [(read_table(place.attempt(number) / "exit.json") or {}).get("kind") for number in place.attempts()]
-    assert kinds == ["requeue", "done"]
+    assert kinds == ["requeued", "done"]
     assert "srun got no step" in (place.stage / f"slurm-{id_}.out").read_text()
 
 

@@ -9,9 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from lt_data import train_bpe
+from lt_data import IGNORE_INDEX, RowReader, TokenStore, inspect_step, open_pack, train_bpe
 from lt_launch.launch_dir import load_launch
 from lt_launch.launcher import launch
 from lt_launch.profile import Profile
@@ -137,6 +138,20 @@ def logs(folder: Path) -> str:
     return "\n".join(f"--- {path}\n{path.read_text(errors='replace')[-1500:]}" for path in sorted(files))
 
 
+def loss_of_the_released_model(base: Path) -> float:
+    """Return the loss of the downloaded model on the first batch of the run, by transformers."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    store = TokenStore.open(base / "wikicorpus")
+    rows = np.array([row.row for row in inspect_step(base / "runs/llama3-70b", 1).rows])
+    batch = RowReader(store, open_pack(store, seq_len=64), document_mask=False).read_rows(rows)
+    ids, labels = (torch.from_numpy(array.astype(np.int64)) for array in (batch.input_ids, batch.labels))
+    with torch.no_grad():
+        logits = LlamaForCausalLM.from_pretrained(base / "hub", dtype=torch.float64)(ids).logits
+    return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX))
+
+
 def check_products(base: Path) -> None:
     from lt_ckpt import open_source
     from lt_trainer.config import llama_config
@@ -154,6 +169,7 @@ def check_products(base: Path) -> None:
     assert run(load(base / "llama3-70b-cpu.toml", overrides=one)) == 0
     alone = [row["loss"] for row in read_jsonl(base / "alone/metrics.jsonl") if "loss" in row]
     assert [row["loss"] for row in rows] == pytest.approx(alone, rel=1e-9)
+    assert rows[0]["loss"] == pytest.approx(loss_of_the_released_model(base), rel=1e-6)
     recipe = load(base / "llama3-70b.toml").recipe
     environ = {**os.environ, "PYTHONPATH": str(base / "packages")}
     assert check_compiled(recipe, llama_config(recipe, 300), environ | build_env(recipe, environ)) == ""

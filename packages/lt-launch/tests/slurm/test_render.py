@@ -325,7 +325,7 @@ def test_training_is_done_when_rank_0_noted_so_in_this_attempt(tmp_path: Path) -
         ({}, 137, False, False, ("killed", 137, None)),
         ({}, 138, True, False, ("stopped", 75, None)),
         ({}, 75, True, False, ("stopped", 75, None)),
-        ({0: 75, 1: 75, 2: 75}, 75, False, False, ("requeue", 75, 0)),
+        ({0: 75, 1: 75, 2: 75}, 75, False, False, ("requeued", 75, 0)),
         ({0: 75, 1: 75, 2: 75}, 75, True, False, ("stopped", 75, None)),
         ({0: 75, 1: 75, 2: 138}, 138, True, False, ("stopped", 75, None)),
         ({1: 137, 0: 75, 2: 75}, 137, False, False, ("killed", 137, 1)),
