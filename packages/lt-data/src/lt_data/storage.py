@@ -67,7 +67,8 @@ def open_truncated(path: Path, size: int) -> BinaryIO:
     if not path.exists():
         assert size == 0
         return create_file(path)
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "r+b")
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    file = open(path, "r+b", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115 - with its name, unlike fdopen's
     file.truncate(size)
     file.seek(size)
     return file
