@@ -212,14 +212,40 @@ def test_a_z_loss_is_the_same_on_every_layout_and_stays_out_of_the_loss_that_is_
     assert one.losses[2] != pytest.approx(plain.losses[2], rel=1e-6)
 
 
-@pytest.mark.parametrize(("n", "sets"), [(2, (TP2, SP)), (4, (TP2,))], ids=["tp-sp", "fsdp-tp"])
-def test_bfloat16_layouts_stay_near_one_process(ranks, alone, n: int, sets: tuple[str, ...]) -> None:
-    """Sums over ranks in bfloat16 round; the masters are float32 and equal on all ranks that hold the same."""
+NARROW: dict[str, tuple[str, int, tuple[str, ...]]] = {
+    "bfloat16-tp-sp": ("bfloat16", 2, (TP2, SP)),
+    "bfloat16-fsdp-tp": ("bfloat16", 4, (TP2,)),
+    "bfloat16-pp": ("bfloat16", 2, (PP2,)),
+    "float32-cp": ("float32", 2, (CP2,)),
+    "bfloat16-cp": ("bfloat16", 2, (CP2,)),
+    "bfloat16-fsdp": ("bfloat16", 2, ()),
+    "float32-fsdp": ("float32", 2, ()),
+    "float32-tp": ("float32", 2, (TP2,)),
+    "float32-pp-fsdp": ("float32", 4, (PP2,)),
+}
+NARROW_CASES = [pytest.param(name, marks=[pytest.mark.slow] if i > 3 else []) for i, name in enumerate(NARROW)]
+
+
+@pytest.mark.parametrize("name", NARROW_CASES)
+def test_narrow_layouts_stay_near_one_process(ranks, alone, name: str) -> None:
+    """Sums over ranks round; the masters are float32 and equal on all ranks that hold the same.
+
+    Losses and norms, the sum and the tokens of a validation, and the sum of the scores and their number are near those
+    of one process in float64, and the same on all ranks.
+    """
+    dtype, n, sets = NARROW[name]
+    near, near_norms = (1e-2, 5e-2) if dtype == "bfloat16" else (1e-5, 1e-4)
     one: TrainResult = alone(False)
-    found = ranks.run(train, ("engine.gpu.dtype=bfloat16", *sets), False, 2, ranks=n)
-    assert found[0].losses == pytest.approx(one.losses, rel=1e-2)
-    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=5e-2)
+    found = ranks.run(train, (f"engine.gpu.dtype={dtype}", *sets), False, 2, ranks=n)
+    assert found[0].losses == pytest.approx(one.losses, rel=near)
+    assert found[0].grad_norms == pytest.approx(one.grad_norms, rel=near_norms)
     assert all(rank.losses == found[0].losses and rank.grad_norms == found[0].grad_norms for rank in found)
+    assert all(rank.validation == found[0].validation for rank in found)
+    assert found[0].validation == (pytest.approx(one.validation[0], rel=near), one.validation[1])
+    assert found[0].validation[0] != one.validation[0], "nothing was rounded"
+    (scores, _), (wanted, _) = assemble_scores(found), assemble_scores([one])
+    assert ((scores < 0) == (wanted < 0)).all()
+    assert -scores.sum() == pytest.approx(found[0].validation[0], rel=near)
     assert {piece.dtype for rank in found for piece in rank.states[0]} == {"F32"}
     before, after = (assemble([rank.states[i] for rank in found]) for i in (0, 2))
     start = assemble([one.states[0]])
