@@ -49,7 +49,12 @@ redistribute = true
 TASK = "".join(
     json.dumps({"context": f"{i} and", "choices": [" the", " of", " a"], "label": i % 3}) + "\n" for i in range(12)
 )
-TASKS = ("evaluation.tasks=[lt_count, mine]", "evaluation.tasks_dir=tasks", "evaluation.limit=10")
+TASKS = (
+    "evaluation.tasks=[lt_count, mine]",
+    "evaluation.tasks_dir=tasks",
+    "evaluation.limit=10",
+    "evaluation.stores=true",
+)
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +173,11 @@ def test_the_same_run_gives_the_same_bytes(
             "results/evaluation/step-00000008/mine.jsonl",
             lambda path: change_bytes(path, b'"acc": ', b'"acc": 1'),
             "run/metrics.jsonl, step 8: acc = ",
+        ),
+        (
+            "results/evaluation/step-00000008/validation.jsonl",
+            lambda path: change_bytes(path, b'"loss": ', b'"loss": 1'),
+            "run/metrics.jsonl, step 8: loss = ",
         ),
         ("data/tasks/mine.jsonl", flip_last_byte, "data/tasks/mine.jsonl: "),
         ("run/metrics.jsonl", lambda path: change_bytes(path, b'"loss": ', b'"loss": 1'), "REPORT.md: "),
@@ -401,6 +411,7 @@ def test_scores_of_the_released_weights_are_in_cards_and_documents(made: tuple[P
     losses = [score for score in facts.scores if score.kind == "store"]
     assert found == [
         *(("task", "lt_count", 10), ("task", "mine", 10)),
+        ("store", "validation", losses[0].n_items),
         *(("task", "lt_recall", 9), ("task", "mine", 9)),
         ("store", "validation", losses[0].n_items),
     ]
@@ -409,10 +420,12 @@ def test_scores_of_the_released_weights_are_in_cards_and_documents(made: tuple[P
     (counted,) = (r for r in records if r.get("eval_task") == "lt_count")
     (validated,) = (r for r in records if "val_loss" in r and r["step"] == 8)
     assert facts.scores[0].metrics["acc"] == counted["eval_acc"]
-    assert losses[0].metrics["loss"] == pytest.approx(validated["val_loss"], rel=1e-5)
+    of_run, of_command = (score for score in losses if not score.group)
+    assert of_run.metrics["loss"] == pytest.approx(validated["val_loss"], rel=1e-6)
+    assert of_command.metrics["loss"] == pytest.approx(of_run.metrics["loss"], rel=1e-6)
     shown = {(r.dataset_name, r.metric_type): r.metric_value for r in ModelCard(bundle_text(bundle)).data.eval_results}
     assert shown["lt_count", "acc"] == counted["eval_acc"]
-    assert shown["validation", "bits_per_byte"] == losses[0].metrics["bits_per_byte"]
+    assert shown["validation", "bits_per_byte"] == of_command.metrics["bits_per_byte"]
     assert "| validation, length " in (bundle / "REPORT.md").read_text()
     card = json.loads((bundle / "bom.cdx.json").read_text())["metadata"]["component"]["modelCard"]
     assert ("lt_recall", "acc") in {(m["slice"], m["type"]) for m in card["quantitativeAnalysis"]["performanceMetrics"]}
@@ -444,10 +457,18 @@ def test_a_task_without_a_license_is_left_out_and_the_recipe_runs(
 def test_results_of_other_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     path = Path(shutil.copytree("run/evaluation/step-00000008-float32", tmp_path / "scores")) / "results.jsonl"
-    options = MakeOptions(licenses=Path("licences.toml"), results=(tmp_path / "scores",))
-    make_release(Path("run"), tmp_path / "out", options)
-    assert (tmp_path / "out" / "results" / "scores" / "results.jsonl").exists()
     text = path.read_text()
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(json.dumps({"weights": json.loads(text.split("\n")[0])["weights"], "text": "a"}) + "\n")
+    options = MakeOptions(licenses=Path("licences.toml"), results=(tmp_path / "scores", samples))
+    facts = make_release(Path("run"), tmp_path / "out", options)
+    assert (tmp_path / "out" / "results" / "scores" / "results.jsonl").exists()
+    (shown,) = (part for part in facts.components if part.name == "Sample model outputs")
+    assert shown.paths == ("results/samples.jsonl",)
+    samples.write_text(json.dumps({"weights": "0", "model": "another", "text": "a"}) + "\n")
+    with pytest.raises(ReleaseError, match=r"samples.jsonl has results of other weights \(another\)"):
+        make_release(Path("run"), tmp_path / "again", options)
+    samples.write_text("")
     path.write_text(text.replace('"weights": "', '"weights": "0'))
     with pytest.raises(ReleaseError, match="scores has results of other weights"):
         make_release(Path("run"), tmp_path / "again", options)

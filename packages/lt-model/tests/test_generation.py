@@ -2,7 +2,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from lt_model import ModelError, generate  # noqa: E402
+from lt_model import ModelError, generate, generate_batch  # noqa: E402
 
 PROMPT = [3, 14, 15, 92, 65]
 
@@ -44,6 +44,27 @@ def test_it_ends_after_a_stop_id(gqa_config, make_model):
     assert (
         generate(model, PROMPT, max_new_tokens=20, temperature=0, stop_token_ids={stop}) == full[: full.index(stop) + 1]
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("lengths", [(5, 1, 3, 5), (4, 4), (2,)])
+def test_a_row_of_a_batch_is_what_its_prompt_gives_alone(gqa_config, make_model, lengths, temperature):
+    """Prompts of any lengths, rows that end before others, and a seed for each."""
+    model = make_model(gqa_config)
+    prompts = [[(7 * row + 11 * i) % gqa_config.vocab_size for i in range(n)] for row, n in enumerate(lengths)]
+    ends = [3, 12, 7, 12][: len(prompts)]
+    options = {"max_new_tokens": 12, "temperature": temperature}
+    alone = [generate(model, prompt, seed=row, **options) for row, prompt in enumerate(prompts)]
+    asked = []
+
+    def is_finished(row, new_ids):
+        asked.append((row, len(new_ids)))
+        return len(new_ids) == ends[row]
+
+    seeds = range(len(prompts))
+    found = generate_batch(model, prompts, seeds=seeds, is_finished=is_finished, **options)
+    assert found == [new_ids[:end] for new_ids, end in zip(alone, ends, strict=True)]
+    assert sorted(asked) == [(row, n + 1) for row, end in enumerate(ends) for n in range(min(end, 11))]
 
 
 def test_seeds_decide_and_leave_the_global_state_alone(gqa_config, make_model):

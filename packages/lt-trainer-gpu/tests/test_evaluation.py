@@ -119,35 +119,39 @@ def ran(store: str, folder: str, sets: tuple[str, ...], evaluate: bool) -> int:
     base = {
         "run": {"dir": folder},
         "model": {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 2},
-        "data": {"store": store, "seq_len": SEQ_LEN},
+        "data": {"store": store, "validation": store, "seq_len": SEQ_LEN},
         "batch": {"global_batch_size": 8, "micro_batch_size": MICRO_BATCH_SIZE},
         "schedule": {"max_steps": 6, "warmup_steps": 1},
         "metrics": {"log_interval": 1, "monitor_interval_s": 0.0},
         "engine": {"gpu": {"device": "cpu", "dtype": "float64"}},
     }
-    tasks = {"tasks": ["lt_count", "lt_recall"], "interval": 3, "limit": 7}
+    tasks = {"tasks": ["lt_count", "lt_recall"], "interval": 3, "limit": 7, "stores": True}
     return run(load(base=base | ({"evaluation": tasks} if evaluate else {}), overrides=sets))
 
 
 @pytest.mark.guarantee("evaluation-same-bits")
 def test_a_run_evaluates_tasks_on_its_shards_and_trains_the_same(ranks, store: str, tmp_path: Path) -> None:
-    """Two ranks of each kind have the scores of one, and the losses that the run has without tasks."""
+    """Two ranks of each kind have the scores of one, and the losses that the run has without them."""
     kinds = {"one": (1, ()), "fsdp": (2, ()), "tp": (2, ("parallel.tp=2",)), "plain": (2, ("parallel.tp=2",))}
-    losses, tasks = {}, {}
+    losses, tasks, validated = {}, {}, {}
     for name, (n, sets) in kinds.items():
         assert ranks.run(ran, store, str(tmp_path / name), sets, name != "plain", ranks=n) == [0] * n
         records = read_jsonl(tmp_path / name / "metrics.jsonl")
         losses[name] = [record["loss"] for record in records if "loss" in record]
         tasks[name] = [record for record in records if "eval_task" in record]
+        validated[name] = [record["val_loss"] for record in records if "val_loss" in record]
     assert losses["tp"] == losses["plain"]
     assert tasks["plain"] == []
-    evaluated = [(step, task) for step in (3, 6) for task in ("lt_count", "lt_recall")]
+    evaluated = [(step, task) for step in (3, 6) for task in ("lt_count", "lt_recall", "validation")]
     assert [(record["step"], record["eval_task"]) for record in tasks["one"]] == evaluated
     for name in ("fsdp", "tp"):
         for found, wanted in zip(tasks[name], tasks["one"], strict=True):
-            assert {"elapsed_s", "eval_acc"} < found.keys() == wanted.keys()
+            assert found.keys() == wanted.keys()
+            assert "eval_loss" in found or "eval_acc" in found
             metrics = [key for key in found if key not in ("eval_task", "elapsed_s")]
             assert [found[key] for key in metrics] == pytest.approx([wanted[key] for key in metrics], rel=1e-9)
+    for name in ("one", "fsdp", "tp"):
+        assert tasks[name][-1]["eval_loss"] == pytest.approx(validated[name][-1], rel=1e-9)
     items = [read_jsonl(tmp_path / name / "evaluation/step-00000006/lt_count.jsonl") for name in ("one", "fsdp")]
     for one, other in zip(*items, strict=True):
         assert one["log_probs"] == pytest.approx(other["log_probs"], rel=1e-9)

@@ -246,3 +246,20 @@ def test_a_sample_ends_at_the_context_length_and_takes_device_and_dtype(model: P
     assert len(loaded.tokenizer.encode_batch([text])[0]) > 0
     with pytest.raises(ValueError, match=r"the prompt has \d+ tokens and .* a context of 64; shorten it to at most 63"):
         generate_text(loaded, "alpha beta gamma " * 40, max_new_tokens=5, **options)
+
+
+def test_samples_are_kept_with_all_that_made_them(model: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from lt_trainer.cli.commands import app
+
+    words = ["sample", str(model), "--prompt", "alpha", "--samples", "2", "--max-new-tokens", "5", "--seed", "3"]
+    words += ["--device", "cpu", "--out", str(tmp_path / "samples.jsonl")]
+    for _ in range(2):
+        done = CliRunner().invoke(app, words)
+        assert done.exit_code == 0, done.output
+    first, second, *again = read_jsonl(tmp_path / "samples.jsonl")
+    assert again == [first, second]
+    assert done.output == f"alpha{first['text']}\nalpha{second['text']}\n"
+    assert (first["prompt"], first["seed"], second["seed"], first["top_k"]) == ("alpha", 3, 4, 50)
+    assert first["weights"] == load_model(model).weights_sha256

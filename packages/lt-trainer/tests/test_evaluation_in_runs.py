@@ -56,6 +56,46 @@ def test_tasks_are_evaluated_every_n_steps_and_training_is_the_same(
     assert not (tmp_path / "without" / "evaluation").exists()
 
 
+@pytest.mark.guarantee("evaluation-same-bits")
+def test_validation_sets_are_evaluated_by_source_and_length(recipe_base, fake_engine, tmp_path: Path) -> None:
+    """The groups add up to the whole, which has the validation's tokens; training does not notice."""
+    from lt_trainer.observability.report.page import report_html
+    from lt_trainer.observability.report.run_history import read_run
+
+    recipe_base["evaluation"] = {"stores": True, "interval": 8}
+    assert start(recipe_base) == 0
+    folder = Path(recipe_base["run"]["dir"])
+    found = records(recipe_base, "eval_loss")
+    assert [(r["step"], r["eval_task"], r["eval_items"]) for r in found] == [(s, "validation", 5) for s in (8, 16, 20)]
+    assert len({r["eval_loss"] for r in found}) == 3, "the weights of the step"
+    groups = read_jsonl(folder / "evaluation" / "step-00000016" / "validation.jsonl")
+    assert [group["group"] for group in groups].count("source") == 5
+    assert (groups[0]["loss"], groups[0]["bits_per_byte"]) == (found[1]["eval_loss"], found[1]["eval_bits_per_byte"])
+    assert groups[0]["tokens"] == records(recipe_base, "val_loss")[0]["val_tokens"]
+    for kind in ("source", "length"):
+        parts = [group for group in groups if group["group"] == kind]
+        assert sum(group["tokens"] for group in parts) == groups[0]["tokens"]
+        assert sum(group["loss_sum"] for group in parts) == pytest.approx(groups[0]["loss_sum"], rel=1e-12)
+    assert scalars(found[0])["evaluation/validation/loss"] == found[0]["eval_loss"]
+    page = report_html([read_run(folder)])
+    assert "<h3>validation <small>step 20, of the run</small></h3>" in page
+    losses = [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")]
+    recipe_base["run"]["dir"] = str(tmp_path / "without")
+    del recipe_base["evaluation"]
+    assert start(recipe_base) == 0
+    assert [(r["step"], r["loss"], r["grad_norm"]) for r in records(recipe_base, "loss")] == losses
+
+
+def test_stores_without_validation_and_names_of_both_kinds_are_refused(tmp_path: Path) -> None:
+    data = {"store": "s", "seq_len": 32}
+    with pytest.raises(RecipeError, match=r"evaluation\.stores = True.*there is no validation data"):
+        load(base={"data": data, "evaluation": {"stores": True}})
+    with pytest.raises(RecipeError, match="a task and a validation set are both called 'validation'"):
+        load(base={"data": {**data, "validation": "v"}, "evaluation": {"stores": True, "tasks": ["validation"]}})
+    with pytest.raises(RecipeError, match=r"evaluation\.limit = 3.*has no effect without evaluation.tasks"):
+        load(base={"data": {**data, "validation": "v"}, "evaluation": {"stores": True, "limit": 3}})
+
+
 def test_a_resumed_run_has_the_results_of_the_uninterrupted_one(
     recipe_base, fake_engine, tasks: Path, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from lt_model.costs import MemoryEstimate, estimate_memory, flops_per_token, n_parameters
     from lt_model.documents import DocumentBoundaries
     from lt_model.errors import ModelError
-    from lt_model.generation import generate
+    from lt_model.generation import generate, generate_batch
     from lt_model.hf import config_from_hf, config_to_hf
     from lt_model.init import init_model, init_slice
     from lt_model.llama import Llama, LlamaBlock
@@ -32,6 +32,7 @@ _MODULES = {
     "DocumentBoundaries": "documents",
     "ModelError": "errors",
     "generate": "generation",
+    "generate_batch": "generation",
     "config_from_hf": "hf",
     "config_to_hf": "hf",
     "init_model": "init",
@@ -71,6 +72,7 @@ __all__ = [
     "estimate_memory",
     "flops_per_token",
     "generate",
+    "generate_batch",
     "init_model",
     "init_slice",
     "linear_cross_entropy_sum",

@@ -1,15 +1,19 @@
-"""Text generation with a key/value cache, one sequence at a time.
+"""Text generation with a key/value cache.
 
 The prompt goes through the model once; each further token goes through alone and attends to the cached keys and
 values, so a token costs one forward pass of one position. Greedy output equals that of the uncached forward pass.
-Sampling uses its own generator on the CPU, so it neither depends on nor changes torch's global random state.
 
-Cost: memory 2 * n_layers * (prompt + new tokens) * n_kv_heads * head_dim numbers for the cache.
+Prompts of different lengths share a batch without padding: what all have goes through at once, then token by token,
+where a row takes its prompt's tokens until they end and its own afterwards. So rows of like lengths belong together. A
+batch ends when all its rows have ended. Each row has a sampling generator of its own on the CPU, so its text neither
+depends on the other rows' nor changes torch's global random state.
+
+Cost: memory 2 * rows * n_layers * (longest prompt + new tokens) * n_kv_heads * head_dim numbers for the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -48,21 +52,72 @@ def generate(
         ModelError: an empty prompt, an id outside the vocabulary, more positions than the model has, or an option
             outside its range.
     """
-    _check_arguments(model, prompt_ids, max_new_tokens, temperature, top_k, top_p)
+    (new_ids,) = generate_batch(
+        model,
+        [prompt_ids],
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seeds=[seed],
+        is_finished=lambda row, new_ids: new_ids[-1] in stop_token_ids,
+    )
+    return new_ids
+
+
+def generate_batch(
+    model: Llama,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seeds: Sequence[int],
+    is_finished: Callable[[int, list[int]], bool],
+) -> list[list[int]]:
+    """Generate tokens that continue each of several prompts, in one batch.
+
+    Args:
+        model: a materialized, unsharded model.
+        prompts: one or more, of at least one token id each.
+        max_new_tokens: largest number of tokens to add to each.
+        temperature: as in `generate`; likewise top_k and top_p.
+        top_k: see there.
+        top_p: see there.
+        seeds: of each row's sampling generator.
+        is_finished: asked with a row and its new ids after each new one; True ends the row.
+
+    Returns:
+        The new ids of each row.
+
+    Raises:
+        ModelError: as in `generate`.
+    """
+    for prompt in prompts:
+        _check_arguments(model, prompt, max_new_tokens, temperature, top_k, top_p)
     device = model.model.embed_tokens.weight.device
-    sampler = torch.Generator().manual_seed(seed)
-    length = len(prompt_ids) + max_new_tokens
-    new_ids: list[int] = []
+    samplers = [torch.Generator().manual_seed(seed) for seed in seeds]
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts))
+    new_ids: list[list[int]] = [[] for _ in prompts]
+    has_ended = [max_new_tokens == 0] * len(prompts)
     with torch.inference_mode():
-        caches = [KVCache(length) for _ in model.model.layers]
-        pending = torch.tensor([list(prompt_ids)], device=device)
-        while len(new_ids) < max_new_tokens:
-            last_1D = model.hidden_states(pending, caches=caches)[:, -1]
-            logits_V = model.lm_head(last_1D)[0].to("cpu", torch.float64)
-            new_ids.append(_sample_token(logits_V, temperature, top_k, top_p, sampler))
-            if new_ids[-1] in stop_token_ids:
-                break
-            pending = torch.tensor([new_ids[-1:]], device=device)
+        caches = [KVCache(longest + max_new_tokens) for _ in model.model.layers]
+        pending = torch.tensor([list(prompt[:shortest]) for prompt in prompts], device=device)
+        position = shortest  # of the next token in each row
+        while not all(has_ended):
+            last_BD = model.hidden_states(pending, caches=caches)[:, -1]
+            sampled = [row for row, prompt in enumerate(prompts) if position >= len(prompt) and not has_ended[row]]
+            logits_BV = model.lm_head(last_BD[sampled]).to("cpu", torch.float64)
+            for row, logits_V in zip(sampled, logits_BV, strict=True):
+                new_ids[row].append(_sample_token(logits_V, temperature, top_k, top_p, samplers[row]))
+                has_ended[row] = len(new_ids[row]) == max_new_tokens or is_finished(row, new_ids[row])
+            tokens = [
+                [prompt[position] if position < len(prompt) else new[-1]]
+                for prompt, new in zip(prompts, new_ids, strict=True)
+            ]
+            pending = torch.tensor(tokens, device=device)
+            position += 1
     return new_ids
 
 

@@ -33,7 +33,8 @@ def precompile(
     data = resolved.recipe.data
     arguments = [str(recipe), "--steps", str(steps)]
     arguments += ["--validate"] if data.validation or data.validation_sets else []
-    arguments += ["--evaluate"] if resolved.recipe.evaluation.tasks else []
+    evaluation = resolved.recipe.evaluation
+    arguments += ["--evaluate"] if evaluation.tasks or evaluation.stores else []
     arguments += [text for value in sets or [] for text in ("--set", value)]
     arguments += ["--hyperparameters", str(hyperparameters)] if hyperparameters else []
     ranks = nproc_per_node or engine_options(resolved.recipe, "neuron", NeuronOptions).num_neuroncores

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -401,22 +402,24 @@ def sample(
     dtype: Annotated[
         str, typer.Option(help="Dtype: auto (bfloat16 on a GPU, else float32), float32, bfloat16, float64.")
     ] = "auto",
+    out: Annotated[
+        Path | None,
+        typer.Option(help="File to append the texts to, with all options, as JSON lines.", show_default=False),
+    ] = None,
 ) -> None:
     """Generate text from a trained model; ends at the model's context length at the latest."""
     require_torch("sample")
     from lt_data.display.terminal import escape_controls
-    from lt_trainer.cli.sample import generate_text, load_model
+    from lt_trainer.cli.sample import describe_model, generate_text, load_model
+    from lt_trainer.run_directory import JsonlWriter
 
     loaded = load_model(checkpoint, device=device, dtype=dtype)
-    for i in range(samples):
-        text = generate_text(
-            loaded,
-            prompt,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed + i,
-        )
-        shown = prompt + text
-        typer.echo(escape_controls(shown) if sys.stdout.isatty() else shown)
+    with ExitStack() as stack:
+        writer = None if out is None else stack.enter_context(JsonlWriter(out))
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        for number in range(seed, seed + samples):
+            text = generate_text(loaded, prompt, seed=number, **options)
+            shown = prompt + text
+            typer.echo(escape_controls(shown) if sys.stdout.isatty() else shown)
+            if writer is not None:
+                writer.write({**describe_model(loaded), "prompt": prompt, "text": text, "seed": number, **options})

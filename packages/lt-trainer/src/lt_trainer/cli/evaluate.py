@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -19,6 +18,7 @@ from typing import Any
 from lt_data import RowReader, TokenStore, open_pack
 from lt_data.display.progress_bars import progress_bar
 from lt_trainer.checkpointing import tokens_by_id
+from lt_trainer.cli.sample import describe_model
 from lt_trainer.evaluation import (
     BatchShape,
     EncodedTask,
@@ -173,14 +173,7 @@ def is_number(value: Any) -> bool:
 
 def describe(loaded: LoadedModel, options: EvaluateOptions) -> dict[str, Any]:
     """Return what numbers depend on besides the store or the task, and which model it is."""
-    return {
-        "model": os.path.realpath(loaded.source),
-        "step": loaded.step,
-        "weights": loaded.weights_sha256,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
-        "device": loaded.device.type,
-        "seq_len": _shape(loaded, options).seq_len,
-    }
+    return {**describe_model(loaded), "seq_len": _shape(loaded, options).seq_len}
 
 
 def _shape(loaded: LoadedModel, options: EvaluateOptions) -> BatchShape:

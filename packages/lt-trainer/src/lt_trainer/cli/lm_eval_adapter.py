@@ -1,8 +1,8 @@
 """Adapter of lm-evaluation-harness: our model as one of its models, and its tasks (extra `eval`).
 
 Log-likelihoods come from `lt_trainer.evaluation.score_requests`, so its requests are packed into rows by length;
-contexts and continuations are encoded as its own Hugging Face model does (`PairEncoder`). Text is generated one request
-at a time, some tokens between two looks for a stop string, each time with the prompt computed anew.
+contexts and continuations are encoded as its own Hugging Face model does (`PairEncoder`). Text is generated in batches
+of requests with prompts of like lengths, some tokens between two looks for a stop string.
 
 Only this file imports lm_eval.
 """
@@ -11,6 +11,7 @@ Only this file imports lm_eval.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from lt_data.progress import Progress, no_progress
-from lt_model import generate
+from lt_model import generate_batch
 from lt_trainer.evaluation import (
     BatchShape,
     EvaluationError,
@@ -87,12 +88,21 @@ class HarnessModel(LM):
 
     def generate_until(self, requests: list[Any]) -> list[str]:
         """Return the text generated after each context, up to its first stop string."""
-        found = []
-        for instance in requests:
-            context, given = instance.args
-            text = self._generate(context, normalize_gen_kwargs(given, DEFAULT_MAX_NEW_TOKENS))
+        prompts = [self._prompt(index, *instance.args) for index, instance in enumerate(requests)]
+        groups: dict[tuple[Any, ...], list[_Prompt]] = {}
+        for prompt in sorted(prompts, key=lambda one: len(one.ids), reverse=True):
+            groups.setdefault(prompt.options, []).append(prompt)
+        size, found = self._shape.micro_batch_size, [""] * len(requests)
+        done = 0
+        for group in groups.values():
+            for first in range(0, len(group), size):
+                batch = group[first : first + size]
+                for prompt, text in zip(batch, self._generate(batch), strict=True):
+                    found[prompt.index] = text
+                done += len(batch)
+                self._progress(done, len(requests), "texts")
+        for instance, text in zip(requests, found, strict=True):
             self.cache_hook.add_partial("generate_until", instance.args, text)
-            found.append(text)
         return found
 
     def _score(self, requests: Sequence[ScoreRequest]) -> list[Score]:
@@ -101,38 +111,70 @@ class HarnessModel(LM):
             self._loaded, requests, self._shape, on_batch=lambda done, total: self._progress(done, total, "batches")
         )
 
-    def _generate(self, context: str, options: Any) -> str:
-        stops = [stop for stop in options.get("until") or [] if stop]
-        max_new_tokens = options["max_gen_toks"]
-        room = self._shape.seq_len - max_new_tokens
+    def _prompt(self, index: int, context: str, given: Any) -> _Prompt:
+        options = normalize_gen_kwargs(given, DEFAULT_MAX_NEW_TOKENS)
+        room = self._shape.seq_len - options["max_gen_toks"]
         if room < 1:
             raise EvaluationError(
-                f"a task asks for {max_new_tokens} new tokens, and the model has a length of {self._shape.seq_len}; "
-                "raise --seq-len, or leave the task out"
+                f"a task asks for {options['max_gen_toks']} new tokens, and the model has a length of "
+                f"{self._shape.seq_len}; raise --seq-len, or leave the task out"
             )
-        tokenizer = self._loaded.tokenizer
+        temperature = float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0
+        return _Prompt(
+            index=index,
+            ids=(self._encoder.encode(context) or [self._encoder.prefix_id])[-room:],
+            max_new_tokens=options["max_gen_toks"],
+            temperature=temperature,
+            top_k=int(options.get("top_k") or 0),
+            top_p=float(options.get("top_p") or 1.0),
+            stops=tuple(stop for stop in options.get("until") or [] if stop),
+        )
+
+    def _generate(self, batch: Sequence[_Prompt]) -> list[str]:
+        """Return the texts of prompts with the same options."""
+        tokenizer, first = self._loaded.tokenizer, batch[0]
         end_ids = () if tokenizer.eos_id is None else (tokenizer.eos_id,)
-        prompt = (self._encoder.encode(context) or [self._encoder.prefix_id])[-room:]
-        new_ids: list[int] = []
-        while len(new_ids) < max_new_tokens:
-            more = generate(
-                self._loaded.model,
-                [*prompt, *new_ids],
-                max_new_tokens=min(TOKENS_BETWEEN_STOPS, max_new_tokens - len(new_ids)),
-                temperature=float(options.get("temperature") or 0.0) if options.get("do_sample") else 0.0,
-                top_k=int(options.get("top_k") or 0),
-                top_p=float(options.get("top_p") or 1.0),
-                seed=len(new_ids),
-                stop_token_ids=end_ids,
-            )
-            new_ids += more
+
+        def is_finished(row: int, new_ids: list[int]) -> bool:
+            if new_ids[-1] in end_ids or len(new_ids) % TOKENS_BETWEEN_STOPS:
+                return new_ids[-1] in end_ids
+            return any(stop in self._encoder.decode(new_ids) for stop in batch[row].stops)
+
+        found = generate_batch(
+            self._loaded.model,
+            [prompt.ids for prompt in batch],
+            max_new_tokens=first.max_new_tokens,
+            temperature=first.temperature,
+            top_k=first.top_k,
+            top_p=first.top_p,
+            seeds=[prompt.index for prompt in batch],
+            is_finished=is_finished,
+        )
+        texts = []
+        for prompt, new_ids in zip(batch, found, strict=True):
             text = self._encoder.decode(new_ids)
-            if more[-1] in end_ids or any(stop in text for stop in stops):
-                break
-        text = self._encoder.decode(new_ids)
-        for stop in stops:
-            text = text.split(stop)[0]
-        return text
+            for stop in prompt.stops:
+                text = text.split(stop)[0]
+            texts.append(text)
+        return texts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prompt:
+    """Request for a text: its place among the requests, its ids and options."""
+
+    index: int
+    ids: list[int]
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    stops: tuple[str, ...]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """Options that a batch shares."""
+        return self.max_new_tokens, self.temperature, self.top_k, self.top_p
 
 
 def evaluate_harness_tasks(

@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import torch
 
 from lt_ckpt import CheckpointError
 from lt_model import generate
 from lt_trainer.evaluation import LoadedModel, load_model
 
-__all__ = ["LoadedModel", "generate_text", "load_model"]
+__all__ = ["LoadedModel", "describe_model", "generate_text", "load_model"]
+
+
+def describe_model(loaded: LoadedModel) -> dict[str, Any]:
+    """Return which model it is, and in which dtype and on which device it computes."""
+    return {
+        "model": os.path.realpath(loaded.source),
+        "step": loaded.step,
+        "weights": loaded.weights_sha256,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": loaded.device.type,
+    }
 
 
 def generate_text(

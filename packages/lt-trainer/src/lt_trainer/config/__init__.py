@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lt_trainer.config.recipe import load as load
     from lt_trainer.config.recipe import to_dict as to_dict
     from lt_trainer.config.recipe import to_toml as to_toml
+    from lt_trainer.config.sections import WHOLE_VALIDATION as WHOLE_VALIDATION
     from lt_trainer.config.sections import BatchOptions as BatchOptions
     from lt_trainer.config.sections import BucketOptions as BucketOptions
     from lt_trainer.config.sections import CheckpointOptions as CheckpointOptions
@@ -61,7 +62,8 @@ else:
             "lr_schedule": "learning_rate",
             "recipe": "ResolvedRecipe engine_options from_dict llama_config load to_dict to_toml",
             "sections": (
-                "BatchOptions BucketOptions CheckpointOptions DataOptions EvaluationOptions FaultToleranceOptions "
+                "WHOLE_VALIDATION BatchOptions BucketOptions CheckpointOptions DataOptions EvaluationOptions "
+                "FaultToleranceOptions "
                 "MetricsOptions ModelOptions OptimizerOptions ParallelOptions RampOptions Recipe RopeScalingOptions "
                 "RunOptions ScheduleOptions SourceOptions ValidationOptions field_error require_at_least "
                 "require_positive"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lt_trainer.data.synthetic import SyntheticRows as SyntheticRows
     from lt_trainer.data.training_data import STORES as STORES
     from lt_trainer.data.training_data import TrainingData as TrainingData
+    from lt_trainer.data.training_data import ValidationSet as ValidationSet
     from lt_trainer.data.training_data import data_event_fields as data_event_fields
     from lt_trainer.data.training_data import open_data as open_data
     from lt_trainer.data.training_data import open_stream as open_stream
@@ -32,7 +33,7 @@ else:
             "generations": "changed_generations recorded_stores reopen_data resume_state",
             "synthetic": "SyntheticRows",
             "training_data": (
-                "STORES TrainingData data_event_fields open_data open_stream text_bytes to_micro_batches "
+                "STORES TrainingData ValidationSet data_event_fields open_data open_stream text_bytes to_micro_batches "
                 "validation_batches validation_rows"
             ),
         },

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from lt_trainer.evaluation.scorer import EvaluationError as EvaluationError
     from lt_trainer.evaluation.scorer import Scorer as Scorer
     from lt_trainer.evaluation.store_losses import GroupLoss as GroupLoss
+    from lt_trainer.evaluation.store_losses import StoreResult as StoreResult
+    from lt_trainer.evaluation.store_losses import StoreText as StoreText
     from lt_trainer.evaluation.store_losses import evaluate_store as evaluate_store
     from lt_trainer.evaluation.tasks import EncodedTask as EncodedTask
     from lt_trainer.evaluation.tasks import Task as Task
@@ -38,7 +40,7 @@ else:
             "position_scores": "PositionScores",
             "requests": "Score ScoreRequest check_requests score_requests",
             "scorer": "BatchShape EvaluationError Scorer",
-            "store_losses": "GroupLoss evaluate_store",
+            "store_losses": "GroupLoss StoreResult StoreText evaluate_store",
             "tasks": "EncodedTask Task TaskItem TaskResult evaluate_task find_tasks task_metrics",
             "weight_hashes": "hash_tensor hash_weights",
         },

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -95,12 +96,32 @@ class DocumentGroups:
         return DocumentGroups(keys=keys, of_document=of_document.reshape(-1))
 
 
+@dataclass(kw_only=True)
+class StoreText:
+    """Groups of a store's documents, and the bytes of text of this rank's share of each, read once."""
+
+    store: TokenStore
+    rank: int
+    world_size: int
+
+    @cached_property
+    def groups(self) -> DocumentGroups:
+        """Groups of the documents."""
+        return DocumentGroups.of_store(self.store)
+
+    @cached_property
+    def n_bytes(self) -> list[int]:
+        """UTF-8 bytes of the text of this rank's share, by group."""
+        return _text_bytes_by_group(self.store, self.groups, self.rank, self.world_size)
+
+
 def evaluate_store(
     scorer: Scorer,
     reader: RowReader,
     shape: BatchShape,
     *,
     name: str,
+    text: StoreText | None = None,
     on_batch: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[GroupLoss]:
     """Return the loss over all rows of a reader: of the whole, then by source, then by length.
@@ -112,13 +133,16 @@ def evaluate_store(
         reader: rows of the store.
         shape: rows of a batch; its `seq_len` is the reader's.
         name: name of the store in the results.
+        text: of the store, where it is evaluated more than once.
         on_batch: told of this rank's batches, done and in all.
 
     Raises:
         EvaluationError: the store has no label.
     """
     assert reader.seq_len == shape.seq_len
-    topology, groups = scorer.topology, DocumentGroups.of_store(reader.store)
+    topology = scorer.topology
+    text = text or StoreText(store=reader.store, rank=topology.rank, world_size=topology.world_size)
+    groups = text.groups
     n_groups = len(groups.keys)
     sums, tokens = np.zeros(n_groups), np.zeros(n_groups, np.int64)
     n_batches = -(-reader.n_rows // (shape.micro_batch_size * topology.dp_size))
@@ -132,8 +156,7 @@ def evaluate_store(
         sums -= np.bincount(group[reported], weights=scores.log_probs[0][reported], minlength=n_groups)
         tokens += np.bincount(group[reported], minlength=n_groups)
         on_batch(done, n_batches)
-    n_bytes = _text_bytes_by_group(reader.store, groups, topology.rank, topology.world_size)
-    parts = scorer.control.all_gather([sums.tolist(), tokens.tolist(), n_bytes])
+    parts = scorer.control.all_gather([sums.tolist(), tokens.tolist(), text.n_bytes])
     sums_of, tokens_of, bytes_of = ([part[i] for part in parts] for i in range(3))
     cells = [
         _Cell(
@@ -207,3 +230,28 @@ def _text_bytes_by_group(store: TokenStore, groups: DocumentGroups, rank: int, w
         text = tokenizer.decode(store.document(index), skip_special_tokens=True)
         found[int(groups.of_document[index])] += len(text.encode())
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreResult:
+    """Losses over a validation set, in the form of a task's result (`tasks.TaskResult`)."""
+
+    task: str
+    """Name of the set."""
+    losses: tuple[GroupLoss, ...]
+
+    @property
+    def n_items(self) -> int:
+        """Documents."""
+        return self.losses[0].documents
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """loss, perplexity and bits_per_byte of the whole set."""
+        values = self.losses[0].to_dict()
+        return {name: values[name] for name in ("loss", "perplexity", "bits_per_byte")}
+
+    @property
+    def items(self) -> tuple[dict[str, Any], ...]:
+        """The whole, then each group."""
+        return tuple(loss.to_dict() for loss in self.losses)

@@ -11,12 +11,12 @@ Cost: reads the released checkpoints twice and the stores once; copies what is r
 import getpass
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lt_ckpt import Checkpoint, list_steps, open_source
+from lt_ckpt import Checkpoint, list_steps
 from lt_ckpt.atomic_folder import AtomicFolder
 from lt_ckpt.hash_list import HASH_LIST, format_hash_list
 from lt_data import DataError, TokenStore
@@ -24,7 +24,6 @@ from lt_data import verify as verify_store
 from lt_trainer.config import DataOptions, from_dict
 from lt_trainer.data import STORES
 from lt_trainer.errors import RecipeError, TrainerError
-from lt_trainer.evaluation import hash_weights
 from lt_trainer.release.data_files import (
     ReleasedStore,
     describe_store,
@@ -48,10 +47,11 @@ from lt_trainer.release.run_files import (
     release_results,
     write_validation_results,
 )
+from lt_trainer.release.scores import find_foreign_results
 from lt_trainer.release.task_files import ReleasedTask, describe_tasks, release_tasks
-from lt_trainer.release.weight_files import choose_checkpoints, release_weights, tensor_hashes
+from lt_trainer.release.weight_files import choose_checkpoints, release_weights
 from lt_trainer.release.wheels import SourceState, lt_distributions, make_wheel, source_folder, source_state
-from lt_trainer.run_directory import find_results, hash_package, read_jsonl
+from lt_trainer.run_directory import hash_package, read_jsonl
 
 __all__ = ["MakeOptions", "list_files", "list_hashes", "make_release"]
 
@@ -192,7 +192,7 @@ def _gather(run: Path, options: MakeOptions, notify: Callable[[str], None]) -> _
     names = {os.path.basename(os.path.realpath(path)) for path in options.results}
     if len(names | {"evaluation"}) <= len(options.results):
         problems.append("--results: two of one name, or one of the name evaluation; rename one")
-    problems += _result_problems(options.results, checkpoints)
+    problems += find_foreign_results(options.results, checkpoints)
     problems += _version_problems(environment)
     events: list[dict[str, Any]] = []
     for name in ("events.jsonl", "metrics.jsonl"):
@@ -266,27 +266,6 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
         problems.append(f"{path}: cannot be read ({exc}); start the run again to rewrite it")
         return {}
     return values if isinstance(values, dict) else {}
-
-
-def _result_problems(given: Sequence[Path], checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the given evaluation results that are not of released weights, or cannot be read."""
-    problems: list[str] = []
-    hashes: set[str] = set()
-    for path in given:
-        try:
-            found = find_results(path)
-        except TrainerError as exc:
-            problems.append(f"--results: {exc}")
-            continue
-        for results in found:
-            sources = [] if hashes else [open_source(checkpoint.path) for checkpoint in checkpoints]
-            hashes |= {hash_weights(tensor_hashes(source, list(source.weights.specs))) for source in sources}
-            if results.description.get("weights") not in hashes:
-                problems.append(
-                    f"--results = {path}: {results.folder} has results of other weights "
-                    f"({results.description.get('model')}); evaluate a released checkpoint of this run"
-                )
-    return problems
 
 
 def _version_problems(environment: Mapping[str, Any]) -> list[str]:

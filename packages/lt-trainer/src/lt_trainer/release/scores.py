@@ -15,17 +15,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lt_ckpt import Checkpoint, open_source
+from lt_trainer.errors import TrainerError
 from lt_trainer.evaluation import hash_weights, task_metrics
-from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES
+from lt_trainer.release.weight_files import MODEL_FOLDER, WEIGHT_HASHES, tensor_hashes
 from lt_trainer.run_directory import EvaluationUnit, drop_superseded_records, find_results, read_jsonl
 
-__all__ = ["RESULT_FOLDER", "RUN_RESULTS", "Score", "find_score_problems", "is_sample_file", "read_scores"]
+__all__ = [
+    "RESULT_FOLDER",
+    "RUN_RESULTS",
+    "Score",
+    "find_foreign_results",
+    "find_score_problems",
+    "is_sample_file",
+    "read_scores",
+]
 
 RESULT_FOLDER = "results"
 RUN_RESULTS = f"{RESULT_FOLDER}/evaluation"
 METRICS = "run/metrics.jsonl"
 PREFIX, ERROR_SUFFIX = "eval_", "_stderr"
 NOT_METRICS = ("eval_task", "eval_items")
+LOSSES = ("loss", "perplexity", "bits_per_byte")
 RECOMPUTED_OF_HARNESS = ("acc", "acc_norm")
 RELATIVE_TOLERANCE = 1e-12
 
@@ -78,9 +89,13 @@ def read_scores(bundle: Path, records: Sequence[Mapping[str, Any]], step: int) -
         ValueError: A results file is damaged.
     """
     last = {str(record["eval_task"]): record for record in records if "eval_task" in record and record["step"] == step}
-    scores = [
-        _score(name, "task", METRICS, record["eval_items"], _run_metrics(record)) for name, record in last.items()
-    ]
+    scores: list[Score] = []
+    for name, record in last.items():
+        if "eval_loss" in record:  # a validation set
+            file = f"{RUN_RESULTS}/step-{step:08d}/{name}.jsonl"
+            scores += [_group_score(name, file, losses) for losses in read_jsonl(bundle / file)]
+        else:
+            scores.append(_score(name, "task", METRICS, record["eval_items"], _run_metrics(record)))
     weights = hash_weights(json.loads((bundle / WEIGHT_HASHES).read_bytes())[MODEL_FOLDER])
     for results in find_results(bundle / RESULT_FOLDER):
         if results.description.get("weights") == weights:
@@ -106,10 +121,12 @@ def _scores_of(unit: EvaluationUnit, file: str) -> Iterator[Score]:
         elif unit.kind == "lm_eval":
             yield _score(str(result["task"]), unit.kind, file, None, _harness_metrics(result["metrics"]))
         else:
-            group = "" if result["group"] == "all" else f"{result['group']} {result['name']}"
-            metrics = {name: result[name] for name in ("loss", "perplexity", "bits_per_byte")}
-            name = unit.name.rstrip("/").rpartition("/")[2]
-            yield _score(name, "store", file, result["tokens"], metrics, group=group)
+            yield _group_score(unit.name.rstrip("/").rpartition("/")[2], file, result)
+
+
+def _group_score(name: str, file: str, losses: Mapping[str, Any]) -> Score:
+    group = "" if losses["group"] == "all" else f"{losses['group']} {losses['name']}"
+    return _score(name, "store", file, losses["tokens"], {metric: losses[metric] for metric in LOSSES}, group=group)
 
 
 def _harness_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,6 +153,32 @@ def _score(name: str, kind: str, file: str, n_items: int | None, metrics: Mappin
         metrics={metric: value for metric, value in numbers.items() if ERROR_SUFFIX not in metric},
         errors={metric.replace(ERROR_SUFFIX, ""): value for metric, value in numbers.items() if ERROR_SUFFIX in metric},
     )
+
+
+def find_foreign_results(given: Sequence[Path], checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return a problem for each of the given evaluation results that is not of released weights, or cannot be read."""
+    problems: list[str] = []
+    named: dict[tuple[str, str], str] = {}  # file and hash of the weights → their path
+    for path in given:
+        try:
+            for results in find_results(path):
+                weights, model = results.description.get("weights"), results.description.get("model")
+                named[str(results.folder), str(weights)] = str(model)
+            files = [path] if path.is_file() else sorted(path.rglob("*.jsonl"))
+            for file in (file for file in files if file.suffix == ".jsonl" and is_sample_file(str(file))):
+                named |= {
+                    (str(file), str(r["weights"])): str(r.get("model")) for r in read_jsonl(file) if "weights" in r
+                }
+        except TrainerError as exc:
+            problems.append(f"--results: {exc}")
+    sources = [open_source(checkpoint.path) for checkpoint in checkpoints] if named else []
+    hashes = {hash_weights(tensor_hashes(source, list(source.weights.specs))) for source in sources}
+    problems += [
+        f"--results: {file} has results of other weights ({model}); evaluate a released checkpoint of this run"
+        for (file, weights), model in named.items()
+        if weights not in hashes
+    ]
+    return problems
 
 
 def find_score_problems(bundle: Path) -> Iterator[str]:
@@ -174,6 +217,8 @@ def _compare(bundle: Path, file: str, stated: Mapping[str, Any], where: str) -> 
         return
     if "log_probs" in items[0]:
         actual = task_metrics(items)
+    elif "group" in items[0]:  # of a store, whose first line is the whole
+        actual = {metric: items[0][metric] for metric in LOSSES}
     else:  # of the harness, whose order of adding up is not known
         shares = {name: [float(item[name]) for item in items if name in item] for name in stated}
         actual = {name: math.fsum(values) / len(values) for name, values in shares.items() if values}

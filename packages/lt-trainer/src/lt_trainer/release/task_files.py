@@ -119,7 +119,13 @@ def recipe_fields(options: EvaluationOptions, tasks: Sequence[TaskEntry]) -> Map
     """Return the fields of `[evaluation]` for the released recipe: the tasks whose items are there."""
     kept = [task.name for task in tasks if task.is_generated or task.file]
     if not kept:
-        return {"evaluation.tasks": [], "evaluation.tasks_dir": "", "evaluation.interval": 0, "evaluation.limit": 0}
+        interval = options.interval if options.stores else 0
+        return {
+            "evaluation.tasks": [],
+            "evaluation.tasks_dir": "",
+            "evaluation.interval": interval,
+            "evaluation.limit": 0,
+        }
     has_files = any(task.file for task in tasks)
     return {"evaluation.tasks": kept, "evaluation.tasks_dir": TASK_FOLDER if has_files else ""}
 

@@ -104,7 +104,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """Metrics of a task after `step` steps."""
+    """Metrics of a task, or of a validation set by its groups, after `step` steps."""
 
     step: int
     eval_task: str
@@ -117,7 +117,11 @@ class EvaluationRecord:
     """The same by log-probability per character of a choice; None for a cloze."""
     eval_acc_norm_stderr: float | None = None
     eval_perplexity: float | None = None
-    """exp(-mean log-probability of a target); None for multiple choice."""
+    """exp(-mean log-probability of a target); None for multiple choice. Of a validation set exp(eval_loss)."""
+    eval_loss: float | None = None
+    """Of a validation set: nats per token with a label."""
+    eval_bits_per_byte: float | None = None
+    """Of a validation set: its loss in bits, over the bytes of its text."""
 
 
 NUMBER_REGEX = r"([-+]?(?:[0-9][0-9.]*(?:[eE][-+]?[0-9]+)?|nan|inf))"

@@ -76,7 +76,8 @@ def resolve_bench_recipe(
     vocab_size, _ = vocab_size_and_source(given.recipe)
     synthetic = ["data.synthetic=true", "data.store=", "data.validation=", f"model.vocab_size={vocab_size}"]
     synthetic += ["metrics.validation_interval=0"]
-    if given.recipe.evaluation.tasks:
+    if given.recipe.evaluation.tasks or given.recipe.evaluation.stores:
+        synthetic += ["evaluation.stores=false"]
         synthetic += ["evaluation.tasks=[]", "evaluation.tasks_dir=", "evaluation.interval=0", "evaluation.limit=0"]
     if given.is_given("data.packing"):
         synthetic.append("data.packing=bfd")

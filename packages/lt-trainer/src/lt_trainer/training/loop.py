@@ -26,7 +26,7 @@ from lt_trainer.config import Recipe, learning_rate
 from lt_trainer.data import Batches
 from lt_trainer.engine import Engine, StepBatch
 from lt_trainer.errors import NoCheckpointError, TrainerError
-from lt_trainer.evaluation import TaskResult
+from lt_trainer.evaluation import StoreResult, TaskResult
 from lt_trainer.resilience import StopSignals
 from lt_trainer.run_directory import StepRecord
 from lt_trainer.training.garbage_collection import GarbageCollection
@@ -51,10 +51,10 @@ class ValidationTask:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationTask:
-    """Task of `[evaluation]`."""
+    """Task or validation set of `[evaluation]`."""
 
     name: str
-    evaluate: Callable[[Callable[[int, int], None]], TaskResult]
+    evaluate: Callable[[Callable[[int, int], None]], TaskResult | StoreResult]
     """Scores the task on the engine, collectively; its argument is told of every batch."""
 
 
@@ -77,7 +77,7 @@ class RunLogger(Protocol):
         """
         ...
 
-    def log_evaluation(self, step: int, result: TaskResult) -> None:
+    def log_evaluation(self, step: int, result: TaskResult | StoreResult) -> None:
         """Log the metrics of a task and its items after `step`."""
         ...
 

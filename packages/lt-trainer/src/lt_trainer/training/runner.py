@@ -14,12 +14,20 @@ from contextlib import ExitStack, closing
 from functools import partial
 
 from lt_trainer.checkpointing import RunRestorer, StopRequested
-from lt_trainer.config import ResolvedRecipe
+from lt_trainer.config import WHOLE_VALIDATION, ResolvedRecipe
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE, GIB
-from lt_trainer.data import validation_batches
+from lt_trainer.data import ValidationSet, validation_batches
 from lt_trainer.engine import Engine
 from lt_trainer.errors import PeerError
-from lt_trainer.evaluation import BatchShape, EncodedTask, TaskResult, evaluate_task
+from lt_trainer.evaluation import (
+    BatchShape,
+    EncodedTask,
+    StoreResult,
+    StoreText,
+    TaskResult,
+    evaluate_store,
+    evaluate_task,
+)
 from lt_trainer.resilience import StopSignals
 from lt_trainer.training.loop import EvaluationTask, LoopResult, TrainingLoop, ValidationTask
 from lt_trainer.training.run_context import Logger, RunContext
@@ -108,12 +116,36 @@ def _create_loop(stack: ExitStack, setup: RunSetup, context: RunContext) -> Trai
         evaluation=[
             EvaluationTask(name=task.task.name, evaluate=partial(_evaluate, engine, task, evaluation_shape(recipe)))
             for task in setup.tasks
+        ]
+        + [
+            EvaluationTask(
+                name=dataset.name or WHOLE_VALIDATION,
+                evaluate=partial(_evaluate_store, engine, dataset, evaluation_shape(recipe), _text_of(engine, dataset)),
+            )
+            for dataset in (restorer.data.validation if recipe.evaluation.stores else ())
         ],
     )
 
 
 def _evaluate(engine: Engine, task: EncodedTask, shape: BatchShape, on_batch: Callable[[int, int], None]) -> TaskResult:
     return evaluate_task(engine, task, shape, on_batch=on_batch)
+
+
+def _text_of(engine: Engine, dataset: ValidationSet) -> StoreText:
+    topology = engine.topology
+    return StoreText(store=dataset.reader.store, rank=topology.rank, world_size=topology.world_size)
+
+
+def _evaluate_store(
+    engine: Engine,
+    dataset: ValidationSet,
+    shape: BatchShape,
+    text: StoreText,
+    on_batch: Callable[[int, int], None],
+) -> StoreResult:
+    name = dataset.name or WHOLE_VALIDATION
+    losses = evaluate_store(engine, dataset.reader, shape, name=name, text=text, on_batch=on_batch)
+    return StoreResult(task=name, losses=tuple(losses))
 
 
 def _preflight_checkpoints(context: RunContext) -> None:

@@ -9,7 +9,7 @@ Upper-case names (`hyperparameter`) are those of the Litespark training algorith
 from lt_trainer.config.sections.batch import BatchOptions, RampOptions
 from lt_trainer.config.sections.checkpoint import CheckpointOptions
 from lt_trainer.config.sections.data import BucketOptions, DataOptions, SourceOptions, ValidationOptions
-from lt_trainer.config.sections.evaluation import EvaluationOptions
+from lt_trainer.config.sections.evaluation import WHOLE_VALIDATION, EvaluationOptions
 from lt_trainer.config.sections.fault_tolerance import FaultToleranceOptions
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.config.sections.model import ModelOptions, RopeScalingOptions
@@ -21,6 +21,7 @@ from lt_trainer.config.sections.schedule import ScheduleOptions
 from lt_trainer.config.sections.validators import field_error, require_at_least, require_positive
 
 __all__ = [
+    "WHOLE_VALIDATION",
     "BatchOptions",
     "BucketOptions",
     "CheckpointOptions",

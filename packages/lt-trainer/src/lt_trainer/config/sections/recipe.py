@@ -7,7 +7,7 @@ from typing import Any
 from lt_trainer.config.sections.batch import BatchOptions
 from lt_trainer.config.sections.checkpoint import CheckpointOptions
 from lt_trainer.config.sections.data import DataOptions
-from lt_trainer.config.sections.evaluation import EvaluationOptions
+from lt_trainer.config.sections.evaluation import WHOLE_VALIDATION, EvaluationOptions
 from lt_trainer.config.sections.fault_tolerance import FaultToleranceOptions
 from lt_trainer.config.sections.metrics import MetricsOptions
 from lt_trainer.config.sections.model import ModelOptions
@@ -58,6 +58,19 @@ class Recipe:
                     "data.validation": self.data.validation,
                 },
                 remedy="set data.validation to a token store, or remove metrics.validation_interval",
+            )
+        if self.evaluation.stores and not (self.data.validation or self.data.validation_sets):
+            raise RecipeError(
+                "there is no validation data",
+                values={"evaluation.stores": True, "data.validation": self.data.validation},
+                remedy="set data.validation to a token store, or remove evaluation.stores",
+            )
+        taken = {*self.data.validation_sets} or {WHOLE_VALIDATION}
+        if self.evaluation.stores and (same := taken & {*self.evaluation.tasks}):
+            raise RecipeError(
+                f"a task and a validation set are both called {min(same)!r}",
+                values={"evaluation.tasks": self.evaluation.tasks},
+                remedy="rename the task's file",
             )
         if self.evaluation.tasks and self.data.source_kind in ("synthetic", "loader") and not self.data.store_paths():
             raise RecipeError(

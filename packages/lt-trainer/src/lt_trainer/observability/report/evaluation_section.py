@@ -12,7 +12,7 @@ from typing import Any
 
 from lt_trainer.errors import TrainerError
 from lt_trainer.observability.report.run_history import RunHistory
-from lt_trainer.run_directory import EvaluationResults, find_results
+from lt_trainer.run_directory import EvaluationResults, find_results, read_jsonl
 
 MAX_SOURCES = 30
 """Source files shown of a store; results.jsonl has all."""
@@ -27,8 +27,13 @@ def evaluation_section(run: RunHistory) -> str:
         found = find_results(run.path / "evaluation")
     except TrainerError as exc:
         return f"<p>The results cannot be read: {escape(str(exc))}</p>"
-    rows = [_run_row(task, records[-1]) for task, records in run.evaluation.items()]
+    rows = [_run_row(task, records[-1]) for task, records in run.evaluation.items() if "eval_loss" not in records[-1]]
     stores = ""
+    for name, records in run.evaluation.items():
+        path = run.path / "evaluation" / f"step-{records[-1]['step']:08d}" / f"{name}.jsonl"
+        if "eval_loss" in records[-1] and path.exists():
+            stores += f"<h3>{escape(name)} <small>step {records[-1]['step']:,}, of the run</small></h3>"
+            stores += _store_table(read_jsonl(path))
     for results in found:
         rows += [row for unit in results.units for row in _task_rows(results, unit.kind, unit.name, unit.results)]
         for unit in results.units:
