@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -119,7 +120,7 @@ def evaluate(model: Path, options: EvaluateOptions, *, out: Path | None, echo: A
 
 def run_results_folder(loaded: LoadedModel, dtype: str) -> Path | None:
     """Return the folder of results in the run directory that a checkpoint is in; None for another model."""
-    run = loaded.source.resolve().parent.parent
+    run = Path(os.path.realpath(loaded.source)).parent.parent
     if loaded.step is None or not (run / ".lt-run").exists():
         return None
     return run / "evaluation" / f"step-{loaded.step:08d}-{dtype}"
