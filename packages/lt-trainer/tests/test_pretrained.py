@@ -186,6 +186,16 @@ def test_every_format_is_a_start(model, tmp_path) -> None:
         load(base={"data": {"store": "s"}, "model": {"init_from": str(tmp_path / "theirs.pt")}})
 
 
+def test_a_format_without_a_configuration_takes_the_recipes(model, tmp_path) -> None:
+    """Plain tensors in a .pt file: `model.init_config` names the config.json that says what they are."""
+    weights = weights_of(CONFIG)
+    write_pt(tmp_path / "bare.pt", dict(weights))
+    options = ModelOptions(init_from=str(tmp_path / "bare.pt"), init_config=str(model / "config.json"))
+    with opened(options, CONFIG) as pretrained:
+        found = joined(pretrained.read("model.norm.weight", (0,), (32,), "F32"), (32,))
+        assert (found == weights["model.norm.weight"]).all()
+
+
 @pytest.mark.guarantee("verified-reads")
 def test_damaged_weights_are_no_start(model, tmp_path) -> None:
     """A file that is named is refused; of a run whose newest checkpoint is damaged, the older one is taken, as said."""

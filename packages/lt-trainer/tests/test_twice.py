@@ -227,6 +227,24 @@ def test_two_phases_of_a_mixture_inside_one_batch(little_data: Path) -> None:
     assert all_rows(mixture, 24, 8) == all_rows(mixture, 24, 1)
 
 
+def test_two_cut_documents_inside_one_batch(little_data: Path) -> None:
+    """Documents of more than a row are cut; a batch with several has the labels that its rows have one by one."""
+    store = TokenStore.open(little_data / "train")
+    reader = RowReader(store, open_pack(store, seq_len=32))
+    first, single = (Stream(reader, global_batch_size=size, seed=3, shuffle=False) for size in (8, 1))
+    most = 0
+    for _ in range(reader.n_rows // 8):
+        batch = first.next()
+        alone = [single.next() for _ in range(8)]
+        for name in ("input_ids", "labels", "position_ids"):
+            rows = np.concatenate([getattr(one.rows, name) for one in alone])
+            np.testing.assert_array_equal(getattr(batch.rows, name), rows)
+        assert batch.valid_tokens == sum(one.valid_tokens for one in alone) == (batch.rows.labels != -100).sum()
+        # One document from the first position to the last: a piece of a longer one.
+        most = max(most, int((batch.rows.position_ids[:, -1] == 31).sum()))
+    assert most >= 2, "a batch with two pieces of long documents"
+
+
 def test_two_skips_inside_one_batch(little_data: Path) -> None:
     """A second skip from the place of the first goes on behind both."""
     store = TokenStore.open(little_data / "train")
