@@ -1,4 +1,4 @@
-"""SHA-256 of each tensor of a model, and of all of them: the same weights in any format have the same hash.
+"""SHA-256 of each tensor of a model, and of all of them, independent of the format.
 
 The hash of a tensor covers its dtype, shape and bytes; that of a model covers the names and hashes of its tensors. So
 results of an evaluation name the weights that they are of, wherever these lie. Cost: a pass over the bytes.

@@ -92,7 +92,7 @@ def _relative(a: float, b: float) -> float:
 
 
 def compare_environments(released: Mapping[str, Any], repeated: Mapping[str, Any]) -> list[str]:
-    """Return the entries of environment.json that differ, but for filtered ones and those that say only where."""
+    """Return the entries of environment.json that differ, but for filtered ones and mere places."""
     before, now = flatten(released), flatten(repeated)
     names = [name for name in {**before, **now} if name not in PLACES and before.get(name) != now.get(name)]
     return [

@@ -1,4 +1,4 @@
-"""Evaluation results in a release: the scores of its final weights, and a check of each against its items.
+"""Evaluation results in a release: scores of its final weights, each checked against its items.
 
     results/evaluation/             from the run directory: items of `[evaluation]`, results of `lt train evaluate`
     results/NAME                    given as --results
@@ -73,7 +73,7 @@ class Score:
 
 
 def is_sample_file(name: str) -> bool:
-    """Return True for a file of generated texts, as of `lt train sample --out`: its name begins with "samples"."""
+    """Return True for a file of generated texts, whose name begins with "samples" (`lt train sample --out`)."""
     return name.rpartition("/")[2].startswith("samples")
 
 
@@ -130,7 +130,7 @@ def _group_score(name: str, file: str, losses: Mapping[str, Any]) -> Score:
 
 
 def _harness_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics without the harness's filter "none": "acc,none" is acc, "acc,other" is acc (other)."""
+    """Return metrics without the harness's filter "none": "acc,none" as acc, others as acc (other)."""
     named: dict[str, Any] = {}
     for name, value in metrics.items():
         metric, _, kind = name.partition(",")
@@ -156,7 +156,7 @@ def _score(name: str, kind: str, file: str, n_items: int | None, metrics: Mappin
 
 
 def find_foreign_results(given: Sequence[Path], checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return a problem for each of the given evaluation results that is not of released weights, or cannot be read."""
+    """Return a problem for each given result that is not of released weights, or cannot be read."""
     problems: list[str] = []
     named: dict[tuple[str, str], str] = {}  # file and hash of the weights → their path
     for path in given:

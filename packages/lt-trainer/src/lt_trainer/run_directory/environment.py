@@ -80,7 +80,7 @@ def describe_environment(environ: Mapping[str, str] | None = None) -> dict[str, 
 
 
 def hash_package(package: str) -> str:
-    """Return the SHA-256 over names and bytes of the files of an installed package of lt; "" if it is not installed."""
+    """Return the SHA-256 over the files of an installed package of lt; "" if it is not installed."""
     digest = hashlib.sha256()
     files = list_package_files(package)
     for name, path in files.items():

@@ -1,4 +1,4 @@
-"""Results of evaluations in a folder: results.jsonl with a line per task or store, and items/TASK.jsonl.
+"""Results of an evaluation: results.jsonl with a line per task or store, and items/TASK.jsonl.
 
 The first line describes what all numbers depend on: the weights by their hash (`lt_trainer.evaluation.hash_weights`),
 their step if they are a checkpoint's, dtype, device and row length. Each further line is a task or a store that is
