@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lt_model import LlamaConfig
 from lt_trainer.engine import World
+from lt_trainer.errors import RecipeError
 from lt_trainer_gpu.options import GpuOptions
 from lt_trainer_gpu.spec import SPEC
 
@@ -49,6 +50,15 @@ def changes() -> Iterator[tuple[str, ...]]:
 
 def is_compiled(change: tuple[str, ...]) -> bool:
     return "compile=true" in change
+
+
+@pytest.mark.parametrize("compile", [True, False, "auto"])
+def test_attention_that_would_be_compiled_anew_for_every_batch_is_refused(compile: bool | str) -> None:
+    if compile is not True:
+        assert GpuOptions(attention="split", compile=compile).attention == "split"
+        return
+    with pytest.raises(RecipeError, match=r"engine\.gpu\.attention = 'split'.*recompiled for every batch; set .* sdpa"):
+        GpuOptions(attention="split", compile=compile)
 
 
 @pytest.fixture

@@ -47,6 +47,13 @@ def test_trains_every_row_in_the_streams_order(recipe_base, fake_engine, little_
     assert engine.closed
 
 
+def test_without_a_given_environment_the_world_is_that_of_the_process(recipe_base, fake_engine, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert run(load(base=recipe_base, overrides=["run.engine=fake"]), stop_after_step=1) == 75
+    assert fake_engine.opened[-1].topology.world_size == 1
+
+
 def test_of_the_time_before_the_first_step_the_restore_alone_counts_as_checkpoint(
     recipe_base, fake_engine, monkeypatch
 ) -> None:

@@ -22,7 +22,7 @@ from lt_trainer.run_directory.jsonl import read_jsonl
 from lt_trainer.tuning.probe import ProbeCommand, ProbeResult, parse_probe
 from lt_trainer.tuning.search import find_fastest
 from lt_trainer.tuning.settings import CHECKPOINTING_MODES, SettingGrid, TunedSetting
-from lt_trainer.tuning.tune import TuneError, TuneOptions, describe, tune_recipe
+from lt_trainer.tuning.tune import TuneError, TuneOptions, describe, probe_arguments, tune_recipe
 
 RECORDED = Path(__file__).parent / "data" / "tune_grid_cpu.json"
 NEAR = 1.03
@@ -189,6 +189,16 @@ def timed(one: TunedSetting, seconds: float | None) -> ProbeResult:
     if seconds is None:
         return ProbeResult(setting=one, outcome="out_of_memory", message="too much")
     return ProbeResult(setting=one, outcome="ok", step_s=seconds, tokens_per_s=64 / seconds, peak_bytes=2**30)
+
+
+def test_a_probe_is_of_the_recipe_that_the_command_was_given() -> None:
+    options = TuneOptions(steps=3, warmup=1)
+    words = probe_arguments("run.toml", ["a.b=1", "c=2"], Path("h.json"), options)
+    assert words == [
+        "run.toml",
+        *["--steps", "3", "--warmup", "1", "--set", "a.b=1", "--set", "c=2", "--hyperparameters", "h.json"],
+    ]
+    assert probe_arguments("run.toml", [], None, options) == ["run.toml", *["--steps", "3", "--warmup", "1"]]
 
 
 def test_a_probe_is_told_with_its_memory_where_it_is_known() -> None:

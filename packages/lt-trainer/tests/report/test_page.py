@@ -180,6 +180,8 @@ def test_the_page_is_whole_by_itself_and_escaped(eventful: Path) -> None:
     assert "<script>alert" not in text
     words = " ".join(found.words)
     for shown in (
+        "Training run ",
+        "bits per byte, web",
         "completed, step 400 of 400, 8 x NVIDIA H200, 23 min 40 s of training",
         "10 records of repeated steps are omitted.",
         "<script>alert('a note')</script>",
