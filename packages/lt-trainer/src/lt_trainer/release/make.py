@@ -269,7 +269,7 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
 
 
 def _version_problems(environment: Mapping[str, Any]) -> list[str]:
-    """Return the packages whose version or files here are not the run's, so that its wheels would be others."""
+    """Return the packages whose version or files are not the run's: wheels would be of other code."""
     run = {
         name: text
         for name, text in environment.get("packages", {}).items()

@@ -73,7 +73,7 @@ class Score:
 
 
 def is_sample_file(name: str) -> bool:
-    """Return True for a file of generated texts, whose name begins with "samples" (`lt train sample --out`)."""
+    """Return True for a file of generated texts, such as samples.jsonl: by how its name begins."""
     return name.rpartition("/")[2].startswith("samples")
 
 
