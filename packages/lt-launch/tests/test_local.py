@@ -230,6 +230,7 @@ def test_a_reader_that_goes_away_does_not_end_the_run(lt: Lt) -> None:
     lt.trainer(60, 0.05)
     process = lt.start("run", "run.toml")
     assert process.stdout is not None
+    assert process.stdout.readline().startswith("# folder: ")
     assert process.stdout.readline().startswith("rank 0 of 2")
     process.stdout.close()
     os.kill(lt.pids()[1], signal.SIGKILL)  # so that there is something to say
