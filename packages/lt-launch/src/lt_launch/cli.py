@@ -141,7 +141,12 @@ def render(
     run_file = _load_run_file(file, on, profile, nodes, nproc_per_node, env, sets, hostfile, out, stage)
     rendered = get_target(on).render(run_file.pipeline, run_file.profile)
     if output_dir is None:
-        typer.echo(format_rendered(rendered), nl=False)
+        text = format_rendered(rendered)
+        if sys.stdout.isatty():  # in a file it is what is sent, byte for byte
+            from lt_data.display.terminal import escape_controls
+
+            text = escape_controls(text)
+        sys.stdout.write(text)
     else:
         write_rendered(rendered, output_dir)
 
@@ -240,9 +245,10 @@ def sagemaker_entrypoint(
     """
     import os
 
+    from lt_data.display.terminal import escape_controls
     from lt_launch.sagemaker.entrypoint import run_entrypoint
 
-    sys.exit(run_entrypoint(root, os.environ, lambda text: typer.echo(f"# {text}")))
+    sys.exit(run_entrypoint(root, os.environ, lambda text: typer.echo(escape_controls(f"# {text}", keep=""))))
 
 
 @app.command("sagemaker-algorithm")

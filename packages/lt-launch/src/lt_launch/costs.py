@@ -27,6 +27,7 @@ from lt_launch.errors import LaunchError
 from lt_launch.job import Job, Pipeline
 from lt_launch.profile import Profile
 from lt_launch.target import Finding
+from lt_trainer.files import parse_toml, read_text
 
 __all__ = ["Prices", "estimate_costs", "read_prices"]
 
@@ -60,7 +61,7 @@ def read_prices(path: Path) -> Prices:
         LaunchError: it cannot be read, has no date, or a price is not a number.
     """
     try:
-        table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
+        table: dict[str, Any] = parse_toml(read_text(path))
     except (OSError, ValueError) as exc:
         raise LaunchError(f"prices.file = {str(path)!r}: cannot be read ({exc}); give a TOML file") from exc
     date, prices, devices = table.get("date"), table.get("per_node_hour"), table.get("device", {})

@@ -21,6 +21,7 @@ from lt_launch.attempt import Stop, Transport, handle_stop_signals
 from lt_launch.errors import LaunchError
 from lt_launch.hosts import Host
 from lt_launch.job import Pipeline
+from lt_launch.policy import open_for_appending
 from lt_launch.process_start import identify_process
 from lt_launch.profile import Profile
 from lt_launch.stage_runner import StageRunner
@@ -51,10 +52,13 @@ def submit(launch: Launch, *, detach: bool) -> tuple[Mapping[str, str], int]:
     """
     folder = launch.directory.parent
     if not detach:
-        sys.stderr.write(f"# folder: {folder}; elsewhere: lt launch status {shlex.quote(folder.name)}\n")
+        from lt_data.display.terminal import escape_controls
+
+        line = f"# folder: {folder}; elsewhere: lt launch status {shlex.quote(folder.name)}"
+        sys.stderr.write(escape_controls(line, keep="") + "\n")
         sys.stderr.flush()
         return {}, run_launch(launch)
-    with open(launch.directory / "output.log", "ab") as output:
+    with os.fdopen(open_for_appending(launch.directory / "output.log"), "ab") as output:
         process = subprocess.Popen(
             [sys.executable, "-m", "lt_launch.driver", str(launch.directory)],
             stdin=subprocess.DEVNULL,

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from lt_launch.errors import LaunchError
 from lt_launch.job import check_env
+from lt_trainer.files import read_text
 
 __all__ = ["Host", "parse_hostfile", "read_hostfile", "slots_per_host"]
 
@@ -98,7 +99,7 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
         LaunchError: it cannot be read, or `parse_hostfile` rejects it.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
     except (OSError, UnicodeDecodeError) as exc:
         why = getattr(exc, "strerror", None) or exc
         raise LaunchError(f"hostfile {str(path)!r}: cannot be read ({why}); give the path of a hostfile") from exc

@@ -41,6 +41,7 @@ from lt_launch.secrets import find_secret
 from lt_launch.spec import launch_files
 from lt_launch.target import Launch, RenderedLaunch
 from lt_trainer.config import Assignment
+from lt_trainer.files import open_for_appending, open_lock_file, open_regular, read_json, read_text
 
 __all__ = [
     "acquire_lock",
@@ -118,7 +119,7 @@ def save_job_ids(launch: Launch, ids: Mapping[str, str]) -> Launch:
     """Save the target's job ids by stage."""
     launch = replace(launch, job_ids={**launch.job_ids, **ids})
     file = launch.directory / "launch.json"
-    values = json.loads(file.read_bytes()) | {"job_ids": dict(launch.job_ids)}
+    values = read_json(file) | {"job_ids": dict(launch.job_ids)}
     _write(file, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
     log_event(launch, "submitted", job_ids=dict(ids))
     return launch
@@ -135,7 +136,7 @@ def load_launch(path: str | Path) -> Launch:
     directory = find_launch_dir(path)
     file = directory / "launch.json"
     try:
-        values = json.loads(file.read_bytes())
+        values = read_json(file)
         if values["format"] != FORMAT or values["version"] != VERSION:
             raise LaunchError(f"{file} has version {values.get('version')!r}; use the lt-launch that made it")
         texts = [values["target"], *values["job_ids"], *values["job_ids"].values()]
@@ -184,7 +185,7 @@ def find_launch_dir(path: str | Path) -> Path:
 def _job_names(directory: Path) -> set[str]:
     """Return the ids and names that a target knows the jobs of a launch by."""
     try:
-        values = json.loads((directory / "launch.json").read_bytes())
+        values = read_json(directory / "launch.json")
         name, ids = values["pipeline"]["name"], dict(values["job_ids"])
         return {name, *ids.values(), *(f"{name}-{stage}" for stage in ids)}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -194,7 +195,7 @@ def _job_names(directory: Path) -> set[str]:
 def list_launch_dirs() -> list[Path]:
     """Return the existing launch directories of this user, oldest first."""
     try:
-        lines = (state_dir() / "launches").read_text(encoding="utf-8").splitlines()
+        lines = read_text(state_dir() / "launches", errors="surrogateescape").splitlines()
     except OSError:
         return []
     paths = [Path(line) for line in dict.fromkeys(lines)]
@@ -207,8 +208,8 @@ def is_own(directory: Path) -> bool:
         owner = (directory / "launch.json").stat().st_uid
     except OSError:
         return False
-    found = directory.resolve()
-    return owner == os.getuid() and any(found == listed.resolve() for listed in list_launch_dirs())
+    found = os.path.realpath(directory)
+    return owner == os.getuid() and any(found == os.path.realpath(listed) for listed in list_launch_dirs())
 
 
 def check_own(directory: Path) -> None:
@@ -240,6 +241,22 @@ def log_event(launch: Launch, event: str, /, **values: Any) -> None:
         file.write(row + "\n")
 
 
+def read_log(path: Path, offset: int) -> bytes:
+    """Return what a log has behind an offset; nothing where there is none yet.
+
+    Raises:
+        LaunchError: it cannot be read.
+    """
+    try:
+        with open_regular(path) as file:
+            file.seek(offset)
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as exc:
+        raise LaunchError(f"{path} cannot be read: {exc.strerror}") from exc
+
+
 def read_events(launch: Launch) -> list[dict[str, Any]]:
     """Return all events of the launch."""
     from lt_launch.policy import read_lines
@@ -254,7 +271,10 @@ def acquire_lock(launch: Launch) -> Iterator[None]:
     Raises:
         LaunchError: another process holds it.
     """
-    descriptor = os.open(launch.directory / "launch.lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        descriptor = open_lock_file(launch.directory / "launch.lock")
+    except OSError as exc:
+        raise LaunchError(f"cannot use {exc.filename}: {exc.strerror}; choose another folder with --out") from exc
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -274,15 +294,13 @@ def acquire_lock(launch: Launch) -> Iterator[None]:
 def lock_owner(directory: Path) -> str:
     """Return the process that runs a launch ("process 12 on host since START"), or "" if none does."""
     try:
-        descriptor = os.open(directory / "launch.lock", os.O_RDONLY)
+        with open_regular(directory / "launch.lock") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read(4096).decode("utf-8", "replace").strip() or "another process"
     except OSError:
-        return ""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.read(descriptor, 4096).decode("utf-8", "replace").strip() or "another process"
-    finally:
-        os.close(descriptor)
+        pass
     return ""
 
 
@@ -348,7 +366,7 @@ def _register_launch(directory: Path) -> None:
     file = state_dir() / "launches"
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(file, "a", encoding="utf-8") as listed:
+        with os.fdopen(open_for_appending(file), "a", encoding="utf-8", errors="surrogateescape") as listed:
             listed.write(f"{directory}\n")
     except OSError as exc:
         raise LaunchError(
@@ -358,7 +376,7 @@ def _register_launch(directory: Path) -> None:
 
 
 def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,7 +6,6 @@ is complete; otherwise its newest attempt decides: by its exit.json, else by whe
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -202,7 +201,7 @@ def _local_logs(launch: Launch, place: Place, rank: int, follow: bool) -> Iterat
         is_last = not follow or not launch_dir.lock_owner(launch.directory)  # before the final read
         for number in place.attempts():
             path = log_file(place.attempt(number), rank)
-            data = _read_from(path, offsets.get(path, 0))
+            data = launch_dir.read_log(path, offsets.get(path, 0))
             offsets[path] = offsets.get(path, 0) + len(data)
             *rows, partial[path] = (partial.get(path, b"") + data).split(b"\n")
             if is_last and partial[path]:
@@ -212,12 +211,3 @@ def _local_logs(launch: Launch, place: Place, rank: int, follow: bool) -> Iterat
         if is_last:
             return
         time.sleep(POLL_S)
-
-
-def _read_from(path: Path, offset: int) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            file.seek(offset, os.SEEK_SET)
-            return file.read()
-    except FileNotFoundError:
-        return b""

@@ -43,7 +43,9 @@ def launch(
     ids, code = target.submit(new_launch, rendered, detach=detach)
     if ids:
         launch_dir.save_job_ids(new_launch, ids)
-        sys.stdout.write(format_submitted(new_launch.directory.parent, ids))
+        from lt_data.display.terminal import escape_controls
+
+        sys.stdout.write(escape_controls(format_submitted(new_launch.directory.parent, ids)))
     return code
 
 

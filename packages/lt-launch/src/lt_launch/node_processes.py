@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lt_launch import node_guard
-from lt_launch.policy import Table, last_lines, log_file, read_notes
+from lt_launch.policy import Table, last_lines, log_file, open_for_appending, open_regular, read_notes
 
 NOT_FOUND = 127
 SCAN_S = 0.5
@@ -50,7 +50,7 @@ class Command:
         if order["bin"]:  # commands of the interpreter's own environment (lt) before others
             env["PATH"] = f"{order['bin']}{os.pathsep}{env.get('PATH', os.defpath)}"
         path = log_file(self.folder, self.ranks[0])
-        with open(path, "ab") as log:
+        with os.fdopen(open_for_appending(path), "ab") as log:
             try:
                 self.process = subprocess.Popen(
                     order["argv"],
@@ -199,7 +199,7 @@ class NodeProcesses:
         if self._log is None:
             return []
         try:
-            with open(self._log, "rb") as file:
+            with os.fdopen(open_regular(self._log), "rb") as file:
                 file.seek(self._offset)
                 data = file.read(LINES_BYTES)
         except FileNotFoundError:

@@ -26,12 +26,14 @@ mebibyte and its time of change. A folder is its sorted names with theirs.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -100,10 +102,47 @@ def log_file(attempt: Path, rank: int) -> Path:
     return attempt / f"rank-{rank:05}.log"
 
 
+def open_regular(path: Path) -> int:
+    """Open a regular file for reading, without waiting; anything else is an OSError."""
+    return _regular(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), path)
+
+
+def open_for_appending(path: Path) -> int:
+    """Open a file for appending, new if it is missing; a link or anything else is an OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    return _regular(os.open(path, flags, 0o666), path)
+
+
+def _regular(descriptor: int, path: Path) -> int:
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is no regular file; remove it", str(path))
+    return descriptor
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a regular file."""
+    with os.fdopen(open_regular(path), "rb") as file:
+        return file.read()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small file in full or not at all, under a name that nobody can have put a link at."""
+    temporary = path.with_name(f".{path.name}.{os.urandom(8).hex()}.tmp")
+    try:
+        with open(temporary, "x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def read_table(path: Path) -> Table | None:
     """Read a JSON object; None where there is none, or it cannot be read as one."""
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_bytes(path))
     except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -112,18 +151,13 @@ def read_table(path: Path) -> Table | None:
 def write_table(path: Path, values: Table) -> None:
     """Write a JSON object in full or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(json.dumps(values, indent=1, ensure_ascii=False) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    write_text(path, json.dumps(values, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_lines(path: Path) -> list[Table]:
     """Read the objects of a JSON-lines file; a torn line is left out."""
     try:
-        rows = path.read_bytes().split(b"\n")[:-1]
+        rows = read_bytes(path).split(b"\n")[:-1]
     except OSError:
         return []
     found = []
@@ -166,7 +200,7 @@ def completed(run_dir: str, since: int = 0) -> bool:
         since: bytes of events.jsonl that an earlier attempt wrote; they prove nothing about this one.
     """
     try:
-        with open(Path(run_dir) / "events.jsonl", "rb") as file:
+        with os.fdopen(open_regular(Path(run_dir) / "events.jsonl"), "rb") as file:
             file.seek(since)
             rows = file.read().split(b"\n")
     except OSError:
@@ -209,7 +243,7 @@ def _file(path: Path) -> str:
     try:
         size = path.stat().st_size
         digest = hashlib.sha256(str(size).encode())
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             if size <= WHOLE:
                 for piece in iter(lambda: file.read(PIECE), b""):
                     digest.update(piece)
@@ -219,6 +253,10 @@ def _file(path: Path) -> str:
                 digest.update(file.read(PIECE) + str(path.stat().st_mtime_ns).encode())
     except FileNotFoundError:
         return "missing"
+    except OSError as exc:
+        if exc.errno not in (errno.EINVAL, errno.ENXIO):
+            raise
+        return "no regular file"
     return digest.hexdigest()
 
 
@@ -300,7 +338,10 @@ def read_notes(folder: Path) -> dict[int, Note]:
     found: dict[int, Note] = {}
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.name.isdigit():
-            match = NOTE.fullmatch(path.read_bytes().decode("utf-8", "replace"))
+            try:
+                match = NOTE.fullmatch(read_bytes(path).decode("utf-8", "replace"))
+            except OSError:
+                continue
             if match:  # else it is being written
                 found[int(path.name)] = int(match[1]), match[2], path.stat().st_mtime
     return found
@@ -465,7 +506,7 @@ def run_progress(spec: Table, start: Table) -> Table:
 def last_lines(path: Path) -> list[str]:
     """Read the last lines of a log."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - (1 << 16)))
             rows = file.read().decode("utf-8", "replace").splitlines()
     except OSError:
@@ -560,7 +601,7 @@ def open_attempt(spec: Table, place: Place, *, launched: bool) -> int:
     folder = place.attempt(number)
     (folder / "notes").mkdir()
     write_table(folder / "start.json", run_start(spec))
-    (folder / "key").write_text(key(spec, place), encoding="ascii")
+    write_text(folder / "key", key(spec, place))
     return number
 
 
@@ -638,7 +679,7 @@ class SlurmStart:
             return 0 if done(self.spec, self.place) else REQUEUE
         self.folder = self.place.attempt(number)
         names = self.environ["SLURM_JOB_NODELIST"]
-        (self.folder / "slurm").write_text(f"{self.job} {self.restarts} {names}\n", encoding="utf-8")
+        write_text(self.folder / "slurm", f"{self.job} {self.restarts} {names}\n")
         nodes = slurm("scontrol", "show", "hostnames", names).split()
         if len(nodes) != int(self.spec["nodes"]):
             say(
@@ -738,7 +779,7 @@ class SlurmStart:
 
     def _note_signal(self) -> None:
         if self.signal and not (self.folder / SIGNALED).exists():
-            (self.folder / SIGNALED).write_text(signal.Signals(self.signal).name, encoding="ascii")
+            write_text(self.folder / SIGNALED, signal.Signals(self.signal).name)
 
     def _requeue(self, nodes: Sequence[str], code: int) -> int:
         """Put the job back into the queue; its exit code."""
@@ -748,7 +789,7 @@ class SlurmStart:
         if lost and (self.spec.get("restart") or {}).get("exclude_bad_nodes"):
             never = slurm("scontrol", "show", "hostnames", ",".join(never)).split() if never else []
             file = self.place.stage / "bad-nodes"
-            with open(file, "a", encoding="utf-8") as bad:
+            with os.fdopen(open_for_appending(file), "a", encoding="utf-8") as bad:
                 bad.write("".join(f"{nodes[node]}\n" for node in lost))
             partition = slurm("sinfo", "-h", "-N", "-p", self.environ["SLURM_JOB_PARTITION"], "-o", "%N %t")
             names = file.read_text(encoding="utf-8").split()

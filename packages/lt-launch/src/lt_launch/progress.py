@@ -5,7 +5,6 @@ Step, loss, speed, remaining time. Cost: the last 64 KiB of two files, or the gi
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -17,6 +16,7 @@ from typing import Any
 
 from lt_launch.answers import is_int, is_number
 from lt_launch.job import Job
+from lt_trainer.files import open_regular, parse_json, read_json
 
 __all__ = ["Progress", "parse_progress", "read_progress"]
 
@@ -106,9 +106,9 @@ def parse_progress(lines: Sequence[str], job: Job) -> Progress | None:
 def _read_run_size(folder: Path) -> tuple[int, int]:
     """Return the run's number of steps and its tokens per step."""
     try:
-        recipe = json.loads((folder / "recipe.json").read_bytes())["recipe"]
+        recipe = read_json(folder / "recipe.json")["recipe"]
         sizes = recipe["schedule"]["max_steps"], recipe["batch"]["global_batch_size"], recipe["data"]["seq_len"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+    except (OSError, ValueError, KeyError, TypeError):
         return 0, 0
     return (sizes[0], sizes[1] * sizes[2]) if all(is_int(size) for size in sizes) else (0, 0)
 
@@ -129,7 +129,7 @@ def _to_float(value: Any) -> float:
 
 def _read_jsonl_tail(path: Path) -> list[Mapping[str, Any]]:
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - TAIL_BYTES))
             data = file.read()
@@ -139,8 +139,8 @@ def _read_jsonl_tail(path: Path) -> list[Mapping[str, Any]]:
     records = []
     for row in rows:
         try:
-            values = json.loads(row)
-        except (ValueError, RecursionError):
+            values = parse_json(row)
+        except ValueError:
             continue
         if isinstance(values, dict):
             records.append(values)

@@ -31,7 +31,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lt_launch.policy import read_table, write_table
+from lt_launch.policy import open_for_appending, read_table, write_table
 from lt_launch.sagemaker.addresses import address_of
 from lt_launch.sagemaker.contract import ROOT, resolve_path
 from lt_launch.sagemaker.failure import FAILURE_REASON_LIMIT
@@ -268,8 +268,8 @@ class TrainingJobEmulator:
         regexes = [(one["Name"], re.compile(one["Regex"])) for one in definitions]
         assert container.stdout is not None
         with (
-            open(self.job / "logs" / f"{host}.log", "ab") as log,
-            open(self.job / "metrics.jsonl", "a", encoding="utf-8") as metrics,
+            os.fdopen(open_for_appending(self.job / "logs" / f"{host}.log"), "ab") as log,
+            os.fdopen(open_for_appending(self.job / "metrics.jsonl"), "a", encoding="utf-8") as metrics,
         ):
             for line in container.stdout:
                 log.write(line)

@@ -30,11 +30,11 @@ def failure_text(cause: str, lines: list[str]) -> str:
 
 
 def write_failure(path: Path, text: str) -> bool:
-    """Write the file unless it exists; return True if it was written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write the file unless it exists or cannot be made; return True if it was written."""
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    except FileExistsError:
+    except OSError:  # the failure itself is told on standard error, which an error here must not hide
         return False
     with os.fdopen(descriptor, "w", encoding="utf-8", errors="backslashreplace") as file:
         file.write(text)

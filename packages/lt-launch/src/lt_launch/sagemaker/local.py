@@ -21,8 +21,8 @@ from typing import Any
 
 from lt_launch.job import Job, Pipeline, with_container_env
 from lt_launch.job_output import format_lines
-from lt_launch.launch_dir import check_own
-from lt_launch.policy import read_table, write_table
+from lt_launch.launch_dir import check_own, read_log
+from lt_launch.policy import open_for_appending, read_bytes, read_table, write_table, write_text
 from lt_launch.process_start import identify_process, process_start
 from lt_launch.profile import Profile
 from lt_launch.sagemaker.addresses import channel_address, local_folder
@@ -79,7 +79,7 @@ class SageMakerLocalTarget:
         write_table(folder / REQUEST_FILE, request)
         write_table(folder / ADDRESSES_FILE, folders)
         stage = launch.pipeline.single_job.name
-        with open(folder / "emulator.log", "ab") as log:
+        with os.fdopen(open_for_appending(folder / "emulator.log"), "ab") as log:
             service = subprocess.Popen(
                 [sys.executable, "-m", "lt_launch.sagemaker.emulator", str(folder)],
                 stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class SageMakerLocalTarget:
                 stderr=log,
                 start_new_session=True,
             )
-        (folder / "pid").write_text(f"{service.pid} {process_start(service.pid)}", encoding="ascii")
+        write_text(folder / "pid", f"{service.pid} {process_start(service.pid)}")
         while not (folder / "job.json").exists() and service.poll() is None:  # from then on it handles a stop signal
             time.sleep(0.02)
         if detach:
@@ -123,7 +123,7 @@ class SageMakerLocalTarget:
         offset = 0
         while True:
             is_last = not follow or not _is_running(folder)
-            data = path.read_bytes()[offset:] if path.exists() else b""
+            data = read_log(path, offset)
             complete = data[: data.rfind(b"\n") + 1]
             offset += len(complete)
             yield from (line.decode("utf-8", "replace") for line in complete.split(b"\n")[:-1])
@@ -207,11 +207,8 @@ def map_to_local_folders(job: Job, options: SageMakerOptions) -> tuple[Job, Sage
 
 
 def _tail_lines(path: Path) -> tuple[str, ...]:
-    if not path.exists():
-        return ()
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-        return tuple(file.read().decode("utf-8", "replace").splitlines())
+    size = path.stat().st_size if path.exists() else 0
+    return tuple(read_log(path, max(0, size - TAIL_BYTES)).decode("utf-8", "replace").splitlines())
 
 
 def _follow_job(service: subprocess.Popen[bytes], folder: Path) -> int:
@@ -221,7 +218,7 @@ def _follow_job(service: subprocess.Popen[bytes], folder: Path) -> int:
     path, offset = folder / "logs" / "algo-1.log", 0
     while True:
         is_last = service.poll() is not None
-        data = path.read_bytes()[offset:] if path.exists() else b""
+        data = read_log(path, offset)
         complete = data if is_last else data[: data.rfind(b"\n") + 1]
         offset += len(complete)
         if complete:
@@ -247,6 +244,6 @@ def _is_running(folder: Path) -> bool:
 def _process_id(folder: Path) -> int:
     """Return the id of the emulator process, 0 if it has ended or the file is not ours."""
     try:
-        return identify_process((folder / "pid").read_text(encoding="ascii"))
+        return identify_process(read_bytes(folder / "pid").decode("ascii"))
     except (OSError, UnicodeDecodeError):
         return 0

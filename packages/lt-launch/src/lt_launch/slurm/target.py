@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_launch.job import Pipeline
-from lt_launch.launch_dir import check_own
+from lt_launch.launch_dir import check_own, read_log
 from lt_launch.launch_dir_status import element_status, find_stage_dir
-from lt_launch.policy import Place, log_file
+from lt_launch.policy import Place, log_file, read_bytes
 from lt_launch.profile import Profile
 from lt_launch.slurm.commands import (
     STATES,
@@ -203,18 +203,16 @@ def _attempt_nodes(place: Place, default: tuple[str, ...]) -> tuple[str, ...]:
     if not attempts:
         return default
     file = place.attempt(attempts[-1]) / "slurm"
-    words = file.read_text(encoding="utf-8").split() if file.exists() else []
+    try:
+        words = read_bytes(file).decode("utf-8", "replace").split()
+    except OSError:
+        return default
     return (words[2],) if len(words) == 3 else default
 
 
 def _read_new_lines(path: Path, offsets: dict[Path, int], *, last: bool) -> Iterator[str]:
     """Yield complete lines appended since the last call; with `last` also an unterminated one."""
-    try:
-        with open(path, "rb") as file:
-            file.seek(offsets.get(path, 0))
-            data = file.read()
-    except FileNotFoundError:
-        return
+    data = read_log(path, offsets.get(path, 0))
     complete = data if last else data[: data.rfind(b"\n") + 1]
     offsets[path] = offsets.get(path, 0) + len(complete)
     yield from (line.decode("utf-8", "replace") for line in complete.removesuffix(b"\n").split(b"\n") if complete)

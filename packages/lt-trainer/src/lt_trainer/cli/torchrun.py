@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lt_trainer.config import Recipe
 from lt_trainer.constants import EXIT_INTERNAL, EXIT_REQUEUE, EXIT_USER
+from lt_trainer.files import open_for_appending
 from lt_trainer.resilience import STOP_SIGNALS, install_handlers, process_stop_signals, restore_handlers
 
 EXIT_CODES_VARIABLE = "LT_EXIT_CODES"
@@ -76,7 +77,7 @@ def redirect_output(environ: Mapping[str, str]) -> None:
     """Append a rank's output to its own file, if the launcher wants that; before anything is written."""
     if RANK_LOGS_VARIABLE in environ and "RANK" in environ:
         path = Path(environ[RANK_LOGS_VARIABLE]) / f"rank-{int(environ['RANK']):05}.log"
-        log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        log = open_for_appending(path)
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)

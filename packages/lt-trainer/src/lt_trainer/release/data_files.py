@@ -34,6 +34,7 @@ from lt_data.store.document_sources import SOURCES_FILE, encode_source_files
 from lt_data.store.manifest import MANIFEST_FILE, PACK_FOLDER, SHARD_FOLDER, TOKENIZER_FOLDER, encode_manifest
 from lt_data.store.source_files import SourceFile
 from lt_trainer.config import DataOptions
+from lt_trainer.files import open_regular, parse_json, read_text
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
 from lt_trainer.release.mof import is_open_license
@@ -176,7 +177,7 @@ def find_source_files(wanted: Sequence[SourceFile], folders: Sequence[Path]) -> 
 
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file, as hexadecimal text."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -281,11 +282,11 @@ def read_source_list(bundle: Path) -> list[SourceEntry]:
     Raises:
         ValueError: A line has other fields.
     """
-    text = (bundle / SOURCE_LIST).read_text(encoding="utf-8")
+    text = read_text(bundle / SOURCE_LIST)
     names = {item.name for item in dataclasses.fields(SourceEntry)}
     entries = []
     for number, line in enumerate(text.splitlines(), start=1):
-        values: Any = json.loads(line)
+        values: Any = parse_json(line)
         if not isinstance(values, dict) or values.keys() != names:
             raise ValueError(f"{SOURCE_LIST}:{number}: not a source file's entry")
         entries.append(SourceEntry(**values))

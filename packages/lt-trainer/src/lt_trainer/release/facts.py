@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_model import config_from_hf, n_parameters
+from lt_trainer.files import read_json, read_text
 from lt_trainer.release.data_files import SOURCE_LIST, SourceEntry, hash_file, read_source_list
 from lt_trainer.release.license_file import LicenseFile, parse_license_file
 from lt_trainer.release.lock import read_lock_hashes
@@ -98,7 +99,7 @@ def read_provenance(bundle: Path) -> Provenance:
     Raises:
         ValueError: It is not one, or of another version.
     """
-    values: Any = json.loads((bundle / PROVENANCE).read_bytes())
+    values: Any = read_json(bundle / PROVENANCE)
     names = {item.name for item in fields(Provenance)}
     if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
         raise ValueError(f"{PROVENANCE}: not a release of lt")
@@ -215,7 +216,7 @@ def read_facts(bundle: Path) -> Facts:
     license_path = bundle / LICENSE_FILE
     return Facts(
         provenance=provenance,
-        info=parse_license_file(license_path.read_text(encoding="utf-8"), LICENSE_FILE),
+        info=parse_license_file(read_text(license_path), LICENSE_FILE),
         recipe=recipe["recipe"],
         origins=recipe["origins"],
         environment=_json(bundle / "environment" / "environment.json"),
@@ -229,7 +230,7 @@ def read_facts(bundle: Path) -> Facts:
         tasks=read_tasks(bundle),
         result_files=_relative(bundle, f"{RESULT_FOLDER}/**/*"),
         wheels=_relative(bundle, "wheels/*.whl"),
-        code_license=(bundle / "wheels" / "LICENSE.spdx").read_text(encoding="utf-8").strip(),
+        code_license=read_text(bundle / "wheels" / "LICENSE.spdx").strip(),
         weight_files=_hash_list(bundle / "model" / "SHA256SUMS"),
         requirements=dict(sorted(read_lock_hashes(bundle / "environment" / "requirements.txt"))),
         source_list_sha256=hash_file(bundle / SOURCE_LIST),
@@ -238,7 +239,7 @@ def read_facts(bundle: Path) -> Facts:
 
 
 def _json(path: Path) -> Any:
-    values = json.loads(path.read_bytes())
+    values = read_json(path)
     if not isinstance(values, dict):
         raise ValueError(f"{path.name}: not a JSON object")
     return values
@@ -249,7 +250,7 @@ def _relative(bundle: Path, pattern: str) -> list[str]:
 
 
 def _hash_list(path: Path) -> dict[str, str]:
-    rows = (line.split("  ", 1) for line in path.read_text(encoding="utf-8").splitlines())
+    rows = (line.split("  ", 1) for line in read_text(path).splitlines())
     return {name: digest for digest, name in rows if name.endswith(".safetensors")}
 
 

@@ -33,13 +33,13 @@ Nothing is ever invented: what is not given stays empty and is listed. Pure but 
 """
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+from lt_trainer.files import parse_toml, read_text
 from lt_trainer.release.errors import ReleaseError
 from lt_trainer.release.mof import COMPONENTS
 
@@ -113,7 +113,7 @@ def read_license_file(path: Path) -> LicenseFile:
         ReleaseError: It cannot be read, or has unknown or empty lines; all of them in one list.
     """
     try:
-        return parse_license_file(path.read_text(encoding="utf-8"), str(path))
+        return parse_license_file(read_text(path), str(path))
     except (OSError, UnicodeDecodeError) as exc:
         raise ReleaseError(f"--licenses = {path}", [f"cannot be read ({exc}); give a TOML file"]) from exc
 
@@ -125,8 +125,8 @@ def parse_license_file(text: str, source: str) -> LicenseFile:
         ReleaseError: Not TOML, or unknown or empty lines; all of them in one list.
     """
     try:
-        table = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as exc:
+        table = parse_toml(text)
+    except ValueError as exc:
         raise ReleaseError(source, [f"not TOML: {exc}"]) from exc
     problems: list[str] = []
     for name in sorted(table.keys() - {"release", "licenses", "sources", "stores"}):

@@ -6,11 +6,12 @@ a package without one is listed, and its line has none. No index is asked. Cost:
 """
 
 import re
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
+
+from lt_trainer.files import parse_toml, read_text
 
 __all__ = ["LockedPackage", "format_requirements", "installed_closure", "lock_packages", "read_lock_hashes"]
 
@@ -64,6 +65,18 @@ def installed_closure(roots: Mapping[str, Iterable[str]]) -> dict[str, str]:
     return {name: found[name].version for name in sorted(found) if name not in own}
 
 
+def _is_locked_package(package: object) -> bool:
+    if not isinstance(package, dict) or not isinstance(package.get("name"), str):
+        return False
+    archives = [*package["wheels"]] if isinstance(package.get("wheels"), list) else []
+    archives += [package["sdist"]] if "sdist" in package else []
+    return (
+        isinstance(package.get("wheels", []), list)
+        and isinstance(package.get("version", ""), str)
+        and all(isinstance(one, dict) and isinstance(one.get("hash", ""), str) for one in archives)
+    )
+
+
 def read_lock_hashes(path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
     """Return the SHA-256 hashes of each package and version in a uv.lock or a requirements file.
 
@@ -71,10 +84,13 @@ def read_lock_hashes(path: Path) -> dict[tuple[str, str], tuple[str, ...]]:
         OSError: It cannot be read.
         ValueError: It is not such a file.
     """
-    text = path.read_text(encoding="utf-8")
+    text = read_text(path)
     if path.suffix == ".lock":
         found = {}
-        for package in tomllib.loads(text).get("package", []):
+        packages = parse_toml(text).get("package", [])
+        if not isinstance(packages, list) or not all(map(_is_locked_package, packages)):
+            raise ValueError(f"{path}: not a uv.lock; give one, or a requirements file with hashes")
+        for package in packages:
             archives = [*package.get("wheels", []), *([package["sdist"]] if "sdist" in package else [])]
             hashes = tuple(sorted({archive["hash"] for archive in archives if "hash" in archive}))
             found[normalize(package["name"]), package.get("version", "")] = hashes

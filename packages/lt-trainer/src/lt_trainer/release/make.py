@@ -9,7 +9,6 @@ Cost: reads the released checkpoints twice and the stores once; copies what is r
 """
 
 import getpass
-import json
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from lt_data import verify as verify_store
 from lt_trainer.config import DataOptions, from_dict
 from lt_trainer.data import STORES
 from lt_trainer.errors import RecipeError, TrainerError
+from lt_trainer.files import read_json, read_text
 from lt_trainer.release.data_files import (
     ReleasedStore,
     describe_store,
@@ -242,7 +242,7 @@ def _read_licenses(path: Path | None, problems: list[str]) -> tuple[LicenseFile,
     licenses, text = LicenseFile(), ""
     if path is not None:
         try:
-            licenses, text = read_license_file(path), path.read_text(encoding="utf-8")
+            licenses, text = read_license_file(path), read_text(path)
         except ReleaseError as exc:
             problems += [f"{path}: {problem}" for problem in exc.problems]
             return licenses, text
@@ -261,8 +261,8 @@ def _read_licenses(path: Path | None, problems: list[str]) -> tuple[LicenseFile,
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as exc:
+        values = read_json(path)
+    except (OSError, ValueError) as exc:
         problems.append(f"{path}: cannot be read ({exc}); start the run again to rewrite it")
         return {}
     return values if isinstance(values, dict) else {}
@@ -346,7 +346,13 @@ def _write_environment(bundle: Path, gathered: _Run, options: MakeOptions) -> tu
     lock = options.lock
     if lock is None and folder is not None:
         lock = next((parent / "uv.lock" for parent in folder.parents if (parent / "uv.lock").is_file()), None)
-    locked = lock_packages(installed_closure(_lt_roots()), read_lock_hashes(lock) if lock is not None else {})
+    try:
+        hashes = read_lock_hashes(lock) if lock is not None else {}
+    except (OSError, ValueError) as exc:
+        raise ReleaseError(
+            f"--lock = {lock}", [f"cannot be read ({exc}); give a uv.lock or requirements file"]
+        ) from exc
+    locked = lock_packages(installed_closure(_lt_roots()), hashes)
     own = {normalize(name) for name in packages}
     locked = tuple(package for package in locked if package.name not in own)
     (bundle / "environment" / "requirements.txt").write_text(format_requirements(locked), encoding="utf-8")

@@ -24,6 +24,7 @@ from typing import Any
 from lt_ckpt import list_steps, open_source
 from lt_ckpt.hash_list import HASH_LIST
 from lt_trainer.constants import EXIT_DONE, EXIT_REQUEUE
+from lt_trainer.files import open_for_appending, read_json, write_atomic
 from lt_trainer.release.commands import prepare_arguments, thread_variables
 from lt_trainer.release.comparison import LossComparison, compare_environments, compare_losses
 from lt_trainer.release.data_files import SourceEntry, find_source_files, hash_file
@@ -107,7 +108,7 @@ def reproduce_release(
     repeated = [r for r in drop_superseded_records(read_jsonl(run / "metrics.jsonl")) if "loss" in r]
     losses = compare_losses(facts.train, repeated, last_step=last_step, tolerance=facts.info.release.tolerance)
     different = _compare_weights(bundle, run) if last_step == facts.provenance.step else None
-    environment = compare_environments(facts.environment, json.loads((run / "environment.json").read_bytes()))
+    environment = compare_environments(facts.environment, read_json(run / "environment.json"))
     start = next((event for event in reversed(read_jsonl(run / "events.jsonl")) if event.get("event") == "start"), {})
     environment += [
         f"{name}: {facts.start_event.get(name)} in the release, {start.get(name)} here"
@@ -242,7 +243,7 @@ def _rebuild(
     given = dict(facts.info.prepare.get(store.name, {}))
     job = rebuild_job(store, work / "data" / store.name, paths, bundle / "data" / store.name / "tokenizer", given)
     path = work / f"prepare-{store.name}.json"
-    path.write_text(json.dumps(job, indent=1) + "\n", encoding="utf-8")
+    write_atomic(path, json.dumps(job, indent=1) + "\n")
     command = (str(python), "-m", "lt_trainer.release.rebuild", str(path))
     _execute(command, work, f"prepare-{store.name}", variables)
 
@@ -270,7 +271,7 @@ def _execute(
         ReleaseError: It ended with another exit code; the message has the end of the log.
     """
     path = work / f"{log_name}.log"
-    with open(path, "ab") as log:
+    with os.fdopen(open_for_appending(path), "ab") as log:
         log.write(f"$ {' '.join(command)}\n".encode())
         log.flush()
         done = subprocess.run(
@@ -290,7 +291,7 @@ def _execute(
 
 def _compare_weights(bundle: Path, run: Path) -> tuple[str, ...]:
     """Return the tensors of the repeated run's newest checkpoint whose bits differ from the released ones."""
-    stated: dict[str, str] = json.loads((bundle / WEIGHT_HASHES).read_bytes())[MODEL_FOLDER]
+    stated: dict[str, str] = read_json(bundle / WEIGHT_HASHES)[MODEL_FOLDER]
     newest = list_steps(run / "checkpoints")[0][1]
     actual = tensor_hashes(open_source(newest), list(stated))
     return tuple(name for name, digest in stated.items() if actual[name] != digest)

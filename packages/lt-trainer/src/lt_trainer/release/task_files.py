@@ -17,6 +17,7 @@ from typing import Any
 
 from lt_trainer.config import EvaluationOptions
 from lt_trainer.evaluation import EvaluationError, find_tasks
+from lt_trainer.files import parse_json, read_text
 from lt_trainer.release.data_files import hash_file
 from lt_trainer.release.filtering import TextFilter
 from lt_trainer.release.license_file import LicenseFile
@@ -140,8 +141,8 @@ def read_tasks(bundle: Path) -> list[TaskEntry]:
         return []
     names = {item.name for item in fields(TaskEntry)}
     entries = []
-    for number, line in enumerate((bundle / TASK_LIST).read_text(encoding="utf-8").splitlines(), start=1):
-        values: Any = json.loads(line)
+    for number, line in enumerate(read_text(bundle / TASK_LIST).splitlines(), start=1):
+        values: Any = parse_json(line)
         if not isinstance(values, dict) or values.keys() != names:
             raise ValueError(f"{TASK_LIST}:{number}: not a task's entry")
         entries.append(TaskEntry(**values))

@@ -19,6 +19,7 @@ from lt_ckpt.errors import CheckpointError
 from lt_ckpt.integrity import verify as verify_checkpoint
 from lt_ckpt.source import TensorReader
 from lt_trainer.evaluation import hash_tensor
+from lt_trainer.files import read_json
 
 __all__ = [
     "MODEL_FOLDER",
@@ -117,7 +118,7 @@ def tensor_hashes(source: Source, names: Sequence[str]) -> dict[str, str]:
 def find_weight_problems(bundle: Path, count: Callable[[str], None] = lambda folder: None) -> list[str]:
     """Compare the exported tensors with the hashes of the checkpoints' ones; return what differs."""
     problems: list[str] = []
-    stated: Any = json.loads((bundle / WEIGHT_HASHES).read_bytes())
+    stated: Any = read_json(bundle / WEIGHT_HASHES)
     folders = [MODEL_FOLDER, *sorted(str(path.relative_to(bundle)) for path in bundle.glob("checkpoints/step-*"))]
     if sorted(stated) != sorted(folders):
         return [f"{WEIGHT_HASHES}: has {', '.join(sorted(stated))}, the bundle {', '.join(sorted(folders))}"]
