@@ -30,8 +30,20 @@ if TYPE_CHECKING:
     from lt_trainer.run_directory.run_dir import RunDir as RunDir
     from lt_trainer.run_directory.run_dir import read_mirror_name as read_mirror_name
     from lt_trainer.run_directory.run_dir import write_atomic as write_atomic
+    from lt_trainer.run_directory.typed_records import ENVIRONMENT_FIELDS as ENVIRONMENT_FIELDS
+    from lt_trainer.run_directory.typed_records import RECIPE_FIELDS as RECIPE_FIELDS
+    from lt_trainer.run_directory.typed_records import Kind as Kind
+    from lt_trainer.run_directory.typed_records import event_problem as event_problem
+    from lt_trainer.run_directory.typed_records import is_int as is_int
+    from lt_trainer.run_directory.typed_records import is_number as is_number
+    from lt_trainer.run_directory.typed_records import is_seconds as is_seconds
+    from lt_trainer.run_directory.typed_records import is_table as is_table
+    from lt_trainer.run_directory.typed_records import is_text as is_text
     from lt_trainer.run_directory.typed_records import read_events as read_events
     from lt_trainer.run_directory.typed_records import read_metrics as read_metrics
+    from lt_trainer.run_directory.typed_records import record_problem as record_problem
+    from lt_trainer.run_directory.typed_records import sample_problem as sample_problem
+    from lt_trainer.run_directory.typed_records import table_problem as table_problem
 else:
     __all__, __getattr__, __dir__ = lazy_exports(
         __name__,
@@ -45,6 +57,9 @@ else:
                 "drop_superseded_records format_record is_first_of_start record_to_dict"
             ),
             "run_dir": "RunDir read_mirror_name write_atomic",
-            "typed_records": "read_events read_metrics",
+            "typed_records": (
+                "ENVIRONMENT_FIELDS RECIPE_FIELDS Kind event_problem is_int is_number is_seconds is_table is_text "
+                "read_events read_metrics record_problem sample_problem table_problem"
+            ),
         },
     )

@@ -35,8 +35,7 @@ from lt_trainer.observability.monitor.energy import EnergyMeter
 from lt_trainer.observability.monitor.host import HostSampler
 from lt_trainer.observability.monitor.nvml import GpuSampler, GpusUnavailableError, load_nvml
 from lt_trainer.resilience import decode_heartbeat, heartbeat_path
-from lt_trainer.run_directory import JsonlWriter, read_last_object
-from lt_trainer.run_directory.typed_records import is_number
+from lt_trainer.run_directory import JsonlWriter, is_number, read_last_object
 
 if TYPE_CHECKING:
     from lt_trainer.run_directory import RankLog

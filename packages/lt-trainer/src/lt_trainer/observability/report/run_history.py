@@ -15,8 +15,17 @@ from typing import Any
 from lt_trainer.config import Recipe, from_dict
 from lt_trainer.errors import RecipeError, RunDirError
 from lt_trainer.files import parse_json, read_text
-from lt_trainer.run_directory import drop_superseded_records, is_first_of_start, read_events, read_metrics
-from lt_trainer.run_directory.typed_records import ENVIRONMENT_FIELDS, RECIPE_FIELDS, Kind, is_int, table_problem
+from lt_trainer.run_directory import (
+    ENVIRONMENT_FIELDS,
+    RECIPE_FIELDS,
+    Kind,
+    drop_superseded_records,
+    is_first_of_start,
+    is_int,
+    read_events,
+    read_metrics,
+    table_problem,
+)
 
 EVENT_TITLES = {
     "checkpoint": "checkpoint",
