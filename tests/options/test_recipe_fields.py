@@ -183,6 +183,7 @@ CASES = [
     Case("metrics.validation_interval", "1", "validation_losses"),
     Case("evaluation.tasks", "[lt_copy]", "evaluations"),
     Case("evaluation.tasks_dir", "{stores}/tasks", "evaluations", ("evaluation.tasks=[spelled]",), "{stores}/others"),
+    Case("evaluation.stores", "true", "files"),
     Case("evaluation.interval", "2", "evaluations", TASKS),
     Case("evaluation.limit", "3", "evaluations", TASKS),
     Case("metrics.monitor_interval_s", "0", "files"),

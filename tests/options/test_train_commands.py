@@ -46,6 +46,7 @@ CASES = [
     OptionCase("lt train sample --top-p", SAMPLE, "--top-p 0.001", "text"),
     OptionCase("lt train sample --seed", SAMPLE, "--seed 1", "text"),
     OptionCase("lt train sample --samples", SAMPLE, "--samples 2", "text"),
+    OptionCase("lt train sample --out", SAMPLE, "--out out", "names"),
     OptionCase("lt train report --out", REPORT, "--out other.html", "names"),
     OptionCase("lt train report --png", REPORT, "--png charts", "names"),
     OptionCase("lt train report --overwrite", REPORT, "--overwrite", "code", (REPORT,)),
