@@ -31,6 +31,13 @@ def test_the_last_bit_of_one_loss_is_found() -> None:
     )
 
 
+def test_of_several_steps_that_differ_the_first_is_told() -> None:
+    later = [{**record, "loss": record["loss"] + record["step"] * (record["step"] > 1)} for record in RELEASED]
+    result = compare_losses(RELEASED, later, last_step=4, tolerance=0.0)
+    assert result.first_different == 2
+    assert result.values == (("loss", RELEASED[1]["loss"], later[1]["loss"]),)
+
+
 def test_another_norm_is_a_difference_too() -> None:
     result = compare_losses(RELEASED, repeated(grad_norm=1.5), last_step=4, tolerance=0.0)
     assert (result.is_equal, result.first_different, result.max_relative_difference) == (False, 3, 0.0)
