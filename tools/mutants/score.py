@@ -71,6 +71,6 @@ def survivors(mutants: list[Mutant], results: Mapping[str, Mapping[str, Any]], r
         return ["No survivors."]
     lines = ["Survivors:", ""]
     for m in left:
-        reason = reasons.get(m.id, results[m.id]["message"] or "no test fails")
+        reason = reasons.get(m.id, results[m.id]["message"].partition("\n")[0] or "no test fails")
         lines.append(f"- `{m.id}`, {m.why} in `{m.scope or 'module'}` of `{m.file}`: {reason}")
     return lines
