@@ -86,6 +86,18 @@ def test_a_reader_that_shifts_predicts_what_the_store_does(
     assert report.dropped_labels == np.count_nonzero(rows.labels[:, -1] != -100)
 
 
+def test_rows_are_those_of_the_packing_that_is_asked_for_whichever_packs_there_are(
+    store: TokenStore, tmp_path: Path
+) -> None:
+    options = ExportOptions(to="hf", seq_len=17)
+    export(store, out=tmp_path / "before", options=options)
+    for mode in ("concat", "bfd"):
+        pack(store, seq_len=17, mode=mode)
+        export(store, out=tmp_path / mode, options=options)
+        for name in ("input_ids", "labels"):
+            assert loaded(tmp_path / mode)[name][:] == loaded(tmp_path / "before")[name][:]
+
+
 @pytest.mark.parametrize("seq_len", [17, 300])
 def test_best_fit_rows_say_where_their_documents_begin(store: TokenStore, tmp_path: Path, seq_len: int) -> None:
     """Padding is one more document, so that the lengths of a row add up to its ids, as TRL's collator needs it."""

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lt_data import DataError, TokenStore, pack
 from lt_data.store.megatron import decode_index, encode_index
+from lt_data.store.source_files import SourceFile
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=12), st.integers(1, 4), st.data())
@@ -162,3 +163,10 @@ def test_a_place_outside_its_shard_is_refused(counting_store: Callable[..., Toke
     assert store.document_span(0) == (0, 3)
     with pytest.raises(DataError, match=r"00000\.idx: broken index \(document 1\)"):
         store.document_span(1)
+
+
+@pytest.mark.parametrize("sha256", ["", "x" * 64, "ab" * 31, "AB" * 32])
+def test_a_source_file_with_a_hash_that_is_none_is_refused_by_name(sha256: str) -> None:
+    assert SourceFile(path="a.txt", bytes=1, sha256="ab" * 32).sha256 == "ab" * 32
+    with pytest.raises(DataError, match=r"sha256 of a\.txt = '.*' is not a SHA-256 in hexadecimal"):
+        SourceFile(path="a.txt", bytes=1, sha256=sha256)
