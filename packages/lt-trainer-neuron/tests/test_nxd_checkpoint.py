@@ -171,6 +171,9 @@ def test_the_folder_holds_what_the_ranks_hold_for_us_and_for_nxd(ranks, tmp_path
         assert list(tree) == ["state", "param_groups"]
         assert [len(group["params"]) for group in tree["param_groups"]] == [1 + 3 * 6, 1 + 3 * 2]
         assert not list((path / "optim").glob("dp_rank_01*"))
+    if PLAIN in sets:
+        stored = load_pt(path / "model" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")
+        assert any(name.endswith("weight_qkv") for name in stored) == (GQA[-1] in sets)
     norms = load_pt(path / "optim" / "dp_rank_00_tp_rank_00_pp_rank_00.pt")["param_groups"][1]
     assert norms["weight_decay"] == 0.0
 

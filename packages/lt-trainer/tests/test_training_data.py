@@ -199,17 +199,18 @@ def test_inspect_finds_the_stores_of_a_mixture_that_have_moved(recipe_base, fake
         inspect_step(out(recipe_base), 2, sources={"small": copies["train"]})
 
 
-def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_data, capsys) -> None:
+def test_the_command_shows_rows_of_a_mixture(recipe_base, fake_engine, little_data, tmp_path) -> None:
     from typer.testing import CliRunner
 
     from lt_data.cli import app
 
     mixture(recipe_base, little_data)
     assert start(recipe_base, stop_after_step=3) == 75
-    where = f"small={little_data / 'validation'}"
+    elsewhere = shutil.copytree(little_data / "validation", tmp_path / "elsewhere")
+    where = f"small={elsewhere}"
     done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", where])
     assert done.exit_code == 0, done.output
-    assert f"store {little_data / 'validation'}: source small" in done.output
+    assert f"store {elsewhere}: source small" in done.output
     assert "position 8, large, epoch 0, pack row" in done.output
     assert done.output.count("small, epoch") == 2
     done = CliRunner().invoke(app, ["inspect", "--run", str(out(recipe_base)), "--step", "2", "--source", "small"])
