@@ -318,7 +318,7 @@ def test_ranks_are_known_by_their_own_exit_codes_and_logs(stage: Callable[..., S
     assert (result["first"]["host"], result["first"]["tail"]) == ("h0", ["why"])
 
 
-@pytest.mark.parametrize(("code", "kind"), [(64, "failed"), (75, "requeue"), (137, "killed")])
+@pytest.mark.parametrize(("code", "kind"), [(64, "failed"), (75, "requeued"), (137, "killed")])
 def test_a_torchrun_that_starts_no_rank_stands_for_them(
     stage: Callable[..., Stage], tmp_path: Path, code: int, kind: str
 ) -> None:
@@ -328,7 +328,7 @@ def test_a_torchrun_that_starts_no_rank_stands_for_them(
 
 
 @on_linux
-@pytest.mark.parametrize(("grace_s", "kind"), [(30, "requeue"), (0.5, "killed")])
+@pytest.mark.parametrize(("grace_s", "kind"), [(30, "requeued"), (0.5, "killed")])
 def test_ranks_that_outlive_their_torchrun_may_save(
     stage: Callable[..., Stage], tmp_path: Path, grace_s: float, kind: str
 ) -> None:

@@ -26,6 +26,17 @@ def test_trained_one(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(np.array([0, 1], np.uint16), skip_special_tokens=True) == ""
 
 
+def test_a_merge_without_the_prefix_of_its_model_is_an_error(tokenizer: Tokenizer) -> None:
+    """The library would cut within a character, which ends the process with signal 6."""
+    model = json.loads(tokenizer.files["tokenizer.json"])["model"] | {"continuing_subword_prefix": "2"}
+    with pytest.raises(DataError, match="a merge lacks the model's continuing_subword_prefix"):
+        Tokenizer.from_bytes(edited(tokenizer, model=model))
+    small = {"type": "BPE", "vocab": {"a": 0, "##b": 1, "ab": 2}, "continuing_subword_prefix": "##"}
+    whole = edited(tokenizer, model=small | {"merges": [["a", "##b"]]}, added_tokens=[], post_processor=None)
+    files = {"tokenizer.json": whole["tokenizer.json"]}
+    assert Tokenizer.from_bytes(files).vocab_size == 3
+
+
 @given(st.lists(st.text(), max_size=5))
 def test_every_text_comes_back(tokenizer: Tokenizer, texts: list[str]) -> None:
     encoded = tokenizer.encode_batch(texts)

@@ -195,6 +195,8 @@ def train_bpe(
 def _build_tokenizer(
     content: bytes, source: str, *, special_tokens_as: SpecialTokensAs = "text"
 ) -> tokenizers.Tokenizer:
+    if _has_a_merge_without_its_prefix(content):
+        raise DataError(f"{source}: a merge lacks the model's continuing_subword_prefix; save the tokenizer again")
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as exc:  # `tokenizers` raises bare Exception or ValueError
@@ -205,6 +207,22 @@ def _build_tokenizer(
     tokenizer.no_padding()
     cast(Any, tokenizer).encode_special_tokens = special_tokens_as == "text"
     return tokenizer
+
+
+def _has_a_merge_without_its_prefix(content: bytes) -> bool:
+    """Return True for a model that `tokenizers` does not refuse but cuts within a character, which ends the process."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return False  # `tokenizers` says what is wrong
+    model = value.get("model") if isinstance(value, dict) else None
+    if not isinstance(model, dict):
+        return False
+    prefix, merges = model.get("continuing_subword_prefix"), model.get("merges")
+    if not prefix or not isinstance(prefix, str) or not isinstance(merges, list):
+        return False
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    return not all(isinstance(pair, list) and str(pair[-1]).startswith(prefix) for pair in pairs if pair)
 
 
 def _read_special_token_names(files: Mapping[str, bytes], name: str) -> dict[str, str]:

@@ -149,7 +149,7 @@ def _record_fields() -> Mapping[str, Kind]:
 
 def record_problem(record: Mapping[str, Any]) -> str:
     """Return what is wrong with a record of metrics.jsonl; "" if nothing is."""
-    required = ("step", "elapsed_s") if "loss" in record else ("step",)
+    required = ["step"] + ["elapsed_s"] * ("loss" in record) + ["eval_items"] * ("eval_task" in record)
     if missing := [name for name in required if name not in record]:
         return f"no {missing[0]}"
     return _problem(record, _record_fields()) or ("" if record["step"] >= 0 else "step is negative")
