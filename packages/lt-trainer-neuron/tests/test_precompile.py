@@ -202,6 +202,25 @@ def test_the_same_recipe_is_traced_under_the_tool_and_its_key_noted(run_file: Pa
         check_compiled(changed.recipe, MODEL, environ)
 
 
+@pytest.mark.parametrize(
+    ("sets", "told"),
+    [
+        ([], []),
+        (['data.validation="held-out"'], ["--validate"]),
+        (['evaluation.tasks=["lt_copy"]'], ["--evaluate"]),
+        (['data.validation="held-out"', "evaluation.stores=true"], ["--validate", "--evaluate"]),
+    ],
+)
+def test_what_the_run_computes_beside_steps_is_traced_too(
+    run_file: Path, tmp_path: Path, sets: list[str], told: list[str]
+) -> None:
+    values = ["data.synthetic=false", 'data.store="store"', *sets]
+    done = CliRunner().invoke(precompile_app, [str(run_file), *(word for value in values for word in ("--set", value))])
+    assert done.exit_code == 0, (done.output, done.exception)
+    arguments = json.loads((tmp_path / "cache" / "told.json").read_text())["arguments"]
+    assert [word for word in arguments if word in ("--validate", "--evaluate")] == told
+
+
 @pytest.mark.parametrize(("fails", "told"), [("script", "exited with 3"), ("graph", "1 graphs in .* too many instr")])
 def test_no_key_is_noted_where_a_graph_has_not_compiled(
     fails: str, told: str, run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
