@@ -77,7 +77,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("store", "unpacked"):
         prepare([root / "text"], tokenizer=tokenizer, out=root / name)
     for mode in ("bfd", "concat"):
-        for seq_len in (16, 32):
+        for seq_len in (12, 16, 32):
             pack(TokenStore.open(root / "store"), seq_len=seq_len, mode=mode)
     pack(TokenStore.open(root / "unpacked", packs=root / "packs"), seq_len=16)
     make_model(root / "hf", n_kv_heads=2)
@@ -129,6 +129,7 @@ def write_files(root: Path) -> None:
         '[engine.neuron]\ncompile_cache = "/nowhere"\n',
         "checkpoint-config.json": json.dumps(config_to_hf(LlamaConfig(vocab_size=300, **SHAPE))),
         "hyperparameters.json": '{"MAX_STEPS": "1"}',
+        "short.json": '{"SEQ_LEN": "8"}',
         "wrong.json": '{"N_HEADS": "3"}',
         "tasks/spelled.jsonl": json.dumps({"context": "the loss", "choices": ["falls", "rises"], "label": 0}),
         "job.toml": '[job]\nname = "one"\nargv = ["true"]\n',

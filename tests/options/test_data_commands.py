@@ -152,7 +152,7 @@ DATA = [
         "lt data steps-per-epoch --packs", STEPS.replace("/store", "/unpacked"), "--packs {w}/packs", "code text"
     ),
     OptionCase("lt data steps-per-epoch --seq-len", STEPS, "--seq-len 32", "text"),
-    OptionCase("lt data steps-per-epoch --mode", STEPS + " --seq-len 32", "--mode concat", "text"),
+    OptionCase("lt data steps-per-epoch --mode", STEPS + " --seq-len 12", "--mode concat", "text"),
     OptionCase("lt data steps-per-epoch --json", STEPS, "--json", "text"),
     OptionCase("lt data train-tokenizer --vocab-size", TRAIN_TOKENIZER, "--vocab-size 290", "vocabulary"),
     OptionCase("lt data train-tokenizer --out", TRAIN_TOKENIZER, "--out other", "names"),

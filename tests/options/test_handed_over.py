@@ -60,11 +60,10 @@ def target(function: str, line: str, command: str, *added: str, before: tuple[st
 
 TARGETS = [
     target("lt_data.preparation.prepare_documents.encode_documents", PREPARE, "lt data prepare", "--workers 2"),
-    target("lt_data.tokenizing.engine_selection.make_engine", PREPARE, "lt data prepare", "--engine hf"),
     target(
         "lt_data.append", "lt data append store {w}/text", "lt data append", "--workers 2", "--engine hf", before=STORE
     ),
-    target("lt_data.prepare", PREPARE, "lt data prepare", "--no-resume", "--ray local"),
+    target("lt_data.prepare", PREPARE, "lt data prepare", "--no-resume", "--ray local", "--engine hf"),
     target("lt_data.append", "lt data append store {w}/text", "lt data append", "--no-resume", before=STORE),
     target("lt_data.merge", "lt data merge out", "lt data merge", "--no-resume"),
     target("lt_data.split", SPLIT, "lt data split", "--no-resume"),

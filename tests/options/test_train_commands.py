@@ -28,7 +28,7 @@ CASES = [
     OptionCase("lt train plan --nodes", PLAN.replace("2", "1"), "--nodes 2", "text"),
     OptionCase("lt train plan --mfu", PLAN, "--mfu 0.11", "text"),
     OptionCase("lt train plan --set", PLAN, "--set model.n_layers=9", "text"),
-    OptionCase("lt train plan --hyperparameters", PLAN, HYPER, "text"),
+    OptionCase("lt train plan --hyperparameters", PLAN, "--hyperparameters {w}/short.json", "text"),
     OptionCase("lt train plan --json", PLAN, "--json", "text"),
     OptionCase("lt train check --set", CHECK, "--set parallel.tp=3", "code"),
     OptionCase("lt train check --hyperparameters", CHECK, "--hyperparameters {w}/wrong.json", "code"),
