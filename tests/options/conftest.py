@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -22,6 +23,7 @@ from lt_launch.__main__ import main
 from lt_model import LlamaConfig, config_to_hf, param_specs
 from lt_test_helpers.option_cases import Call
 from lt_trainer.config import load
+from lt_trainer.resilience import STOP_SIGNALS
 from lt_trainer.training.runner import run
 
 WORDS = [
@@ -53,6 +55,15 @@ BASE = {
     "checkpoint": "interval = 1",
 }
 """Sections of a recipe, in TOML."""
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers() -> Iterator[None]:
+    """A training command that has ended ignores stop signals, and so would all that this process starts."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

@@ -201,7 +201,7 @@ def tell_calls(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     monkeypatch.setattr("lt_data.sources.hub._only_split", lambda *given: "only")
     monkeypatch.setattr("lt_trainer.resilience.install_handlers", lambda handler: None)
 
-    def tell(name: str, *args: Any, **given: Any) -> None:
+    def tell(name: str, /, *args: Any, **given: Any) -> None:
         raise ToldCall(re.sub(r" at 0x\w+", "", f"{name}{args}{given}"))
 
     def replace(functions: str) -> None:

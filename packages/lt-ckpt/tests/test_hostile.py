@@ -404,12 +404,13 @@ BOMBS = """
     from lt_ckpt.torchfile.file import load_pt
     from lt_ckpt.torchfile.safe_globals import TORCH_SAFE_GLOBALS
     from lt_ckpt.torchfile.safe_pickle import loads
+    from lt_model import ModelError
 
     def refused(what, action):
         began = time.process_time()
         try:
             action()
-        except CheckpointError as exc:
+        except (CheckpointError, ModelError) as exc:
             assert time.process_time() - began < 30, what
             print(what, "|", str(exc)[:200])
         else:

@@ -199,7 +199,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     def refuse(*_: object, **__: object) -> None:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr("builtins.open", refuse)  # the tests may run as root, to whom every file is readable
+    monkeypatch.setattr("os.open", refuse)  # the tests may run as root, to whom every file is readable
     with pytest.raises(DataError, match=rf"cannot read {path}: Permission denied; check the permissions"):
         list(read_documents([path]))
 

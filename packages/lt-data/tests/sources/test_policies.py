@@ -301,7 +301,7 @@ def test_errors_of_the_disk_are_never_skipped(tmp_path: Path, monkeypatch: pytes
         raise OSError(5, "Input/output error", str(path))
 
     reader = DocumentReader([path], on_bad="skip")
-    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr("os.open", refuse)
     with pytest.raises(DataError, match=rf"cannot read {path}: Input/output error; the disk reports an error"):
         list(reader)
     monkeypatch.undo()

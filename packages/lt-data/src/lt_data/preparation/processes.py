@@ -93,7 +93,7 @@ class _Workers:
         """End the processes whose tasks are finished, mostly by other machines."""
         for pipe, (process, task) in [*self._running.items()]:
             if task is not None and self._tasks.is_published(task):
-                process.terminate()  # what it leaves is removed with the rest of the job
+                process.kill()  # SIGTERM may be ignored; what it leaves is removed with the rest of the job
                 process.join()
                 del self._running[pipe]
                 pipe.close()
@@ -127,7 +127,7 @@ class _Workers:
 
     def __exit__(self, *error: object) -> None:
         for process, _ in self._running.values():
-            process.terminate()
+            process.kill()
         for pipe, (process, _) in self._running.items():
             process.join()
             pipe.close()

@@ -210,7 +210,7 @@ def _build_tokenizer(
 
 
 def _has_a_merge_without_its_prefix(content: bytes) -> bool:
-    """Return True for a model that `tokenizers` does not refuse but cuts within a character, which ends the process."""
+    """Return True for a model over which `tokenizers` ends the process, as it cuts within a character."""
     try:
         value = json.loads(content)
     except (ValueError, RecursionError):
