@@ -48,7 +48,7 @@ class FakeSpec:
     capabilities: ClassVar[frozenset[str]] = frozenset()
 
 
-word = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+word = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
 positive = st.floats(1e-12, 1e6)
 
 
@@ -137,7 +137,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
         metrics=MetricsOptions(validation_interval=draw(st.integers(1, 9)) if validation else 0),
         engine={
             "fake": FakeOptions(
-                depth=draw(st.integers(-9, 9)), label=draw(st.text(st.characters(exclude_categories=["Cs"])))
+                depth=draw(st.integers(-9, 9)),
+                label=draw(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"))),
             )
         },
     )
