@@ -11,8 +11,8 @@ try:
     for name, text in order["files"].items():
         path = os.path.join(order["launch"], name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = "%s.%d.tmp" % (path, os.getpid())
-        with open(part, "w", encoding="utf-8") as file: file.write(text)
+        part = "%s.%s.tmp" % (path, os.urandom(8).hex())
+        with open(part, "x", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
     print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
@@ -35,8 +35,8 @@ try:
     for name, text in order["files"].items():
         path = os.path.join(order["launch"], name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = "%s.%d.tmp" % (path, os.getpid())
-        with open(part, "w", encoding="utf-8") as file: file.write(text)
+        part = "%s.%s.tmp" % (path, os.urandom(8).hex())
+        with open(part, "x", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
     print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
@@ -59,8 +59,8 @@ try:
     for name, text in order["files"].items():
         path = os.path.join(order["launch"], name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = "%s.%d.tmp" % (path, os.getpid())
-        with open(part, "w", encoding="utf-8") as file: file.write(text)
+        part = "%s.%s.tmp" % (path, os.urandom(8).hex())
+        with open(part, "x", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
     print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
@@ -83,8 +83,8 @@ try:
     for name, text in order["files"].items():
         path = os.path.join(order["launch"], name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        part = "%s.%d.tmp" % (path, os.getpid())
-        with open(part, "w", encoding="utf-8") as file: file.write(text)
+        part = "%s.%s.tmp" % (path, os.urandom(8).hex())
+        with open(part, "x", encoding="utf-8") as file: file.write(text)
         os.replace(part, path)
 except OSError as exc:
     print(json.dumps({"refused": "%s: %s" % (exc.filename, exc.strerror)}))
