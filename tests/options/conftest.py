@@ -21,31 +21,11 @@ from typer.core import TyperCommand
 from lt_data import TokenStore, pack, prepare, read_documents, train_bpe
 from lt_launch.__main__ import main
 from lt_model import LlamaConfig, config_to_hf, param_specs
-from lt_test_helpers.option_cases import Call
+from lt_test_helpers.option_cases import WORDS, Call
 from lt_trainer.config import load
 from lt_trainer.resilience import STOP_SIGNALS
 from lt_trainer.training.runner import run
 
-WORDS = [
-    "the",
-    "loss",
-    "of",
-    "a",
-    "model",
-    "falls",
-    "when",
-    "its",
-    "data",
-    "is",
-    "read",
-    "in",
-    "order",
-    "and",
-    "its",
-    "state",
-    "is",
-    "kept",
-]
 TOOLS = Path(__file__).resolve().parents[2] / "tools"
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "n_heads": 4, "n_kv_heads": 2, "n_layers": 4}
 BASE = {

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_ckpt import Checkpoint
 from lt_data import DataError, TokenStore, pack, prepare, read_documents, train_bpe
+from lt_test_helpers.option_cases import WORDS
 from lt_trainer.config import load
 from lt_trainer.data import batches
 from lt_trainer.engine import StepBatch
@@ -35,26 +36,6 @@ STOP_AFTER_STEP = 12
 """More than any case has, so that an ignored schedule.max_steps comes to an end."""
 NOT_PLANTED = ("model.preset",)
 """Read before the recipe is made."""
-WORDS = [
-    "the",
-    "loss",
-    "of",
-    "a",
-    "model",
-    "falls",
-    "when",
-    "its",
-    "data",
-    "is",
-    "read",
-    "in",
-    "order",
-    "and",
-    "its",
-    "state",
-    "is",
-    "kept",
-]
 
 
 @dataclass(frozen=True, kw_only=True)

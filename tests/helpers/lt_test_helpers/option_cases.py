@@ -24,6 +24,11 @@ from lt_launch.__main__ import main
 __all__ = ["Call", "OptionCase"]
 
 RATES_AND_TIMES = re.compile(r"[\d.]+ ?([kMG] )?(\w+/s|s|ms|min)\b")
+WORDS = [
+    "the", "loss", "of", "a", "model", "falls", "when", "its", "data", "is", "read", "in", "order", "and",
+    "its", "state", "is", "kept",
+]  # fmt: skip
+"""Of the texts in stores that options are tried on."""
 JSON_SUFFIXES = (".json", ".jsonl", ".toml", ".yaml")
 
 

@@ -167,7 +167,7 @@ class Attempt:
     _term_at: float = math.inf
     _kill_at: float = math.inf
     _give_up_at: float = math.inf
-    _told: bool = False
+    _is_told_to_stop: bool = False
 
     def run(self) -> Table:
         """Run it to its end and write exit.json; return its content."""
@@ -277,11 +277,11 @@ class Attempt:
     def _end(self) -> None:
         """Do what is due."""
         now, folder = time.monotonic(), self.place.attempt(self.number)
-        if self.stop.number and not self._told:
+        if self.stop.number and not self._is_told_to_stop:
             (folder / policy.SIGNALED).write_text(signal.Signals(self.stop.number).name, encoding="ascii")
             self._send(self.stop.number)
             self._kill_by(now + self._grace_period_s())
-        if now >= self._term_at and not self._told:
+        if now >= self._term_at and not self._is_told_to_stop:
             self._send(signal.SIGTERM)
         if self.stop.kill:
             self._kill_by(now)
@@ -293,7 +293,7 @@ class Attempt:
             self._kill_at, self._give_up_at = math.inf, now + STUCK_S
 
     def _send(self, number: int) -> None:
-        self._told = True
+        self._is_told_to_stop = True
         for node in self.nodes:
             node.send(number)
 

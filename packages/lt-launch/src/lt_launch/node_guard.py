@@ -2,7 +2,7 @@
 
 It does nothing but wait for the end of its standard input, which the kernel closes when the launcher dies, however it
 does. Then every process group gets SIGTERM, so that training saves, and what is left after the grace time SIGKILL.
-Processes are told by a variable in their environment, not by parents or groups, since torchrun gives each rank a
+Processes are found by a variable in their environment, not by parents or groups, since torchrun gives each rank a
 session of its own. Standard library only and Python 3.9: the target ssh sends this file to its hosts.
 
 Cost: one idle process per node and attempt; when it is needed, a look at the environment of every process there.

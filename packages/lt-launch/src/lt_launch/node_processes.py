@@ -2,7 +2,7 @@
 
 A stage that trains is one command, `lt train torchrun`, whose ranks write their output and exit codes into the folder
 of the attempt; another stage is one command per process. Each writes into a file, so that nobody who stops reading
-stops it. When a command has ended, what is left of its process group is killed while the command is still unburied, so
+stops it. When a command has ended, what is left of its process group is killed while the command is not yet reaped, so
 that the group's number cannot mean anybody else; a rank that outlives its torchrun has the grace time to save.
 
 Standard library only and Python 3.9: the target ssh sends this file to its hosts. Cost: a few system calls per call of
@@ -44,7 +44,7 @@ class Command:
         self.notes = order["notes"]
         self.code: int | None = None
         """Exit code, 128 + n for signal n; None while it runs."""
-        self.told: set[int] = set()
+        self.reported: set[int] = set()
         """Ranks whose end was returned."""
         env = {**order["defaults"], **os.environ, **order["env"], node_guard.TOKEN: token}
         if order["bin"]:  # commands of the interpreter's own environment (lt) before others
@@ -66,7 +66,7 @@ class Command:
                 log.write(f"cannot run {order['argv'][0]!r} in {where}: {exc.strerror}\n".encode())
                 self.code = NOT_FOUND
 
-    def bury(self) -> bool:
+    def reap(self) -> bool:
         """Return True if it has ended, after killing what is left of its group."""
         if self.code is None and os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             node_guard.signal_groups([self.process.pid], signal.SIGKILL)
@@ -127,7 +127,7 @@ class NodeProcesses:
         """
         found, now = [], time.monotonic()
         for command in self.commands:
-            is_over = command.bury()
+            is_over = command.reap()
             if is_over or not command.notes or now - self._read_at >= SCAN_S:
                 found += self._ended_ranks(command)
         if now - self._read_at >= SCAN_S:
@@ -144,7 +144,7 @@ class NodeProcesses:
         node_guard.signal_groups((one.process.pid for one in self.commands if one.code is None), number)
 
     def kill(self) -> None:
-        """Kill every process. Exit codes of ranks that are still there are not told: they are not their own."""
+        """Kill every process. Exit codes of ranks that are still there are not reported: not their own."""
         self._killed = True
         self.send(signal.SIGKILL)
         node_guard.kill_processes(self.token)
@@ -162,7 +162,7 @@ class NodeProcesses:
         self._guard.wait()
 
     def _ended_ranks(self, command: Command) -> list[Table]:
-        """Return ends of ranks not told yet: their own notes, else the command's code once all are gone."""
+        """Return ends of ranks not reported yet: their own notes, else the command's code once all are gone."""
         codes: dict[int, int] = {}
         if command.notes:
             codes = {rank: note[0] for rank, note in read_notes(command.folder / "notes").items()}
@@ -170,8 +170,8 @@ class NodeProcesses:
             codes = {**dict.fromkeys(command.ranks, command.code), **codes}
         found = []
         for rank in command.ranks:
-            if rank in codes and rank not in command.told:
-                command.told.add(rank)
+            if rank in codes and rank not in command.reported:
+                command.reported.add(rank)
                 tail = last_lines(log_file(command.folder, rank)) if codes[rank] else []
                 found.append({"ended": rank, "code": codes[rank], "tail": tail})
         return found

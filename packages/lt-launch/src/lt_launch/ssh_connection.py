@@ -110,7 +110,7 @@ class SshConnection:
         self._flush()
 
     def port(self) -> int:
-        """Return the free port that the host has told, 0 if it has not answered yet."""
+        """Return the free port that the host has reported, 0 if it has not answered yet."""
         self.poll()
         if self._refused:
             raise Unreachable(self._refused, needs_person=True)
@@ -229,7 +229,7 @@ class SshConnection:
                 self.complaints.extend(row.decode("utf-8", "replace") for row in rows if row.strip())
 
     def _end_process(self, timeout_s: float = 2.0) -> int:
-        """End ssh if it still runs, and bury it; return its exit code."""
+        """End ssh if it still runs, and reap it; return its exit code."""
         if self.process is None:
             return 127
         stream = self.process.stdin

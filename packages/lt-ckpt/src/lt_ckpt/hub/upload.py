@@ -133,7 +133,7 @@ def upload_to_hub(
         parent, _ = _list_repository(api, hub, address)
 
     def commit() -> str:
-        # made anew for each try: the library uses an operation once
+        # made for each try: the library uses an operation once
         operations = [CommitOperationAdd(prefix + name, str(path / name)) for name in missing]
         with translate_errors(hub, address.repo), _library_errors(address), _quiet_without_terminal(), _without_xet():
             made = api.create_commit(

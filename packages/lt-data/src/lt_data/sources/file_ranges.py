@@ -61,7 +61,7 @@ def divide(unit: SourceUnit, max_bytes: int) -> list[SourceUnit]:
                 return _line_ranges(unit, _group([*list_frames(file), unit.size], max_bytes), compressed=True)
             if name.endswith(".parquet"):
                 return _row_ranges(unit, list_row_groups(file), max_bytes)
-    except DamagedFileError:  # told when the file is read
+    except DamagedFileError:  # reported when the file is read
         return [unit]
     return [unit]
 

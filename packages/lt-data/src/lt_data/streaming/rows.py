@@ -116,7 +116,7 @@ class TokenRows:
         """Convert the rows to int32 arrays."""
         n, seq_len = self.input_ids.shape
         # one block, so that the C library keeps its memory for the next call; pages of four small ones go back to the
-        # kernel, which clears them anew: that took 5/6 of the time
+        # kernel, which clears them again: that took 5/6 of the time
         input_ids, labels, position_ids, doc_ids = np.empty((4, n, seq_len), np.int32)
         input_ids[:] = self.input_ids
         labels[:, :-1] = input_ids[:, 1:]
