@@ -81,8 +81,12 @@ class TcpRelay:
         while True:
             try:
                 client, _ = listener.accept()
+            except OSError:  # the listener was closed
+                return
+            try:
                 server = socket.create_connection(("127.0.0.1", self._target_port))
-            except OSError:
+            except OSError:  # the server is gone
+                client.close()
                 return
             with self._lock:
                 self._open |= {client, server}

@@ -89,7 +89,11 @@ class Handler(BaseHTTPRequestHandler):
             super().handle()
 
     def do_GET(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        n_bytes = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(n_bytes)
+        if len(body) < n_bytes:  # the client was killed while it sent; the server would wait for the rest
+            self.close_connection = True
+            return None
         parts = urlsplit(self.path)
         query = parse_qs(parts.query, keep_blank_values=True)
         key = unquote(parts.path).removeprefix("/").partition("/")[2]
@@ -102,12 +106,11 @@ class Handler(BaseHTTPRequestHandler):
         if fault[0] == "spoil" and body:
             at = fault[1] % len(body)
             body = body[:at] + bytes([body[at] ^ 1]) + body[at + 1 :]
-        connection = http.client.HTTPConnection("127.0.0.1", self.proxy.server, timeout=60)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
-        connection.request(self.command, self.path, body, headers)
-        answer = connection.getresponse()
-        content = answer.read()
-        connection.close()
+        with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.proxy.server, timeout=60)) as connection:
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            content = answer.read()
         if fault[0] == "lost":
             return self.reset()
         return self.answer(answer, content, fault)
